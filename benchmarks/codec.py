@@ -1,0 +1,165 @@
+"""How fast and how small: the FFT codec beside its own transform, a memcpy and torch.topk.
+
+    python benchmarks/codec.py [--quick] [--json FILE] [--threads N]
+
+Every repetition times all contenders in turn, so that noise from other work on the machine hits
+them alike; ratios are medians over the repetitions. Encode is with error feedback, as training
+uses it. `gb_s_core` counts float32 input bytes per second and thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import scipy.fft
+from machine import commit, machine
+
+from sn_compress import FFTCodec, backends
+
+SETTINGS: list[tuple[str, dict[str, Any]]] = [
+    ("fft theta 0.98", {"theta": 0.98}),
+    ("fft theta 0.9", {"theta": 0.9}),
+    ("fft theta 0.98 bits 4", {"theta": 0.98, "bits": 4, "mantissa": 1}),
+    ("fft theta 0.98 fp16 values", {"theta": 0.98, "values": "fp16"}),
+    ("fft theta 0.98 bitmap", {"theta": 0.98, "positions": "bitmap"}),
+    ("fft theta 0.9 whole vector", {"theta": 0.9, "block": None}),
+]
+
+
+def gradient(n: int) -> np.ndarray:
+    """A stand-in for a gradient: Laplace values, layers of different scale; seed 0."""
+    rng = np.random.default_rng(0)
+    values = rng.laplace(size=n).astype(np.float32)
+    scales = 10 ** rng.uniform(-4, -1, size=-(-n // 65536))
+    return values * np.repeat(scales, 65536)[:n].astype(np.float32)
+
+
+def topk_with_feedback(values: np.ndarray, keep: float, threads: int) -> Callable[[], object]:
+    """Top-k sparsification as it is written with torch: the baseline of most public codecs."""
+    import torch
+
+    torch.set_num_threads(threads)
+    tensor = torch.from_numpy(values)
+    memory = torch.zeros_like(tensor)
+    k = max(1, int(keep * tensor.numel()))
+
+    def step() -> object:
+        memory.add_(tensor)
+        index = torch.topk(memory.abs(), k, sorted=False).indices
+        sent = memory[index]
+        memory[index] = 0
+        return sent, index
+
+    return step
+
+
+def measure(name: str, settings: dict[str, Any], values: np.ndarray, args: Any) -> dict[str, Any]:
+    """One row: time encode, decode and their yardsticks in turn, `args.repeat` times."""
+    n, threads = values.size, args.threads
+    codec = FFTCodec(**settings, threads=threads)
+    payload = codec.encode(values)
+    decoded = codec.decode(payload)
+    nmse = float(np.square(values - decoded, dtype=np.float64).sum()) / float(
+        np.square(values, dtype=np.float64).sum()
+    )
+    block = codec.block or n
+    blocks = values[: n // block * block].reshape(-1, block)
+    spectrum = scipy.fft.rfft(blocks, workers=threads)
+    state = codec.new_state(n)
+    contenders: dict[str, Callable[[], object]] = {
+        "memcpy": values.copy,
+        "rfft": lambda: scipy.fft.rfft(blocks, workers=threads),
+        "encode": lambda: codec.encode(values, state=state),
+        "irfft": lambda: scipy.fft.irfft(spectrum, n=block, workers=threads),
+        "decode": lambda: codec.decode(payload),
+    }
+    if not args.no_torch:
+        contenders["topk"] = topk_with_feedback(values, 1 - codec.theta, threads)
+    seconds: dict[str, list[float]] = {key: [] for key in contenders}
+    for repetition in range(args.repeat + 1):
+        for key, run in contenders.items():
+            start = time.perf_counter()
+            run()
+            if repetition:  # the first one warms up
+                seconds[key].append(time.perf_counter() - start)
+
+    def over(top: str, bottom: str) -> float:
+        pairs = zip(seconds[top], seconds[bottom], strict=True)
+        return statistics.median(a / b for a, b in pairs)
+
+    encode_s, decode_s = (statistics.median(seconds[key]) for key in ("encode", "decode"))
+    return {
+        "method": name,
+        "device": "cpu",
+        "backend": backends()["cpu"].partition(":")[0],
+        "threads": threads,
+        "n": n,
+        "payload_bytes": payload.nbytes,
+        "ratio": 4 * n / payload.nbytes,
+        "nmse": nmse,
+        "encode_s": encode_s,
+        "decode_s": decode_s,
+        "encode_gb_s_core": 4 * n / encode_s / threads / 1e9,
+        "decode_gb_s_core": 4 * n / decode_s / threads / 1e9,
+        "encode_percent_of_memcpy": 100 / over("encode", "memcpy"),
+        "decode_percent_of_memcpy": 100 / over("decode", "memcpy"),
+        "encode_over_rfft": over("encode", "rfft"),
+        "decode_over_irfft": over("decode", "irfft"),
+        "encode_over_topk": over("encode", "topk") if "topk" in contenders else None,
+        "repeat": args.repeat,
+        "commit": commit(),
+        "machine": machine(),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as people read them."""
+    lines = [
+        f"{'method':28} {'ratio':>7} {'NMSE':>7} {'encode':>9} {'decode':>9} {'enc/rfft':>9} "
+        f"{'dec/irfft':>9} {'enc/topk':>9} {'enc %memcpy':>11}",
+        f"{'':28} {'x':>7} {'':>7} {'GB/s/core':>9} {'GB/s/core':>9}",
+    ]
+    for row in rows:
+        topk = "-" if row["encode_over_topk"] is None else f"{row['encode_over_topk']:.2f}"
+        lines.append(
+            f"{row['method']:28} {row['ratio']:7.1f} {row['nmse']:7.4f} "
+            f"{row['encode_gb_s_core']:9.2f} {row['decode_gb_s_core']:9.2f} "
+            f"{row['encode_over_rfft']:9.2f} {row['decode_over_irfft']:9.2f} {topk:>9} "
+            f"{row['encode_percent_of_memcpy']:11.1f}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure and print; write JSON where asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    parser.add_argument("--quick", action="store_true", help="2 M elements: under two minutes")
+    parser.add_argument("--n", type=int, help="elements (default 25 million)")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeat", type=int, default=9)
+    parser.add_argument("--no-torch", action="store_true", help="leave torch.topk out")
+    args = parser.parse_args()
+    n = args.n or (2_000_000 if args.quick else 25_000_000)
+    values = gradient(n)
+    rows = []
+    for index, (name, settings) in enumerate(SETTINGS, 1):
+        print(f"[{index}/{len(SETTINGS)}] {name}", file=sys.stderr, flush=True)
+        rows.append(measure(name, settings, values, args))
+    print(f"{n:,} float32 elements, {args.threads} thread(s), back end {rows[0]['backend']}")
+    print(table(rows))
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

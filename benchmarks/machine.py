@@ -1,0 +1,37 @@
+"""Where and on what a result was measured: columns every benchmark adds to its rows."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def commit() -> str:
+    """The commit measured, with "+" when the tree had changes; "unknown" outside a checkout."""
+    try:
+        told = [
+            subprocess.run(
+                ["git", *args], cwd=ROOT, check=True, capture_output=True, text=True
+            ).stdout.strip()
+            for args in (["rev-parse", "--short=10", "HEAD"], ["status", "--porcelain", "-uno"])
+        ]
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return told[0] + ("+" if told[1] else "")
+
+
+def machine() -> str:
+    """Processor model and number of cores, as the system names them."""
+    model = platform.processor() or platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+                break
+    except OSError:
+        pass  # not Linux: what platform says will do
+    return f"{model}, {os.cpu_count()} cores"

@@ -1,0 +1,115 @@
+// Python's door to the C++ back end: sn_compress._core. Arrays come as contiguous buffers, their
+// sizes are checked here; the caller (ops/record.py) has checked the settings.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <new>
+
+#include "record.h"
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "payload words are little-endian; build without the extension on this machine"
+#endif
+
+namespace {
+
+class Buffer {
+ public:
+  ~Buffer() {
+    if (view_.obj) PyBuffer_Release(&view_);
+  }
+  bool take(PyObject* object, bool writable) {
+    return PyObject_GetBuffer(object, &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) == 0;
+  }
+  template <typename T>
+  T* as() const {
+    return static_cast<T*>(view_.buf);
+  }
+  Py_ssize_t bytes() const { return view_.len; }
+
+ private:
+  Py_buffer view_ = {};
+};
+
+
+// The number of rows, or -1 with an exception set if the buffers do not belong together.
+int64_t rows_of(const Buffer& words, const Buffer& spectrum, const sn::Layout& layout) {
+  const int64_t rows = words.bytes() / (4 * layout.words);
+  if (words.bytes() != rows * layout.words * 4 || spectrum.bytes() != rows * layout.bins() * 8) {
+    PyErr_Format(PyExc_ValueError, "%zd bytes of records and %zd of spectrum do not match",
+                 words.bytes(), spectrum.bytes());
+    return -1;
+  }
+  return rows;
+}
+
+PyObject* encode(PyObject*, PyObject* args) {
+  PyObject *spectrum_arg, *memory_arg, *words_arg;
+  sn::Layout layout;
+  int half, bitmap;
+  double decay;
+  long long block, kept, words_per_row, top;
+  if (!PyArg_ParseTuple(args, "OOOLLLpiipdL", &spectrum_arg, &memory_arg, &words_arg, &block,
+                        &kept, &words_per_row, &half, &layout.code_bits, &layout.mantissa, &bitmap,
+                        &decay, &top))
+    return nullptr;
+  layout.block = block, layout.kept = kept, layout.words = words_per_row;
+  layout.half = half, layout.bitmap = bitmap;
+  Buffer spectrum, memory, words;
+  const bool remembers = memory_arg != Py_None;
+  if (!spectrum.take(spectrum_arg, true) || !words.take(words_arg, true) ||
+      (remembers && !memory.take(memory_arg, true)))
+    return nullptr;
+  const int64_t rows = rows_of(words, spectrum, layout);
+  if (rows < 0) return nullptr;
+  if (remembers && memory.bytes() != spectrum.bytes())
+    return PyErr_Format(PyExc_ValueError, "memory has %zd bytes, the spectrum %zd",
+                        memory.bytes(), spectrum.bytes());
+  sn::Tally tally;
+  bool out_of_memory = false;
+  Py_BEGIN_ALLOW_THREADS
+  try {
+    tally = sn::encode_records(spectrum.as<float>(), remembers ? memory.as<float>() : nullptr,
+                               words.as<uint32_t>(), rows, layout, static_cast<float>(decay), top);
+  } catch (const std::bad_alloc&) {
+    out_of_memory = true;
+  }
+  Py_END_ALLOW_THREADS
+  if (out_of_memory) return PyErr_NoMemory();
+  return Py_BuildValue("Ldd", static_cast<long long>(tally.saturated), tally.energy, tally.error);
+}
+
+PyObject* decode(PyObject*, PyObject* args) {
+  PyObject *words_arg, *accum_arg;
+  sn::Layout layout;
+  int half, bitmap;
+  double weight;
+  long long block, kept, words_per_row;
+  if (!PyArg_ParseTuple(args, "OOLLLpiipd", &words_arg, &accum_arg, &block, &kept, &words_per_row,
+                        &half, &layout.code_bits, &layout.mantissa, &bitmap, &weight))
+    return nullptr;
+  layout.block = block, layout.kept = kept, layout.words = words_per_row;
+  layout.half = half, layout.bitmap = bitmap;
+  Buffer words, accum;
+  if (!words.take(words_arg, false) || !accum.take(accum_arg, true)) return nullptr;
+  const int64_t rows = rows_of(words, accum, layout);
+  if (rows < 0) return nullptr;
+  int64_t damaged;
+  Py_BEGIN_ALLOW_THREADS
+  damaged = sn::decode_records(words.as<const uint32_t>(), accum.as<float>(), rows, layout,
+                               static_cast<float>(weight));
+  Py_END_ALLOW_THREADS
+  return PyLong_FromLongLong(damaged);
+}
+
+PyMethodDef methods[] = {
+    {"encode_records", encode, METH_VARARGS, "See sn_compress.ops.record.encode_records."},
+    {"decode_records", decode, METH_VARARGS, "See sn_compress.ops.record.decode_records."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "_core", "C++ back end of sn_compress.ops.", -1,
+                      methods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__core() { return PyModule_Create(&module); }

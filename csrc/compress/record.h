@@ -1,0 +1,34 @@
+// One record per block; the format and the NumPy twin are in ops/record.py.
+#pragma once
+
+#include <cstdint>
+
+namespace sn {
+
+constexpr uint32_t kNonFinite = 0x7FC0;
+
+struct Layout {
+  int64_t block, kept, words;
+  bool half;
+  int code_bits, mantissa;
+  bool bitmap;
+
+  int64_t bins() const { return block / 2 + 1; }
+  int64_t positions_at() const { return 16 + 2 * kept * code_bits; }
+};
+
+struct Tally {
+  int64_t saturated = 0;
+  double energy = 0, error = 0;
+};
+
+// spectrum, memory: [rows, 2 * bins] float32, memory may be null; words: [rows, words].
+// top: end of the range (upper half of a float32), or negative for each block's own.
+Tally encode_records(float* spectrum, float* memory, uint32_t* words, int64_t rows,
+                     const Layout& layout, float decay, int64_t top);
+
+// Adds weight * values to accum, [rows, 2 * bins]; returns the first damaged row or -1.
+int64_t decode_records(const uint32_t* words, float* accum, int64_t rows, const Layout& layout,
+                       float weight);
+
+}  // namespace sn

@@ -1,0 +1,52 @@
+"""sn_compress: gradients in far fewer bytes on the wire.
+
+The public names are loaded at first use (PEP 562), so `import sn_compress` costs a few
+milliseconds and loads neither NumPy nor any framework.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ._backends import backends as backends
+    from .codec import Codec as Codec
+    from .codec import Payload as Payload
+    from .codecs.fft import FFTCodec as FFTCodec
+    from .errors import CompressError as CompressError
+    from .errors import MissingExtra as MissingExtra
+    from .errors import PayloadError as PayloadError
+    from .errors import SaturationWarning as SaturationWarning
+    from .feedback import ErrorFeedback as ErrorFeedback
+    from .horovod import FFTCompression as FFTCompression
+    from .ops.quantize import RangeFloat as RangeFloat
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Codec": ".codec",
+    "CompressError": ".errors",
+    "ErrorFeedback": ".feedback",
+    "FFTCodec": ".codecs.fft",
+    "FFTCompression": ".horovod",
+    "MissingExtra": ".errors",
+    "Payload": ".codec",
+    "PayloadError": ".errors",
+    "RangeFloat": ".ops.quantize",
+    "SaturationWarning": ".errors",
+    "backends": "._backends",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(_HOME))

@@ -1,0 +1,170 @@
+"""Codec and Payload: the contract every compression method keeps.
+
+A payload is 32 bytes of header and a body. The size of the body follows from the codec's
+settings and the number of elements alone, never from the data: Horovod's response cache and
+NCCL's all-gather both punish sizes that change from step to step. `docs/format.md` lists the
+bytes; `tests/golden/` keeps old ones readable.
+"""
+
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import CompressError, PayloadError
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+MAGIC = b"SN"
+VERSION = 1
+HEADER_BYTES = 32
+ALIGN = 16
+MAX_ELEMENTS = 2**48
+# magic, version, codec id, n, settings, reserved, saturated, checksum
+_HEADER = struct.Struct("<2sBBQ8sIII")
+
+
+@dataclass(frozen=True, eq=False)
+class Payload:
+    """One encoded vector: header and body in one buffer.
+
+    Attributes
+    ----------
+    buffer : [nbytes] uint8, the bytes as they travel (a multiple of 16)
+    codec_id, n, settings, saturated : what the header says; `settings` are 8 bytes that only
+        the codec understands, `saturated` counts values clipped to the ends of a fixed range.
+    energy, error : float or None; the squared norm of what was encoded and of what was lost.
+        They are known only where the payload was made and do not travel.
+    """
+
+    buffer: Bytes
+    codec_id: int
+    n: int
+    settings: bytes
+    saturated: int = 0
+    energy: float | None = field(default=None, compare=False)
+    error: float | None = field(default=None, compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire, header included."""
+        return int(self.buffer.size)
+
+    @property
+    def body(self) -> Bytes:
+        return self.buffer[HEADER_BYTES:]
+
+    def to_bytes(self) -> bytes:
+        return self.buffer.tobytes()
+
+    @classmethod
+    def seal(
+        cls, buffer: Bytes, *, codec_id: int, n: int, settings: bytes, saturated: int = 0,
+        energy: float | None = None, error: float | None = None,
+    ) -> Payload:  # fmt: skip
+        """Write the header in front of a finished body; `buffer` has room for both."""
+        saturated = min(saturated, 2**32 - 1)
+        head = _HEADER.pack(MAGIC, VERSION, codec_id, n, settings, 0, saturated, 0)
+        buffer[:HEADER_BYTES] = np.frombuffer(head, np.uint8)
+        buffer[28:32] = np.frombuffer(struct.pack("<I", checksum(buffer)), np.uint8)
+        return cls(buffer, codec_id, n, settings, saturated, energy, error)
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview | Bytes) -> Payload:
+        """Read a payload; the bytes are not copied and may come from an untrusted peer.
+
+        Raises
+        ------
+        PayloadError
+            If the length, magic, version, reserved field, element count or checksum is wrong.
+            What is inside the body is checked by the codec that decodes it.
+        """
+        buffer = np.frombuffer(data, np.uint8)
+        if buffer.size < HEADER_BYTES or buffer.size % ALIGN:
+            raise PayloadError(
+                f"{buffer.size} bytes are not a payload: expected {HEADER_BYTES} or more, in "
+                f"multiples of {ALIGN}. Pass the bytes of Payload.to_bytes() unchanged."
+            )
+        magic, version, codec_id, n, settings, reserved, saturated, said = _HEADER.unpack(
+            buffer[:HEADER_BYTES].tobytes()
+        )
+        if magic != MAGIC or version != VERSION or reserved:
+            raise PayloadError(
+                f"not a payload of this format: got magic {magic!r}, version {version}, reserved "
+                f"{reserved}; expected {MAGIC!r}, {VERSION}, 0. Use one version on all ranks."
+            )
+        if n > MAX_ELEMENTS:
+            raise PayloadError(f"header claims {n} elements; the format allows {MAX_ELEMENTS}")
+        if (found := checksum(buffer)) != said:
+            raise PayloadError(
+                f"checksum is {found:#010x}, header says {said:#010x}: the bytes were damaged on "
+                "the way. Resend; if it happens again, suspect memory or the network."
+            )
+        return cls(buffer, codec_id, n, settings, saturated)
+
+
+def checksum(buffer: Bytes) -> int:
+    """Sum of (2i + 1) * word_i over the 32-bit words, modulo 2**32, the checksum's own word as 0.
+
+    An odd factor is invertible modulo 2**32, so every change to a single word is seen; the
+    factor differs from word to word, so swapped words are, too. Integers and a sum: the same on
+    every back end, and parallel on a GPU, which a CRC is not.
+    """
+    words = buffer.view("<u4")
+    factors = np.arange(1, 2 * words.size, 2, dtype=np.uint32)
+    total = int(np.dot(words, factors))
+    return (total - int(words[7]) * 15) % 2**32
+
+
+class Codec(ABC):
+    """Turns a vector of floats into a Payload and back. Settings are keyword-only and constant."""
+
+    codec_id: int
+
+    @abstractmethod
+    def payload_bytes(self, n: int) -> int:
+        """Size of the payload of n elements, header included."""
+
+    @abstractmethod
+    def encode(self, values: npt.ArrayLike, *, state: Any = None) -> Payload:
+        """Encode [n] float32, float16 or bfloat16.
+
+        `state`, made by `new_state(n)`, is the memory of what earlier calls dropped: it is added
+        before and updated after, in place. Non-finite input never enters it.
+        """
+
+    @abstractmethod
+    def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
+        """The mean of what the payloads hold, [n] float32, summed in the order given."""
+
+    def decode(self, payload: Payload) -> Floats:
+        """What the payload holds, [n] float32."""
+        return self.decode_mean([payload])
+
+    @abstractmethod
+    def new_state(self, n: int) -> Any:
+        """An empty memory for vectors of n elements."""
+
+
+def as_vector(values: npt.ArrayLike) -> npt.NDArray[Any]:
+    """Check that `values` is a 1-D array of a float type a codec takes; nothing is copied."""
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise CompressError(
+            f"cannot encode an array of shape {array.shape}; expected one dimension. "
+            "Flatten it: values.reshape(-1)."
+        )
+    # ml_dtypes' bfloat16 has kind 'V' in NumPy, so it is known by name.
+    if array.dtype.name not in ("float32", "float16", "bfloat16"):
+        raise CompressError(
+            f"cannot encode dtype {array.dtype}; expected float32, float16 or bfloat16. "
+            "Cast it: values.astype('float32')."
+        )
+    return array

@@ -1,0 +1,25 @@
+"""What can go wrong, as exceptions.
+
+    CompressError(ValueError)        a setting, tensor or call that cannot be carried out
+      PayloadError                   bytes that are not a payload of this codec
+    MissingExtra(ImportError)        an optional library is needed and absent
+    SaturationWarning(UserWarning)   values beyond a fixed range were clipped to its ends
+
+Every message has four parts: what failed, what was got, what was expected, what to do.
+"""
+
+
+class CompressError(ValueError):
+    """A setting, tensor or call that cannot be carried out."""
+
+
+class PayloadError(CompressError):
+    """Bytes that are not a payload of this codec (damaged, truncated, foreign)."""
+
+
+class MissingExtra(ImportError):  # noqa: N818 - it is the extra that is missing
+    """An optional library is needed and not installed; the message names the extra."""
+
+
+class SaturationWarning(UserWarning):
+    """Values beyond a fixed range were clipped to its ends."""

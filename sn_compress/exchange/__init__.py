@@ -1,0 +1,1 @@
+"""How the payloads of the ranks meet. Pure: the rims bring the bytes over."""

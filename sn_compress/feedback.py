@@ -1,0 +1,106 @@
+"""Error feedback: what one step dropped is added to the next.
+
+A sparsifier without memory loses the small coefficients for good. With it, they add up until
+they are large enough to travel, and any contraction converges (Stich, Cordonnier, Jaggi 2018;
+Karimireddy et al. 2019).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .codec import Payload, as_vector
+from .codecs.fft import FFTCodec
+from .errors import CompressError
+
+_FORMAT = 1
+
+
+class ErrorFeedback:
+    """A codec and, per name, the memory of what it dropped.
+
+    Parameters
+    ----------
+    codec : the codec that encodes
+    decay : factor on the memory before it is added, in (0, 1]; 1 keeps everything
+
+    Examples
+    --------
+    >>> feedback = ErrorFeedback(FFTCodec(theta=0.9))
+    >>> payload = feedback.encode("layer.weight", np.ones(5000, np.float32))
+    """
+
+    def __init__(self, codec: FFTCodec, *, decay: float = 1.0) -> None:
+        if not 0 < decay <= 1:
+            raise CompressError(
+                f"decay={decay!r}; expected above 0 and at most 1 (1 forgets nothing)"
+            )
+        self.codec = codec
+        self.decay = decay
+        self._memory: dict[str, tuple[int, Any]] = {}
+
+    def encode(self, name: str, values: npt.ArrayLike) -> Payload:
+        """Encode `values` plus the memory of `name`, and remember what was lost.
+
+        Raises CompressError if `name` was used with another number of elements.
+        """
+        array = as_vector(values)
+        n, memory = self._memory.get(name) or (array.size, self.codec.new_state(array.size))
+        if n != array.size:
+            raise CompressError(
+                f"{name!r} has {array.size} elements; its memory has {n}. Names must be unique "
+                "and shapes constant; call forget(name) after changing a layer."
+            )
+        self._memory[name] = n, memory
+        return self.codec.encode(array, state=memory, decay=self.decay)
+
+    def residual(self, name: str) -> npt.NDArray[np.float32]:
+        """What has been dropped so far for `name` and not been sent, [n] float32."""
+        if name not in self._memory:
+            raise CompressError(f"nothing was encoded for {name!r}; known: {sorted(self._memory)}")
+        n, memory = self._memory[name]
+        return self.codec.state_to_values(memory, n)
+
+    def forget(self, name: str) -> None:
+        """Drop the memory of `name`; no error if there is none."""
+        self._memory.pop(name, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on bit by bit, as arrays, numbers and strings.
+
+        It differs from rank to rank: save one per rank.
+        """
+        memory = {
+            name: {"n": n, "spectra": [part.copy() for part in parts]}
+            for name, (n, parts) in self._memory.items()
+        }
+        return {"format": _FORMAT, "block": self.codec.block, "memory": memory}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a saved state; nothing changes if it does not fit.
+
+        Saved with another block size, it is carried over through the inverse transform.
+        """
+        if state.get("format") != _FORMAT:
+            raise CompressError(
+                f"state of format {state.get('format')!r}; expected {_FORMAT}, as state_dict() "
+                "returns it"
+            )
+        saved = FFTCodec(block=state["block"])
+        loaded: dict[str, tuple[int, Any]] = {}
+        for name, entry in state["memory"].items():
+            n = int(entry["n"])
+            parts = [np.array(part, np.complex64) for part in entry["spectra"]]
+            expected = [part.shape for part in saved.new_state(n)]
+            if [part.shape for part in parts] != expected:
+                raise CompressError(
+                    f"memory of {name!r} has shapes {[part.shape for part in parts]}; expected "
+                    f"{expected} for {n} elements. The saved state is incomplete."
+                )
+            if saved.block != self.codec.block:
+                parts = self.codec.values_to_state(saved.state_to_values(parts, n))
+            loaded[name] = n, parts
+        self._memory = loaded

@@ -1,0 +1,141 @@
+"""FFTCompression: the object given to an unpatched Horovod as `compression=`.
+
+Horovod's seam is two functions, `compress(tensor) -> (tensor, ctx)` and
+`decompress(tensor, ctx)`, called on whatever object is passed. What is returned gets
+all-reduced, and nothing says which parameter it belongs to. So `compress` sends the payload by
+an all-gather of its own and gives Horovod one zero to reduce; the rim finds out the parameter
+from its caller (`docs/decisions/0004-finding-the-parameter.md`).
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass, fields, replace
+from importlib import import_module
+from types import ModuleType
+from typing import Any, ClassVar, Literal
+
+from ..codecs.fft import PAPER, FFTCodec
+from ..errors import CompressError, MissingExtra
+
+_RIMS = {"torch": ".torch"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The codec's settings (see FFTCodec) and those of the exchange."""
+
+    theta: float = 0.98
+    block: int | None = 4096
+    bits: int = 8
+    mantissa: int = 3
+    positions: Literal["elias-fano", "bitmap"] = "elias-fano"
+    values: Literal["range", "fp16"] = "range"
+    window: Literal["block", "payload"] | float = "block"
+    half: bool = False
+    feedback: bool = True
+    decay: float = 1.0
+    min_elements: int = 1024
+    threads: int | None = None
+
+    def codec(self, threads: int) -> FFTCodec:
+        """The codec of these settings; `threads` is used where the settings leave it open."""
+        chosen = {name: value for name, value in asdict(self).items() if name in _CODEC}
+        return FFTCodec(**chosen, threads=self.threads or threads)
+
+
+_EXCHANGE = {"feedback", "decay", "min_elements", "threads"}
+_CODEC = {field.name for field in fields(Settings)} - _EXCHANGE
+
+
+class FFTCompression:
+    """Compression for `hvd.DistributedOptimizer(optimizer, compression=FFTCompression)`.
+
+    Use it bare, or configured: `FFTCompression.using(theta=0.9, bits=6, mantissa=2)`.
+
+    Settings beside those of FFTCodec
+    ---------------------------------
+    feedback : add what was dropped to the next step's gradient (default True)
+    decay : factor on that memory, in (0, 1]
+    min_elements : tensors below this size travel uncompressed, fused by Horovod (default 1024)
+    threads : threads of the codec; by default as many as the framework uses
+    mode : "paper" sets block=None, positions="bitmap", half=True and feedback=False first
+
+    What it does not compress travels as with plain Horovod: sparse gradients (unless
+    sparse_as_dense), float64 and integer tensors. What it cannot do it refuses: Adasum,
+    reducescatter, operations other than Average and Sum, and hvd.join() on a rank that has
+    run out of data.
+    """
+
+    settings: ClassVar[Settings] = Settings()
+
+    @classmethod
+    def using(cls, *, mode: Literal["paper"] | None = None, **changes: Any) -> type[FFTCompression]:
+        """A configured FFTCompression, to be passed wherever the bare one can."""
+        if mode not in (None, "paper"):
+            raise CompressError(f'mode={mode!r}; expected "paper" or None')
+        known = {field.name for field in fields(Settings)}
+        if unknown := set(changes) - known:
+            raise CompressError(
+                f"FFTCompression has no setting {', '.join(sorted(unknown))}; "
+                f"it has {', '.join(sorted(known))} and mode"
+            )
+        if mode == "paper":
+            changes = {**PAPER, "feedback": False, **changes}
+        settings = replace(cls.settings, **changes)
+        settings.codec(threads=1)  # legal settings or an error here, not in mid-training
+        if settings.min_elements < 1 or not 0 < settings.decay <= 1:
+            raise CompressError(
+                f"min_elements={settings.min_elements!r}, decay={settings.decay!r}; expected at "
+                "least 1, and a factor above 0 up to 1"
+            )
+        return type("FFTCompression", (cls,), {"settings": settings})
+
+    @classmethod
+    def compress(cls, tensor: Any) -> tuple[Any, Any]:
+        """Called by Horovod."""
+        return _rim(tensor).compress(tensor, cls.settings, sys._getframe(1))
+
+    @classmethod
+    def decompress(cls, tensor: Any, ctx: Any) -> Any:
+        """Called by Horovod."""
+        return tensor if ctx is None else ctx.finish(tensor)
+
+    @classmethod
+    def report(cls, optimizer: Any) -> dict[str, float]:
+        """What this rank sent for an optimizer so far.
+
+        steps; tensors, elements (compressed ones); dense_bytes (float32, all tensors),
+        payload_bytes (this rank's contribution, uncompressed tensors included), both per step;
+        ratio; relative_error, the mean over steps of |dropped| / |gradient + memory|; saturated.
+        """
+        return _rim(optimizer).report(optimizer)  # type: ignore[no-any-return]
+
+    @classmethod
+    def state_dict(cls, optimizer: Any) -> dict[str, Any]:
+        """The error memory of an optimizer, by parameter name. It differs between ranks."""
+        return _rim(optimizer).state_dict(optimizer)  # type: ignore[no-any-return]
+
+    @classmethod
+    def load_state_dict(cls, optimizer: Any, state: dict[str, Any]) -> None:
+        """Take over an error memory saved on the same rank."""
+        _rim(optimizer).load_state_dict(optimizer, state)
+
+
+def _rim(thing: Any) -> ModuleType:
+    """The rim for a tensor or optimizer, by the framework its type (or a base) comes from."""
+    for base in type(thing).__mro__:
+        if name := _RIMS.get(base.__module__.partition(".")[0]):
+            try:
+                return import_module(name, __package__)
+            except ModuleNotFoundError as missing:
+                if missing.name and missing.name.startswith("horovod"):
+                    raise MissingExtra(
+                        "FFTCompression needs Horovod, which is not installed; build one that "
+                        "fits your frameworks with scripts/build_horovod.py of this project"
+                    ) from missing
+                raise
+    kind = f"{type(thing).__module__}.{type(thing).__qualname__}"
+    raise CompressError(
+        f"FFTCompression got a {kind}; expected a tensor or optimizer of {' or '.join(_RIMS)}"
+    )

@@ -1,0 +1,190 @@
+"""FFTCompression for torch tensors in stock Horovod: the gather exchange.
+
+Per gradient: encode with error feedback, start an all-gather named "sn.<parameter>", hand
+Horovod a single zero to all-reduce under the parameter's own name. When Horovod is done with
+that zero, `InFlight.finish` waits for the payloads and decodes their mean.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+
+from ..codec import Payload
+from ..codecs.fft import FFTCodec
+from ..errors import CompressError, PayloadError
+from ..exchange.gather import mean_of_gathered
+from ..feedback import ErrorFeedback
+from .caller import Caller, find_caller
+from .compression import Settings
+from .traffic import Traffic
+
+_log = logging.getLogger(__name__)
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Memory:
+    """What belongs to one optimizer: codec, error memory, counts."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.codec = settings.codec(torch.get_num_threads())
+        self.feedback = ErrorFeedback(self.codec, decay=settings.decay)
+        self.traffic = Traffic()
+
+    def encode(self, name: str | None, values: Any) -> Payload:
+        # Without a name there is nothing to key a memory by.
+        if name is None or not self.settings.feedback:
+            return self.codec.encode(values)
+        return self.feedback.encode(name, values)
+
+
+# Optimizers are held weakly: a dropped optimizer takes its memory along.
+_of_optimizer: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
+_of_calls: dict[tuple[Settings, int], Memory] = {}  # plain hvd.allreduce(compression=...)
+
+
+@dataclass
+class Cast:
+    """A small tensor that went uncompressed in a type Horovod can reduce."""
+
+    dtype: torch.dtype
+
+    def finish(self, reduced: torch.Tensor) -> torch.Tensor:
+        return reduced.to(self.dtype)
+
+
+@dataclass
+class InFlight:
+    """A payload on its way."""
+
+    handle: int
+    name: str
+    codec: FFTCodec
+    ranks: int
+    factor: float  # on the mean: the number of ranks for a sum
+    like: torch.Tensor  # shape, dtype and device of the result
+
+    def finish(self, _: torch.Tensor) -> torch.Tensor:
+        try:
+            gathered = hvd.synchronize(self.handle).numpy()
+        except hvd.mpi_ops.HorovodInternalError as error:
+            if "join" in str(error).lower():
+                raise self._joined() from error
+            raise
+        try:
+            mean = mean_of_gathered(self.codec, gathered, self.ranks, self.like.numel())
+        except PayloadError as error:
+            # Once the gather is in its response cache, Horovod runs it without asking and puts
+            # zeros in the place of a rank that has joined.
+            parts = np.array_split(gathered, self.ranks)
+            if not all(part.any() for part in parts):
+                raise self._joined() from error
+            raise
+        if self.factor != 1.0:
+            mean *= self.factor
+        # A fresh tensor each time: Horovod makes it the storage of p.grad.
+        return torch.from_numpy(mean).reshape(self.like.shape).to(self.like)
+
+    def _joined(self) -> CompressError:
+        return CompressError(
+            f"{self.name}: another rank called hvd.join(), after which Horovod gathers nothing. "
+            "Give all ranks equally many batches (drop_last=True), or train without compression."
+        )
+
+
+def compress(tensor: torch.Tensor, settings: Settings, frame: FrameType) -> tuple[Any, Any]:
+    """One gradient on its way; see FFTCompression."""
+    caller = find_caller(frame, tensor)
+    if caller.op not in (hvd.Average, hvd.Sum):
+        raise CompressError(
+            f"{caller.name or 'tensor'}: FFTCompression takes op=hvd.Average or hvd.Sum; Adasum, "
+            "Min, Max and Product need the dense tensor. Use another op, or no compression."
+        )
+    memory = _memory_for(caller, settings)
+    if caller.optimizer is None and tensor.requires_grad and torch.is_grad_enabled():
+        return tensor, None  # a differentiable all-reduce; encoding would cut the graph
+    if tensor.dtype not in _FLOATS or tensor.numel() < settings.min_elements:
+        return _send_plain(tensor, caller, memory)
+    return _send_payload(tensor, caller, memory)
+
+
+def _memory_for(caller: Caller, settings: Settings) -> Memory:
+    if caller.optimizer is None:
+        key = settings, caller.process_set.process_set_id
+        return _of_calls.setdefault(key, Memory(settings))
+    if caller.optimizer not in _of_optimizer:
+        _of_optimizer[caller.optimizer] = Memory(settings)
+    return _of_optimizer[caller.optimizer]
+
+
+def _send_plain(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[Any, Any]:
+    wire, ctx = tensor, None
+    if tensor.dtype == torch.bfloat16:  # Horovod reduces no bfloat16
+        wire, ctx = tensor.float(), Cast(tensor.dtype)
+    memory.traffic.plain(caller.name, tensor.numel(), wire.numel() * wire.element_size())
+    return wire, ctx
+
+
+def _send_payload(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[Any, Any]:
+    values = tensor.detach().to("cpu", torch.float32).reshape(-1).numpy()
+    payload = memory.encode(caller.name, values)
+    ranks = caller.process_set.size()
+    name = None if caller.name is None else f"sn.{caller.name}"
+    handle = hvd.allgather_async(
+        torch.from_numpy(payload.buffer), name=name, process_set=caller.process_set
+    )
+    # Grouped all-reduces want one dtype, that of the plain tensors beside it.
+    dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
+    token = torch.zeros(1, dtype=dtype)
+    extra = token.element_size()
+    if memory.traffic.payload(caller.name, tensor.numel(), payload, extra):
+        _log.warning(
+            "%s: values beyond the fixed window were clipped; see `saturated` in the report",
+            caller.name,
+        )
+    factor = caller.scale * (ranks if caller.op == hvd.Sum else 1)
+    like = tensor.detach()
+    return token, InFlight(handle, caller.name or "tensor", memory.codec, ranks, factor, like)
+
+
+def _memory_of(optimizer: Any) -> Memory:
+    compression = getattr(optimizer, "_compression", None)
+    settings = getattr(compression, "settings", None)
+    if not isinstance(settings, Settings):
+        raise CompressError(
+            f"{type(optimizer).__name__} was not made by hvd.DistributedOptimizer(..., "
+            "compression=FFTCompression); pass the optimizer that it returned"
+        )
+    if optimizer not in _of_optimizer:
+        _of_optimizer[optimizer] = Memory(settings)
+    return _of_optimizer[optimizer]
+
+
+def report(optimizer: Any) -> dict[str, float]:
+    """See FFTCompression.report."""
+    return _memory_of(optimizer).traffic.report()
+
+
+def state_dict(optimizer: Any) -> dict[str, Any]:
+    """As torch tensors, so that torch.save and torch.load(weights_only=True) take it."""
+    state = _memory_of(optimizer).feedback.state_dict()
+    for entry in state["memory"].values():
+        entry["spectra"] = [torch.from_numpy(part) for part in entry["spectra"]]
+    return state
+
+
+def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
+    """Take over what state_dict returned."""
+    memory = {
+        name: {"n": entry["n"], "spectra": [part.numpy() for part in entry["spectra"]]}
+        for name, entry in state.get("memory", {}).items()
+    }
+    _memory_of(optimizer).feedback.load_state_dict({**state, "memory": memory})

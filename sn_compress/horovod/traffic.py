@@ -1,0 +1,70 @@
+"""What a rank sent, counted from the real payloads."""
+
+from __future__ import annotations
+
+import math
+
+from ..codec import Payload
+
+
+class Traffic:
+    """Bytes per step and the relative error, kept per optimizer.
+
+    A step ends when a tensor is sent again: names are the only clock `compress` has.
+    """
+
+    def __init__(self) -> None:
+        self._bytes: dict[str, tuple[int, int, bool]] = {}  # name -> elements, bytes, compressed
+        self._sent: set[str] = set()
+        self._steps = 0
+        self._energy = self._error = 0.0
+        self._relative_sum, self._relative_count = 0.0, 0
+        self._saturated = 0
+
+    def plain(self, name: str | None, elements: int, nbytes: int) -> None:
+        """Count a tensor that travelled uncompressed."""
+        self._count(name, elements, nbytes, compressed=False)
+
+    def payload(self, name: str | None, elements: int, payload: Payload, extra: int) -> bool:
+        """Count a payload and `extra` bytes beside it; True when values saturated first."""
+        self._count(name, elements, payload.nbytes + extra, compressed=True)
+        if payload.energy is not None and payload.error is not None:
+            self._energy += payload.energy
+            self._error += payload.error
+        first = payload.saturated > 0 and self._saturated == 0
+        self._saturated += payload.saturated
+        return first
+
+    def _count(self, name: str | None, elements: int, nbytes: int, *, compressed: bool) -> None:
+        key = name or ""
+        if key in self._sent or not self._sent:
+            self._close_step()
+            self._steps += 1
+            self._sent.clear()
+        self._sent.add(key)
+        self._bytes[key] = elements, nbytes, compressed
+
+    def _close_step(self) -> None:
+        if self._energy > 0 and math.isfinite(self._energy):
+            self._relative_sum += math.sqrt(self._error / self._energy)
+            self._relative_count += 1
+        self._energy = self._error = 0.0
+
+    def report(self) -> dict[str, float]:
+        """See FFTCompression.report; all zeros before the first step."""
+        relative_sum, count = self._relative_sum, self._relative_count
+        if self._energy > 0 and math.isfinite(self._energy):  # the step still open
+            relative_sum, count = relative_sum + math.sqrt(self._error / self._energy), count + 1
+        dense = sum(4 * elements for elements, _, _ in self._bytes.values())
+        sent = sum(nbytes for _, nbytes, _ in self._bytes.values())
+        compressed = [elements for elements, _, small in self._bytes.values() if small]
+        return {
+            "steps": self._steps,
+            "tensors": len(compressed),
+            "elements": sum(compressed),
+            "dense_bytes": dense,
+            "payload_bytes": sent,
+            "ratio": dense / sent if sent else 0.0,
+            "relative_error": relative_sum / count if count else 0.0,
+            "saturated": self._saturated,
+        }

@@ -1,0 +1,213 @@
+"""One rank: what FFTCompression does at the edges, one function a case.
+
+Run as `behave.py CASE...`; prints "ok CASE" on every rank, or fails with an assertion.
+"""
+
+import sys
+
+import horovod.torch as hvd
+import torch
+from torch import nn
+
+from sn_compress import CompressError, FFTCompression
+
+EXACT = FFTCompression.using(theta=0.0, values="fp16")
+
+
+def wrap(model, compression=FFTCompression, **options):
+    return hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        named_parameters=model.named_parameters(),
+        compression=compression,
+        **options,
+    )
+
+
+def message_of(call):
+    try:
+        call()
+    except CompressError as error:
+        return str(error)
+    raise AssertionError("CompressError was to be raised")
+
+
+def mean_is_the_mean():
+    """Keeping every bin at half precision, the result is the plain mean up to rounding."""
+    for op, factor in ((hvd.Average, 1), (hvd.Sum, hvd.size())):
+        model = nn.Linear(64, 64, bias=False)
+        optimizer = wrap(model, EXACT, op=op)
+        torch.manual_seed(hvd.rank())
+        gradient = torch.randn(64, 64)
+        model.weight.grad = gradient.clone()
+        optimizer.synchronize()
+        plain = hvd.allreduce(gradient, op=op, name="plain")
+        # Half precision rounds each coefficient by 2**-11 relative; the transform keeps norms.
+        error = (model.weight.grad - plain).norm() / gradient.norm()
+        assert error <= factor * 2**-10, error
+        optimizer.zero_grad()
+
+
+def memory_drains():
+    """What one step dropped arrives in the following ones."""
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = wrap(model, FFTCompression.using(theta=0.9))
+    torch.manual_seed(hvd.rank())
+    gradient = torch.randn(64, 64)
+    total = torch.zeros(64, 64)
+    for step in range(200):
+        model.weight.grad = gradient.clone() if step == 0 else torch.zeros(64, 64)
+        optimizer.synchronize()
+        total += model.weight.grad
+        with optimizer.skip_synchronize():
+            optimizer.zero_grad()
+    plain = hvd.allreduce(gradient, name="plain")
+    # What is not yet sent is less than what 8-bit rounding leaves over: 2**-4 of a bin, again
+    # and again; 200 steps of a tenth of the bins send each twenty times.
+    assert (total - plain).norm() < 1e-3 * plain.norm(), (total - plain).norm() / plain.norm()
+
+
+def not_a_number_reaches_all():
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = wrap(model)
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        model.weight.grad = torch.ones(64, 64)
+        if hvd.rank() == hvd.size() - 1:
+            model.weight.grad[3, 3] = bad
+        optimizer.synchronize()
+        assert not torch.isfinite(model.weight.grad).any(), "every rank has to see it"
+        state = FFTCompression.state_dict(optimizer)["memory"]["weight"]["spectra"]
+        assert all(torch.isfinite(part.real).all() for part in state)
+        optimizer.zero_grad()
+    model.weight.grad = torch.ones(64, 64)
+    optimizer.synchronize()
+    assert torch.isfinite(model.weight.grad).all(), "and it has to be gone afterwards"
+    optimizer.zero_grad()
+
+
+def zeros_stay_zero():
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = wrap(model)
+    model.weight.grad = torch.zeros(64, 64)
+    optimizer.synchronize()
+    assert not model.weight.grad.any()
+    optimizer.zero_grad()
+
+
+def sparse_travels_as_plain():
+    for sparse_as_dense in (False, True):
+        torch.manual_seed(0)
+        table = nn.Embedding(512, 64, sparse=True)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(table.parameters(), lr=1.0),
+            named_parameters=table.named_parameters(),
+            compression=EXACT,
+            sparse_as_dense=sparse_as_dense,
+        )
+        before = table.weight.detach().clone()
+        table(torch.tensor([hvd.rank(), 100])).sum().backward()
+        optimizer.step()
+        step = before - table.weight.detach()
+        # Row 100 has gradient one on every rank, so its mean is one; row `rank` on one rank only.
+        assert torch.allclose(step[100], torch.ones(64), atol=2e-3), step[100]
+        assert torch.allclose(step[hvd.rank()], torch.full((64,), 1 / hvd.size()), atol=2e-3)
+
+
+def double_travels_as_plain():
+    model = nn.Linear(64, 64, bias=False).double()
+    optimizer = wrap(model)
+    model.weight.grad = torch.full((64, 64), 1 / 3, dtype=torch.float64)
+    optimizer.synchronize()
+    assert torch.equal(model.weight.grad, torch.full((64, 64), 1 / 3, dtype=torch.float64))
+    optimizer.zero_grad()
+
+
+def plain_allreduce():
+    """The same object serves hvd.allreduce; a named one has a memory."""
+    torch.manual_seed(hvd.rank())
+    tensor = torch.randn(3, 4000)
+    expected = hvd.allreduce(tensor, name="plain")
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        mean = hvd.allreduce(tensor.to(dtype), name=f"ours.{dtype}", compression=EXACT)
+        assert mean.dtype == dtype
+        assert mean.shape == tensor.shape
+        assert (mean.float() - expected).norm() < 2**-7 * expected.norm()
+    scaled = hvd.allreduce(tensor, compression=EXACT, op=hvd.Sum, prescale_factor=0.5)
+    assert torch.allclose(scaled, expected * hvd.size() / 2, atol=0.01)
+    group = hvd.grouped_allreduce([tensor, tensor + 1], name="group", compression=EXACT)
+    assert torch.allclose(group[1], expected + 1, atol=0.01)
+    watched = tensor.clone().requires_grad_()
+    weights = torch.arange(12000.0).reshape(3, 4000)
+    (hvd.allreduce(watched, name="watched", compression=EXACT) * weights).sum().backward()
+    assert torch.allclose(watched.grad, weights), "gradients flow as in plain"
+
+
+def refusals():
+    tensor = torch.ones(4096)
+    for call, word in (
+        (lambda: hvd.reducescatter(tensor, compression=FFTCompression), "reducescatter"),
+        (lambda: hvd.allreduce(tensor, op=hvd.Min, compression=FFTCompression), "hvd.Average"),
+        (lambda: hvd.allreduce(tensor, op=hvd.Adasum, compression=FFTCompression), "Adasum"),
+        (lambda: FFTCompression.compress(tensor), "not called by Horovod"),
+        (lambda: FFTCompression.report(torch.optim.SGD([tensor], lr=1)), "DistributedOptimizer"),
+        (lambda: FFTCompression.using(theta=1.5), "theta"),
+        (lambda: FFTCompression.using(topk=3), "no setting topk"),
+        (lambda: FFTCompression.compress([1.0]), "list"),
+    ):
+        assert word in message_of(call), message_of(call)
+    model = nn.Linear(64, 64)
+    optimizer = wrap(model, op=hvd.Adasum)
+    assert "Adasum" in message_of(lambda: model(torch.ones(4, 64)).sum().backward())
+    del optimizer
+
+
+def resume():
+    """A run continued from its saved state gives the bits of the uninterrupted one."""
+
+    def steps(model, optimizer, first, last):
+        for step in range(first, last):
+            torch.manual_seed(100 * step + hvd.rank())
+            optimizer.zero_grad()
+            model(torch.randn(8, 96)).square().mean().backward()
+            optimizer.step()
+
+    def fresh():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, 64))
+        return model, wrap(model, FFTCompression.using(theta=0.95))
+
+    whole, optimizer = fresh()
+    steps(whole, optimizer, 0, 12)
+    half, optimizer = fresh()
+    steps(half, optimizer, 0, 6)
+    path = f"{sys.argv[1]}/rank{hvd.rank()}.pt"
+    torch.save(
+        [half.state_dict(), optimizer.state_dict(), FFTCompression.state_dict(optimizer)], path
+    )
+    model, optimizer = fresh()
+    weights, moments, memory = torch.load(path, weights_only=True)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(moments)
+    FFTCompression.load_state_dict(optimizer, memory)
+    steps(model, optimizer, 6, 12)
+    for a, b in zip(whole.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+CASES = [
+    mean_is_the_mean,
+    memory_drains,
+    not_a_number_reaches_all,
+    zeros_stay_zero,
+    sparse_travels_as_plain,
+    double_travels_as_plain,
+    plain_allreduce,
+    refusals,
+    resume,
+]
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    hvd.init()
+    for case in CASES:
+        case()
+        print(f"ok {case.__name__}", flush=True)

@@ -1,0 +1,51 @@
+"""FFTCompression in the real, unpatched Horovod: several processes on this machine."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+RANKS = Path(__file__).parent / "ranks"
+pytestmark = [pytest.mark.horovod, pytest.mark.slow]
+
+DTYPES = ["fp32", "fp16", "bf16"]
+WAYS = [
+    "paper", "sum", "predivide", "accumulate", "clip", "unused", "groups", "groups-bf16", "order",
+    "process-sets", "without-names", "two-optimizers",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_stay_bit_identical_over_20_steps(horovodrun, ranks):
+    """The cases share one launch: starting horovodrun takes longer than any of them."""
+    cases = DTYPES + WAYS
+    run = horovodrun(ranks, RANKS / "train.py", *cases, timeout=240).check()
+    for case in cases:
+        assert run.stdout.count(f"ok {case}\n") == ranks, f"{case}\n{run.stdout}"
+
+
+def test_edges(horovodrun, tmp_path):
+    run = horovodrun(2, RANKS / "behave.py", tmp_path, timeout=240).check()
+    assert run.stdout.count(">:ok ") == 2 * 9, run.stdout
+
+
+def test_killed_rank_ends_the_run(horovodrun):
+    """Horovod's Gloo waits 30 s for a peer; the other ranks have to end within that."""
+    start = time.monotonic()
+    run = horovodrun(3, RANKS / "fail.py", "kill", timeout=90)
+    assert not run.timed_out, run.stdout
+    assert run.returncode != 0
+    assert run.stdout.count("reached step 5") == 3, run.stdout
+    assert "all steps done" not in run.stdout
+    # The survivors learn it from Horovod itself, not only from the launcher's signal.
+    assert "HorovodInternalError" in run.stdout, run.stdout
+    assert time.monotonic() - start < 60
+
+
+def test_join_is_refused_with_a_reason(horovodrun):
+    run = horovodrun(2, RANKS / "fail.py", "join", timeout=90)
+    assert not run.timed_out, run.stdout
+    assert run.returncode != 0
+    assert "another rank called hvd.join()" in run.stdout, run.stdout
