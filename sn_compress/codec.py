@@ -27,8 +27,8 @@ VERSION = 1
 HEADER_BYTES = 32
 ALIGN = 16
 MAX_ELEMENTS = 2**48
-# magic, version, codec id, n, settings, reserved, saturated, checksum
-_HEADER = struct.Struct("<2sBBQ8sIII")
+# magic, version, codec id, n, settings, saturated, checksum
+_HEADER = struct.Struct("<2sBBQ12sII")
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class Payload:
     Attributes
     ----------
     buffer : [nbytes] uint8, the bytes as they travel (a multiple of 16)
-    codec_id, n, settings, saturated : what the header says; `settings` are 8 bytes that only
+    codec_id, n, settings, saturated : what the header says; `settings` are 12 bytes that only
         the codec understands, `saturated` counts values clipped to the ends of a fixed range.
     energy, error : float or None; the squared norm of what was encoded and of what was lost.
         They are known only where the payload was made and do not travel.
@@ -71,7 +71,7 @@ class Payload:
     ) -> Payload:  # fmt: skip
         """Write the header in front of a finished body; `buffer` has room for both."""
         saturated = min(saturated, 2**32 - 1)
-        head = _HEADER.pack(MAGIC, VERSION, codec_id, n, settings, 0, saturated, 0)
+        head = _HEADER.pack(MAGIC, VERSION, codec_id, n, settings, saturated, 0)
         buffer[:HEADER_BYTES] = np.frombuffer(head, np.uint8)
         buffer[28:32] = np.frombuffer(struct.pack("<I", checksum(buffer)), np.uint8)
         return cls(buffer, codec_id, n, settings, saturated, energy, error)
@@ -83,7 +83,7 @@ class Payload:
         Raises
         ------
         PayloadError
-            If the length, magic, version, reserved field, element count or checksum is wrong.
+            If the length, magic, version, element count or checksum is wrong.
             What is inside the body is checked by the codec that decodes it.
         """
         buffer = np.frombuffer(data, np.uint8)
@@ -92,13 +92,13 @@ class Payload:
                 f"{buffer.size} bytes are not a payload: expected {HEADER_BYTES} or more, in "
                 f"multiples of {ALIGN}. Pass the bytes of Payload.to_bytes() unchanged."
             )
-        magic, version, codec_id, n, settings, reserved, saturated, said = _HEADER.unpack(
+        magic, version, codec_id, n, settings, saturated, said = _HEADER.unpack(
             buffer[:HEADER_BYTES].tobytes()
         )
-        if magic != MAGIC or version != VERSION or reserved:
+        if magic != MAGIC or version != VERSION:
             raise PayloadError(
-                f"not a payload of this format: got magic {magic!r}, version {version}, reserved "
-                f"{reserved}; expected {MAGIC!r}, {VERSION}, 0. Use one version on all ranks."
+                f"not a payload of this format: got magic {magic!r}, version {version}; "
+                f"expected {MAGIC!r}, {VERSION}. Use one version on all ranks."
             )
         if n > MAX_ELEMENTS:
             raise PayloadError(f"header claims {n} elements; the format allows {MAX_ELEMENTS}")

@@ -74,33 +74,33 @@ class ErrorFeedback:
         It differs from rank to rank: save one per rank.
         """
         memory = {
-            name: {"n": n, "spectra": [part.copy() for part in parts]}
+            name: {"n": n, "coefficients": [part.copy() for part in parts]}
             for name, (n, parts) in self._memory.items()
         }
-        return {"format": _FORMAT, "block": self.codec.block, "memory": memory}
+        return {"format": _FORMAT, "basis": self.codec.basis, "memory": memory}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved state; nothing changes if it does not fit.
 
-        Saved with another block size, it is carried over through the inverse transform.
+        Saved with another block size or transform, it is carried over through the inverse transform.
         """
         if state.get("format") != _FORMAT:
             raise CompressError(
                 f"state of format {state.get('format')!r}; expected {_FORMAT}, as state_dict() "
                 "returns it"
             )
-        saved = FFTCodec(block=state["block"])
+        saved = FFTCodec(**state["basis"])
         loaded: dict[str, tuple[int, Any]] = {}
         for name, entry in state["memory"].items():
             n = int(entry["n"])
-            parts = [np.array(part, np.complex64) for part in entry["spectra"]]
+            parts = [np.array(part, np.float32) for part in entry["coefficients"]]
             expected = [part.shape for part in saved.new_state(n)]
             if [part.shape for part in parts] != expected:
                 raise CompressError(
                     f"memory of {name!r} has shapes {[part.shape for part in parts]}; expected "
                     f"{expected} for {n} elements. The saved state is incomplete."
                 )
-            if saved.block != self.codec.block:
+            if saved.basis != self.codec.basis:
                 parts = self.codec.values_to_state(saved.state_to_values(parts, n))
             loaded[name] = n, parts
         self._memory = loaded

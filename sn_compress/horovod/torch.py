@@ -177,14 +177,14 @@ def state_dict(optimizer: Any) -> dict[str, Any]:
     """As torch tensors, so that torch.save and torch.load(weights_only=True) take it."""
     state = _memory_of(optimizer).feedback.state_dict()
     for entry in state["memory"].values():
-        entry["spectra"] = [torch.from_numpy(part) for part in entry["spectra"]]
+        entry["coefficients"] = [torch.from_numpy(part) for part in entry["coefficients"]]
     return state
 
 
 def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
     """Take over what state_dict returned."""
     memory = {
-        name: {"n": entry["n"], "spectra": [part.numpy() for part in entry["spectra"]]}
+        name: {"n": entry["n"], "coefficients": [part.numpy() for part in entry["coefficients"]]}
         for name, entry in state.get("memory", {}).items()
     }
     _memory_of(optimizer).feedback.load_state_dict({**state, "memory": memory})
