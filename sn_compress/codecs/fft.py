@@ -117,7 +117,7 @@ class FFTCodec(Codec):
             | _VALUES.index(values) << 1
             | _TRANSFORMS.index(transform) << 4
         )
-        self._settings = _SETTINGS.pack(
+        self.settings = _SETTINGS.pack(
             self._dropped_q32,
             0 if block is None else block.bit_length() - 1,
             bits if values == "range" else 0,
@@ -218,7 +218,7 @@ class FFTCodec(Codec):
             buffer,
             codec_id=self.codec_id,
             n=n,
-            settings=self._settings,
+            settings=self.settings,
             saturated=sum(t.saturated for t in tallies),
             energy=math.fsum(t.energy for t in tallies),
             error=math.fsum(t.error for t in tallies),
@@ -278,10 +278,10 @@ class FFTCodec(Codec):
         return self._from_axes(out)
 
     def _check_payload(self, payload: Payload, n: int) -> None:
-        if payload.codec_id != self.codec_id or payload.settings != self._settings:
+        if payload.codec_id != self.codec_id or payload.settings != self.settings:
             raise PayloadError(
                 f"payload of codec {payload.codec_id} with settings {payload.settings.hex()}; "
-                f"expected codec {self.codec_id} with {self._settings.hex()}. Decode with the "
+                f"expected codec {self.codec_id} with {self.settings.hex()}. Decode with the "
                 "settings it was encoded with, on every rank."
             )
         # Bounding n by the bytes at hand first keeps a forged header from costing memory.
