@@ -10,14 +10,13 @@ its table into docs/accuracy.md and README.md, and its picture to docs/accuracy.
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import _accuracy_report as report
+from machine import commit, machine
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -54,24 +53,6 @@ def train_once(method, theta, block, seed, epochs, images, data):
     pairs = enumerate(zip(losses, seen["accuracy"], strict=True), start=1)
     key |= {"epochs": epochs, "images": images}
     return row, [key | {"epoch": e, "loss": round(v, 4), "accuracy": a} for e, (v, a) in pairs]
-
-
-def commit():
-    """Return the short commit, with + if the working tree differs from it."""
-    git = ["git", "-C", str(ROOT)]
-    name = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    state = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True)
-    # Earlier rows of this study are no change of the program.
-    changed = [line for line in state.stdout.splitlines() if "results/accuracy" not in line]
-    return (name.stdout.strip() or "none") + "+" * bool(changed)
-
-
-def machine():
-    """Return the processor and its number of cores; a host's name would say nothing."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{models[0] if models else platform.machine()}, {len(models) or '?'} cores"
 
 
 def load(path):
