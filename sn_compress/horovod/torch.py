@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -103,6 +103,9 @@ class InFlight:
 def compress(tensor: torch.Tensor, settings: Settings, frame: FrameType) -> tuple[Any, Any]:
     """One gradient on its way; see FFTCompression."""
     caller = find_caller(frame, tensor)
+    caller = replace(
+        caller, op=hvd.mpi_ops.handle_average_backwards_compatibility(caller.op, caller.average)
+    )
     if caller.op not in (hvd.Average, hvd.Sum):
         raise CompressError(
             f"{caller.name or 'tensor'}: FFTCompression takes op=hvd.Average or hvd.Sum; Adasum, "
