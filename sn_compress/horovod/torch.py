@@ -78,6 +78,7 @@ class InFlight:
         except hvd.mpi_ops.HorovodInternalError as error:
             if "join" in str(error).lower():
                 raise self._joined() from error
+            error.add_note(f"while gathering {self.name}; a rank has ended, or called hvd.join()")
             raise
         try:
             mean = mean_of_gathered(self.codec, gathered, self.ranks, self.like.numel())
