@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -78,6 +78,7 @@ class InFlight:
         except hvd.mpi_ops.HorovodInternalError as error:
             if "join" in str(error).lower():
                 raise self._joined() from error
+            error.add_note(f"while gathering {self.name}; a rank has ended, or called hvd.join()")
             raise
         try:
             mean = mean_of_gathered(self.codec, gathered, self.ranks, self.like.numel())
@@ -103,6 +104,9 @@ class InFlight:
 def compress(tensor: torch.Tensor, settings: Settings, frame: FrameType) -> tuple[Any, Any]:
     """One gradient on its way; see FFTCompression."""
     caller = find_caller(frame, tensor)
+    caller = replace(
+        caller, op=hvd.mpi_ops.handle_average_backwards_compatibility(caller.op, caller.average)
+    )
     if caller.op not in (hvd.Average, hvd.Sum):
         raise CompressError(
             f"{caller.name or 'tensor'}: FFTCompression takes op=hvd.Average or hvd.Sum; Adasum, "
