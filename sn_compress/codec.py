@@ -127,17 +127,20 @@ class Codec(ABC):
     """Turns a vector of floats into a Payload and back. Settings are keyword-only and constant."""
 
     codec_id: int
+    settings: bytes
 
     @abstractmethod
     def payload_bytes(self, n: int) -> int:
         """Size of the payload of n elements, header included."""
 
     @abstractmethod
-    def encode(self, values: npt.ArrayLike, *, state: Any = None) -> Payload:
+    def encode(
+        self, values: npt.ArrayLike, *, state: Any = None, decay: float = 1.0
+    ) -> Payload:
         """Encode [n] float32, float16 or bfloat16.
 
-        `state`, made by `new_state(n)`, is the memory of what earlier calls dropped: it is added
-        before and updated after, in place. Non-finite input never enters it.
+        `state`, made by `new_state(n)`, is the memory of what earlier calls dropped: times `decay`
+        it is added before, and updated after, in place. Non-finite input never enters it.
         """
 
     @abstractmethod
@@ -151,6 +154,14 @@ class Codec(ABC):
     @abstractmethod
     def new_state(self, n: int) -> Any:
         """An empty memory for vectors of n elements."""
+
+    @abstractmethod
+    def state_to_values(self, state: Any, n: int) -> Floats:
+        """The memory as the vector it stands for, [n] float32."""
+
+    @abstractmethod
+    def values_to_state(self, values: npt.ArrayLike) -> Any:
+        """The memory that stands for a vector of float32; inverse of state_to_values."""
 
 
 def as_vector(values: npt.ArrayLike) -> npt.NDArray[Any]:

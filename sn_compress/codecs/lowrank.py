@@ -88,7 +88,7 @@ class LowRankCodec(Codec):
         coder: dict[str, Any] = {"values": "fp16"} if bits == 16 else {"bits": bits, "mantissa": mantissa}
         self._factor = FFTCodec(theta=0.0, transform="identity", block=None, **coder)
         about = repr((self.shape, self._factor, rest)).encode()
-        self._settings = _SETTINGS.pack(rank, bits, mantissa, zlib.crc32(about), 0)
+        self.settings = _SETTINGS.pack(rank, bits, mantissa, zlib.crc32(about), 0)
 
     def __repr__(self) -> str:
         return (
@@ -160,7 +160,7 @@ class LowRankCodec(Codec):
             buffer,
             codec_id=self.codec_id,
             n=vector.size,
-            settings=self._settings,
+            settings=self.settings,
             energy=energy,
             error=error,
         )
@@ -194,7 +194,7 @@ class LowRankCodec(Codec):
         for payload in payloads:
             if (
                 payload.codec_id != self.codec_id
-                or payload.settings != self._settings
+                or payload.settings != self.settings
                 or payload.n != self._n
                 or payload.nbytes != self.payload_bytes(self._n)
             ):
