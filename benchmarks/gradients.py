@@ -45,7 +45,9 @@ def train(name: str) -> dict[str, np.ndarray]:
             if first <= step < first + RUN:
                 for parameter, value in net.named_parameters():
                     if value.numel() >= SMALLEST:
-                        kept[f"{name}/{first}/{step - first}/{parameter}"] = value.grad.numpy().copy()
+                        kept[f"{name}/{first}/{step - first}/{parameter}"] = (
+                            value.grad.numpy().copy()
+                        )
         optimizer.step()
         if step % 50 == 0 or step == last - 1:
             print(f"{name}: step {step}/{last}, loss {loss:.3f}", file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
-import fetch_fashion_mnist  # noqa: E402  (scripts/ is no package)
+import fetch_fashion_mnist
 
 
 def fashion_mnist(part: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,7 +50,12 @@ class Transformer(nn.Module):
         self.place = nn.Parameter(0.02 * torch.randn(28, width))
         self.table = nn.Embedding(table, width)
         layer = nn.TransformerEncoderLayer(
-            width, nhead=4, dim_feedforward=4 * width, dropout=0.0, batch_first=True, norm_first=True
+            width,
+            nhead=4,
+            dim_feedforward=4 * width,
+            dropout=0.0,
+            batch_first=True,
+            norm_first=True,
         )
         self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.head = nn.Linear(width, 10)

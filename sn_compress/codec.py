@@ -134,9 +134,7 @@ class Codec(ABC):
         """Size of the payload of n elements, header included."""
 
     @abstractmethod
-    def encode(
-        self, values: npt.ArrayLike, *, state: Any = None, decay: float = 1.0
-    ) -> Payload:
+    def encode(self, values: npt.ArrayLike, *, state: Any = None, decay: float = 1.0) -> Payload:
         """Encode [n] float32, float16 or bfloat16.
 
         `state`, made by `new_state(n)`, is the memory of what earlier calls dropped: times `decay`

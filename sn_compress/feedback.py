@@ -82,7 +82,7 @@ class ErrorFeedback:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved state; nothing changes if it does not fit.
 
-        Saved with another block size or transform, it is carried over through the inverse transform.
+        Saved with another block size or transform, it goes through the inverse transform.
         """
         if state.get("format") != _FORMAT:
             raise CompressError(

@@ -122,14 +122,20 @@ class EnergyBudget:
     """
 
     def __init__(
-        self, *, lost: float, start: float = 0.9, low: float = 0.0, high: float = 0.999, every: int = 50
+        self,
+        *,
+        lost: float,
+        start: float = 0.9,
+        low: float = 0.0,
+        high: float = 0.999,
+        every: int = 50,
     ) -> None:
         for theta in (start, low, high):
             _check_theta(theta)
         if not 0 < lost < 1 or every < 1 or not low <= start <= high:
             raise CompressError(
-                f"EnergyBudget: lost={lost!r}, every={every!r}, start={start!r} in [{low}, {high}]; "
-                "expected a fraction, a number of steps, and a start inside the limits"
+                f"EnergyBudget: lost={lost!r}, every={every!r}, start={start!r} within {low} to "
+                f"{high}; expected a fraction, a number of steps, and a start inside the limits"
             )
         self.lost, self.low, self.high, self.every = lost, low, high, every
         self._theta = on_ladder(start)

@@ -76,6 +76,13 @@ class AutoCodec(Codec):
         self._settings_head = round(ratio * 1000) % 2**32
         self._candidates_of: dict[int, list[Codec]] = {}
 
+    @classmethod
+    def like(cls, *, shape: Sequence[int] | None = None, **settings: Any) -> AutoCodec:
+        """The AutoCodec whose payloads are as large as those of FFTCodec(**settings)."""
+        block = settings.get("block") or 4096
+        fixed = FFTCodec(**{**settings, "transform": "fft", "block": block})
+        return cls(ratio=4 * 2**20 / (fixed.payload_bytes(2**20) - HEADER_BYTES), shape=shape)
+
     def __repr__(self) -> str:
         return f"AutoCodec(ratio={self.ratio!r}, shape={self.shape!r}, every={self.every!r})"
 
@@ -94,7 +101,9 @@ class AutoCodec(Codec):
         return self._candidates_of[n]
 
     def _proposals(self, n: int, budget: int) -> list[Codec | None]:
-        bases: list[dict[str, Any]] = [{"transform": t} for t in ("identity", "dct", "hadamard", "fft")]
+        bases: list[dict[str, Any]] = [
+            {"transform": t} for t in ("identity", "dct", "hadamard", "fft")
+        ]
         bases += [{"transform": "identity", "block": None}]
         bases += [{"transform": "axes", "axes": axes, "shape": self.shape} for axes in self._axes()]
         bases += [{**basis, "block": None} for basis in bases[5:]]
@@ -103,7 +112,9 @@ class AutoCodec(Codec):
         ]
         proposals.append(_sparse(n, budget, {"transform": "identity", "values": "fp16"}))
         if self.shape is not None and min(matrix_shape(self.shape)) > 1:
-            proposals += [_low_rank(self.shape, budget, bits, m) for bits, m in ((4, 1), (6, 2), (8, 3))]
+            proposals += [
+                _low_rank(self.shape, budget, bits, m) for bits, m in ((4, 1), (6, 2), (8, 3))
+            ]
             proposals += [_two_stage(self.shape, budget, share) for share in (0.25, 0.5, 0.75)]
         return proposals
 
@@ -115,7 +126,7 @@ class AutoCodec(Codec):
         if len(shape) == 3:
             return [(2,)] if shape[2] > 1 else []
         if len(shape) == 2:
-            return [(axis,) for axis in (1, 0) if 1 < shape[axis]]
+            return [(axis,) for axis in (1, 0) if shape[axis] > 1]
         return []
 
     def scores(self, values: npt.ArrayLike) -> npt.NDArray[np.float64]:
@@ -186,7 +197,9 @@ class AutoCodec(Codec):
         buffer[HEADER_BYTES : inner.nbytes] = inner.body
         return self._seal(buffer, n, choice, inner)
 
-    def _seal(self, buffer: npt.NDArray[np.uint8], n: int, choice: int, inner: Payload | None) -> Payload:
+    def _seal(
+        self, buffer: npt.NDArray[np.uint8], n: int, choice: int, inner: Payload | None
+    ) -> Payload:
         return Payload.seal(
             buffer,
             codec_id=self.codec_id,
@@ -242,7 +255,10 @@ def _unwrap(codec: Codec, payload: Payload) -> Payload:
 
 def _smallest(n: int) -> int:
     """Bytes of the smallest record there is, for tensors too small for the ratio."""
-    return FFTCodec(theta=1 - 2**-32, transform="identity", values="sign").payload_bytes(n) - HEADER_BYTES
+    return (
+        FFTCodec(theta=1 - 2**-32, transform="identity", values="sign").payload_bytes(n)
+        - HEADER_BYTES
+    )
 
 
 def _sparse(n: int, budget: int, settings: dict[str, Any]) -> FFTCodec | None:
@@ -267,9 +283,7 @@ def _sparse(n: int, budget: int, settings: dict[str, Any]) -> FFTCodec | None:
     return codec(low)
 
 
-def _low_rank(
-    shape: tuple[int, ...], budget: int, bits: int, mantissa: int
-) -> LowRankCodec | None:
+def _low_rank(shape: tuple[int, ...], budget: int, bits: int, mantissa: int) -> LowRankCodec | None:
     n = math.prod(shape)
 
     def codec(rank: int) -> LowRankCodec:

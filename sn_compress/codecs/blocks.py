@@ -41,7 +41,7 @@ class Section:
         return max(1, CHUNK // self.layout.block)
 
     def blocks(self, array: npt.NDArray[Any], first: int, last: int) -> Floats:
-        """Blocks first..last of the vector as [blocks, block] float32; copied only to cast or pad."""
+        """Blocks first..last as [blocks, block] float32; copied only to cast or pad."""
         block = self.layout.block
         part = array[self.start + first * block : min(self.start + last * block, self.stop)]
         part = part.astype(np.float32, copy=False)

@@ -33,7 +33,7 @@ from .blocks import Section, cut
 PAPER = {"block": None, "positions": "bitmap", "half": True}
 """Settings that make the codec the paper's: fp16 in, one transform, bitmap positions."""
 
-TransformName = Literal["fft", "dct", "hadamard", "identity", "axes"]
+TransformName = Literal["fft", "dct", "hadamard", "identity", "axes", "auto"]
 Positions = Literal["elias-fano", "bitmap"]
 Memory = list[Floats]
 _SETTINGS = struct.Struct("<IBBBBI")
@@ -55,8 +55,9 @@ class FFTCodec(Codec):
         `Payload.saturated`
     half : cast the input to float16 first, as the paper does
     transform : "fft", "dct", "hadamard", "identity" (plain top-k), or "axes", a DCT over the
-        tensor's axes `axes` before plain top-k: for kernels over height and width
-    shape, axes : the tensor's shape and the axes transformed, for transform="axes"
+        tensor's axes `axes` before plain top-k: for kernels over height and width. With "auto"
+        the result is an AutoCodec whose payloads are as large as those of "fft" would be.
+    shape, axes : the tensor's shape and the axes transformed, for transform="axes" (and "auto")
     threads : threads for encode and decode; no effect on the result
 
     Examples
@@ -70,6 +71,13 @@ class FFTCodec(Codec):
     """
 
     codec_id = 1
+
+    def __new__(cls, **settings: Any) -> Any:
+        if settings.get("transform") == "auto":
+            from .auto import AutoCodec  # builds on this class
+
+            return AutoCodec.like(**settings)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -341,7 +349,11 @@ def _check_axes(
     ok = shape is not None and all(isinstance(size, int) and size > 0 for size in shape)
     _check("shape", shape, ok, 'the tensor\'s shape, with transform="axes"')
     dims = range(len(shape or ()))
-    ok = bool(axes) and all(axis in dims for axis in axes or ()) and len(set(axes or ())) == len(axes or ())
+    ok = (
+        bool(axes)
+        and all(axis in dims for axis in axes or ())
+        and len(set(axes or ())) == len(axes or ())
+    )
     _check("axes", axes, ok, f"different axes from 0 to {len(dims) - 1}")
 
 

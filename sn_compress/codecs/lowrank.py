@@ -25,10 +25,11 @@ import numpy.typing as npt
 
 from ..codec import HEADER_BYTES, Codec, Floats, Payload, as_vector
 from ..errors import CompressError, PayloadError
-from .fft import FFTCodec, Memory
+from .fft import FFTCodec
 
 _SETTINGS = struct.Struct("<HBBII")
 _SEED = 2019
+_COLD_ROUNDS = 2  # power iterations that make up for a random start
 
 
 @dataclass
@@ -37,6 +38,7 @@ class LowRankState:
 
     memory: Floats  # [n]
     start: Floats  # [columns, rank]
+    warm: bool = False  # `start` comes from a gradient, not from a random generator
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -85,7 +87,9 @@ class LowRankCodec(Codec):
             )
         self.rank, self.bits, self.mantissa, self.rest = rank, bits, mantissa, rest
         self._rows, self._columns = rows, columns
-        coder: dict[str, Any] = {"values": "fp16"} if bits == 16 else {"bits": bits, "mantissa": mantissa}
+        coder: dict[str, Any] = (
+            {"values": "fp16"} if bits == 16 else {"bits": bits, "mantissa": mantissa}
+        )
         self._factor = FFTCodec(theta=0.0, transform="identity", block=None, **coder)
         about = repr((self.shape, self._factor, rest)).encode()
         self.settings = _SETTINGS.pack(rank, bits, mantissa, zlib.crc32(about), 0)
@@ -102,7 +106,9 @@ class LowRankCodec(Codec):
 
     def _parts(self) -> list[tuple[FFTCodec, int]]:
         """Codec and number of elements of each piece of the body, in order."""
-        pieces = [(self._factor, self._rows)] * self.rank + [(self._factor, self._columns)] * self.rank
+        pieces = [(self._factor, self._rows)] * self.rank + [
+            (self._factor, self._columns)
+        ] * self.rank
         return pieces + ([(self.rest, self._n)] if self.rest else [])
 
     def payload_bytes(self, n: int) -> int:
@@ -139,7 +145,7 @@ class LowRankCodec(Codec):
             vector += known.memory * np.float32(decay)
         matrix = vector.reshape(self._rows, self._columns)
         finite = bool(np.isfinite(vector).all())
-        p, q, start = self._factorise(matrix, known.start) if finite else self._nothing()
+        p, q, start = self._factorise(matrix, known) if finite else self._nothing()
         at, columns = HEADER_BYTES, [*p.T, *q.T]
         decoded = []
         for column in columns:
@@ -147,13 +153,13 @@ class LowRankCodec(Codec):
             at, values_back = _append(self._factor, column, buffer, at)
             decoded.append(values_back)
         back_p, back_q = np.stack(decoded[: self.rank], 1), np.stack(decoded[self.rank :], 1)
-        left = matrix - back_p @ back_q.T
+        left: Floats = np.asarray(matrix - back_p @ back_q.T, np.float32)
         if self.rest:
             flat = left.reshape(-1) if finite else np.full(vector.size, np.nan, np.float32)
             _, sparse = _append(self.rest, flat, buffer, at)
-            left = left - sparse.reshape(left.shape)
+            left -= sparse.reshape(left.shape)
         if state is not None and finite:
-            state.memory[:], state.start[:] = left.reshape(-1), start
+            state.memory[:], state.start[:], state.warm = left.reshape(-1), start, True
         energy = float(np.square(vector, dtype=np.float64).sum()) if finite else 0.0
         error = float(np.square(left, dtype=np.float64).sum()) if finite else 0.0
         return Payload.seal(
@@ -165,18 +171,22 @@ class LowRankCodec(Codec):
             error=error,
         )
 
-    def _factorise(self, matrix: Floats, start: Floats) -> tuple[Floats, Floats, Floats]:
+    def _factorise(self, matrix: Floats, known: LowRankState) -> tuple[Floats, Floats, Floats]:
         """P orthonormal, Q fitted to P as it will be decoded, and Q for the next start."""
         # Scaled to one, so that squares of tiny or huge gradients stay inside float32.
         scale = np.float32(np.abs(matrix).max(initial=0.0))
         if scale == 0:
             p, q, _ = self._nothing()
-            return p, q, start
+            return p, q, known.start
         unit = matrix / scale
-        p = np.linalg.qr(unit @ start)[0]
+        p = np.linalg.qr(unit @ known.start)[0]
+        for _ in range(0 if known.warm else _COLD_ROUNDS):
+            p = np.linalg.qr(unit @ (unit.T @ p))[0]
         back = np.stack([self._factor.decode(self._factor.encode(column)) for column in p.T], 1)
         # Least squares, not a projection: rounding has bent P a little out of orthonormal.
-        q = np.linalg.solve(back.T @ back + 1e-6 * np.eye(self.rank, dtype=np.float32), back.T @ unit)
+        q = np.linalg.solve(
+            back.T @ back + 1e-6 * np.eye(self.rank, dtype=np.float32), back.T @ unit
+        )
         q = np.ascontiguousarray(q.T, np.float32)
         return p, q * scale, q
 
@@ -215,7 +225,9 @@ class LowRankCodec(Codec):
         return mean + self.rest.decode_mean(rests) if self.rest else mean
 
 
-def _append(codec: FFTCodec, values: Floats, buffer: npt.NDArray[np.uint8], at: int) -> tuple[int, Floats]:
+def _append(
+    codec: FFTCodec, values: Floats, buffer: npt.NDArray[np.uint8], at: int
+) -> tuple[int, Floats]:
     """Put the body of `values` into the buffer; the end of it, and what it decodes to."""
     payload = codec.encode(values)
     end = at + payload.nbytes - HEADER_BYTES
@@ -266,7 +278,9 @@ class AlternatingFactors:
     def reconstruct(self, mean: npt.ArrayLike) -> Floats:
         """The mean gradient from the averaged factor, [n] float32; turns the roles around."""
         if self._sent is None:
-            raise CompressError("reconstruct() follows project(); the factor of this step is missing")
+            raise CompressError(
+                "reconstruct() follows project(); the factor of this step is missing"
+            )
         factor = np.asarray(mean, np.float32)
         own, result = (f @ self._basis.T for f in (self._sent, factor))
         if not self._left:

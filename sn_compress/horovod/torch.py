@@ -123,7 +123,9 @@ def compress(tensor: torch.Tensor, settings: Settings, frame: FrameType) -> tupl
 def _memory_for(caller: Caller, settings: Settings) -> Memory:
     if caller.optimizer is None:
         key = settings, caller.process_set.process_set_id
-        return _of_calls.setdefault(key, Memory(settings))
+        if key not in _of_calls:
+            _of_calls[key] = Memory(settings)
+        return _of_calls[key]
     if caller.optimizer not in _of_optimizer:
         _of_optimizer[caller.optimizer] = Memory(settings)
     return _of_optimizer[caller.optimizer]

@@ -37,7 +37,8 @@ def encode_values(
     """Heads, codes and the number of saturated values; `top` replaces each block's own range."""
     if layout.values == "fp16":
         heads = np.asarray((peaks >> 23) << 7, np.uint16)[:, None]
-        return heads, (kept * _half_scale(heads)).astype(np.float16).view(np.uint16), 0
+        halves = np.asarray(kept * _half_scale(heads), np.float16)
+        return heads, halves.view(np.uint16), 0
     if layout.values == "range":
         heads = quantize.window_top(peaks, layout.mantissa)[:, None]
         if top is not None:
@@ -56,7 +57,8 @@ def encode_values(
     low, high = _mean(fixed, ~upper), _mean(fixed, upper)
     high = np.where(upper.any(axis=1), high, low)
     heads = np.stack([_bfloat(low, exponent), _bfloat(high, exponent)], axis=1)
-    return heads, negative | np.asarray(upper, np.uint16) << 1, 0
+    codes = np.asarray(negative + 2 * upper, np.uint16)
+    return heads, codes, 0
 
 
 def decode_values(codes: quantize.Codes, heads: Heads, layout: Layout) -> Floats:
