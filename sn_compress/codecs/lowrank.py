@@ -184,10 +184,8 @@ class LowRankCodec(Codec):
             p = np.linalg.qr(unit @ (unit.T @ p))[0]
         back = np.stack([self._factor.decode(self._factor.encode(column)) for column in p.T], 1)
         # Least squares, not a projection: rounding has bent P a little out of orthonormal.
-        q = np.linalg.solve(
-            back.T @ back + 1e-6 * np.eye(self.rank, dtype=np.float32), back.T @ unit
-        )
-        q = np.ascontiguousarray(q.T, np.float32)
+        gram = back.T @ back + 1e-6 * np.eye(self.rank, dtype=np.float32)
+        q: Floats = np.ascontiguousarray(np.linalg.solve(gram, back.T @ unit).T, np.float32)
         return p, q * scale, q
 
     def _nothing(self) -> tuple[Floats, Floats, Floats]:
