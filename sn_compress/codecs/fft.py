@@ -34,6 +34,8 @@ Memory = list[spectrum.Spectrum]
 _SETTINGS = struct.Struct("<IBBBB")
 _CHUNK = 1 << 18  # elements worked on at a time: 1 MiB, inside a core's second-level cache
 _SMALLEST = 32
+_LARGEST = float(np.finfo(np.float32).max)
+_LENGTHS_KNOWN = 4096  # vectors of more different lengths are cut anew, not remembered
 
 
 @dataclass(frozen=True)
@@ -88,14 +90,19 @@ class FFTCodec(Codec):
         half: bool = False,
         threads: int = 1,
     ) -> None:
-        _check("theta", theta, 0 <= theta < 1, "a fraction from 0 (keep all) to below 1")
-        power = block is None or (block & (block - 1) == 0 and 32 <= block <= 1 << 20)
+        fraction = isinstance(theta, (int, float)) and 0 <= theta < 1
+        _check("theta", theta, fraction, "a fraction from 0 (keep all) to below 1")
+        power = block is None or (
+            isinstance(block, int) and block & (block - 1) == 0 and 32 <= block <= 1 << 20
+        )
         _check("block", block, power, "a power of two from 32 to 2**20, or None")
         _check("positions", positions, positions in _POSITIONS, " or ".join(_POSITIONS))
         _check("values", values, values in _VALUES, " or ".join(_VALUES))
-        ok = window in ("block", "payload") or (isinstance(window, (int, float)) and window > 0)
-        _check("window", window, ok, '"block", "payload" or a positive number')
-        _check("threads", threads, threads >= 1, "at least 1")
+        ok = window in ("block", "payload") or (
+            isinstance(window, (int, float)) and 0 < window <= _LARGEST
+        )
+        _check("window", window, ok, '"block", "payload" or a positive number within float32')
+        _check("threads", threads, isinstance(threads, int) and threads >= 1, "at least 1")
         if values == "range":
             quantize.check_format(bits, mantissa)
         elif window != "block":
@@ -146,6 +153,8 @@ class FFTCodec(Codec):
                 )
                 sections.append(Section(first, stop, count, layout, at))
                 at += count * layout.words
+            if len(self._sections_of) >= _LENGTHS_KNOWN:
+                self._sections_of.clear()
             self._sections_of[n] = sections
         return self._sections_of[n]
 
@@ -188,10 +197,11 @@ class FFTCodec(Codec):
                 array = array.astype(np.float16)
         buffer = np.zeros(self.payload_bytes(n), np.uint8)
         words = buffer[HEADER_BYTES:].view("<u4")
+        memories = self._check_state(state, n)
+        top = self._fixed_top(array, memories, decay)
         tallies: list[Tally] = []
-        for index, section in enumerate(self.sections(n)):
-            memory = None if state is None else state[index]
-            tallies += self._encode_section(array, section, memory, words, decay)
+        for section, memory in zip(self.sections(n), memories, strict=True):
+            tallies += self._encode_section(array, section, memory, words, decay, top)
         return Payload.seal(
             buffer,
             codec_id=self.codec_id,
@@ -209,17 +219,12 @@ class FFTCodec(Codec):
         memory: spectrum.Spectrum | None,
         words: npt.NDArray[np.uint32],
         decay: float,
+        top: int | None,
     ) -> list[Tally]:
         layout = section.layout
         at = section.words_at
         own = words[at : at + section.count * layout.words].reshape(section.count, layout.words)
-        top = None
         chunk = max(1, _CHUNK // layout.block)
-        if self.window == "payload":
-            top = self._common_top(array, section, memory, decay)
-        elif self.window != "block":
-            peak = np.float32(self.window).view(np.uint32)
-            top = int(quantize.window_top(peak, self.mantissa))
 
         def work(first: int) -> Tally:
             last = min(first + chunk, section.count)
@@ -229,20 +234,39 @@ class FFTCodec(Codec):
 
         return parallel(work, range(0, section.count, chunk), self.threads)
 
-    def _common_top(
+    def _check_state(self, state: Memory | None, n: int) -> Sequence[spectrum.Spectrum | None]:
+        sections = self.sections(n)
+        if state is None:
+            return [None] * len(sections)
+        shapes = [(section.count, section.layout.bins) for section in sections]
+        if [memory.shape for memory in state] != shapes:
+            raise CompressError(
+                f"state of shapes {[memory.shape for memory in state]}; expected {shapes} for "
+                f"{n} elements. Make it with new_state({n}) of this codec."
+            )
+        return state
+
+    def _fixed_top(
         self,
         array: npt.NDArray[Any],
-        section: Section,
-        memory: spectrum.Spectrum | None,
+        memories: Sequence[spectrum.Spectrum | None],
         decay: float,
-    ) -> int:
-        part = spectrum.forward(_blocks(array, section, 0, section.count))
-        if memory is not None:
-            with np.errstate(all="ignore"):
-                part.view(np.float32)[:] += memory.view(np.float32) * np.float32(decay)
-        peaks = select.peak_bits(part)
-        peak = peaks[peaks <= select.MAX_FINITE].max(initial=np.uint32(0))
-        return int(quantize.window_top(peak, self.mantissa))
+    ) -> int | None:
+        """The end of the range that all blocks share, None where each has its own."""
+        if self.window == "block":
+            return None
+        if self.window != "payload":
+            peak = np.float32(self.window).view(np.uint32)
+            return int(quantize.window_top(peak, self.mantissa))
+        highest = np.uint32(0)
+        for section, memory in zip(self.sections(array.size), memories, strict=True):
+            part = spectrum.forward(_blocks(array, section, 0, section.count))
+            if memory is not None:
+                with np.errstate(all="ignore"):
+                    part.view(np.float32)[:] += memory.view(np.float32) * np.float32(decay)
+            peaks = select.peak_bits(part)
+            highest = peaks[peaks <= select.MAX_FINITE].max(initial=highest)
+        return int(quantize.window_top(highest, self.mantissa))
 
     def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
         """The mean of the vectors, [n] float32: one inverse transform, however many payloads.

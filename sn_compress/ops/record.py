@@ -186,9 +186,10 @@ def decode_twin(words: pack.Words, accum: Spectrum, layout: Layout, weight: floa
         end = at + layout.position_bits
         positions = pack.read_elias_fano(stream[:, at:split], stream[:, split:end], k, f)
     codes = pack.bits_to_codes(stream[:, 16:at], layout.code_bits).astype(np.uint16)
-    values = _decode_values(codes, tops.astype(np.uint16), layout) * np.float32(weight)
     rows = np.flatnonzero(finite)[:, None]
-    accum[rows, positions.astype(np.int64)] += values.view(np.complex64)
+    with np.errstate(all="ignore"):  # damaged half-precision codes may hold NaN and Inf
+        values = _decode_values(codes, tops.astype(np.uint16), layout) * np.float32(weight)
+        accum[rows, positions.astype(np.int64)] += values.view(np.complex64)
 
 
 def _encode_values(
