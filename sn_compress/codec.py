@@ -78,7 +78,9 @@ class Payload:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview | Bytes) -> Payload:
-        """Read a payload; the bytes are not copied and may come from an untrusted peer.
+        """Read a payload; the bytes may come from an untrusted peer.
+
+        They are not copied, unless they begin at an address that is no multiple of four.
 
         Raises
         ------
@@ -87,6 +89,8 @@ class Payload:
             What is inside the body is checked by the codec that decodes it.
         """
         buffer = np.frombuffer(data, np.uint8)
+        if buffer.ctypes.data % 4:  # the body is read as 32-bit words
+            buffer = buffer.copy()
         if buffer.size < HEADER_BYTES or buffer.size % ALIGN:
             raise PayloadError(
                 f"{buffer.size} bytes are not a payload: expected {HEADER_BYTES} or more, in "
@@ -113,9 +117,9 @@ class Payload:
 def checksum(buffer: Bytes) -> int:
     """Sum of (2i + 1) * word_i over the 32-bit words, modulo 2**32, the checksum's own word as 0.
 
-    An odd factor is invertible modulo 2**32, so every change to a single word is seen; the
-    factor differs from word to word, so swapped words are, too. Integers and a sum: the same on
-    every back end, and parallel on a GPU, which a CRC is not.
+    An odd factor is invertible modulo 2**32, so every change to a single word is seen, and the
+    factor differs from word to word, so that few swaps go unseen. Integers and a sum: the same
+    on every back end, and parallel on a GPU, which a CRC is not.
     """
     words = buffer.view("<u4")
     factors = np.arange(1, 2 * words.size, 2, dtype=np.uint32)

@@ -84,23 +84,39 @@ class ErrorFeedback:
 
         Saved with another block size or transform, it goes through the inverse transform.
         """
-        if state.get("format") != _FORMAT:
+        if not isinstance(state, dict) or state.get("format") != _FORMAT:
             raise CompressError(
-                f"state of format {state.get('format')!r}; expected {_FORMAT}, as state_dict() "
-                "returns it"
+                f"not a state of format {_FORMAT}: {type(state).__name__}; expected what "
+                "state_dict() returned, unchanged"
             )
-        saved = FFTCodec(**state["basis"])
-        loaded: dict[str, tuple[int, Any]] = {}
-        for name, entry in state["memory"].items():
-            n = int(entry["n"])
-            parts = [np.array(part, np.float32) for part in entry["coefficients"]]
-            expected = [part.shape for part in saved.new_state(n)]
-            if [part.shape for part in parts] != expected:
-                raise CompressError(
-                    f"memory of {name!r} has shapes {[part.shape for part in parts]}; expected "
-                    f"{expected} for {n} elements. The saved state is incomplete."
-                )
-            if saved.basis != self.codec.basis:
-                parts = self.codec.values_to_state(saved.state_to_values(parts, n))
-            loaded[name] = n, parts
-        self._memory = loaded
+        try:
+            saved = FFTCodec(**state["basis"])
+            entries = {
+                name: self._entry(name, entry, saved) for name, entry in state["memory"].items()
+            }
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CompressError(
+                f"the saved state is incomplete ({type(error).__name__}: {error}); expected what "
+                "state_dict() returned, unchanged"
+            ) from error
+        self._memory = entries
+
+    def _entry(self, name: str, entry: dict[str, Any], saved: FFTCodec) -> tuple[int, Any]:
+        n = int(entry["n"])
+        if n < 0:
+            raise CompressError(f"memory of {name!r} is of {n} elements; expected 0 or more")
+        parts = [np.array(part, np.float32, order="C") for part in entry["coefficients"]]
+        shapes, expected = ([p.shape for p in some] for some in (parts, saved.new_state(n)))
+        if shapes != expected:
+            raise CompressError(
+                f"memory of {name!r} has shapes {shapes}; expected {expected} for {n} elements. "
+                "The saved state is incomplete."
+            )
+        if not all(np.isfinite(part).all() for part in parts):
+            raise CompressError(
+                f"memory of {name!r} holds NaN or Inf, which would never leave it; the file is "
+                "damaged. Load another one, or start without."
+            )
+        if saved.basis != self.codec.basis:
+            parts = self.codec.values_to_state(saved.state_to_values(parts, n))
+        return n, parts

@@ -37,6 +37,8 @@ TransformName = Literal["fft", "dct", "hadamard", "identity", "axes", "auto"]
 Positions = Literal["elias-fano", "bitmap"]
 Memory = list[Floats]
 _SETTINGS = struct.Struct("<IBBBBI")
+_LARGEST = float(np.finfo(np.float32).max)
+_LENGTHS_KNOWN = 4096  # vectors of more different lengths are cut anew, not remembered
 
 
 class FFTCodec(Codec):
@@ -95,8 +97,11 @@ class FFTCodec(Codec):
         axes: tuple[int, ...] | None = None,
         threads: int = 1,
     ) -> None:
-        _check("theta", theta, 0 <= theta < 1, "a fraction from 0 (keep all) to below 1")
-        power = block is None or (block & (block - 1) == 0 and 32 <= block <= 1 << 20)
+        fraction = isinstance(theta, (int, float)) and 0 <= theta < 1
+        _check("theta", theta, fraction, "a fraction from 0 (keep all) to below 1")
+        power = block is None or (
+            isinstance(block, int) and block & (block - 1) == 0 and 32 <= block <= 1 << 20
+        )
         _check("block", block, power, "a power of two from 32 to 2**20, or None")
         for name, value, legal in (
             ("positions", positions, _POSITIONS),
@@ -104,9 +109,11 @@ class FFTCodec(Codec):
             ("transform", transform, _TRANSFORMS),
         ):
             _check(name, value, value in legal, " or ".join(legal))
-        ok = window in ("block", "payload") or (isinstance(window, (int, float)) and window > 0)
-        _check("window", window, ok, '"block", "payload" or a positive number')
-        _check("threads", threads, threads >= 1, "at least 1")
+        ok = window in ("block", "payload") or (
+            isinstance(window, (int, float)) and 0 < window <= _LARGEST
+        )
+        _check("window", window, ok, '"block", "payload" or a positive number within float32')
+        _check("threads", threads, isinstance(threads, int) and threads >= 1, "at least 1")
         if values == "range":
             quantize.check_format(bits, mantissa)
         else:
@@ -162,6 +169,8 @@ class FFTCodec(Codec):
                     f"{n} elements do not fill shape {self.shape}; expected "
                     f"{math.prod(self.shape)}. A codec over axes serves one tensor shape."
                 )
+            if len(self._sections_of) >= _LENGTHS_KNOWN:
+                self._sections_of.clear()
             self._sections_of[n] = cut(n, self.block, self._whole, self._layout)
         return self._sections_of[n]
 
@@ -218,10 +227,11 @@ class FFTCodec(Codec):
         array = self._to_axes(array)
         buffer = np.zeros(self.payload_bytes(n), np.uint8)
         words = buffer[HEADER_BYTES:].view("<u4")
+        memories = self._check_state(state, n)
+        top = self._fixed_top(array, memories, decay)
         tallies: list[Tally] = []
-        for index, section in enumerate(self.sections(n)):
-            memory = None if state is None else state[index]
-            tallies += self._encode_section(array, section, memory, words, decay)
+        for section, memory in zip(self.sections(n), memories, strict=True):
+            tallies += self._encode_section(array, section, memory, words, decay, top)
         return Payload.seal(
             buffer,
             codec_id=self.codec_id,
@@ -239,14 +249,9 @@ class FFTCodec(Codec):
         memory: Floats | None,
         words: npt.NDArray[np.uint32],
         decay: float,
+        top: int | None,
     ) -> list[Tally]:
         own = section.records(words)
-        top = None
-        if self.window == "payload":
-            top = self._common_top(array, section, memory, decay)
-        elif self.window != "block":
-            peak = np.float32(self.window).view(np.uint32)
-            top = int(quantize.window_top(peak, self.mantissa))
 
         def work(first: int) -> Tally:
             last = min(first + section.chunk, section.count)
@@ -256,16 +261,36 @@ class FFTCodec(Codec):
 
         return parallel(work, section.chunks(), self.threads)
 
-    def _common_top(
-        self, array: npt.NDArray[Any], section: Section, memory: Floats | None, decay: float
-    ) -> int:
-        part = self._blockwise.forward(section.blocks(array, 0, section.count))
-        if memory is not None:
-            with np.errstate(all="ignore"):
-                part += memory * np.float32(decay)
-        peaks = select.peak_bits(part)
-        peak = peaks[peaks <= select.MAX_FINITE].max(initial=np.uint32(0))
-        return int(quantize.window_top(peak, self.mantissa))
+    def _check_state(self, state: Memory | None, n: int) -> Sequence[Floats | None]:
+        sections = self.sections(n)
+        if state is None:
+            return [None] * len(sections)
+        shapes = [(s.count, s.layout.bins * s.layout.parts) for s in sections]
+        if [memory.shape for memory in state] != shapes:
+            raise CompressError(
+                f"state of shapes {[memory.shape for memory in state]}; expected {shapes} for "
+                f"{n} elements. Make it with new_state({n}) of this codec."
+            )
+        return state
+
+    def _fixed_top(
+        self, array: npt.NDArray[Any], memories: Sequence[Floats | None], decay: float
+    ) -> int | None:
+        """The end of the range that all blocks share, None where each has its own."""
+        if self.window == "block":
+            return None
+        if self.window != "payload":
+            peak = np.float32(self.window).view(np.uint32)
+            return int(quantize.window_top(peak, self.mantissa))
+        highest = np.uint32(0)
+        for section, memory in zip(self.sections(array.size), memories, strict=True):
+            part = self._blockwise.forward(section.blocks(array, 0, section.count))
+            if memory is not None:
+                with np.errstate(all="ignore"):
+                    part += memory * np.float32(decay)
+            peaks = select.peak_bits(part)
+            highest = peaks[peaks <= select.MAX_FINITE].max(initial=highest)
+        return int(quantize.window_top(highest, self.mantissa))
 
     def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
         """The mean of the vectors, [n] float32: one inverse transform, however many payloads.

@@ -198,11 +198,12 @@ def decode_twin(words: pack.Words, accum: Floats, layout: Layout, weight: float)
     positions = _find(stream, layout)
     code_stream = stream[:, layout.head_bits : layout.positions_at]
     codes = pack.bits_to_codes(code_stream, layout.code_bits).astype(np.uint16)
-    values = decode_values(codes, heads.astype(np.uint16), layout) * np.float32(weight)
     bins = accum.reshape(len(accum), layout.bins, layout.parts)
     rows = np.flatnonzero(finite)[:, None]
     shape = (len(stream), layout.kept, layout.parts)
-    bins[rows, positions.astype(np.int64)] += values.reshape(shape)
+    with np.errstate(all="ignore"):  # damaged half-precision codes may hold NaN and Inf
+        values = decode_values(codes, heads.astype(np.uint16), layout) * np.float32(weight)
+        bins[rows, positions.astype(np.int64)] += values.reshape(shape)
 
 
 def _place(positions: select.Positions, layout: Layout) -> Sequence[pack.Bits]:

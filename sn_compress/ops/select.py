@@ -1,8 +1,9 @@
-"""Which coefficients stay: the k of largest magnitude, exactly, ties to the lower position.
+"""Which coefficients stay: the k of largest magnitude, ties to the lower position.
 
 Comparing re**2 + im**2 as it stands would underflow for small gradients (1e-25 squared is zero
 in float32) and overflow for large ones, so a block is first scaled by the power of two that
-brings its largest component near one: exact, and the same on every back end.
+brings its largest component near one: exact, and the same on every back end. Bins below 2**-75 of
+the largest count as zero.
 """
 
 from __future__ import annotations
