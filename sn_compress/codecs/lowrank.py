@@ -176,8 +176,7 @@ class LowRankCodec(Codec):
         # Scaled to one, so that squares of tiny or huge gradients stay inside float32.
         scale = np.float32(np.abs(matrix).max(initial=0.0))
         if scale == 0:
-            p, q, _ = self._nothing()
-            return p, q, known.start
+            return *self._nothing()[:2], known.start
         unit = matrix / scale
         p = np.linalg.qr(unit @ known.start)[0]
         for _ in range(0 if known.warm else _COLD_ROUNDS):
