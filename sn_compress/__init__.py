@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ._backends import backends as backends
-    from .codec import Codec as Codec
-    from .codec import Payload as Payload
+    from .contract import Codec as Codec
+    from .contract import Payload as Payload
     from .codecs.fft import FFTCodec as FFTCodec
     from .errors import CompressError as CompressError
     from .errors import MissingExtra as MissingExtra
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "Codec": ".codec",
+    "Codec": ".contract",
     "CompressError": ".errors",
     "ErrorFeedback": ".feedback",
     "FFTCodec": ".codecs.fft",
     "FFTCompression": ".horovod",
     "MissingExtra": ".errors",
-    "Payload": ".codec",
+    "Payload": ".contract",
     "PayloadError": ".errors",
     "RangeFloat": ".ops.quantize",
     "SaturationWarning": ".errors",

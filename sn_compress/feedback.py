@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .codec import Payload, as_vector
+from .contract import Payload, as_vector
 from .codecs.fft import FFTCodec
 from .errors import CompressError
 

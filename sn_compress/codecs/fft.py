@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .._native import parallel
-from ..codec import HEADER_BYTES, Codec, Floats, Payload, as_vector
+from ..contract import HEADER_BYTES, Codec, Floats, Payload, as_vector
 from ..errors import CompressError, PayloadError
 from ..ops import quantize, select, spectrum
 from ..ops.record import Layout, Tally, decode_records, encode_records

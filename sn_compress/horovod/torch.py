@@ -17,7 +17,7 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from ..codec import Payload
+from ..contract import Payload
 from ..codecs.fft import FFTCodec
 from ..errors import CompressError, PayloadError
 from ..exchange.gather import mean_of_gathered
