@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ._backends import backends as backends
+    from .codecs.fft import FFTCodec as FFTCodec
+    from .codecs.registry import codec as codec
+    from .codecs.registry import presets as presets
     from .contract import Codec as Codec
     from .contract import Payload as Payload
-    from .codecs.fft import FFTCodec as FFTCodec
     from .errors import CompressError as CompressError
     from .errors import MissingExtra as MissingExtra
     from .errors import PayloadError as PayloadError
@@ -36,6 +38,8 @@ _HOME = {
     "RangeFloat": ".ops.quantize",
     "SaturationWarning": ".errors",
     "backends": "._backends",
+    "codec": ".codecs.registry",
+    "presets": ".codecs.registry",
 }
 __all__ = sorted(_HOME)
 
