@@ -12,6 +12,7 @@ itself must then run without momentum.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from typing import Literal
@@ -163,7 +164,7 @@ class DGCCodec(Codec):
             return array
         with np.errstate(all="ignore"):
             exact = array.astype(np.float64)
-            norm = float(np.sqrt(np.dot(exact, exact)))
+            norm = math.sqrt(float(np.sum(exact * exact)))
             if norm > self.clip:
                 return np.asarray(exact * (self.clip / norm), np.float32)
         return array

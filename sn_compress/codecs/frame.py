@@ -14,7 +14,8 @@ import numpy.typing as npt
 from ..contract import ALIGN, HEADER_BYTES, Bytes, Codec, Floats, Payload, as_vector
 from ..errors import CompressError, PayloadError
 
-_PIECE = 1 << 15
+# Short of the length from which a BLAS starts threads for a dot product.
+_PIECE = 1 << 13
 
 State = list[npt.NDArray[Any]]
 """The memory of a codec: arrays, changed in place, so that they copy and save as they are."""
