@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ._backends import backends as backends
-    from .codec import Codec as Codec
-    from .codec import Payload as Payload
     from .codecs.fft import FFTCodec as FFTCodec
+    from .codecs.registry import codec as codec
+    from .codecs.registry import presets as presets
+    from .contract import Codec as Codec
+    from .contract import Payload as Payload
     from .errors import CompressError as CompressError
     from .errors import MissingExtra as MissingExtra
     from .errors import PayloadError as PayloadError
@@ -25,17 +27,19 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "Codec": ".codec",
+    "Codec": ".contract",
     "CompressError": ".errors",
     "ErrorFeedback": ".feedback",
     "FFTCodec": ".codecs.fft",
     "FFTCompression": ".horovod",
     "MissingExtra": ".errors",
-    "Payload": ".codec",
+    "Payload": ".contract",
     "PayloadError": ".errors",
     "RangeFloat": ".ops.quantize",
     "SaturationWarning": ".errors",
     "backends": "._backends",
+    "codec": ".codecs.registry",
+    "presets": ".codecs.registry",
 }
 __all__ = sorted(_HOME)
 

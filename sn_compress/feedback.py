@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .codec import Payload, as_vector
 from .codecs.fft import FFTCodec
+from .contract import Payload, as_vector
 from .errors import CompressError
 
 _FORMAT = 1

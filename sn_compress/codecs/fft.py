@@ -24,7 +24,7 @@ import numpy.typing as npt
 import scipy.fft
 
 from .._native import parallel
-from ..codec import HEADER_BYTES, Codec, Floats, Payload, as_vector
+from ..contract import HEADER_BYTES, Codec, Floats, Payload, as_vector
 from ..errors import CompressError, PayloadError
 from ..ops import quantize, select, spectrum
 from ..ops.record import Layout, Tally, Values, decode_records, encode_records

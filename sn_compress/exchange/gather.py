@@ -6,7 +6,7 @@ the number of ranks, so it suits up to about 16 of them.
 
 from __future__ import annotations
 
-from ..codec import Bytes, Codec, Floats, Payload
+from ..contract import Bytes, Codec, Floats, Payload
 from ..errors import PayloadError
 
 

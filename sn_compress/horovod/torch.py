@@ -17,8 +17,8 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from ..codec import Payload
 from ..codecs.fft import FFTCodec
+from ..contract import Payload
 from ..errors import CompressError, PayloadError
 from ..exchange.gather import mean_of_gathered
 from ..feedback import ErrorFeedback

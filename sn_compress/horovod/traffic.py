@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..codec import Payload
+from ..contract import Payload
 
 
 class Traffic:

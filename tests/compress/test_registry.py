@@ -1,0 +1,495 @@
+"""Every codec by name, and what all of them promise."""
+
+from __future__ import annotations
+
+import math
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import sn_compress
+from sn_compress import CompressError, Payload, PayloadError, codec, presets
+from sn_compress.codecs import fft
+from sn_compress.codecs.registry import CODECS
+from sn_compress.contract import MAX_ELEMENTS, checksum
+
+SIZES = (0, 1, 31, 32, 33, 63, 1000, 4097)
+U = 2.0**-24  # unit roundoff of float32
+TINY = 2.0**-149  # the smallest float32 above zero
+
+
+def pair(n: int) -> tuple[int, int]:
+    """The squarest (rows, columns) with rows * columns = n."""
+    rows = next((d for d in range(math.isqrt(n), 0, -1) if n % d == 0), 0)
+    return rows, n // rows if rows else 0
+
+
+# Name of the case -> codec for n elements; between them every branch of every format.
+CASES = {
+    "fft": lambda n: codec("fft"),
+    "fft paper": lambda n: codec("fft", preset="paper"),
+    "topk": lambda n: codec("topk"),
+    "topk grace": lambda n: codec("topk", preset="grace"),
+    "topk compact": lambda n: codec("topk", preset="compact", decay=1.0),
+    "topk fp16": lambda n: codec("topk", theta=0.9, chunk=50, indices="packed", values="fp16"),
+    "topk all": lambda n: codec("topk", theta=0.0, chunk=2, indices="int32"),
+    "qsgd": lambda n: codec("qsgd"),
+    "qsgd grace": lambda n: codec("qsgd", preset="grace"),
+    "qsgd paper": lambda n: codec("qsgd", preset="paper"),
+    "qsgd ternary": lambda n: codec("qsgd", levels=1, bucket=33, seed=2**64 - 1),
+    "terngrad": lambda n: codec("terngrad"),
+    "terngrad grace": lambda n: codec("terngrad", preset="grace"),
+    "terngrad paper": lambda n: codec("terngrad", preset="paper", bucket=32, clip=None),
+    "dgc": lambda n: codec("dgc", theta=0.9),
+    "dgc grace": lambda n: codec("dgc", preset="grace", momentum=0.0),
+    "dgc clip": lambda n: codec("dgc", theta=0.99, clip=0.5, momentum=0.0),
+    "onebit": lambda n: codec("onebit"),
+    "onebit grace": lambda n: codec("onebit", preset="grace"),
+    "onebit sign": lambda n: codec("onebit", preset="ef-sign"),
+    "powersgd": lambda n: codec("powersgd"),
+    "powersgd rank 2": lambda n: codec("powersgd", shape=pair(n), rank=2),
+    "fp16": lambda n: codec("fp16"),
+    "bf16": lambda n: codec("bf16"),
+    "demo": lambda n: codec("demo", topk=4, decay=1.0),
+    "demo matrix": lambda n: codec("demo", shape=pair(n), preset="paper", decay=1.0),
+}
+every_case = pytest.mark.parametrize("case", CASES)
+every_size = pytest.mark.parametrize("n", SIZES)
+
+
+def gradient(n: int, seed: int = 0) -> np.ndarray:
+    """Heavy-tailed, with a drift, [n] float32."""
+    rng = np.random.default_rng(seed)
+    drift = np.cumsum(rng.standard_normal(n)) / math.sqrt(n or 1)
+    return (rng.standard_t(3, n) * 0.1 + drift).astype(np.float32)
+
+
+def specials(n: int) -> dict[str, np.ndarray]:
+    """Finite vectors that trip careless code, [n] float32 each."""
+    spike = np.zeros(n, np.float32)
+    spike[n // 2 : n // 2 + 1] = 1e36
+    return {
+        "all equal": np.full(n, 0.3, np.float32),
+        "denormal": (np.arange(n) % 7 - 3).astype(np.float32) * np.float32(TINY),
+        "tiny": gradient(n) * np.float32(1e-40),
+        "spike": spike,
+        "largest": spike * np.float32(300),
+        "wide": gradient(n) * np.float32(10) ** (np.arange(n) % 30 - 15).astype(np.float32),
+    }
+
+
+def copy(state):
+    return None if state is None else [part.copy() for part in state]
+
+
+def memories(state) -> list[np.ndarray]:
+    """The parts of a state that hold values, without counters of steps."""
+    return [part for part in state if part.dtype.kind != "i"]
+
+
+def equal(left, right) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def reseal(data: bytearray) -> bytes:
+    """Make the checksum right again."""
+    data[28:32] = struct.pack("<I", checksum(np.frombuffer(bytes(data), np.uint8)))
+    return bytes(data)
+
+
+@every_case
+@every_size
+def test_size_follows_from_settings_and_n(case, n):
+    made = CASES[case](n)
+    size = made.payload_bytes(n)
+    assert size % 16 == 0
+    state = made.new_state(n)
+    vectors = [gradient(n), np.zeros(n, np.float32), np.full(n, np.nan, np.float32)]
+    for x in [*vectors, *specials(n).values()]:
+        payload = made.encode(x, state=state)
+        assert payload.nbytes == size == len(payload.to_bytes())
+        assert (payload.n, payload.codec_id) == (n, made.codec_id)
+
+
+@every_case
+@every_size
+def test_bytes_are_all_that_a_decoder_needs(case, n):
+    payload = CASES[case](n).encode(gradient(n))
+    received = Payload.from_bytes(payload.to_bytes())
+    y = CASES[case](n).decode(received)
+    assert (y.dtype, y.shape) == (np.float32, (n,))
+    assert np.isfinite(y).all()
+    assert np.array_equal(y, CASES[case](n).decode(payload))
+
+
+@every_case
+@every_size
+def test_zeros_stay_zero(case, n):
+    made = CASES[case](n)
+    for zero in (0.0, -0.0):
+        state = made.new_state(n)
+        for _ in range(3):
+            payload = made.encode(np.full(n, zero, np.float32), state=state)
+            assert not made.decode(payload).any()
+        assert payload.energy == payload.error == 0
+        assert not made.state_to_values(state, n).any()
+
+
+@every_case
+@every_size
+def test_finite_vectors_decode_to_finite_ones(case, n):
+    made = CASES[case](n)
+    for name, x in specials(n).items():
+        if case in ("fft paper", "fp16") and name in ("spike", "largest", "wide"):
+            continue  # beyond half precision, documented
+        if case.startswith(("demo", "fft")) and name == "largest":
+            continue  # within a factor sqrt(n) of the largest number, transforms overflow
+        state = made.new_state(n)
+        y = made.decode(made.encode(x, state=state))
+        assert np.isfinite(y).all(), name
+        assert all(np.isfinite(part).all() for part in state), name
+
+
+@every_case
+@pytest.mark.parametrize("n", [1, 33, 4097])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_non_finite_arrives_and_is_never_remembered(case, n, bad):
+    made = CASES[case](n)
+    state = made.new_state(n)
+    made.encode(gradient(n), state=state)
+    before = made.state_to_values(state, n)
+    x = gradient(n, 1)
+    x[n // 2] = bad
+    y = made.decode(made.encode(x, state=state))
+    # A cast has a code for Inf and sends it as it is; all others send NaN.
+    assert not np.isfinite(y[n // 2])
+    assert np.isnan(y[n // 2]) or case in ("fp16", "bf16")
+    assert all(np.isfinite(part).all() for part in state)
+    after = made.state_to_values(state, n)
+    # Where NaN was sent the memory is what it was; other blocks and buckets go on.
+    assert np.array_equal(after[np.isnan(y)], before[np.isnan(y)])
+    assert np.isfinite(made.decode(made.encode(gradient(n, 2), state=state))).all()
+
+
+@every_case
+def test_one_rank_with_nan_reaches_all(case):
+    n = 1000
+    made = CASES[case](n)
+    bad = gradient(n, 1)
+    bad[7] = np.nan
+    mean = made.decode_mean([made.encode(gradient(n)), made.encode(bad), made.encode(gradient(n))])
+    assert np.isnan(mean[7])
+
+
+@every_case
+@every_size
+def test_equal_states_give_equal_bytes(case, n):
+    made = CASES[case](n)
+    state = made.new_state(n)
+    for step in range(3):
+        twin = copy(state)
+        x = gradient(n, step)
+        kept = x.copy()
+        first = made.encode(x, state=state).to_bytes()
+        assert first == CASES[case](n).encode(x, state=twin).to_bytes()
+        assert equal(state, twin)
+        assert np.array_equal(x, kept), "encode changed its input"
+
+
+def transform_error(case: str, n: int) -> float:
+    """Relative error, in the 2-norm, of one float32 inverse transform; 0 where there is none.
+
+    Higham, Accuracy and Stability, theorem 24.2: below 8 U a stage of a fast Fourier transform,
+    and 2 U for the orthonormal factor. A cosine transform is one of these with two stages more of
+    twiddle factors, once for each of two axes of up to 64.
+    """
+    if case.startswith("fft"):
+        return (8 * math.ceil(math.log2(max(n, 32))) + 2) * U
+    return 2 * (8 * (6 + 2) + 2) * U if case.startswith("demo") else 0.0
+
+
+@every_case
+@every_size
+@pytest.mark.parametrize("r", [2, 3])
+def test_mean_is_the_mean(case, n, r):
+    made = CASES[case](n)
+    payloads = [made.encode(gradient(n, rank)) for rank in range(r)]
+    alone = [made.decode(payload).astype(np.float64) for payload in payloads]
+    error = made.decode_mean(payloads).astype(np.float64) - sum(alone) / r
+    # One rounding of the weight, one of each product, and r of sums that start from zero. The
+    # transform is made once for the mean and once for each vector.
+    relative = (r + 2) * U + 2 * transform_error(case, n)
+    scale = sum(np.linalg.norm(y) for y in alone) / r
+    assert np.linalg.norm(error) <= 1.01 * relative * scale + r * TINY * math.sqrt(n)
+
+
+@every_case
+def test_mean_adds_in_the_order_given(case):
+    made = CASES[case](1000)
+    payloads = [made.encode(gradient(1000, rank)) for rank in range(3)]
+    received = [Payload.from_bytes(payload.to_bytes()) for payload in payloads]
+    assert np.array_equal(made.decode_mean(payloads), made.decode_mean(received))
+
+
+REMEMBERING = [case for case in CASES if getattr(CASES[case](0), "error_feedback", False)]
+CONSERVING = [case for case in REMEMBERING if case not in ("dgc", "dgc clip")]
+
+
+@pytest.mark.parametrize("case", CONSERVING)
+@every_size
+def test_nothing_is_lost_over_the_steps(case, n):
+    """What arrived and what is still remembered add up to what went in."""
+    made = CASES[case](n)
+    state = made.new_state(n)
+    total = np.zeros(n)
+    arrived = np.zeros(n)
+    bound = np.zeros(n)
+    for step in range(6):
+        x = gradient(n, step)
+        wanted = np.abs(x.astype(np.float64) + made.state_to_values(state, n))
+        arrived += made.decode(made.encode(x, state=state))
+        total += x
+        # Adding the memory rounds once, and what is left over rounds once more.
+        bound += U * (wanted + np.abs(made.state_to_values(state, n))) + TINY
+    missing = total - arrived - made.state_to_values(state, n)
+    assert (np.abs(missing) <= 1.01 * bound).all()
+
+
+@pytest.mark.parametrize("case", REMEMBERING)
+def test_memory_goes_out_as_a_vector_and_comes_back(case):
+    made = CASES[case](1000)
+    x = gradient(1000)
+    assert np.array_equal(made.state_to_values(made.values_to_state(x), 1000), x)
+
+
+@every_case
+def test_decay_scales_the_memory(case):
+    made = CASES[case](1000)
+    state = made.new_state(1000)
+    made.encode(gradient(1000), state=state)
+    made.encode(gradient(1000, 1), state=state, decay=0.5)
+    if case not in REMEMBERING:
+        return
+    # Half the memory by hand, in powers of two, so exactly.
+    other = made.new_state(1000)
+    made.encode(gradient(1000), state=other)
+    memory = other[1] if case.startswith("dgc") else other[0]
+    memory *= np.float32(0.5)
+    made.encode(gradient(1000, 1), state=other)
+    assert equal(state, other)
+
+
+@every_case
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_input_is_taken_as_its_values(case, dtype):
+    if dtype == "bfloat16":
+        dtype = pytest.importorskip("ml_dtypes").bfloat16
+    x = gradient(1000).astype(dtype)
+    made = CASES[case](1000)
+    assert made.encode(x).to_bytes() == made.encode(x.astype(np.float32)).to_bytes()
+
+
+@every_case
+def test_wrong_input_is_refused(case):
+    made = CASES[case](4)
+    with pytest.raises(CompressError, match="one dimension"):
+        made.encode(np.zeros((2, 2), np.float32))
+    with pytest.raises(CompressError, match="float64"):
+        made.encode(np.zeros(4))
+    with pytest.raises(CompressError, match="at least one payload"):
+        made.decode_mean([])
+
+
+@every_case
+@pytest.mark.parametrize("n", [1, 33, 1000])
+def test_mutated_payloads_never_crash(case, n):
+    """Bytes changed, checksum made right: a PayloadError or some vector, and no warning."""
+    made = CASES[case](n)
+    rng = np.random.default_rng(5)
+    original = made.encode(gradient(n)).to_bytes()
+    refused = 0
+    for _ in range(60):
+        data = bytearray(original)
+        first = 0 if rng.random() < 0.2 else 32
+        for _ in range(rng.integers(1, 4)):
+            place = rng.integers(first, len(data))
+            data[place] = rng.choice([0, 0x7F, 0x80, 0xFF, rng.integers(256)])
+        try:
+            y = made.decode(Payload.from_bytes(reseal(data)))
+        except PayloadError:
+            refused += 1
+        else:
+            assert (y.dtype, y.shape) == (np.float32, (n,))
+    assert refused < 60 or n == 1
+
+
+@every_case
+def test_forged_headers_are_refused_before_anything_is_allocated(case):
+    n = 1000
+    made = CASES[case](n)
+    original = made.encode(gradient(n)).to_bytes()
+    for claimed in (0, n - 1, n + 1, 2**31 + 1, MAX_ELEMENTS, 2**63):
+        data = bytearray(original)
+        data[4:12] = struct.pack("<Q", claimed)
+        try:
+            y = made.decode(Payload.from_bytes(reseal(data)))
+        except PayloadError:
+            continue
+        # Padding to 16 bytes lets a few neighbours of n have the same size.
+        assert y.size == claimed
+        assert abs(claimed - n) <= 1
+    for cut in (original[:-16], original + bytes(16)):
+        with pytest.raises(PayloadError):
+            made.decode(Payload.from_bytes(reseal(bytearray(cut))))
+
+
+def test_payloads_of_other_codecs_are_refused():
+    n = 64
+    made = [codec(name) for name in ("topk", "qsgd", "terngrad", "dgc", "onebit", "fp16", "bf16")]
+    for own in made:
+        for other in made:
+            if own is not other:
+                with pytest.raises(PayloadError, match="settings it was encoded with"):
+                    own.decode(other.encode(gradient(n)))
+
+
+@every_case
+def test_repr_is_the_call_that_makes_it(case):
+    made = CASES[case](1000)
+    again = eval(repr(made), {type(made).__name__: type(made)})
+    assert repr(again) == repr(made)
+    assert again.encode(gradient(1000)).to_bytes() == made.encode(gradient(1000)).to_bytes()
+
+
+def test_every_name_gives_a_codec_with_an_id_of_its_own():
+    ids = {}
+    for name in CODECS:
+        made = codec(name)
+        assert isinstance(made, sn_compress.Codec)
+        assert ids.setdefault(made.codec_id, type(made)) is type(made)
+    assert len(set(ids.values())) == len(ids)
+    assert {case.split()[0] for case in CASES} == set(CODECS)
+
+
+def test_presets_make_codecs_and_name_their_source():
+    for name in CODECS:
+        for preset, row in presets(name).items():
+            assert len(row.source) > 20
+            made = codec(name, preset=preset)
+            for key, value in row.settings.items():
+                assert getattr(made, key) == value
+    assert presets("fft")["paper"].settings == fft.PAPER
+
+
+def test_settings_win_over_the_preset():
+    made = codec("topk", preset="grace", theta=0.99)
+    assert (made.theta, made.indices) == (0.99, "int64")
+
+
+def test_what_rivals_ship_costs_what_they_ship():
+    """Bytes behind the header, at n = 2**20, as the published code lays them out."""
+    n = 2**20
+
+    def body(name, **settings):
+        return codec(name, **settings).payload_bytes(n) - 32
+
+    def padded(size):
+        return -(-size // 16) * 16
+
+    assert body("qsgd", preset="grace") == padded(2 * n + 4)
+    assert body("terngrad", preset="grace") == padded(n + 4)
+    assert body("onebit", preset="grace") == padded(n + 8)
+    # floor((1 - 0.7) n) in float64 is floor(0.3 n), plus or minus nothing at this n.
+    assert body("topk", preset="grace") == padded(12 * int(0.3 * n))
+    # 12 + 2 bits for 64 of each 4096, and a table of four means: 146.3 times less than float32.
+    assert body("topk", preset="compact") == padded(n // 64 * 14 // 8 + 16)
+    assert body("demo", preset="paper", shape=(1024, 1024)) == padded(256 * 32 * 12)
+
+
+def test_mistakes_are_named():
+    with pytest.raises(CompressError, match="no codec is called 'zip'; known: bf16, demo, dgc"):
+        codec("zip")
+    with pytest.raises(CompressError, match="no preset 'grac'; it has: grace, paper"):
+        codec("qsgd", preset="grac")
+    with pytest.raises(CompressError, match=r"level.*Its settings are: levels, bucket"):
+        codec("qsgd", level=3)
+    with pytest.raises(CompressError, match="fixes dtype='fp16'"):
+        codec("fp16", dtype="bf16")
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("topk", {"theta": 1.0}),
+        ("topk", {"theta": "0.5"}),
+        ("topk", {"chunk": 1}),
+        ("topk", {"indices": "int8"}),
+        ("topk", {"indices": "packed"}),
+        ("topk", {"values": "fp8"}),
+        ("topk", {"decay": 0}),
+        ("qsgd", {"levels": 0}),
+        ("qsgd", {"levels": True}),
+        ("qsgd", {"levels": 2.0}),
+        ("qsgd", {"bucket": 0}),
+        ("qsgd", {"norm": "l1"}),
+        ("qsgd", {"packing": "elias"}),
+        ("qsgd", {"seed": -1}),
+        ("terngrad", {"clip": 0}),
+        ("terngrad", {"clip": float("nan")}),
+        ("terngrad", {"spread": "mad"}),
+        ("terngrad", {"bucket": 2**32}),
+        ("dgc", {"momentum": 1.0}),
+        ("dgc", {"clip": -1.0}),
+        ("dgc", {"warmup": -1}),
+        ("dgc", {"indices": "packed"}),
+        ("onebit", {"variant": "2bit"}),
+        ("onebit", {"packing": "words"}),
+        ("powersgd", {"shape": 5}),
+        ("powersgd", {"shape": (2, 3, 4)}),
+        ("powersgd", {"shape": (-1, 4)}),
+        ("powersgd", {"rank": 0}),
+        ("demo", {"topk": 0}),
+        ("demo", {"edge": 257}),
+        ("demo", {"decay": 1.5}),
+    ],
+)
+def test_illegal_settings_are_refused(name, settings):
+    key = next(iter(settings))
+    with pytest.raises(CompressError, match=f"{key}=.*(expected|needs)"):
+        codec(name, **settings)
+
+
+def test_shapes_must_fit():
+    for name in ("powersgd", "demo"):
+        made = codec(name, shape=(4, 5))
+        for call in (made.payload_bytes, made.new_state):
+            with pytest.raises(CompressError, match=r"21 elements for shape \(4, 5\)"):
+                call(21)
+        with pytest.raises(CompressError, match="one codec per shape"):
+            made.encode(np.zeros(21, np.float32))
+
+
+def test_sizes_beyond_int32_are_arithmetic_only():
+    for name in CODECS:
+        settings = {"indices": "int64"} if name in ("topk", "dgc") else {}
+        assert codec(name, **settings).payload_bytes(2**31 + 16) > 2**20
+    for name in ("topk", "dgc"):
+        with pytest.raises(CompressError, match="int64"):
+            codec(name).payload_bytes(2**31 + 1)
+
+
+def test_a_codec_is_loaded_when_it_is_named_and_the_name_stays_a_function():
+    script = """
+import sys, sn_compress
+made = sn_compress.codec("qsgd")
+loaded = {name for name in sys.modules if name.startswith("sn_compress.codecs.")}
+own = {f"sn_compress.codecs.{name}" for name in ("registry", "qsgd", "frame")}
+assert loaded == own, loaded
+import sn_compress.contract, sn_compress.codecs.fft
+assert callable(sn_compress.codec)
+assert not {"torch", "tensorflow", "horovod", "cupy"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

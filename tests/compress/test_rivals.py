@@ -1,0 +1,535 @@
+"""Each rival against a plain implementation of its definition, and what its authors promise."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from sn_compress import PayloadError, codec
+from sn_compress.codecs.cast import to_bf16
+from sn_compress.codecs.demo import largest_divisor
+from sn_compress.codecs.dgc import warmup_theta
+from sn_compress.codecs.powersgd import powersgd_allreduce
+from sn_compress.ops import chance
+
+U = 2.0**-24
+
+
+def gradient(n: int, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    drift = np.cumsum(rng.standard_normal(n)) / math.sqrt(n or 1)
+    return (rng.standard_t(3, n) * 0.1 + drift).astype(np.float32)
+
+
+def rows_of(x, bucket):
+    step = bucket or max(len(x), 1)
+    return [x[start : start + step] for start in range(0, len(x), step)]
+
+
+# QSGD and TernGrad.
+
+
+def words(seed, step, n):
+    return chance.uniform_words(seed, step, n).astype(np.float64) * 2.0**-32
+
+
+@pytest.mark.parametrize("norm", ["l2", "max"])
+@pytest.mark.parametrize(("levels", "bucket"), [(1, None), (7, 32), (256, 50), (32767, None)])
+def test_qsgd_is_its_definition(levels, bucket, norm):
+    x = gradient(200)
+    made = codec("qsgd", levels=levels, bucket=bucket, norm=norm, seed=9)
+    state = made.new_state(200)
+    state[0][0] = 4
+    # Random numbers go along the rows of the buckets, the last filled up.
+    luck = iter(words(9, 4, 300))
+    expected = []
+    for row in rows_of(x, bucket):
+        exact = row.astype(float)
+        scale = float(np.float32(np.linalg.norm(exact) if norm == "l2" else abs(exact).max()))
+        for value in exact:
+            level = levels * abs(value) / scale
+            q = math.floor(level) + (next(luck) < level - math.floor(level))
+            expected.append(math.copysign(q * scale / levels, value))
+    found = made.decode(made.encode(x, state=state))
+    # NumPy adds squares in another order than the norm here, and the result is rounded once.
+    assert np.allclose(found, np.array(expected), rtol=2 * U, atol=0)
+    assert state[0][0] == 5
+
+
+@pytest.mark.parametrize("spread", ["rms", "std"])
+@pytest.mark.parametrize("clip", [2.5, None])
+@pytest.mark.parametrize("bucket", [None, 60])
+def test_terngrad_is_its_definition(bucket, clip, spread):
+    x = gradient(200)
+    made = codec("terngrad", clip=clip, spread=spread, bucket=bucket, seed=3)
+    luck = iter(words(3, 0, 240))
+    expected = []
+    for row in rows_of(x, bucket):
+        exact = row.astype(float)
+        middle = exact.mean() if spread == "std" else 0.0
+        limit = np.inf if clip is None else clip * math.sqrt(np.mean((exact - middle) ** 2))
+        size = np.minimum(abs(exact), np.float32(min(limit, 3e38)).astype(float))
+        top = size.max()
+        for value, magnitude in zip(exact, size, strict=True):
+            kept = next(luck) < magnitude / top
+            expected.append(math.copysign(top, value) if kept else 0.0)
+    found = made.decode(made.encode(x))
+    # Only the clipping limit is rounded, and its sum taken in another order.
+    assert np.allclose(found, np.array(expected), rtol=2 * U, atol=0)
+
+
+UNBIASED = [
+    ("qsgd", {"levels": 1, "bucket": None}),
+    ("qsgd", {"levels": 7, "bucket": 16}),
+    ("qsgd", {"levels": 3, "bucket": None, "norm": "max"}),
+    ("terngrad", {"clip": None}),
+    ("terngrad", {"clip": None, "bucket": 16, "packing": "bits"}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), UNBIASED)
+def test_expectation_is_the_vector(name, settings):
+    """Hoeffding: the mean of t numbers from a range of one step is off by more than
+    step * sqrt(log(2 n / a) / 2 t) in any of n places with probability a at most, here 10**-9."""
+    n, t, alarm = 64, 4000, 1e-9
+    x = gradient(n, 3)
+    made = codec(name, **settings)
+    state = made.new_state(n)
+    total = np.zeros(n)
+    for _ in range(t):
+        total += made.decode(made.encode(x, state=state))
+    steps = []
+    for row in rows_of(x.astype(float), settings.get("bucket")):
+        top = np.linalg.norm(row) if name == "qsgd" and "norm" not in settings else abs(row).max()
+        steps += [top / settings.get("levels", 1)] * len(row)
+    # Each decoded value is itself rounded to float32, below 2 U of a bucket's norm.
+    rounding = 2 * U * np.linalg.norm(x)
+    off = np.abs(total / t - x)
+    assert (off <= np.array(steps) * math.sqrt(math.log(2 * n / alarm) / (2 * t)) + rounding).all()
+
+
+def test_clipped_terngrad_expects_the_clipped_vector():
+    n, t, alarm = 64, 4000, 1e-9
+    x = np.full(n, 0.1, np.float32)
+    x[5] = -8
+    made = codec("terngrad")
+    state = made.new_state(n)
+    total = sum(made.decode(made.encode(x, state=state)).astype(float) for _ in range(t))
+    limit = 2.5 * math.sqrt(np.mean(x.astype(float) ** 2))
+    off = np.abs(total / t - np.clip(x, -limit, limit))
+    assert (off <= limit * (math.sqrt(math.log(2 * n / alarm) / (2 * t)) + 2 * U)).all()
+
+
+def test_error_of_qsgd_is_within_the_papers_bound():
+    """Lemma 3.1: the expected squared error is at most min(n / s**2, sqrt(n) / s) |x|**2.
+
+    The mean of 2000 errors, each between 0 and n (|x| / s)**2 (every element is off by less than
+    a step), exceeds its expectation by 0.1 n (|x| / s)**2 with probability exp(-40) at most.
+    """
+    n, t = 64, 2000
+    x = gradient(n).astype(float)
+    for s in (1, 4, 16):
+        made = codec("qsgd", levels=s, bucket=None)
+        state = made.new_state(n)
+        errors = [made.encode(x.astype(np.float32), state=state).error for _ in range(t)]
+        energy = float(np.dot(x, x))
+        bound = min(n / s**2, math.sqrt(n) / s) * energy
+        assert np.mean(errors) <= bound + 0.1 * n * energy / s**2
+
+
+def test_ranks_with_seeds_of_their_own_average_out():
+    """Independent errors: the mean of 64 ranks has 1/64 of one's squared error, twice at most."""
+    x = gradient(4096)
+    ranks = [codec("qsgd", levels=3, seed=rank) for rank in range(64)]
+    payloads = [made.encode(x) for made in ranks]
+    off = ranks[0].decode_mean(payloads).astype(float) - x
+    assert np.dot(off, off) <= 2 * payloads[0].error / 64
+    # With one seed for all it would be as large as for one rank.
+    same = ranks[0].decode_mean([ranks[0].encode(x)] * 64).astype(float) - x
+    assert np.dot(same, same) > 0.9 * payloads[0].error
+
+
+def test_equal_values_survive_terngrad_about_zero_and_not_about_the_mean():
+    x = np.full(100, 0.3, np.float32)
+    ours, theirs = codec("terngrad"), codec("terngrad", preset="grace")
+    assert np.array_equal(ours.decode(ours.encode(x)), x)
+    assert np.abs(theirs.decode(theirs.encode(x))).max() < 1e-6
+
+
+# Top-k and DGC.
+
+
+def plain_top(x, k):
+    """The k largest magnitudes, ties to the lower position, by sorting pairs."""
+    order = sorted(range(len(x)), key=lambda i: (-abs(float(x[i])), i))
+    return sorted(order[:k])
+
+
+WIDTHS = [(None, "int64"), (None, "int32"), (64, "int64"), (64, "int32"), (64, "packed")]
+
+
+@pytest.mark.parametrize("theta", [0.0, 0.7, 0.9, 0.99])
+@pytest.mark.parametrize(("chunk", "indices"), WIDTHS)
+def test_topk_is_its_definition(theta, chunk, indices):
+    x = np.round(gradient(1000) * 4).astype(np.float32) / 4  # with many ties
+    made = codec("topk", theta=theta, chunk=chunk, indices=indices)
+    expected = np.zeros(1000, np.float32)
+    for start, row in zip(itertools.count(0, chunk or 1000), rows_of(x, chunk), strict=False):
+        for i in plain_top(row, max(1, int(round((1 - theta) * len(row), 9)))):
+            expected[start + i] = row[i]
+    assert np.array_equal(made.decode(made.encode(x)), expected)
+
+
+def test_theta_counts_in_decimals_as_written():
+    for theta, n, k in ((0.99, 1000, 10), (0.9, 1000, 100), (0.7, 10, 3), (0.999, 10, 1)):
+        assert codec("topk", theta=theta).kept(n) == k
+
+
+def test_two_bit_values_are_the_means_of_four_bins():
+    x = gradient(4096)
+    made = codec("topk", preset="compact")
+    state = made.new_state(4096)
+    found = made.decode(made.encode(x, state=state))
+    top = plain_top(x, 64)
+    kept = x[top].astype(float)
+    middle, width = kept.mean(), 1.5 * kept.std()
+    bins = [[] for _ in range(4)]
+    for value in kept:
+        place = sum(value >= edge for edge in (middle - width, middle, middle + width))
+        bins[place].append(value)
+    for i, value in zip(top, kept, strict=True):
+        place = sum(value >= edge for edge in (middle - width, middle, middle + width))
+        # A sum of at most 64 numbers in another order, in float64, then one rounding.
+        assert found[i] == pytest.approx(np.mean(bins[place]), rel=2 * U)
+    assert np.count_nonzero(found) == 64
+    assert np.array_equal(state[0], x - found)
+
+
+def test_halves_are_clipped_counted_and_made_up_for():
+    x = np.array([1e6, 0.5, -2e5, 0.25], np.float32)
+    made = codec("topk", theta=0.5, values="fp16")
+    state = made.new_state(4)
+    payload = made.encode(x, state=state)
+    assert payload.saturated == 2
+    assert made.decode(payload).tolist() == [65504, 0, -65504, 0]
+    assert state[0].tolist() == [1e6 - 65504, 0.5, -2e5 + 65504, 0.25]
+
+
+def test_indices_that_do_not_ascend_are_refused():
+    made = codec("topk", theta=0.5, indices="int64")
+    payload = made.encode(np.array([1, 2, 3, 4], np.float32))
+    for wrong in ([3, 2], [2, 2], [2, 4], [-1, 2], [2**62, 2]):
+        body = payload.buffer.copy()
+        body[32 + 8 : 32 + 24] = np.array(wrong, "<i8").view(np.uint8)
+        sealed = type(payload).seal(body, codec_id=18, n=4, settings=payload.settings)
+        with pytest.raises(PayloadError, match="ascend"):
+            made.decode(sealed)
+
+
+def test_dgc_is_its_definition_over_steps():
+    n, m = 200, 0.9
+    made = codec("dgc", theta=0.95, momentum=m)
+    state = made.new_state(n)
+    u, v = np.zeros(n, np.float32), np.zeros(n, np.float32)
+    for step in range(12):
+        g = gradient(n, step)
+        u = np.float32(m) * u + g
+        v = v + u
+        sent = np.zeros(n, np.float32)
+        for i in plain_top(v, 10):
+            sent[i] = v[i]
+            u[i] = v[i] = 0
+        assert np.array_equal(made.decode(made.encode(g, state=state)), sent)
+        assert np.array_equal(state[0], u)
+        assert np.array_equal(state[1], v)
+
+
+def test_dgc_masks_momentum_and_velocity_only_where_it_sent():
+    made = codec("dgc", theta=0.75, momentum=0.5)
+    state = made.new_state(4)
+    made.encode(np.array([4, 1, 2, 3], np.float32), state=state)
+    assert state[0].tolist() == [0, 1, 2, 3]
+    assert state[1].tolist() == [0, 1, 2, 3]
+    made.encode(np.zeros(4, np.float32), state=state)
+    assert state[0].tolist() == [0, 0.5, 1, 0]
+    assert state[1].tolist() == [0, 1.5, 3, 0]
+
+
+def test_all_sent_dgc_is_momentum():
+    """With nothing dropped, every step sends v = g, as u and v are cleared everywhere."""
+    made = codec("dgc", theta=0.0)
+    state = made.new_state(50)
+    for step in range(3):
+        g = gradient(50, step)
+        assert np.array_equal(made.decode(made.encode(g, state=state)), g)
+
+
+def test_dgc_clips_the_norm_of_what_comes_in():
+    x = np.array([3, -4], np.float32)
+    made = codec("dgc", theta=0.0, clip=1.0)
+    assert made.decode(made.encode(x)) == pytest.approx([0.6, -0.8], rel=U)
+    wide = codec("dgc", theta=0.0, clip=6.0)
+    assert wide.decode(wide.encode(x)).tolist() == [3, -4]
+
+
+def test_warm_up_is_a_function_of_the_step():
+    steps = [0, 9, 10, 20, 30, 40, 10**9]
+    thetas = [warmup_theta(step, theta=0.999, phase=10) for step in steps]
+    assert thetas == [0.75, 0.75, 0.9375, 0.984375, 0.99609375, 0.999, 0.999]
+    assert warmup_theta(0, theta=0.9, phase=0) == 0.9
+    assert warmup_theta(0, theta=0.5, phase=10) == 0.5
+
+
+def test_memory_passes_from_phase_to_phase():
+    made = codec("dgc", warmup=2)
+    state = made.new_state(1000)
+    sizes = []
+    for step in range(12):
+        now = made.at(step)
+        payload = now.encode(gradient(1000, step), state=state)
+        sizes.append(payload.nbytes)
+        assert payload.nbytes == made.at(step).payload_bytes(1000)
+        assert now.decode(payload).any()
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == 5
+    assert repr(made.at(10**6)) == repr(codec("dgc"))
+
+
+# One bit.
+
+
+@pytest.mark.parametrize("variant", ["1bit", "ef-sign"])
+@pytest.mark.parametrize("bucket", [None, 60])
+@pytest.mark.parametrize("packing", ["bits", "bytes"])
+def test_onebit_is_its_definition_over_steps(variant, bucket, packing):
+    made = codec("onebit", variant=variant, bucket=bucket, packing=packing)
+    state = made.new_state(200)
+    e = np.zeros(200, np.float32)
+    for step in range(4):
+        acc = gradient(200, step) + e
+        expected = []
+        for row in rows_of(acc, bucket):
+            exact = [float(value) for value in row]
+            below = [value for value in exact if value < 0]
+            above = [value for value in exact if value >= 0]
+            if variant == "ef-sign":
+                size = math.fsum(abs(value) for value in exact) / len(exact)
+                low, high = -size, size
+            else:
+                low = math.fsum(below) / max(len(below), 1)
+                high = math.fsum(above) / max(len(above), 1)
+            expected += [low if value < 0 else high for value in exact]
+        found = made.decode(made.encode(gradient(200, step), state=state))
+        # Sums in float64 in another order, then one rounding.
+        assert np.allclose(found, np.array(expected), rtol=2 * U, atol=0)
+        e = acc - found
+        assert np.array_equal(state[0], e)
+
+
+# PowerSGD.
+
+
+def plain_powersgd(matrices, q):
+    """The published scheme in float64, with Gram-Schmidt as published."""
+    p = np.mean([m @ q for m in matrices], axis=0)
+    for i in range(p.shape[1]):
+        for j in range(i):
+            p[:, i] -= (p[:, j] @ p[:, i]) * p[:, j]
+        p[:, i] /= np.linalg.norm(p[:, i])
+    q = np.mean([m.T @ p for m in matrices], axis=0)
+    return p @ q.T
+
+
+def factor_error(r):
+    """Of the product, relative to the norm of the matrix: P and Q are rounded once, P counts
+    twice and has norm sqrt(r), and the product is r roundings and r sums."""
+    return (3 * math.sqrt(r) + 2 * r * math.sqrt(r) + 1) * U
+
+
+@pytest.mark.parametrize(("shape", "r"), [((30, 40), 1), ((40, 30), 2), ((100, 7), 3)])
+def test_powersgd_is_its_definition(shape, r):
+    x = gradient(shape[0] * shape[1])
+    made = codec("powersgd", shape=shape, rank=r)
+    q = chance.normal_matrix(0, shape[1], r).astype(float)
+    expected = plain_powersgd([x.reshape(shape).astype(float)], q).reshape(-1)
+    off = np.linalg.norm(made.decode(made.encode(x)) - expected)
+    assert off <= factor_error(r) * np.linalg.norm(x)
+
+
+@pytest.mark.parametrize("r", [1, 2, 4])
+def test_powersgd_is_exact_on_matrices_of_its_rank(r):
+    rng = np.random.default_rng(r)
+    # Whole numbers, so that the matrix in float32 has this rank exactly.
+    left, right = rng.integers(-9, 10, (50, r)), rng.integers(-9, 10, (40, r))
+    x = (left @ right.T).astype(np.float32).reshape(-1)
+    made = codec("powersgd", shape=(50, 40), rank=r)
+    off = made.decode(made.encode(x)).astype(float) - x
+    assert np.linalg.norm(off) <= factor_error(r) * np.linalg.norm(x)
+
+
+def test_the_warm_start_finds_the_best_factors():
+    x = gradient(60 * 50)
+    made = codec("powersgd", shape=(60, 50), rank=2)
+    state = made.new_state(x.size)
+    best = np.linalg.svd(x.reshape(60, 50).astype(float), compute_uv=False)[2:]
+    errors = []
+    for _ in range(100):
+        state[0][:] = 0  # the same matrix again, only Q is kept
+        errors.append(made.encode(x, state=state).error)
+    assert errors[-1] < errors[0]
+    # Converges like (s3 / s2)**(4 t): far below a thousandth here.
+    assert errors[-1] == pytest.approx(np.dot(best, best), rel=1e-3)
+
+
+def test_a_gradient_of_zero_does_not_kill_the_factors():
+    made = codec("powersgd", shape=(20, 20), rank=2)
+    state = made.new_state(400)
+    made.encode(np.zeros(400, np.float32), state=state)
+    x = np.outer(np.arange(20) == 19, np.arange(20)).astype(np.float32).reshape(-1)
+    found = made.decode(made.encode(x, state=state))
+    assert np.linalg.norm(found - x) <= factor_error(2) * np.linalg.norm(x)
+
+
+def test_factors_that_save_nothing_are_not_made():
+    for shape, rank in (((2, 2), 1), ((1, 100), 1), ((10, 10), 5)):
+        made = codec("powersgd", shape=shape, rank=rank)
+        x = gradient(shape[0] * shape[1])
+        assert np.array_equal(made.decode(made.encode(x)), x)
+        assert made.payload_bytes(x.size) == 32 + -(-4 * x.size // 16) * 16
+
+
+@pytest.mark.parametrize("r", [1, 3])
+def test_the_all_reduced_form_is_the_published_one(r):
+    shape = (30, 20)
+    vectors = [gradient(600, seed) for seed in range(4)]
+    mean, q = powersgd_allreduce(vectors, shape, r)
+    start = chance.normal_matrix(0, 20, r).astype(float)
+    expected = plain_powersgd([v.reshape(shape).astype(float) for v in vectors], start)
+    size = np.linalg.norm(np.mean(vectors, axis=0))
+    assert np.linalg.norm(mean - expected.reshape(-1)) <= factor_error(r) * size
+    assert np.linalg.matrix_rank(mean.reshape(shape).astype(float), tol=1e-4 * size) == r
+    again, _ = powersgd_allreduce(vectors, shape, r, q)
+    true = np.mean([v.astype(float) for v in vectors], axis=0)
+    assert np.linalg.norm(again - true) < np.linalg.norm(mean - true)
+
+
+def test_for_one_rank_codec_and_all_reduced_form_agree_bit_by_bit():
+    x = gradient(600)
+    made = codec("powersgd", shape=(30, 20), rank=2)
+    state = made.new_state(600)
+    q = None
+    for _ in range(3):
+        state[0][:] = 0
+        mean, q = powersgd_allreduce([x], (30, 20), 2, q)
+        assert np.array_equal(made.decode(made.encode(x, state=state)), mean)
+        assert np.array_equal(state[1], q)
+
+
+# Casts.
+
+
+def nearest_bf16(x: float) -> float:
+    """By comparing the two neighbours in float64, ties to the even one."""
+    bits = int(np.float32(x).view(np.uint32))
+    low, high = bits & 0xFFFF0000, (bits & 0xFFFF0000) + 0x10000
+    below = float(np.uint32(low).view(np.float32))
+    above = float(np.uint32(high).view(np.float32))
+    if above == math.inf or above == -math.inf:
+        above = math.copysign(2.0**128, x)  # where the next number would be
+    down, up = abs(x - below), abs(above - x)
+    if down == up:
+        return below if not low & 0x10000 else above
+    return below if down < up else above
+
+
+def test_bf16_is_the_nearest_one_ties_to_even():
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 2**32, 3000, dtype=np.uint64).astype(np.uint32)
+    # Ties, and one beside them.
+    ties = (bits[:1000] & np.uint32(0xFFFF0000)) | np.uint32(0x8000)
+    x = np.concatenate([bits, ties, ties + np.uint32(1), ties - np.uint32(1)]).view(np.float32)
+    x = x[np.isfinite(x)]
+    found = (to_bf16(x).astype(np.uint32) << 16).view(np.float32).astype(float)
+    expected = np.array([nearest_bf16(float(value)) for value in x])
+    expected[np.abs(expected) == 2.0**128] *= np.inf
+    assert np.array_equal(found, expected)
+
+
+def test_casts_beyond_their_range_give_inf_and_count():
+    fp16, bf16 = codec("fp16"), codec("bf16")
+    x = np.array([65504, 65519, 65520, -1e6, np.nan, np.inf], np.float32)
+    payload = fp16.encode(x)
+    assert payload.saturated == 2
+    assert fp16.decode(payload)[:4].tolist() == [65504, 65504, math.inf, -math.inf]
+    assert np.isnan(fp16.decode(payload)[4])
+    top = np.array([np.finfo(np.float32).max], np.float32)
+    assert bf16.decode(bf16.encode(top)).tolist() == [math.inf]
+    quiet = np.array([0x7F800001, 0xFFFFFFFF], np.uint32).view(np.float32)
+    assert np.isnan(bf16.decode(bf16.encode(quiet))).all()
+
+
+def test_casts_are_within_their_relative_error():
+    x = gradient(5000)
+    normal = np.abs(x) >= 2.0**-14
+    for name, error in (("fp16", 2.0**-11), ("bf16", 2.0**-8)):
+        made = codec(name)
+        off = np.abs(made.decode(made.encode(x)).astype(float) - x)
+        assert (off <= error * np.abs(x))[normal].all()
+
+
+# DeMo.
+
+
+def basis(n):
+    """The orthonormal DCT-II, row by row."""
+    k, i = np.arange(n)[:, None], np.arange(n)[None, :]
+    rows = math.sqrt(2 / n) * np.cos(math.pi * (2 * i + 1) * k / (2 * n))
+    rows[0] /= math.sqrt(2)
+    return rows
+
+
+@pytest.mark.parametrize("shape", [(96, 130), (1, 1000), (31, 64)])
+def test_demo_is_its_definition(shape):
+    x = gradient(shape[0] * shape[1])
+    height, width = (max(d for d in range(1, 65) if side % d == 0) for side in shape)
+    made = codec("demo", shape=shape, topk=5)
+    matrix = x.reshape(shape).astype(float)
+    expected = np.zeros(shape)
+    for top in range(0, shape[0], height):
+        for left in range(0, shape[1], width):
+            tile = matrix[top : top + height, left : left + width]
+            spectrum = basis(height) @ tile @ basis(width).T
+            kept = np.zeros(spectrum.size)
+            places = plain_top(spectrum.reshape(-1), 5)
+            kept[places] = spectrum.reshape(-1)[places]
+            back = basis(height).T @ kept.reshape(spectrum.shape) @ basis(width)
+            expected[top : top + height, left : left + width] = back
+    off = made.decode(made.encode(x)) - expected.reshape(-1)
+    # Two transforms along two axes of at most 64, 8 U a stage and two stages of twiddles; random
+    # data has no coefficients close enough to change places.
+    assert np.linalg.norm(off) <= 4 * (8 * (6 + 2) + 2) * U * np.linalg.norm(x)
+
+
+def test_a_vector_is_one_row_and_primes_are_not_cut():
+    x = gradient(1000)
+    vector, row = codec("demo", topk=3), codec("demo", shape=(1, 1000), topk=3)
+    assert np.array_equal(vector.decode(vector.encode(x)), row.decode(row.encode(x)))
+    assert [largest_divisor(n, 64) for n in (0, 1, 63, 64, 100, 97, 130)] == [
+        0, 1, 63, 64, 50, 1, 26,
+    ]  # fmt: skip
+    # 97 chunks of one element, 12 bytes each: more than the vector itself.
+    assert vector.payload_bytes(97) == 32 + -(-97 * 12 // 16) * 16
+
+
+def test_demo_forgets_a_thousandth_a_step():
+    made = codec("demo", topk=1)
+    state = made.new_state(64)
+    x = gradient(64)
+    made.encode(x, state=state)
+    left = state[0].copy()
+    made.encode(np.zeros(64, np.float32), state=state)
+    total = made.decode(made.encode(np.zeros(64, np.float32), state=made.values_to_state(left)))
+    assert np.allclose(state[0] + total, left * np.float32(0.999), rtol=0, atol=4 * U)
