@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..codec import HEADER_BYTES, Codec, Floats, Payload, as_vector
+from ..contract import HEADER_BYTES, Codec, Floats, Payload, as_vector
 from ..errors import CompressError, PayloadError
 from .fft import FFTCodec
 from .lowrank import LowRankCodec, matrix_shape

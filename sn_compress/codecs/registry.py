@@ -36,6 +36,11 @@ class Entry:
 _GRACE = "sands-lab/grace fd3a7f4, grace_dl/torch"
 
 CODECS: dict[str, Entry] = {
+    "auto": Entry(".auto", "AutoCodec"),
+    "dct": Entry(".fft", "FFTCodec", {"transform": "dct"}),
+    "hadamard": Entry(".fft", "FFTCodec", {"transform": "hadamard"}),
+    "axes": Entry(".fft", "FFTCodec", {"transform": "axes"}),
+    "lowrank": Entry(".lowrank", "LowRankCodec"),
     "fft": Entry(
         ".fft",
         "FFTCodec",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from samples import SIZES, codecs, examples, fft_error, random
 
 from sn_compress import FFTCodec, Payload, PayloadError
-from sn_compress.codec import MAX_ELEMENTS, checksum
+from sn_compress.contract import MAX_ELEMENTS, checksum
 from sn_compress.exchange.gather import mean_of_gathered
 from sn_compress.ops.record import decode_records
 
