@@ -145,9 +145,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         ratio, nmse, ours = (
             statistics.median(row[key] for row in group) for key in ("ratio", "nmse", "auto_nmse")
         )
-        lines.append(
-            f"{name:28} {ratio:7.1f} {nmse:9.2g} {ours:9.2g} {wins:4d}/{len(group)}"
-        )
+        lines.append(f"{name:28} {ratio:7.1f} {nmse:9.2g} {ours:9.2g} {wins:4d}/{len(group)}")
     rivals = [row for group in groups.values() for row in group]
     wins = sum(row["auto_nmse"] <= row["nmse"] for row in rivals)
     lines.append(f"all: ours loses no more in {wins} of {len(rivals)}, {wins / len(rivals):.1%}")
@@ -176,11 +174,11 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
     for panel, net in zip(panels, sorted({r["net"] for r in rows}), strict=True):
         ours = [[r["nmse"] for r in rows if r["net"] == net and r["method"] == "auto"
                  and r["ratio"] == ratio] for ratio in RATIOS]  # fmt: skip
-        low, middle, high = (
-            [statistics.quantiles(v, n=4)[q] for v in ours] for q in range(3)
-        )
+        low, middle, high = ([statistics.quantiles(v, n=4)[q] for v in ours] for q in range(3))
         panel.fill_between(RATIOS, low, high, color="#d55e00", alpha=0.15, lw=0)
-        panel.plot(RATIOS, middle, color="#d55e00", lw=2.5, label="auto (ours), median and quartiles")
+        panel.plot(
+            RATIOS, middle, color="#d55e00", lw=2.5, label="auto (ours), median and quartiles"
+        )
         for method, mark in marks.items():
             groups = defaultdict(list)
             for r in rows:

@@ -157,13 +157,22 @@ class Codec(ABC):
     def new_state(self, n: int) -> Any:
         """An empty memory for vectors of n elements."""
 
-    @abstractmethod
     def state_to_values(self, state: Any, n: int) -> Floats:
-        """The memory as the vector it stands for, [n] float32."""
+        """The memory as the vector it stands for, [n] float32; zeros if the codec has none."""
+        return np.zeros(n, np.float32)
 
-    @abstractmethod
     def values_to_state(self, values: npt.ArrayLike) -> Any:
-        """The memory that stands for a vector of float32; inverse of state_to_values."""
+        """The memory that stands for a vector of float32; inverse of state_to_values.
+
+        Raises CompressError if the codec has no memory and the vector is not zero.
+        """
+        array = as_vector(values)
+        if array.any():
+            raise CompressError(
+                f"{type(self).__name__} remembers nothing of what it drops, so a memory cannot be "
+                "carried over to it. Start it without."
+            )
+        return self.new_state(array.size)
 
 
 def as_vector(values: npt.ArrayLike) -> npt.NDArray[Any]:
