@@ -32,7 +32,7 @@ class CastCodec(Codec):
     Unlike the other codecs, NaN and Inf travel each as itself, element by element: a cast has
     codes for both. Beyond the largest number of the format, 65504 for "fp16", values become Inf
     as in any cast, which a loss scaler sees; `Payload.saturated` counts them. The relative error
-    is at most 2**-11 for "fp16" from 2**-14 up and 2**-8 (half a step: 2**-9) for "bf16".
+    is at most 2**-11 for "fp16" from 2**-14 up, and 2**-8 for "bf16" from 2**-126 up.
 
     Examples
     --------

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from sn_compress import PayloadError, codec
+from sn_compress import Payload, PayloadError, codec
 from sn_compress.codecs.cast import to_bf16
 from sn_compress.codecs.demo import largest_divisor
 from sn_compress.codecs.dgc import warmup_theta
@@ -533,3 +533,71 @@ def test_demo_forgets_a_thousandth_a_step():
     made.encode(np.zeros(64, np.float32), state=state)
     total = made.decode(made.encode(np.zeros(64, np.float32), state=made.values_to_state(left)))
     assert np.allclose(state[0] + total, left * np.float32(0.999), rtol=0, atol=4 * U)
+
+
+# What a decoder refuses, and what NaN reaches.
+
+FOREIGN = [
+    # Codec, settings, the byte of the body that is changed, what is put there, what is said.
+    ("qsgd", {"levels": 1}, 4, 0b11, "code 3; 1 levels end at 2"),
+    ("qsgd", {"levels": 7, "packing": "bytes"}, 4, 15, "code 15"),
+    ("qsgd", {}, 3, 0xBF, "negative"),
+    ("terngrad", {"packing": "bits"}, 4, 0b11, "code 3"),
+    ("terngrad", {"packing": "bytes"}, 4, 3, "code 3"),
+    ("terngrad", {}, 4, 243, "at most 242"),
+    ("terngrad", {}, 3, 0xBF, "negative"),
+    ("onebit", {"packing": "bytes"}, 8, 2, "sign 2; expected 0 or 1"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "place", "byte", "said"), FOREIGN)
+def test_codes_that_no_encoder_makes_are_refused(name, settings, place, byte, said):
+    made = codec(name, **settings)
+    payload = made.encode(np.ones(4, np.float32))
+    buffer = payload.buffer.copy()
+    buffer[32 + place] = byte
+    forged = Payload.seal(buffer, codec_id=payload.codec_id, n=4, settings=payload.settings)
+    with pytest.raises(PayloadError, match=said):
+        made.decode(forged)
+
+
+@pytest.mark.parametrize("values", ["fp32", "fp16", "2bit"])
+def test_one_nan_in_a_sparse_payload_reaches_every_element(values):
+    """Also when a peer made it up: one of four table entries, one of many values."""
+    made = codec("topk", theta=0.5, values=values)
+    x = np.arange(64, dtype=np.float32)
+    y = made.decode(made.encode(np.where(x == 9, np.nan, x).astype(np.float32)))
+    assert np.isnan(y).all()
+    payload = made.encode(x)
+    buffer = payload.buffer.copy()
+    buffer[32:36] = 0xFF
+    forged = Payload.seal(buffer, codec_id=18, n=64, settings=payload.settings)
+    assert np.isnan(made.decode(forged)).all()
+
+
+@pytest.mark.parametrize("name", ["dgc", "demo", "powersgd"])
+def test_one_nan_reaches_every_element_where_there_are_no_buckets(name):
+    made = codec(name, **({} if name == "dgc" else {"shape": (32, 32)}))
+    x = gradient(1024)
+    x[500] = np.inf
+    assert np.isnan(made.decode(made.encode(x))).all()
+
+
+def test_a_bad_bucket_leaves_the_others_alone():
+    x = gradient(96)
+    x[40] = np.nan
+    for name in ("qsgd", "terngrad", "onebit"):
+        made = codec(name, bucket=32)
+        state = made.new_state(96)
+        y = made.decode(made.encode(x, state=state))
+        assert np.isnan(y).reshape(3, 32).all(axis=1).tolist() == [False, True, False]
+        assert np.isfinite(y[:32]).all()
+        assert np.isfinite(y[64:]).all()
+
+
+def test_a_norm_beyond_float32_is_held_at_its_end():
+    """Four elements at the top have twice its norm; they are then exact, as no norm is smaller."""
+    top = np.finfo(np.float32).max
+    x = np.array([top, -top, top, -top], np.float32)
+    made = codec("qsgd", levels=7, bucket=None)
+    assert np.array_equal(made.decode(made.encode(x)), x)
