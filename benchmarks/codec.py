@@ -1,6 +1,7 @@
 """How fast and how small: the FFT codec beside its own transform, a memcpy and torch.topk.
 
     python benchmarks/codec.py [--quick] [--json FILE] [--threads N]
+    python benchmarks/codec.py --family [--json FILE]   every codec by name, see family.py
 
 Every repetition times all contenders in turn, so that noise from other work on the machine hits
 them alike; ratios are medians over the repetitions. Encode is with error feedback, as training
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import family
 import numpy as np
 import scipy.fft
 from machine import commit, machine
@@ -147,7 +149,20 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--no-torch", action="store_true", help="leave torch.topk out")
+    parser.add_argument("--family", action="store_true", help="all codecs, real and synthetic")
     args = parser.parse_args()
+    if args.family:
+        rows = family.rows()
+        print(family.table(rows))
+    else:
+        rows = compare(args)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Ours beside the yardsticks, printed and returned."""
     n = args.n or (2_000_000 if args.quick else 25_000_000)
     values = gradient(n)
     rows = []
@@ -156,9 +171,7 @@ def main() -> None:
         rows.append(measure(name, settings, values, args))
     print(f"{n:,} float32 elements, {args.threads} thread(s), back end {rows[0]['backend']}")
     print(table(rows))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return rows
 
 
 if __name__ == "__main__":
