@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from ..contract import HEADER_BYTES, Codec, Floats, Payload, as_vector
 from ..errors import CompressError, PayloadError
+from .cast import CastCodec
 from .fft import FFTCodec
 from .lowrank import LowRankCodec, matrix_shape
 
@@ -31,7 +32,11 @@ _FORMATS: list[dict[str, Any]] = [
     {"values": "2bit"},
     {"values": "sign"},
 ]
-_SMALL_AXIS = 32  # longest axis worth a transform of its own
+# Worth their bits only where nearly everything is kept.
+_FINE_FORMATS: list[dict[str, Any]] = [
+    {"bits": bits, "mantissa": mantissa} for bits, mantissa in ((8, 3), (10, 5), (12, 7), (15, 10))
+]
+_FINE_BELOW = 8.0  # ratio
 
 
 @dataclass
@@ -110,7 +115,12 @@ class AutoCodec(Codec):
         proposals: list[Codec | None] = [
             _sparse(n, budget, {**basis, **fmt}) for basis in bases for fmt in _FORMATS
         ]
-        proposals.append(_sparse(n, budget, {"transform": "identity", "values": "fp16"}))
+        if self.ratio < _FINE_BELOW:
+            proposals += [
+                _sparse(n, budget, {**basis, **fmt}) for basis in bases for fmt in _FINE_FORMATS
+            ]
+            casts = [CastCodec(dtype=dtype) for dtype in ("fp16", "bf16")]
+            proposals += [cast for cast in casts if cast.payload_bytes(n) <= budget]
         if self.shape is not None and min(matrix_shape(self.shape)) > 1:
             proposals += [
                 _low_rank(self.shape, budget, bits, m) for bits, m in ((4, 1), (6, 2), (8, 3))

@@ -18,18 +18,19 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..contract import HEADER_BYTES, Codec, Floats, Payload, as_vector
+from ..contract import HEADER_BYTES, Bytes, Codec, Floats, Payload, as_vector
 from ..errors import CompressError, PayloadError
+from ..ops.pack import Words
+from ..ops.quantize import check_format
+from ..ops.record import NON_FINITE, Layout, Values, decode_records, encode_records
 from .fft import FFTCodec
 
 _SETTINGS = struct.Struct("<HBBII")
 _SEED = 2019
-_COLD_ROUNDS = 2  # power iterations that make up for a random start
 
 
 @dataclass
@@ -38,7 +39,6 @@ class LowRankState:
 
     memory: Floats  # [n]
     start: Floats  # [columns, rank]
-    warm: bool = False  # `start` comes from a gradient, not from a random generator
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -59,12 +59,14 @@ class LowRankCodec(Codec):
     ----------
     shape : the tensor's shape; more than two axes are flattened behind the first
     rank : columns of the factors, at most the smaller side of the matrix
-    bits, mantissa : range float of the factors; fp16 with bits=16
+    bits, mantissa : range float of the factors; with bits=16, half precision
     rest : FFTCodec that sparsifies what the low rank leaves over, or None
+    rounds : power iterations on top of PowerSGD's one. They cost products, no bytes; gradients of
+        small batches turn so fast that the start of the step before may be worth little.
 
-    The payload holds the codes of P [rows, rank] and Q [columns, rank], column by column, each
-    column in blocks with a range of its own, then the records of `rest`. With BLAS of
-    different processors decoded values may differ in the last bit.
+    The payload holds one record per column of P [rows, rank], then of Q [columns, rank], each with
+    a range of its own, then the records of `rest`. With BLAS of different processors decoded
+    values may differ in the last bit.
     """
 
     codec_id = 2
@@ -77,6 +79,7 @@ class LowRankCodec(Codec):
         bits: int = 8,
         mantissa: int = 3,
         rest: FFTCodec | None = None,
+        rounds: int = 2,
     ) -> None:
         self.shape = tuple(int(size) for size in shape)
         rows, columns = matrix_shape(self.shape)
@@ -85,41 +88,42 @@ class LowRankCodec(Codec):
                 f"LowRankCodec: shape={shape!r}, rank={rank!r}; expected sizes above zero and a "
                 f"rank from 1 to {min(rows, columns)}"
             )
+        if bits != 16:
+            check_format(bits, mantissa)
+        if rounds < 0:
+            raise CompressError(f"LowRankCodec: rounds={rounds!r}; expected 0 or more")
         self.rank, self.bits, self.mantissa, self.rest = rank, bits, mantissa, rest
-        self._rows, self._columns = rows, columns
-        coder: dict[str, Any] = (
-            {"values": "fp16"} if bits == 16 else {"bits": bits, "mantissa": mantissa}
-        )
-        self._factor = FFTCodec(theta=0.0, transform="identity", block=None, **coder)
-        about = repr((self.shape, self._factor, rest)).encode()
+        self.rounds = rounds
+        self._size = rows, columns
+        self._layouts = [self._layout(side) for side in self._size]
+        about = repr((self.shape, rest)).encode()
         self.settings = _SETTINGS.pack(rank, bits, mantissa, zlib.crc32(about), 0)
+
+    def _layout(self, side: int) -> Layout:
+        """A column of a factor as one record of which everything is kept."""
+        values: Values = "fp16" if self.bits == 16 else "range"
+        return Layout(side, side, values, self.bits, self.mantissa, "bitmap", 1)
 
     def __repr__(self) -> str:
         return (
             f"LowRankCodec(shape={self.shape}, rank={self.rank}, bits={self.bits}, "
-            f"mantissa={self.mantissa}, rest={self.rest!r})"
+            f"mantissa={self.mantissa}, rest={self.rest!r}, rounds={self.rounds})"
         )
 
     @property
     def _n(self) -> int:
-        return self._rows * self._columns
-
-    def _parts(self) -> list[tuple[FFTCodec, int]]:
-        """Codec and number of elements of each piece of the body, in order."""
-        pieces = [(self._factor, self._rows)] * self.rank + [
-            (self._factor, self._columns)
-        ] * self.rank
-        return pieces + ([(self.rest, self._n)] if self.rest else [])
+        return self._size[0] * self._size[1]
 
     def payload_bytes(self, n: int) -> int:
         if n != self._n:
             raise CompressError(f"{n} elements do not fill shape {self.shape}; expected {self._n}")
-        bodies = sum(codec.payload_bytes(size) - HEADER_BYTES for codec, size in self._parts())
-        return HEADER_BYTES + bodies
+        factors = 4 * self.rank * sum(layout.words for layout in self._layouts)
+        rest = self.rest.payload_bytes(n) - HEADER_BYTES if self.rest else 0
+        return HEADER_BYTES + -(-(factors + rest) // 16) * 16
 
     def new_state(self, n: int) -> LowRankState:
         self.payload_bytes(n)
-        return LowRankState(np.zeros(n, np.float32), first_factor(self._columns, self.rank))
+        return LowRankState(np.zeros(n, np.float32), first_factor(self._size[1], self.rank))
 
     def state_to_values(self, state: LowRankState, n: int) -> Floats:
         """The memory, [n] float32."""
@@ -130,6 +134,26 @@ class LowRankCodec(Codec):
         state = self.new_state(as_vector(values).size)
         state.memory[:] = np.asarray(values, np.float32)
         return state
+
+    def _pieces(self, buffer: Bytes) -> tuple[list[Words], Bytes]:
+        """The records of P and of Q, [rank, words] each, and the body of `rest`; views."""
+        body, at, records = buffer[HEADER_BYTES:], 0, []
+        for layout in self._layouts:
+            size = 4 * self.rank * layout.words
+            records.append(body[at : at + size].view("<u4").reshape(self.rank, layout.words))
+            at += size
+        rest = self.rest.payload_bytes(self._n) - HEADER_BYTES if self.rest else 0
+        return records, body[at : at + rest]
+
+    def _quantise(self, factor: Floats, records: Words, layout: Layout) -> Floats:
+        """Write a factor's records; return the factor as they decode, [side, rank]."""
+        encode_records(np.array(factor.T, np.float32, order="C"), None, records, layout)
+        return self._factor(records, layout)
+
+    def _factor(self, records: Words, layout: Layout) -> Floats:
+        columns = np.zeros((self.rank, layout.block), np.float32)
+        decode_records(records, columns, layout, 1.0)
+        return columns.T
 
     def encode(
         self, values: npt.ArrayLike, *, state: LowRankState | None = None, decay: float = 1.0
@@ -143,25 +167,15 @@ class LowRankCodec(Codec):
         known = state or self.new_state(vector.size)
         with np.errstate(all="ignore"):
             vector += known.memory * np.float32(decay)
-        matrix = vector.reshape(self._rows, self._columns)
-        finite = bool(np.isfinite(vector).all())
-        p, q, start = self._factorise(matrix, known) if finite else self._nothing()
-        at, columns = HEADER_BYTES, [*p.T, *q.T]
-        decoded = []
-        for column in columns:
-            column = column if finite else np.full_like(column, np.nan)
-            at, values_back = _append(self._factor, column, buffer, at)
-            decoded.append(values_back)
-        back_p, back_q = np.stack(decoded[: self.rank], 1), np.stack(decoded[self.rank :], 1)
-        left: Floats = np.asarray(matrix - back_p @ back_q.T, np.float32)
-        if self.rest:
-            flat = left.reshape(-1) if finite else np.full(vector.size, np.nan, np.float32)
-            _, sparse = _append(self.rest, flat, buffer, at)
-            left -= sparse.reshape(left.shape)
-        if state is not None and finite:
-            state.memory[:], state.start[:], state.warm = left.reshape(-1), start, True
-        energy = float(np.square(vector, dtype=np.float64).sum()) if finite else 0.0
-        error = float(np.square(left, dtype=np.float64).sum()) if finite else 0.0
+        if np.isfinite(vector).all():
+            energy, error = self._encode_finite(vector, known, buffer)
+        else:
+            energy = error = 0.0
+            for records in self._pieces(buffer)[0]:
+                records[:, 0] = NON_FINITE
+            if self.rest:
+                nothing = np.full(vector.size, np.nan, np.float32)
+                self._pieces(buffer)[1][:] = self.rest.encode(nothing).body
         return Payload.seal(
             buffer,
             codec_id=self.codec_id,
@@ -171,72 +185,64 @@ class LowRankCodec(Codec):
             error=error,
         )
 
-    def _factorise(self, matrix: Floats, known: LowRankState) -> tuple[Floats, Floats, Floats]:
-        """P orthonormal, Q fitted to P as it will be decoded, and Q for the next start."""
+    def _encode_finite(
+        self, vector: Floats, known: LowRankState, buffer: Bytes
+    ) -> tuple[float, float]:
+        """Fill the buffer, update the state; energy and error."""
+        matrix = vector.reshape(self._size)
+        (records_p, records_q), body = self._pieces(buffer)
         # Scaled to one, so that squares of tiny or huge gradients stay inside float32.
-        scale = np.float32(np.abs(matrix).max(initial=0.0))
-        if scale == 0:
-            return *self._nothing()[:2], known.start
+        scale = np.float32(np.abs(matrix).max(initial=0.0)) or np.float32(1)
         unit = matrix / scale
         p = np.linalg.qr(unit @ known.start)[0]
-        for _ in range(0 if known.warm else _COLD_ROUNDS):
+        for _ in range(self.rounds):
             p = np.linalg.qr(unit @ (unit.T @ p))[0]
-        back = np.stack([self._factor.decode(self._factor.encode(column)) for column in p.T], 1)
+        p = self._quantise(p, records_p, self._layouts[0])
         # Least squares, not a projection: rounding has bent P a little out of orthonormal.
-        gram = back.T @ back + 1e-6 * np.eye(self.rank, dtype=np.float32)
-        q: Floats = np.ascontiguousarray(np.linalg.solve(gram, back.T @ unit).T, np.float32)
-        return p, q * scale, q
-
-    def _nothing(self) -> tuple[Floats, Floats, Floats]:
-        shape_p, shape_q = (self._rows, self.rank), (self._columns, self.rank)
-        empty = np.zeros(shape_q, np.float32)
-        return np.zeros(shape_p, np.float32), empty, empty
+        gram = p.T @ p + 1e-6 * np.eye(self.rank, dtype=np.float32)
+        start: Floats = np.asarray(np.linalg.solve(gram, p.T @ unit).T, np.float32)
+        q = self._quantise(start * scale, records_q, self._layouts[1])
+        left: Floats = np.asarray(matrix - p @ q.T, np.float32).reshape(-1)
+        if self.rest:
+            payload = self.rest.encode(left)
+            body[:] = payload.body
+            left = left - self.rest.decode(payload)
+        known.memory[:] = left
+        if start.any():  # a start of zeros would never find anything again
+            known.start[:] = start
+        energy, error = (float(np.square(v, dtype=np.float64).sum()) for v in (vector, left))
+        return energy, error
 
     def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
         """The mean of the products, [n] float32; raises PayloadError for foreign payloads."""
         if not payloads:
             raise CompressError("decode_mean needs at least one payload; got none")
-        total = np.zeros((self._rows, self._columns), np.float32)
+        total = np.zeros(self._size, np.float32)
         rests = []
         for payload in payloads:
-            if (
-                payload.codec_id != self.codec_id
-                or payload.settings != self.settings
-                or payload.n != self._n
-                or payload.nbytes != self.payload_bytes(self._n)
-            ):
-                raise PayloadError(
-                    f"payload of codec {payload.codec_id} with settings {payload.settings.hex()}, "
-                    f"{payload.n} elements, {payload.nbytes} bytes; expected that of {self!r}"
-                )
-            at, pieces = HEADER_BYTES, []
-            for codec, size in self._parts():
-                at, piece = _read(codec, size, payload, at)
-                pieces.append(piece)
-            factors = [self._factor.decode(piece) for piece in pieces[: 2 * self.rank]]
-            p, q = np.stack(factors[: self.rank], 1), np.stack(factors[self.rank :], 1)
+            self._check_payload(payload)
+            records, body = self._pieces(payload.buffer)
+            p, q = (self._factor(*pair) for pair in zip(records, self._layouts, strict=True))
             with np.errstate(all="ignore"):
                 total += p @ q.T
-            rests += pieces[2 * self.rank :]
+            if self.rest:
+                head = np.zeros(HEADER_BYTES, np.uint8)
+                inner = np.concatenate([head, body])
+                rests.append(Payload(inner, self.rest.codec_id, self._n, self.rest.settings))
         mean = (total / np.float32(len(payloads))).reshape(-1)
         return mean + self.rest.decode_mean(rests) if self.rest else mean
 
-
-def _append(
-    codec: FFTCodec, values: Floats, buffer: npt.NDArray[np.uint8], at: int
-) -> tuple[int, Floats]:
-    """Put the body of `values` into the buffer; the end of it, and what it decodes to."""
-    payload = codec.encode(values)
-    end = at + payload.nbytes - HEADER_BYTES
-    buffer[at:end] = payload.body
-    return end, codec.decode(payload)
-
-
-def _read(codec: FFTCodec, size: int, payload: Payload, at: int) -> tuple[int, Payload]:
-    """The piece of a body that `codec` encoded from `size` elements, as a payload of its own."""
-    end = at + codec.payload_bytes(size) - HEADER_BYTES
-    buffer = np.concatenate([np.zeros(HEADER_BYTES, np.uint8), payload.buffer[at:end]])
-    return end, Payload(buffer, codec.codec_id, size, codec.settings)
+    def _check_payload(self, payload: Payload) -> None:
+        if (
+            payload.codec_id != self.codec_id
+            or payload.settings != self.settings
+            or payload.n != self._n
+            or payload.nbytes != self.payload_bytes(self._n)
+        ):
+            raise PayloadError(
+                f"payload of codec {payload.codec_id} with settings {payload.settings.hex()}, "
+                f"{payload.n} elements, {payload.nbytes} bytes; expected that of {self!r}"
+            )
 
 
 class AlternatingFactors:
