@@ -168,7 +168,7 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(1, 2, figsize=(12, 5), sharey=True, layout="constrained")
-    marks = dict(zip(sorted({r["method"] for r in rows} - {"auto"}), "osD^vP*Xd<>h", strict=False))
+    marks = dict(zip(sorted({r["method"] for r in rows} - {"auto"}), "osD^vPXd<>h8", strict=False))
     for panel, net in zip(panels, sorted({r["net"] for r in rows}), strict=True):
         ours = [[r["nmse"] for r in rows if r["net"] == net and r["method"] == "auto"
                  and r["ratio"] == ratio] for ratio in RATIOS]  # fmt: skip
