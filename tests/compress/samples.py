@@ -173,14 +173,21 @@ def support_mask(words: np.ndarray, layout: Layout) -> np.ndarray:
 
 
 def weights(block: int, parts: int = 2) -> np.ndarray:
-    """How often each coefficient counts in the energy, [bins * parts]: conjugate pairs twice."""
+    """How often each coefficient counts in the energy, [bins * parts]: conjugate pairs twice,
+    and not at all what the inverse transform ignores."""
     if parts == 1:
         return np.ones(block)
     w = np.full((block // 2 + 1, 2), 2.0)
-    w[0] = 1
+    w[0] = 1, 0
     if block % 2 == 0:
-        w[-1] = 1
+        w[-1] = 1, 0
     return w.reshape(-1)
+
+
+def edges(layout: Layout) -> list[int]:
+    """Coefficients that say nothing of a real vector: the edge bins' imaginary parts."""
+    last = layout.bins * layout.parts - 1
+    return [] if layout.parts == 1 else [1, last] if layout.block % 2 == 0 else [1]
 
 
 def vectors(max_size: int = 300, bound: float = 2.0**100) -> st.SearchStrategy[np.ndarray]:
