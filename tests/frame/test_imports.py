@@ -27,7 +27,7 @@ LAYERS = (
     ("sn_compress._native", "sn_compress._cuda"),
     ("sn_compress._backends",),
     ("sn_compress.ops",),
-    ("sn_compress.codec",),
+    ("sn_compress.contract",),
     ("sn_compress.codecs",),
     ("sn_compress.feedback", "sn_compress.schedule", "sn_compress.cost"),
     ("sn_compress.exchange", "sn_compress.gossip"),
