@@ -1,0 +1,31 @@
+"""The examples in docstrings run and give what they say."""
+
+import doctest
+import importlib
+import pkgutil
+
+import numpy as np
+import pytest
+
+import sn_compress
+
+RIMS = ("torch", "tensorflow", "keras", "ddp")
+PURE = [
+    found.name
+    for found in pkgutil.walk_packages(sn_compress.__path__, "sn_compress.")
+    if found.name.rpartition(".")[2] not in RIMS and not found.name.endswith("._core")
+]
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_examples_in_docstrings(name):
+    module = importlib.import_module(name)
+    public = {key: getattr(sn_compress, key) for key in sn_compress.__all__}
+    result = doctest.testmod(module, extraglobs={**public, "np": np})
+    assert result.failed == 0, f"{result.failed} of {result.attempted} examples in {name}"
+
+
+def test_there_are_examples():
+    modules = [importlib.import_module(name) for name in PURE]
+    found = [test for module in modules for test in doctest.DocTestFinder().find(module)]
+    assert sum(len(test.examples) for test in found) >= 6
