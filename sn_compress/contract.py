@@ -25,6 +25,7 @@ Floats = npt.NDArray[np.float32]
 MAGIC = b"SN"
 VERSION = 1
 HEADER_BYTES = 32
+SETTINGS_BYTES = 12
 ALIGN = 16
 MAX_ELEMENTS = 2**48
 # magic, version, codec id, n, settings, saturated, checksum

@@ -79,6 +79,7 @@ class AutoCodec(Codec):
         self.ratio, self.every = float(ratio), every
         self.shape = None if shape is None else tuple(int(size) for size in shape)
         self._settings_head = round(ratio * 1000) % 2**32
+        self.settings = self._settings(0)
         self._candidates_of: dict[int, list[Codec]] = {}
 
     @classmethod
@@ -214,7 +215,7 @@ class AutoCodec(Codec):
             buffer,
             codec_id=self.codec_id,
             n=n,
-            settings=_SETTINGS.pack(choice, self._settings_head, 0, 0, 0),
+            settings=self._settings(choice),
             saturated=inner.saturated if inner else 0,
             energy=inner.energy if inner else 0.0,
             error=inner.error if inner else 0.0,

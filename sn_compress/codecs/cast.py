@@ -47,7 +47,7 @@ class CastCodec(Codec):
     def __init__(self, *, dtype: Literal["fp16", "bf16"] = "fp16") -> None:
         frame.check_setting(self, "dtype", dtype, dtype in _DTYPES, " or ".join(_DTYPES))
         self.dtype = dtype
-        self._settings = bytes([_DTYPES.index(dtype)]) + bytes(7)
+        self.settings = frame.settings(bytes([_DTYPES.index(dtype)]) + bytes(7))
 
     def __repr__(self) -> str:
         return frame.show(self, "dtype")
@@ -73,7 +73,7 @@ class CastCodec(Codec):
         saturated = int(np.count_nonzero(np.isfinite(array) & ~np.isfinite(decoded)))
         losses = frame.losses(array, decoded)
         parts = [halves.astype("<u2")]
-        return frame.seal(self, array.size, self._settings, parts, losses, saturated)
+        return frame.seal(self, array.size, self.settings, parts, losses, saturated)
 
     def _values(self, halves: Halves) -> Floats:
         if self.dtype == "bf16":
@@ -82,7 +82,7 @@ class CastCodec(Codec):
 
     def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
         """The mean of the vectors, [n] float32, summed in float32."""
-        n = frame.check_payloads(self, self._settings, payloads)
+        n = frame.check_payloads(self, self.settings, payloads)
         parts = (self._values(frame.read(p.body, 0, n, "<u2").astype(np.uint16)) for p in payloads)
         return frame.mean(parts, n, len(payloads))
 

@@ -70,7 +70,7 @@ class DeMoCodec(Codec):
         ok = frame.fraction(decay, 0, 1) and decay > 0
         frame.check_setting(self, "decay", decay, ok, "above 0 and at most 1 (1 forgets nothing)")
         self.shape, self.topk, self.edge, self.decay = shape, topk, edge, decay
-        self._settings = _SETTINGS.pack(shape[0] if shape else 0, topk, edge)
+        self.settings = frame.settings(_SETTINGS.pack(shape[0] if shape else 0, topk, edge))
 
     def __repr__(self) -> str:
         return frame.show(self, "shape", "topk", "edge", "decay")
@@ -128,7 +128,7 @@ class DeMoCodec(Codec):
         else:
             sent, decoded = np.full_like(sent, np.nan), np.full(n, np.nan, np.float32)
         parts = [inside.astype("<i8"), sent.astype("<f4")]
-        return frame.seal(self, n, self._settings, parts, frame.losses(array, decoded))
+        return frame.seal(self, n, self.settings, parts, frame.losses(array, decoded))
 
     def _forward(self, array: Floats) -> Floats:
         """[n] values -> [n] coefficients, chunk after chunk."""
@@ -157,7 +157,7 @@ class DeMoCodec(Codec):
 
     def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
         """The mean of the vectors, [n] float32: coefficients are added, one inverse transform."""
-        n = frame.check_payloads(self, self._settings, payloads)
+        n = frame.check_payloads(self, self.settings, payloads)
         cut = self.runs(n)
         k = indexed.total(cut)
         spectrum = np.zeros(n, np.float32)

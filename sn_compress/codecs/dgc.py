@@ -90,7 +90,7 @@ class DGCCodec(Codec):
         self.warmup, self.indices = warmup, indices
         self._dropped_q32 = dropped_q32(theta)
         self._index_bits = _INDICES[indices]
-        self._settings = _SETTINGS.pack(self._dropped_q32, self._index_bits, 0, 0)
+        self.settings = frame.settings(_SETTINGS.pack(self._dropped_q32, self._index_bits, 0, 0))
 
     def __repr__(self) -> str:
         return frame.show(self, "theta", "momentum", "clip", "warmup", "indices")
@@ -157,7 +157,7 @@ class DGCCodec(Codec):
                 state[0][positions] = 0
                 state[1][positions] = 0
         parts = [sent.astype("<f4"), indexed.write_indices(inside, self._index_bits)]
-        return frame.seal(self, n, self._settings, parts, frame.losses(v, decoded))
+        return frame.seal(self, n, self.settings, parts, frame.losses(v, decoded))
 
     def _clipped(self, array: Floats) -> Floats:
         if self.clip is None:
@@ -171,7 +171,7 @@ class DGCCodec(Codec):
 
     def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
         """The mean of the vectors, [n] float32: a step for an optimizer without momentum."""
-        n = frame.check_payloads(self, self._settings, payloads)
+        n = frame.check_payloads(self, self.settings, payloads)
         return frame.mean((self._decode(payload) for payload in payloads), n, len(payloads))
 
     def _decode(self, payload: Payload) -> Floats:

@@ -11,7 +11,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..contract import ALIGN, HEADER_BYTES, Bytes, Codec, Floats, Payload, as_vector
+from ..contract import (
+    ALIGN,
+    HEADER_BYTES,
+    SETTINGS_BYTES,
+    Bytes,
+    Codec,
+    Floats,
+    Payload,
+    as_vector,
+)
 from ..errors import CompressError, PayloadError
 
 # Short of the length from which a BLAS starts threads for a dot product.
@@ -39,8 +48,8 @@ def fraction(value: object, low: float, high: float) -> bool:
 
 def show(codec: object, *names: str) -> str:
     """The call that makes this codec."""
-    settings = ", ".join(f"{name}={getattr(codec, name)!r}" for name in names)
-    return f"{type(codec).__name__}({settings})"
+    values = ", ".join(f"{name}={getattr(codec, name)!r}" for name in names)
+    return f"{type(codec).__name__}({values})"
 
 
 def framed_bytes(body: int) -> int:
@@ -83,6 +92,11 @@ def read(body: Bytes, at: int, count: int, dtype: str) -> npt.NDArray[Any]:
     """`count` numbers of a body from byte `at`, as a copy (bytes need not be aligned)."""
     size = count * np.dtype(dtype).itemsize
     return np.frombuffer(body[at : at + size].tobytes(), dtype)
+
+
+def settings(data: bytes) -> bytes:
+    """A codec's settings filled up to the length the header has for them."""
+    return data.ljust(SETTINGS_BYTES, b"\0")
 
 
 def check_payloads(codec: Codec, settings: bytes, payloads: Sequence[Payload]) -> int:

@@ -66,7 +66,7 @@ class OneBitCodec(Codec):
         self.variant, self.bucket, self.packing = variant, bucket, packing
         self._bits = _PACKINGS[packing]
         self._means = 2 if variant == "1bit" else 1
-        self._settings = _SETTINGS.pack(bucket or 0, self._means, self._bits, 0)
+        self.settings = frame.settings(_SETTINGS.pack(bucket or 0, self._means, self._bits, 0))
 
     def __repr__(self) -> str:
         return frame.show(self, "variant", "bucket", "packing")
@@ -97,7 +97,7 @@ class OneBitCodec(Codec):
         decoded = self._values(means, negative)
         frame.remember(state, array, decoded)
         parts = [means.astype("<f4"), codes.pack_codes(negative, self._bits)]
-        return frame.seal(self, array.size, self._settings, parts, frame.losses(array, decoded))
+        return frame.seal(self, array.size, self.settings, parts, frame.losses(array, decoded))
 
     def _mean_values(self, array: Floats) -> Floats:
         """[nb, 1 or 2] float32: (others, negatives) or the magnitude; NaN for a non-finite row."""
@@ -122,7 +122,7 @@ class OneBitCodec(Codec):
 
     def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
         """The mean of the vectors, [n] float32."""
-        n = frame.check_payloads(self, self._settings, payloads)
+        n = frame.check_payloads(self, self.settings, payloads)
         return frame.mean((self._decode(payload) for payload in payloads), n, len(payloads))
 
     def _decode(self, payload: Payload) -> Floats:

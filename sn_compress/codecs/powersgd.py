@@ -71,7 +71,7 @@ class PowerSGDCodec(Codec):
         r = min(rank, rows, cols)
         # 0 says: sent as it is.
         self._rank = r if r * (rows + cols) < rows * cols else 0
-        self._settings = _SETTINGS.pack(self._rank, rows, 0)
+        self.settings = frame.settings(_SETTINGS.pack(self._rank, rows, 0))
 
     def __repr__(self) -> str:
         return frame.show(self, "shape", "rank", "seed")
@@ -114,7 +114,7 @@ class PowerSGDCodec(Codec):
             decoded = array if np.isfinite(array).all() else np.full(n, np.nan, np.float32)
             frame.remember(state, array, decoded)
             parts = [decoded.astype("<f4")]
-            return frame.seal(self, n, self._settings, parts, frame.losses(array, decoded))
+            return frame.seal(self, n, self.settings, parts, frame.losses(array, decoded))
         q = self._first_q() if state is None else state[1]
         p, q = _factors(array.reshape(self.shape), q, self._first_q())
         decoded = _product(p, q)
@@ -126,11 +126,11 @@ class PowerSGDCodec(Codec):
         if not finite:
             p, decoded = np.full_like(p, np.nan), np.full(n, np.nan, np.float32)
         parts = [p.astype("<f4"), q.astype("<f4")]
-        return frame.seal(self, n, self._settings, parts, frame.losses(array, decoded))
+        return frame.seal(self, n, self.settings, parts, frame.losses(array, decoded))
 
     def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
         """The mean of the products, [n] float32."""
-        n = frame.check_payloads(self, self._settings, payloads)
+        n = frame.check_payloads(self, self.settings, payloads)
         return frame.mean((self._decode(payload) for payload in payloads), n, len(payloads))
 
     def _decode(self, payload: Payload) -> Floats:

@@ -72,7 +72,7 @@ class QSGDCodec(Codec):
         self.packing, self.seed = packing, seed
         tight = (2 * levels).bit_length()
         self.bits = tight if packing == "bits" else -(-tight // 8) * 8
-        self._settings = _SETTINGS.pack(levels, bucket or 0, self.bits)
+        self.settings = frame.settings(_SETTINGS.pack(levels, bucket or 0, self.bits))
 
     def __repr__(self) -> str:
         return frame.show(self, "levels", "bucket", "norm", "packing", "seed")
@@ -103,7 +103,7 @@ class QSGDCodec(Codec):
             state[0] += 1
         packed = codes.pack_codes(signed + self.levels, self.bits)
         parts = [norms.astype("<f4"), packed]
-        return frame.seal(self, array.size, self._settings, parts, frame.losses(array, decoded))
+        return frame.seal(self, array.size, self.settings, parts, frame.losses(array, decoded))
 
     def _norms(self, rows: Floats) -> Floats:
         """[nb] float32, at least the largest magnitude of each row; NaN for a row that has one."""
@@ -135,7 +135,7 @@ class QSGDCodec(Codec):
 
     def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
         """The mean of the vectors, [n] float32; of their values, as norms differ."""
-        n = frame.check_payloads(self, self._settings, payloads)
+        n = frame.check_payloads(self, self.settings, payloads)
         return frame.mean((self._decode(payload) for payload in payloads), n, len(payloads))
 
     def _decode(self, payload: Payload) -> Floats:

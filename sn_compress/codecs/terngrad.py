@@ -73,7 +73,7 @@ class TernGradCodec(Codec):
         frame.check_setting(self, "seed", seed, frame.whole(seed, 0, 2**64 - 1), "0 to 2**64 - 1")
         self.clip, self.spread, self.bucket = clip, spread, bucket
         self.packing, self.seed = packing, seed
-        self._settings = _SETTINGS.pack(bucket or 0, _PACKINGS.index(packing), 0)
+        self.settings = frame.settings(_SETTINGS.pack(bucket or 0, _PACKINGS.index(packing), 0))
 
     def __repr__(self) -> str:
         return frame.show(self, "clip", "spread", "bucket", "packing", "seed")
@@ -110,7 +110,7 @@ class TernGradCodec(Codec):
             state[0] += 1
         parts = [scales.astype("<f4"), self._pack(trits)]
         decoded = self._values(scales, trits)
-        return frame.seal(self, array.size, self._settings, parts, frame.losses(array, decoded))
+        return frame.seal(self, array.size, self.settings, parts, frame.losses(array, decoded))
 
     def _clipped(self, rows: Floats, lengths: npt.NDArray[np.int64]) -> tuple[Floats, Floats]:
         """Clipped magnitudes [nb, b] and scales [nb]; 0 and NaN in a bucket with NaN or Inf."""
@@ -144,7 +144,7 @@ class TernGradCodec(Codec):
 
     def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
         """The mean of the vectors, [n] float32."""
-        n = frame.check_payloads(self, self._settings, payloads)
+        n = frame.check_payloads(self, self.settings, payloads)
         return frame.mean((self._decode(payload) for payload in payloads), n, len(payloads))
 
     def _decode(self, payload: Payload) -> Floats:

@@ -82,7 +82,9 @@ class TopKCodec(Codec):
         self._dropped_q32 = dropped_q32(theta)
         self._index_bits = {"int64": 64, "int32": 32}.get(indices, ((chunk or 1) - 1).bit_length())
         coders = _INDICES.index(indices) | _VALUES.index(values) << 4
-        self._settings = _SETTINGS.pack(self._dropped_q32, (chunk or 1) - 1, coders, chunk is None)
+        self.settings = frame.settings(
+            _SETTINGS.pack(self._dropped_q32, (chunk or 1) - 1, coders, chunk is None)
+        )
 
     def __repr__(self) -> str:
         return frame.show(self, "theta", "chunk", "indices", "values", "decay")
@@ -135,7 +137,7 @@ class TopKCodec(Codec):
             frame.remember(state, array, decoded)
         parts.append(indexed.write_indices(inside, self._index_bits))
         losses = frame.losses(array, decoded)
-        return frame.seal(self, array.size, self._settings, parts, losses, saturated)
+        return frame.seal(self, array.size, self.settings, parts, losses, saturated)
 
     def _write(
         self, kept: Floats | None, k: int
@@ -153,7 +155,7 @@ class TopKCodec(Codec):
 
     def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
         """The mean of the vectors, [n] float32; a rank that did not send a place counts as 0."""
-        n = frame.check_payloads(self, self._settings, payloads)
+        n = frame.check_payloads(self, self.settings, payloads)
         return frame.mean((self._decode(payload) for payload in payloads), n, len(payloads))
 
     def _decode(self, payload: Payload) -> Floats:

@@ -6,6 +6,7 @@ import math
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import sn_compress
 from sn_compress import CompressError, Payload, PayloadError, codec, presets
 from sn_compress.codecs import fft
 from sn_compress.codecs.registry import CODECS
-from sn_compress.contract import MAX_ELEMENTS, checksum
+from sn_compress.contract import MAX_ELEMENTS, SETTINGS_BYTES, checksum
 
 SIZES = (0, 1, 31, 32, 33, 63, 1000, 4097)
 U = 2.0**-24  # unit roundoff of float32
@@ -31,6 +32,8 @@ def pair(n: int) -> tuple[int, int]:
 CASES = {
     "fft": lambda n: codec("fft"),
     "fft paper": lambda n: codec("fft", preset="paper"),
+    "dct": lambda n: codec("dct"),
+    "hadamard": lambda n: codec("hadamard", values="2bit"),
     "topk": lambda n: codec("topk"),
     "topk grace": lambda n: codec("topk", preset="grace"),
     "topk compact": lambda n: codec("topk", preset="compact", decay=1.0),
@@ -56,6 +59,10 @@ CASES = {
     "demo": lambda n: codec("demo", topk=4, decay=1.0),
     "demo matrix": lambda n: codec("demo", shape=pair(n), preset="paper", decay=1.0),
 }
+TRANSFORMS = ("fft", "dct", "hadamard")
+# Bound to a shape, and to an n above zero: these keep the same promises in files of their own.
+ELSEWHERE = {"axes": "test_fft.py", "lowrank": "test_lowrank.py", "auto": "test_auto.py"}
+NEEDED = {"axes": {"shape": (9, 9), "axes": (1,)}, "lowrank": {"shape": (9, 9)}}
 every_case = pytest.mark.parametrize("case", CASES)
 every_size = pytest.mark.parametrize("n", SIZES)
 
@@ -145,7 +152,7 @@ def test_finite_vectors_decode_to_finite_ones(case, n):
     for name, x in specials(n).items():
         if case in ("fft paper", "fp16") and name in ("spike", "largest", "wide"):
             continue  # beyond half precision, documented
-        if case.startswith(("demo", "fft")) and name == "largest":
+        if case.startswith(("demo", *TRANSFORMS)) and name == "largest":
             continue  # within a factor sqrt(n) of the largest number, transforms overflow
         state = made.new_state(n)
         y = made.decode(made.encode(x, state=state))
@@ -206,7 +213,7 @@ def transform_error(case: str, n: int) -> float:
     and 2 U for the orthonormal factor. A cosine transform is one of these with two stages more of
     twiddle factors, once for each of two axes of up to 64.
     """
-    if case.startswith("fft"):
+    if case.startswith(TRANSFORMS):
         return (8 * math.ceil(math.log2(max(n, 32))) + 2) * U
     return 2 * (8 * (6 + 2) + 2) * U if case.startswith("demo") else 0.0
 
@@ -367,11 +374,13 @@ def test_repr_is_the_call_that_makes_it(case):
 def test_every_name_gives_a_codec_with_an_id_of_its_own():
     ids = {}
     for name in CODECS:
-        made = codec(name)
+        made = codec(name, **NEEDED.get(name, {}))
         assert isinstance(made, sn_compress.Codec)
+        assert len(made.settings) == SETTINGS_BYTES
         assert ids.setdefault(made.codec_id, type(made)) is type(made)
     assert len(set(ids.values())) == len(ids)
-    assert {case.split()[0] for case in CASES} == set(CODECS)
+    assert {case.split()[0] for case in CASES} | set(ELSEWHERE) == set(CODECS)
+    assert all((Path(__file__).parent / file).exists() for file in ELSEWHERE.values())
 
 
 def test_presets_make_codecs_and_name_their_source():
@@ -410,7 +419,9 @@ def test_what_rivals_ship_costs_what_they_ship():
 
 
 def test_mistakes_are_named():
-    with pytest.raises(CompressError, match="no codec is called 'zip'; known: bf16, demo, dgc"):
+    with pytest.raises(
+        CompressError, match="no codec is called 'zip'; known: auto, axes, bf16, dct"
+    ):
         codec("zip")
     with pytest.raises(CompressError, match="no preset 'grac'; it has: grace, paper"):
         codec("qsgd", preset="grac")
@@ -473,7 +484,7 @@ def test_shapes_must_fit():
 
 
 def test_sizes_beyond_int32_are_arithmetic_only():
-    for name in CODECS:
+    for name in CODECS.keys() - NEEDED.keys():
         settings = {"indices": "int64"} if name in ("topk", "dgc") else {}
         assert codec(name, **settings).payload_bytes(2**31 + 16) > 2**20
     for name in ("topk", "dgc"):
