@@ -208,6 +208,9 @@ class AutoCodec(Codec):
         buffer[HEADER_BYTES : inner.nbytes] = inner.body
         return self._seal(buffer, n, choice, inner)
 
+    def _settings(self, choice: int) -> bytes:
+        return _SETTINGS.pack(choice, self._settings_head, 0, 0, 0)
+
     def _seal(
         self, buffer: npt.NDArray[np.uint8], n: int, choice: int, inner: Payload | None
     ) -> Payload:
