@@ -1,4 +1,4 @@
-"""Payloads made long ago, kept in tests/golden/, still decode to the same coefficients bit by bit."""
+"""Payloads made long ago, kept in tests/golden/, still decode to the same bits of coefficients."""
 
 import importlib.util
 import json
