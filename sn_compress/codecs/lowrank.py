@@ -139,44 +139,51 @@ class LowRankCodec(Codec):
         NaN or Inf anywhere makes the whole vector NaN on every rank, and leaves the state alone.
         """
         vector = as_vector(values).astype(np.float32)
-        buffer = np.zeros(self.payload_bytes(vector.size), np.uint8)
         known = state or self.new_state(vector.size)
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"):  # overflow ends as a vector that is not finite
             vector += known.memory * np.float32(decay)
-        matrix = vector.reshape(self._rows, self._columns)
-        finite = bool(np.isfinite(vector).all())
-        p, q, start = self._factorise(matrix, known) if finite else self._nothing()
-        at, columns = HEADER_BYTES, [*p.T, *q.T]
-        decoded = []
-        for column in columns:
-            column = column if finite else np.full_like(column, np.nan)
-            at, values_back = _append(self._factor, column, buffer, at)
-            decoded.append(values_back)
-        back_p, back_q = np.stack(decoded[: self.rank], 1), np.stack(decoded[self.rank :], 1)
-        left: Floats = np.asarray(matrix - back_p @ back_q.T, np.float32)
-        if self.rest:
-            flat = left.reshape(-1) if finite else np.full(vector.size, np.nan, np.float32)
-            _, sparse = _append(self.rest, flat, buffer, at)
-            left -= sparse.reshape(left.shape)
-        if state is not None and finite:
-            state.memory[:], state.start[:], state.warm = left.reshape(-1), start, True
-        energy = float(np.square(vector, dtype=np.float64).sum()) if finite else 0.0
-        error = float(np.square(left, dtype=np.float64).sum()) if finite else 0.0
+            body = self._encode_finite(vector, known) if np.isfinite(vector).all() else None
+        if body is None or not np.isfinite(body.left).all():
+            body = self._encode_nan(vector.size)
+        elif state is not None:
+            state.memory[:], state.start[:] = body.left.reshape(-1), body.start
+            state.warm = state.warm or bool(vector.any())
         return Payload.seal(
-            buffer,
+            body.buffer,
             codec_id=self.codec_id,
             n=vector.size,
             settings=self.settings,
-            energy=energy,
-            error=error,
+            saturated=body.saturated,
+            energy=_squared_norm(vector) if body.finite else 0.0,
+            error=_squared_norm(body.left) if body.finite else 0.0,
         )
+
+    def _encode_finite(self, vector: Floats, known: LowRankState) -> _Body:
+        matrix = vector.reshape(self._rows, self._columns)
+        p, q, start = self._factorise(matrix, known)
+        body = _Body(np.zeros(self.payload_bytes(vector.size), np.uint8), matrix, start)
+        decoded = [body.append(self._factor, column) for column in (*p.T, *q.T)]
+        back_p, back_q = np.stack(decoded[: self.rank], 1), np.stack(decoded[self.rank :], 1)
+        body.left = np.asarray(matrix - back_p @ back_q.T, np.float32)
+        if self.rest:
+            body.left -= body.append(self.rest, body.left.reshape(-1)).reshape(matrix.shape)
+        return body
+
+    def _encode_nan(self, n: int) -> _Body:
+        """What every rank decodes to NaN."""
+        buffer, nothing = np.zeros(self.payload_bytes(n), np.uint8), np.zeros(0, np.float32)
+        body = _Body(buffer, nothing, nothing, finite=False)
+        for codec, size in self._parts():
+            body.append(codec, np.full(size, np.nan, np.float32))
+        return body
 
     def _factorise(self, matrix: Floats, known: LowRankState) -> tuple[Floats, Floats, Floats]:
         """P orthonormal, Q fitted to P as it will be decoded, and Q for the next start."""
         # Scaled to one, so that squares of tiny or huge gradients stay inside float32.
         scale = np.float32(np.abs(matrix).max(initial=0.0))
         if scale == 0:
-            return *self._nothing()[:2], known.start
+            p, q = (np.zeros((size, self.rank), np.float32) for size in matrix.shape)
+            return p, q, known.start
         unit = matrix / scale
         p = np.linalg.qr(unit @ known.start)[0]
         for _ in range(0 if known.warm else _COLD_ROUNDS):
@@ -186,11 +193,6 @@ class LowRankCodec(Codec):
         gram = back.T @ back + 1e-6 * np.eye(self.rank, dtype=np.float32)
         q: Floats = np.ascontiguousarray(np.linalg.solve(gram, back.T @ unit).T, np.float32)
         return p, q * scale, q
-
-    def _nothing(self) -> tuple[Floats, Floats, Floats]:
-        shape_p, shape_q = (self._rows, self.rank), (self._columns, self.rank)
-        empty = np.zeros(shape_q, np.float32)
-        return np.zeros(shape_p, np.float32), empty, empty
 
     def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
         """The mean of the products, [n] float32; raises PayloadError for foreign payloads."""
@@ -219,17 +221,32 @@ class LowRankCodec(Codec):
                 total += p @ q.T
             rests += pieces[2 * self.rank :]
         mean = (total / np.float32(len(payloads))).reshape(-1)
-        return mean + self.rest.decode_mean(rests) if self.rest else mean
+        with np.errstate(all="ignore"):
+            return mean + self.rest.decode_mean(rests) if self.rest else mean
 
 
-def _append(
-    codec: FFTCodec, values: Floats, buffer: npt.NDArray[np.uint8], at: int
-) -> tuple[int, Floats]:
-    """Put the body of `values` into the buffer; the end of it, and what it decodes to."""
-    payload = codec.encode(values)
-    end = at + payload.nbytes - HEADER_BYTES
-    buffer[at:end] = payload.body
-    return end, codec.decode(payload)
+@dataclass
+class _Body:
+    """A body in the making, and what is left of the matrix."""
+
+    buffer: npt.NDArray[np.uint8]
+    left: Floats
+    start: Floats
+    finite: bool = True
+    at: int = HEADER_BYTES
+    saturated: int = 0
+
+    def append(self, codec: FFTCodec, values: Floats) -> Floats:
+        """Put in the body that `codec` makes of the values, and return what it decodes to."""
+        payload = codec.encode(values)
+        end = self.at + payload.nbytes - HEADER_BYTES
+        self.buffer[self.at : end] = payload.body
+        self.at, self.saturated = end, self.saturated + payload.saturated
+        return codec.decode(payload)
+
+
+def _squared_norm(values: Floats) -> float:
+    return float(np.square(values, dtype=np.float64).sum())
 
 
 def _read(codec: FFTCodec, size: int, payload: Payload, at: int) -> tuple[int, Payload]:
@@ -245,6 +262,11 @@ class AlternatingFactors:
     All ranks hold the same basis. A rank calls `project`, the ranks average what it returns
     (any all-reduce, in any precision), and each calls `reconstruct` with that average. Because
     the product is linear in the factor sent, the result is the mean of the ranks' projections.
+
+    One step may be off while two in a row are right: what the first drops comes with the second.
+    What the ranks' gradients have of their own, beside the mean, is never sent and stays in their
+    memories; only the mean of the memories is bounded. NaN or Inf on one rank makes the result
+    NaN on all, and leaves basis and memories as they were.
 
     Parameters
     ----------
@@ -262,15 +284,16 @@ class AlternatingFactors:
         self._size = rows, columns
         self._basis = np.linalg.qr(first_factor(columns, rank))[0]  # orthonormal, of one side
         self._left = True  # the next factor sent is the left one
-        self._sent: Floats | None = None
+        self._sent: tuple[Floats, Floats] | None = None  # the matrix and its factor
         self.memory = np.zeros((rows, columns), np.float32)
 
     def project(self, values: npt.ArrayLike) -> Floats:
         """The factor of `values` plus memory on the shared basis, [side, rank] float32."""
-        matrix = np.asarray(values, np.float32).reshape(self._size) + self.memory
-        self.memory = matrix
-        self._sent = (matrix if self._left else matrix.T) @ self._basis
-        return self._sent
+        with np.errstate(all="ignore"):  # NaN, Inf and overflow travel
+            matrix = np.asarray(values, np.float32).reshape(self._size) + self.memory
+            factor: Floats = (matrix if self._left else matrix.T) @ self._basis
+        self._sent = matrix, factor
+        return factor
 
     def reconstruct(self, mean: npt.ArrayLike) -> Floats:
         """The mean gradient from the averaged factor, [n] float32; turns the roles around."""
@@ -279,13 +302,15 @@ class AlternatingFactors:
                 "reconstruct() follows project(); the factor of this step is missing"
             )
         factor = np.asarray(mean, np.float32)
-        own, result = (f @ self._basis.T for f in (self._sent, factor))
+        (matrix, sent), self._sent = self._sent, None
+        if not np.isfinite(factor).all():
+            return np.full(matrix.size, np.nan, np.float32)
+        own, result = (f @ self._basis.T for f in (sent, factor))
         if not self._left:
             own, result = own.T, result.T
-        self.memory = self.memory - own
-        if np.isfinite(factor).all() and factor.any():
+        self.memory = matrix - own
+        if factor.any():
             # The averaged factor spans what the mean gradient does: the basis of the next step.
             self._basis = np.linalg.qr(factor)[0]
             self._left = not self._left
-        self._sent = None
         return np.ascontiguousarray(result, np.float32).reshape(-1)
