@@ -165,30 +165,23 @@ class LowRankCodec(Codec):
         vector = as_vector(values).astype(np.float32)
         buffer = np.zeros(self.payload_bytes(vector.size), np.uint8)
         known = state or self.new_state(vector.size)
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"):  # overflow ends as a vector that is not finite
             vector += known.memory * np.float32(decay)
-        if np.isfinite(vector).all():
-            energy, error = self._encode_finite(vector, known, buffer)
-        else:
-            energy = error = 0.0
-            for records in self._pieces(buffer)[0]:
-                records[:, 0] = NON_FINITE
-            if self.rest:
-                nothing = np.full(vector.size, np.nan, np.float32)
-                self._pieces(buffer)[1][:] = self.rest.encode(nothing).body
+            finite = bool(np.isfinite(vector).all()) and self._encode_finite(vector, known, buffer)
+        left = known.memory if finite else np.zeros(0, np.float32)
+        if not finite:
+            self._encode_nan(buffer)
         return Payload.seal(
             buffer,
             codec_id=self.codec_id,
             n=vector.size,
             settings=self.settings,
-            energy=energy,
-            error=error,
+            energy=_squared_norm(vector) if finite else 0.0,
+            error=_squared_norm(left),
         )
 
-    def _encode_finite(
-        self, vector: Floats, known: LowRankState, buffer: Bytes
-    ) -> tuple[float, float]:
-        """Fill the buffer, update the state; energy and error."""
+    def _encode_finite(self, vector: Floats, known: LowRankState, buffer: Bytes) -> bool:
+        """Fill the buffer and update the state; False if something overflowed on the way."""
         matrix = vector.reshape(self._size)
         (records_p, records_q), body = self._pieces(buffer)
         # Scaled to one, so that squares of tiny or huge gradients stay inside float32.
@@ -207,11 +200,21 @@ class LowRankCodec(Codec):
             payload = self.rest.encode(left)
             body[:] = payload.body
             left = left - self.rest.decode(payload)
+        if not np.isfinite(left).all():
+            return False
         known.memory[:] = left
         if start.any():  # a start of zeros would never find anything again
             known.start[:] = start
-        energy, error = (float(np.square(v, dtype=np.float64).sum()) for v in (vector, left))
-        return energy, error
+        return True
+
+    def _encode_nan(self, buffer: Bytes) -> None:
+        """Fill the buffer with what every rank decodes to NaN."""
+        buffer[HEADER_BYTES:] = 0
+        records, body = self._pieces(buffer)
+        for part in records:
+            part[:, 0] = NON_FINITE
+        if self.rest:
+            body[:] = self.rest.encode(np.full(self._n, np.nan, np.float32)).body
 
     def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
         """The mean of the products, [n] float32; raises PayloadError for foreign payloads."""
@@ -230,7 +233,8 @@ class LowRankCodec(Codec):
                 inner = np.concatenate([head, body])
                 rests.append(Payload(inner, self.rest.codec_id, self._n, self.rest.settings))
         mean = (total / np.float32(len(payloads))).reshape(-1)
-        return mean + self.rest.decode_mean(rests) if self.rest else mean
+        with np.errstate(all="ignore"):
+            return mean + self.rest.decode_mean(rests) if self.rest else mean
 
     def _check_payload(self, payload: Payload) -> None:
         if (
@@ -245,12 +249,21 @@ class LowRankCodec(Codec):
             )
 
 
+def _squared_norm(values: Floats) -> float:
+    return float(np.square(values, dtype=np.float64).sum())
+
+
 class AlternatingFactors:
     """Low rank for an all-reduce: one factor is shared, the other one summed, in turn.
 
     All ranks hold the same basis. A rank calls `project`, the ranks average what it returns
     (any all-reduce, in any precision), and each calls `reconstruct` with that average. Because
     the product is linear in the factor sent, the result is the mean of the ranks' projections.
+
+    One step may be off while two in a row are right: what the first drops comes with the second.
+    What the ranks' gradients have of their own, beside the mean, is never sent and stays in their
+    memories; only the mean of the memories is bounded. NaN or Inf on one rank makes the result
+    NaN on all, and leaves basis and memories as they were.
 
     Parameters
     ----------
@@ -268,15 +281,16 @@ class AlternatingFactors:
         self._size = rows, columns
         self._basis = np.linalg.qr(first_factor(columns, rank))[0]  # orthonormal, of one side
         self._left = True  # the next factor sent is the left one
-        self._sent: Floats | None = None
+        self._sent: tuple[Floats, Floats] | None = None  # the matrix and its factor
         self.memory = np.zeros((rows, columns), np.float32)
 
     def project(self, values: npt.ArrayLike) -> Floats:
         """The factor of `values` plus memory on the shared basis, [side, rank] float32."""
-        matrix = np.asarray(values, np.float32).reshape(self._size) + self.memory
-        self.memory = matrix
-        self._sent = (matrix if self._left else matrix.T) @ self._basis
-        return self._sent
+        with np.errstate(all="ignore"):  # NaN, Inf and overflow travel
+            matrix = np.asarray(values, np.float32).reshape(self._size) + self.memory
+            factor: Floats = (matrix if self._left else matrix.T) @ self._basis
+        self._sent = matrix, factor
+        return factor
 
     def reconstruct(self, mean: npt.ArrayLike) -> Floats:
         """The mean gradient from the averaged factor, [n] float32; turns the roles around."""
@@ -285,13 +299,15 @@ class AlternatingFactors:
                 "reconstruct() follows project(); the factor of this step is missing"
             )
         factor = np.asarray(mean, np.float32)
-        own, result = (f @ self._basis.T for f in (self._sent, factor))
+        (matrix, sent), self._sent = self._sent, None
+        if not np.isfinite(factor).all():
+            return np.full(matrix.size, np.nan, np.float32)
+        own, result = (f @ self._basis.T for f in (sent, factor))
         if not self._left:
             own, result = own.T, result.T
-        self.memory = self.memory - own
-        if np.isfinite(factor).all() and factor.any():
+        self.memory = matrix - own
+        if factor.any():
             # The averaged factor spans what the mean gradient does: the basis of the next step.
             self._basis = np.linalg.qr(factor)[0]
             self._left = not self._left
-        self._sent = None
         return np.ascontiguousarray(result, np.float32).reshape(-1)

@@ -22,8 +22,14 @@ SETTINGS = (
     {"theta": 0.8, "block": None, "values": "fp16"},
     {"theta": 0.99, "block": 32, "bits": 16, "mantissa": 9},
     {"theta": 0.0, "block": 128, "values": "fp16", "positions": "bitmap"},
+    {"theta": 0.9, "transform": "dct", "values": "2bit"},
+    {"theta": 0.5, "block": None, "transform": "hadamard", "values": "sign"},
+    {"theta": 0.9, "block": 64, "transform": "identity", "bits": 4, "mantissa": 1},
+    {"theta": 0.0, "block": 256, "transform": "identity", "values": "2bit"},
+    {"theta": 0.8, "block": 128, "transform": "axes", "shape": (37, 7, 3), "axes": (1, 2)},
 )
 LENGTHS = (1, 40, 300, 777)
+SHAPE = (37, 21)  # of 777 elements
 SIZES_CLAIMED = (
     0,
     1,
@@ -42,8 +48,8 @@ SIZES_CLAIMED = (
 # One phrase of each message, in the order of the checks.
 REFUSALS = (
     "are not a payload", "not a payload of this format", "header claims", "checksum is",
-    "gathered", "sent", "with settings", "in the fixed size", "damaged", "range ends", "marks",
-    "ascend",
+    "gathered", "sent", ", candidate", "with settings", "in the fixed size", "damaged",
+    "range ends", "marks", "ascend",
 )  # fmt: skip
 WORDS = (0, 1, 0x7F80, 0x7FC0, 0x7F7F, 0xFFFF, 0x80000000, 0xFFFFFFFF, 0x7FC0FFFF)
 
@@ -102,18 +108,33 @@ def damage(rng: np.random.Generator, seeds: list[bytes]) -> bytes:
     return bytes(data)
 
 
+def codecs() -> list[object]:
+    """The targets: at least one of every codec."""
+    from sn_compress import FFTCodec
+    from sn_compress.codecs.auto import AutoCodec
+    from sn_compress.codecs.lowrank import LowRankCodec
+
+    rest = FFTCodec(theta=0.9, block=64, transform="identity", values="sign")
+    return [
+        *(FFTCodec(**settings) for settings in SETTINGS),
+        LowRankCodec(shape=SHAPE, rank=2),
+        LowRankCodec(shape=SHAPE, rank=1, bits=16, rest=rest),
+        AutoCodec(ratio=8),
+        AutoCodec(ratio=20, shape=SHAPE),
+    ]
+
+
 def attack(count: int, seed: int = 0) -> Counter[str]:
     """Run `count` cases; how often each outcome was seen. Anything unexpected is raised."""
-    from sn_compress import FFTCodec, Payload, PayloadError
+    from sn_compress import Payload, PayloadError
     from sn_compress.exchange.gather import mean_of_gathered
 
     rng = np.random.default_rng(seed)
     seen: Counter[str] = Counter()
     bench = []
-    for settings in SETTINGS:
-        codec = FFTCodec(**settings)
+    for codec in codecs():
         payloads = []
-        for n in LENGTHS:
+        for n in LENGTHS if getattr(codec, "shape", None) is None else (777,):
             x = rng.standard_t(3, n).astype(np.float32)
             payloads.append(codec.encode(x))
             x[n // 2] = np.nan

@@ -1,0 +1,456 @@
+"""Low rank: factors in few bits, warm starts, memory, and the form for an all-reduce."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+from samples import ENERGY, U, random, specials
+
+from sn_compress import CompressError, FFTCodec, Payload, PayloadError
+from sn_compress.codecs.lowrank import (
+    AlternatingFactors,
+    LowRankCodec,
+    first_factor,
+    matrix_shape,
+)
+
+REST = FFTCodec(theta=0.95, transform="identity", block=256, bits=4, mantissa=1)
+CODECS = [
+    LowRankCodec(shape=(40, 60), rank=4),
+    LowRankCodec(shape=(60, 8, 5), rank=1, bits=16),
+    LowRankCodec(shape=(24, 100), rank=3, bits=4, mantissa=1),
+    LowRankCodec(shape=(40, 60), rank=2, bits=6, mantissa=2, rest=REST),
+    LowRankCodec(shape=(2400,), rank=1),
+    LowRankCodec(shape=(1, 2400), rank=1),
+]
+N = 2400
+
+
+def norm(x) -> float:
+    return float(np.linalg.norm(np.asarray(x).astype(np.float64)))
+
+
+def low_rank(rows: int, columns: int, rank: int, seed: int = 0, scale: float = 1.0) -> np.ndarray:
+    """A matrix with `rank` equal singular values, flat float32."""
+    rng = np.random.default_rng(seed)
+    left, right = (np.linalg.qr(rng.standard_normal((m, rank)))[0] for m in (rows, columns))
+    return (left @ right.T * scale).reshape(-1).astype(np.float32)
+
+
+def coder_error(bits: int, mantissa: int, size: int) -> float:
+    """Error of a coded column over its norm: relative inside the window, half its lowest value or,
+    on the negative side, of the one above it, below; the window reaches down from the peak, which
+    is at most the norm."""
+    if bits == 16:  # half precision
+        return 2.0**-11 + math.sqrt(size) * 2.0**-39
+    octaves = 2.0 ** (bits - 1 - mantissa)
+    return 2.0 ** -(mantissa + 1) + math.sqrt(size) * 2.0**-octaves
+
+
+@pytest.mark.parametrize(("bits", "mantissa"), [(8, 3), (6, 2), (10, 5), (16, 0)])
+@pytest.mark.parametrize("scale", [1.0, 1e-20, 1e20])
+@pytest.mark.parametrize(("shape", "rank", "true"), [
+    ((40, 60), 4, 4), ((40, 60), 4, 2), ((60, 8, 5), 1, 1), ((17, 90), 17, 3), ((2400,), 1, 1),
+])  # fmt: skip
+def test_a_matrix_of_its_rank_comes_back(backend, shape, rank, true, scale, bits, mantissa):
+    rows, columns = matrix_shape(shape)
+    codec = LowRankCodec(shape=shape, rank=rank, bits=bits, mantissa=mantissa)
+    x = low_rank(rows, columns, true, scale=scale)
+    error = norm(codec.decode(codec.encode(x)) - x.astype(np.float64)) / norm(x)
+    # P is orthonormal and spans x. Coded, it is off by e in the Frobenius norm; Q fitted to that
+    # (ridge 1e-6) leaves no more than the exact Q would, sqrt(e**2 + 1e-6) |x|. Q itself is at
+    # most |x| / (1 - e), and its own coding is multiplied by the coded P, at most 1 + e.
+    e = coder_error(bits, mantissa, rows) * math.sqrt(rank)
+    bound = math.sqrt(e**2 + 1e-6) + coder_error(bits, mantissa, columns) * (1 + e) / (1 - e)
+    # Six products of float32 matrices, sums of at most 2400, well conditioned.
+    assert e >= 1 or error <= bound + 6 * max(rows, columns) * U
+    assert error <= 0.5
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_energy_and_error_are_the_measured_ones(backend, codec):
+    state = codec.new_state(N)
+    for step in range(5):
+        x = random(N, step) * np.float32(10.0 ** (step - 2))
+        target = x.astype(np.float64) + state.memory
+        payload = codec.encode(x, state=state)
+        assert payload.energy == pytest.approx(np.square(target).sum(), rel=8 * U)
+        made = norm(target - codec.decode(payload))
+        # The residual is rounded where it is computed, a multiple of U of what is subtracted.
+        slack = 4 * U * (norm(target) + 2 * norm(codec.decode(payload)))
+        assert abs(math.sqrt(payload.error) - made) <= slack
+        assert made <= norm(target) * (1 + 4 * U)
+        assert norm(state.memory) == pytest.approx(math.sqrt(payload.error), rel=8 * U)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("decay", [1.0, 0.5])
+def test_the_memory_adds_up(backend, codec, decay):
+    state = codec.new_state(N)
+    sent, went_in, slack = np.zeros(N), np.zeros(N), 0.0
+    for step in range(40):
+        x = random(N, step)
+        before = state.memory.copy()
+        decoded = codec.decode(codec.encode(x, state=state, decay=decay))
+        went_in += x - (1 - decay) * before.astype(np.float64)
+        sent += decoded
+        # A sum and a difference of float32, and one decoding against another (rank + 2 terms).
+        slack += 3 * U * (norm(x) + norm(before)) + 8 * U * norm(decoded)
+    assert norm(sent + state.memory - went_in) <= slack
+    np.testing.assert_array_equal(codec.state_to_values(state, N), state.memory)
+    again = codec.values_to_state(state.memory)
+    np.testing.assert_array_equal(again.memory, state.memory)
+    assert not again.warm
+
+
+def drifting(steps: int) -> list[np.ndarray]:
+    """Singular values that fall slowly, so that one power iteration finds little, and factors
+    that turn by a few degrees a step."""
+    rng = np.random.default_rng(3)
+    left, right = rng.standard_normal((40, 40)), rng.standard_normal((60, 40))
+    values = 0.85 ** np.arange(40)
+    found = []
+    for _ in range(steps):
+        left += 0.03 * rng.standard_normal(left.shape)
+        right += 0.03 * rng.standard_normal(right.shape)
+        u, v = np.linalg.qr(left)[0], np.linalg.qr(right)[0]
+        found.append((u * values @ v.T).astype(np.float32).reshape(-1))
+    return found
+
+
+def test_a_warm_start_is_better_on_a_drifting_matrix(backend):
+    codec = LowRankCodec(shape=(40, 60), rank=4, bits=16)
+    state = codec.new_state(N)
+    warm, cold, best = [], [], []
+    for x in drifting(25):
+        state.memory[:] = 0  # the start alone
+        warm.append(codec.encode(x, state=state).error)
+        cold.append(codec.encode(x).error)
+        best.append(np.square(np.linalg.svd(x.reshape(40, 60))[1][4:].astype(np.float64)).sum())
+    assert (np.array(warm)[5:] < np.array(cold)[5:]).all()
+    assert sum(warm[5:]) < 1.02 * sum(best[5:])
+    assert all(w >= b * (1 - 1e-4) for w, b in zip(warm, best, strict=True))
+    assert state.warm
+
+
+def test_a_start_without_a_gradient_stays_cold(backend):
+    """Zeros teach nothing: the next gradient still gets the iterations of a random start."""
+    codec = LowRankCodec(shape=(40, 60), rank=4, bits=16)
+    state = codec.new_state(N)
+    codec.encode(np.zeros(N, np.float32), state=state)
+    assert not state.warm
+    x = drifting(1)[0]
+    assert codec.encode(x, state=state).to_bytes() == codec.encode(x).to_bytes()
+    assert state.warm
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_non_finite_is_all_nan_and_leaves_the_state(backend, codec, bad):
+    state = codec.new_state(N)
+    codec.encode(random(N), state=state)
+    before = copy.deepcopy(state)
+    x = random(N, 1)
+    x[1234] = bad
+    payload = codec.encode(x, state=state)
+    assert np.isnan(codec.decode(payload)).all()
+    assert payload.nbytes == codec.payload_bytes(N)
+    np.testing.assert_array_equal(state.memory, before.memory)
+    np.testing.assert_array_equal(state.start, before.start)
+    assert state.warm == before.warm
+    mean = codec.decode_mean([codec.encode(random(N)), payload])
+    assert np.isnan(mean).all()
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_special_vectors(backend, codec):
+    for kind, x in specials(N).items():
+        state = codec.new_state(N)
+        with np.errstate(over="raise", invalid="raise", divide="raise"):
+            payload = codec.encode(x, state=state)
+            y = codec.decode(payload)
+        assert np.isfinite(y).all(), kind
+        assert np.isfinite(state.memory).all(), kind
+        if not x.any():
+            assert not y.view(np.uint32).any()
+            assert (payload.energy, payload.error) == (0, 0)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_overflow_counts_as_non_finite(backend, codec):
+    """A factor may be sqrt(n) times larger than the values, and so may be infinite."""
+    rng = np.random.default_rng(0)
+    for x in (
+        np.full(N, 3.3e38, np.float32),
+        (rng.choice([-1, 1], N) * 3.3e38).astype(np.float32),
+        (rng.uniform(-1, 1, N) * 3.4e38).astype(np.float32),
+    ):
+        state = codec.new_state(N)
+        codec.encode(random(N), state=state)
+        before = copy.deepcopy(state)
+        payload = codec.encode(x, state=state)
+        y = codec.decode(payload)
+        assert np.isfinite(y).all() or np.isnan(y).all()
+        assert np.isfinite(state.memory).all()
+        assert np.isfinite(state.start).all()
+        if np.isnan(y).all():
+            np.testing.assert_array_equal(state.memory, before.memory)
+            np.testing.assert_array_equal(state.start, before.start)
+
+
+def test_the_rest_takes_what_the_low_rank_leaves(backend):
+    """Low rank and spikes: each alone captures its part, two stages capture both."""
+    x = low_rank(40, 60, 2, scale=30)
+    spikes = np.random.default_rng(0).permutation(N)[:60]
+    x[spikes] += 5
+    alone = LowRankCodec(shape=(40, 60), rank=2)
+    both = LowRankCodec(shape=(40, 60), rank=2, rest=FFTCodec(theta=0.9, transform="identity"))
+    one, two = alone.encode(x), both.encode(x)
+    assert two.error < 0.2 * one.error
+    # The second stage codes exactly what the first one left: its error is that of the codec.
+    state = alone.new_state(N)
+    alone.encode(x, state=state)
+    assert two.error == pytest.approx(both.rest.encode(state.memory).error, rel=2 * ENERGY)
+    want = alone.decode(one) + both.rest.decode(both.rest.encode(state.memory))
+    np.testing.assert_array_equal(both.decode(two), want)
+
+
+def test_what_the_rest_clips_is_counted(backend):
+    rest = FFTCodec(theta=0.0, transform="identity", window=1e-3)
+    codec = LowRankCodec(shape=(40, 60), rank=1, rest=rest)
+    payload = codec.encode(random(N))
+    assert payload.saturated > N / 2
+    assert Payload.from_bytes(payload.to_bytes()).saturated == payload.saturated
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_decode_mean_is_the_mean(backend, codec, ranks):
+    payloads = [codec.encode(random(N, seed)) for seed in range(ranks)]
+    decodes = [codec.decode(p).astype(np.float64) for p in payloads]
+    mean = codec.decode_mean(payloads)
+    assert mean.dtype == np.float32
+    # Each sum rounds what it has so far, at most the sum of norms; the quotient once more; the
+    # second stage is weighted and added.
+    bound = (ranks + 4) * U * sum(2 * norm(d) for d in decodes) / ranks
+    assert norm(mean - sum(decodes) / ranks) <= bound
+    np.testing.assert_array_equal(codec.decode_mean(payloads).view(np.uint32), mean.view(np.uint32))
+    if ranks == 1:
+        np.testing.assert_array_equal(mean, codec.decode(payloads[0]))
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_the_size_is_fixed_and_counted_by_hand(backend, codec):
+    inputs = [random(N), np.zeros(N, np.float32), np.full(N, np.nan, np.float32)]
+    sizes = {codec.encode(x).nbytes for x in inputs}
+    rows, columns = matrix_shape(codec.shape)
+    fast = {1: 32, 24: 32, 40: 40, 60: 60, 100: 100, 2400: 2400}  # next with factors up to 5
+    total = 0
+    for size in (rows, columns):
+        words = math.ceil((16 + fast[size] * codec.bits) / 32)
+        total += codec.rank * math.ceil(words * 4 / 16) * 16
+    if codec.rest:
+        total += codec.rest.payload_bytes(N) - 32
+    assert sizes == {32 + total} == {codec.payload_bytes(N)}
+    with pytest.raises(CompressError, match="2399 elements do not fill shape"):
+        codec.encode(random(N - 1))
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_bytes_and_back(backend, codec):
+    x = random(N)
+    given = x.copy()
+    payload = codec.encode(x)
+    assert codec.encode(x).to_bytes() == payload.to_bytes()
+    np.testing.assert_array_equal(x, given)
+    again = Payload.from_bytes(payload.to_bytes())
+    np.testing.assert_array_equal(codec.decode(again), codec.decode(payload))
+    half = x.astype(np.float16)
+    assert codec.encode(half).to_bytes() == codec.encode(half.astype(np.float32)).to_bytes()
+    rebuilt = eval(repr(codec))
+    assert repr(rebuilt) == repr(codec)
+    assert rebuilt.encode(x).to_bytes() == payload.to_bytes()
+
+
+def test_foreign_payloads_are_refused():
+    codec = LowRankCodec(shape=(40, 60), rank=2)
+    x = random(N)
+    others = [
+        LowRankCodec(shape=(40, 60), rank=3),
+        LowRankCodec(shape=(60, 40), rank=2),
+        LowRankCodec(shape=(40, 60, 1), rank=2),
+        LowRankCodec(shape=(40, 60), rank=2, bits=9),
+        LowRankCodec(shape=(40, 60), rank=2, mantissa=4),
+        LowRankCodec(shape=(40, 60), rank=2, rest=REST),
+        FFTCodec(theta=0.9),
+    ]
+    for other in others:
+        with pytest.raises(PayloadError, match=r"expected that of LowRankCodec\(shape=\(40, 60\)"):
+            codec.decode(other.encode(x))
+        with pytest.raises(PayloadError):
+            codec.decode_mean([codec.encode(x), other.encode(x)])
+    with pytest.raises(CompressError, match="at least one payload"):
+        codec.decode_mean([])
+    sound = codec.encode(x)
+    short = Payload.seal(sound.buffer[:-16].copy(), codec_id=2, n=N, settings=sound.settings)
+    with pytest.raises(PayloadError, match="bytes; expected"):
+        codec.decode(short)
+    for n in (0, N - 1, 2**40):
+        forged = Payload.seal(sound.buffer.copy(), codec_id=2, n=n, settings=sound.settings)
+        with pytest.raises(PayloadError, match=f"{n} elements"):
+            codec.decode(forged)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"shape": (10, 0)}, "expected sizes above zero"),
+        ({"shape": (10, 5), "rank": 6}, "a rank from 1 to 5"),
+        ({"shape": (10, 5), "rank": 0}, "a rank from 1 to 5"),
+        ({"shape": (10,), "rank": 2}, "a rank from 1 to 1"),
+        ({"shape": (10, 5), "bits": 3}, "4 to 16 bits"),
+        ({"shape": (10, 5), "mantissa": 9}, "legal are 1 to 7"),
+    ],
+)
+def test_illegal_settings(settings, message):
+    with pytest.raises(CompressError, match=message):
+        LowRankCodec(**settings)
+
+
+def test_every_rank_starts_alike():
+    np.testing.assert_array_equal(first_factor(60, 4), first_factor(60, 4))
+    assert (first_factor(60, 4)[:, :3] != first_factor(60, 3)).any()
+    assert matrix_shape(()) == (1, 1)
+    assert matrix_shape((7,)) == (7, 1)
+    assert matrix_shape((7, 3, 2)) == (7, 6)
+
+
+class Ranks:
+    """AlternatingFactors on several ranks, with an all-reduce of their factors."""
+
+    def __init__(self, count: int, shape: tuple[int, ...], rank: int) -> None:
+        self.members = [AlternatingFactors(shape=shape, rank=rank) for _ in range(count)]
+
+    def step(self, gradients: list[np.ndarray]) -> np.ndarray:
+        factors = [m.project(g) for m, g in zip(self.members, gradients, strict=True)]
+        mean = (np.sum(factors, axis=0, dtype=np.float64) / len(factors)).astype(np.float32)
+        results = [m.reconstruct(mean) for m in self.members]
+        for result in results[1:]:
+            np.testing.assert_array_equal(result.view(np.uint32), results[0].view(np.uint32))
+        return results[0]
+
+    def memory(self) -> np.ndarray:
+        """The mean of the ranks' memories: what has not been sent."""
+        return np.mean([m.memory for m in self.members], axis=0, dtype=np.float64)
+
+
+def test_factors_converge_on_a_low_rank_mean():
+    """The ranks' own parts cancel in the mean, which alone is low-rank."""
+    rng = np.random.default_rng(0)
+    ranks, mean = Ranks(4, (30, 8, 5), 3), low_rank(30, 40, 3).astype(np.float64)
+    own = rng.standard_normal((4, 1200)) * 0.02
+    own -= own.mean(axis=0)
+    gradients = [(mean + part).astype(np.float32) for part in own]
+    results = [ranks.step(gradients).astype(np.float64) for _ in range(24)]
+    # The left factor of a step spans the columns of the mean whatever the basis was, so the right
+    # one that follows sends all of it and what the step before had dropped: two steps in a row
+    # are right to rounding. That is of products of at most 40 terms of the ranks' own matrices,
+    # whose own parts, 0.02 * 35 of norm, add up in 24 steps.
+    slack = 2 * 40 * U * 4 * (norm(mean) + 24 * 0.02 * 35)
+    for first, second in zip(results[::2], results[1::2], strict=True):
+        assert norm((first + second) / 2 - mean) <= slack
+    # The single step comes closer slowly: what it drops bends the next basis.
+    errors = [norm(result - mean) for result in results]
+    assert errors[0] > 0.5 * norm(mean)
+    assert all(later <= earlier + slack for earlier, later in zip(errors, errors[2:], strict=False))
+    assert errors[-1] < errors[2]
+
+
+def test_factors_lose_nothing():
+    ranks = Ranks(3, (30, 40), 4)
+    sent, went_in = np.zeros(1200), np.zeros(1200)
+    slack = 0.0
+    for step in range(60):
+        gradients = [random(1200, 3 * step + i) for i in range(3)]
+        went_in += np.mean(gradients, axis=0, dtype=np.float64)
+        before = max(norm(m.memory) for m in ranks.members)
+        sent += ranks.step(gradients)
+        # A product of rank 4 and the sum of 30 or 40 for it, an addition and a subtraction.
+        slack += (40 + 4 + 4) * U * 2 * (before + max(map(norm, gradients)))
+    assert norm(sent + ranks.memory().reshape(-1) - went_in) <= slack
+
+
+def test_the_mean_memory_of_factors_stays_bounded():
+    """Noise of full rank: what is not sent turns the bases to itself before it grows large."""
+    rng = np.random.default_rng(1)
+    ranks, noise = Ranks(2, (20, 30), 4), []
+    for _ in range(240):
+        ranks.step([rng.standard_normal(600).astype(np.float32) for _ in range(2)])
+        noise.append(norm(ranks.memory()))
+    # 4 of 20 directions a step, so each waits for about 5 steps; a random walk would grow by
+    # the square root of 2 from the first to the second hundred.
+    assert max(noise[140:]) <= 1.2 * max(noise[40:140])
+    assert max(noise) <= 20 * norm(rng.standard_normal(600)) / math.sqrt(2)
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_factors_are_summable(turn):
+    """The mean of the reconstructions is the reconstruction of the mean."""
+    ranks = Ranks(3, (30, 40), 4)
+    for step in range(4 + turn):
+        ranks.step([random(1200, 10 * step + i) for i in range(3)])
+    gradients = [random(1200, 100 + i) for i in range(3)]
+    factors = [m.project(g) for m, g in zip(ranks.members, gradients, strict=True)]
+    own = [copy.deepcopy(ranks.members[0]).reconstruct(f) for f in factors]
+    mean = np.mean(factors, axis=0)
+    result = ranks.members[0].reconstruct(mean)
+    # Each product sums rank 4 terms; the mean of three rounds each sum, the quotient too.
+    slack = (2 * 4 + 4) * U * sum(norm(f) for f in factors) / 3
+    assert norm(result - np.mean(own, axis=0, dtype=np.float64)) <= slack
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_a_factor_that_is_not_finite(bad, steps):
+    """All ranks get NaN everywhere, so all skip the step, and go on as if it had not been."""
+    ranks = Ranks(3, (30, 40), 4)
+    for step in range(steps):
+        ranks.step([random(1200, 10 * step + i) for i in range(3)])
+    twin = copy.deepcopy(ranks)
+    gradients = [random(1200, 50 + i) for i in range(3)]
+    gradients[1][77] = bad
+    assert np.isnan(ranks.step(gradients)).all()
+    for a, b in zip(ranks.members, twin.members, strict=True):
+        np.testing.assert_array_equal(a.memory, b.memory)
+    gradients = [random(1200, 60 + i) for i in range(3)]
+    np.testing.assert_array_equal(ranks.step(gradients), twin.step(gradients))
+
+
+def test_factors_of_zeros():
+    ranks = Ranks(2, (30, 40), 4)
+    zeros = np.zeros(1200, np.float32)
+    for _ in range(3):
+        assert not ranks.step([zeros, zeros]).any()
+    x = low_rank(30, 40, 4)
+    two = ranks.step([x, x]).astype(np.float64) + ranks.step([x, x])
+    assert norm(two - 2 * x.astype(np.float64)) <= 2 * 2 * 40 * U * 2 * norm(x)
+
+
+def test_project_again_before_reconstruct_is_as_if_once():
+    one, two = Ranks(1, (30, 40), 4).members + Ranks(1, (30, 40), 4).members
+    for step in range(3):
+        x = random(1200, step)
+        one.project(random(1200, 99))  # a step that was given up
+        np.testing.assert_array_equal(
+            one.reconstruct(one.project(x)), two.reconstruct(two.project(x))
+        )
+    np.testing.assert_array_equal(one.memory, two.memory)
+
+
+def test_factors_say_what_is_wrong():
+    with pytest.raises(CompressError, match="expected 1 to 30"):
+        AlternatingFactors(shape=(30, 40), rank=31)
+    factors = AlternatingFactors(shape=(30, 40), rank=2)
+    with pytest.raises(CompressError, match="follows project"):
+        factors.reconstruct(np.zeros((30, 2), np.float32))
