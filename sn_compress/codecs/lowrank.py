@@ -167,7 +167,9 @@ class LowRankCodec(Codec):
         known = state or self.new_state(vector.size)
         with np.errstate(all="ignore"):  # overflow ends as a vector that is not finite
             vector += known.memory * np.float32(decay)
-            finite = bool(np.isfinite(vector).all()) and self._encode_finite(vector, known, buffer)
+            usable = bool(np.isfinite(vector).all())
+            saturated = self._encode_finite(vector, known, buffer) if usable else None
+        finite = saturated is not None
         left = known.memory if finite else np.zeros(0, np.float32)
         if not finite:
             self._encode_nan(buffer)
@@ -176,12 +178,14 @@ class LowRankCodec(Codec):
             codec_id=self.codec_id,
             n=vector.size,
             settings=self.settings,
+            saturated=saturated or 0,
             energy=_squared_norm(vector) if finite else 0.0,
             error=_squared_norm(left),
         )
 
-    def _encode_finite(self, vector: Floats, known: LowRankState, buffer: Bytes) -> bool:
-        """Fill the buffer and update the state; False if something overflowed on the way."""
+    def _encode_finite(self, vector: Floats, known: LowRankState, buffer: Bytes) -> int | None:
+        """Fill the buffer, update the state; saturated values, None if something overflowed."""
+        saturated = 0
         matrix = vector.reshape(self._size)
         (records_p, records_q), body = self._pieces(buffer)
         # Scaled to one, so that squares of tiny or huge gradients stay inside float32.
@@ -198,14 +202,14 @@ class LowRankCodec(Codec):
         left: Floats = np.asarray(matrix - p @ q.T, np.float32).reshape(-1)
         if self.rest:
             payload = self.rest.encode(left)
-            body[:] = payload.body
+            body[:], saturated = payload.body, payload.saturated
             left = left - self.rest.decode(payload)
         if not np.isfinite(left).all():
-            return False
+            return None
         known.memory[:] = left
         if start.any():  # a start of zeros would never find anything again
             known.start[:] = start
-        return True
+        return saturated
 
     def _encode_nan(self, buffer: Bytes) -> None:
         """Fill the buffer with what every rank decodes to NaN."""
