@@ -1,0 +1,185 @@
+"""Kernels on an NVIDIA GPU, through CuPy: compiled from source at first use, once per device.
+
+CuPy keeps what it compiled on disk, keyed by the text it is given and not by the files that text
+includes, so a changed header would go unnoticed. So the headers are put in place of their
+#include lines, each with a #line directive: messages of the compiler name the real file and line.
+
+Nothing here waits for the device. Kernels run on the stream the caller's framework works on:
+torch's current stream for torch tensors, CuPy's current one otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ._sources import source
+from .errors import CompressError, MissingExtra
+from .ops.launch import Program
+
+# No contraction into fused multiply-adds: selection and codes must not depend on the back end.
+OPTIONS = ("-std=c++17", "-fmad=false")
+_INCLUDE = re.compile(r'#include "([^"]+)"')
+
+
+def text(file: str) -> str:
+    """The source of a program with the headers of csrc/compress in place of their #includes."""
+    return "\n".join(_lines(file, set())) + "\n"
+
+
+def _lines(file: str, seen: set[str]) -> list[str]:
+    seen.add(file)
+    path = source(file)
+    lines = [f'#line 1 "{path.as_posix()}"']
+    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+        include = _INCLUDE.match(line)
+        if include and include[1] not in seen:
+            lines += _lines(include[1], seen)
+        # Not `#pragma once`: there is only the one file, and the compiler would say so.
+        if include or line == "#pragma once":
+            lines.append(f'#line {number + 1} "{path.as_posix()}"')
+        else:
+            lines.append(line)
+    return lines
+
+
+def options(program: Program) -> tuple[str, ...]:
+    """What the compiler is told, beside the architecture."""
+    return OPTIONS + tuple(f"-D{name}={value}" for name, value in program.defines)
+
+
+def cupy() -> Any:
+    """CuPy, imported at the first device tensor."""
+    try:
+        import cupy
+    except ImportError as missing:
+        raise MissingExtra(
+            "a tensor on a CUDA device needs CuPy, which is not installed; expected one of the "
+            "extras: pip install 'superneurons[cuda]' (CUDA 12) or 'superneurons[cuda13]'. "
+            "Or compress on the CPU: tensor.cpu()."
+        ) from missing
+    return cupy
+
+
+@cache
+def _kernel(device: int, program: Program, name: str) -> Any:
+    return _module(device, program).get_function(name)
+
+
+@cache
+def _module(device: int, program: Program) -> Any:
+    xp = cupy()
+    with xp.cuda.Device(device):
+        return xp.RawModule(code=text(program.file), options=options(program), backend="nvrtc")
+
+
+@cache
+def _constant(device: int, key: tuple[Any, ...], values: bytes) -> Any:
+    xp = cupy()
+    with xp.cuda.Device(device):
+        array = xp.asarray(np.frombuffer(values, np.uint8))
+        # Other streams may read it from now on; this happens once per table and device.
+        xp.cuda.get_current_stream().synchronize()
+    return array
+
+
+class CudaDevice:
+    """Runs kernels on one device and stream; see ops/launch.py."""
+
+    def __init__(self, device: int, stream: Any) -> None:
+        self.device, self.stream = device, stream
+
+    def launch(
+        self,
+        program: Program,
+        kernel: str,
+        *,
+        blocks: int,
+        threads: int,
+        shared_bytes: int,
+        args: Sequence[Any],
+    ) -> None:
+        with cupy().cuda.Device(self.device), self.stream:
+            function = _kernel(self.device, program, kernel)
+            _allow_shared(function, kernel, shared_bytes, self.device)
+            function((blocks,), (threads,), tuple(args), shared_mem=shared_bytes)
+
+    def constant(self, key: tuple[Any, ...], values: npt.NDArray[Any]) -> int:
+        return int(_constant(self.device, key, values.tobytes()).data.ptr)
+
+
+def _allow_shared(function: Any, kernel: str, shared_bytes: int, device: int) -> None:
+    """Let a kernel have more than the 48 KiB of shared memory it gets unasked."""
+    if shared_bytes <= function.max_dynamic_shared_size_bytes:
+        return
+    most = cupy().cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"]
+    if shared_bytes + function.shared_size_bytes > most:
+        raise CompressError(
+            f"{kernel} needs {shared_bytes + function.shared_size_bytes} bytes of shared memory; "
+            f"this device has {most} for a block. Use a smaller block, or drop more (theta)."
+        )
+    function.max_dynamic_shared_size_bytes = shared_bytes
+
+
+@dataclass(frozen=True)
+class View:
+    """A vector on a device: where it is, and whose it is."""
+
+    address: int
+    elements: int
+    dtype: str
+    device: int
+    owner: Any  # keeps the memory alive
+
+    @property
+    def is_torch(self) -> bool:
+        return type(self.owner).__module__.partition(".")[0] == "torch"
+
+    def run(self) -> CudaDevice:
+        """The device and the stream that this vector's framework works on now."""
+        xp = cupy()
+        if not self.is_torch:
+            with xp.cuda.Device(self.device):
+                return CudaDevice(self.device, xp.cuda.get_current_stream())
+        # Loaded already: there is a tensor of it.
+        stream = sys.modules["torch"].cuda.current_stream(self.device)
+        return CudaDevice(self.device, xp.cuda.ExternalStream(stream.cuda_stream, self.device))
+
+
+def on_device(tensor: Any) -> bool:
+    """Whether this is a tensor on a CUDA device; loads no library to find out."""
+    home = type(tensor).__module__.partition(".")[0]
+    if home == "cupy":
+        return True
+    if home == "torch":
+        return bool(getattr(tensor, "is_cuda", False))
+    # DLPack's number of CUDA is 2. NumPy has the method, too, and says 1.
+    return hasattr(tensor, "__dlpack_device__") and int(tensor.__dlpack_device__()[0]) == 2
+
+
+def view(tensor: Any) -> View:
+    """The vector in a CuPy array, torch CUDA tensor or other DLPack tensor; nothing is copied."""
+    home = type(tensor).__module__.partition(".")[0]
+    if home == "torch":
+        tensor = tensor.detach()
+        shape, whole = tuple(tensor.shape), bool(tensor.is_contiguous())
+        address, device = int(tensor.data_ptr()), int(tensor.device.index)
+    else:
+        if home != "cupy":
+            tensor = cupy().from_dlpack(tensor)
+        shape, whole = tensor.shape, bool(tensor.flags.c_contiguous)
+        address, device = int(tensor.data.ptr), int(tensor.device.id)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if len(shape) != 1 or not whole:
+        raise CompressError(
+            f"cannot encode a tensor of shape {shape} with gaps between its elements or more than "
+            "one dimension; expected a contiguous vector. Flatten it: tensor.reshape(-1)."
+        )
+    return View(address, int(shape[0]), dtype, device, tensor)
