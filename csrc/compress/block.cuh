@@ -120,6 +120,15 @@ class Block {
     }
   }
 
+  // before[i] := values[0] + ... + values[i - 1], for i up to `count`.
+  void sums_before(const u32* values, u32* before, int count) const {
+    u32 seen = 0;
+    for (int i = 0; i <= count; ++i) {
+      before[i] = seen;
+      if (i < count) seen += values[i];
+    }
+  }
+
   // The digit d with count(> d) < need <= count(>= d), by a histogram of `digits` counts.
   // cell := {d, count(> d), histogram[d]}
   void find_digit(const u32* histogram, int digits, u32 need, u32* cell) const {
@@ -230,22 +239,11 @@ class Block {
     __syncthreads();
   }
 
-  // One warp scans; the others wait. The maps are short: 65 words for 2049 bins.
   SN_DEVICE void count_before(const u32* map, u32* before, int words) const {
-    const int lane = threadIdx.x;
-    if (lane < 32) {
-      const int run = (words + 31) / 32, first = lane * run;
-      const int last = first + run < words ? first + run : words;
-      u32 own = 0;
-      for (int w = first; w < last; ++w) own += count_ones(map[w]);
-      u32 seen = warp_before(own, lane);
-      for (int w = first; w < last; ++w) {
-        before[w] = seen;
-        seen += count_ones(map[w]);
-      }
-      if (lane == 31) before[words] = seen;
-    }
-    __syncthreads();
+    scan(before, words, [=](int w) { return static_cast<u32>(count_ones(map[w])); });
+  }
+  SN_DEVICE void sums_before(const u32* values, u32* before, int count) const {
+    scan(before, count, [=](int i) { return values[i]; });
   }
 
   SN_DEVICE void find_digit(const u32* histogram, int digits, u32 need, u32* cell) const {
@@ -260,6 +258,26 @@ class Block {
         while (above + histogram[d] < need) above += histogram[d--];
         cell[0] = d, cell[1] = above, cell[2] = histogram[d];
       }
+    }
+    __syncthreads();
+  }
+
+ private:
+  // One warp scans; the others wait. The arrays are short: 65 words for 2049 bins.
+  template <typename Value>
+  SN_DEVICE void scan(u32* before, int count, Value value) const {
+    const int lane = threadIdx.x;
+    if (lane < 32) {
+      const int run = (count + 31) / 32, first = lane * run;
+      const int last = first + run < count ? first + run : count;
+      u32 own = 0;
+      for (int i = first; i < last; ++i) own += value(i);
+      u32 seen = warp_before(own, lane);
+      for (int i = first; i < last; ++i) {
+        before[i] = seen;
+        seen += value(i);
+      }
+      if (lane == 31) before[count] = seen;
     }
     __syncthreads();
   }

@@ -88,7 +88,7 @@ def samples(form: Format, blocks: int = 4) -> dict[str, np.ndarray]:
     scattered = normal * np.float32(10) ** rng.integers(-30, 30, shape).astype(np.float32)
     broken = normal.copy()
     broken[0, 3] = np.nan
-    broken[1, -1] = np.inf
+    broken[blocks // 2, -1] = np.inf
     broken[-1, 0] = -np.inf
     sparse = np.where(rng.random(shape) < 0.01, normal, 0).astype(np.float32)
     return {
