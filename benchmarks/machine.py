@@ -13,15 +13,17 @@ ROOT = Path(__file__).resolve().parent.parent
 def commit() -> str:
     """The commit measured, with "+" when the tree had changes; "unknown" outside a checkout."""
     try:
-        told = [
+        name, state = (
             subprocess.run(
                 ["git", *args], cwd=ROOT, check=True, capture_output=True, text=True
-            ).stdout.strip()
+            ).stdout
             for args in (["rev-parse", "--short=10", "HEAD"], ["status", "--porcelain", "-uno"])
-        ]
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return told[0] + ("+" if told[1] else "")
+    # Results written by the same run are no change of the program.
+    changed = [line for line in state.splitlines() if "benchmarks/results/" not in line]
+    return name.strip() + "+" * bool(changed)
 
 
 def machine() -> str:

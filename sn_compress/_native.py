@@ -51,6 +51,10 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="sn_compress")
 
 
+# Threads do not survive a fork; the child makes its own.
+os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
 def parallel(work: Callable[[int], T], items: Iterable[int], threads: int) -> list[T]:
     """Results of `work` on each item, in order, on up to `threads` threads.
 

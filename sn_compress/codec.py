@@ -27,8 +27,8 @@ VERSION = 1
 HEADER_BYTES = 32
 ALIGN = 16
 MAX_ELEMENTS = 2**48
-# magic, version, codec id, n, settings, reserved, saturated, checksum
-_HEADER = struct.Struct("<2sBBQ8sIII")
+# magic, version, codec id, n, settings, saturated, checksum
+_HEADER = struct.Struct("<2sBBQ12sII")
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class Payload:
     Attributes
     ----------
     buffer : [nbytes] uint8, the bytes as they travel (a multiple of 16)
-    codec_id, n, settings, saturated : what the header says; `settings` are 8 bytes that only
+    codec_id, n, settings, saturated : what the header says; `settings` are 12 bytes that only
         the codec understands, `saturated` counts values clipped to the ends of a fixed range.
     energy, error : float or None; the squared norm of what was encoded and of what was lost.
         They are known only where the payload was made and do not travel.
@@ -71,34 +71,38 @@ class Payload:
     ) -> Payload:  # fmt: skip
         """Write the header in front of a finished body; `buffer` has room for both."""
         saturated = min(saturated, 2**32 - 1)
-        head = _HEADER.pack(MAGIC, VERSION, codec_id, n, settings, 0, saturated, 0)
+        head = _HEADER.pack(MAGIC, VERSION, codec_id, n, settings, saturated, 0)
         buffer[:HEADER_BYTES] = np.frombuffer(head, np.uint8)
         buffer[28:32] = np.frombuffer(struct.pack("<I", checksum(buffer)), np.uint8)
         return cls(buffer, codec_id, n, settings, saturated, energy, error)
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview | Bytes) -> Payload:
-        """Read a payload; the bytes are not copied and may come from an untrusted peer.
+        """Read a payload; the bytes may come from an untrusted peer.
+
+        They are not copied, unless they begin at an address that is no multiple of four.
 
         Raises
         ------
         PayloadError
-            If the length, magic, version, reserved field, element count or checksum is wrong.
+            If the length, magic, version, element count or checksum is wrong.
             What is inside the body is checked by the codec that decodes it.
         """
         buffer = np.frombuffer(data, np.uint8)
+        if buffer.ctypes.data % 4:  # the body is read as 32-bit words
+            buffer = buffer.copy()
         if buffer.size < HEADER_BYTES or buffer.size % ALIGN:
             raise PayloadError(
                 f"{buffer.size} bytes are not a payload: expected {HEADER_BYTES} or more, in "
                 f"multiples of {ALIGN}. Pass the bytes of Payload.to_bytes() unchanged."
             )
-        magic, version, codec_id, n, settings, reserved, saturated, said = _HEADER.unpack(
+        magic, version, codec_id, n, settings, saturated, said = _HEADER.unpack(
             buffer[:HEADER_BYTES].tobytes()
         )
-        if magic != MAGIC or version != VERSION or reserved:
+        if magic != MAGIC or version != VERSION:
             raise PayloadError(
-                f"not a payload of this format: got magic {magic!r}, version {version}, reserved "
-                f"{reserved}; expected {MAGIC!r}, {VERSION}, 0. Use one version on all ranks."
+                f"not a payload of this format: got magic {magic!r}, version {version}; "
+                f"expected {MAGIC!r}, {VERSION}. Use one version on all ranks."
             )
         if n > MAX_ELEMENTS:
             raise PayloadError(f"header claims {n} elements; the format allows {MAX_ELEMENTS}")
@@ -113,9 +117,9 @@ class Payload:
 def checksum(buffer: Bytes) -> int:
     """Sum of (2i + 1) * word_i over the 32-bit words, modulo 2**32, the checksum's own word as 0.
 
-    An odd factor is invertible modulo 2**32, so every change to a single word is seen; the
-    factor differs from word to word, so swapped words are, too. Integers and a sum: the same on
-    every back end, and parallel on a GPU, which a CRC is not.
+    An odd factor is invertible modulo 2**32, so every change to a single word is seen, and the
+    factor differs from word to word, so that few swaps go unseen. Integers and a sum: the same
+    on every back end, and parallel on a GPU, which a CRC is not.
     """
     words = buffer.view("<u4")
     factors = np.arange(1, 2 * words.size, 2, dtype=np.uint32)
@@ -127,17 +131,18 @@ class Codec(ABC):
     """Turns a vector of floats into a Payload and back. Settings are keyword-only and constant."""
 
     codec_id: int
+    settings: bytes
 
     @abstractmethod
     def payload_bytes(self, n: int) -> int:
         """Size of the payload of n elements, header included."""
 
     @abstractmethod
-    def encode(self, values: npt.ArrayLike, *, state: Any = None) -> Payload:
+    def encode(self, values: npt.ArrayLike, *, state: Any = None, decay: float = 1.0) -> Payload:
         """Encode [n] float32, float16 or bfloat16.
 
-        `state`, made by `new_state(n)`, is the memory of what earlier calls dropped: it is added
-        before and updated after, in place. Non-finite input never enters it.
+        `state`, made by `new_state(n)`, is the memory of what earlier calls dropped: times `decay`
+        it is added before, and updated after, in place. Non-finite input never enters it.
         """
 
     @abstractmethod
@@ -151,6 +156,14 @@ class Codec(ABC):
     @abstractmethod
     def new_state(self, n: int) -> Any:
         """An empty memory for vectors of n elements."""
+
+    @abstractmethod
+    def state_to_values(self, state: Any, n: int) -> Floats:
+        """The memory as the vector it stands for, [n] float32."""
+
+    @abstractmethod
+    def values_to_state(self, values: npt.ArrayLike) -> Any:
+        """The memory that stands for a vector of float32; inverse of state_to_values."""
 
 
 def as_vector(values: npt.ArrayLike) -> npt.NDArray[Any]:

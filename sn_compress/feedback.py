@@ -74,33 +74,49 @@ class ErrorFeedback:
         It differs from rank to rank: save one per rank.
         """
         memory = {
-            name: {"n": n, "spectra": [part.copy() for part in parts]}
+            name: {"n": n, "coefficients": [part.copy() for part in parts]}
             for name, (n, parts) in self._memory.items()
         }
-        return {"format": _FORMAT, "block": self.codec.block, "memory": memory}
+        return {"format": _FORMAT, "basis": self.codec.basis, "memory": memory}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved state; nothing changes if it does not fit.
 
-        Saved with another block size, it is carried over through the inverse transform.
+        Saved with another block size or transform, it goes through the inverse transform.
         """
-        if state.get("format") != _FORMAT:
+        if not isinstance(state, dict) or state.get("format") != _FORMAT:
             raise CompressError(
-                f"state of format {state.get('format')!r}; expected {_FORMAT}, as state_dict() "
-                "returns it"
+                f"not a state of format {_FORMAT}: {type(state).__name__}; expected what "
+                "state_dict() returned, unchanged"
             )
-        saved = FFTCodec(block=state["block"])
-        loaded: dict[str, tuple[int, Any]] = {}
-        for name, entry in state["memory"].items():
-            n = int(entry["n"])
-            parts = [np.array(part, np.complex64) for part in entry["spectra"]]
-            expected = [part.shape for part in saved.new_state(n)]
-            if [part.shape for part in parts] != expected:
-                raise CompressError(
-                    f"memory of {name!r} has shapes {[part.shape for part in parts]}; expected "
-                    f"{expected} for {n} elements. The saved state is incomplete."
-                )
-            if saved.block != self.codec.block:
-                parts = self.codec.values_to_state(saved.state_to_values(parts, n))
-            loaded[name] = n, parts
-        self._memory = loaded
+        try:
+            saved = FFTCodec(**state["basis"])
+            entries = {
+                name: self._entry(name, entry, saved) for name, entry in state["memory"].items()
+            }
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CompressError(
+                f"the saved state is incomplete ({type(error).__name__}: {error}); expected what "
+                "state_dict() returned, unchanged"
+            ) from error
+        self._memory = entries
+
+    def _entry(self, name: str, entry: dict[str, Any], saved: FFTCodec) -> tuple[int, Any]:
+        n = int(entry["n"])
+        if n < 0:
+            raise CompressError(f"memory of {name!r} is of {n} elements; expected 0 or more")
+        parts = [np.array(part, np.float32, order="C") for part in entry["coefficients"]]
+        shapes, expected = ([p.shape for p in some] for some in (parts, saved.new_state(n)))
+        if shapes != expected:
+            raise CompressError(
+                f"memory of {name!r} has shapes {shapes}; expected {expected} for {n} elements. "
+                "The saved state is incomplete."
+            )
+        if not all(np.isfinite(part).all() for part in parts):
+            raise CompressError(
+                f"memory of {name!r} holds NaN or Inf, which would never leave it; the file is "
+                "damaged. Load another one, or start without."
+            )
+        if saved.basis != self.codec.basis:
+            parts = self.codec.values_to_state(saved.state_to_values(parts, n))
+        return n, parts

@@ -6,6 +6,7 @@
 #include <new>
 
 #include "record.h"
+#include "spectrum.h"
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "payload words are little-endian; build without the extension on this machine"
@@ -32,44 +33,53 @@ class Buffer {
 };
 
 
+// The layout's numbers, in the order of `_numbers` in ops/record.py.
+struct LayoutArguments {
+  long long block, parts, kept, words;
+  int values, code_bits, mantissa, bitmap;
+
+  sn::Layout layout() const {
+    return {block, parts, kept, words, static_cast<sn::Values>(values), code_bits, mantissa,
+            bitmap != 0};
+  }
+};
+
 // The number of rows, or -1 with an exception set if the buffers do not belong together.
-int64_t rows_of(const Buffer& words, const Buffer& spectrum, const sn::Layout& layout) {
+int64_t rows_of(const Buffer& words, const Buffer& floats, const sn::Layout& layout) {
   const int64_t rows = words.bytes() / (4 * layout.words);
-  if (words.bytes() != rows * layout.words * 4 || spectrum.bytes() != rows * layout.bins() * 8) {
-    PyErr_Format(PyExc_ValueError, "%zd bytes of records and %zd of spectrum do not match",
-                 words.bytes(), spectrum.bytes());
+  if (words.bytes() != rows * layout.words * 4 || floats.bytes() != rows * layout.floats() * 4) {
+    PyErr_Format(PyExc_ValueError, "%zd bytes of records and %zd of coefficients do not match",
+                 words.bytes(), floats.bytes());
     return -1;
   }
   return rows;
 }
 
 PyObject* encode(PyObject*, PyObject* args) {
-  PyObject *spectrum_arg, *memory_arg, *words_arg;
-  sn::Layout layout;
-  int half, bitmap;
+  PyObject *floats_arg, *memory_arg, *words_arg;
+  LayoutArguments a;
   double decay;
-  long long block, kept, words_per_row, top;
-  if (!PyArg_ParseTuple(args, "OOOLLLpiipdL", &spectrum_arg, &memory_arg, &words_arg, &block,
-                        &kept, &words_per_row, &half, &layout.code_bits, &layout.mantissa, &bitmap,
-                        &decay, &top))
+  long long top;
+  if (!PyArg_ParseTuple(args, "OOOLLLLiiipdL", &floats_arg, &memory_arg, &words_arg, &a.block,
+                        &a.parts, &a.kept, &a.words, &a.values, &a.code_bits, &a.mantissa,
+                        &a.bitmap, &decay, &top))
     return nullptr;
-  layout.block = block, layout.kept = kept, layout.words = words_per_row;
-  layout.half = half, layout.bitmap = bitmap;
-  Buffer spectrum, memory, words;
+  const sn::Layout layout = a.layout();
+  Buffer floats, memory, words;
   const bool remembers = memory_arg != Py_None;
-  if (!spectrum.take(spectrum_arg, true) || !words.take(words_arg, true) ||
+  if (!floats.take(floats_arg, true) || !words.take(words_arg, true) ||
       (remembers && !memory.take(memory_arg, true)))
     return nullptr;
-  const int64_t rows = rows_of(words, spectrum, layout);
+  const int64_t rows = rows_of(words, floats, layout);
   if (rows < 0) return nullptr;
-  if (remembers && memory.bytes() != spectrum.bytes())
-    return PyErr_Format(PyExc_ValueError, "memory has %zd bytes, the spectrum %zd",
-                        memory.bytes(), spectrum.bytes());
+  if (remembers && memory.bytes() != floats.bytes())
+    return PyErr_Format(PyExc_ValueError, "memory has %zd bytes, the coefficients %zd",
+                        memory.bytes(), floats.bytes());
   sn::Tally tally;
   bool out_of_memory = false;
   Py_BEGIN_ALLOW_THREADS
   try {
-    tally = sn::encode_records(spectrum.as<float>(), remembers ? memory.as<float>() : nullptr,
+    tally = sn::encode_records(floats.as<float>(), remembers ? memory.as<float>() : nullptr,
                                words.as<uint32_t>(), rows, layout, static_cast<float>(decay), top);
   } catch (const std::bad_alloc&) {
     out_of_memory = true;
@@ -81,15 +91,12 @@ PyObject* encode(PyObject*, PyObject* args) {
 
 PyObject* decode(PyObject*, PyObject* args) {
   PyObject *words_arg, *accum_arg;
-  sn::Layout layout;
-  int half, bitmap;
+  LayoutArguments a;
   double weight;
-  long long block, kept, words_per_row;
-  if (!PyArg_ParseTuple(args, "OOLLLpiipd", &words_arg, &accum_arg, &block, &kept, &words_per_row,
-                        &half, &layout.code_bits, &layout.mantissa, &bitmap, &weight))
+  if (!PyArg_ParseTuple(args, "OOLLLLiiipd", &words_arg, &accum_arg, &a.block, &a.parts, &a.kept,
+                        &a.words, &a.values, &a.code_bits, &a.mantissa, &a.bitmap, &weight))
     return nullptr;
-  layout.block = block, layout.kept = kept, layout.words = words_per_row;
-  layout.half = half, layout.bitmap = bitmap;
+  const sn::Layout layout = a.layout();
   Buffer words, accum;
   if (!words.take(words_arg, false) || !accum.take(accum_arg, true)) return nullptr;
   const int64_t rows = rows_of(words, accum, layout);
@@ -102,9 +109,25 @@ PyObject* decode(PyObject*, PyObject* args) {
   return PyLong_FromLongLong(damaged);
 }
 
+PyObject* hadamard(PyObject*, PyObject* args) {
+  PyObject* rows_arg;
+  long long block;
+  if (!PyArg_ParseTuple(args, "OL", &rows_arg, &block)) return nullptr;
+  Buffer rows;
+  if (!rows.take(rows_arg, true)) return nullptr;
+  if (block < 1 || (block & (block - 1)) || rows.bytes() % (4 * block))
+    return PyErr_Format(PyExc_ValueError, "%zd bytes are not rows of %lld floats, a power of two",
+                        rows.bytes(), block);
+  Py_BEGIN_ALLOW_THREADS
+  sn::hadamard(rows.as<float>(), rows.bytes() / (4 * block), block);
+  Py_END_ALLOW_THREADS
+  Py_RETURN_NONE;
+}
+
 PyMethodDef methods[] = {
     {"encode_records", encode, METH_VARARGS, "See sn_compress.ops.record.encode_records."},
     {"decode_records", decode, METH_VARARGS, "See sn_compress.ops.record.decode_records."},
+    {"hadamard", hadamard, METH_VARARGS, "See sn_compress.ops.spectrum.hadamard."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_core", "C++ back end of sn_compress.ops.", -1,

@@ -1,4 +1,4 @@
-// Range-based N-bit floats and scaled half precision. Twin: ops/quantize.py (formulas there).
+// Range-based N-bit floats. Twin: ops/quantize.py (formulas there).
 #pragma once
 
 #include <cstdint>
@@ -65,44 +65,6 @@ class Window {
  private:
   int shift_;
   int64_t positive_, base_, halfway_[2];
-};
-
-// IEEE half precision of values scaled by a power of two that takes the block's peak to
-// [2**14, 2**15).
-class HalfScale {
- public:
-  explicit HalfScale(uint32_t top) {
-    const uint32_t exponent = top >> 7;
-    scale_ = from_bits((268 - (exponent > 15 ? exponent : 15)) << 23);
-  }
-
-  static uint32_t top_for(uint32_t peak) { return (peak >> 23) << 7; }
-
-  // Rounds to nearest, ties to even; scaled values are below 2**15, so nothing overflows.
-  uint32_t encode(float value) const {
-    const uint32_t raw = to_bits(value * scale_);
-    const uint32_t sign = raw >> 16 & 0x8000u, magnitude = raw & 0x7FFFFFFFu;
-    if (magnitude < 0x38800000u) {  // below 2**-14: a subnormal half, a multiple of 2**-24
-      const float steps = from_bits(magnitude) * 16777216.0f;      // below 2**10, exact
-      const float rounded = (steps + 12582912.0f) - 12582912.0f;  // 1.5 * 2**23: to integer
-      return sign | static_cast<uint32_t>(rounded);
-    }
-    const uint32_t even = magnitude + 0xFFFu + (magnitude >> 13 & 1u);
-    return sign | ((even >> 13) - (112u << 10));
-  }
-
-  float decode(uint32_t code) const {
-    const uint32_t sign = (code & 0x8000u) << 16, exponent = code >> 10 & 31u;
-    const uint32_t fraction = code & 0x3FFu;
-    if (exponent == 31)  // never encoded; a damaged payload may hold it
-      return from_bits(sign | 0x7F800000u | fraction << 13) / scale_;
-    const float magnitude = exponent ? from_bits((exponent + 112) << 23 | fraction << 13)
-                                     : static_cast<float>(fraction) * 5.9604644775390625e-8f;
-    return from_bits(to_bits(magnitude) | sign) / scale_;
-  }
-
- private:
-  float scale_;
 };
 
 }  // namespace sn

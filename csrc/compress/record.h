@@ -7,14 +7,18 @@ namespace sn {
 
 constexpr uint32_t kNonFinite = 0x7FC0;
 
+enum class Values { range, half, sign, two_bit };  // the order of ops/record.py
+
 struct Layout {
-  int64_t block, kept, words;
-  bool half;
+  int64_t block, parts, kept, words;
+  Values values;
   int code_bits, mantissa;
   bool bitmap;
 
-  int64_t bins() const { return block / 2 + 1; }
-  int64_t positions_at() const { return 16 + 2 * kept * code_bits; }
+  int64_t bins() const { return parts == 2 ? block / 2 + 1 : block; }
+  int64_t floats() const { return bins() * parts; }  // coefficients of a row
+  int head_bits() const { return values == Values::two_bit ? 32 : 16; }
+  int64_t positions_at() const { return head_bits() + parts * kept * code_bits; }
 };
 
 struct Tally {
@@ -22,12 +26,12 @@ struct Tally {
   double energy = 0, error = 0;
 };
 
-// spectrum, memory: [rows, 2 * bins] float32, memory may be null; words: [rows, words].
+// coefficients, memory: [rows, floats] float32, memory may be null; words: [rows, words].
 // top: end of the range (upper half of a float32), or negative for each block's own.
-Tally encode_records(float* spectrum, float* memory, uint32_t* words, int64_t rows,
+Tally encode_records(float* coefficients, float* memory, uint32_t* words, int64_t rows,
                      const Layout& layout, float decay, int64_t top);
 
-// Adds weight * values to accum, [rows, 2 * bins]; returns the first damaged row or -1.
+// Adds weight * values to accum, [rows, floats]; returns the first damaged row or -1.
 int64_t decode_records(const uint32_t* words, float* accum, int64_t rows, const Layout& layout,
                        float weight);
 

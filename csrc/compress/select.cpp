@@ -60,12 +60,23 @@ float square_scale(uint32_t peak) {
   return scale;
 }
 
-SN_CLONES void magnitude_keys(const float* parts, float scale, int32_t* keys, int64_t bins) {
+SN_CLONES void complex_keys(const float* row, float scale, int32_t* keys, int64_t bins) {
   for (int64_t i = 0; i < bins; ++i) {
-    const float re = parts[2 * i] * scale, im = parts[2 * i + 1] * scale;
+    const float re = row[2 * i] * scale, im = row[2 * i + 1] * scale;
     const float square = re * re + im * im;
     std::memcpy(&keys[i], &square, 4);
   }
+}
+
+SN_CLONES void real_keys(const float* row, int32_t* keys, int64_t bins) {
+  for (int64_t i = 0; i < bins; ++i) keys[i] = static_cast<int32_t>(magnitude_bits(row[i]));
+}
+
+void magnitude_keys(const float* row, float scale, int64_t parts, int32_t* keys, int64_t bins) {
+  if (parts == 2)
+    complex_keys(row, scale, keys, bins);
+  else
+    real_keys(row, keys, bins);
 }
 
 void largest(const int32_t* keys, int64_t bins, int64_t kept, std::vector<uint8_t>& flags,

@@ -15,8 +15,9 @@ uint32_t accumulate(float* parts, const float* memory, float decay, int64_t coun
 // The power of two that keeps squares of a block with this peak inside float32.
 float square_scale(uint32_t peak);
 
-// keys[i] orders like the magnitude of bin i: bits of |scale * c|**2. parts: [2 * bins].
-void magnitude_keys(const float* parts, float scale, int32_t* keys, int64_t bins);
+// keys[i] orders like the magnitude of bin i: bits of |scale * c|**2 for complex bins (parts = 2,
+// lying as pairs), of |c| for real ones.
+void magnitude_keys(const float* row, float scale, int64_t parts, int32_t* keys, int64_t bins);
 
 // Positions of the `kept` largest keys, ascending. flags: scratch of bins + 8 bytes.
 void largest(const int32_t* keys, int64_t bins, int64_t kept, std::vector<uint8_t>& flags,

@@ -27,6 +27,7 @@ class Caller:
     op: Any
     process_set: Any
     scale: float = 1.0  # pre- and postscale factors of hvd.allreduce
+    average: bool | None = None  # deprecated way to say the operation
 
 
 def find_caller(frame: FrameType | None, tensor: Any) -> Caller:
@@ -74,12 +75,8 @@ def _grouped_allreduce(local: dict[str, Any], tensor: Any) -> Caller:
 
 
 def _of_call(local: dict[str, Any], name: str | None) -> Caller:
-    # Resolves the deprecated average=; loaded already, since Horovod's own function called.
-    from horovod.torch.mpi_ops import handle_average_backwards_compatibility as resolve
-
-    op = resolve(local["op"], local["average"])
     scale = local["prescale_factor"] * local["postscale_factor"]
-    return Caller(name, None, op, local["process_set"], scale)
+    return Caller(name, None, local["op"], local["process_set"], scale, local["average"])
 
 
 def _refuse_reducescatter(local: dict[str, Any], tensor: Any) -> Caller:

@@ -33,6 +33,7 @@ class Settings:
     values: Literal["range", "fp16"] = "range"
     window: Literal["block", "payload"] | float = "block"
     half: bool = False
+    transform: Literal["fft", "dct", "hadamard", "identity"] = "fft"
     feedback: bool = True
     decay: float = 1.0
     min_elements: int = 1024

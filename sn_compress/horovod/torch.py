@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -78,6 +78,7 @@ class InFlight:
         except hvd.mpi_ops.HorovodInternalError as error:
             if "join" in str(error).lower():
                 raise self._joined() from error
+            error.add_note(f"while gathering {self.name}; a rank has ended, or called hvd.join()")
             raise
         try:
             mean = mean_of_gathered(self.codec, gathered, self.ranks, self.like.numel())
@@ -103,6 +104,9 @@ class InFlight:
 def compress(tensor: torch.Tensor, settings: Settings, frame: FrameType) -> tuple[Any, Any]:
     """One gradient on its way; see FFTCompression."""
     caller = find_caller(frame, tensor)
+    caller = replace(
+        caller, op=hvd.mpi_ops.handle_average_backwards_compatibility(caller.op, caller.average)
+    )
     if caller.op not in (hvd.Average, hvd.Sum):
         raise CompressError(
             f"{caller.name or 'tensor'}: FFTCompression takes op=hvd.Average or hvd.Sum; Adasum, "
@@ -119,7 +123,9 @@ def compress(tensor: torch.Tensor, settings: Settings, frame: FrameType) -> tupl
 def _memory_for(caller: Caller, settings: Settings) -> Memory:
     if caller.optimizer is None:
         key = settings, caller.process_set.process_set_id
-        return _of_calls.setdefault(key, Memory(settings))
+        if key not in _of_calls:
+            _of_calls[key] = Memory(settings)
+        return _of_calls[key]
     if caller.optimizer not in _of_optimizer:
         _of_optimizer[caller.optimizer] = Memory(settings)
     return _of_optimizer[caller.optimizer]
@@ -177,14 +183,14 @@ def state_dict(optimizer: Any) -> dict[str, Any]:
     """As torch tensors, so that torch.save and torch.load(weights_only=True) take it."""
     state = _memory_of(optimizer).feedback.state_dict()
     for entry in state["memory"].values():
-        entry["spectra"] = [torch.from_numpy(part) for part in entry["spectra"]]
+        entry["coefficients"] = [torch.from_numpy(part) for part in entry["coefficients"]]
     return state
 
 
 def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
     """Take over what state_dict returned."""
     memory = {
-        name: {"n": entry["n"], "spectra": [part.numpy() for part in entry["spectra"]]}
+        name: {"n": entry["n"], "coefficients": [part.numpy() for part in entry["coefficients"]]}
         for name, entry in state.get("memory", {}).items()
     }
     _memory_of(optimizer).feedback.load_state_dict({**state, "memory": memory})

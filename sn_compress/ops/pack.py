@@ -33,7 +33,7 @@ def codes_to_bits(codes: npt.NDArray[np.uint16] | Words, bits: int) -> Bits:
     """[nb, m] integers below 2**bits -> [nb, m * bits] zeros and ones, lowest bit first."""
     shifts = np.arange(bits, dtype=np.uint32)
     spread = (codes.astype(np.uint32)[:, :, None] >> shifts) & 1
-    return spread.reshape(len(codes), -1).astype(np.uint8)
+    return spread.reshape(len(codes), codes.shape[1] * bits).astype(np.uint8)
 
 
 def bits_to_codes(stream: Bits, bits: int) -> Words:

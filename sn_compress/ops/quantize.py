@@ -100,7 +100,7 @@ class RangeFloat:
     ----------
     bits : int, 4 to 16
     mantissa : int, bits - 7 (or 0) to bits - 1; the relative error inside the window is at
-        most 2**-(mantissa + 1)
+        most 2**-(mantissa + 1), as long as `low` is a normal float32
     high : float > 0, the largest value; rounded to `mantissa` bits and readable as `.high`.
         `.low` is the smallest positive value, 2**(N-1-mantissa) octaves below at most.
 
@@ -136,7 +136,8 @@ class RangeFloat:
         Values beyond `high` are clipped to it and counted in a SaturationWarning. Raises
         CompressError for NaN and Inf, which the format cannot hold.
         """
-        array = np.asarray(values, np.float32)
+        with np.errstate(over="ignore"):  # beyond float32 becomes Inf, and is refused below
+            array = np.asarray(values, np.float32)
         if not np.isfinite(array).all():
             raise CompressError(
                 f"{np.count_nonzero(~np.isfinite(array))} of {array.size} values are NaN, Inf or "
@@ -150,7 +151,7 @@ class RangeFloat:
                 SaturationWarning,
                 stacklevel=2,
             )
-        return codes.astype(np.uint8) if self.bits <= 8 else codes
+        return codes.astype(np.uint8 if self.bits <= 8 else np.uint16).reshape(array.shape)
 
     def decode(self, codes: npt.ArrayLike) -> npt.NDArray[np.float32]:
         """Values of `codes` (integers below 2**bits), float32 of the same shape."""

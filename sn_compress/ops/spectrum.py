@@ -1,43 +1,94 @@
-"""Real FFT of blocks, orthonormal, so that energies in both domains agree (Parseval).
+"""Orthonormal transforms of blocks, so that energies in both domains agree (Parseval).
 
-Of a block of b reals, b // 2 + 1 complex bins are kept; all but the first and (for even b) the
-last stand for a conjugate pair and count twice in the energy.
+"fft"       real FFT: of b reals, b // 2 + 1 complex bins; all but the first and (for even b) the
+            last stand for a conjugate pair and count twice in the energy
+"dct"       DCT-II: b real coefficients
+"hadamard"  Walsh-Hadamard, b a power of two: additions only; spreads outliers, smooths nothing
+"identity"  none: top-k of the values themselves
+
+Coefficients are float32, [nb, bins * parts]; complex bins lie as pairs.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import scipy.fft
 
-Spectrum = npt.NDArray[np.complex64]
+from .. import _native
+
 Floats = npt.NDArray[np.float32]
 
 
-def bins(block: int) -> int:
-    """Number of complex bins of a block of `block` reals."""
-    return block // 2 + 1
+class Transform(NamedTuple):
+    """`forward` may return its argument, `inverse` may overwrite it."""
+
+    parts: Literal[1, 2]
+    forward: Callable[[Floats], Floats]
+    inverse: Callable[[Floats, int], Floats]
 
 
-def forward(blocks: Floats) -> Spectrum:
-    """[nb, b] float32 -> [nb, bins(b)] complex64."""
-    # float32 in, complex64 out: SciPy keeps single precision, NumPy's own FFT did not always.
-    return scipy.fft.rfft(blocks, axis=-1, norm="ortho")  # type: ignore[no-any-return]
+def _rfft(blocks: Floats) -> Floats:
+    # float32 in, complex64 out: SciPy keeps single precision.
+    return scipy.fft.rfft(blocks, axis=-1, norm="ortho").view(np.float32)  # type: ignore[no-any-return]
 
 
-def inverse(spectrum: Spectrum, block: int) -> Floats:
-    """[nb, bins(b)] complex64 -> [nb, b] float32. The input may be overwritten."""
+def _irfft(coefficients: Floats, block: int) -> Floats:
     return scipy.fft.irfft(  # type: ignore[no-any-return]
-        spectrum, n=block, axis=-1, norm="ortho", overwrite_x=True
+        coefficients.view(np.complex64), n=block, axis=-1, norm="ortho", overwrite_x=True
     )
 
 
-def energy(spectrum: Spectrum, block: int) -> float:
-    """Squared norm of the blocks that have this spectrum, summed in float64."""
-    parts = spectrum.view(np.float32).astype(np.float64) ** 2  # [nb, 2f]
-    total = 2 * parts.sum() - parts[:, :2].sum()
-    if block % 2 == 0:
-        total -= parts[:, -2:].sum()
+def _dct(blocks: Floats) -> Floats:
+    return scipy.fft.dct(blocks, axis=-1, norm="ortho")  # type: ignore[no-any-return]
+
+
+def _idct(coefficients: Floats, block: int) -> Floats:
+    return scipy.fft.idct(  # type: ignore[no-any-return]
+        coefficients, axis=-1, norm="ortho", overwrite_x=True
+    )
+
+
+def hadamard(blocks: Floats) -> Floats:
+    """Walsh-Hadamard transform of each row, divided by sqrt(b); its own inverse."""
+    out = np.array(blocks, np.float32)
+    core = _native.core()
+    if core is not None:
+        core.hadamard(out, out.shape[1])
+        return out
+    rows, block = out.shape
+    half = 1
+    while half < block:
+        pairs = out.reshape(rows, block // (2 * half), 2, half)
+        pairs[:, :, 0], pairs[:, :, 1] = (
+            pairs[:, :, 0] + pairs[:, :, 1],
+            pairs[:, :, 0] - pairs[:, :, 1],
+        )
+        half *= 2
+    out *= np.float32(block**-0.5)
+    return out
+
+
+TRANSFORMS = {
+    "fft": Transform(2, _rfft, _irfft),
+    "dct": Transform(1, _dct, _idct),
+    "hadamard": Transform(1, hadamard, lambda coefficients, block: hadamard(coefficients)),
+    # A copy: encoding uses the coefficients as scratch, and the blocks may be the caller's.
+    "identity": Transform(1, np.copy, lambda coefficients, block: coefficients),
+}
+
+
+def energy(coefficients: Floats, block: int, parts: int) -> float:
+    """Squared norm of the blocks that have these coefficients, summed in float64."""
+    squares = coefficients.astype(np.float64) ** 2
+    total = squares.sum()
+    if parts == 2:
+        total = 2 * total - squares[:, :2].sum()
+        if block % 2 == 0:
+            total -= squares[:, -2:].sum()
     return float(total)
 
 

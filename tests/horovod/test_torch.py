@@ -44,8 +44,16 @@ def test_killed_rank_ends_the_run(horovodrun):
     assert time.monotonic() - start < 60
 
 
-def test_join_is_refused_with_a_reason(horovodrun):
+def test_join_ends_every_rank_with_an_error(horovodrun):
+    """Never a silent wrong gradient: each rank gets an error, and soon.
+
+    Which one depends on timing. Either Horovod fills in zeros for the rank that joined, which we
+    find and name; or its background thread fails on the gather it cannot join and shuts down.
+    """
     run = horovodrun(2, RANKS / "fail.py", "join", timeout=90)
     assert not run.timed_out, run.stdout
     assert run.returncode != 0
-    assert "another rank called hvd.join()" in run.stdout, run.stdout
+    assert "all steps done" not in run.stdout
+    told = "another rank called hvd.join()" in run.stdout
+    shut_down = "HorovodInternalError" in run.stdout
+    assert told or shut_down, run.stdout

@@ -1,0 +1,78 @@
+# make setup   everything into .venv: torch, TensorFlow, this project, and a Horovod built for them
+# make demo    two ranks train Fashion-MNIST, plain and compressed; table and picture at the end
+# make test    the tests          make check   lint, format, types
+# make bench   the quick benchmark   make clean   removes .venv and builds; keeps .cache
+#
+# Each step leaves a stamp in .venv, so nothing is done twice. To build against your own:
+#   make setup PYTHON=python3.12 TORCH='torch==2.9.*' TENSORFLOW= CONSTRAINTS=
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+TENSORFLOW ?= tensorflow-cpu==2.21.0
+CONSTRAINTS ?= requirements/ci.txt
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/.stamps
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CONSTRAIN := $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
+CSRC := $(wildcard csrc/compress/*)
+HOROVOD_SCRIPTS := scripts/build_horovod.py $(wildcard scripts/horovod_*.py)
+
+.DELETE_ON_ERROR:
+.PHONY: setup demo test check bench clean data
+
+setup: $(STAMPS)/horovod $(STAMPS)/extension
+	-$(BIN)/python scripts/fetch_fashion_mnist.py
+
+demo: $(STAMPS)/horovod $(STAMPS)/extension data
+	$(BIN)/python examples/demo.py
+
+test: $(STAMPS)/horovod $(STAMPS)/extension
+	-@$(BIN)/python scripts/fetch_fashion_mnist.py
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(STAMPS)/packages
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMPS)/extension
+	mkdir -p benchmarks/out
+	$(BIN)/python benchmarks/codec.py --quick --json benchmarks/out/codec.json
+
+data: $(STAMPS)/venv
+	$(BIN)/python scripts/fetch_fashion_mnist.py
+
+# .cache holds the built Horovod and the data set: both are slow to get and valid in any .venv.
+clean:
+	rm -rf $(VENV) build dist *.egg-info sn_compress/*.so sn_compress/_core_missing.txt
+	rm -rf benchmarks/out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(STAMPS)/venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	  "need Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] \
+	  + "; name another: make setup PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	mkdir -p $(STAMPS)
+	touch $@
+
+$(STAMPS)/frameworks: $(STAMPS)/venv
+	$(PIP) install $(CONSTRAIN) $(TORCH) $(TENSORFLOW)
+	touch $@
+
+# The build tools go in first: the project is then built with them, not with a fresh download.
+$(STAMPS)/packages: $(STAMPS)/frameworks pyproject.toml $(wildcard $(CONSTRAINTS))
+	$(PIP) install $(CONSTRAIN) 'setuptools>=77' wheel
+	$(PIP) install $(CONSTRAIN) --no-build-isolation --editable '.[dev,horovod]'
+	touch $@
+
+# Again when the C++ changes; the folder is listed too, so that a removed file counts.
+$(STAMPS)/extension: $(STAMPS)/packages setup.py csrc/compress $(CSRC)
+	$(PIP) install --quiet --no-build-isolation --no-deps --editable .
+	touch $@
+
+$(STAMPS)/horovod: $(STAMPS)/packages $(HOROVOD_SCRIPTS)
+	$(BIN)/python scripts/build_horovod.py
+	touch $@

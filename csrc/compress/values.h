@@ -1,0 +1,80 @@
+// Value coders beside the range float. Twin: ops/values.py.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "quantize.h"
+
+namespace sn {
+
+// IEEE half precision of values scaled by a power of two that takes the block's peak to
+// [2**14, 2**15).
+class HalfScale {
+ public:
+  explicit HalfScale(uint32_t head) {
+    const uint32_t exponent = head >> 7;
+    scale_ = from_bits((268 - (exponent > 15 ? exponent : 15)) << 23);
+  }
+
+  static uint32_t head_for(uint32_t peak) { return (peak >> 23) << 7; }
+
+  // Rounds to nearest, ties to even; scaled values are below 2**15, so nothing overflows.
+  uint32_t encode(float value) const {
+    const uint32_t raw = to_bits(value * scale_);
+    const uint32_t sign = raw >> 16 & 0x8000u, magnitude = raw & 0x7FFFFFFFu;
+    if (magnitude < 0x38800000u) {  // below 2**-14: a subnormal half, a multiple of 2**-24
+      const float steps = from_bits(magnitude) * 16777216.0f;      // below 2**10, exact
+      const float rounded = (steps + 12582912.0f) - 12582912.0f;  // 1.5 * 2**23: to integer
+      return sign | static_cast<uint32_t>(rounded);
+    }
+    const uint32_t even = magnitude + 0xFFFu + (magnitude >> 13 & 1u);
+    return sign | ((even >> 13) - (112u << 10));
+  }
+
+  float decode(uint32_t code) const {
+    const uint32_t sign = (code & 0x8000u) << 16, exponent = code >> 10 & 31u;
+    const uint32_t fraction = code & 0x3FFu;
+    if (exponent == 31)  // never encoded; a damaged payload may hold it
+      return from_bits(sign | 0x7F800000u | fraction << 13) / scale_;
+    const float magnitude = exponent ? from_bits((exponent + 112) << 23 | fraction << 13)
+                                     : static_cast<float>(fraction) * 5.9604644775390625e-8f;
+    return from_bits(to_bits(magnitude) | sign) / scale_;
+  }
+
+ private:
+  float scale_;
+};
+
+// Magnitudes in fixed point, 22 bits below the binade of the block's peak: sums of integers are
+// the same in any order.
+class Fixed {
+ public:
+  explicit Fixed(uint32_t peak) : exponent_(static_cast<int>(peak >> 23 < 253 ? peak >> 23 : 253)) {
+    scale_ = from_bits(static_cast<uint32_t>(254 - exponent_) << 23);
+  }
+
+  int64_t of(float value) const {
+    return static_cast<int64_t>(std::fabs(value) * scale_ * 4194304.0f);
+  }
+
+  // The upper half of the float32 nearest to a magnitude.
+  uint32_t head(int64_t fixed) const {
+    const float value = std::ldexp(static_cast<float>(fixed), exponent_ - 127 - 22);
+    const int64_t rounded = (static_cast<int64_t>(to_bits(value)) + 0x8000) >> 16;
+    return static_cast<uint32_t>(rounded < kMaxFinite >> 16 ? rounded : kMaxFinite >> 16);
+  }
+
+ private:
+  int exponent_;
+  float scale_;
+};
+
+// Sign in bit 0 of a code and, with two levels, the level in bit 1.
+struct Levels {
+  uint32_t heads[2];
+
+  float decode(uint32_t code) const { return from_bits(heads[code >> 1] << 16 | code << 31); }
+};
+
+}  // namespace sn

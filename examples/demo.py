@@ -1,0 +1,83 @@
+"""Fashion-MNIST on two ranks, first plain, then with FFTCompression: a table and a picture.
+
+    python examples/demo.py
+
+Both runs are examples/torch_fashion_mnist.py under horovodrun; only `--compression` differs.
+"""
+
+import argparse
+from pathlib import Path
+
+import _launch
+import _plots
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTE = """\
+Seconds are those of two ranks on one machine, with no network between them: they show what the
+codec costs, not what fewer bytes gain. Relative error is the part of gradient and memory that one
+step leaves out, on average; error feedback sends it in later steps."""
+
+
+def table(runs):
+    """Return [(name, history)] as lines of text."""
+    rows = [("method", "test accuracy", "seconds", "bytes/rank/step", "ratio", "relative error")]
+    for name, run in runs:
+        accuracy, ratio = run["accuracy"][-1], run["dense_bytes"] / run["payload_bytes"]
+        row = f"{accuracy:.2f} %|{run['seconds']:.1f}|{run['payload_bytes']:,.0f}|{ratio:.1f}"
+        rows.append((name, *row.split("|"), f"{run.get('relative_error', 0):.3f}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, tuple("-" * width for width in widths))
+    formats = ["<", *">" * (len(widths) - 1)]
+    return "\n".join(
+        "  ".join(f"{cell:{f}{w}}" for cell, f, w in zip(row, formats, widths, strict=True))
+        for row in rows
+    )
+
+
+def picture(runs, path):
+    """Draw loss over steps, and bytes per step, of [(name, history)] into a PNG file."""
+    figure, (losses, sizes) = _plots.new_figure()
+    ends, bars = [], []
+    for (name, run), colour in zip(runs, _plots.COLOURS, strict=False):
+        steps = range(1, len(run["loss"]) + 1)
+        mean = _plots.running_mean(run["loss"], width=max(1, len(steps) // 40))
+        losses.plot(steps, run["loss"], color=colour, alpha=0.2, linewidth=0.5)
+        losses.plot(steps, mean, color=colour, linewidth=2)
+        ends.append((steps[-1], mean[-1], name, colour))
+        bars.append((name, run["payload_bytes"], colour))
+    losses.set(xlabel="step", xlim=(0, len(steps)), ylim=(0, 2.4 if len(steps) < 500 else 1.2))
+    losses.set_title("training loss: each step (faint) and running mean", loc="left")
+    _plots.bars_of_bytes(sizes, bars)
+    _plots.label_ends(losses, ends)
+    figure.savefig(path, dpi=110)
+
+
+def main():
+    """Train twice, then print the table and draw the picture."""
+    flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    flags.add_argument("--epochs", type=int, default=4)
+    flags.add_argument("--theta", type=float, default=0.9, help="fraction of the spectrum dropped")
+    flags.add_argument("--data", help="folder of Fashion-MNIST's four .gz files")
+    flags.add_argument(
+        "--out", type=Path, default=ROOT / "demo-results", help="where demo.png goes"
+    )
+    flags.add_argument("--quick", action="store_true", help="a few steps, to see that it runs")
+    args = flags.parse_args()
+    common = ["--epochs", 1 if args.quick else args.epochs]
+    common += ["--limit", 2560] if args.quick else []
+    common += ["--data", args.data] if args.data else []
+    methods = {
+        "plain Horovod": ["--compression", "none"],
+        "FFTCompression": ["--compression", "fft", "--theta", args.theta],
+    }
+    runs = []
+    for number, (name, its_flags) in enumerate(methods.items(), start=1):
+        print(f"{number}/{len(methods)} {name}: 2 ranks of one thread each", flush=True)
+        runs.append((name, _launch.train(*common, *its_flags, title="    ")))
+    args.out.mkdir(parents=True, exist_ok=True)
+    picture(runs, args.out / "demo.png")
+    print(f"\n{table(runs)}\n\n{NOTE}\n\nLoss curves and bytes: {args.out / 'demo.png'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+#!/usr/bin/env python3
+"""Build Horovod 0.28.1 against the torch and TensorFlow installed in this interpreter.
+
+`pip install horovod` fails with every torch since 2.1 and every TensorFlow since 2.18: the last
+release is of 2023. This script takes that release as it is on the package index, checks it against
+a pinned hash, makes the edits listed in horovod_edits.py, builds a wheel, keeps it under a hash of
+all it was built against, installs it and runs two ranks through it.
+
+    python scripts/build_horovod.py                # build (or take from the cache) and install
+    python scripts/build_horovod.py --check        # only say what would be done
+    python scripts/build_horovod.py --wheel-only   # leave the interpreter as it is
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import shutil
+import sys
+import tarfile
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+import horovod_edits
+from horovod_steps import StepError, Steps
+from horovod_target import Target, compiler, detect
+from horovod_tools import PIP, default_jobs, find_cmake, nccl_from_wheel, prerequisites
+
+VERSION: Final = "0.28.1"
+SDIST_SHA256: Final = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+SCRIPTS: Final = Path(__file__).resolve().parent
+CACHE: Final = SCRIPTS.parent / ".cache" / "horovod"
+# What Horovod's runner imports, and what its build needs in the interpreter it runs in.
+RUNTIME: Final = ("cloudpickle", "psutil", "pyyaml", "packaging", "cffi")
+BUILD: Final = ("setuptools", "wheel")
+
+
+def sdist_hash(path: Path) -> str:
+    """Return the SHA-256 of a file in hex."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def installed_version() -> str | None:
+    """Return the version of the Horovod in this interpreter, or None."""
+    try:
+        return metadata.version("horovod")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def fetch_sdist(steps: Steps, cache: Path, given: Path | None) -> Path:
+    """Return the release's source archive, checked: the given one, the kept one, or a download."""
+    kept = cache / "sdist" / f"horovod-{VERSION}.tar.gz"
+    source = given or kept
+    if given and not given.is_file():
+        raise steps.failed([f"--sdist {given}: no such file"])
+    if not source.is_file():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        steps.run(
+            [*PIP, "download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation"]
+            + ["--dest", str(kept.parent), f"horovod=={VERSION}"]
+        )
+    found = sdist_hash(source)
+    if found != SDIST_SHA256:
+        raise steps.failed(
+            [f"{source} has SHA-256 {found}", f"expected {SDIST_SHA256}", "delete it and try again"]
+        )
+    if given:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(given, kept)
+    return source
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Unpack a checked archive."""
+    with tarfile.open(archive) as tar:
+        # Python 3.11 before 3.11.4 has no filters; the archive's hash is pinned either way.
+        if hasattr(tarfile, "data_filter"):
+            tar.extractall(folder, filter="data")
+        else:
+            tar.extractall(folder)
+
+
+def build_environment(target: Target, digest: str, jobs: int) -> dict[str, str]:
+    """Return the environment of the build: ours in, stray Horovod switches and make's own out."""
+    kept = dict(target.settings)
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("HOROVOD_") and name not in ("MFLAGS", "MAKELEVEL")
+    }
+    env |= kept | target.flags()
+    env |= {
+        "CXX": compiler() or "c++",
+        "MAKEFLAGS": f"-j{jobs}",
+        "CMAKE_GENERATOR": "Unix Makefiles",
+        # Gloo asks for CMake 2.8 compatibility, which CMake 4 refuses without this.
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
+        # The hash becomes part of the installed version, so that a later run knows its own work.
+        "HOROVOD_LOCAL_VERSION": f"sn{digest}",
+        "PYTHONUNBUFFERED": "1",
+    }
+    return env
+
+
+def compile_wheel(
+    steps: Steps, tree: Path, work: Path, env: dict[str, str], *, folder: Path
+) -> Path:
+    """Build the edited source and move the wheel to its place in the cache."""
+
+    def show(line: str) -> None:
+        # make prints "[ 42%] Building CXX object ..."
+        if found := re.match(r"\s*\[\s*(\d+)%\]", line):
+            steps.percent(int(found.group(1)))
+
+    steps.run(
+        [*PIP, "wheel", "-v", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
+        + ["--wheel-dir", str(work / "wheel"), str(tree)],
+        env=env,
+        cwd=work,
+        on_line=show,
+    )
+    wheels = list((work / "wheel").glob("horovod-*.whl"))
+    if len(wheels) != 1:
+        raise steps.failed([f"pip left {len(wheels)} wheels, expected one"])
+    # A copy under another name first, so that a reader never sees half a wheel.
+    partial = folder / f"{wheels[0].name}.part"
+    shutil.copyfile(wheels[0], partial)
+    return partial.replace(folder / wheels[0].name)
+
+
+def smoke_test(steps: Steps, target: Target) -> None:
+    """Show what the build can do and average numbers over two ranks."""
+    run = [sys.executable, "-m", "horovod.runner.launch"]
+    report = steps.run([*run, "--check-build"])
+    # Its list of frameworks is left out: it marks PyTorch as there when horovod.torch merely
+    # imports, which it does without torch. The ranks below are the proof.
+    parts = set(re.findall(r"\[X\]\s+(.+)", report)) & {"Gloo", "MPI", "NCCL"}
+    steps.say(f"moves tensors by: {', '.join(sorted(parts))}")
+    names = [name for name in ("torch", "tensorflow") if getattr(target, name)]
+    output = steps.run(
+        [*run, "--gloo", "-np", "2", sys.executable, str(SCRIPTS / "horovod_smoke.py"), *names],
+        env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "2"},
+    )
+    for name in names:
+        ok = output.count(f"smoke {name} ok")
+        if ok != 2:
+            raise steps.failed([*output.splitlines(), f"{name}: {ok} of 2 ranks reported"])
+        steps.say(f"2 ranks averaged a {name} tensor")
+
+
+def describe(target: Target, edits: tuple[horovod_edits.Edit, ...]) -> str:
+    """Return what will be built, in words."""
+    lines = [
+        f"Horovod {VERSION} for Python {target.python}: {target.frameworks or 'no framework'}",
+        f"compiler: {target.compiler}",
+        f"NCCL: {'yes, CUDA ' + str(target.nvcc) if target.gpu else 'no, ' + target.why_no_gpu()}",
+        f"MPI: {target.mpi or 'no, mpirun and mpicxx not both found'}",
+        f"edits: {', '.join(edit.name for edit in edits)}",
+    ]
+    return "\n".join(lines)
+
+
+def build(
+    target: Target, edits: tuple[horovod_edits.Edit, ...], folder: Path, args: argparse.Namespace
+) -> Path:
+    """Make the wheel: fetch, edit, compile. Returns its path in the cache."""
+    steps: Steps = args.steps
+    steps.begin("get what the build needs")
+    steps.run([*PIP, "install", "--quiet", *BUILD, *RUNTIME])
+    with tempfile.TemporaryDirectory(prefix="horovod-build-") as name:
+        work = Path(name)
+        cmake = find_cmake(steps, work)
+        steps.begin("get Horovod's source and check its hash")
+        sdist = fetch_sdist(steps, args.cache, args.sdist)
+        steps.begin(f"unpack and make {len(edits)} edits")
+        unpack(sdist, work)
+        tree = work / f"horovod-{VERSION}"
+        try:
+            horovod_edits.apply(edits, tree)
+        except horovod_edits.EditError as error:
+            raise steps.failed([str(error)]) from error
+        env = build_environment(target, folder.name, args.jobs) | {"HOROVOD_CMAKE": cmake}
+        if target.gpu:
+            env |= nccl_from_wheel(work)
+        steps.begin(f"compile with {args.jobs} job{'s' if args.jobs > 1 else ''}")
+        return compile_wheel(steps, tree, work, env, folder=folder)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="only say what would be done")
+    parser.add_argument("--wheel-only", action="store_true", help="build, do not install")
+    parser.add_argument("--force", action="store_true", help="build even if a wheel is cached")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="where wheels are kept")
+    parser.add_argument("--sdist", type=Path, help=f"a horovod-{VERSION}.tar.gz already here")
+    parser.add_argument("--jobs", type=int, default=default_jobs(), help="parallel compilers")
+    args = parser.parse_args(argv)
+    args.cache = args.cache.resolve()
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Build and install; return the exit status."""
+    args = parse(argv)
+    target = detect()
+    edits = horovod_edits.wanted(target.versions)
+    digest = target.digest(edits, SDIST_SHA256)
+    folder = args.cache / digest
+    wheel = None if args.force else next(folder.glob("horovod-*.whl"), None)
+    wanted = f"{VERSION}+sn{digest}"
+    installed = installed_version() == wanted
+    if installed and not (args.check or args.wheel_only or args.force):
+        print(f"Horovod {wanted} is installed already: nothing to do")
+        return 0
+    print(describe(target, edits))
+    missing = prerequisites(target)
+    if args.check:
+        print(f"build hash: {digest}")
+        print(f"wheel: {wheel or 'not built yet'}\ninstalled: {installed_version() or 'none'}")
+        print("\n".join(f"missing: {text}" for text in missing) or "missing: nothing")
+        return 1 if missing else 0
+    if missing:
+        print("cannot build Horovod:\n" + "\n".join(f"  - {text}" for text in missing))
+        return 1
+    folder.mkdir(parents=True, exist_ok=True)
+    total = (0 if wheel else 4) + (0 if args.wheel_only else 2)
+    args.steps = steps = Steps(total, folder / "build.log" if not wheel else folder / "install.log")
+    try:
+        if wheel is None:
+            wheel = build(target, edits, folder, args)
+        if not args.wheel_only:
+            steps.begin(f"install {wheel.name}")
+            steps.run([*PIP, "install", "--quiet", *RUNTIME])
+            steps.run([*PIP, "install", "--quiet", "--no-deps", "--force-reinstall", str(wheel)])
+            steps.begin("check the build with two ranks")
+            smoke_test(steps, target)
+    except StepError as error:
+        print(f"\n{error}", file=sys.stderr)
+        return 1
+    print(f"done: {wheel}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""What Horovod 0.28.1 needs changed to build today, as data: file, old text, new text, reason.
+
+The obvious way is a patch file, but a patch that half applies says "hunk 3 failed" and leaves the
+reader to find out what hunk 3 was for. Here every edit names its reason and how often its text must
+occur; one that does not find its place stops the build before the compiler starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+
+class EditError(RuntimeError):
+    """An edit did not find its place, so the source is not the one the edits were written for."""
+
+
+@dataclass(frozen=True)
+class Versions:
+    """The versions that decide whether an edit is wanted; None where the framework is absent."""
+
+    torch: tuple[int, ...] | None = None
+    tensorflow: tuple[int, ...] | None = None
+
+
+def always(_: Versions) -> bool:
+    """Say yes: the edit is right for every combination of versions."""
+    return True
+
+
+def new_tensorflow(versions: Versions) -> bool:
+    """Say whether TensorFlow is one whose XLA headers are no longer where Horovod looks."""
+    return versions.tensorflow is not None and versions.tensorflow >= (2, 16)
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Replace `old` by `new` in `file`, where it must occur exactly `count` times."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    why: str
+    count: int = 1
+    when: Callable[[Versions], bool] = always
+
+    def text(self) -> str:
+        """Return all that decides the edited source, for the hash of the build."""
+        return "\0".join((self.file, self.old, self.new, str(self.count)))
+
+
+EDITS: Final = (
+    Edit(
+        name="c++17-core",
+        file="CMakeLists.txt",
+        old="set(CMAKE_CXX_STANDARD 14)",
+        new="set(CMAKE_CXX_STANDARD 17)",
+        why="headers of torch >= 2.1 and TensorFlow >= 2.10 use C++17",
+    ),
+    Edit(
+        name="c++17-torch",
+        file="horovod/torch/CMakeLists.txt",
+        old="    set(CMAKE_CXX_STANDARD 14)",
+        new="    set(CMAKE_CXX_STANDARD 17)",
+        why="the torch part sets the standard back to 14 for itself",
+    ),
+    Edit(
+        name="c++17-gloo",
+        file="third_party/gloo/CMakeLists.txt",
+        old="-std=c++11 -fPIC",
+        new="-std=c++17 -fPIC",
+        why="Gloo names a standard of its own; one standard for all that ends in one library",
+    ),
+    Edit(
+        name="no-xla-ops",
+        file="horovod/tensorflow/CMakeLists.txt",
+        old='list(APPEND TF_SOURCES "${PROJECT_SOURCE_DIR}/horovod/tensorflow/xla_mpi_ops.cc")\n',
+        new="",
+        why="its includes tensorflow/compiler/xla/... are gone from TensorFlow's headers; "
+        "only the opt-in HOROVOD_ENABLE_XLA_OPS is lost",
+        when=new_tensorflow,
+    ),
+    Edit(
+        name="gcc13-stdexcept",
+        file="horovod/common/common.h",
+        old="#include <memory>\n#include <string>\n",
+        new="#include <memory>\n#include <stdexcept>\n#include <string>\n",
+        why="g++ 13's headers no longer bring <stdexcept> in by accident",
+    ),
+    Edit(
+        name="gcc13-string",
+        file="horovod/common/group_table.h",
+        old="#include <queue>\n#include <unordered_map>\n",
+        new="#include <queue>\n#include <string>\n#include <unordered_map>\n",
+        why="g++ 13's headers no longer bring <string> in by accident",
+    ),
+    Edit(
+        name="python312-include",
+        file="horovod/torch/CMakeLists.txt",
+        old="from distutils.sysconfig import get_python_inc; print(get_python_inc())",
+        new="import sysconfig; print(sysconfig.get_paths()['include'])",
+        why="Python 3.12 has no distutils; the include path came out empty, without an error",
+    ),
+    Edit(
+        name="python312-import",
+        file="horovod/runner/js_run.py",
+        old="from distutils.spawn import find_executable\n",
+        new="from shutil import which\n",
+        why="Python 3.12 has no distutils",
+    ),
+    Edit(
+        name="python312-use",
+        file="horovod/runner/js_run.py",
+        old="find_executable('jsrun')",
+        new="which('jsrun')",
+        why="goes with the import above",
+    ),
+    Edit(
+        name="no-setup-requires",
+        file="setup.py",
+        old="setup_requires=require_list if is_build_action() else [],",
+        new="setup_requires=[],",
+        why="setuptools would fetch packages in the middle of the build, on its own terms; "
+        "the build script installs them first and says so",
+    ),
+    Edit(
+        name="no-debug-info",
+        file="setup.py",
+        old="else 'RelWithDebInfo'",
+        new="else 'Release'",
+        why="the same -O3 code without debug information compiles sooner and in less memory",
+    ),
+    Edit(
+        name="gloo-iface",
+        file="horovod/common/gloo/gloo_context.cc",
+        old="  auto dev = CreateDevice(device_attr);\n\n  global_ctx = global_context.ctx;",
+        new="  // the interface was given to the global context only\n"
+        "  device_attr.iface = global_context.gloo_iface_;\n"
+        "  auto dev = CreateDevice(device_attr);\n\n  global_ctx = global_context.ctx;",
+        why="process sets, the global one among them, ignored HOROVOD_GLOO_IFACE and took the "
+        "address the host name resolves to: ranks on hosts with several networks hung or aborted",
+    ),
+)
+
+
+def wanted(versions: Versions, edits: tuple[Edit, ...] = EDITS) -> tuple[Edit, ...]:
+    """Return the edits that apply to these versions, in order."""
+    return tuple(edit for edit in edits if edit.when(versions))
+
+
+def apply(edits: tuple[Edit, ...], tree: Path) -> None:
+    """Apply the edits to the unpacked source under `tree`, or raise and say which one failed."""
+    for edit in edits:
+        path = tree / edit.file
+        if not path.is_file():
+            raise EditError(
+                f"edit '{edit.name}': no file {edit.file} in {tree}. The source is not the one "
+                "these edits were written for; use the Horovod version named by the script."
+            )
+        text = path.read_text(encoding="utf-8")
+        found = text.count(edit.old)
+        if found != edit.count:
+            raise EditError(
+                f"edit '{edit.name}' in {edit.file}: its text occurs {found} times, "
+                f"expected {edit.count}. The source is not the one this edit was written for; "
+                f"text: {edit.old!r}. Why it is wanted: {edit.why}."
+            )
+        path.write_text(text.replace(edit.old, edit.new), encoding="utf-8")

@@ -1,0 +1,310 @@
+"""Auto: the method that captures most of this tensor's energy in a given number of bytes.
+
+No one transform is right for all tensors: a fixed long FFT loses two- to fivefold on heavy-tailed
+gradients, plain top-k loses as much on smooth ones, and both lose to low rank where the gradient
+is nearly one (`docs/methods.md` has the measurements). So a few candidates, each set so that its
+payload fills the same bytes, are tried on the tensor itself, and the best one is used until the
+next trial. Ranks may choose differently and still be averaged; `scores` and `choose` are there
+for those that decide together.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..codec import HEADER_BYTES, Codec, Floats, Payload, as_vector
+from ..errors import CompressError, PayloadError
+from .fft import FFTCodec
+from .lowrank import LowRankCodec, matrix_shape
+
+_SETTINGS = struct.Struct("<BIBHI")
+_FORMATS: list[dict[str, Any]] = [
+    {"bits": 4, "mantissa": 1},
+    {"bits": 6, "mantissa": 2},
+    {"values": "2bit"},
+    {"values": "sign"},
+]
+_SMALL_AXIS = 32  # longest axis worth a transform of its own
+
+
+@dataclass
+class AutoState:
+    """The candidate in use, its memory, and how many encodings it has been in use for."""
+
+    choice: int | None
+    inner: Any
+    age: int
+
+
+class AutoCodec(Codec):
+    """Whatever fits `ratio` and loses least on this tensor.
+
+    Parameters
+    ----------
+    ratio : bytes of the float32 tensor over bytes of the payload, above 1; the payload has
+        exactly the size that follows, header included, for tensors large enough to hold it
+    shape : the tensor's shape; without it low rank and transforms along axes are left out
+    every : encodings with one state after which the choice is made anew
+
+    Examples
+    --------
+    >>> codec = AutoCodec(ratio=100, shape=(256, 576))
+    >>> payload = codec.encode(np.ones(256 * 576, np.float32))
+    >>> round(4 * 256 * 576 / payload.nbytes)
+    100
+    """
+
+    codec_id = 3
+
+    def __init__(
+        self, *, ratio: float = 100.0, shape: Sequence[int] | None = None, every: int = 500
+    ) -> None:
+        if not ratio > 1 or every < 1:
+            raise CompressError(
+                f"AutoCodec: ratio={ratio!r}, every={every!r}; expected a ratio above 1 and at "
+                "least one encoding per choice"
+            )
+        self.ratio, self.every = float(ratio), every
+        self.shape = None if shape is None else tuple(int(size) for size in shape)
+        self._settings_head = round(ratio * 1000) % 2**32
+        self._candidates_of: dict[int, list[Codec]] = {}
+
+    @classmethod
+    def like(cls, *, shape: Sequence[int] | None = None, **settings: Any) -> AutoCodec:
+        """The AutoCodec whose payloads are as large as those of FFTCodec(**settings)."""
+        block = settings.get("block") or 4096
+        fixed = FFTCodec(**{**settings, "transform": "fft", "block": block})
+        return cls(ratio=4 * 2**20 / (fixed.payload_bytes(2**20) - HEADER_BYTES), shape=shape)
+
+    def __repr__(self) -> str:
+        return f"AutoCodec(ratio={self.ratio!r}, shape={self.shape!r}, every={self.every!r})"
+
+    def payload_bytes(self, n: int) -> int:
+        budget = int(4 * n / self.ratio) // 16 * 16
+        return max(budget, HEADER_BYTES + _smallest(n)) if n else HEADER_BYTES
+
+    def candidates(self, n: int) -> list[Codec]:
+        """The codecs tried on n elements, every one as large as the budget allows."""
+        if n not in self._candidates_of:
+            if self.shape is not None and math.prod(self.shape) != n:
+                raise CompressError(f"{n} elements do not fill shape {self.shape}")
+            budget = self.payload_bytes(n)
+            found = [codec for codec in self._proposals(n, budget) if codec is not None]
+            self._candidates_of[n] = found
+        return self._candidates_of[n]
+
+    def _proposals(self, n: int, budget: int) -> list[Codec | None]:
+        bases: list[dict[str, Any]] = [
+            {"transform": t} for t in ("identity", "dct", "hadamard", "fft")
+        ]
+        bases += [{"transform": "identity", "block": None}]
+        bases += [{"transform": "axes", "axes": axes, "shape": self.shape} for axes in self._axes()]
+        bases += [{**basis, "block": None} for basis in bases[5:]]
+        proposals: list[Codec | None] = [
+            _sparse(n, budget, {**basis, **fmt}) for basis in bases for fmt in _FORMATS
+        ]
+        proposals.append(_sparse(n, budget, {"transform": "identity", "values": "fp16"}))
+        if self.shape is not None and min(matrix_shape(self.shape)) > 1:
+            proposals += [
+                _low_rank(self.shape, budget, bits, m) for bits, m in ((4, 1), (6, 2), (8, 3))
+            ]
+            proposals += [_two_stage(self.shape, budget, share) for share in (0.25, 0.5, 0.75)]
+        return proposals
+
+    def _axes(self) -> list[tuple[int, ...]]:
+        """Axes worth a DCT: a kernel's height and width, and each side of a matrix."""
+        shape = self.shape or ()
+        if len(shape) == 4:
+            return [(2, 3)] if shape[2] * shape[3] > 1 else []
+        if len(shape) == 3:
+            return [(2,)] if shape[2] > 1 else []
+        if len(shape) == 2:
+            return [(axis,) for axis in (1, 0) if shape[axis] > 1]
+        return []
+
+    def scores(self, values: npt.ArrayLike) -> npt.NDArray[np.float64]:
+        """What each candidate would lose of these values, in squared norm; [candidates]."""
+        array = as_vector(values)
+        lost = []
+        for codec in self.candidates(array.size):
+            payload = codec.encode(array)
+            lost.append(math.inf if payload.error is None else payload.error)
+        return np.array(lost)
+
+    def choose(self, state: AutoState, scores: npt.NDArray[np.float64], n: int) -> None:
+        """Use the candidate of the lowest score from now on; the memory is carried over."""
+        self._switch(state, int(np.argmin(scores)), n)
+
+    def _switch(self, state: AutoState, choice: int, n: int) -> None:
+        codecs = self.candidates(n)
+        state.age = 0
+        if choice == state.choice:
+            return
+        inner: Any = codecs[choice].new_state(n)
+        if state.choice is not None:
+            inner = codecs[choice].values_to_state(
+                codecs[state.choice].state_to_values(state.inner, n)
+            )
+        state.choice, state.inner = choice, inner
+
+    def new_state(self, n: int) -> AutoState:
+        return AutoState(None, None, 0)
+
+    def state_to_values(self, state: AutoState, n: int) -> Floats:
+        """The memory as the vector it stands for, [n] float32."""
+        if state.choice is None:
+            return np.zeros(n, np.float32)
+        return self.candidates(n)[state.choice].state_to_values(state.inner, n)
+
+    def values_to_state(self, values: npt.ArrayLike) -> AutoState:
+        """A state with this memory and the choice still open."""
+        array = np.asarray(as_vector(values), np.float32)
+        codec = self.candidates(array.size)[0]
+        return AutoState(0, codec.values_to_state(array), self.every)
+
+    def encode(
+        self, values: npt.ArrayLike, *, state: AutoState | None = None, decay: float = 1.0
+    ) -> Payload:
+        """Encode [n] float32, float16 or bfloat16; see Codec.encode.
+
+        Chooses when the state is new or `every` encodings old; without a state, each time.
+        """
+        array = as_vector(values)
+        n = array.size
+        buffer = np.zeros(self.payload_bytes(n), np.uint8)
+        known = state if state is not None else self.new_state(n)
+        if n == 0:
+            return self._seal(buffer, 0, 0, None)
+        if (known.choice is None or known.age >= self.every) and np.isfinite(
+            array.astype(np.float32)
+        ).all():
+            target = array.astype(np.float32) + np.float32(decay) * self.state_to_values(known, n)
+            self.choose(known, self.scores(target), n)
+        choice = known.choice or 0
+        if known.inner is None:
+            self._switch(known, choice, n)
+        inner = self.candidates(n)[choice].encode(
+            array, state=known.inner if state is not None else None, decay=decay
+        )
+        known.age += 1
+        buffer[HEADER_BYTES : inner.nbytes] = inner.body
+        return self._seal(buffer, n, choice, inner)
+
+    def _seal(
+        self, buffer: npt.NDArray[np.uint8], n: int, choice: int, inner: Payload | None
+    ) -> Payload:
+        return Payload.seal(
+            buffer,
+            codec_id=self.codec_id,
+            n=n,
+            settings=_SETTINGS.pack(choice, self._settings_head, 0, 0, 0),
+            saturated=inner.saturated if inner else 0,
+            energy=inner.energy if inner else 0.0,
+            error=inner.error if inner else 0.0,
+        )
+
+    def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
+        """The mean of the vectors, [n] float32, also where ranks chose differently."""
+        if not payloads:
+            raise CompressError("decode_mean needs at least one payload; got none")
+        n = payloads[0].n
+        by_choice: dict[int, list[Payload]] = {}
+        for payload in payloads:
+            choice = self._check(payload, n)
+            by_choice.setdefault(choice, []).append(payload)
+        if n == 0:
+            return np.zeros(0, np.float32)
+        mean = np.zeros(n, np.float32)
+        for choice in sorted(by_choice):
+            codec = self.candidates(n)[choice]
+            inner = [_unwrap(codec, payload) for payload in by_choice[choice]]
+            mean += codec.decode_mean(inner) * np.float32(len(inner) / len(payloads))
+        return mean
+
+    def _check(self, payload: Payload, n: int) -> int:
+        choice, head, *_ = _SETTINGS.unpack(payload.settings)
+        # n is bounded by the bytes at hand before anything of that size is made.
+        fits = (
+            payload.codec_id == self.codec_id
+            and head == self._settings_head
+            and payload.n == n
+            and n <= payload.nbytes * (self.ratio + 4) * 2
+            and (self.shape is None or n == math.prod(self.shape))
+            and payload.nbytes == self.payload_bytes(n)
+            and (n == 0 or choice < len(self.candidates(n)))
+        )
+        if not fits:
+            raise PayloadError(
+                f"payload of codec {payload.codec_id}, candidate {choice}, {payload.n} elements, "
+                f"{payload.nbytes} bytes; expected {n} elements of {self!r} on every rank"
+            )
+        return int(choice)
+
+
+def _unwrap(codec: Codec, payload: Payload) -> Payload:
+    size = codec.payload_bytes(payload.n)
+    return Payload(payload.buffer[:size], codec.codec_id, payload.n, codec.settings)
+
+
+def _smallest(n: int) -> int:
+    """Bytes of the smallest record there is, for tensors too small for the ratio."""
+    return (
+        FFTCodec(theta=1 - 2**-32, transform="identity", values="sign").payload_bytes(n)
+        - HEADER_BYTES
+    )
+
+
+def _sparse(n: int, budget: int, settings: dict[str, Any]) -> FFTCodec | None:
+    """The FFTCodec with these settings and the smallest theta that fits the budget."""
+
+    def codec(kept: int) -> FFTCodec:
+        # Between two counts: theta falls on no edge, so that rounding cannot matter.
+        return FFTCodec(**settings, theta=1 - kept / 2**20)
+
+    def fits(kept: int) -> bool:
+        return codec(kept).payload_bytes(n) <= budget
+
+    whole = FFTCodec(**settings, theta=0.0)
+    if whole.payload_bytes(n) <= budget:
+        return whole
+    low, high = 1, 2**20
+    if not fits(low):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return codec(low)
+
+
+def _low_rank(shape: tuple[int, ...], budget: int, bits: int, mantissa: int) -> LowRankCodec | None:
+    n = math.prod(shape)
+
+    def codec(rank: int) -> LowRankCodec:
+        return LowRankCodec(shape=shape, rank=rank, bits=bits, mantissa=mantissa)
+
+    best = None
+    for rank in range(1, min(matrix_shape(shape)) + 1):
+        if codec(rank).payload_bytes(n) > budget:
+            break
+        best = codec(rank)
+    return best
+
+
+def _two_stage(shape: tuple[int, ...], budget: int, share: float) -> LowRankCodec | None:
+    """Low rank in `share` of the bytes, top-k of what it leaves over in the others."""
+    n = math.prod(shape)
+    first = _low_rank(shape, HEADER_BYTES + int((budget - HEADER_BYTES) * share), 4, 1)
+    if first is None:
+        return None
+    left = budget - first.payload_bytes(n) + HEADER_BYTES
+    rest = _sparse(n, left, {"transform": "identity", "bits": 4, "mantissa": 1})
+    if rest is None:
+        return None
+    return LowRankCodec(shape=shape, rank=first.rank, bits=4, mantissa=1, rest=rest)

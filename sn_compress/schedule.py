@@ -1,0 +1,167 @@
+"""Theta over time: how much is dropped at each step.
+
+Every rank must use the same theta at the same step, so a schedule is a function of the step, or of
+numbers all ranks share. Values move on a ladder of few rungs: a payload's size follows from theta,
+and a size that changes every step would be negotiated anew every step.
+
+`docs/convergence.md` has the condition under which dropping without error feedback converges.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from .errors import CompressError
+
+_RUNGS_PER_HALVING = 4
+
+
+class Schedule(Protocol):
+    """Anything that says what to drop at a step."""
+
+    def theta(self, step: int) -> float:
+        """Fraction of coefficients dropped at this step (0 is the first), in [0, 1)."""
+
+
+def on_ladder(theta: float) -> float:
+    """Theta moved to the nearest rung: keep = 1 - theta is a power of 2**(-1/4); 0 stays 0.
+
+    From keep 1 to 1/1024 there are 41 rungs.
+    """
+    keep = 1 - theta
+    return 1 - 2 ** (round(_RUNGS_PER_HALVING * math.log2(keep)) / _RUNGS_PER_HALVING)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same theta at every step."""
+
+    value: float
+
+    def __post_init__(self) -> None:
+        _check_theta(self.value)
+
+    def theta(self, step: int) -> float:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Warmup:
+    """Ramp from dense to what follows, in equal factors of keep (as DGC's 75, 93.75, ... %).
+
+    Parameters
+    ----------
+    steps : length of the warm-up
+    then : the schedule afterwards; it starts at its own step 0
+    dense : the fraction of the warm-up in which nothing is dropped
+    """
+
+    steps: int
+    then: Schedule
+    dense: float = 0.25
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or not 0 <= self.dense <= 1:
+            raise CompressError(
+                f"Warmup: steps={self.steps!r}, dense={self.dense!r}; expected at least one step "
+                "and a fraction from 0 to 1"
+            )
+
+    def theta(self, step: int) -> float:
+        if step >= self.steps:
+            return self.then.theta(step - self.steps)
+        ramp = (step / self.steps - self.dense) / max(1 - self.dense, 1e-9)
+        if ramp <= 0:
+            return 0.0
+        keep = (1 - self.then.theta(0)) ** ramp
+        return on_ladder(1 - keep)
+
+
+@dataclass(frozen=True)
+class Diminishing:
+    """The paper's: theta falls with the learning rate, so that what is lost falls with the steps.
+
+    Parameters
+    ----------
+    start : theta at step 0
+    rate : learning rate at a step over that at step 0, a function into (0, 1]
+    power : theta falls as rate**power; 1/2 is what the convergence condition asks for
+    """
+
+    start: float
+    rate: Callable[[int], float]
+    power: float = 0.5
+
+    def __post_init__(self) -> None:
+        _check_theta(self.start)
+
+    def theta(self, step: int) -> float:
+        rate = self.rate(step)
+        if not 0 <= rate <= 1:
+            raise CompressError(
+                f"Diminishing: rate({step}) = {rate!r}; expected the learning rate as a fraction "
+                "of its first value, from 0 to 1"
+            )
+        return on_ladder(self.start * rate**self.power)
+
+
+class EnergyBudget:
+    """Drop as much as loses a given fraction of the energy, by the exact error of the encoder.
+
+    By Parseval the encoder knows what it lost (`Payload.error` and `.energy`). Sum both over
+    ranks and tensors, hand the sums to `observe` on every rank, and theta moves by one rung
+    towards the target every `every` steps.
+
+    Parameters
+    ----------
+    lost : target of error over energy, in (0, 1)
+    start, low, high : theta at first and its limits
+    """
+
+    def __init__(
+        self,
+        *,
+        lost: float,
+        start: float = 0.9,
+        low: float = 0.0,
+        high: float = 0.999,
+        every: int = 50,
+    ) -> None:
+        for theta in (start, low, high):
+            _check_theta(theta)
+        if not 0 < lost < 1 or every < 1 or not low <= start <= high:
+            raise CompressError(
+                f"EnergyBudget: lost={lost!r}, every={every!r}, start={start!r} within {low} to "
+                f"{high}; expected a fraction, a number of steps, and a start inside the limits"
+            )
+        self.lost, self.low, self.high, self.every = lost, low, high, every
+        self._theta = on_ladder(start)
+        self._energy = self._error = 0.0
+        self._seen = 0
+
+    def theta(self, step: int) -> float:
+        return self._theta
+
+    def observe(self, energy: float, error: float) -> None:
+        """What one step encoded and lost, summed over the ranks; non-finite steps are left out."""
+        if not (math.isfinite(energy) and math.isfinite(error)):
+            return
+        self._energy += energy
+        self._error += error
+        self._seen += 1
+        if self._seen < self.every or self._energy == 0:
+            return
+        rung = 2 ** (1 / _RUNGS_PER_HALVING)
+        keep = 1 - self._theta
+        keep = keep * rung if self._error > self.lost * self._energy else keep / rung
+        self._theta = min(self.high, max(self.low, on_ladder(1 - min(1.0, keep))))
+        self._energy = self._error = 0.0
+        self._seen = 0
+
+
+def _check_theta(theta: float) -> None:
+    if not 0 <= theta < 1:
+        raise CompressError(f"theta={theta!r}; expected a fraction from 0 (keep all) to below 1")

@@ -1,0 +1,122 @@
+"""Vectors, settings and error bounds that the tests of the codec share."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from sn_compress import FFTCodec
+from sn_compress.ops import pack
+from sn_compress.ops.record import Layout
+
+SIZES = (0, 1, 31, 32, 33, 63, 1000, 4095, 4096, 4097, 2**20 + 1)
+U = 2.0**-24  # unit roundoff of float32
+TINY = 2.0**-149  # the smallest float32 above zero
+
+# Energies are summed in float32 in runs of 4096 parts over 16 lanes: 256 additions, a scaling
+# and a square, each within U, so a sum of squares is within 259 U. The total is twice the sum of
+# all parts less the ends, and at least half of what is subtracted from: twice that.
+ENERGY = 2 * 260 * U
+
+# Seeds are fixed, and a busy machine must not fail a test for being slow.
+examples = settings(deadline=None, derandomize=True, max_examples=60, database=None)
+
+
+def fft_error(block: int) -> float:
+    """Relative error, in the 2-norm, of one float32 FFT of this length, scaling included.
+
+    Higham, Accuracy and Stability, theorem 24.2: log2(n) (mu + gamma_4 (sqrt(2) + mu)) with
+    twiddle factors good to mu <= 2 U, thus below 8 U a stage; a stage of radix 3, 4 or 5 costs no
+    more than the two of radix 2 it stands for. Two more U for the orthonormal factor.
+    """
+    return (8 * math.ceil(math.log2(block)) + 2) * U
+
+
+def random(n: int, seed: int = 0) -> np.ndarray:
+    """Heavy-tailed and smooth at once, as gradients are, [n] float32."""
+    rng = np.random.default_rng(seed)
+    drift = np.cumsum(rng.standard_normal(n)) / math.sqrt(n or 1)
+    return (rng.standard_t(3, n) * 0.1 + drift).astype(np.float32)
+
+
+def specials(n: int) -> dict[str, np.ndarray]:
+    """Finite vectors that trip careless code; float32, [n] each."""
+    one = random(n, 9)
+    denormal = (np.arange(n) % 7 - 3).astype(np.float32) * np.float32(TINY)
+    spike = np.zeros(n, np.float32)
+    spike[n // 2 : n // 2 + 1] = 1e30
+    return {
+        "zeros": np.zeros(n, np.float32),
+        "minus zeros": np.full(n, -0.0, np.float32),
+        "all equal": np.full(n, 0.3, np.float32),
+        "tiny": (one * np.float32(1e-40)).astype(np.float32),
+        "denormal": denormal,
+        "huge spike": spike,
+        "alternating": np.where(np.arange(n) % 2, -2.5, 2.5).astype(np.float32),
+        "wide": one * np.float32(10) ** (np.arange(n) % 30 - 15).astype(np.float32),
+    }
+
+
+def codecs(**fixed: object) -> list[FFTCodec]:
+    """Settings that between them use every branch of the format."""
+    rows = [
+        {},
+        {"theta": 0.9, "positions": "bitmap"},
+        {"theta": 0.5, "block": 64, "bits": 4, "mantissa": 1},
+        {"theta": 0.9, "block": 256, "bits": 16, "mantissa": 9},
+        {"theta": 0.99, "block": 32, "bits": 12, "mantissa": 5, "window": "payload"},
+        {"theta": 0.7, "block": None, "positions": "bitmap"},
+        {"theta": 0.0, "values": "fp16"},
+        {"theta": 0.9, "block": None, "values": "fp16"},
+    ]
+    return [FFTCodec(**(row | fixed)) for row in rows]
+
+
+def layouts(blocks=(32, 64, 1024, 4096), thetas=(0.0, 0.5, 0.9, 0.98, 0.9999)) -> list[Layout]:
+    """The layouts that codecs of many settings give; an odd block comes from block=None."""
+    values = [("range", 8, 3), ("range", 4, 1), ("range", 16, 9), ("range", 6, 2), ("fp16", 16, 0)]
+    made = []
+    for block, theta, (kind, bits, mantissa), positions in itertools.product(
+        (*blocks, 45), thetas, values, ("elias-fano", "bitmap")
+    ):
+        kept = FFTCodec(theta=theta).kept(block)
+        made.append(Layout(block, kept, kind, bits, mantissa, positions))
+    return made
+
+
+def read_support(words: np.ndarray, layout: Layout) -> np.ndarray:
+    """Positions that each record names, [rows, k], read by the twin of ops/pack.py."""
+    stream = pack.words_to_bits(words)[:, layout.positions_at :]
+    k, f = layout.kept, layout.bins
+    if layout.positions == "bitmap":
+        return pack.read_bitmap(stream[:, :f], k).astype(np.int64)
+    low = k * pack.low_bits(k, f)
+    uppers = stream[:, low : layout.position_bits]
+    return pack.read_elias_fano(stream[:, :low], uppers, k, f).astype(np.int64)
+
+
+def weights(block: int) -> np.ndarray:
+    """How often each bin counts in the energy: conjugate pairs twice, [f]."""
+    w = np.full(block // 2 + 1, 2.0)
+    w[0] = 1
+    if block % 2 == 0:
+        w[-1] = 1
+    return w
+
+
+def vectors(max_size: int = 300, bound: float = 2.0**100) -> st.SearchStrategy[np.ndarray]:
+    """Finite float32 vectors; the bound keeps sums of them finite, too."""
+    floats = st.floats(-bound, bound, width=32)
+    free = st.lists(floats, max_size=max_size).map(lambda x: np.array(x, np.float32))
+    # Long vectors of one scale: lists of Hypothesis stay short.
+    scaled = st.builds(
+        lambda n, seed, power: np.ldexp(random(n, seed), power).astype(np.float32),
+        st.integers(0, 20 * max_size),
+        st.integers(0, 2**32 - 1),
+        st.integers(-130, 60),
+    )
+    return free | scaled

@@ -1,0 +1,261 @@
+"""Error feedback: nothing is lost, only late; the memory saves, loads and keeps to its name."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from samples import U, codecs, examples, fft_error, random, specials
+
+from sn_compress import CompressError, ErrorFeedback, FFTCodec
+
+CODECS = codecs()
+
+
+def norm(x) -> float:
+    return float(np.linalg.norm(np.asarray(x).astype(np.float64)))
+
+
+def drift(codec: FFTCodec, n: int, inputs: list[np.ndarray], residuals: list[float]) -> float:
+    """How far the sum of what came out may be from the sum of what went in less the residual.
+
+    The codec's own arithmetic in the spectrum is exact but for the addition of the memory, one
+    rounding of a sum no larger than |x| + |residual| and as much again where a decoded value is
+    subtracted from a clipped one. Each transform errs by e: forward on x, back on what is sent,
+    which is at most |x| + 2 |residual|. Two more transforms read the last residual.
+    """
+    e = max(fft_error(s.layout.block) for s in codec.sections(n))
+    steps = zip(inputs, residuals, strict=True)
+    total = sum(e * (2.1 * norm(x) + 2.1 * r) + 3 * U * (norm(x) + r) for x, r in steps)
+    return total + 2 * e * residuals[-1]
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_all_that_went_in_comes_out_or_is_remembered(backend, codec):
+    n, steps = 5000, 50
+    feedback = ErrorFeedback(codec)
+    inputs, sent, residuals = [], np.zeros(n), [0.0]
+    for step in range(steps):
+        x = random(n, step) * np.float32(1 + step % 3)
+        payload = feedback.encode("w", x)
+        inputs.append(x)
+        sent += codec.decode(payload)
+        residuals.append(math.sqrt(payload.error))
+    # Padding has no place in the vector, but the memory of it does come back later: it stays in
+    # the spectrum. What the vector shows of the sum is still exact, by linearity.
+    whole = sum(x.astype(np.float64) for x in inputs)
+    left = feedback.residual("w").astype(np.float64)
+    before = [a + b for a, b in itertools.pairwise(residuals)]
+    assert norm(sent + left - whole) <= drift(codec, n, inputs, before)
+
+
+@examples
+@given(
+    st.sampled_from(CODECS), st.integers(0, 9000), st.integers(0, 2**32 - 1), st.integers(-100, 60)
+)
+def test_a_step_loses_nothing(backend, codec, n, seed, power):
+    feedback = ErrorFeedback(codec)
+    x = np.ldexp(random(n, seed), power).astype(np.float32)
+    payload = feedback.encode("w", x)
+    if n:
+        error = norm(codec.decode(payload) + feedback.residual("w").astype(np.float64) - x)
+        floor = 100 * 2.0**-149 * math.sqrt(2 * n + 64)
+        assert error <= drift(codec, n, [x], [math.sqrt(payload.error)]) + floor
+
+
+@pytest.mark.parametrize("block", [4096, 64, None])
+def test_a_small_constant_component_gets_through(backend, block):
+    """Noise hides it from a plain sparsifier at every step."""
+    n, steps = 4096, 60
+    codec = FFTCodec(theta=0.95, block=block)
+    feedback = ErrorFeedback(codec)
+    wave = (0.1 * np.cos(2 * np.pi * 3 / 32 * np.arange(n))).astype(np.float32)
+    rng = np.random.default_rng(0)
+    plain, fed = np.zeros(n), np.zeros(n)
+    for _ in range(steps):
+        # More loud tones than bins that travel, always the same; the wave is on a bin of its own.
+        x = wave.copy()
+        for tone in (1, 5, 8) if block == 64 else range(201, 501, 2):
+            period = 32 if block == 64 else n
+            x += np.cos(2 * np.pi * tone / period * np.arange(n) + rng.uniform(0, 7)).astype("f4")
+        plain += codec.decode(codec.encode(x))
+        fed += codec.decode(feedback.encode("w", x))
+    # How much of the wave was sent, 1 being all of it.
+    share = [float(y @ wave) / (steps * float(wave @ wave)) for y in (plain, fed)]
+    assert abs(share[0]) < 0.05
+    assert share[1] > 0.5  # most of it
+
+
+def test_decay_forgets(backend):
+    codec = FFTCodec(theta=0.9)
+    x = random(5000)
+    fades = ErrorFeedback(codec, decay=0.5)
+    fades.encode("w", x)
+    first = fades.residual("w")
+    payload = fades.encode("w", np.zeros(5000, np.float32))
+    total = codec.decode(payload).astype(np.float64) + fades.residual("w")
+    assert norm(total - 0.5 * first) <= drift(codec, 5000, [first], [norm(first)])
+
+
+@pytest.mark.parametrize("decay", [0, -1, 1.01, float("nan")])
+def test_illegal_decay(decay):
+    with pytest.raises(CompressError, match=r"decay=.*expected above 0 and at most 1"):
+        ErrorFeedback(FFTCodec(), decay=decay)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_saved_and_loaded_it_goes_on_bit_by_bit(backend, codec):
+    first = ErrorFeedback(codec, decay=0.9)
+    for step in range(3):
+        first.encode("a", random(5000, step))
+        first.encode("b", random(33, step))
+    state = first.state_dict()
+    second, third = (ErrorFeedback(codec, decay=0.9) for _ in range(2))
+    second.load_state_dict(state)
+    for step in range(3, 6):
+        for name, n in (("a", 5000), ("b", 33)):
+            x = random(n, step)
+            assert first.encode(name, x).to_bytes() == second.encode(name, x).to_bytes()
+    # The state is a copy, as is what was loaded from it: going on changed neither.
+    third.load_state_dict(state)
+    for step in range(3, 6):
+        third.encode("a", random(5000, step))
+    np.testing.assert_array_equal(third.residual("a"), first.residual("a"))
+
+
+def test_state_is_plain_arrays_numbers_and_strings():
+    feedback = ErrorFeedback(FFTCodec())
+    feedback.encode("a", random(5000))
+
+    def check(node):
+        if isinstance(node, dict):
+            assert all(isinstance(key, str) for key in node)
+            node = list(node.values())
+        if isinstance(node, list):
+            for child in node:
+                check(child)
+        else:
+            assert node is None or isinstance(node, int | float | str | np.ndarray)
+
+    check(feedback.state_dict())
+
+
+@pytest.mark.parametrize(("old", "new"), [(4096, 64), (64, 4096), (None, 4096), (256, None)])
+def test_another_block_size_keeps_the_residual(backend, old, new):
+    n = 9001
+    saved = ErrorFeedback(FFTCodec(theta=0.9, block=old))
+    payload = saved.encode("w", random(n))
+    loaded = ErrorFeedback(FFTCodec(theta=0.9, block=new))
+    loaded.load_state_dict(saved.state_dict())
+    codecs = (saved.codec, loaded.codec)
+    e = sum(max(fft_error(s.layout.block) for s in c.sections(n)) for c in codecs)
+    difference = norm(loaded.residual("w").astype(np.float64) - saved.residual("w"))
+    # Back, forward, back, and the comparison's own way back.
+    assert difference <= 2.1 * e * math.sqrt(payload.error)
+
+
+def test_another_size_under_the_same_name():
+    feedback = ErrorFeedback(FFTCodec())
+    feedback.encode("w", random(5000))
+    residual = feedback.residual("w")
+    with pytest.raises(CompressError, match="'w' has 4999 elements; its memory has 5000"):
+        feedback.encode("w", random(4999))
+    np.testing.assert_array_equal(feedback.residual("w"), residual)
+    feedback.forget("w")
+    feedback.encode("w", random(4999))
+    with pytest.raises(CompressError, match=r"nothing was encoded for 'v'; known: \['w'\]"):
+        feedback.residual("v")
+    feedback.forget("never seen")
+
+
+def without(key: str):
+    return lambda state: {other: state[other] for other in state if other != key}
+
+
+def entry(**change):
+    """Change the memory of "b"; its two spectra are for one block of 4096 and one of 1024."""
+
+    def apply(state):
+        state["memory"]["b"] |= {
+            key: new(state["memory"]["b"]["spectra"]) if callable(new) else new
+            for key, new in change.items()
+        }
+        return state
+
+    return apply
+
+
+def no_spectra(state):
+    del state["memory"]["b"]["spectra"]
+    return state
+
+
+BAD_STATES = {
+    "nothing": lambda state: {},
+    "other format": lambda state: state | {"format": 2},
+    "no block": without("block"),
+    "no memory": without("memory"),
+    "odd block": lambda state: state | {"block": 77},
+    "other n": entry(n=5121),
+    "negative n": entry(n=-5),
+    "no spectra": no_spectra,
+    "part missing": entry(spectra=lambda parts: parts[:1]),
+    "part too many": entry(spectra=lambda parts: [*parts, parts[0]]),
+    "short part": entry(spectra=lambda parts: [parts[0], parts[1][:, :-1]]),
+    "NaN in it": entry(spectra=lambda parts: [parts[0] * np.float32(np.nan), parts[1]]),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_STATES)
+def test_a_bad_state_is_refused_and_changes_nothing(kind):
+    feedback = ErrorFeedback(FFTCodec())
+    feedback.encode("a", random(5000))
+    feedback.encode("b", random(5000))
+    before = [feedback.residual(name) for name in "ab"]
+    with pytest.raises(CompressError):
+        feedback.load_state_dict(BAD_STATES[kind](feedback.state_dict()))
+    for name, residual in zip("ab", before, strict=True):
+        np.testing.assert_array_equal(feedback.residual(name), residual)
+
+
+def test_memory_in_another_order_of_axes_is_taken():
+    feedback = ErrorFeedback(FFTCodec())
+    feedback.encode("a", random(8192))
+    state = feedback.state_dict()
+    state["memory"]["a"]["spectra"] = [
+        np.asfortranarray(part) for part in state["memory"]["a"]["spectra"]
+    ]
+    other = ErrorFeedback(FFTCodec())
+    other.load_state_dict(state)
+    assert (
+        other.encode("a", random(8192)).to_bytes() == feedback.encode("a", random(8192)).to_bytes()
+    )
+
+
+def test_non_finite_steps_leave_the_memory(backend):
+    feedback = ErrorFeedback(FFTCodec(theta=0.9))
+    feedback.encode("w", random(4096))
+    residual = feedback.residual("w")
+    for bad in (np.nan, np.inf):
+        x = random(4096, 1)
+        x[17] = bad
+        feedback.encode("w", x)
+        np.testing.assert_array_equal(feedback.residual("w"), residual)
+
+
+def test_exact_zeros_stay_zero(backend):
+    feedback = ErrorFeedback(FFTCodec(theta=0.9))
+    for x in (specials(5000)["zeros"], specials(5000)["minus zeros"]) * 3:
+        assert not feedback.codec.decode(feedback.encode("w", x)).any()
+    assert not feedback.residual("w").any()
+
+
+@pytest.mark.parametrize("wrong", [0, 4096, 8192, 100])
+def test_a_state_for_another_size_is_refused(backend, wrong):
+    codec = FFTCodec(theta=0.9)
+    state = codec.new_state(wrong)
+    with pytest.raises(CompressError):
+        codec.encode(random(5000), state=state)
+    assert not any(part.any() for part in state)

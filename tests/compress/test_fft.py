@@ -1,0 +1,289 @@
+"""What the FFT codec promises of a vector: size, error, zeros, NaN, order of nothing but bytes."""
+
+import math
+
+import numpy as np
+import pytest
+import scipy.fft
+from hypothesis import given
+from hypothesis import strategies as st
+from samples import (
+    ENERGY,
+    SIZES,
+    TINY,
+    U,
+    codecs,
+    examples,
+    fft_error,
+    random,
+    read_support,
+    specials,
+    vectors,
+    weights,
+)
+
+from sn_compress import FFTCodec
+from sn_compress.ops.record import decode_records
+
+CODECS = codecs()
+IDS = [repr(codec)[9:-1] for codec in CODECS]
+
+
+def norm(x) -> float:
+    return float(np.linalg.norm(np.asarray(x).astype(np.float64)))
+
+
+def worst_fft(codec: FFTCodec, n: int) -> float:
+    return max((fft_error(s.layout.block) for s in codec.sections(n)), default=0.0)
+
+
+def absolute(codec: FFTCodec, n: int) -> float:
+    """What denormals add to a norm: each of some 20 roundings on the way of each of the parts is
+    good to half of TINY only."""
+    return 20 * TINY * math.sqrt(sum(s.count * s.layout.block for s in codec.sections(n)))
+
+
+def records(codec: FFTCodec, payload):
+    """Sections with their rows of words."""
+    words = payload.body.view("<u4")
+    for s in codec.sections(payload.n):
+        end = s.words_at + s.count * s.layout.words
+        yield s, words[s.words_at : end].reshape(s.count, s.layout.words)
+
+
+def check_error(codec: FFTCodec, x: np.ndarray) -> None:
+    """The error said is the error made, and no more than what was there."""
+    payload = codec.encode(x)
+    y = codec.decode(payload)
+    assert y.dtype == np.float32
+    assert y.shape == x.shape
+    assert payload.nbytes == codec.payload_bytes(x.size) == len(payload.to_bytes())
+    e = worst_fft(codec, x.size)
+    floor = absolute(codec, x.size)
+    # Energies are sums in float64 of squares down to 1e-90, each row's within ENERGY.
+    said = math.sqrt(payload.error)
+    made = norm(x.astype(np.float64) - y)
+    # Exactly, the spectrum's error is that of the padded vector. Forward adds e |x|, back e |y|.
+    slack = e * (norm(x) + 1.01 * (norm(x) + said)) + ENERGY * said + 2 * floor
+    assert made <= said + slack
+    padded = any(s.count * s.layout.block != s.stop - s.start for s in codec.sections(x.size))
+    if not padded:
+        assert made >= said - slack
+    assert abs(math.sqrt(payload.energy) - norm(x)) <= (e + ENERGY) * norm(x) + floor
+    # Each kept part is moved to the nearest value, among them zero; the others are dropped.
+    assert payload.error <= payload.energy * (1 + 2 * ENERGY)
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("codec", CODECS, ids=IDS)
+def test_error_is_what_the_payload_says(backend, codec, n):
+    if n > 2**20 and (backend, codec.theta) not in (("cpp", 0.98), ("numpy", 0.98), ("cpp", 0.7)):
+        n = 2**16 + 1  # the twins take seconds for a million
+    check_error(codec, random(n))
+
+
+@pytest.mark.parametrize("n", [1, 33, 256, 4096, 5000])
+@pytest.mark.parametrize("codec", CODECS, ids=IDS)
+def test_error_of_special_vectors(backend, codec, n):
+    for x in specials(n).values():
+        check_error(codec, x)
+
+
+@examples
+@given(st.sampled_from(CODECS), vectors())
+def test_error_of_any_vector(backend, codec, x):
+    check_error(codec, x)
+
+
+@pytest.mark.parametrize("n", [4096, 3 * 4096, 5000, 75_000])
+@pytest.mark.parametrize("codec", CODECS, ids=IDS)
+def test_error_is_what_was_dropped_plus_what_was_rounded(backend, codec, n):
+    """Against SciPy's transform in float64: Parseval, bin by bin."""
+    x = random(n, seed=n)
+    payload = codec.encode(x)
+    dropped = rounded = 0.0
+    for s, words in records(codec, payload):
+        padded = np.zeros(s.count * s.layout.block)
+        padded[: s.stop - s.start] = x[s.start : s.stop]
+        exact = scipy.fft.rfft(padded.reshape(s.count, -1), norm="ortho")
+        sent = np.zeros(exact.shape, np.complex64)
+        decode_records(words, sent, s.layout, 1.0)
+        squares = weights(s.layout.block) * abs(exact - sent) ** 2
+        kept = np.zeros(exact.shape, bool)
+        np.put_along_axis(kept, read_support(words, s.layout), True, axis=1)
+        assert not sent[~kept].any()
+        rounded += squares[kept].sum()
+        dropped += squares[~kept].sum()
+    said = math.sqrt(payload.error)
+    # Only the forward transform is in float32 here.
+    slack = worst_fft(codec, n) * norm(x) + ENERGY * said
+    assert abs(math.sqrt(dropped + rounded) - said) <= slack
+
+
+@pytest.mark.parametrize("codec", codecs(theta=0.0, values="fp16", window="block"), ids=str)
+def test_all_bins_in_half_precision(backend, codec):
+    """Nothing dropped: 11 bits of each part remain, or 2**-24 of the scaled peak's 2**14."""
+    x = random(3 * 4096)
+    y = codec.decode(codec.encode(x))
+    bins = sum(s.count * s.layout.bins for s in codec.sections(x.size))
+    # Half a spacing of subnormals is 2**-25 where the peak is at least 2**14; |peak| <= |x|.
+    subnormal = math.sqrt(4 * bins) * 2.0**-39 * norm(x)
+    slack = worst_fft(codec, x.size) * 2.01 * norm(x)
+    assert norm(x.astype(np.float64) - y) <= 2.0**-11 * norm(x) + subnormal + slack
+
+
+@pytest.mark.parametrize("n", [*SIZES[:-1], 5000, 2**17])
+@pytest.mark.parametrize("codec", CODECS, ids=IDS)
+def test_size_does_not_depend_on_the_data(backend, codec, n):
+    inputs = [random(n), np.zeros(n, np.float32), np.full(n, np.nan, np.float32)]
+    sizes = {codec.encode(x).nbytes for x in inputs}
+    assert sizes == {codec.payload_bytes(n)}
+    assert codec.payload_bytes(n) % 16 == 0
+
+
+def test_promised_ratio():
+    n = 1_000_000
+    x = random(n)
+    for theta, least in ((0.9, 25), (0.98, 110)):
+        for block in (4096, None):
+            data = FFTCodec(theta=theta, bits=8, block=block).encode(x).to_bytes()
+            assert 4 * n / len(data) >= least
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=IDS)
+def test_exact_zeros_stay_zero(backend, codec):
+    n = 3 * 4096 + 100
+    zeros = np.where(np.arange(n) % 2, 0.0, -0.0).astype(np.float32)
+    payload = codec.encode(zeros)
+    assert not codec.decode(payload).view(np.uint32).any()  # plus zeros all
+    assert (payload.energy, payload.error, payload.saturated) == (0, 0, 0)
+    if codec.block:  # and a block of zeros among others
+        b = codec.block
+        x = random(n)
+        x[b : 2 * b] = 0
+        assert not codec.decode(codec.encode(x))[b : 2 * b].view(np.uint32).any()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("codec", CODECS, ids=IDS)
+def test_non_finite_reaches_its_block_and_no_memory(backend, codec, bad):
+    n = 2 * 4096 + 77
+    rng = np.random.default_rng(1)
+    x, clean = random(n, 1), random(n, 1)
+    section = codec.sections(n)[0]
+    block = section.layout.block
+    first = int(rng.integers(section.count)) * block
+    last = min(first + block, n)
+    x[rng.integers(first, last)] = bad
+    clean[first:last] = 0
+    state = codec.new_state(n)
+    codec.encode(random(n, 2), state=state)  # so that there is something to remember
+    row = first // block
+    if codec.window == "payload":  # or the range that all share would show the row's memory
+        state[0][row] = 0
+    before, clean_state = ([part.copy() for part in state] for _ in range(2))
+    y = codec.decode(codec.encode(x, state=state))
+    z = codec.decode(codec.encode(clean, state=clean_state))
+    assert np.isnan(y[first:last]).all()
+    np.testing.assert_array_equal(np.delete(y, np.s_[first:last]), np.delete(z, np.s_[first:last]))
+    np.testing.assert_array_equal(state[0][row].view(np.uint32), before[0][row].view(np.uint32))
+    clean_state[0][row] = before[0][row]
+    for part, clean_part in zip(state, clean_state, strict=True):
+        np.testing.assert_array_equal(part.view(np.uint32), clean_part.view(np.uint32))
+
+
+@pytest.mark.parametrize("value", [3e38, -3e38, 1e35])
+@pytest.mark.parametrize("codec", CODECS, ids=IDS)
+def test_overflow_in_the_transform_counts_as_non_finite(backend, codec, value):
+    """A block's spectrum may be up to sqrt(block) larger than its values, its sums block times."""
+    n = 4096
+    state = codec.new_state(n)
+    with np.errstate(all="raise"):
+        payload = codec.encode(np.full(n, value, np.float32), state=state)
+    y = codec.decode(payload)
+    for part in state:
+        assert np.isfinite(part.view(np.float32)).all()
+    section = codec.sections(n)[0]
+    if abs(value) * section.layout.block > 3.5e38:
+        assert np.isnan(y).all()
+    else:
+        assert np.isfinite(y).all()
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=IDS)
+def test_half_precision_input_is_its_float32(backend, codec):
+    x = random(5000)
+    for dtype in (np.float16, pytest.importorskip("ml_dtypes").bfloat16):
+        narrow = x.astype(dtype)
+        assert codec.encode(narrow).to_bytes() == codec.encode(narrow.astype(np.float32)).to_bytes()
+    assert codec.encode(np.repeat(x, 2)[::2]).to_bytes() == codec.encode(x).to_bytes()  # strided
+
+
+def test_half_casts_first():
+    x = random(5000)
+    plain, half = FFTCodec(theta=0.9), FFTCodec(theta=0.9, half=True)
+    rounded = x.astype(np.float16).astype(np.float32)
+    assert (
+        half.encode(x).to_bytes() == plain.encode(rounded).to_bytes() != plain.encode(x).to_bytes()
+    )
+    assert np.isnan(half.decode(half.encode(np.full(100, 1e5, np.float32)))).all()  # beyond float16
+
+
+@pytest.mark.parametrize("settings", [{}, {"block": 2**17}, {"window": "payload"}], ids=str)
+def test_threads_change_nothing(backend, settings):
+    n = 2**20 + 5001
+    x = random(n)
+    one, four = (FFTCodec(theta=0.98, threads=t, **settings) for t in (1, 4))
+    states = one.new_state(n), four.new_state(n)
+    for _ in range(2):
+        a, b = one.encode(x, state=states[0]), four.encode(x, state=states[1])
+        assert a.to_bytes() == b.to_bytes()
+        assert (a.energy, a.error, a.saturated) == (b.energy, b.error, b.saturated)
+    for left, right in zip(*states, strict=True):
+        np.testing.assert_array_equal(left.view(np.uint32), right.view(np.uint32))
+    np.testing.assert_array_equal(one.decode(a).view(np.uint32), four.decode(a).view(np.uint32))
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=IDS)
+def test_the_same_input_gives_the_same_bytes(backend, codec):
+    for x in (random(9000), np.where(np.arange(9000) == 5000, np.nan, random(9000)).astype("f4")):
+        first, given_ = codec.encode(x), x.copy()
+        assert codec.encode(x).to_bytes() == first.to_bytes()
+        np.testing.assert_array_equal(x, given_)  # and the input is left alone
+        again = [codec.decode(first).view(np.uint32) for _ in range(2)]
+        np.testing.assert_array_equal(*again)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("codec", CODECS, ids=IDS)
+def test_decode_mean_is_the_mean_of_the_decodes(backend, codec, ranks):
+    n = 9000
+    payloads = [codec.encode(random(n, seed)) for seed in range(ranks)]
+    mean = codec.decode_mean(payloads)
+    decodes = [codec.decode(p).astype(np.float64) for p in payloads]
+    # Each payload is weighted (1 rounding of the weight, 1 of the product) and added (1 per sum);
+    # a transform each on either side.
+    whole = 0.0
+    for payload in payloads:  # norms with the padding, which the vector does not show
+        whole += math.sqrt(payload.energy) + math.sqrt(payload.error)
+    bound = (2.01 * worst_fft(codec, n) + (ranks + 2) * U) * whole / ranks
+    assert norm(mean - sum(decodes) / ranks) <= bound
+    np.testing.assert_array_equal(codec.decode_mean(payloads).view(np.uint32), mean.view(np.uint32))
+    if ranks == 1:
+        np.testing.assert_array_equal(mean, codec.decode(payloads[0]))
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=IDS)
+def test_mean_of_four_equal_payloads_is_exact(backend, codec):
+    """A quarter of a value of at most 11 bits, added up four times, is never rounded."""
+    payload = codec.encode(random(9000))
+    mean = codec.decode_mean([payload] * 4)
+    np.testing.assert_array_equal(mean.view(np.uint32), codec.decode(payload).view(np.uint32))
+
+
+def test_one_rank_with_nan_reaches_the_mean(backend):
+    codec = FFTCodec(theta=0.9, block=64)
+    x, y = random(200), random(200, 1)
+    y[70] = np.nan
+    mean = codec.decode_mean([codec.encode(x), codec.encode(y), codec.encode(x)])
+    assert np.flatnonzero(np.isnan(mean)).tolist() == list(range(64, 128))

@@ -1,0 +1,93 @@
+"""Payloads made long ago, kept in tests/golden/, still decode to the same spectrum bit by bit."""
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.fft
+from samples import fft_error
+
+from sn_compress import FFTCodec, Payload
+from sn_compress.ops.record import encode_records
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+ENTRIES = json.loads((GOLDEN / "payloads.json").read_text("utf-8"))
+
+
+@pytest.fixture(scope="module")
+def make():
+    """tests/golden/make.py as a module."""
+    spec = importlib.util.spec_from_file_location("golden_make", GOLDEN / "make.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def opened(name: str) -> tuple[FFTCodec, Payload]:
+    data = (GOLDEN / f"{name}.bin").read_bytes()
+    return FFTCodec(**ENTRIES[name]["settings"]), Payload.from_bytes(data)
+
+
+def test_nothing_is_missing_or_large(make):
+    files = {path.stem: path.stat().st_size for path in GOLDEN.glob("*.bin")}
+    assert files.keys() == ENTRIES.keys() == {case[0] for case in make.CASES}
+    assert max(files.values()) <= 1024
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_it_decodes(backend, make, name):
+    codec, payload = opened(name)
+    entry = ENTRIES[name]
+    assert (payload.n, payload.saturated) == (entry["n"], entry["saturated"])
+    spectra = make.spectra(codec, payload)
+    assert make.digest(spectra) == entry["spectrum_sha256"]
+    y = codec.decode(payload)
+    for s, part in zip(codec.sections(payload.n), spectra, strict=True):
+        b = s.layout.block
+        exact = scipy.fft.irfft(part.astype(np.complex128), n=b, norm="ortho")
+        got = np.pad(y[s.start : s.stop], (0, s.count * b - (s.stop - s.start))).reshape(-1, b)
+        for block, (want, have) in enumerate(zip(exact, got, strict=True)):
+            here = slice(0, min(b, s.stop - s.start - block * b))
+            if np.isnan(part[block]).any():
+                assert np.isnan(have[here]).all()
+            else:
+                slack = fft_error(b) * np.linalg.norm(want)
+                assert np.linalg.norm(have[here] - want[here]) <= slack
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_it_stands_for_the_vector_it_was_made_of(make, name):
+    codec, payload = opened(name)
+    bad = {int(at): float(value) for at, value in ENTRIES[name]["non_finite"].items()}
+    x = make.vector(payload.n, bad)
+    again = codec.encode(x)
+    # FFT libraries differ in the last bits and may thus choose otherwise, but not do much worse.
+    difference = (codec.decode(payload).astype(np.float64) - x)[np.isfinite(codec.decode(payload))]
+    e = max((fft_error(s.layout.block) for s in codec.sections(payload.n)), default=0)
+    whole = math.sqrt(again.energy)
+    assert np.linalg.norm(difference) <= math.sqrt(again.error) + 4 * e * whole + 2.0**-11 * whole
+    assert again.to_bytes()[:20] == payload.to_bytes()[:20]
+    assert again.nbytes == payload.nbytes
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_its_spectrum_is_written_in_the_same_bits(backend, make, name):
+    codec, payload = opened(name)
+    words = payload.body.view("<u4")
+    top = 0x3F80 if codec.window == 1.0 else None
+    for s, part in zip(codec.sections(payload.n), make.spectra(codec, payload), strict=True):
+        rows = np.full((s.count, s.layout.words), 0xFFFFFFFF, np.uint32)
+        tally = encode_records(part, None, rows, s.layout, top=top)
+        assert tally.error == 0
+        end = s.words_at + rows.size
+        np.testing.assert_array_equal(rows.reshape(-1), words[s.words_at : end])
+
+
+def test_make_overwrites_nothing(make, capsys):
+    before = {path: path.read_bytes() for path in GOLDEN.iterdir() if path.is_file()}
+    make.main()
+    assert {path: path.read_bytes() for path in GOLDEN.iterdir() if path.is_file()} == before
+    assert capsys.readouterr().out.count("is there, left alone") == len(ENTRIES)

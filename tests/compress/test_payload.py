@@ -1,0 +1,211 @@
+"""The bytes: header, checksum, what is refused, and docs/format.md held to its word."""
+
+import math
+import re
+import struct
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fuzz import reseal
+from hypothesis import given
+from hypothesis import strategies as st
+from samples import SIZES, codecs, examples, fft_error, random
+
+from sn_compress import FFTCodec, Payload, PayloadError
+from sn_compress.codec import MAX_ELEMENTS, checksum
+from sn_compress.exchange.gather import mean_of_gathered
+from sn_compress.ops.record import decode_records
+
+FORMAT = Path(__file__).resolve().parents[2] / "docs" / "format.md"
+
+
+def resealed(data: bytes, at: int, new: bytes) -> bytes:
+    """`data` with bytes replaced and the checksum made right again."""
+    changed = bytearray(data)
+    changed[at : at + len(new)] = new
+    reseal(changed)
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("n", SIZES[:-1])
+@pytest.mark.parametrize("codec", codecs(), ids=str)
+def test_to_bytes_and_back(codec, n):
+    payload = codec.encode(random(n))
+    data = payload.to_bytes()
+    assert len(data) == payload.nbytes == codec.payload_bytes(n)
+    for form in (data, bytearray(data), memoryview(data), np.frombuffer(data, np.uint8)):
+        again = Payload.from_bytes(form)
+        assert again.to_bytes() == data
+        assert (again.codec_id, again.n, again.settings, again.saturated) == (
+            payload.codec_id, payload.n, payload.settings, payload.saturated,
+        )  # fmt: skip
+        assert (again.energy, again.error) == (None, None)
+        np.testing.assert_array_equal(codec.decode(again), codec.decode(payload))
+
+
+def test_bytes_at_any_address(backend):
+    """A peer's buffer may start anywhere; words are read from it all the same."""
+    codec = FFTCodec(theta=0.9)
+    payload = codec.encode(random(5000))
+    for shift in (1, 2, 3):
+        view = memoryview(bytes(shift) + payload.to_bytes())[shift:]
+        np.testing.assert_array_equal(codec.decode(Payload.from_bytes(view)), codec.decode(payload))
+
+
+def test_header_is_as_documented():
+    codec = FFTCodec(theta=0.75, block=64, bits=5, mantissa=2, positions="bitmap")
+    data = codec.encode(random(100)).to_bytes()
+    assert data[:4] == b"SN\x01\x01"
+    assert struct.unpack("<Q", data[4:12]) == (100,)
+    assert data[12:20] == struct.pack("<IBBBB", 3 << 30, 6, 5, 2, 0x01)
+    assert data[20:28] == bytes(8)
+    # 0.6 of 2**32 is 2576980377.6: rounded down.
+    assert FFTCodec(theta=0.6).encode(random(9)).settings[:4] == struct.pack("<I", 2_576_980_377)
+    half = FFTCodec(theta=0.0, block=None, values="fp16").encode(random(100)).to_bytes()
+    assert half[12:20] == struct.pack("<IBBBB", 0, 0, 16, 0, 0x10)
+
+
+@pytest.mark.parametrize("codec", codecs(), ids=str)
+def test_every_truncation_is_refused(codec):
+    data = codec.encode(random(70)).to_bytes()
+    for size in range(len(data)):
+        with pytest.raises(PayloadError):
+            codec.decode(Payload.from_bytes(data[:size]))
+    for size in range(0, len(data), 16):  # even if the checksum is made to fit
+        with pytest.raises(PayloadError):
+            codec.decode(Payload.from_bytes(resealed(data[:size], 0, b"")))
+
+
+def test_every_change_of_one_byte_is_refused():
+    data = FFTCodec(theta=0.9).encode(random(70)).to_bytes()
+    for at in range(len(data)):
+        for change in (1, 0x80, 0xFF):
+            damaged = bytearray(data)
+            damaged[at] ^= change
+            with pytest.raises(PayloadError):
+                Payload.from_bytes(damaged)
+
+
+@examples
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=8, max_size=200), st.data())
+def test_checksum(words, data):
+    words[7] = 0
+    said = sum((2 * i + 1) * w for i, w in enumerate(words)) % 2**32
+    buffer = np.array(words, "<u4")
+    assert checksum(buffer.view(np.uint8)) == said
+    at = data.draw(st.integers(0, len(words) - 1).filter(lambda i: i != 7))
+    buffer[at] ^= np.uint32(data.draw(st.integers(1, 2**32 - 1)))  # any change to one word
+    assert checksum(buffer.view(np.uint8)) != said
+
+
+@pytest.mark.parametrize(
+    ("at", "new", "message"),
+    [
+        (0, b"PK", r"magic b'PK'.*expected b'SN', 1, 0"),
+        (2, b"\x02", "version 2.*Use one version on all ranks"),
+        (2, b"\x00", "version 0"),
+        (20, b"\x01", "reserved 1"),
+        (4, struct.pack("<Q", MAX_ELEMENTS + 1), "claims 281474976710657 elements"),
+        (4, struct.pack("<Q", 2**64 - 1), "claims"),
+    ],
+)
+def test_what_the_header_must_say(at, new, message):
+    data = FFTCodec().encode(random(70)).to_bytes()
+    with pytest.raises(PayloadError, match=message):
+        Payload.from_bytes(resealed(data, at, new))
+
+
+@pytest.mark.parametrize("size", [0, 1, 16, 31, 33, 47])
+def test_what_is_too_short_or_not_in_sixteens(size):
+    with pytest.raises(PayloadError, match=f"{size} bytes are not a payload: expected 32 or more"):
+        Payload.from_bytes(bytes(size))
+
+
+def test_damage_says_so():
+    data = bytearray(FFTCodec().encode(random(70)).to_bytes())
+    data[40] ^= 1
+    with pytest.raises(PayloadError, match=r"checksum is 0x.*damaged on the way"):
+        Payload.from_bytes(data)
+
+
+@pytest.mark.parametrize("claimed", [0, 69, 71, 4096, 2**31, 2**32 + 70, 2**40, 2**48])
+@pytest.mark.parametrize("codec", codecs(), ids=str)
+def test_a_forged_number_of_elements_costs_no_memory(codec, claimed):
+    data = resealed(codec.encode(random(70)).to_bytes(), 4, struct.pack("<Q", claimed))
+    tracemalloc.start()
+    try:
+        # 69 and 71 may take as many bytes as 70, and are then as good.
+        assert codec.decode(Payload.from_bytes(data)).size == claimed in (69, 71)
+    except PayloadError as error:
+        assert "expected" in str(error)  # noqa: PT017 - either outcome is right
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_gathered_payloads():
+    codec = FFTCodec(theta=0.9)
+    parts = [codec.encode(random(500, seed)) for seed in range(3)]
+    joined = np.concatenate([part.buffer for part in parts])
+    np.testing.assert_array_equal(mean_of_gathered(codec, joined, 3, 500), codec.decode_mean(parts))
+    with pytest.raises(PayloadError, match=f"expected {codec.payload_bytes(500)} from each"):
+        mean_of_gathered(codec, joined[:-16], 3, 500)
+    other = np.frombuffer(resealed(parts[1].to_bytes(), 4, struct.pack("<Q", 499)), np.uint8)
+    joined[other.size : 2 * other.size] = other
+    with pytest.raises(PayloadError, match="rank 1 sent 499 elements; expected 500"):
+        mean_of_gathered(codec, joined, 3, 500)
+
+
+def documented() -> dict[str, object]:
+    """The names that the code of docs/format.md defines, its example run on its own bytes."""
+    text = FORMAT.read_text("utf-8")
+    dump = re.search(r"```hex\n(.*?)```", text, re.DOTALL)[1]
+    names: dict[str, object] = {"payload": bytes.fromhex(dump)}
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(code, str(FORMAT), "exec"), names)  # asserts included
+    return names
+
+
+def test_the_documented_example():
+    names = documented()
+    codec = FFTCodec(theta=0.75, block=32, bits=4, mantissa=1)
+    vector = np.array(names["vector"], np.float32)
+    assert codec.encode(vector).to_bytes() == names["payload"]
+    # Its spectrum is representable, so only the transforms err; 32 elements, norm |x|.
+    error = codec.decode(Payload.from_bytes(names["payload"])) - vector
+    assert np.linalg.norm(error) <= 3 * fft_error(32) * np.linalg.norm(vector)
+
+
+@pytest.mark.parametrize("n", [0, 1, 33, 100, 300])
+@pytest.mark.parametrize("codec", [*codecs(), *codecs(theta=0.99)], ids=str)
+def test_the_documented_decoder_reads_every_kind_of_payload(codec, n):
+    names = documented()
+    x = random(n)
+    if n == 300:
+        x[70] = np.inf
+    payload = codec.encode(x)
+    blocks = list(names["read"](payload.to_bytes()))
+    assert sum(elements for _, elements in blocks) == n
+    ours = []
+    for s in codec.sections(n):
+        words = payload.body.view("<u4")[s.words_at : s.words_at + s.count * s.layout.words]
+        accum = np.zeros((s.count, s.layout.bins), np.complex64)
+        decode_records(words.reshape(s.count, -1), accum, s.layout, 1.0)
+        ours += [(row, s.layout.block) for row in accum]
+    assert len(blocks) == len(ours)
+    y = codec.decode(payload)
+    at = 0
+    for (bins, elements), (row, block) in zip(blocks, ours, strict=True):
+        np.testing.assert_array_equal(np.array(bins, np.complex64), row)
+        part = y[at : at + elements]
+        at += elements
+        if math.isnan(bins[0].real):
+            assert np.isnan(part).all()
+        elif block <= 256:  # the plain transform takes its time
+            whole = np.array(list(names["elements"](bins, block)))
+            assert np.linalg.norm(whole[:elements] - part) <= fft_error(block) * np.linalg.norm(
+                whole
+            )

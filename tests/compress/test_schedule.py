@@ -1,0 +1,92 @@
+"""Theta over time, and the convergence condition of docs/convergence.md on a convex problem."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sn_compress import CompressError, FFTCodec
+from sn_compress.schedule import Constant, Diminishing, EnergyBudget, Warmup, on_ladder
+
+
+@given(st.floats(0, 0.9999))
+def test_ladder_moves_keep_by_at_most_half_a_rung(theta):
+    keep, moved = 1 - theta, 1 - on_ladder(theta)
+    assert 0 <= on_ladder(theta) < 1
+    # Rungs are 2**(1/4) apart, so the nearest is within 2**(1/8); a little for rounding.
+    assert max(keep / moved, moved / keep) <= 2 ** (1 / 8) * (1 + 1e-12)
+
+
+def test_warmup_begins_dense_ends_at_its_successor_and_never_falls():
+    schedule = Warmup(100, Constant(0.98))
+    thetas = [schedule.theta(step) for step in range(150)]
+    assert thetas[:26] == [0.0] * 26
+    assert thetas[100:] == [0.98] * 50
+    assert all(a <= b + 1e-12 for a, b in itertools.pairwise(thetas[:100]))
+    assert len(set(thetas)) < 30, "few rungs: each new payload size is negotiated"
+
+
+def test_diminishing_follows_the_square_root_of_the_rate():
+    schedule = Diminishing(0.9, rate=lambda step: 1 / (1 + step / 10))
+    assert schedule.theta(0) == pytest.approx(0.9, abs=0.02)
+    assert schedule.theta(30) == pytest.approx(0.45, abs=0.06)  # half a rung of keep 0.55
+    assert schedule.theta(10**6) == pytest.approx(0.0, abs=0.09)
+    with pytest.raises(CompressError, match="rate"):
+        Diminishing(0.9, rate=lambda step: 2.0).theta(0)
+
+
+def test_energy_budget_finds_the_theta_that_loses_the_target():
+    rng = np.random.default_rng(0)
+    budget = EnergyBudget(lost=0.67, start=0.5, every=1)
+    for _ in range(30):
+        codec = FFTCodec(theta=budget.theta(0), values="fp16")
+        payload = codec.encode(rng.standard_normal(1 << 16, dtype=np.float32))
+        budget.observe(payload.energy, payload.error)
+    # Complex bins of white noise: keep k leaves 1 - k (1 - ln k) of the energy out, 0.67 at 0.1;
+    # the controller goes to and fro around it by a rung or two.
+    assert 0.1 / 2**0.5 < 1 - budget.theta(0) < 0.1 * 2**0.5
+    before = budget.theta(0)
+    budget.observe(float("nan"), float("inf"))
+    assert budget.theta(0) == before
+
+
+@pytest.mark.parametrize("bad", [-0.1, 1.0, float("nan")])
+def test_bad_theta_is_refused(bad):
+    with pytest.raises(CompressError, match="theta"):
+        Constant(bad)
+
+
+def gradient_after(schedule, steps: int) -> float:
+    """Mean |gradient|^2 over the last quarter of SGD without memory on f(x) = |S x|^2 / 2.
+
+    Skewed noise of mean zero and standard deviation 1/2: its rare large values are kept, its many
+    small ones of the other sign dropped, so that top-k of the values is biased. L = 1, learning
+    rate 1/16 / (1 + t / 200).
+    """
+    rng = np.random.default_rng(1)
+    n = 256
+    curvature = np.linspace(0.2, 1.0, n)
+    x = np.ones(n)
+    tail = []
+    for step in range(steps):
+        gradient = curvature * x + 0.5 * (rng.exponential(size=n) - 1)
+        codec = FFTCodec(theta=schedule.theta(step), transform="identity", values="fp16", block=256)
+        sent = codec.decode(codec.encode(gradient.astype(np.float32)))
+        x = x - 1 / 16 / (1 + step / 200) * sent
+        if step >= steps * 3 // 4:
+            tail.append(np.square(curvature * x).sum())
+    return float(np.mean(tail))
+
+
+def test_diminishing_theta_goes_below_the_floor_of_a_constant_one():
+    steps = 4000
+    constant = gradient_after(Constant(0.6), steps)
+    falling = gradient_after(Diminishing(0.6, lambda step: 1 / (1 + step / 200)), steps)
+    dense = gradient_after(Constant(0.0), steps)
+    assert 4 * falling < constant, (falling, constant)
+    # Theta has fallen to 0.13 at the end, where it loses next to nothing: near the dense run.
+    assert falling < 1.5 * dense, (falling, dense)

@@ -1,0 +1,101 @@
+"""Exactly the k largest by magnitude, ties to the lower position; on both back ends."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from samples import examples, read_support
+
+from sn_compress.ops import select
+from sn_compress.ops.record import Layout, encode_records
+
+
+def chosen(spectrum: np.ndarray, k: int) -> np.ndarray:
+    """Positions the current back end keeps, [rows, k], read from a bitmap."""
+    rows, f = spectrum.shape
+    layout = Layout(2 * (f - 1), k, "range", 8, 3, "bitmap")
+    words = np.empty((rows, layout.words), np.uint32)
+    encode_records(spectrum.copy(), None, words, layout)
+    return read_support(words, layout)
+
+
+def order(row: np.ndarray) -> list[int]:
+    """All positions, sorted by exact squared magnitude, then by position."""
+    squares = [Fraction(float(c.real)) ** 2 + Fraction(float(c.imag)) ** 2 for c in row]
+    return sorted(range(len(row)), key=lambda i: (-squares[i], i))
+
+
+def oracle(row: np.ndarray, k: int) -> list[int]:
+    return sorted(order(row)[:k])
+
+
+def whole_numbers(rows: int, f: int, seed: int, top: int = 4) -> np.ndarray:
+    """Complex integers: squares are exact in float32 and full of ties."""
+    rng = np.random.default_rng(seed)
+    parts = rng.integers(-top, top + 1, (rows, f, 2)).astype(np.float32)
+    return parts.view(np.complex64)[..., 0]
+
+
+@pytest.mark.parametrize("f", [17, 33, 500, 2049])
+def test_k_largest_of_well_separated(backend, f):
+    # Squares are rounded three times in float32, each within 2**-24; these lie 2**-9 apart.
+    rng = np.random.default_rng(f)
+    magnitude = np.exp(np.arange(f) * 2.0**-10) * 1e-3
+    spectrum = np.array([rng.permutation(magnitude) for _ in range(3)])
+    spectrum = (spectrum * np.exp(1j * rng.uniform(0, 7, spectrum.shape))).astype(np.complex64)
+    orders = [order(row) for row in spectrum]
+    for k in sorted({1, 2, f // 50 + 1, f // 10, f // 2, f - 1, f}):
+        assert chosen(spectrum, k).tolist() == [sorted(positions[:k]) for positions in orders]
+
+
+@examples
+@given(st.integers(17, 200), st.data())
+def test_ties_go_to_the_lower_position(backend, f, data):
+    k = data.draw(st.integers(1, f))
+    spectrum = whole_numbers(2, f, data.draw(st.integers(0, 1000)), data.draw(st.integers(0, 5)))
+    assert chosen(spectrum, k).tolist() == [oracle(row, k) for row in spectrum]
+
+
+@pytest.mark.parametrize(
+    "value", [0, -0.0, 1, -3.25, 2.0**-149, 3e38, -1e-40j, complex(1e30, -1e30)]
+)
+@pytest.mark.parametrize("k", [1, 9, 40, 65])
+def test_all_equal_keeps_the_first(backend, value, k):
+    spectrum = np.full((2, 65), value, np.complex64)
+    assert chosen(spectrum, k).tolist() == [list(range(k))] * 2
+
+
+# Whole numbers up to 4 stay exact from 2**-149, the smallest denormal, up to 2**125.
+@pytest.mark.parametrize("power", [-149, -148, -140, -126, -100, -63, 1, 60, 100, 125])
+def test_scaling_by_a_power_of_two_changes_nothing(backend, power):
+    spectrum = whole_numbers(5, 300, seed=1)
+    scaled = np.ldexp(spectrum.view(np.float32), power).astype(np.float32).view(np.complex64)
+    for k in (1, 30, 299):
+        assert chosen(scaled, k).tolist() == chosen(spectrum, k).tolist()
+
+
+def test_one_row_does_not_mind_another(backend):
+    spectrum = whole_numbers(3, 100, seed=2)
+    alone = [chosen(row[None], 20)[0].tolist() for row in spectrum]
+    spectrum[1] *= np.float32(1e37)
+    spectrum[2] *= np.float32(1e-37)
+    assert chosen(spectrum, 20)[0].tolist() == alone[0]
+    assert chosen(spectrum[:1], 20).tolist() == alone[:1]
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("part", [0, 1])
+def test_peak_bits_show_non_finite(bad, part):
+    parts = np.ones((3, 40), np.float32)
+    parts[1, 20 + part] = bad
+    parts[2] = np.finfo(np.float32).max
+    peaks = select.peak_bits(parts.view(np.complex64))
+    assert (peaks > select.MAX_FINITE).tolist() == [False, True, False]
+
+
+def test_largest_of_few():
+    keys = np.array([[5, 0, 5, 9, 5], [0, 0, 0, 0, 0]], np.int32)
+    for k, want in {1: [[3], [0]], 2: [[0, 3], [0, 1]], 3: [[0, 2, 3], [0, 1, 2]]}.items():
+        assert select.largest(keys, k).tolist() == want

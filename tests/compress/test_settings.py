@@ -1,0 +1,170 @@
+"""FFTCodec's settings and arguments: what is legal, what the error says, what repr shows."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from samples import codecs, examples, random
+
+from sn_compress import CompressError, FFTCodec, Payload, PayloadError
+from sn_compress.codecs.fft import PAPER
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"theta": 1}, "theta=1; expected a fraction from 0"),
+        ({"theta": -0.1}, "theta=-0.1; expected a fraction"),
+        ({"theta": float("nan")}, "theta=nan; expected"),
+        ({"block": 0}, "block=0; expected a power of two from 32"),
+        ({"block": 16}, "block=16; expected"),
+        ({"block": 4095}, "block=4095; expected"),
+        ({"block": -4096}, "block=-4096; expected"),
+        ({"block": 2**21}, r"expected a power of two from 32 to 2\*\*20, or None"),
+        ({"bits": 3}, "bits=3: a range float has 4 to 16 bits"),
+        ({"bits": 17}, "bits=17"),
+        ({"mantissa": 8}, "mantissa=8 with bits=8: legal are 1 to 7"),
+        ({"bits": 12}, "mantissa=3 with bits=12: legal are 5 to 11"),
+        ({"positions": "rle"}, "positions='rle'; expected elias-fano or bitmap"),
+        ({"values": "bf16"}, "values='bf16'; expected range or fp16"),
+        (
+            {"window": "tensor"},
+            'window=\'tensor\'; expected "block", "payload" or a positive number',
+        ),
+        ({"window": 0}, "window=0; expected"),
+        ({"window": -1.0}, "window=-1.0; expected"),
+        ({"window": float("nan")}, "window=nan; expected"),
+        ({"values": "fp16", "window": "payload"}, 'expected window="block"'),
+        ({"threads": 0}, "threads=0; expected at least 1"),
+    ],
+)
+def test_illegal_settings(settings, message):
+    with pytest.raises(CompressError, match=message):
+        FFTCodec(**settings)
+
+
+def test_settings_are_by_keyword_only():
+    with pytest.raises(TypeError):
+        FFTCodec(0.9)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (np.ones(100), "cannot encode dtype float64; expected float32, float16 or bfloat16"),
+        (np.ones(100, np.int32), r"dtype int32.*Cast it: values\.astype\('float32'\)"),
+        (np.ones(100, np.complex64), "dtype complex64"),
+        ([1.0, 2.0], "dtype float64"),
+        (np.ones((10, 10), np.float32), r"shape \(10, 10\); expected one dimension. Flatten"),
+        (np.float32(1), r"shape \(\)"),
+    ],
+)
+def test_what_cannot_be_encoded(values, message):
+    with pytest.raises(CompressError, match=message):
+        FFTCodec().encode(values)
+
+
+@pytest.mark.parametrize("codec", [*codecs(), FFTCodec(window=0.5), FFTCodec(**PAPER)], ids=str)
+def test_repr_evaluates_to_an_equal_codec(codec):
+    again = eval(repr(codec))
+    assert repr(again) == repr(codec)
+    x = random(5000)
+    assert again.encode(x).to_bytes() == codec.encode(x).to_bytes()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"theta": 0.91}, {"block": 2048}, {"block": None}, {"bits": 9}, {"mantissa": 4},
+        {"positions": "bitmap"}, {"values": "fp16"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_other_settings_are_refused(other):
+    codec = FFTCodec(theta=0.9)
+    payload = FFTCodec(**({"theta": 0.9} | other)).encode(random(5000))
+    with pytest.raises(PayloadError, match="Decode with the settings it was encoded with"):
+        codec.decode(payload)
+
+
+def test_settings_that_only_concern_the_encoder_are_not_compared():
+    x = random(5000)
+    codec = FFTCodec(theta=0.9)
+    for other in ({"window": "payload"}, {"window": 3.0}, {"half": True}, {"threads": 3}):
+        assert codec.decode(FFTCodec(theta=0.9, **other).encode(x)).size == 5000
+
+
+def test_payloads_of_different_vectors_have_no_mean():
+    codec = FFTCodec(theta=0.9)
+    with pytest.raises(PayloadError, match="expected 5000 elements"):
+        codec.decode_mean([codec.encode(random(5000)), codec.encode(random(4999))])
+    with pytest.raises(CompressError, match="at least one payload; got none"):
+        codec.decode_mean([])
+
+
+@examples
+@given(st.floats(0, 1, exclude_max=True), st.integers(1, 2**40))
+def test_kept_bins(theta, block):
+    codec = FFTCodec(theta=theta)
+    f, k = block // 2 + 1, codec.kept(block)
+    assert 1 <= k <= f
+    # Exact but for theta, which is cut to a multiple of 2**-32; a bin is rounded in our favour.
+    assert f * (1 - theta) - f * 2.0**-52 <= k <= f * (1 - theta) + f * 2.0**-31 + 1
+
+
+@pytest.mark.parametrize("codec", codecs(), ids=str)
+@pytest.mark.parametrize("n", [0, 1, 31, 32, 33, 4095, 4096, 4097, 12_345])
+def test_sections_cover_the_vector(codec, n):
+    at = words = 0
+    for s in codec.sections(n):
+        assert (s.start, s.words_at) == (at, words)
+        assert s.stop <= s.start + s.count * s.layout.block
+        at, words = s.stop, words + s.count * s.layout.words
+    assert at == n
+    assert codec.payload_bytes(n) == 32 + -(-words * 4 // 16) * 16
+
+
+def test_one_range_for_the_payload():
+    """A loud block and a quiet one, and a tail, all in one window."""
+    x = np.concatenate([random(4096) * 100, random(4096) * 0.01, random(500)]).astype(np.float32)
+    codec = FFTCodec(theta=0.5, window="payload")
+    payload = codec.encode(x)
+    words = payload.body.view("<u4")
+    ends = set()
+    for s in codec.sections(x.size):
+        rows = words[s.words_at : s.words_at + s.count * s.layout.words].reshape(s.count, -1)
+        ends |= {int(row[0]) & 0xFFFF for row in rows}
+    assert len(ends) == 1
+    assert payload.saturated == 0
+
+
+def test_common_range_has_room_for_the_memory(backend):
+    codec = FFTCodec(theta=0.9, window="payload")
+    state = codec.new_state(8192)
+    state[0][:] = 100
+    for decay, end in ((1.0, 0x42C8), (0.25, 0x41C8)):  # upper halves of 100 and 25
+        payload = codec.encode(np.zeros(8192, np.float32), state=[state[0].copy()], decay=decay)
+        assert payload.saturated == 0
+        # Rounded to 3 mantissa bits: 104 and 26.
+        assert int(payload.body.view("<u4")[0]) & 0xFFFF == end + 8
+
+
+def test_fixed_range_counts_what_it_clips(backend):
+    x = random(4096)
+    spectrum = np.fft.rfft(x.astype(np.float64), norm="ortho")
+    parts = abs(np.concatenate([spectrum.real, spectrum.imag]))
+    for window in (1.0, 2.0**-20):
+        payload = FFTCodec(theta=0.0, block=4096, window=window).encode(x)
+        # The last rung takes what is up to half a step, 2**-4, above the window's end.
+        counts = [(parts > window * above).sum() for above in (1.07, 1.06)]
+        assert counts[0] <= payload.saturated <= counts[1]
+        assert payload.saturated > 0
+        assert Payload.from_bytes(payload.to_bytes()).saturated == payload.saturated
+    for window in (100.0, 1e30):
+        assert FFTCodec(theta=0.0, window=window).encode(x).saturated == 0
+
+
+def test_a_window_beyond_float32_is_refused_or_the_largest():
+    assert FFTCodec(window=3e38).encode(random(100)).saturated == 0
+    with pytest.raises(CompressError, match="window=1e\\+39"):
+        FFTCodec(window=1e39).encode(random(100))

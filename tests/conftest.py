@@ -1,0 +1,138 @@
+"""Shared by all tests: real ranks under horovodrun, and a GPU that may not be there."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MARK = "SN_TEST_RANKS"
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How a run of several ranks ended; `stdout` holds stderr too, in the order it came."""
+
+    args: list[str]
+    returncode: int
+    stdout: str
+    timed_out: bool
+
+    def check(self) -> Ranks:
+        """Fail the test, showing the output, unless every rank ended well."""
+        state = "did not end in time" if self.timed_out else f"ended with {self.returncode}"
+        assert self.returncode == 0, f"{' '.join(self.args)} {state}\n{self.stdout[-8000:]}"
+        return self
+
+
+def require_horovod() -> None:
+    """Skip where Horovod was never installed; in CI, where `make` builds it, fail instead."""
+    if importlib.util.find_spec("horovod"):
+        return
+    text = "Horovod is not installed: run `python scripts/build_horovod.py`"
+    if os.environ.get("CI"):
+        pytest.fail(text)
+    pytest.skip(text)
+
+
+def run_ranks(
+    np: int, script: Path | str, *args: object, timeout: float = 120, **env: str
+) -> Ranks:
+    """Run a script on `np` ranks of this machine; at the time limit end all of its processes."""
+    command = [sys.executable, "-m", "horovod.runner.launch", "--gloo", "-np", str(np)]
+    command += [sys.executable, str(script), *map(str, args)]
+    # One thread per rank: more ranks than cores would otherwise spend their time waiting.
+    quiet = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1"}
+    mark = uuid.uuid4().hex
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    quiet["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | quiet | env | {MARK: mark},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    timed_out = False
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        timed_out = True
+        # Told to end, horovodrun ends its ranks and reports; what is left is killed below.
+        process.terminate()
+        try:
+            output, _ = process.communicate(timeout=15)
+        except subprocess.TimeoutExpired:
+            _kill_marked(mark)
+            output, _ = process.communicate()
+    finally:
+        _kill_marked(mark)
+    return Ranks(command, process.returncode or int(timed_out), output, timed_out)
+
+
+def _kill_marked(mark: str) -> None:
+    """Kill every process that carries our mark in its environment.
+
+    Groups and sessions are no help: horovodrun gives each rank a session of its own.
+    """
+    wanted = f"{MARK}={mark}".encode()
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                os.kill(int(entry.name), signal.SIGKILL)
+        except OSError:
+            # It ended meanwhile, or belongs to somebody else.
+            continue
+
+
+@pytest.fixture
+def horovodrun() -> Callable[..., Ranks]:
+    """Return `run(np, script, *args, timeout=120, **env) -> Ranks`, on real Horovod."""
+    require_horovod()
+    return run_ranks
+
+
+@pytest.fixture
+def rank_script(tmp_path: Path) -> Callable[[str], Path]:
+    """Return a function that writes the source of a rank's script and gives its path."""
+
+    def write(source: str, name: str = "rank.py") -> Path:
+        path = tmp_path / name
+        path.write_text(source, encoding="utf-8")
+        return path
+
+    return write
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip GPU tests where there is no GPU, and say why."""
+    reason = _no_gpu()
+    if not reason:
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _no_gpu() -> str:
+    if not importlib.util.find_spec("cupy"):
+        return "CuPy is not installed (pip install superneurons[cuda])"
+    import cupy
+
+    try:
+        devices = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"no CUDA device: {error}"
+    return "" if devices else "no CUDA device"

@@ -1,0 +1,180 @@
+"""The examples: short enough to read, they run on real ranks, and the demo ends as promised."""
+
+import gzip
+import json
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "torch_fashion_mnist.py"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A folder like Fashion-MNIST's, of 2,560 images that are easy to tell apart."""
+    folder = tmp_path_factory.mktemp("fashion-mnist")
+    random = np.random.default_rng(0)
+    patterns = random.integers(0, 200, (10, 28, 28))
+    for part, n in (("train", 2560), ("t10k", 500)):
+        labels = random.integers(0, 10, n).astype(np.uint8)
+        images = (patterns[labels] + random.integers(0, 56, (n, 28, 28))).astype(np.uint8)
+        for kind, array in (("images-idx3", images), ("labels-idx1", labels)):
+            header = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
+            packed = gzip.compress(header + array.tobytes(), compresslevel=1)
+            (folder / f"{part}-{kind}-ubyte.gz").write_bytes(packed)
+    return folder
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    """Import from examples/ and benchmarks/, which are no packages."""
+    for folder in ("examples", "benchmarks"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+
+
+def run_alone(*command):
+    return subprocess.run(
+        [sys.executable, *map(str, command)], capture_output=True, text=True, cwd=ROOT, timeout=250
+    )
+
+
+def test_example_is_short_and_marks_our_lines():
+    lines = EXAMPLE.read_text().splitlines()
+    assert len(lines) < 100
+    ours = [line for line in lines if "FFTCompression" in line]
+    assert len(ours) >= 3
+    assert all(line.endswith("# <- sn") for line in ours)
+
+
+@pytest.mark.horovod
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["none", "fp16", "fft"])
+def test_loss_falls_on_two_ranks(horovodrun, data, tmp_path, method):
+    history = tmp_path / "history.json"
+    flags = ["--compression", method, "--epochs", 2, "--data", data, "--history", history]
+    run = horovodrun(2, EXAMPLE, *flags).check()
+    seen = json.loads(history.read_text())
+    assert seen["ranks"] == 2
+    assert len(seen["loss"]) == 2 * (2560 // 128)
+    # Ten classes guessed at random have a loss of ln 10 = 2.3 and an accuracy of 10 %.
+    assert np.mean(seen["loss"][:3]) > 2
+    # Error feedback makes fft arrive later: 40 steps are few.
+    assert np.mean(seen["loss"][-5:]) < (1.8 if method == "fft" else 1)
+    assert seen["accuracy"][-1] > 50
+    assert seen["seconds"] > 0
+    ratio = seen["dense_bytes"] / seen["payload_bytes"]
+    assert {"none": ratio == 1, "fp16": ratio == 2, "fft": ratio >= 25}[method]
+    assert run.stdout.count("test accuracy") == 2, "only rank 0 speaks"
+
+
+@pytest.mark.horovod
+@pytest.mark.parametrize("method", ["none", "fft"])
+def test_runs_alone(horovodrun, data, tmp_path, method):
+    history = tmp_path / "history.json"
+    flags = ["--limit", 640, "--epochs", 1, "--data", data, "--history", history]
+    done = run_alone(EXAMPLE, "--compression", method, *flags)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(history.read_text())["ranks"] == 1
+
+
+@pytest.mark.horovod
+def test_missing_data_says_what_to_do(horovodrun, tmp_path):
+    done = run_alone(EXAMPLE, "--data", tmp_path)
+    assert done.returncode == 1
+    assert "train-images-idx3-ubyte.gz" in done.stderr
+    assert "--data" in done.stderr
+    assert "apt-get install dataset-fashion-mnist" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.horovod
+@pytest.mark.slow
+def test_demo_ends_with_table_and_picture(horovodrun, data, tmp_path):
+    pytest.importorskip("matplotlib")
+    done = run_alone(ROOT / "examples/demo.py", "--quick", "--data", data, "--out", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    row = r"^{} +\d+\.\d\d % +\d+\.\d +[\d,]+ +{} +\d\.\d{{3}}$"
+    assert re.search(row.format("plain Horovod", r"1\.0"), done.stdout, re.MULTILINE)
+    assert re.search(row.format("FFTCompression", r"2\d\.\d"), done.stdout, re.MULTILINE)
+    assert "not what fewer bytes gain" in done.stdout
+    picture = (tmp_path / "demo.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) > 10_000
+
+
+@pytest.mark.horovod
+def test_demo_passes_on_why_a_rank_failed(horovodrun, tmp_path):
+    done = run_alone(ROOT / "examples/demo.py", "--quick", "--data", tmp_path)
+    assert done.returncode == 1
+    assert "apt-get install dataset-fashion-mnist" in done.stdout
+    assert "ended with status" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_missing_horovodrun_says_what_to_do(modules, monkeypatch, tmp_path):
+    import _launch
+
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match="make setup"):
+        _launch.find_horovodrun()
+
+
+def test_study_does_only_what_is_missing(modules, monkeypatch, tmp_path, capsys):
+    import _launch
+    import accuracy
+
+    calls = []
+
+    def train(*flags, title):
+        calls.append(flags)
+        size = 400 if flags[1] == "none" else 10
+        epochs = flags[flags.index("--epochs") + 1]
+        history = {"ranks": 2, "seconds": 1.0, "loss": [2.0, 1.0] * epochs}
+        return history | {"accuracy": [90.0] * epochs, "dense_bytes": 400, "payload_bytes": size}
+
+    monkeypatch.setattr(_launch, "train", train)
+    path = tmp_path / "rows.json"
+    command = ["accuracy.py", "--json", str(path), "--epochs", "2", "--seeds"]
+    monkeypatch.setattr(sys, "argv", [*command, "0"])
+    accuracy.main()
+    assert len(calls) == 4
+    monkeypatch.setattr(sys, "argv", [*command, "0", "1"])
+    accuracy.main()
+    assert len(calls) == 8, "seed 0 was there already"
+    rows = json.loads(path.read_text())
+    assert len(rows) == 8
+    assert not any(isinstance(value, list | dict) for row in rows for value in row.values())
+    assert len(json.loads(path.with_suffix(".curves.json").read_text())) == 16
+    assert (
+        "| theta 0.9 | 90.00 ± 0.00 | +0.00 ± 0.00 | 1.500 | 10 | 40.0 |" in capsys.readouterr().out
+    )
+
+
+def test_study_fills_a_page_and_draws(modules, tmp_path):
+    import _accuracy_report as report
+
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- accuracy:start -->\nold\n<!-- accuracy:end -->\nafter\n")
+    report.put_into(page, "new")
+    assert page.read_text() == (
+        "before\n<!-- accuracy:start -->\nnew\n<!-- accuracy:end -->\nafter\n"
+    )
+    page.write_text("no markers")
+    with pytest.raises(SystemExit, match="accuracy:start"):
+        report.put_into(page, "new")
+
+    pytest.importorskip("matplotlib")
+    rows, curves = [], []
+    for method, theta, block in report.METHODS.values():
+        key = {"method": method, "theta": theta, "block": block, "seed": 0}
+        rows.append(key | {"payload_bytes": 400 if theta is None else 10})
+        curves += [key | {"epoch": epoch, "accuracy": 80.0 + epoch} for epoch in (1, 2, 3)]
+    report.picture(rows, curves, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,197 @@
+"""Who may import whom: the rules of the house, each held by a test.
+
+Rules about what ends in memory run in a fresh interpreter; rules about who names whom are read from
+the source, so that an import inside a function counts too.
+"""
+
+import ast
+import graphlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FRAMEWORKS = {"torch", "tensorflow", "keras", "horovod", "tf_keras"}
+# CuPy is no framework of the user's: the GPU back end may name it, and nothing else in the core.
+CUPY_FILES = {"sn_compress/_cuda.py"}
+PACKAGES = [name for name in ("sn_compress", "sn_memory") if (ROOT / name).is_dir()]
+FILES = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
+START_LIMIT_S = 0.3
+
+# Arrows point one way: a module may import from its own layer or from a lower one.
+# rims -> exchange -> feedback, schedule, cost -> codecs -> codec -> ops -> back ends
+LAYERS = (
+    ("sn_compress.errors", "sn_compress._sources"),
+    ("sn_compress._native", "sn_compress._cuda"),
+    ("sn_compress._backends",),
+    ("sn_compress.ops",),
+    ("sn_compress.codec",),
+    ("sn_compress.codecs",),
+    ("sn_compress.feedback", "sn_compress.schedule", "sn_compress.cost"),
+    ("sn_compress.exchange", "sn_compress.gossip"),
+    ("sn_compress.horovod", "sn_compress.ddp"),
+)
+CHECK_MAY_IMPORT = {"sn_memory.graph", "sn_memory.plan", "sn_memory.errors"}
+
+
+def is_rim(path: Path) -> bool:
+    """Say whether a file is where a framework may be named."""
+    relative = path.relative_to(ROOT)
+    if relative.name in ("torch.py", "tensorflow.py", "keras.py", "ddp.py"):
+        return True
+    return relative.parts[:2] in (("sn_memory", "torch"), ("sn_memory", "tensorflow"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in FILES}
+
+
+def own_module(name: str) -> str | None:
+    """Return the module of ours that `name` is or lives in; None for anything else."""
+    while name:
+        if name in MODULES:
+            return name
+        name = name.rpartition(".")[0]
+    return None
+
+
+def is_type_checking(test: ast.expr) -> bool:
+    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def imports(path: Path, *, top_level_only: bool = False) -> set[str]:
+    """Return all modules a file imports, by full name; those for type checkers only are left out.
+
+    With `top_level_only`, those inside functions are left out too: they cannot make a cycle.
+    """
+    package = module_name(path)
+    if path.name != "__init__.py":
+        package = package.rpartition(".")[0]
+    found = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and is_type_checking(node.test):
+            for child in node.orelse:
+                visit(child)
+            return
+        if top_level_only and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            return
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, base] if base else above)
+            # `from package import module` names the module, `from module import name` the module.
+            found.update(
+                full if (full := f"{base}.{alias.name}") in MODULES else base
+                for alias in node.names
+            )
+        elif isinstance(node, ast.Call) and node.args:
+            # import_module("torch") is an import as well.
+            called = ast.unparse(node.func).rpartition(".")[2]
+            first = node.args[0]
+            named = isinstance(first, ast.Constant) and isinstance(first.value, str)
+            if called in ("import_module", "__import__") and named and not top_level_only:
+                found.add(first.value)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text(encoding="utf-8")))
+    return found
+
+
+def fresh(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_import_loads_no_framework(package):
+    code = f"import {package}, sys; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    assert not set(fresh(code).split()) & (FRAMEWORKS | {"cupy"})
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_import_is_quick(package):
+    # The best of five: a busy machine makes single starts slow, never fast.
+    code = f"import time; t = time.perf_counter()\nimport {package}\nprint(time.perf_counter() - t)"
+    assert min(float(fresh(code)) for _ in range(5)) < START_LIMIT_S
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_starting_python_with_the_import_is_quick(package):
+    code = (
+        "import subprocess, sys, time; t = time.perf_counter()\n"
+        f"subprocess.run([sys.executable, '-c', 'import {package}'], check=True)\n"
+        "print(time.perf_counter() - t)"
+    )
+    assert min(float(fresh(code)) for _ in range(5)) < START_LIMIT_S
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_only_rims_name_a_framework(path):
+    named = {name.partition(".")[0] for name in imports(path)}
+    if not is_rim(path):
+        assert not named & FRAMEWORKS
+    if path.relative_to(ROOT).as_posix() not in CUPY_FILES and not is_rim(path):
+        assert "cupy" not in named
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_sn_compress_never_imports_sn_memory(path):
+    if module_name(path).startswith("sn_compress"):
+        assert not {name for name in imports(path) if name.startswith("sn_memory")}
+
+
+def layer(name: str) -> int | None:
+    for index, prefixes in enumerate(LAYERS):
+        if any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes):
+            return index
+    return None
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_arrows_point_one_way(path):
+    name = module_name(path)
+    mine = layer(name)
+    if name == "sn_compress" or not name.startswith("sn_compress"):
+        return
+    assert mine is not None, f"{name} is in no layer: give it one in LAYERS of this test"
+    for target in imports(path):
+        below = own_module(target)
+        if below and below != "sn_compress":
+            theirs = layer(below)
+            assert theirs is not None, f"{name} imports {below}, which is in no layer"
+            assert theirs <= mine, f"{name} imports {below}, which is above it"
+
+
+def test_the_checker_shares_nothing_with_the_planner():
+    if "sn_memory.check" not in MODULES:
+        return
+    ours = {own_module(name) for name in imports(MODULES["sn_memory.check"])} - {None}
+    assert ours <= CHECK_MAY_IMPORT
+
+
+def test_no_cycles():
+    graph = {
+        name: {own_module(target) for target in imports(path, top_level_only=True)} - {None, name}
+        for name, path in MODULES.items()
+    }
+    try:
+        tuple(graphlib.TopologicalSorter(graph).static_order())
+    except graphlib.CycleError as error:
+        pytest.fail("imports go in a circle: " + " -> ".join(error.args[1]))
+
+
+def test_no_utils_drawer():
+    assert not [path for path in FILES if path.stem in ("utils", "util", "helpers", "misc")]

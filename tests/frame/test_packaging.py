@@ -1,0 +1,106 @@
+"""What a user installs: csrc is in wheel and sdist; without a compiler it installs all the same."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from sn_compress._sources import source
+
+ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "csrc" / "compress"
+NAMES = sorted(path.name for path in CSRC.iterdir() if path.is_file())
+BROKEN = {"CC": "/bin/false", "CXX": "/bin/false", "LDSHARED": "/bin/false"}
+
+
+def test_source_is_found_from_here():
+    assert NAMES, "csrc/compress is empty"
+    for name in NAMES:
+        assert source(name).read_bytes() == (CSRC / name).read_bytes()
+
+
+def test_a_missing_source_says_where_it_looked():
+    with pytest.raises(FileNotFoundError) as caught:
+        source("no_such_kernel.cu")
+    text = str(caught.value)
+    assert "no_such_kernel.cu" in text
+    assert "_csrc" in text
+    assert "Install superneurons again" in text
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A copy of what packaging reads: builds leave droppings in the folder they run in."""
+    tree = tmp_path / "clone"
+    tree.mkdir()
+    for name in ("sn_compress", "csrc"):
+        ignore = shutil.ignore_patterns("*.so", "__pycache__", "_core_missing.txt")
+        shutil.copytree(ROOT / name, tree / name, ignore=ignore)
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE"):
+        shutil.copyfile(ROOT / name, tree / name)
+    (tree / "README.md").write_text("readme\n")
+    return tree
+
+
+def build(tree: Path, what: str, **env: str) -> Path:
+    """Call the build backend as pip does, without its isolation: no network."""
+    out = tree / "out"
+    out.mkdir(exist_ok=True)
+    code = f"from setuptools import build_meta as b; b.build_{what}({str(out)!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tree, env=os.environ | env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next(out.glob("*.whl" if what == "wheel" else "*.tar.gz"))
+
+
+@pytest.mark.slow
+def test_wheel_has_csrc_and_extension(clone, tmp_path):
+    wheel = build(clone, "wheel")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(tmp_path / "site")
+    for name in NAMES:
+        assert f"sn_compress/_csrc/{name}" in names
+    assert "sn_compress/py.typed" in names
+    assert any(name.startswith("sn_compress/_core.") for name in names)
+    assert not [name for name in names if name.startswith(("tests/", "scripts/", "csrc/"))]
+    # From the unpacked wheel, away from any clone, the package's own copy is found.
+    code = f"from sn_compress._sources import source; print(source({NAMES[0]!r}))"
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path / "site",
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert Path(found.stdout.strip()) == tmp_path / "site" / "sn_compress" / "_csrc" / NAMES[0]
+
+
+@pytest.mark.slow
+def test_sdist_has_csrc_and_builds_again(clone, tmp_path):
+    sdist = build(clone, "sdist")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    tree = next((tmp_path / "unpacked").iterdir())
+    for name in NAMES:
+        assert (tree / "csrc" / "compress" / name).is_file()
+    with zipfile.ZipFile(build(tree, "wheel")) as archive:
+        names = archive.namelist()
+    assert any(name.startswith("sn_compress/_core.") for name in names)
+
+
+def test_a_broken_compiler_does_not_end_the_install(clone):
+    with zipfile.ZipFile(build(clone, "wheel", **BROKEN)) as archive:
+        names = archive.namelist()
+        note = archive.read("sn_compress/_core_missing.txt").decode()
+    assert not [name for name in names if name.startswith("sn_compress/_core.")]
+    assert "was not built" in note
+    assert "several times slower" in note
+    assert "apt-get install g++" in note

@@ -1,0 +1,91 @@
+"""Make the golden payloads: `python tests/golden/make.py`, from a clone with the package installed.
+
+It never overwrites: a payload of an old version is worth having because it is old. To add one, add
+a line to CASES; to go on after a change of version, give the new ones new names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+
+from sn_compress import FFTCodec, Payload
+from sn_compress.ops.record import decode_records
+
+HERE = Path(__file__).resolve().parent
+# Name, number of elements, settings, elements that are not finite.
+CASES: list[tuple[str, int, dict[str, object], dict[int, float]]] = [
+    ("v1-default", 10_000, {}, {}),
+    ("v1-bitmap", 2_000, {"theta": 0.9, "block": 256, "positions": "bitmap"}, {}),
+    ("v1-fp16", 700, {"theta": 0.75, "block": 128, "values": "fp16"}, {}),
+    ("v1-whole", 3_001, {"theta": 0.9, "block": None}, {}),
+    ("v1-paper", 3_001, {"theta": 0.9, "block": None, "positions": "bitmap", "half": True}, {}),
+    ("v1-four-bits", 320, {"theta": 0.9, "block": 32, "bits": 4, "mantissa": 1}, {}),
+    ("v1-sixteen-bits", 300, {"theta": 0.5, "block": 32, "bits": 16, "mantissa": 9}, {}),
+    ("v1-clipped", 200, {"theta": 0.5, "block": 64, "window": 1.0}, {}),
+    ("v1-non-finite", 200, {"theta": 0.5, "block": 64}, {5: np.nan, 150: -np.inf}),
+    ("v1-empty", 0, {}, {}),
+]
+
+
+def vector(n: int, bad: dict[int, float]) -> np.ndarray:
+    """Deterministic on every machine: a linear congruential generator's slow and fast parts."""
+    state, values = 1, []
+    for i in range(n):
+        state = (state * 1_103_515_245 + 12_345) % 2**31
+        values.append((state / 2**31 - 0.5) ** 3 + abs(i % 100 - 50) / 100)
+    x = np.array(values, np.float32)
+    for at, value in bad.items():
+        x[at] = value
+    return x
+
+
+def spectra(codec: FFTCodec, payload: Payload) -> list[np.ndarray]:
+    """What the records hold, [blocks, bins] complex64 per section: exact on every machine."""
+    words = payload.body.view("<u4")
+    found = []
+    for s in codec.sections(payload.n):
+        rows = words[s.words_at : s.words_at + s.count * s.layout.words].reshape(s.count, -1)
+        accum = np.zeros((s.count, s.layout.bins), np.complex64)
+        decode_records(rows, accum, s.layout, 1.0)
+        found.append(accum)
+    return found
+
+
+def digest(parts: list[np.ndarray]) -> str:
+    """SHA-256 over the float bits of the spectra, every NaN counted as the same one."""
+    total = hashlib.sha256()
+    for part in parts:
+        floats = part.view(np.float32).copy()
+        floats[np.isnan(floats)] = np.float32(np.nan)
+        total.update(floats.astype("<f4").tobytes())
+    return total.hexdigest()
+
+
+def main() -> None:
+    index = HERE / "payloads.json"
+    entries = json.loads(index.read_text("utf-8")) if index.exists() else {}
+    for name, n, settings, bad in CASES:
+        file = HERE / f"{name}.bin"
+        if name in entries or file.exists():
+            print(f"{name}: is there, left alone")
+            continue
+        codec = FFTCodec(**settings)
+        payload = codec.encode(vector(n, bad))
+        file.write_bytes(payload.to_bytes())
+        entries[name] = {
+            "n": n,
+            "settings": settings,
+            "saturated": payload.saturated,
+            "spectrum_sha256": digest(spectra(codec, payload)),
+            "non_finite": {str(at): repr(float(value)) for at, value in bad.items()},
+        }
+        print(f"{name}: {payload.nbytes} bytes")
+    index.write_text(json.dumps(entries, indent=2) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()
