@@ -12,21 +12,29 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from ._sources import source
 from .errors import CompressError, MissingExtra
-from .ops.launch import Program
 
 # No contraction into fused multiply-adds: selection and codes must not depend on the back end.
 OPTIONS = ("-std=c++17", "-fmad=false")
 _INCLUDE = re.compile(r'#include "([^"]+)"')
+
+
+@dataclass(frozen=True)
+class Program:
+    """A source file of csrc/compress and the macros it is compiled with."""
+
+    file: str
+    defines: tuple[tuple[str, int], ...] = ()
 
 
 def text(file: str) -> str:
@@ -68,6 +76,15 @@ def cupy() -> Any:
     return cupy
 
 
+def found() -> str:
+    """The back end for device tensors and why; CuPy is looked for, not loaded."""
+    if find_spec("cupy") is None:
+        return (
+            "none: CuPy is not installed, so tensors are encoded on the CPU; see the extra [cuda]"
+        )
+    return "cupy: kernels are compiled at the first device tensor"
+
+
 @cache
 def _kernel(device: int, program: Program, name: str) -> Any:
     return _module(device, program).get_function(name)
@@ -80,14 +97,7 @@ def _module(device: int, program: Program) -> Any:
         return xp.RawModule(code=text(program.file), options=options(program), backend="nvrtc")
 
 
-@cache
-def _constant(device: int, key: tuple[Any, ...], values: bytes) -> Any:
-    xp = cupy()
-    with xp.cuda.Device(device):
-        array = xp.asarray(np.frombuffer(values, np.uint8))
-        # Other streams may read it from now on; this happens once per table and device.
-        xp.cuda.get_current_stream().synchronize()
-    return array
+_constants: dict[tuple[int, tuple[Any, ...]], Any] = {}
 
 
 class CudaDevice:
@@ -106,13 +116,24 @@ class CudaDevice:
         shared_bytes: int,
         args: Sequence[Any],
     ) -> None:
-        with cupy().cuda.Device(self.device), self.stream:
+        with self.context():
             function = _kernel(self.device, program, kernel)
             _allow_shared(function, kernel, shared_bytes, self.device)
             function((blocks,), (threads,), tuple(args), shared_mem=shared_bytes)
 
+    @contextmanager
+    def context(self) -> Iterator[Any]:
+        """CuPy, allocating and computing on this device and stream."""
+        with cupy().cuda.Device(self.device), self.stream:
+            yield cupy()
+
     def constant(self, key: tuple[Any, ...], values: npt.NDArray[Any]) -> int:
-        return int(_constant(self.device, key, values.tobytes()).data.ptr)
+        if (self.device, key) not in _constants:
+            with self.context() as xp:
+                _constants[self.device, key] = xp.asarray(values)
+                # Other streams may read it from now on; once per table and device.
+                self.stream.synchronize()
+        return int(_constants[self.device, key].data.ptr)
 
 
 def _allow_shared(function: Any, kernel: str, shared_bytes: int, device: int) -> None:
@@ -151,6 +172,28 @@ class View:
         # Loaded already: there is a tensor of it.
         stream = sys.modules["torch"].cuda.current_stream(self.device)
         return CudaDevice(self.device, xp.cuda.ExternalStream(stream.cuda_stream, self.device))
+
+    def array(self) -> Any:
+        """The vector as a CuPy array of float32 or float16; copied only if it is bfloat16."""
+        if self.is_torch:
+            short = self.dtype == "bfloat16"
+            return cupy().from_dlpack(self.owner.float() if short else self.owner)
+        return self.owner.astype("float32") if self.dtype == "bfloat16" else self.owner
+
+    def store(self, start: int, values: Any) -> None:
+        """Write a CuPy array from element `start` on, rounded to this vector's type."""
+        if self.is_torch:
+            # Loaded already: there is a tensor of it.
+            values = sys.modules["torch"].from_dlpack(values)
+        self.owner[start : start + len(values)] = values
+
+
+def fft() -> Any:
+    """cupyx.scipy.fft: cuFFT under SciPy's names."""
+    cupy()
+    import cupyx.scipy.fft
+
+    return cupyx.scipy.fft
 
 
 def on_device(tensor: Any) -> bool:

@@ -17,8 +17,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from .._cuda import Program
 from ..errors import CompressError
 from . import pack
+from .record import Layout
 
 TRANSFORMS = ("fft", "dct", "hadamard", "identity", "spectrum")
 VALUES = ("range", "fp16", "sign", "2bit")
@@ -75,14 +77,6 @@ SETTINGS = np.dtype(
 Struct = npt.NDArray[np.void]
 
 
-@dataclass(frozen=True)
-class Program:
-    """A source file of csrc/compress and the macros it is compiled with."""
-
-    file: str
-    defines: tuple[tuple[str, int], ...] = ()
-
-
 class Device(Protocol):
     """Runs kernels in order, on one stream."""
 
@@ -114,6 +108,26 @@ class Format:
     code_bits: int
     mantissa: int
     positions: str
+
+    @classmethod
+    def of(cls, layout: Layout, transform: str) -> Format:
+        """The format of a layout whose coefficients come from `transform`."""
+        everything = layout.kept == layout.bins
+        return cls(
+            layout.block,
+            transform,
+            layout.values,
+            layout.kept,
+            layout.words,
+            layout.code_bits,
+            layout.mantissa if layout.values == "range" else 0,
+            "all" if everything else layout.positions,
+        )
+
+    @property
+    def fits_block(self) -> bool:
+        """Whether one thread block can hold a block: the fused kernels' sizes."""
+        return SMALLEST <= self.block <= LARGEST and not self.block & (self.block - 1)
 
     @property
     def parts(self) -> int:
@@ -215,7 +229,7 @@ def decode_blocks(
 def _launch(
     device: Device, form: Format, pieces: Sequence[Piece], kernel: str, settings: Struct
 ) -> None:
-    if not SMALLEST <= form.block <= LARGEST or form.block & (form.block - 1):
+    if not form.fits_block:
         raise CompressError(
             f"block={form.block} on a GPU; expected a power of two from {SMALLEST} to {LARGEST}, "
             "what fits a multiprocessor's shared memory. Choose another block, or None for one "

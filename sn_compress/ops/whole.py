@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .._cuda import Program
 from ..errors import CompressError
 from . import pack
-from .launch import DTYPES, Device, Format, Program, Struct
+from .launch import DTYPES, Device, Format, Struct
 
 _THREADS, _CHUNK, _STATE_BYTES = 256, 4096, 4 * (8 + 2048)
 _WHOLE = np.dtype(

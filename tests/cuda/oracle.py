@@ -107,7 +107,7 @@ def decode(words: np.ndarray, form: Format) -> np.ndarray:
     return out
 
 
-def _codes(kept, peaks, exponent, scale, form, top):  # noqa: ANN001, ANN202
+def _codes(kept, peaks, exponent, scale, form, top):
     if form.values == "fp16":
         heads = ((peaks >> 23) << 7).astype(np.uint16)[:, None]
         return heads, (kept * _half_scale(heads)).astype(np.float16).view(np.uint16), 0

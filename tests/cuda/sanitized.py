@@ -1,17 +1,13 @@
 """Every kernel once under the address and undefined-behaviour sanitizers; a process of its own.
 
-    LD_PRELOAD=libasan.so python tests/cuda/sanitized.py
+    LD_PRELOAD=$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
+    PYTHONPATH=. python tests/cuda/sanitized.py
 
 NumPy's arrays come from malloc, so reading or writing one element beyond an input, a record or a
 memory ends the process, as do shared memory, alignment, shifts and overflow.
 """
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent.parent)]
 
 import numpy as np
 import oracle

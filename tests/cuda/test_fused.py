@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import ml_dtypes
@@ -15,7 +16,7 @@ from host import ORDERS, Host, address
 
 from sn_compress.errors import CompressError
 from sn_compress.ops import launch, record
-from sn_compress.ops.launch import Piece
+from sn_compress.ops.launch import Format, Piece
 
 THETAS = (0.0, 0.5, 0.9, 0.98, 0.9999)
 VALUES = ("range", "fp16", "sign", "2bit")
@@ -58,17 +59,21 @@ def test_the_order_of_threads_does_not_matter(order: str) -> None:
 
 
 def test_oracle_is_the_format_of_record_py() -> None:
-    for theta, values in itertools.product((0.3, 0.95), ("range", "fp16")):
-        form = oracle.make_format(128, "spectrum", theta, values)
-        layout = record.Layout(128, form.kept, values, 8, 3, "elias-fano")
-        assert layout.words == form.words
+    for theta, values, parts in itertools.product((0.0, 0.3, 0.95), VALUES, (1, 2)):
+        transform = "spectrum" if parts == 2 else "identity"
+        place = "bitmap" if theta else "all"
+        form = oracle.make_format(128, transform, theta, values, positions=place)
+        layout = record.Layout(128, form.kept, values, 8, 3, "bitmap", parts)
+        assert dataclasses.replace(form, mantissa=0) == dataclasses.replace(
+            Format.of(layout, transform), mantissa=0
+        )
         for coefs in samples(form).values():
             words = np.empty((len(coefs), form.words), np.uint32)
-            record.encode_twin(coefs.copy().view(np.complex64), None, words, layout)
+            record.encode_twin(coefs.copy(), None, words, layout)
             np.testing.assert_array_equal(oracle.encode(coefs, None, form, 1, None)[0], words)
 
 
-@pytest.mark.parametrize("bits,mantissa", [(4, 0), (4, 3), (8, 7), (12, 5), (16, 9), (16, 15)])
+@pytest.mark.parametrize(("bits", "mantissa"), [(4, 0), (4, 3), (8, 7), (12, 5), (16, 9), (16, 15)])
 def test_every_width_of_range_float(bits: int, mantissa: int) -> None:
     form = oracle.make_format(32, "identity", 0.5, "range", bits, mantissa)
     for coefs in samples(form).values():
@@ -269,7 +274,7 @@ def test_sizes_are_64_bits_wide_and_limits_are_named() -> None:
     seen: list[np.ndarray] = []
 
     class Listener(Host):
-        def launch(self, program, kernel, *, blocks, threads, shared_bytes, args):  # noqa: ANN001, ANN202
+        def launch(self, program, kernel, *, blocks, threads, shared_bytes, args):
             seen.append(args[0])
 
     form = oracle.make_format(4096, "fft", 0.98)
@@ -283,6 +288,4 @@ def test_sizes_are_64_bits_wide_and_limits_are_named() -> None:
             Listener(), form, [Piece(0, "float32", 2**43, 2**31, 0, 8, 0)], decay=1.0
         )
     with pytest.raises(CompressError, match="power of two"):
-        launch.encode_blocks(
-            Listener(), oracle.make_format(2**14, "fft", 0.9), [big], decay=1.0
-        )
+        launch.encode_blocks(Listener(), oracle.make_format(2**14, "fft", 0.9), [big], decay=1.0)

@@ -112,8 +112,8 @@ def test_non_finite_and_damaged_records_become_nan() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     nowhere = whole.Vector(0, 0, 0, 8)
+    form = oracle.make_format(64, "fft", 0.5, "sign")
     with pytest.raises(CompressError, match="sign"):
-        form = oracle.make_format(64, "fft", 0.5, "sign")
         whole.encode_whole(Host(), form, nowhere, 0, decay=1.0, top=None)
     huge = Format(2**33, "fft", "range", 1, 1, 8, 3, "bitmap")
     with pytest.raises(CompressError, match=r"2\*\*32"):
