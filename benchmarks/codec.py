@@ -1,6 +1,6 @@
 """How fast and how small: the FFT codec beside its own transform, a memcpy and torch.topk.
 
-    python benchmarks/codec.py [--quick] [--json FILE] [--threads N]
+    python benchmarks/codec.py [--quick] [--json FILE] [--threads N] [--device cuda]
 
 Every repetition times all contenders in turn, so that noise from other work on the machine hits
 them alike; ratios are medians over the repetitions. Encode is with error feedback, as training
@@ -142,6 +142,7 @@ def main() -> None:
     """Measure and print; write JSON where asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--quick", action="store_true", help="2 M elements: under two minutes")
     parser.add_argument("--n", type=int, help="elements (default 25 million)")
     parser.add_argument("--threads", type=int, default=1)
@@ -149,13 +150,20 @@ def main() -> None:
     parser.add_argument("--no-torch", action="store_true", help="leave torch.topk out")
     args = parser.parse_args()
     n = args.n or (2_000_000 if args.quick else 25_000_000)
-    values = gradient(n)
-    rows = []
-    for index, (name, settings) in enumerate(SETTINGS, 1):
-        print(f"[{index}/{len(SETTINGS)}] {name}", file=sys.stderr, flush=True)
-        rows.append(measure(name, settings, values, args))
-    print(f"{n:,} float32 elements, {args.threads} thread(s), back end {rows[0]['backend']}")
-    print(table(rows))
+    if args.device == "cuda":
+        import codec_cuda  # asks for CuPy and torch
+
+        n = args.n or (1 << 24 if args.quick else 1 << 27)
+        rows = codec_cuda.measure(n, args.repeat, gradient(n))
+        text = codec_cuda.table(rows)
+    else:
+        rows, vector = [], gradient(n)
+        for index, (name, settings) in enumerate(SETTINGS, 1):
+            print(f"[{index}/{len(SETTINGS)}] {name}", file=sys.stderr, flush=True)
+            rows.append(measure(name, settings, vector, args))
+        text = table(rows)
+    print(f"{n:,} float32 elements, back end {rows[0]['backend']}, {rows[0]['machine']}")
+    print(text)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
