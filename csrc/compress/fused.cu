@@ -6,14 +6,16 @@ namespace sn {
 
 using Keys = PerThread<u32, kSlots, kThreads>;
 
-// Orders like the magnitude of the bin. Two parts: |scale * c|**2; one: |c| itself.
-SN_DEVICE u32 key_of(Shared& shared, int bin, float scale) {
-  if (kParts == 1) return magnitude(coefficient(shared, bin, 0));
-  const float re = coefficient(shared, bin, 0) * scale, im = coefficient(shared, bin, 1) * scale;
+constexpr int kHalves = (kFloats / 2 + kThreads - 1) / kThreads;  // pairs of parts of a thread
+
+// Orders like the magnitude of bin t + i * kThreads. Two parts: |scale * c|**2; one: |c| itself.
+SN_DEVICE u32 key_of(Shared& shared, int t, int i, float scale) {
+  if (kParts == 1) return magnitude(own(shared, t, i, 0));
+  const float re = own(shared, t, i, 0) * scale, im = own(shared, t, i, 1) * scale;
   return bits_of(re * re + im * im);
 }
 
-constexpr int kPairs = (kFloats / 2 + kThreads - 1) / kThreads;  // pairs of floats of a thread
+SN_DEVICE bool is_bin(int t, int i) { return inside<kBins, kThreads>(t, i); }
 
 SN_DEVICE void raise(u32& largest, u32 value) {
   if (largest < value) largest = value;
@@ -22,17 +24,16 @@ SN_DEVICE void raise(u32& largest, u32 value) {
 // coefficients += decay * memory; returns the bits of the largest part.
 template <typename Read>
 SN_DEVICE u32 accumulate(Shared& shared, float decay, int t, Read read) {
-  Complex held[kPairs];  // all loads first: stores to shared memory would hold them back
+  Complex held[kHalves];  // all loads first: stores to shared memory would hold them back
   SN_UNROLL
-  for (int i = 0; i < kPairs; ++i)
-    if (t + i * kThreads < kFloats / 2) held[i] = read(t + i * kThreads);
+  for (int i = 0; i < kHalves; ++i)
+    if (inside<kFloats / 2, kThreads>(t, i)) held[i] = read(t + i * kThreads);
   u32 peak = 0;
   SN_UNROLL
-  for (int i = 0; i < kPairs; ++i)
-    if (t + i * kThreads < kFloats / 2) {
-      Complex& value = point(shared.data, t + i * kThreads);
-      const Complex more = scaled(held[i], decay);
-      value = value + more;
+  for (int i = 0; i < kHalves; ++i)
+    if (inside<kFloats / 2, kThreads>(t, i)) {
+      Complex& value = point<kThreads>(shared.data, t, i);
+      value = value + scaled(held[i], decay);
       raise(peak, magnitude(value.re));
       raise(peak, magnitude(value.im));
     }
@@ -58,7 +59,13 @@ SN_DEVICE u32 add_memory(const Threads& block, Shared& shared, const Section& se
   } else {
     block.max(peak, [&](int t) {
       u32 largest = 0;
-      for (int i = t; i < kFloats; i += kThreads) raise(largest, magnitude(shared.data[slot(i)]));
+      SN_UNROLL
+      for (int i = 0; i < kHalves; ++i)
+        if (inside<kFloats / 2, kThreads>(t, i)) {
+          const Complex value = point<kThreads>(shared.data, t, i);
+          raise(largest, magnitude(value.re));
+          raise(largest, magnitude(value.im));
+        }
       return largest;
     });
   }
@@ -80,7 +87,7 @@ SN_DEVICE void select(const Threads& block, Shared& shared, u32 kept, Keys& keys
         SN_UNROLL
         for (int i = 0; i < kSlots; ++i) {
           const u32 key = keys(t, i);
-          if (t + i * kThreads < kBins && (key ^ threshold) >> done == 0)
+          if (is_bin(t, i) && (key ^ threshold) >> done == 0)
             atomic_add(histogram + (key >> shift & (digits - 1)), 1u);
         }
       });
@@ -95,7 +102,7 @@ SN_DEVICE void select(const Threads& block, Shared& shared, u32 kept, Keys& keys
   constexpr int kWords = kSlots * kThreads / 32;
   if (ties) {
     block.ballots<kSlots>(shared.map, [&](int t, int i) {
-      return t + i * kThreads < kBins && keys(t, i) == threshold;
+      return is_bin(t, i) && keys(t, i) == threshold;
     });
     block.count_before(shared.map, shared.before, kWords);
     // The first `need` of the equal keys become larger than any other, the rest smaller.
@@ -103,7 +110,7 @@ SN_DEVICE void select(const Threads& block, Shared& shared, u32 kept, Keys& keys
       SN_UNROLL
       for (int i = 0; i < kSlots; ++i) {
         const int bin = t + i * kThreads;
-        if (bin >= kBins || keys(t, i) != threshold) continue;
+        if (!is_bin(t, i) || keys(t, i) != threshold) continue;
         const u32 below = shared.map[bin >> 5] & ((1u << (bin & 31)) - 1);
         const bool stays = shared.before[bin >> 5] + count_ones(below) < need;
         keys(t, i) = stays ? 0x80000000u : 0;
@@ -112,7 +119,7 @@ SN_DEVICE void select(const Threads& block, Shared& shared, u32 kept, Keys& keys
     threshold += 1;
   }
   block.ballots<kSlots>(shared.map, [&](int t, int i) {
-    return t + i * kThreads < kBins && keys(t, i) >= threshold;
+    return is_bin(t, i) && keys(t, i) >= threshold;
   });
   block.count_before(shared.map, shared.before, kWords);
 }
@@ -209,7 +216,7 @@ SN_DEVICE void encode_block(const Threads& block, Shared& shared, u32* record,
     block.each([&](int t) {
       SN_UNROLL
       for (int i = 0; i < kSlots; ++i)
-        keys(t, i) = t + i * kThreads < kBins ? key_of(shared, t + i * kThreads, scale) : 0;
+        keys(t, i) = is_bin(t, i) ? key_of(shared, t, i, scale) : 0;
     });
     select(block, shared, static_cast<u32>(s.kept), keys);
     block.each([&](int t) {
@@ -246,13 +253,16 @@ SN_DEVICE void encode_block(const Threads& block, Shared& shared, u32* record,
     }
     if (!finite || !section.memory) return;
     const i64 pair = row * (kFloats / 2);
-    for (int m = t; m < kFloats / 2; m += kThreads) {
-      const Complex left = point(shared.data, m);
+    SN_UNROLL
+    for (int i = 0; i < kHalves; ++i) {
+      if (!inside<kFloats / 2, kThreads>(t, i)) continue;
+      const Complex left = point<kThreads>(shared.data, t, i);
+      const i64 at = pair + t + i * kThreads;
       if (section.memory_dtype == kBfloat16)
-        pointer<u32>(section.memory)[pair + m] =
+        pointer<u32>(section.memory)[at] =
             to_finite_bfloat(left.re) | to_finite_bfloat(left.im) << 16;
       else
-        pointer<Complex>(section.memory)[pair + m] = left;
+        pointer<Complex>(section.memory)[at] = left;
     }
   });
 }

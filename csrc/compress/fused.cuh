@@ -39,6 +39,13 @@ SN_DEVICE float& coefficient(Shared& shared, int bin, int part) {
   return shared.data[slot(bin * kParts) + part];
 }
 
+// Part of bin t + i * kThreads.
+SN_DEVICE float& own(Shared& shared, int t, int i, int part) {
+  return shared.data[slot<kThreads * kParts>(t * kParts, i) + part];
+}
+
+constexpr int kPairs = (kInput / 2 + kThreads - 1) / kThreads;  // pairs of values of a thread
+
 // sqrt(1 / size), rounded once.
 SN_DEVICE constexpr float root_of_inverse(int size) {
   double root = 1;
@@ -139,7 +146,8 @@ struct TransformPairs {
 
   template <typename Read>
   SN_DEVICE void operator()(Read read) const {
-    Fft::template transform<false>(block, data, twiddles, read);
+    Fft::template transform<false>(
+        block, data, twiddles, [&](int b, int r) { return read(b + r * (kBlock / 16)); });
   }
 };
 
@@ -151,10 +159,9 @@ struct StorePairs {
   SN_DEVICE void operator()(Read read) const {
     block.each([&](int t) {
       SN_UNROLL
-      for (int m = t; m < kInput / 2; m += kThreads) {
-        const Complex both = read(m);
-        data[slot(2 * m)] = both.re, data[slot(2 * m) + 1] = both.im;
-      }
+      for (int i = 0; i < kPairs; ++i)
+        if (inside<kInput / 2, kThreads>(t, i))
+          point<kThreads>(data, t, i) = read(t + i * kThreads);
     });
   }
 };
@@ -171,7 +178,8 @@ SN_DEVICE void forward(const Threads& block, Shared& shared, const Values& value
     if constexpr (kTransform == kHadamard) hadamard<kBlock, kThreads>(block, data, kScale);
     if constexpr (kTransform == kDct) {
       // Even elements upwards, then odd ones downwards: two of either make a point.
-      Fft::template transform<true>(block, data, twiddles, [&](int m) -> Complex {
+      Fft::template transform<true>(block, data, twiddles, [&](int b, int r) -> Complex {
+        const int m = b + r * (kBlock / 16);
         const int i = m < kBlock / 4 ? 4 * m : 2 * kBlock - 1 - 4 * m;
         return {data[slot(i)], data[slot(m < kBlock / 4 ? i + 2 : i - 2)]};
       });
@@ -186,7 +194,10 @@ SN_DEVICE void inverse(const Threads& block, Shared& shared, const Values& value
   float* data = shared.data;
   if constexpr (kTransform == kFft) {
     block.each([&](int t) {
-      for (int k = t; k <= kBlock / 4; k += kThreads) {
+      SN_UNROLL
+      for (int i = 0; i < Fft::kPairs; ++i) {
+        const int k = t + i * kThreads;
+        if (!inside<kBlock / 4 + 1, kThreads>(t, i)) continue;
         const auto [low, high] = Fft::point_pair(point(data, k), point(data, kBlock / 2 - k),
                                                  twiddles, kScale, k);
         point(data, k) = low;
@@ -198,15 +209,24 @@ SN_DEVICE void inverse(const Threads& block, Shared& shared, const Values& value
     points_from_dct<kBlock, kThreads>(block, data, twiddles, kScale);
   if constexpr (kTransform == kHadamard) hadamard<kBlock, kThreads>(block, data, kScale);
   if constexpr (kTransform == kFft || kTransform == kDct)
-    Fft::template transform<true>(block, data, twiddles, [&](int m) { return point(data, m); });
+    Fft::template transform<true>(block, data, twiddles, [&](int b, int r) {
+      return point<kBlock / 16>(data, b, r);
+    });
   block.each([&](int t) {
     SN_UNROLL
-    for (int m = t; m < kInput / 2; m += kThreads) {
-      int a = 2 * m, b = 2 * m + 1;
-      if (kTransform == kDct) b = kBlock - 1 - m, a = m;
+    for (int i = 0; i < kPairs; ++i) {
+      const int m = t + i * kThreads;
+      if (!inside<kInput / 2, kThreads>(t, i)) continue;
       // Points lie swapped after an inverse transform.
-      if (kTransform == kFft || kTransform == kDct) a ^= 1, b ^= 1;
-      values.set(m, data[slot(a)], data[slot(b)]);
+      if (kTransform == kDct) {
+        values.set(m, data[slot(m ^ 1)], data[slot((kBlock - 1 - m) ^ 1)]);
+      } else {
+        const Complex both = point<kThreads>(data, t, i);
+        if (kTransform == kFft)
+          values.set(m, both.im, both.re);
+        else
+          values.set(m, both.re, both.im);
+      }
     }
   });
 }

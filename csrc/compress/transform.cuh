@@ -33,6 +33,24 @@ SN_DEVICE Complex scaled(Complex a, float by) { return {a.re * by, a.im * by}; }
 SN_DEVICE constexpr int slot(int i) { return i + ((i >> 4) << 1); }
 SN_DEVICE Complex& point(float* data, int i) { return reinterpret_cast<Complex*>(data)[i + (i >> 3)]; }
 
+// slot(i + r * Step) and point(i + r * Step) with the part that does not depend on the thread left
+// to the compiler: a step of whole rows never carries into the padding.
+template <int Step>
+SN_DEVICE constexpr int slot(int i, int r) {
+  return Step % 16 == 0 ? slot(i) + r * (Step + Step / 8) : slot(i + r * Step);
+}
+template <int Step>
+SN_DEVICE Complex& point(float* data, int i, int r) {
+  return reinterpret_cast<Complex*>(
+      data)[Step % 8 == 0 ? i + (i >> 3) + r * (Step + Step / 8) : i + r * Step + ((i + r * Step) >> 3)];
+}
+
+// Whether t + i * Threads < Limit; known at compile time for all i but the last.
+template <int Limit, int Threads>
+SN_DEVICE constexpr bool inside(int t, int i) {
+  return (i + 1) * Threads <= Limit || t + i * Threads < Limit;
+}
+
 // Discrete Fourier transform of R points in natural order, sign -1.
 template <int R>
 SN_DEVICE void small_dft(Complex* z) {
@@ -67,7 +85,7 @@ class RealFft {
   static constexpr int kPairs = (kPoints / 2 + T) / T;     // bin pairs of a thread
   using Points = PerThread<Complex, 8, T>;
 
-  // z := DFT of the points that read(m) gives, with sign -1. `read` may use `data`.
+  // z := DFT, with sign -1, of the points b + r * N/16 that read(b, r) gives. `read` may use `data`.
   template <bool FromData, typename Read>
   SN_DEVICE static void transform(const Block<T>& block, float* data, const Complex* twiddles,
                                   Read read) {
@@ -88,7 +106,10 @@ class RealFft {
   SN_DEVICE static void separate(const Block<T>& block, float* data, const Complex* twiddles,
                                  float scale) {
     block.each([&](int t) {
-      for (int k = t; k <= kPoints / 2; k += T) {
+      SN_UNROLL
+      for (int i = 0; i < kPairs; ++i) {
+        const int k = t + i * T;
+        if (!inside<kPoints / 2 + 1, T>(t, i)) continue;
         const auto [low, high] = bin_pair(data, twiddles, scale, k);
         point(data, k) = low;
         point(data, kPoints - k) = high;
@@ -132,9 +153,9 @@ class RealFft {
 SN_UNROLL
     for (int i = 0; i < kEach; ++i) {
       const int b = t + i * T;
-      if (b >= kPoints / R) continue;
+      if (!inside<kPoints / R, T>(t, i)) continue;
 SN_UNROLL
-      for (int r = 0; r < R; ++r) held(t, i * R + r) = read(b + r * (kPoints / R));
+      for (int r = 0; r < R; ++r) held(t, i * R + r) = read(b, r);
     }
   }
 
@@ -144,7 +165,7 @@ SN_UNROLL
 SN_UNROLL
     for (int i = 0; i < kEach; ++i) {
       const int b = t + i * T, j = b % Stride;
-      if (b >= kPoints / R) continue;
+      if (!inside<kPoints / R, T>(t, i)) continue;
       Complex z[R];
 SN_UNROLL
       for (int r = 0; r < R; ++r) {
@@ -154,7 +175,11 @@ SN_UNROLL
       small_dft<R>(z);
       const int to = b / Stride * Stride * R + j;
 SN_UNROLL
-      for (int r = 0; r < R; ++r) point(data, to + r * Stride) = z[r];
+      for (int r = 0; r < R; ++r)
+        if (Stride == 1 && R == 8)
+          reinterpret_cast<Complex*>(data)[to + (to >> 3) + r] = z[r];
+        else
+          point<Stride>(data, to, r) = z[r];
     }
   }
 
@@ -163,7 +188,8 @@ SN_UNROLL
                                Points& held) {
     if constexpr (Stride < kPoints) {
       constexpr int kRadix = kPoints / Stride < 8 ? kPoints / Stride : 8;
-      block.each([&](int t) { gather<kRadix>(t, held, [&](int m) { return point(data, m); }); });
+      block.each([&](int t) { gather<kRadix>(t, held, [&](int b, int r) {
+        return point<kPoints / kRadix>(data, b, r); }); });
       block.each([&](int t) { scatter<kRadix, Stride>(t, held, data, twiddles); });
       passes<Stride * kRadix>(block, data, twiddles, held);
     }
@@ -181,7 +207,7 @@ SN_DEVICE void hadamard(const Block<T>& block, float* data, float scale) {
         const int first = b / Stride * Stride * R + b % Stride;
         float v[R];
 SN_UNROLL
-        for (int r = 0; r < R; ++r) v[r] = data[slot(first + r * Stride)];
+        for (int r = 0; r < R; ++r) v[r] = data[slot<Stride>(first, r)];
 SN_UNROLL
         for (int half = 1; half < R; half *= 2)
 SN_UNROLL
@@ -192,7 +218,7 @@ SN_UNROLL
             }
 SN_UNROLL
         for (int r = 0; r < R; ++r)
-          data[slot(first + r * Stride)] = Stride * R == N ? v[r] * scale : v[r];
+          data[slot<Stride>(first, r)] = Stride * R == N ? v[r] * scale : v[r];
       }
     });
     hadamard<N, T, Stride * R>(block, data, scale);
