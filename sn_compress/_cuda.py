@@ -26,6 +26,7 @@ from .errors import CompressError, MissingExtra
 
 # No contraction into fused multiply-adds: selection and codes must not depend on the back end.
 OPTIONS = ("-std=c++17", "-fmad=false")
+_UNASKED_BYTES = 48 << 10
 _INCLUDE = re.compile(r'#include "([^"]+)"')
 
 
@@ -138,13 +139,14 @@ class CudaDevice:
 
 def _allow_shared(function: Any, kernel: str, shared_bytes: int, device: int) -> None:
     """Let a kernel have more than the 48 KiB of shared memory it gets unasked."""
-    if shared_bytes <= function.max_dynamic_shared_size_bytes:
+    total = shared_bytes + function.shared_size_bytes
+    if total <= _UNASKED_BYTES:
         return
     most = cupy().cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"]
-    if shared_bytes + function.shared_size_bytes > most:
+    if total > most:
         raise CompressError(
-            f"{kernel} needs {shared_bytes + function.shared_size_bytes} bytes of shared memory; "
-            f"this device has {most} for a block. Use a smaller block, or drop more (theta)."
+            f"{kernel} needs {total} bytes of shared memory; this device has {most} for a block. "
+            "Use a smaller block, or drop more (theta)."
         )
     function.max_dynamic_shared_size_bytes = shared_bytes
 
