@@ -22,6 +22,14 @@ double energy(const float* row, float scale, const Layout& layout) {
   return total / scale / scale;
 }
 
+// The imaginary parts of the edge bins say nothing of a real vector; a coder without a zero gives
+// them a value all the same, which is no error and has no place in the memory.
+void clear_edges(float* row, const Layout& layout) {
+  if (layout.parts == 1) return;
+  row[1] = 0;
+  if (layout.block % 2 == 0) row[layout.floats() - 1] = 0;
+}
+
 // Calls visit(value) for each kept coefficient, in the order of the codes.
 template <typename Visit>
 void each_kept(float* row, const std::vector<uint32_t>& positions, int64_t parts, Visit visit) {
@@ -158,6 +166,7 @@ Tally encode_records(float* coefficients, float* memory, uint32_t* words, int64_
       else
         put_elias_fano(out, layout.positions_at(), positions.data(), layout.kept, bins);
     }
+    clear_edges(row, layout);
     tally.error += energy(row, scale, layout);
     if (kept_memory) std::memcpy(kept_memory, row, floats * 4);
   }

@@ -15,11 +15,12 @@ class HalfScale {
   explicit HalfScale(uint32_t head) {
     const uint32_t exponent = head >> 7;
     scale_ = from_bits((268 - (exponent > 15 ? exponent : 15)) << 23);
+    if (exponent == 254) largest_ = 0x77FF;  // the next code stands for 2**128
   }
 
   static uint32_t head_for(uint32_t peak) { return (peak >> 23) << 7; }
 
-  // Rounds to nearest, ties to even; scaled values are below 2**15, so nothing overflows.
+  // Rounds to nearest, ties to even, but never to an infinite value; scaled values are below 2**15, so nothing overflows.
   uint32_t encode(float value) const {
     const uint32_t raw = to_bits(value * scale_);
     const uint32_t sign = raw >> 16 & 0x8000u, magnitude = raw & 0x7FFFFFFFu;
@@ -29,7 +30,8 @@ class HalfScale {
       return sign | static_cast<uint32_t>(rounded);
     }
     const uint32_t even = magnitude + 0xFFFu + (magnitude >> 13 & 1u);
-    return sign | ((even >> 13) - (112u << 10));
+    const uint32_t code = (even >> 13) - (112u << 10);
+    return sign | (code < largest_ ? code : largest_);
   }
 
   float decode(uint32_t code) const {
@@ -44,6 +46,7 @@ class HalfScale {
 
  private:
   float scale_;
+  uint32_t largest_ = 0x7BFF;
 };
 
 // Magnitudes in fixed point, 22 bits below the binade of the block's peak: sums of integers are

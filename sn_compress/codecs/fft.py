@@ -94,10 +94,12 @@ class FFTCodec(Codec):
         window: Literal["block", "payload"] | float = "block",
         half: bool = False,
         transform: TransformName = "fft",
-        shape: tuple[int, ...] | None = None,
-        axes: tuple[int, ...] | None = None,
+        shape: Sequence[int] | None = None,
+        axes: Sequence[int] | None = None,
         threads: int = 1,
     ) -> None:
+        # Tuples, so that a list of the same numbers makes the same payloads.
+        shape, axes = (None if given is None else tuple(given) for given in (shape, axes))
         fraction = isinstance(theta, (int, float)) and 0 <= theta < 1
         _check("theta", theta, fraction, "a fraction from 0 (keep all) to below 1")
         power = block is None or (

@@ -96,7 +96,8 @@ def encode_records(
 ) -> Tally:
     """Encode each row of `coefficients` (+ decay * `memory`) into a row of `words`.
 
-    coefficients : [nb, bins * parts] float32, used as scratch: holds the residual afterwards
+    coefficients : [nb, bins * parts] float32, used as scratch: holds the residual afterwards,
+        with zero for what the inverse transform ignores (imaginary parts of the edge bins)
     memory : the same shape, or None; becomes the residual, except in non-finite rows, where it
         stays as it was
     words : [nb, layout.words] uint32, written
@@ -181,6 +182,12 @@ def encode_twin(
     left = (kept - decoded).reshape(rows, k, parts)
     left[~finite] = 0
     np.put_along_axis(bins, index, left, axis=1)
+    if parts == 2:
+        # The imaginary parts of the edge bins say nothing of a real vector; a coder without a zero
+        # gives them a value all the same, which is no error and has no place in the memory.
+        bins[:, 0, 1] = 0
+        if layout.block % 2 == 0:
+            bins[:, -1, 1] = 0
     if memory is not None:
         memory[finite] = coefficients[finite]
     return Tally(saturated, before, energy(coefficients, layout.block, parts))

@@ -61,14 +61,15 @@ def hadamard(blocks: Floats) -> Floats:
         return out
     rows, block = out.shape
     half = 1
-    while half < block:
-        pairs = out.reshape(rows, block // (2 * half), 2, half)
-        pairs[:, :, 0], pairs[:, :, 1] = (
-            pairs[:, :, 0] + pairs[:, :, 1],
-            pairs[:, :, 0] - pairs[:, :, 1],
-        )
-        half *= 2
-    out *= np.float32(block**-0.5)
+    with np.errstate(all="ignore"):  # NaN and overflow travel on, as in C++
+        while half < block:
+            pairs = out.reshape(rows, block // (2 * half), 2, half)
+            pairs[:, :, 0], pairs[:, :, 1] = (
+                pairs[:, :, 0] + pairs[:, :, 1],
+                pairs[:, :, 0] - pairs[:, :, 1],
+            )
+            half *= 2
+        out *= np.float32(block**-0.5)
     return out
 
 

@@ -37,8 +37,10 @@ def encode_values(
     """Heads, codes and the number of saturated values; `top` replaces each block's own range."""
     if layout.values == "fp16":
         heads = np.asarray((peaks >> 23) << 7, np.uint16)[:, None]
-        halves = np.asarray(kept * _half_scale(heads), np.float16)
-        return heads, halves.view(np.uint16), 0
+        halves = np.asarray(kept * _half_scale(heads), np.float16).view(np.uint16)
+        # In the topmost binade 0x7800 stands for 2**128, so what rounds to it goes down.
+        over = (heads >= 0x7F00) & (halves & 0x7FFF >= 0x7800)
+        return heads, np.where(over, halves & 0x8000 | 0x77FF, halves).astype(np.uint16), 0
     if layout.values == "range":
         heads = quantize.window_top(peaks, layout.mantissa)[:, None]
         if top is not None:

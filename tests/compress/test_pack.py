@@ -84,15 +84,20 @@ def word_rows(*streams: list[int] | np.ndarray) -> np.ndarray:
 
 def record(layout: Layout, positions: np.ndarray) -> np.ndarray:
     """Words of a record with a sound range, codes of one, and these bits as its positions."""
-    head = [0] * 16 + [1, *[0] * (layout.code_bits - 1)] * (2 * layout.kept)
+    code = [1, *[0] * (layout.code_bits - 1)]
+    head = [0] * layout.head_bits + code * (layout.parts * layout.kept)
     return word_rows(head + list(positions))
 
 
+REAL_AND_COMPLEX = pytest.mark.parametrize("parts", [2, 1])
+
+
+@REAL_AND_COMPLEX
 @pytest.mark.parametrize("change", ["one more", "one less", "all", "none"])
-def test_damaged_bitmap(backend, change):
-    layout = Layout(64, 5, "range", 8, 3, "bitmap")
+def test_damaged_bitmap(backend, parts, change):
+    layout = Layout(64 if parts == 2 else 33, 5, "range", 8, 3, "bitmap", parts)
     bits = pack.bitmap(np.array([[0, 7, 20, 31, 32]]), 33)[0]
-    accum = np.zeros((1, 33), np.complex64)
+    accum = np.zeros((1, 33 * parts), np.float32)
     decode_records(record(layout, bits), accum, layout, 1.0)  # sound as it is
     bits = {
         "one more": lambda: bits | (np.arange(33) == 3),
@@ -104,22 +109,23 @@ def test_damaged_bitmap(backend, change):
         decode_records(record(layout, bits), accum, layout, 1.0)
 
 
-def test_every_single_damage_to_elias_fano_is_seen_or_harmless(backend):
+@REAL_AND_COMPLEX
+def test_every_single_damage_to_elias_fano_is_seen_or_harmless(backend, parts):
     # 3 of 33 bins: 3 low bits each, a map of 8 bits. Any map is tried with any low bits.
-    layout = Layout(64, 3, "range", 8, 3, "elias-fano")
+    layout = Layout(64 if parts == 2 else 33, 3, "range", 8, 3, "elias-fano", parts)
     lows, uppers = pack.low_bits(3, 33), pack.upper_bits(3, 33)
     assert (lows, uppers) == (3, 8)
     for upper in range(1 << uppers):
         ones = [i for i in range(uppers) if upper >> i & 1]
         for low in (0, 0o111, 0o012, 0o210, 0o777, 0o707, 0o001, 0o100):
-            parts = [low >> 3 * i & 7 for i in range(3)]
+            thirds = [low >> 3 * i & 7 for i in range(3)]
             bits = [low >> i & 1 for i in range(9)] + [upper >> i & 1 for i in range(uppers)]
-            places = [(one - i) << 3 | parts[i] for i, one in enumerate(ones[:3])]
+            places = [(one - i) << 3 | thirds[i] for i, one in enumerate(ones[:3])]
             sound = len(ones) == 3 and places == sorted(set(places)) and places[-1] < 33
-            accum = np.zeros((1, 33), np.complex64)
+            accum = np.zeros((1, 33 * parts), np.float32)
             if sound:
                 decode_records(record(layout, bits), accum, layout, 1.0)
-                assert np.flatnonzero(accum[0]).tolist() == places
+                assert np.flatnonzero(accum.reshape(33, parts).any(axis=1)).tolist() == places
             else:
                 with pytest.raises(PayloadError, match="positions"):
                     decode_records(record(layout, bits), accum, layout, 1.0)
@@ -131,5 +137,16 @@ def test_words_are_counted_as_promised():
             ("bitmap", f),
             ("elias-fano", k * pack.low_bits(k, f) + pack.upper_bits(k, f)),
         ):
-            layout = Layout(2 * (f - 1), k, "range", code_bits, code_bits - 1, positions)
-            assert layout.words == -(-(16 + 2 * k * code_bits + bits) // 32)
+            bits = 0 if k == f else bits  # where all travel, nothing says which
+            for block, parts in ((2 * (f - 1), 2), (f, 1)):
+                layout = Layout(block, k, "range", code_bits, code_bits - 1, positions, parts)
+                assert layout.words == -(-(16 + parts * k * code_bits + bits) // 32)
+
+
+@REAL_AND_COMPLEX
+@pytest.mark.parametrize("positions", ["bitmap", "elias-fano"])
+def test_where_all_travel_no_positions_do(backend, positions, parts):
+    layout = Layout(64, 33 if parts == 2 else 64, "range", 8, 3, positions, parts)
+    accum = np.zeros((1, layout.bins * parts), np.float32)
+    decode_records(record(layout, np.zeros(0)), accum, layout, 1.0)
+    assert accum.all()

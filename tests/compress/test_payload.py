@@ -4,6 +4,7 @@ import math
 import re
 import struct
 import tracemalloc
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from fuzz import reseal
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import SIZES, codecs, examples, fft_error, random
+from samples import SIZES, codecs, examples, fft_error, random, transform_error
 
 from sn_compress import FFTCodec, Payload, PayloadError
 from sn_compress.codec import MAX_ELEMENTS, checksum
@@ -59,12 +60,23 @@ def test_header_is_as_documented():
     data = codec.encode(random(100)).to_bytes()
     assert data[:4] == b"SN\x01\x01"
     assert struct.unpack("<Q", data[4:12]) == (100,)
-    assert data[12:20] == struct.pack("<IBBBB", 3 << 30, 6, 5, 2, 0x01)
-    assert data[20:28] == bytes(8)
+    assert data[12:24] == struct.pack("<IBBBBI", 3 << 30, 6, 5, 2, 0x01, 0)
+    assert data[24:28] == bytes(4)
     # 0.6 of 2**32 is 2576980377.6: rounded down.
     assert FFTCodec(theta=0.6).encode(random(9)).settings[:4] == struct.pack("<I", 2_576_980_377)
     half = FFTCodec(theta=0.0, block=None, values="fp16").encode(random(100)).to_bytes()
-    assert half[12:20] == struct.pack("<IBBBB", 0, 0, 16, 0, 0x10)
+    assert half[12:24] == struct.pack("<IBBBBI", 0, 0, 0, 0, 0x02, 0)
+    # Positions in bit 0, values in 1 to 3, transform in 4 to 7.
+    coders = {
+        ("range", "fft"): 0x00, ("sign", "dct"): 0x14, ("2bit", "hadamard"): 0x26,
+        ("fp16", "identity"): 0x32,
+    }  # fmt: skip
+    for (values, transform), byte in coders.items():
+        assert FFTCodec(values=values, transform=transform).settings[7] == byte
+    axes = FFTCodec(transform="axes", shape=(8, 4, 3, 3), axes=(2, 3))
+    assert axes.settings[7:] == bytes([0x40]) + struct.pack(
+        "<I", zlib.crc32(b"((8, 4, 3, 3), (2, 3))")
+    )
 
 
 @pytest.mark.parametrize("codec", codecs(), ids=str)
@@ -103,10 +115,9 @@ def test_checksum(words, data):
 @pytest.mark.parametrize(
     ("at", "new", "message"),
     [
-        (0, b"PK", r"magic b'PK'.*expected b'SN', 1, 0"),
+        (0, b"PK", r"magic b'PK', version 1; expected b'SN', 1"),
         (2, b"\x02", "version 2.*Use one version on all ranks"),
         (2, b"\x00", "version 0"),
-        (20, b"\x01", "reserved 1"),
         (4, struct.pack("<Q", MAX_ELEMENTS + 1), "claims 281474976710657 elements"),
         (4, struct.pack("<Q", 2**64 - 1), "claims"),
     ],
@@ -115,6 +126,26 @@ def test_what_the_header_must_say(at, new, message):
     data = FFTCodec().encode(random(70)).to_bytes()
     with pytest.raises(PayloadError, match=message):
         Payload.from_bytes(resealed(data, at, new))
+
+
+@pytest.mark.parametrize("at", range(12, 24))
+def test_every_byte_of_the_settings_is_compared(at):
+    codec = FFTCodec()
+    data = codec.encode(random(70)).to_bytes()
+    for change in (1, 0x10, 0x80):
+        with pytest.raises(PayloadError, match="Decode with the settings it was encoded with"):
+            codec.decode(Payload.from_bytes(resealed(data, at, bytes([data[at] ^ change]))))
+
+
+def test_payloads_over_other_axes_are_refused():
+    codec = FFTCodec(transform="axes", shape=(10, 3, 3), axes=(1, 2))
+    for other in ({"axes": (2,)}, {"shape": (10, 9, 1)}, {"shape": (3, 10, 3)}):
+        foreign = FFTCodec(**{"transform": "axes", "shape": (10, 3, 3), "axes": (1, 2)} | other)
+        with pytest.raises(PayloadError, match="Decode with the settings"):
+            codec.decode(foreign.encode(random(90)))
+    data = resealed(codec.encode(random(90)).to_bytes(), 4, struct.pack("<Q", 91))
+    with pytest.raises(PayloadError, match="91 elements"):
+        codec.decode(Payload.from_bytes(data))
 
 
 @pytest.mark.parametrize("size", [0, 1, 16, 31, 33, 47])
@@ -161,10 +192,8 @@ def test_gathered_payloads():
 
 def documented() -> dict[str, object]:
     """The names that the code of docs/format.md defines, its example run on its own bytes."""
-    text = FORMAT.read_text("utf-8")
-    dump = re.search(r"```hex\n(.*?)```", text, re.DOTALL)[1]
-    names: dict[str, object] = {"payload": bytes.fromhex(dump)}
-    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+    names: dict[str, object] = {}
+    for code in re.findall(r"```python\n(.*?)```", FORMAT.read_text("utf-8"), re.DOTALL):
         exec(compile(code, str(FORMAT), "exec"), names)  # asserts included
     return names
 
@@ -188,24 +217,26 @@ def test_the_documented_decoder_reads_every_kind_of_payload(codec, n):
         x[70] = np.inf
     payload = codec.encode(x)
     blocks = list(names["read"](payload.to_bytes()))
-    assert sum(elements for _, elements in blocks) == n
+    assert sum(elements for _, elements, _ in blocks) == n
     ours = []
     for s in codec.sections(n):
         words = payload.body.view("<u4")[s.words_at : s.words_at + s.count * s.layout.words]
-        accum = np.zeros((s.count, s.layout.bins), np.complex64)
+        accum = np.zeros((s.count, s.layout.bins * s.layout.parts), np.float32)
         decode_records(words.reshape(s.count, -1), accum, s.layout, 1.0)
         ours += [(row, s.layout.block) for row in accum]
     assert len(blocks) == len(ours)
     y = codec.decode(payload)
     at = 0
-    for (bins, elements), (row, block) in zip(blocks, ours, strict=True):
-        np.testing.assert_array_equal(np.array(bins, np.complex64), row)
+    for (coefficients, elements, transform), (row, block) in zip(blocks, ours, strict=True):
+        assert ("fft", "dct", "hadamard", "identity")[transform] == codec.transform
+        np.testing.assert_array_equal(np.array(coefficients, np.float32), row)
         part = y[at : at + elements]
         at += elements
-        if math.isnan(bins[0].real):
+        if math.isnan(coefficients[0]):
             assert np.isnan(part).all()
-        elif block <= 256:  # the plain transform takes its time
-            whole = np.array(list(names["elements"](bins, block)))
-            assert np.linalg.norm(whole[:elements] - part) <= fft_error(block) * np.linalg.norm(
-                whole
-            )
+        elif block <= 256:  # the plain transforms take their time
+            whole = np.array(list(names["elements"](coefficients, block, transform)))
+            slack = transform_error(codec, n) * np.linalg.norm(whole)
+            # And 1e-14 for the plain transform's own sum in float64.
+            slack += 1e-14 * np.linalg.norm(whole)
+            assert np.linalg.norm(whole[:elements] - part) <= slack

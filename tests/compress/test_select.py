@@ -12,12 +12,13 @@ from sn_compress.ops import select
 from sn_compress.ops.record import Layout, encode_records
 
 
-def chosen(spectrum: np.ndarray, k: int) -> np.ndarray:
-    """Positions the current back end keeps, [rows, k], read from a bitmap."""
-    rows, f = spectrum.shape
-    layout = Layout(2 * (f - 1), k, "range", 8, 3, "bitmap")
+def chosen(bins: np.ndarray, k: int) -> np.ndarray:
+    """Positions the current back end keeps of complex or real bins, [rows, k]."""
+    rows, f = bins.shape
+    parts = 2 if bins.dtype.kind == "c" else 1
+    layout = Layout(2 * (f - 1) if parts == 2 else f, k, "range", 8, 3, "bitmap", parts)
     words = np.empty((rows, layout.words), np.uint32)
-    encode_records(spectrum.copy(), None, words, layout)
+    encode_records(bins.view(np.float32).copy(), None, words, layout)
     return read_support(words, layout)
 
 
@@ -25,6 +26,13 @@ def order(row: np.ndarray) -> list[int]:
     """All positions, sorted by exact squared magnitude, then by position."""
     squares = [Fraction(float(c.real)) ** 2 + Fraction(float(c.imag)) ** 2 for c in row]
     return sorted(range(len(row)), key=lambda i: (-squares[i], i))
+
+
+def real_part(bins: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(bins.real)
+
+
+KINDS = pytest.mark.parametrize("kind", [np.asarray, real_part], ids=["complex", "real"])
 
 
 def oracle(row: np.ndarray, k: int) -> list[int]:
@@ -38,13 +46,18 @@ def whole_numbers(rows: int, f: int, seed: int, top: int = 4) -> np.ndarray:
     return parts.view(np.complex64)[..., 0]
 
 
+@KINDS
 @pytest.mark.parametrize("f", [17, 33, 500, 2049])
-def test_k_largest_of_well_separated(backend, f):
+def test_k_largest_of_well_separated(backend, kind, f):
     # Squares are rounded three times in float32, each within 2**-24; these lie 2**-9 apart.
     rng = np.random.default_rng(f)
     magnitude = np.exp(np.arange(f) * 2.0**-10) * 1e-3
     spectrum = np.array([rng.permutation(magnitude) for _ in range(3)])
-    spectrum = (spectrum * np.exp(1j * rng.uniform(0, 7, spectrum.shape))).astype(np.complex64)
+    turned = kind(spectrum * np.exp(1j * rng.uniform(0, 7, spectrum.shape)))
+    if turned.dtype == float:  # real bins are compared by their bits, so need no separation
+        spectrum = turned.astype(np.float32)
+    else:
+        spectrum = turned.astype(np.complex64)
     orders = [order(row) for row in spectrum]
     for k in sorted({1, 2, f // 50 + 1, f // 10, f // 2, f - 1, f}):
         assert chosen(spectrum, k).tolist() == [sorted(positions[:k]) for positions in orders]
@@ -55,6 +68,7 @@ def test_k_largest_of_well_separated(backend, f):
 def test_ties_go_to_the_lower_position(backend, f, data):
     k = data.draw(st.integers(1, f))
     spectrum = whole_numbers(2, f, data.draw(st.integers(0, 1000)), data.draw(st.integers(0, 5)))
+    spectrum = data.draw(st.sampled_from([np.asarray, real_part]))(spectrum)
     assert chosen(spectrum, k).tolist() == [oracle(row, k) for row in spectrum]
 
 
@@ -62,22 +76,25 @@ def test_ties_go_to_the_lower_position(backend, f, data):
     "value", [0, -0.0, 1, -3.25, 2.0**-149, 3e38, -1e-40j, complex(1e30, -1e30)]
 )
 @pytest.mark.parametrize("k", [1, 9, 40, 65])
-def test_all_equal_keeps_the_first(backend, value, k):
-    spectrum = np.full((2, 65), value, np.complex64)
+@KINDS
+def test_all_equal_keeps_the_first(backend, kind, value, k):
+    spectrum = kind(np.full((2, 65), value, np.complex64))
     assert chosen(spectrum, k).tolist() == [list(range(k))] * 2
 
 
 # Whole numbers up to 4 stay exact from 2**-149, the smallest denormal, up to 2**125.
 @pytest.mark.parametrize("power", [-149, -148, -140, -126, -100, -63, 1, 60, 100, 125])
-def test_scaling_by_a_power_of_two_changes_nothing(backend, power):
-    spectrum = whole_numbers(5, 300, seed=1)
-    scaled = np.ldexp(spectrum.view(np.float32), power).astype(np.float32).view(np.complex64)
+@KINDS
+def test_scaling_by_a_power_of_two_changes_nothing(backend, kind, power):
+    spectrum = kind(whole_numbers(5, 300, seed=1))
+    scaled = np.ldexp(spectrum.view(np.float32), power).astype(np.float32).view(spectrum.dtype)
     for k in (1, 30, 299):
         assert chosen(scaled, k).tolist() == chosen(spectrum, k).tolist()
 
 
-def test_one_row_does_not_mind_another(backend):
-    spectrum = whole_numbers(3, 100, seed=2)
+@KINDS
+def test_one_row_does_not_mind_another(backend, kind):
+    spectrum = kind(whole_numbers(3, 100, seed=2))
     alone = [chosen(row[None], 20)[0].tolist() for row in spectrum]
     spectrum[1] *= np.float32(1e37)
     spectrum[2] *= np.float32(1e-37)
@@ -91,8 +108,31 @@ def test_peak_bits_show_non_finite(bad, part):
     parts = np.ones((3, 40), np.float32)
     parts[1, 20 + part] = bad
     parts[2] = np.finfo(np.float32).max
-    peaks = select.peak_bits(parts.view(np.complex64))
+    peaks = select.peak_bits(parts)
     assert (peaks > select.MAX_FINITE).tolist() == [False, True, False]
+
+
+@examples
+@given(st.lists(st.floats(width=32, allow_nan=False), min_size=32, max_size=99), st.data())
+def test_any_real_bins_by_their_exact_magnitude(backend, values, data):
+    """From the smallest denormal to the largest float: bits of |c| are compared, nothing is
+    squared."""
+    row = np.array(values, np.float32)
+    row[np.isinf(row)] = np.finfo(np.float32).max
+    k = data.draw(st.integers(1, row.size))
+    assert chosen(row[None], k).tolist() == [oracle(row, k)]
+
+
+def test_bins_below_2_to_the_minus_75_of_the_largest_are_zero():
+    """For complex bins, whose squares are compared: said in the module, and harmless."""
+    bins = np.array([[1, 2.0**-76, 2.0**-70, 2.0**-77]], np.complex64)
+    parts = bins.view(np.float32)
+    keys = select.magnitude_keys(parts, select.peak_bits(parts), 2)
+    assert (keys[0] > 0).tolist() == [True, False, True, False]
+    real = np.array([[1, 2.0**-76, 2.0**-149, 0]], np.float32)
+    assert (select.magnitude_keys(real, select.peak_bits(real), 1)[0] > 0).tolist() == [
+        True, True, True, False,
+    ]  # fmt: skip
 
 
 def test_largest_of_few():

@@ -26,7 +26,17 @@ from sn_compress.codecs.fft import PAPER
         ({"mantissa": 8}, "mantissa=8 with bits=8: legal are 1 to 7"),
         ({"bits": 12}, "mantissa=3 with bits=12: legal are 5 to 11"),
         ({"positions": "rle"}, "positions='rle'; expected elias-fano or bitmap"),
-        ({"values": "bf16"}, "values='bf16'; expected range or fp16"),
+        ({"values": "bf16"}, "values='bf16'; expected range or fp16 or sign or 2bit"),
+        ({"transform": "dst"}, "transform='dst'; expected fft or dct or hadamard or identity or"),
+        ({"shape": (4, 4)}, 'shape=\\(4, 4\\); expected None unless transform="axes"'),
+        ({"transform": "dct", "axes": (0,)}, 'expected None unless transform="axes"'),
+        ({"transform": "axes"}, "shape=None; expected the tensor's shape"),
+        ({"transform": "axes", "shape": (4, 4)}, "axes=None; expected different axes from 0 to 1"),
+        ({"transform": "axes", "shape": (4, 4), "axes": ()}, "different axes from 0 to 1"),
+        ({"transform": "axes", "shape": (4, 4), "axes": (2,)}, "different axes from 0 to 1"),
+        ({"transform": "axes", "shape": (4, 4), "axes": (-1,)}, "different axes from 0 to 1"),
+        ({"transform": "axes", "shape": (4, 4), "axes": (1, 1)}, "different axes from 0 to 1"),
+        ({"transform": "axes", "shape": (4, 0), "axes": (1,)}, "expected the tensor's shape"),
         (
             {"window": "tensor"},
             'window=\'tensor\'; expected "block", "payload" or a positive number',
@@ -34,7 +44,9 @@ from sn_compress.codecs.fft import PAPER
         ({"window": 0}, "window=0; expected"),
         ({"window": -1.0}, "window=-1.0; expected"),
         ({"window": float("nan")}, "window=nan; expected"),
-        ({"values": "fp16", "window": "payload"}, 'expected window="block"'),
+        ({"values": "fp16", "window": "payload"}, "expected \"block\" with values='fp16'"),
+        ({"values": "sign", "window": 1.0}, "expected \"block\" with values='sign'"),
+        ({"values": "2bit", "window": "payload"}, "expected \"block\" with values='2bit'"),
         ({"threads": 0}, "threads=0; expected at least 1"),
     ],
 )
@@ -64,7 +76,16 @@ def test_what_cannot_be_encoded(values, message):
         FFTCodec().encode(values)
 
 
-@pytest.mark.parametrize("codec", [*codecs(), FFTCodec(window=0.5), FFTCodec(**PAPER)], ids=str)
+@pytest.mark.parametrize(
+    "codec",
+    [
+        *codecs(),
+        FFTCodec(window=0.5),
+        FFTCodec(**PAPER),
+        FFTCodec(transform="axes", shape=(50, 20, 5), axes=(2, 1), theta=0.9),
+    ],
+    ids=str,
+)
 def test_repr_evaluates_to_an_equal_codec(codec):
     again = eval(repr(codec))
     assert repr(again) == repr(codec)
@@ -76,7 +97,9 @@ def test_repr_evaluates_to_an_equal_codec(codec):
     "other",
     [
         {"theta": 0.91}, {"block": 2048}, {"block": None}, {"bits": 9}, {"mantissa": 4},
-        {"positions": "bitmap"}, {"values": "fp16"},
+        {"positions": "bitmap"}, {"values": "fp16"}, {"values": "sign"}, {"values": "2bit"},
+        {"transform": "dct"}, {"transform": "identity"}, {"transform": "hadamard"},
+        {"transform": "axes", "shape": (5000,), "axes": (0,)},
     ],
     ids=str,
 )  # fmt: skip
@@ -104,12 +127,20 @@ def test_payloads_of_different_vectors_have_no_mean():
 
 @examples
 @given(st.floats(0, 1, exclude_max=True), st.integers(1, 2**40))
-def test_kept_bins(theta, block):
-    codec = FFTCodec(theta=theta)
-    f, k = block // 2 + 1, codec.kept(block)
+def test_kept_bins(theta, f):
+    k = FFTCodec(theta=theta).kept(f)
     assert 1 <= k <= f
     # Exact but for theta, which is cut to a multiple of 2**-32; a bin is rounded in our favour.
     assert f * (1 - theta) - f * 2.0**-52 <= k <= f * (1 - theta) + f * 2.0**-31 + 1
+
+
+def test_a_codec_over_axes_serves_one_shape():
+    codec = FFTCodec(transform="axes", shape=(10, 3, 3), axes=(1, 2))
+    for call in (codec.encode, codec.values_to_state):
+        with pytest.raises(CompressError, match=r"91 elements do not fill shape \(10, 3, 3\)"):
+            call(random(91))
+    with pytest.raises(CompressError, match=r"expected 90\. A codec over axes serves one"):
+        codec.payload_bytes(89)
 
 
 @pytest.mark.parametrize("codec", codecs(), ids=str)
@@ -153,6 +184,10 @@ def test_fixed_range_counts_what_it_clips(backend):
     x = random(4096)
     spectrum = np.fft.rfft(x.astype(np.float64), norm="ortho")
     parts = abs(np.concatenate([spectrum.real, spectrum.imag]))
+    values = abs(x)
+    payload = FFTCodec(theta=0.0, block=4096, window=0.25, transform="identity").encode(x)
+    # The first rung above the window ends at 1.125 of it; halfway there is clipped.
+    assert payload.saturated == (values >= 0.25 * 1.0625).sum() > 0
     for window in (1.0, 2.0**-20):
         payload = FFTCodec(theta=0.0, block=4096, window=window).encode(x)
         # The last rung takes what is up to half a step, 2**-4, above the window's end.

@@ -27,6 +27,26 @@ CASES: list[tuple[str, int, dict[str, object], dict[int, float]]] = [
     ("v1-sixteen-bits", 300, {"theta": 0.5, "block": 32, "bits": 16, "mantissa": 9}, {}),
     ("v1-clipped", 200, {"theta": 0.5, "block": 64, "window": 1.0}, {}),
     ("v1-non-finite", 200, {"theta": 0.5, "block": 64}, {5: np.nan, 150: -np.inf}),
+    ("v1-dct-sign", 3_000, {"theta": 0.75, "block": 256, "transform": "dct", "values": "sign"}, {}),
+    ("v1-fft-2bit", 700, {"theta": 0.75, "block": 128, "values": "2bit"}, {9: np.inf}),
+    ("v1-hadamard", 900, {"theta": 0.8, "block": None, "transform": "hadamard"}, {}),
+    ("v1-top-k", 5_000, {"theta": 0.98, "block": 1024, "transform": "identity"}, {}),
+    ("v1-all-kept", 300, {"theta": 0.0, "transform": "identity", "values": "2bit"}, {}),
+    (
+        "v1-axes",
+        1_080,
+        {
+            "theta": 0.9,
+            "block": 256,
+            "transform": "axes",
+            "shape": [10, 12, 3, 3],
+            "axes": [2, 3],
+            "bits": 6,
+            "mantissa": 2,
+            "positions": "bitmap",
+        },
+        {},
+    ),
     ("v1-empty", 0, {}, {}),
 ]
 
@@ -43,23 +63,23 @@ def vector(n: int, bad: dict[int, float]) -> np.ndarray:
     return x
 
 
-def spectra(codec: FFTCodec, payload: Payload) -> list[np.ndarray]:
-    """What the records hold, [blocks, bins] complex64 per section: exact on every machine."""
+def coefficients(codec: FFTCodec, payload: Payload) -> list[np.ndarray]:
+    """What the records hold, [blocks, bins * parts] float32 per section: exact on every machine."""
     words = payload.body.view("<u4")
     found = []
     for s in codec.sections(payload.n):
         rows = words[s.words_at : s.words_at + s.count * s.layout.words].reshape(s.count, -1)
-        accum = np.zeros((s.count, s.layout.bins), np.complex64)
+        accum = np.zeros((s.count, s.layout.bins * s.layout.parts), np.float32)
         decode_records(rows, accum, s.layout, 1.0)
         found.append(accum)
     return found
 
 
 def digest(parts: list[np.ndarray]) -> str:
-    """SHA-256 over the float bits of the spectra, every NaN counted as the same one."""
+    """SHA-256 over the float bits of the coefficients, every NaN counted as the same one."""
     total = hashlib.sha256()
     for part in parts:
-        floats = part.view(np.float32).copy()
+        floats = part.copy()
         floats[np.isnan(floats)] = np.float32(np.nan)
         total.update(floats.astype("<f4").tobytes())
     return total.hexdigest()
@@ -80,7 +100,7 @@ def main() -> None:
             "n": n,
             "settings": settings,
             "saturated": payload.saturated,
-            "spectrum_sha256": digest(spectra(codec, payload)),
+            "coefficients_sha256": digest(coefficients(codec, payload)),
             "non_finite": {str(at): repr(float(value)) for at, value in bad.items()},
         }
         print(f"{name}: {payload.nbytes} bytes")

@@ -1,0 +1,210 @@
+"""Value coders: scales from sums of integers, levels, and the ends of what a float can hold."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from samples import TINY, examples, specials
+
+from sn_compress.ops import pack, values
+from sn_compress.ops.record import Layout, decode_records, encode_records
+
+LARGEST = float(np.finfo(np.float32).max)
+
+
+def layout(kind: str, m: int) -> Layout:
+    """All of m real coefficients travel: the kept values are known without a selection."""
+    return Layout(m, m, kind, 8, 3, "bitmap", 1)
+
+
+def coded(row: np.ndarray, kind: str) -> tuple[list[int], list[int], np.ndarray]:
+    """Heads, codes and decoded values of one block, through the current back end."""
+    form = layout(kind, row.size)
+    words = np.empty((1, form.words), np.uint32)
+    encode_records(row[None].copy(), None, words, form)
+    accum = np.zeros((1, row.size), np.float32)
+    decode_records(words, accum, form, 1.0)
+    stream = pack.words_to_bits(words)
+    heads = pack.bits_to_codes(stream[:, : form.head_bits], 16)[0].tolist()
+    codes = pack.bits_to_codes(stream[:, form.head_bits : form.positions_at], form.code_bits)
+    return heads, codes[0].tolist(), accum[0]
+
+
+def unit(row: np.ndarray) -> Fraction:
+    """2**-22 of the binade of the largest magnitude; denormals share the smallest one, and the
+    two topmost binades one."""
+    peak = float(abs(row).max())
+    exponent = min(max(math.frexp(peak)[1] - 1, -127), 126) if peak else -127
+    exponent = -127 if peak < 2.0**-126 else exponent
+    return Fraction(2) ** (exponent - 22)
+
+
+def bfloat(magnitude: Fraction) -> int:
+    """The upper half of the nearest float32, halves rounded up, at most the largest finite."""
+    single = np.float32(float(magnitude))  # exact but for denormals, which round to nearest
+    return min((int(single.view(np.uint32)) + 0x8000) >> 16, 0x7F7F)
+
+
+def expected(row: np.ndarray, kind: str) -> tuple[list[int], list[int]]:
+    """Heads and codes in exact arithmetic, as docs and module say."""
+    u = unit(row)
+    fixed = [Fraction(abs(float(v))) // u for v in row]
+    negative = [int(bit) for bit in np.signbit(row)]
+    mean = sum(fixed) // len(fixed)
+    if kind == "sign":
+        return [bfloat(mean * u)], negative
+    lower, upper = [f for f in fixed if f <= mean], [f for f in fixed if f > mean]
+    low = sum(lower) // len(lower) if lower else 0
+    high = sum(upper) // len(upper) if upper else low
+    codes = [n + 2 * (f > mean) for n, f in zip(negative, fixed, strict=True)]
+    return [bfloat(low * u), bfloat(high * u)], codes
+
+
+def rows() -> st.SearchStrategy[np.ndarray]:
+    """32 or more finite floats, often of one scale."""
+    whole = st.floats(-LARGEST, LARGEST, width=32)
+    near = st.builds(
+        lambda numbers, power: np.ldexp(np.array(numbers, np.float64), power),
+        st.lists(st.integers(-100, 100), min_size=32, max_size=80),
+        st.integers(-149, 121),
+    )
+    free = st.lists(whole, min_size=32, max_size=80).map(np.array)
+    return (free | near).map(lambda row: row.astype(np.float32))
+
+
+@pytest.mark.parametrize("kind", ["sign", "2bit"])
+@examples
+@given(rows())
+def test_heads_and_codes_are_those_of_exact_arithmetic(backend, kind, row):
+    heads, codes, decoded = coded(row, kind)
+    assert (heads, codes) == expected(row, kind)
+    # Decoding is the level with the sign; nothing is rounded.
+    levels = (np.array(heads, np.uint32) << 16).view(np.float32)
+    want = np.where(np.array(codes) & 1, -1.0, 1.0) * levels[np.array(codes) >> 1]
+    np.testing.assert_array_equal(decoded, want.astype(np.float32))
+
+
+@pytest.mark.parametrize("kind", ["sign", "2bit"])
+def test_special_rows(backend, kind):
+    for row in specials(45).values():
+        heads, codes, _ = coded(row, kind)
+        assert (heads, codes) == expected(row, kind)
+
+
+@pytest.mark.parametrize("kind", ["sign", "2bit"])
+def test_the_order_of_the_values_does_not_matter(backend, kind):
+    rng = np.random.default_rng(0)
+    row = (rng.standard_t(2, 1000) * 1e-3).astype(np.float32)
+    heads = coded(row, kind)[0]
+    for _ in range(5):
+        assert coded(rng.permutation(row), kind)[0] == heads
+
+
+@examples
+@given(rows())
+def test_the_level_is_the_mean_magnitude(backend, row):
+    (head,), _, decoded = coded(row, "sign")
+    mean = math.fsum(abs(float(v)) for v in row) / row.size
+    # Each magnitude is cut to a unit and so is the mean; then half a step of bfloat16, which is
+    # 2**-8 of a normal number and 2**-134 of a denormal one, and half of TINY before.
+    low = mean - 2 * float(unit(row))
+    slack = 2.0**-8 * 1.0001 * mean + 2.0**-134 + TINY
+    level = float(abs(decoded).max())
+    assert low - slack <= level <= min(mean + slack, LARGEST)
+    assert head <= 0x7F7F
+
+
+@examples
+@given(rows())
+def test_two_levels_lie_on_either_side_of_the_mean(backend, row):
+    heads, codes, _ = coded(row, "2bit")
+    low, high = heads
+    assert low <= expected(row, "sign")[0][0] <= high or not any(code & 2 for code in codes)
+    if len({abs(float(v)) for v in row}) == 1:  # one magnitude needs one level
+        assert low == high
+        assert all(code < 2 for code in codes)
+
+
+@examples
+@given(rows())
+def test_two_levels_lose_no_more_than_one(backend, row):
+    scale = 2.0 ** -math.frexp(float(abs(row).max()))[1]
+    exact = row.astype(np.float64) * scale
+    one, two = (
+        np.square(exact - coded(row, kind)[2].astype(np.float64) * scale).sum()
+        for kind in ("sign", "2bit")
+    )
+    # Best would be the exact means; each level is off by at most 2 units and 2**-8 of itself, or
+    # in denormals by 2**-134 + TINY, and the squares of that add to the error of the best.
+    off = 2.0**-20 + 2.0**-8 * 1.0001 + (2.0**-134 + 2 * TINY) * scale
+    assert two <= one + row.size * off**2
+
+
+def test_heads_saturate_at_the_largest_finite(backend):
+    row = np.full(40, LARGEST, np.float32)  # its nearest bfloat16 would be infinite
+    row[::2] *= -1
+    for kind in ("sign", "2bit", "range", "fp16"):
+        heads, _, decoded = coded(row, kind)
+        assert heads[0] <= 0x7F7F
+        assert np.isfinite(decoded).all()
+        assert (np.sign(decoded) == np.sign(row)).all()
+        # One step of bfloat16, or of 3 mantissa bits.
+        assert (abs(decoded) >= LARGEST * (1 - 2.0**-7 if kind != "range" else 1 - 2.0**-3)).all()
+
+
+@pytest.mark.parametrize("kind", ["range", "fp16", "sign", "2bit"])
+def test_denormals(backend, kind):
+    """What is below half a step of the head's bfloat16, 2**-133, is zero; nothing else is lost."""
+    for size in (1, 1000, 2**15 - 1, 2**16, 2**20):
+        row = np.full(33, TINY * size, np.float32)
+        row[1::2] *= -1
+        decoded = coded(row, kind)[2].astype(np.float64)
+        if kind in ("sign", "2bit"):
+            step = 2.0**-133
+            want = math.floor(size * TINY / step + 0.5) * step
+            np.testing.assert_array_equal(decoded, np.where(row > 0, want, -want))
+        elif kind == "fp16":  # in steps of the smallest half, 2**-24 * 2**(15 - 141) = 2**-150
+            limit = 0 if size != 2**15 - 1 else 2.0**-11 * size * TINY  # has more than 11 bits
+            assert (abs(decoded - row) <= limit).all()
+        else:  # a rung of 3 mantissa bits of denormals is 2**20 TINY; minus one rung is no code
+            assert (abs(decoded - row)[::2] <= 2.0**19 * TINY).all()
+            assert (abs(decoded - row) <= 2.0**20 * TINY).all()
+
+
+@pytest.mark.parametrize("kind", ["sign", "2bit"])
+def test_zeros_among_the_kept_count_in_the_mean_and_get_the_level(backend, kind):
+    """There is no code for zero: where all is kept, a zero becomes the lower level."""
+    row = np.zeros(64, np.float32)
+    row[:16] = 4.0
+    heads, codes, decoded = coded(row, kind)
+    assert heads == ([0x3F80] if kind == "sign" else [0, 0x4080])
+    assert codes == ([0] * 64 if kind == "sign" else [2] * 16 + [0] * 48)
+    assert decoded.tolist() == ([1.0] * 64 if kind == "sign" else [4.0] * 16 + [0.0] * 48)
+
+
+@examples
+@given(rows())
+def test_half_precision_is_relative_to_the_peak(backend, row):
+    heads, _, decoded = coded(row, "fp16")
+    peak = float(abs(row).max())
+    assert heads == [int(np.float32(peak).view(np.uint32)) >> 23 << 7]
+    error = abs(decoded.astype(np.float64) - row)
+    # 11 bits, down to 2**-28 of the peak, and half of 2**-24 / 2**14 of it below. Only what would
+    # round to 2**128 goes down instead, by up to a whole step.
+    bound = np.maximum(2.0**-11 * abs(row.astype(np.float64)), 2.0**-39 * peak)
+    bound[abs(row) > 2.0**128 * (1 - 2.0**-12)] *= 2
+    assert (error <= np.maximum(bound, TINY / 2)).all()
+
+
+def test_fixed_point_keeps_below_two_to_the_24():
+    for peak in (TINY, 2.0**-126, 1.0, 1.9999999, 2.0**126, 2.0**127, LARGEST):
+        row = np.array([[peak, peak / 2, 0, -peak]], np.float32)
+        peaks = np.float32(peak).view(np.uint32)
+        exponent = np.array([min(int(peaks) >> 23, 253)])
+        fixed = values.to_fixed(row, exponent)
+        assert fixed.dtype == np.int64
+        assert fixed.max() < 2**24
+        assert fixed[0, 0] == fixed[0, 3] == Fraction(float(row[0, 0])) // unit(row)
