@@ -256,7 +256,10 @@ SN_DEVICE void encode_block(const Threads& block, Shared& shared, u32* record,
     SN_UNROLL
     for (int i = 0; i < kHalves; ++i) {
       if (!inside<kFloats / 2, kThreads>(t, i)) continue;
-      const Complex left = point<kThreads>(shared.data, t, i);
+      Complex left = point<kThreads>(shared.data, t, i);
+      // The inverse ignores the imaginary parts of the edge bins: they are no loss.
+      const int m = t + i * kThreads;
+      if (kParts == 2 && (m == 0 || m == kBins - 1)) left.im = 0.0f;
       const i64 at = pair + t + i * kThreads;
       if (section.memory_dtype == kBfloat16)
         pointer<u32>(section.memory)[at] =

@@ -5,7 +5,7 @@
 #include "transform.cuh"
 
 #if !defined(SN_BLOCK) || !defined(SN_THREADS) || !defined(SN_TRANSFORM)
-#error "compile with -DSN_BLOCK=4096 -DSN_THREADS=256 -DSN_TRANSFORM=0; _cuda.py knows which"
+#error "compile with -DSN_BLOCK=4096 -DSN_THREADS=256 -DSN_TRANSFORM=0; ops/launch.py knows which"
 #endif
 
 namespace sn {

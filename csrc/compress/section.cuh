@@ -1,5 +1,5 @@
 // The tables a launch is given by value: many tensors, one launch, nothing to upload.
-// A kernel's arguments hold 4 KiB; twins of these structs are dtypes in _cuda.py.
+// A kernel's arguments hold 4 KiB; twins of these structs are dtypes in ops/launch.py.
 #pragma once
 
 #include "coder.cuh"
@@ -40,7 +40,7 @@ struct Sheets {
   Sheet at[kSections];
 };
 
-static_assert(sizeof(Section) == 72 && sizeof(Sheet) == 72, "as in _cuda.py");
+static_assert(sizeof(Section) == 72 && sizeof(Sheet) == 72, "as in ops/");
 static_assert(sizeof(Sections) + sizeof(Settings) + 64 <= 4096, "a kernel's arguments");
 
 // What decoding found wrong; the flags only ever grow.

@@ -75,7 +75,7 @@ SN_UNROLL
 }
 
 // Twiddle factors come in the order the passes use them, so that neighbouring threads read
-// neighbouring words: _cuda.py, twiddles().
+// neighbouring words: ops/launch.py, twiddles().
 template <int N, int T>
 class RealFft {
  public:

@@ -35,9 +35,10 @@ struct Whole {
   u64 totals;     // as in Section; decode: this rank's
   u64 flags;      // decode: u32 error flags
   i64 first_word, chunks;
+  i64 edge;       // the last bin's imaginary part, which the inverse ignores, or -1
   int memory_dtype, pass;
 };
-static_assert(sizeof(Whole) == 96, "as in _cuda.py");
+static_assert(sizeof(Whole) == 104, "as in ops/");
 
 struct Shared {
   u32 histogram[kDigits];
@@ -300,7 +301,8 @@ SN_DEVICE void pack_body(const Job& job) {
     for (int j = 0; j < kSlots * kParts; ++j) {
       const i64 i = job.first() * kParts + t + j * kThreads;
       if (i >= s.bins * kParts) continue;
-      const float left = job.coefs()[i];
+      const bool ignored = kParts == 2 && (i == 1 || i == job.w.edge);
+      const float left = ignored ? 0.0f : job.coefs()[i];
       if (job.w.memory_dtype == kBfloat16)
         pointer<u16>(job.w.memory)[i] = static_cast<u16>(to_finite_bfloat(left));
       else

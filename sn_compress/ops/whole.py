@@ -31,6 +31,7 @@ _WHOLE = np.dtype(
         ("flags", "<u8"),
         ("first_word", "<i8"),
         ("chunks", "<i8"),
+        ("edge", "<i8"),
         ("memory_dtype", "<i4"),
         ("pass", "<i4"),
     ]
@@ -127,7 +128,7 @@ class _Run:
         rank: int = 0,
     ) -> None:
         """Start `kernel` on ceil(work / each) blocks."""
-        vector, most = self.vector, _most_chunks(self.form)
+        form, vector, most = self.form, self.vector, _most_chunks(self.form)
         counts = vector.scratch + _STATE_BYTES
         whole = np.zeros(1, _WHOLE)
         whole[0] = (
@@ -142,6 +143,7 @@ class _Run:
             vector.flags,
             vector.first_word,
             chunks,
+            form.bins * 2 - 1 if form.parts == 2 and form.block % 2 == 0 else -1,
             DTYPES.index(vector.memory_dtype),
             number,
         )

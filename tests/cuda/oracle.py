@@ -76,6 +76,10 @@ def encode(
     residual = values.copy()
     with np.errstate(all="ignore"):
         np.put_along_axis(residual, index, kept - _values(codes, heads, form), axis=1)
+    if parts == 2:  # the inverse ignores the imaginary parts of the edge bins
+        residual[:, 1] = 0
+        if form.block % 2 == 0:
+            residual[:, -1] = 0
     if memory is not None:
         residual[~finite] = memory[~finite]
     return pack.bits_to_words(stream), residual, saturated

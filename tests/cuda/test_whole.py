@@ -46,7 +46,7 @@ def checksum(words: np.ndarray) -> int:
 
 
 @pytest.mark.parametrize("transform", ["fft", "identity"])
-@pytest.mark.parametrize("length", [32, 1000, 20000])
+@pytest.mark.parametrize("length", [32, 75, 1000, 20000])
 def test_records_equal_the_oracle(length: int, transform: str) -> None:
     for theta, values, positions in itertools.product(
         (0.0, 0.9, 0.9999), ("range", "fp16"), ("elias-fano", "bitmap", "all")
