@@ -120,7 +120,12 @@ class Coder {
   // For kRange and kHalf; `saturated` is set to 1 if the value lies beyond the range.
   SN_DEVICE u32 encode(float value, u32& saturated) const {
     saturated = 0;
-    if (values_ == kHalf) return to_half(value * scale_);  // below 2**15: never infinite
+    if (values_ == kHalf) {
+      const u32 code = to_half(value * scale_), code_size = code & 0x7FFFu;
+      // Scaled values are below 2**15. In the topmost binade 0x7800 would stand for 2**128.
+      const bool over = (heads_ >> 7 & 255u) == 254u && code_size >= 0x7800u;
+      return over ? (code & 0x8000u) | 0x77FFu : code;
+    }
     const u32 negative = bits_of(value) >> 31, size = magnitude(value);
     u32 rung = (size + (1u << (shift_ - 1))) >> shift_;
     const u32 top = base_ + positive_ - 1;

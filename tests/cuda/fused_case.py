@@ -102,5 +102,6 @@ def samples(form: Format, blocks: int = 4) -> dict[str, np.ndarray]:
         "sparse": sparse,
         "non-finite": broken,
         "denormal": (normal * np.float32(1e-41)).astype(np.float32),
+        "largest": np.where(normal < 0, -1, 1).astype("f4") * np.finfo("f4").max,
         "huge": (np.clip(normal, -3.4, 3.4) * np.float32(1e38)).astype(np.float32),
     }

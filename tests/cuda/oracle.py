@@ -114,7 +114,10 @@ def decode(words: np.ndarray, form: Format) -> np.ndarray:
 def _codes(kept, peaks, exponent, scale, form, top):
     if form.values == "fp16":
         heads = ((peaks >> 23) << 7).astype(np.uint16)[:, None]
-        return heads, (kept * _half_scale(heads)).astype(np.float16).view(np.uint16), 0
+        halves = (kept * _half_scale(heads)).astype(np.float16).view(np.uint16)
+        # In the topmost binade 0x7800 would stand for 2**128, so what rounds to it goes down.
+        over = (heads >= 0x7F00) & (halves & 0x7FFF >= 0x7800)
+        return heads, np.where(over, halves & 0x8000 | 0x77FF, halves).astype(np.uint16), 0
     if form.values == "range":
         heads = quantize.window_top(peaks, form.mantissa)[:, None]
         if top is not None:

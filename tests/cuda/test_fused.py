@@ -47,7 +47,7 @@ def test_the_order_of_threads_does_not_matter(order: str) -> None:
     for transform, values in itertools.product(["fft", "dct", "hadamard"], ["range", "2bit"]):
         form = oracle.make_format(256, transform, 0.8, values)
         values_in = np.concatenate([c.reshape(-1)[:256] for c in samples(form).values()])
-        memory = np.zeros((11, form.bins * form.parts), np.float32)
+        memory = np.zeros((len(samples(form)), form.bins * form.parts), np.float32)
         first = encode(Host("up"), form, values_in, memory)
         again = encode(Host(order), form, values_in, memory)
         np.testing.assert_array_equal(again.words, first.words)
