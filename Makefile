@@ -1,6 +1,7 @@
 # make setup   everything into .venv: torch, TensorFlow, this project, and a Horovod built for them
 # make demo    two ranks train Fashion-MNIST, plain and compressed; table and picture at the end
 # make test    the tests          make check   lint, format, types
+# make gpu     tests, benchmark and compute-sanitizer on a GPU; downloads nothing
 # make bench   the quick benchmark   make clean   removes .venv and builds; keeps .cache
 #
 # Each step leaves a stamp in .venv, so nothing is done twice. To build against your own:
@@ -21,7 +22,7 @@ CSRC := $(wildcard csrc/compress/*)
 HOROVOD_SCRIPTS := scripts/build_horovod.py $(wildcard scripts/horovod_*.py)
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo test check bench clean data
+.PHONY: setup demo test check bench gpu clean data
 
 setup: $(STAMPS)/horovod $(STAMPS)/extension
 	-$(BIN)/python scripts/fetch_fashion_mnist.py
@@ -41,6 +42,19 @@ check: $(STAMPS)/packages
 bench: $(STAMPS)/extension
 	mkdir -p benchmarks/out
 	$(BIN)/python benchmarks/codec.py --quick --json benchmarks/out/codec.json
+
+# On a machine with a GPU, torch and CuPy, and perhaps no network: takes the python on the PATH and
+# makes no environment. compute-sanitizer comes with the CUDA toolkit; without it, its part fails.
+GPU_PYTHON ?= python3
+GPU_OUT ?= benchmarks/results
+gpu:
+	mkdir -p $(GPU_OUT)
+	$(GPU_PYTHON) -m pytest -m gpu tests $(PYTEST_ARGS)
+	PYTHONPATH=. $(GPU_PYTHON) benchmarks/codec.py --device cuda --json $(GPU_OUT)/codec_cuda.json
+	PYTHONPATH=. compute-sanitizer --tool memcheck --error-exitcode 9 \
+	  $(GPU_PYTHON) benchmarks/sanitize_cuda.py
+	PYTHONPATH=. compute-sanitizer --tool racecheck --error-exitcode 9 \
+	  $(GPU_PYTHON) benchmarks/sanitize_cuda.py
 
 data: $(STAMPS)/venv
 	$(BIN)/python scripts/fetch_fashion_mnist.py

@@ -1,6 +1,6 @@
 """How fast and how small: the FFT codec beside its own transform, a memcpy and torch.topk.
 
-    python benchmarks/codec.py [--quick] [--json FILE] [--threads N]
+    python benchmarks/codec.py [--quick] [--json FILE] [--threads N] [--device cuda]
     python benchmarks/codec.py --family [--json FILE]   every codec by name, see family.py
 
 Every repetition times all contenders in turn, so that noise from other work on the machine hits
@@ -144,6 +144,7 @@ def main() -> None:
     """Measure and print; write JSON where asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--quick", action="store_true", help="2 M elements: under two minutes")
     parser.add_argument("--n", type=int, help="elements (default 25 million)")
     parser.add_argument("--threads", type=int, default=1)
@@ -164,13 +165,20 @@ def main() -> None:
 def compare(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Ours beside the yardsticks, printed and returned."""
     n = args.n or (2_000_000 if args.quick else 25_000_000)
-    values = gradient(n)
-    rows = []
-    for index, (name, settings) in enumerate(SETTINGS, 1):
-        print(f"[{index}/{len(SETTINGS)}] {name}", file=sys.stderr, flush=True)
-        rows.append(measure(name, settings, values, args))
-    print(f"{n:,} float32 elements, {args.threads} thread(s), back end {rows[0]['backend']}")
-    print(table(rows))
+    if args.device == "cuda":
+        import codec_cuda  # asks for CuPy and torch
+
+        n = args.n or (1 << 24 if args.quick else 1 << 27)
+        rows = codec_cuda.measure(n, args.repeat, gradient(n))
+        text = codec_cuda.table(rows)
+    else:
+        rows, vector = [], gradient(n)
+        for index, (name, settings) in enumerate(SETTINGS, 1):
+            print(f"[{index}/{len(SETTINGS)}] {name}", file=sys.stderr, flush=True)
+            rows.append(measure(name, settings, vector, args))
+        text = table(rows)
+    print(f"{n:,} float32 elements, back end {rows[0]['backend']}, {rows[0]['machine']}")
+    print(text)
     return rows
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import _native
+from . import _cuda, _native
 
 
 def backends() -> dict[str, str]:
@@ -13,5 +13,5 @@ def backends() -> dict[str, str]:
     """
     return {
         "cpu": _native.load()[1],
-        "cuda": "none: CUDA gradients are copied to the host and encoded there",
+        "cuda": _cuda.found(),
     }

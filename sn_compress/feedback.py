@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .codecs import _device
 from .codecs.fft import FFTCodec
 from .contract import Payload, as_vector
 from .errors import CompressError
@@ -47,13 +48,17 @@ class ErrorFeedback:
 
         Raises CompressError if `name` was used with another number of elements.
         """
-        array = as_vector(values)
-        n, memory = self._memory.get(name) or (array.size, self.codec.new_state(array.size))
-        if n != array.size:
+        on_gpu = _device.holds(values)
+        array: Any = values if on_gpu else as_vector(values)
+        size = int(array.shape[0])
+        n, memory = self._memory.get(name) or (size, self.codec.new_state(size))
+        if n != size:
             raise CompressError(
-                f"{name!r} has {array.size} elements; its memory has {n}. Names must be unique "
+                f"{name!r} has {size} elements; its memory has {n}. Names must be unique "
                 "and shapes constant; call forget(name) after changing a layer."
             )
+        if on_gpu:  # where new or loaded memory belongs
+            memory = _device.to_device(memory, array)
         self._memory[name] = n, memory
         return self.codec.encode(array, state=memory, decay=self.decay)
 
@@ -62,7 +67,7 @@ class ErrorFeedback:
         if name not in self._memory:
             raise CompressError(f"nothing was encoded for {name!r}; known: {sorted(self._memory)}")
         n, memory = self._memory[name]
-        return self.codec.state_to_values(memory, n)
+        return self.codec.state_to_values(_device.to_host(memory), n)
 
     def forget(self, name: str) -> None:
         """Drop the memory of `name`; no error if there is none."""
@@ -74,7 +79,7 @@ class ErrorFeedback:
         It differs from rank to rank: save one per rank.
         """
         memory = {
-            name: {"n": n, "coefficients": [part.copy() for part in parts]}
+            name: {"n": n, "coefficients": _device.to_host(parts)}
             for name, (n, parts) in self._memory.items()
         }
         return {"format": _FORMAT, "basis": self.codec.basis, "memory": memory}

@@ -28,6 +28,7 @@ from ..contract import HEADER_BYTES, Codec, Floats, Payload, as_vector
 from ..errors import CompressError, PayloadError
 from ..ops import quantize, select, spectrum
 from ..ops.record import Layout, Tally, Values, decode_records, encode_records
+from . import _device
 from .blocks import Section, cut
 
 PAPER = {"block": None, "positions": "bitmap", "half": True}
@@ -191,8 +192,13 @@ class FFTCodec(Codec):
         words = sum(s.count * s.layout.words for s in self.sections(n))
         return HEADER_BYTES + -(-4 * words // 16) * 16
 
-    def new_state(self, n: int) -> Memory:
-        """Zero memory: the residual's coefficients, [blocks, bins * parts] float32 per section."""
+    def new_state(self, n: int, *, like: Any = None) -> Memory:
+        """Zero memory: the residual's coefficients, [blocks, bins * parts] float32 per section.
+
+        It lies on the device of the vector `like`, if one is given.
+        """
+        if like is not None and _device.holds(like):
+            return _device.new_state(self, like)
         return [
             np.zeros((s.count, s.layout.bins * s.layout.parts), np.float32)
             for s in self.sections(n)
@@ -219,8 +225,11 @@ class FFTCodec(Codec):
         """Encode [n] float32, float16 or bfloat16; see Codec.encode.
 
         `decay` scales the memory before it is added. A block with NaN or Inf decodes to NaN, so
-        that every rank sees it, and leaves its memory as it was.
+        that every rank sees it, and leaves its memory as it was. CuPy arrays and CUDA tensors are
+        encoded where they are, see _device.py.
         """
+        if _device.holds(values):
+            return _device.encode(self, values, state, decay)
         array = as_vector(values)
         n = array.size
         if self.half:
@@ -305,6 +314,8 @@ class FFTCodec(Codec):
         n = payloads[0].n
         for payload in payloads:
             self._check_payload(payload, n)
+        if _device.holds(payloads[0].buffer):
+            return _device.decode_mean(self, payloads)  # type: ignore[no-any-return]
         bodies = [payload.body.view("<u4") for payload in payloads]
         weight = 1.0 / len(payloads)
         out = np.empty(n, np.float32)

@@ -1,0 +1,203 @@
+"""The codec on a GPU beside its limits and its rivals; `benchmarks/codec.py --device cuda`.
+
+Times are medians of CUDA-event measurements after a warm-up, of a CUDA graph where the path allows
+one (`*_eager_s` has the calls from Python); every repetition times all contenders
+in turn. Limits: `copy` is the device's own copy of the vector, bytes read plus bytes written.
+Encoding must move 12 bytes per float32 element with float32 error memory (gradient in, memory in
+and out), 8 with bfloat16 memory, and the payload; decoding 4 bytes and the payloads. `percent of
+bound` is the time that takes at the copy's bandwidth over the time taken.
+
+Rivals, written plainly in torch: top-k over the whole vector with error feedback, and a chunked
+DCT with top-k per chunk and a momentum-like residual, in the way of DeMo.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from machine import commit
+
+from sn_compress import FFTCodec
+from sn_compress.codecs import _device
+
+SETTINGS: list[tuple[str, dict[str, Any], str, int]] = [
+    # name, settings, dtype of the memory, ranks decoded
+    ("fft theta 0.98", {"theta": 0.98}, "float32", 8),
+    ("fft theta 0.98, bf16 memory", {"theta": 0.98}, "bfloat16", 8),
+    ("fft theta 0.98, one rank", {"theta": 0.98}, "float32", 1),
+    ("fft theta 0.9", {"theta": 0.9}, "float32", 8),
+    ("dct theta 0.98", {"theta": 0.98, "transform": "dct"}, "float32", 8),
+    ("hadamard theta 0.98", {"theta": 0.98, "transform": "hadamard"}, "float32", 8),
+    ("identity theta 0.98", {"theta": 0.98, "transform": "identity"}, "float32", 8),
+    ("identity theta 0.98 sign", {"theta": 0.98, "transform": "identity", "values": "sign"},
+     "float32", 8),
+    ("fft theta 0.9 whole vector", {"theta": 0.9, "block": None}, "float32", 2),
+]  # fmt: skip
+
+
+def topk(torch: Any, tensor: Any, keep: float) -> Callable[[], object]:
+    """Top-k over the vector with error feedback."""
+    memory, k = torch.zeros_like(tensor), max(1, int(keep * tensor.numel()))
+
+    def step() -> object:
+        memory.add_(tensor)
+        index = torch.topk(memory.abs(), k, sorted=False).indices
+        sent = memory[index]
+        memory[index] = 0
+        return sent, index
+
+    return step
+
+
+def chunked_dct(torch: Any, tensor: Any, keep: float, chunk: int = 64) -> Callable[[], object]:
+    """DCT of chunks as a matrix product, top-k per chunk, the rest stays in the residual."""
+    place = torch.arange(chunk, device=tensor.device, dtype=torch.float64)
+    basis = torch.cos(torch.pi / chunk * (place[None] + 0.5) * place[:, None])
+    basis *= (2 / chunk) ** 0.5
+    basis[0] *= 0.5**0.5
+    basis = basis.to(tensor.dtype)
+    rows = tensor[: tensor.numel() // chunk * chunk].view(-1, chunk)
+    residual, k = torch.zeros_like(rows), max(1, round(keep * chunk))
+
+    def step() -> object:
+        residual.add_(rows)
+        coefs = residual @ basis.T
+        index = torch.topk(coefs.abs(), k, dim=1, sorted=False).indices
+        sent = torch.gather(coefs, 1, index)
+        kept = torch.zeros_like(coefs).scatter_(1, index, sent)
+        residual.sub_(kept @ basis)
+        return sent, index
+
+    return step
+
+
+def measure(n: int, repeat: int, values: np.ndarray) -> list[dict[str, Any]]:
+    """Rows for all settings and, in each, the rivals of the same run."""
+    import cupy
+    import torch
+
+    tensor = torch.from_numpy(values).cuda()
+    rows = []
+    for name, settings, memory_dtype, ranks in SETTINGS:
+        codec = FFTCodec(**settings)
+        state = _device.new_state(codec, tensor, memory_dtype)
+        encoder = _device.Encoder(codec, [tensor], [state])
+        payload = encoder.run()[0]
+        # torch and CuPy both start out on the default stream.
+        gathered = cupy.stack([payload.buffer] * ranks)
+        out, target = torch.empty_like(tensor), torch.empty_like(tensor)
+        decoder = _device.Decoder(codec, [gathered], [out])
+        keep = 1 - codec.theta
+        contenders: dict[str, Callable[[], object]] = {
+            "copy": lambda target=target: target.copy_(tensor),
+            "encode": graphed(torch, encoder.run) if codec.block else encoder.run,
+            "decode": graphed(torch, decoder.run) if codec.block else decoder.run,
+            "encode_eager": encoder.run,
+            "decode_eager": decoder.run,
+            "topk": topk(torch, tensor, keep),
+            "chunked_dct": chunked_dct(torch, tensor, keep),
+        }
+        plain = FFTCodec(**settings)
+        sent = plain.decode(plain.encode(tensor))
+        lost = cupy.asarray(values) - sent
+        nmse = float((lost.astype("f8") ** 2).sum() / (cupy.asarray(values) ** 2).sum())
+        seconds = time_in_turn(torch, contenders, repeat)
+        _device.raise_if_damaged()
+        rows.append(
+            row(name, n, payload.nbytes, ranks, memory_dtype, nmse, seconds)
+            | {"repeat": repeat, "commit": commit(), "machine": torch.cuda.get_device_name()}
+        )
+        del encoder, decoder, contenders, state, gathered, out, target, sent, lost
+        cupy.get_default_memory_pool().free_all_blocks()
+        torch.cuda.empty_cache()
+    return rows
+
+
+def graphed(torch: Any, run: Callable[[], object]) -> Callable[[], object]:
+    """The launches of `run` as a CUDA graph: what the device needs, without Python's share."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def time_in_turn(
+    torch: Any, contenders: dict[str, Callable[[], object]], repeat: int
+) -> dict[str, list[float]]:
+    """Seconds of each, by events on the current stream; two rounds warm up."""
+    seconds: dict[str, list[float]] = {key: [] for key in contenders}
+    for repetition in range(repeat + 2):
+        for key, run in contenders.items():
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            stop.record()
+            stop.synchronize()
+            if repetition > 1:
+                seconds[key].append(start.elapsed_time(stop) / 1000)
+    return seconds
+
+
+def row(
+    name: str,
+    n: int,
+    payload_bytes: int,
+    ranks: int,
+    memory_dtype: str,
+    nmse: float,
+    seconds: dict[str, list[float]],
+) -> dict[str, Any]:
+    """One flat row; every limit is taken from the copy of the same run."""
+    took = {key: statistics.median(times) for key, times in seconds.items()}
+    bandwidth = 8 * n / took["copy"]
+    memory = 4 if memory_dtype == "float32" else 2
+    encode_bound = (4 + 2 * memory) * n / bandwidth
+    decode_bound = (4 * n + ranks * payload_bytes) / bandwidth
+    return {
+        "method": name,
+        "device": "cuda",
+        "backend": "cupy",
+        "memory_dtype": memory_dtype,
+        "ranks": ranks,
+        "n": n,
+        "payload_bytes": payload_bytes,
+        "ratio": 4 * n / payload_bytes,
+        "nmse": nmse,
+        "encode_s": took["encode"],
+        "decode_s": took["decode"],
+        "encode_eager_s": took["encode_eager"],
+        "decode_eager_s": took["decode_eager"],
+        "copy_s": took["copy"],
+        "encode_gb_s": 4 * n / took["encode"] / 1e9,
+        "decode_gb_s": 4 * n / took["decode"] / 1e9,
+        "copy_gb_s": bandwidth / 1e9,
+        "encode_percent_of_bound": 100 * encode_bound / took["encode"],
+        "decode_percent_of_bound": 100 * decode_bound / took["decode"],
+        "encode_times_topk": took["topk"] / took["encode"],
+        "encode_times_chunked_dct": took["chunked_dct"] / took["encode"],
+        "topk_s": took["topk"],
+        "chunked_dct_s": took["chunked_dct"],
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as people read them."""
+    lines = [
+        f"{'method':30} {'ranks':>5} {'ratio':>7} {'NMSE':>7} {'encode':>8} {'decode':>8} "
+        f"{'encode':>8} {'decode':>8} {'topk':>7} {'dct+topk':>9}",
+        f"{'':30} {'':>5} {'x':>7} {'':>7} {'GB/s':>8} {'GB/s':>8} {'% bound':>8} "
+        f"{'% bound':>8} {'x slower':>7} {'x slower':>9}",
+    ]
+    lines += [
+        f"{r['method']:30} {r['ranks']:5} {r['ratio']:7.1f} {r['nmse']:7.4f} "
+        f"{r['encode_gb_s']:8.0f} {r['decode_gb_s']:8.0f} {r['encode_percent_of_bound']:8.1f} "
+        f"{r['decode_percent_of_bound']:8.1f} {r['encode_times_topk']:7.1f} "
+        f"{r['encode_times_chunked_dct']:9.1f}"
+        for r in rows
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,51 @@
+"""Every CUDA kernel on small inputs, for compute-sanitizer to watch.
+
+compute-sanitizer --tool memcheck python benchmarks/sanitize_cuda.py
+compute-sanitizer --tool racecheck python benchmarks/sanitize_cuda.py
+"""
+
+from __future__ import annotations
+
+import cupy
+import numpy as np
+
+from sn_compress import FFTCodec
+from sn_compress.codecs import _device
+from sn_compress.contract import Payload
+
+SETTINGS = [
+    {},
+    {"values": "2bit"},
+    {"values": "sign", "positions": "bitmap"},
+    {"values": "fp16", "block": 8192, "theta": 0.0},
+    {"transform": "dct", "block": 64},
+    {"transform": "hadamard"},
+    {"transform": "identity", "block": 512},
+    {"block": None, "positions": "bitmap"},
+    {"transform": "identity", "block": None},
+]
+
+
+def main() -> None:
+    """Encode with memory, decode two ranks and a damaged one, for each kind of kernel."""
+    rng = np.random.default_rng(0)
+    for settings in SETTINGS:
+        codec = FFTCodec(**{"theta": 0.9, **settings})
+        for n in (70, 20_001):
+            given = rng.laplace(size=n).astype(np.float32)
+            given[: n // 2] = np.round(given[: n // 2])  # ties
+            tensor = cupy.asarray(given)
+            state = codec.new_state(n, like=tensor)
+            payloads = [codec.encode(tensor, state=state) for _ in range(2)]
+            codec.decode_mean(payloads)
+            _device.raise_if_damaged()
+            noise = cupy.asarray(rng.integers(0, 256, payloads[0].nbytes, dtype=np.uint8))
+            codec.decode_mean([Payload(noise, codec.codec_id, n, codec.settings)])
+            tensor[n // 2] = cupy.nan
+            codec.decode(codec.encode(tensor, state=state))
+    cupy.cuda.Device().synchronize()
+    print(f"{2 * len(SETTINGS)} cases done")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+// The tables a launch is given by value: many tensors, one launch, nothing to upload.
+// A kernel's arguments hold 4 KiB; twins of these structs are dtypes in ops/launch.py.
+#pragma once
+
+#include "coder.cuh"
+
+namespace sn {
+
+// A run of equal blocks of one tensor. Pointers are numbers, so that Python can fill them in.
+struct Section {
+  u64 values;       // encode: the input; decode: the output
+  u64 memory;       // encode: [blocks, floats] of memory_dtype, or 0; decode: u32 error flags
+  u64 words;        // its first record; decode: that of the first rank
+  u64 totals;       // encode: {saturated, checksum} of its payload; decode: u64 checksums by rank
+  i64 rank_words;   // decode: words from one rank's payload to the next
+  i64 elements;     // of `values`; the last block may be cut short
+  i64 first_block;  // number of blocks in the sections before
+  i64 first_word;   // of its first record in the payload, header included
+  int dtype, memory_dtype;
+};
+
+constexpr int kSections = 48;
+
+struct Sections {
+  Section at[kSections];
+  i64 count;
+};
+
+struct Sheet {
+  u64 buffer;      // u32 words; decode: those of the first rank
+  u64 totals;      // as in Section
+  u64 flags;       // decode: u32 error flags
+  i64 rank_words;  // decode: words from one rank's payload to the next
+  i64 words;       // per payload
+  i64 used;        // words before the padding
+  u32 header[6];   // magic to reserved, the same for every rank
+};
+
+struct Sheets {
+  Sheet at[kSections];
+};
+
+static_assert(sizeof(Section) == 72 && sizeof(Sheet) == 72, "as in ops/");
+static_assert(sizeof(Sections) + sizeof(Settings) + 64 <= 4096, "a kernel's arguments");
+
+// What decoding found wrong; the flags only ever grow.
+enum Damage : u32 { kBadRecord = 1, kBadHeader = 2, kBadChecksum = 4 };
+
+SN_DEVICE const Section& section_of(const Sections& table, i64 block) {
+  int low = 0, high = static_cast<int>(table.count);
+  while (high - low > 1) {
+    const int middle = (low + high) >> 1;
+    if (table.at[middle].first_block <= block)
+      low = middle;
+    else
+      high = middle;
+  }
+  return table.at[low];
+}
+
+template <typename T>
+SN_DEVICE T* pointer(u64 number) {
+  return reinterpret_cast<T*>(number);
+}
+
+}  // namespace sn

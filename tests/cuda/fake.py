@@ -1,0 +1,95 @@
+"""A CuPy of NumPy arrays, for tests of what Python does around the kernels.
+
+Arrays have an address and a device; kernels are those of g++ (host.py); cuFFT is SciPy. It stands
+in for the library in tests only: the package itself never runs without the real one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.fft
+from host import Host
+
+from sn_compress import _cuda
+
+
+class FakeDevice(contextlib.AbstractContextManager):
+    id = 0
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class FakeArray(np.ndarray):
+    @property
+    def data(self) -> Any:
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+    @property
+    def device(self) -> Any:
+        return FakeDevice()
+
+    def get(self) -> np.ndarray:
+        return np.array(self)
+
+
+FakeArray.__module__ = "cupy"
+
+
+def fake(array: Any) -> Any:
+    return np.asarray(array).view(FakeArray)
+
+
+def poisoned(shape: Any, dtype: str) -> Any:
+    array = np.empty(shape, dtype)
+    array.view(np.uint8).fill(0xFF)
+    return fake(array)
+
+
+class FakeCuda(Host):
+    """What View.run returns."""
+
+    device = 0
+    stream = SimpleNamespace(synchronize=lambda: None)
+
+    @contextlib.contextmanager
+    def context(self) -> Any:
+        yield CUPY
+
+
+CUPY = SimpleNamespace(
+    empty=poisoned,
+    zeros=lambda shape, dtype: fake(np.zeros(shape, dtype)),
+    asarray=fake,
+    stack=lambda arrays: fake(np.stack(arrays)),
+    ascontiguousarray=lambda array: fake(np.ascontiguousarray(array)),
+    lib=SimpleNamespace(
+        stride_tricks=SimpleNamespace(
+            as_strided=lambda *args: fake(np.lib.stride_tricks.as_strided(*args))
+        )
+    ),
+    cuda=SimpleNamespace(Device=lambda _: FakeDevice()),
+)
+
+
+class _Fft:
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: fake(getattr(scipy.fft, name)(*args, **kwargs))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """The stand-in in place of CuPy; remembers its launches."""
+    device = FakeCuda()
+    monkeypatch.setattr(_cuda, "cupy", lambda: CUPY)
+    monkeypatch.setattr(_cuda, "fft", _Fft)
+    monkeypatch.setattr(_cuda.View, "run", lambda self: device)
+    return device

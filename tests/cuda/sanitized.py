@@ -1,0 +1,72 @@
+"""Every kernel once under the address and undefined-behaviour sanitizers; a process of its own.
+
+    LD_PRELOAD=$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
+    PYTHONPATH=. python tests/cuda/sanitized.py
+
+NumPy's arrays come from malloc, so reading or writing one element beyond an input, a record or a
+memory ends the process, as do shared memory, alignment, shifts and overflow.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import oracle
+import test_whole
+from fused_case import decode, encode, samples
+from host import SANITIZE, Host, address
+
+from sn_compress.ops import launch, whole
+
+
+def fused() -> None:
+    device = Host("mixed", SANITIZE)
+    rng = np.random.default_rng(0)
+    for block, transform in ((32, "fft"), (4096, "fft"), (64, "dct"), (64, "hadamard"),
+                             (32, "identity"), (128, "spectrum")):  # fmt: skip
+        for values, positions in (("range", "elias-fano"), ("fp16", "bitmap"), ("sign", "all"),
+                                  ("2bit", "elias-fano")):  # fmt: skip
+            for theta in (0.0, 0.9):
+                if theta and positions == "all":
+                    continue
+                form = oracle.make_format(block, transform, theta, values, positions=positions)
+                for case in samples(form).values():
+                    size = case.size if transform == "spectrum" else 4 * block - 5
+                    given = case.reshape(-1)[:size]
+                    memory = np.zeros((4, form.bins * form.parts), np.float32)
+                    done = encode(device, form, given, memory)
+                    decode(device, form, done.words[None], given.size)
+                for _ in range(5):
+                    garbage = rng.integers(0, 2**32, (2, 4, form.words), dtype=np.uint32)
+                    decode(device, form, garbage, given.size, "bfloat16")
+
+
+def vectors() -> None:
+    test_whole.Host = lambda order="up": Host(order, SANITIZE)
+    rng = np.random.default_rng(0)
+    for transform in ("fft", "identity"):
+        for positions in ("elias-fano", "bitmap"):
+            form = oracle.make_format(9001, transform, 0.9, positions=positions)
+            for case in samples(form, 1).values():
+                words, _, _ = test_whole.encode(form, case[0], np.zeros_like(case[0]), "mixed")
+                test_whole.decode(form, [words, words], "mixed")
+            for _ in range(5):
+                garbage = rng.integers(0, 2**32, form.words, dtype=np.uint32)
+                test_whole.decode(form, [garbage], "mixed")
+    assert whole.scratch_bytes(form) % 8 == 0
+
+
+def seals() -> None:
+    device, buffer = Host("mixed", SANITIZE), np.zeros((3, 20), np.uint32)
+    totals, flags = np.zeros(3, np.uint64), np.zeros(1, np.uint32)
+    sheet = launch.Sheet(address(buffer), address(totals), 20, 18, b"x" * 24, address(flags), 20)
+    launch.open_payloads(device, [sheet])
+    launch.seal_payloads(device, [sheet])
+    launch.open_checks(device, [sheet], 3)
+    launch.check_payloads(device, [sheet], 3)
+
+
+if __name__ == "__main__":
+    fused()
+    vectors()
+    seals()
+    print("no complaint")

@@ -1,0 +1,147 @@
+"""What Python does around the kernels, on a CuPy of NumPy arrays (fake.py)."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from fake import FakeCuda, fake, gpu  # noqa: F401
+
+from sn_compress import ErrorFeedback, FFTCodec
+from sn_compress.codecs import _device
+from sn_compress.contract import Payload
+from sn_compress.errors import CompressError, PayloadError
+
+SIZES = (0, 1, 31, 33, 1000, 4096, 9000)
+SAME_BYTES = [
+    {"transform": "identity"},
+    {"transform": "identity", "values": "2bit", "block": 256},
+    {"transform": "identity", "theta": 0.0, "values": "sign"},
+    {"transform": "hadamard", "positions": "bitmap"},
+    {"transform": "identity", "window": 0.5},
+    {"transform": "identity", "half": True},
+    {"transform": "identity", "block": None},
+    {"transform": "identity", "block": 1 << 14, "values": "fp16"},
+    {"transform": "axes", "shape": (10, 3, 3, 100), "axes": (1, 2)},
+]  # fmt: skip
+
+
+def values(n: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(n).astype(np.float32)
+
+
+@pytest.mark.parametrize("settings", SAME_BYTES, ids=str)
+def test_payload_memory_and_mean_are_those_of_the_cpu(
+    gpu: FakeCuda,  # noqa: F811
+    settings: dict,
+) -> None:
+    codec = FFTCodec(**{"theta": 0.9, **settings})
+    for n in [9000] if "shape" in settings else SIZES:
+        state, device_state = codec.new_state(n), codec.new_state(n, like=fake(values(n)))
+        payloads, device_payloads = [], []
+        for seed in range(3):
+            payloads.append(codec.encode(values(n, seed), state=state, decay=0.9))
+            sent = codec.encode(fake(values(n, seed)), state=device_state, decay=0.9)
+            assert sent.to_bytes() == payloads[-1].to_bytes()
+            device_payloads.append(sent)
+        for ours, theirs in zip(device_state, state, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        got, expected = codec.decode_mean(device_payloads), codec.decode_mean(payloads)
+        np.testing.assert_array_equal(np.asarray(got), expected)
+        _device.raise_if_damaged()
+
+
+# Float transforms differ in the last bits, so bins near the threshold may be exchanged. What the
+# memory keeps and what is sent add up to the input all the same: test_fused.py has the bound.
+@pytest.mark.parametrize("block", [256, None])
+@pytest.mark.parametrize("transform", ["fft", "dct"])
+def test_what_is_sent_and_kept_add_up(
+    gpu: FakeCuda,  # noqa: F811
+    transform: str,
+    block: int | None,
+) -> None:
+    codec = FFTCodec(theta=0.9, transform=transform, block=block)
+    for n in SIZES[1:]:
+        given = values(n)
+        state = codec.new_state(n, like=fake(given))
+        payload = codec.encode(fake(given), state=state)
+        assert Payload.from_bytes(payload.to_bytes()).n == n
+        kept = codec.state_to_values(_device.to_host(state), n)
+        total = np.asarray(codec.decode(payload)) + kept
+        # (log2(n) + 3) * 7 u for each of two transforms, in the 2-norm; padding counts.
+        bound = 2 * (np.log2(max(n, 32)) + 4) * 7 * 2.0**-24 * np.linalg.norm(given)
+        assert np.linalg.norm(total - given) <= bound
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_short_floats_and_bfloat16_memory(gpu: FakeCuda, dtype: str) -> None:  # noqa: F811
+    codec = FFTCodec(theta=0.9, transform="identity")
+    given = values(5000).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    assert codec.encode(fake(given)).to_bytes() == codec.encode(given).to_bytes()
+    state = _device.new_state(codec, fake(given), "bfloat16")
+    payload = codec.encode(fake(given), state=state)
+    kept = np.concatenate([part.reshape(-1) for part in _device.to_host(state)])[:5000]
+    sent = np.asarray(codec.decode(payload))
+    assert abs(sent + kept - given.astype(np.float32)).max() <= 2.0**-8 * abs(kept).max()
+
+
+def test_many_tensors_take_few_launches(gpu: FakeCuda) -> None:  # noqa: F811
+    codec = FFTCodec(theta=0.9)
+    tensors = [fake(values(n, n)) for n in [4096 * 3, 4096, 8192] * 10]
+    payloads = _device.Encoder(codec, tensors).run()
+    assert gpu.launches == [("open_payloads", 30), ("encode_blocks", 60), ("seal_payloads", 30)]
+    for tensor, payload in zip(tensors, payloads, strict=True):
+        assert payload.to_bytes() == codec.encode(tensor).to_bytes()
+
+
+def test_several_ranks_in_one_gathered_buffer(gpu: FakeCuda) -> None:  # noqa: F811
+    codec = FFTCodec(theta=0.9)
+    made = [codec.encode(values(9000, seed)) for seed in range(3)]
+    gathered = fake(np.stack([payload.buffer for payload in made]))
+    outs = [np.empty(9000, "f4"), np.empty(9000, "f2")]
+    for out in outs:
+        _device.Decoder(codec, [gathered], [fake(out)]).run()
+    mean = codec.decode_mean(made)
+    np.testing.assert_allclose(outs[0], mean, atol=1e-6 * abs(mean).max())
+    np.testing.assert_array_equal(outs[1], outs[0].astype("f2"))
+
+
+def test_damage_is_told_when_asked_for(gpu: FakeCuda) -> None:  # noqa: F811
+    codec = FFTCodec(theta=0.9)
+    good = codec.encode(fake(values(9000)))
+    for at, said in ((5, "another"), (13, "another"), (29, "checksum"), (500, "checksum")):
+        bad = good.buffer.copy()
+        bad[at] ^= 0x40
+        codec.decode_mean([Payload(bad, 1, 9000, codec.settings)])
+        with pytest.raises(PayloadError, match=said):
+            _device.raise_if_damaged()
+    _device.raise_if_damaged()  # once told, forgotten
+    with pytest.raises(PayloadError, match="cut"):
+        _device.Decoder(codec, [good.buffer[None, :-16]], [fake(values(9000))])
+
+
+def test_what_a_gpu_does_not_do_is_refused_by_name(gpu: FakeCuda) -> None:  # noqa: F811
+    given = fake(values(20000))
+    with pytest.raises(CompressError, match="window"):
+        FFTCodec(window="payload").encode(given)
+    with pytest.raises(CompressError, match="hadamard"):
+        FFTCodec(transform="hadamard", block=1 << 14).encode(given)
+    with pytest.raises(CompressError, match="like=tensor"):
+        FFTCodec().encode(given, state=FFTCodec().new_state(20000))
+    with pytest.raises(CompressError, match="float64"):
+        FFTCodec().encode(given.astype(np.float64))
+    with pytest.raises(CompressError, match="Flatten"):
+        FFTCodec().encode(given.reshape(10, 2000))
+
+
+def test_feedback_moves_its_memory_to_the_tensor(gpu: FakeCuda) -> None:  # noqa: F811
+    codec = FFTCodec(theta=0.9, transform="identity")
+    on_cpu, on_gpu = ErrorFeedback(codec), ErrorFeedback(codec)
+    for seed in range(3):
+        a = on_cpu.encode("w", values(5000, seed))
+        b = on_gpu.encode("w", fake(values(5000, seed)))
+        assert a.to_bytes() == b.to_bytes()
+        saved = on_gpu.state_dict()
+        assert all(type(p) is np.ndarray for p in saved["memory"]["w"]["coefficients"])
+        on_gpu.load_state_dict(saved)
+    np.testing.assert_array_equal(on_cpu.residual("w"), on_gpu.residual("w"))

@@ -1,0 +1,291 @@
+"""The fused kernels' own code, run on the host: integers bit for bit, floats within a bound."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+import scipy.fft
+import scipy.linalg
+from fused_case import decode, encode, samples
+from host import ORDERS, Host, address
+
+from sn_compress.errors import CompressError
+from sn_compress.ops import launch, record
+from sn_compress.ops.launch import Format, Piece
+
+THETAS = (0.0, 0.5, 0.9, 0.98, 0.9999)
+VALUES = ("range", "fp16", "sign", "2bit")
+POSITIONS = ("elias-fano", "bitmap", "all")
+
+
+@pytest.mark.parametrize("transform", ["spectrum", "identity"])
+@pytest.mark.parametrize("block", [32, 4096])
+@pytest.mark.parametrize("values", VALUES)
+def test_records_and_residual_equal_the_oracle(block: int, transform: str, values: str) -> None:
+    for theta, positions in itertools.product(THETAS, POSITIONS):
+        if positions == "all" and theta:
+            continue
+        form = oracle.make_format(block, transform, theta, values, positions=positions)
+        for name, coefs in samples(form).items():
+            given = np.zeros_like(coefs)
+            if name in ("normal", "ties", "non-finite"):
+                given = np.nan_to_num(np.roll(coefs, 1, axis=0), posinf=1, neginf=1)
+            words, residual, saturated = oracle.encode(coefs, given, form, 0.9, None)
+            done = encode(Host(), form, coefs.reshape(-1), given, decay=0.9)
+            np.testing.assert_array_equal(done.words, words, err_msg=f"{form} {name}")
+            np.testing.assert_array_equal(done.memory, residual, err_msg=f"{form} {name}")
+            assert done.totals[0] == saturated
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_order_of_threads_does_not_matter(order: str) -> None:
+    for transform, values in itertools.product(["fft", "dct", "hadamard"], ["range", "2bit"]):
+        form = oracle.make_format(256, transform, 0.8, values)
+        values_in = np.concatenate([c.reshape(-1)[:256] for c in samples(form).values()])
+        memory = np.zeros((len(samples(form)), form.bins * form.parts), np.float32)
+        first = encode(Host("up"), form, values_in, memory)
+        again = encode(Host(order), form, values_in, memory)
+        np.testing.assert_array_equal(again.words, first.words)
+        assert again.memory is not None
+        assert first.memory is not None
+        np.testing.assert_array_equal(again.memory.view(np.uint32), first.memory.view(np.uint32))
+        out = [decode(Host(o), form, first.words[None], values_in.size)[0] for o in ("up", order)]
+        np.testing.assert_array_equal(out[1].view(np.uint32), out[0].view(np.uint32))
+
+
+def test_oracle_is_the_format_of_record_py() -> None:
+    for theta, values, parts in itertools.product((0.0, 0.3, 0.95), VALUES, (1, 2)):
+        transform = "spectrum" if parts == 2 else "identity"
+        place = "bitmap" if theta else "all"
+        form = oracle.make_format(128, transform, theta, values, positions=place)
+        layout = record.Layout(128, form.kept, values, 8, 3, "bitmap", parts)
+        assert dataclasses.replace(form, mantissa=0) == dataclasses.replace(
+            Format.of(layout, transform), mantissa=0
+        )
+        for coefs in samples(form).values():
+            words = np.empty((len(coefs), form.words), np.uint32)
+            record.encode_twin(coefs.copy(), None, words, layout)
+            np.testing.assert_array_equal(oracle.encode(coefs, None, form, 1, None)[0], words)
+
+
+@pytest.mark.parametrize(("bits", "mantissa"), [(4, 0), (4, 3), (8, 7), (12, 5), (16, 9), (16, 15)])
+def test_every_width_of_range_float(bits: int, mantissa: int) -> None:
+    form = oracle.make_format(32, "identity", 0.5, "range", bits, mantissa)
+    for coefs in samples(form).values():
+        words, _, _ = oracle.encode(coefs, None, form, 1.0, None)
+        np.testing.assert_array_equal(encode(Host(), form, coefs.reshape(-1)).words, words)
+
+
+def test_a_fixed_window_counts_what_it_clips() -> None:
+    form = oracle.make_format(4096, "spectrum", 0.9)
+    coefs = samples(form)["normal"]
+    top = int(np.float32(0.5).view(np.uint32)) >> 16
+    words, _, saturated = oracle.encode(coefs, None, form, 1.0, top)
+    done = encode(Host(), form, coefs.reshape(-1), top=top)
+    np.testing.assert_array_equal(done.words, words)
+    assert saturated == done.totals[0] > 0
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_decode_adds_in_rank_order_as_the_oracle_does(ranks: int) -> None:
+    for transform, values, positions in itertools.product(
+        ["spectrum", "identity"], VALUES, ["elias-fano", "bitmap"]
+    ):
+        form = oracle.make_format(32, transform, 0.7, values, positions=positions)
+        cases = list(samples(form).values())
+        for first in range(len(cases)):
+            chosen = [cases[(first + r) % len(cases)] for r in range(ranks)]
+            records = np.stack([oracle.encode(c, None, form, 1.0, None)[0] for c in chosen])
+            expected = np.zeros_like(chosen[0])
+            with np.errstate(all="ignore"):
+                for rank in records:
+                    expected += oracle.decode(rank, form) * np.float32(1 / ranks)
+            expected[np.isnan(expected).any(axis=1)] = np.nan
+            out, flags, _ = decode(Host(), form, records, expected.size)
+            np.testing.assert_array_equal(out.reshape(expected.shape), expected)
+            assert flags == 0
+
+
+# Cooley-Tukey in floating point: |error| <= log2(n) * eta * |x| in the 2-norm, to first order,
+# with eta = m + 4 u (sqrt(2) + m), u = 2**-24 and twiddles within m = u (Higham 2002, theorem
+# 24.2), hence eta < 7 u. Separating even and odd elements, turning (DCT) and scaling are at most
+# one such level each. Fused multiply-adds only round less often.
+def bound(block: int) -> float:
+    return (np.log2(block) + 3) * 7 * 2.0**-24
+
+
+def exact_forward(values: np.ndarray, transform: str) -> np.ndarray:
+    wide = values.astype(np.float64)
+    if transform == "fft":
+        return scipy.fft.rfft(wide, norm="ortho").view(np.float64)
+    if transform == "dct":
+        return scipy.fft.dct(wide, norm="ortho")
+    order = wide.shape[1]
+    return wide @ scipy.linalg.hadamard(order) / np.sqrt(order)
+
+
+@pytest.mark.parametrize("transform", ["fft", "dct", "hadamard"])
+@pytest.mark.parametrize("block", [32, 64, 128, 4096, 8192])
+def test_transforms_stay_within_the_bound(block: int, transform: str) -> None:
+    form = oracle.make_format(block, transform, 0.99)
+    rng = np.random.default_rng(block)
+    values = rng.standard_normal((3, block)).astype(np.float32)
+    values[1] = 1  # all in one bin
+    values[2] = np.eye(1, block, block // 3)  # spread over all
+    done = encode(Host(), form, values.reshape(-1), np.zeros((3, form.bins * form.parts), "f4"))
+    assert done.memory is not None
+    sent = oracle.decode(done.words, form).astype(np.float64)
+    error = done.memory + sent - exact_forward(values, transform)
+    norm = np.linalg.norm(values, axis=1)
+    # One more rounding where the code's value was subtracted. Complex bins count twice.
+    assert (np.linalg.norm(error, axis=1) <= (bound(block) + 2.0**-24) * norm).all()
+
+    out, _, _ = decode(Host(), form, done.words[None], values.size)
+    if transform == "fft":
+        expected = scipy.fft.irfft(sent.view(np.complex128), n=block, norm="ortho")
+    elif transform == "dct":
+        expected = scipy.fft.idct(sent, norm="ortho")
+    else:
+        expected = exact_forward(sent, transform)
+    error = out.reshape(values.shape) - expected
+    assert (np.linalg.norm(error, axis=1) <= bound(block) * np.linalg.norm(expected, axis=1)).all()
+
+
+def test_hadamard_has_the_bits_of_plain_butterflies() -> None:
+    form = oracle.make_format(512, "hadamard", 0.9)
+    values = samples(form)["laplace"].reshape(-1, 512)
+    out = values.copy()
+    half = 1
+    while half < 512:
+        pairs = out.reshape(len(out), -1, 2, half)
+        a, b = pairs[:, :, 0].copy(), pairs[:, :, 1].copy()
+        pairs[:, :, 0], pairs[:, :, 1] = a + b, a - b
+        half *= 2
+    words, _, _ = oracle.encode(out * np.float32(512**-0.5), None, form, 1.0, None)
+    np.testing.assert_array_equal(encode(Host(), form, values.reshape(-1)).words, words)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_short_floats_come_in_as_their_float32_and_go_out_rounded(dtype: str) -> None:
+    kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    form = oracle.make_format(64, "identity", 0.0, "range", 16, 9, positions="all")
+    every = np.arange(1 << 16, dtype=np.uint16)
+    every = every[np.isfinite(every.view(kind).astype(np.float32))].view(kind)
+    for values in (every, every[1:1000]):  # whole and aligned; neither
+        wide = encode(Host(), form, values.astype(np.float32))
+        assert np.array_equal(encode(Host(), form, values).words, wide.words)
+    full, _, _ = decode(Host(), form, wide.words[None], 999)
+    short, _, _ = decode(Host(), form, wide.words[None], 999, dtype)
+    np.testing.assert_array_equal(short.view(np.uint16), full.astype(kind).view(np.uint16))
+
+
+def test_bfloat16_memory_is_the_rounded_residual_and_stays_finite() -> None:
+    form = oracle.make_format(4096, "spectrum", 0.98)
+    for name, coefs in samples(form).items():
+        if name == "non-finite":
+            continue
+        memory = np.ones(coefs.shape, ml_dtypes.bfloat16)
+        wide = memory.astype(np.float32)
+        words, residual, _ = oracle.encode(coefs, wide, form, 0.5, None)
+        done = encode(Host(), form, coefs.reshape(-1), memory, decay=0.5)
+        np.testing.assert_array_equal(done.words, words)
+        assert done.memory is not None
+        got = done.memory.astype(np.float32)
+        rounded = residual.astype(ml_dtypes.bfloat16).astype(np.float32)
+        largest = np.float32(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
+        np.testing.assert_array_equal(got, np.clip(rounded, -largest, largest))
+
+
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 63, 1000])
+def test_a_cut_block_is_padded_with_zeros(size: int) -> None:
+    form = oracle.make_format(32, "identity", 0.5)
+    values = np.random.default_rng(size).standard_normal(size + 1).astype(np.float32)[1:]
+    padded = np.zeros(-(-size // 32) * 32, np.float32)
+    padded[:size] = values
+    words, _, _ = oracle.encode(padded.reshape(-1, 32), None, form, 1.0, None)
+    done = encode(Host(), form, values)
+    np.testing.assert_array_equal(done.words, words)
+    out, _, _ = decode(Host(), form, words[None], size)
+    np.testing.assert_array_equal(out, oracle.decode(words, form).reshape(-1)[:size])
+
+
+def test_many_tensors_share_a_launch() -> None:
+    form = oracle.make_format(32, "identity", 0.8)
+    rng = np.random.default_rng(5)
+    tensors = [rng.standard_normal(size).astype(np.float32) for size in rng.integers(0, 200, 100)]
+    records = [np.zeros((-(-t.size // 32), form.words), np.uint32) for t in tensors]
+    totals = np.zeros((100, 2), np.uint64)
+    pieces = [
+        Piece(address(t), "float32", t.size, len(w), address(w), 8, address(totals[i]))
+        for i, (t, w) in enumerate(zip(tensors, records, strict=True))
+    ]
+    device = Host()
+    launch.encode_blocks(device, form, pieces, decay=1.0)
+    assert [name for name, _ in device.launches] == ["encode_blocks"] * 3
+    for tensor, words in zip(tensors, records, strict=True):
+        np.testing.assert_array_equal(words, encode(Host(), form, tensor).words)
+
+
+def test_damaged_records_raise_flags_and_touch_nothing_else() -> None:
+    rng = np.random.default_rng(11)
+    for transform, positions in itertools.product(["spectrum", "fft"], ["elias-fano", "bitmap"]):
+        form = oracle.make_format(256, transform, 0.9, positions=positions)
+        sound = oracle.encode(samples(form)["normal"], None, form, 1.0, None)[0]
+        for trial in range(50):
+            records = sound[None].copy()
+            if trial % 2:
+                records[0, 1] = rng.integers(0, 2**32, form.words, dtype=np.uint32)
+            else:
+                word = rng.integers(form.words)
+                records[0, 1, word] ^= np.uint32(1 << int(rng.integers(32)))
+            size = len(sound) * (form.bins * 2 if transform == "spectrum" else 256)
+            out, flags, _ = decode(Host(), form, records, size)
+            out = out.reshape(len(sound), -1)
+            assert flags in (0, 1)
+            # Blocks beside the damaged one are what they were.
+            assert np.isfinite(out[[0, 2, 3]]).all()
+            if flags:
+                assert np.isnan(out[1]).all()
+        records[0, 1] = 0xFFFFFFFF
+        assert decode(Host(), form, records, size)[1] == 1
+
+
+def test_checksums_of_records_add_up() -> None:
+    form = oracle.make_format(32, "identity", 0.5)
+    values = samples(form, 40)["normal"].reshape(-1)
+    done = encode(Host(), form, values, first_word=8)
+    words = done.words.reshape(-1)
+    factors = 2 * np.arange(8, 8 + words.size, dtype=np.uint64) + 1
+    expected = int((factors * words.astype(np.uint64)).sum() % 2**32)
+    assert int(done.totals[1]) % 2**32 == expected
+    _, _, read = decode(Host(), form, done.words[None], values.size)
+    assert int(read[0]) % 2**32 == expected
+
+
+def test_sizes_are_64_bits_wide_and_limits_are_named() -> None:
+    # 2**40 elements: a launch is refused or described, nothing wraps.
+    names = ("elements", "first_block", "first_word", "rank_words")
+    assert all(launch.SECTION[name] == np.int64 for name in names)
+    seen: list[np.ndarray] = []
+
+    class Listener(Host):
+        def launch(self, program, kernel, *, blocks, threads, shared_bytes, args):
+            seen.append(args[0])
+
+    form = oracle.make_format(4096, "fft", 0.98)
+    big = Piece(0, "float32", 2**40, 2**28, 0, 8 + 2**35, 0)
+    launch.encode_blocks(Listener(), form, [big, big], decay=1.0)
+    assert seen[0]["at"]["elements"][0, 0] == 2**40
+    assert seen[0]["at"]["first_block"][0, 1] == 2**28
+    assert seen[0]["at"]["first_word"][0, 0] == 8 + 2**35
+    with pytest.raises(CompressError, match="larger block"):
+        launch.encode_blocks(
+            Listener(), form, [Piece(0, "float32", 2**43, 2**31, 0, 8, 0)], decay=1.0
+        )
+    with pytest.raises(CompressError, match="power of two"):
+        launch.encode_blocks(Listener(), oracle.make_format(2**14, "fft", 0.9), [big], decay=1.0)
