@@ -182,8 +182,11 @@ class LowRankCodec(Codec):
         # Scaled to one, so that squares of tiny or huge gradients stay inside float32.
         scale = np.float32(np.abs(matrix).max(initial=0.0))
         if scale == 0:
-            p, q = (np.zeros((size, self.rank), np.float32) for size in matrix.shape)
-            return p, q, known.start
+            return (
+                np.zeros((self._rows, self.rank), np.float32),
+                np.zeros((self._columns, self.rank), np.float32),
+                known.start,
+            )
         unit = matrix / scale
         p = np.linalg.qr(unit @ known.start)[0]
         for _ in range(0 if known.warm else _COLD_ROUNDS):
