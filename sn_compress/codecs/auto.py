@@ -37,6 +37,7 @@ _FINE_FORMATS: list[dict[str, Any]] = [
     {"bits": bits, "mantissa": mantissa} for bits, mantissa in ((8, 3), (10, 5), (12, 7), (15, 10))
 ]
 _FINE_BELOW = 8.0  # ratio
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass
@@ -85,8 +86,7 @@ class AutoCodec(Codec):
     @classmethod
     def like(cls, *, shape: Sequence[int] | None = None, **settings: Any) -> AutoCodec:
         """The AutoCodec whose payloads are as large as those of FFTCodec(**settings)."""
-        block = settings.get("block") or 4096
-        fixed = FFTCodec(**{**settings, "transform": "fft", "block": block})
+        fixed = FFTCodec(**{**settings, "transform": "fft"})
         return cls(ratio=4 * 2**20 / (fixed.payload_bytes(2**20) - HEADER_BYTES), shape=shape)
 
     def __repr__(self) -> str:
@@ -141,17 +141,29 @@ class AutoCodec(Codec):
         return []
 
     def scores(self, values: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """What each candidate would lose of these values, in squared norm; [candidates]."""
+        """What each candidate would lose of these values, in squared norm; [candidates].
+
+        Infinite where not all of them would come back finite.
+        """
         array = as_vector(values)
+        # A sum of so many values may overflow on the way, and what decodes to NaN counts as no
+        # error. (Written so that a NaN is a risk, too.)
+        peak = float(np.abs(array.astype(np.float32)).max(initial=0))
+        safe = peak * 4 * array.size <= _LARGEST
         lost = []
         for codec in self.candidates(array.size):
             payload = codec.encode(array)
-            lost.append(math.inf if payload.error is None else payload.error)
+            sound = safe or bool(np.isfinite(codec.decode(payload)).all())
+            lost.append(payload.error if sound and payload.error is not None else math.inf)
         return np.array(lost)
 
     def choose(self, state: AutoState, scores: npt.NDArray[np.float64], n: int) -> None:
-        """Use the candidate of the lowest score from now on; the memory is carried over."""
-        self._switch(state, int(np.argmin(scores)), n)
+        """Use the candidate of the lowest score from now on; the memory is carried over.
+
+        Without a finite score all stays as it is.
+        """
+        if np.isfinite(scores).any():
+            self._switch(state, int(np.argmin(scores)), n)
 
     def _switch(self, state: AutoState, choice: int, n: int) -> None:
         codecs = self.candidates(n)
@@ -193,14 +205,14 @@ class AutoCodec(Codec):
         known = state if state is not None else self.new_state(n)
         if n == 0:
             return self._seal(buffer, 0, 0, None)
-        if (known.choice is None or known.age >= self.every) and np.isfinite(
-            array.astype(np.float32)
-        ).all():
-            target = array.astype(np.float32) + np.float32(decay) * self.state_to_values(known, n)
-            self.choose(known, self.scores(target), n)
+        if known.choice is None or known.age >= self.every:
+            with np.errstate(all="ignore"):
+                memory = self.state_to_values(known, n)
+                target = array.astype(np.float32) + np.float32(decay) * memory
+            if np.isfinite(target).all():
+                self.choose(known, self.scores(target), n)
+        # As long as there was nothing finite to judge by: the first, which remembers nothing.
         choice = known.choice or 0
-        if known.inner is None:
-            self._switch(known, choice, n)
         inner = self.candidates(n)[choice].encode(
             array, state=known.inner if state is not None else None, decay=decay
         )
@@ -239,7 +251,8 @@ class AutoCodec(Codec):
         for choice in sorted(by_choice):
             codec = self.candidates(n)[choice]
             inner = [_unwrap(codec, payload) for payload in by_choice[choice]]
-            mean += codec.decode_mean(inner) * np.float32(len(inner) / len(payloads))
+            with np.errstate(all="ignore"):
+                mean += codec.decode_mean(inner) * np.float32(len(inner) / len(payloads))
         return mean
 
     def _check(self, payload: Payload, n: int) -> int:

@@ -60,7 +60,8 @@ class FFTCodec(Codec):
     transform : "fft", "dct", "hadamard", "identity" (plain top-k), or "axes", a DCT over the
         tensor's axes `axes` before plain top-k: for kernels over height and width. With "auto"
         the result is an AutoCodec whose payloads are as large as those of "fft" would be.
-    shape, axes : the tensor's shape and the axes transformed, for transform="axes" (and "auto")
+    shape, axes : the tensor's shape and the axes transformed, for transform="axes"; "auto" takes
+        the shape, and leaves `threads` unused
     threads : threads for encode and decode; no effect on the result
 
     Examples
