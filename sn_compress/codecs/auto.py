@@ -120,8 +120,8 @@ class AutoCodec(Codec):
             proposals += [
                 _sparse(n, budget, {**basis, **fmt}) for basis in bases for fmt in _FINE_FORMATS
             ]
-            casts = [CastCodec(dtype=dtype) for dtype in ("fp16", "bf16")]
-            proposals += [cast for cast in casts if cast.payload_bytes(n) <= budget]
+            cast = CastCodec(dtype="bf16")  # not fp16, which overflows at 65520
+            proposals.append(cast if cast.payload_bytes(n) <= budget else None)
         if self.shape is not None and min(matrix_shape(self.shape)) > 1:
             proposals += [
                 _low_rank(self.shape, budget, bits, m) for bits, m in ((4, 1), (6, 2), (8, 3))
