@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from dataclasses import dataclass, replace
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -140,6 +141,8 @@ def _send_plain(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[A
 
 
 def _send_payload(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[Any, Any]:
+    if tensor.device.type != "cpu":
+        _say_host_once(tensor.device.type)
     values = tensor.detach().to("cpu", torch.float32).reshape(-1).numpy()
     payload = memory.encode(caller.name, values)
     ranks = caller.process_set.size()
@@ -149,7 +152,7 @@ def _send_payload(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple
     )
     # Grouped all-reduces want one dtype, that of the plain tensors beside it.
     dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
-    token = torch.zeros(1, dtype=dtype)
+    token = torch.zeros(1, dtype=dtype, device=tensor.device)
     extra = token.element_size()
     if memory.traffic.payload(caller.name, tensor.numel(), payload, extra):
         _log.warning(
@@ -159,6 +162,11 @@ def _send_payload(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple
     factor = caller.scale * (ranks if caller.op == hvd.Sum else 1)
     like = tensor.detach()
     return token, InFlight(handle, caller.name or "tensor", memory.codec, ranks, factor, like)
+
+
+@cache
+def _say_host_once(device: str) -> None:
+    _log.warning("gradients on %s are copied to the host and encoded there", device)
 
 
 def _memory_of(optimizer: Any) -> Memory:
