@@ -8,8 +8,8 @@ import pytest
 from samples import ENERGY, U, random, specials
 
 from sn_compress import CompressError, FFTCodec, Payload, PayloadError
+from sn_compress.codecs.alternating import AlternatingFactors
 from sn_compress.codecs.lowrank import (
-    AlternatingFactors,
     LowRankCodec,
     first_factor,
     matrix_shape,
