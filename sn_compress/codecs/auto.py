@@ -21,7 +21,6 @@ import numpy.typing as npt
 
 from ..contract import HEADER_BYTES, Codec, Floats, Payload, as_vector
 from ..errors import CompressError, PayloadError
-from .cast import CastCodec
 from .fft import FFTCodec
 from .lowrank import LowRankCodec, matrix_shape
 
@@ -110,9 +109,11 @@ class AutoCodec(Codec):
         bases: list[dict[str, Any]] = [
             {"transform": t} for t in ("identity", "dct", "hadamard", "fft")
         ]
-        bases += [{"transform": "identity", "block": None}]
-        bases += [{"transform": "axes", "axes": axes, "shape": self.shape} for axes in self._axes()]
-        bases += [{**basis, "block": None} for basis in bases[5:]]
+        along: list[dict[str, Any]] = [
+            {"transform": "axes", "axes": axes, "shape": self.shape} for axes in self._axes()
+        ]
+        bases += [{"transform": "identity", "block": None}, *along]
+        bases += [{**basis, "block": None} for basis in along]
         proposals: list[Codec | None] = [
             _sparse(n, budget, {**basis, **fmt}) for basis in bases for fmt in _FORMATS
         ]
@@ -120,8 +121,6 @@ class AutoCodec(Codec):
             proposals += [
                 _sparse(n, budget, {**basis, **fmt}) for basis in bases for fmt in _FINE_FORMATS
             ]
-            cast = CastCodec(dtype="bf16")  # not fp16, which overflows at 65520
-            proposals.append(cast if cast.payload_bytes(n) <= budget else None)
         if self.shape is not None and min(matrix_shape(self.shape)) > 1:
             proposals += [
                 _low_rank(self.shape, budget, bits, m) for bits, m in ((4, 1), (6, 2), (8, 3))

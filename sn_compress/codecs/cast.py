@@ -59,10 +59,6 @@ class CastCodec(Codec):
         """Nothing is remembered."""
         return []
 
-    def state_to_values(self, state: frame.State, n: int) -> Floats:
-        """Nothing is held back: zeros."""
-        return np.zeros(n, np.float32)
-
     def encode(
         self, values: npt.ArrayLike, *, state: frame.State | None = None, decay: float = 1.0
     ) -> Payload:

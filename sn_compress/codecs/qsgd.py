@@ -85,10 +85,6 @@ class QSGDCodec(Codec):
         """The number of the next step, [1] int64; nothing else is remembered."""
         return [np.zeros(1, np.int64)]
 
-    def state_to_values(self, state: frame.State, n: int) -> Floats:
-        """Nothing is held back: zeros."""
-        return np.zeros(n, np.float32)
-
     def encode(
         self, values: npt.ArrayLike, *, state: frame.State | None = None, decay: float = 1.0
     ) -> Payload:

@@ -235,6 +235,17 @@ def test_what_went_in_comes_out_across_choices(backend):
     assert norm(sent + codec.state_to_values(state, N) - went_in) <= slack
 
 
+@pytest.mark.parametrize("ratio", [1.5, 2, 5, 20, 100])
+def test_every_candidate_takes_over_a_memory(backend, ratio):
+    """A choice may change to any of them in mid-training, with memory still to be sent."""
+    codec = AutoCodec(ratio=ratio, shape=SHAPE)
+    x = heavy(N)
+    for candidate in codec.candidates(N):
+        e = transform_error(candidate, N) if isinstance(candidate, FFTCodec) else 0.0
+        back = candidate.state_to_values(candidate.values_to_state(x), N)
+        assert norm(back - x) <= 2 * e * norm(x)  # there and back
+
+
 def test_choices_are_made_anew_every_so_often():
     codec = AutoCodec(ratio=20, shape=SHAPE, every=4)
     state = codec.new_state(N)
