@@ -23,7 +23,7 @@ from torch import nn
 from sn_compress.codecs.powersgd import powersgd_allreduce
 from sn_compress.contract import HEADER_BYTES, Codec
 from sn_compress.exchange.gather import mean_of_gathered
-from sn_compress.exchange.shared import Summable
+from sn_compress.exchange.session import SharedExchange
 from sn_compress.feedback import ErrorFeedback
 
 Floats = npt.NDArray[np.float32]
@@ -73,7 +73,7 @@ class Plain(Exchange):
         self.dtype = np.float16 if half else np.float32
 
     def mean(self, vectors: Sequence[Floats]) -> Floats:
-        total = _sum_in_order([v.astype(self.dtype) for v in vectors])
+        total = sum_in_order([v.astype(self.dtype) for v in vectors])
         self._reduced(total.nbytes, len(vectors))
         return total.astype(np.float32) / np.float32(len(vectors))
 
@@ -115,21 +115,45 @@ class Gather(Exchange):
 
 
 class Shared(Exchange):
-    """Summable contributions: float16 vectors added rank by rank, as an all-reduce does."""
+    """One tensor of the shared exchange: words that are summed rank by rank, in one or two rounds.
 
-    def __init__(self, ranks: Sequence[Summable], *, decay: float = 1.0) -> None:
-        self.ranks, self.decay = list(ranks), decay
+    Parameters
+    ----------
+    sessions : one SharedExchange per rank, for all tensors of the net together
+    name, shape : of this tensor
+
+    Its dense steps, which show the ranks the same mean gradients, are counted like all others.
+    """
+
+    def __init__(
+        self, sessions: Sequence[SharedExchange], name: str, shape: tuple[int, ...]
+    ) -> None:
+        self.sessions, self.name, self.shape = list(sessions), name, shape
 
     def mean(self, vectors: Sequence[Floats]) -> Floats:
-        count = len(vectors)
-        parts = [
-            part.contribute(vector, rank=rank, ranks=count, decay=self.decay)
-            for rank, (part, vector) in enumerate(zip(self.ranks, vectors, strict=True))
-        ]
-        self._reduced(parts[0].nbytes, count)
-        total = _sum_in_order(parts)
-        mean = (total.astype(np.float32) / np.float32(count)).astype(total.dtype)
-        return [part.reconstruct(mean) for part in self.ranks][0]
+        ranks = len(vectors)
+        dense = [session.dense(self.name, self.shape) for session in self.sessions]
+        pairs = list(zip(self.sessions, vectors, strict=True))
+        if dense[0]:
+            total = sum_in_order([session.whole(self.name, vector) for session, vector in pairs])
+            self._reduced(total.nbytes, ranks)
+            mean: Floats = total / np.float32(ranks)
+            for session in self.sessions:
+                session.learn(self.name, mean)
+            return mean
+        running = [session.exchange(self.name, vector, ranks=ranks) for session, vector in pairs]
+        words = [next(rounds) for rounds in running]
+        while True:
+            total = sum_in_order(words)
+            self._reduced(total.nbytes, ranks)
+            words, means = [], []
+            for rounds in running:
+                try:
+                    words.append(rounds.send(total))
+                except StopIteration as end:
+                    means.append(end.value)
+            if means:
+                return means[0]
 
 
 class PowerSGD(Exchange):
@@ -145,7 +169,7 @@ class PowerSGD(Exchange):
         self.factor: Floats | None = None
 
     def mean(self, vectors: Sequence[Floats]) -> Floats:
-        vector = _sum_in_order(vectors) / np.float32(len(vectors)) + self.memory
+        vector = sum_in_order(vectors) / np.float32(len(vectors)) + self.memory
         mean, self.factor = powersgd_allreduce([vector], self.shape, self.rank, self.factor)
         self.memory = vector - mean
         self._reduced(4 * self.rank * sum(self.shape), len(vectors))
@@ -161,7 +185,7 @@ def exchange_gradients(
         parameter.grad = torch.from_numpy(mean).view(parameter.shape)
 
 
-def _sum_in_order(vectors: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+def sum_in_order(vectors: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     """The sum, rank by rank, in the vectors' own precision."""
     total = vectors[0].copy()
     with np.errstate(over="ignore"):  # float16 has it; Inf is what the ranks would get
