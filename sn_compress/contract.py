@@ -134,6 +134,11 @@ class Codec(ABC):
     codec_id: int
     settings: bytes
 
+    @property
+    def basis(self) -> dict[str, Any]:
+        """The settings that say what a state is: `type(self)(**basis)` reads states of this one."""
+        return {}
+
     @abstractmethod
     def payload_bytes(self, n: int) -> int:
         """Size of the payload of n elements, header included."""
@@ -174,6 +179,63 @@ class Codec(ABC):
                 "carried over to it. Start it without."
             )
         return self.new_state(array.size)
+
+    def place_state(self, state: Any, like: Any) -> Any:
+        """The state where encoding vectors like this one wants it; on the host, as it is."""
+        return state
+
+    def dump_state(self, state: Any, n: int) -> dict[str, Any]:
+        """A copy of a state as arrays, numbers and strings: `load_state` goes on with it bit by bit.
+
+        A codec whose state is no list of arrays has its own form.
+        """
+        return {"arrays": [np.array(part) for part in state]}
+
+    def load_state(self, saved: dict[str, Any], n: int) -> Any:
+        """The state of n elements that was dumped by a codec of the same class and basis.
+
+        Raises CompressError if something is missing, of another shape, NaN or Inf.
+        """
+        expected = self.new_state(n)
+        arrays = saved_item(saved, "arrays")
+        if not isinstance(arrays, (list, tuple)) or len(arrays) != len(expected):
+            count = len(arrays) if isinstance(arrays, (list, tuple)) else 0
+            raise CompressError(f"it has {count} arrays; expected {len(expected)}. {_OTHER}")
+        return [saved_array(a, like) for a, like in zip(arrays, expected, strict=True)]
+
+
+_OTHER = "Load what was saved, unchanged, or forget this tensor and start without."
+
+
+def saved_item(saved: Any, key: str) -> Any:
+    """What a saved state holds under `key`, or CompressError."""
+    if not isinstance(saved, dict) or key not in saved:
+        has = sorted(map(str, saved)) if isinstance(saved, dict) else type(saved).__name__
+        raise CompressError(f"it has no {key!r}, only {has}. {_OTHER}")
+    return saved[key]
+
+
+def saved_array(saved: Any, like: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A copy of a saved array, checked to be of the shape and kind of `like`, and finite.
+
+    Counters, of an integer type, are checked to be 0 or more.
+    """
+    array = np.asarray(saved)
+    numbers = "iu" if like.dtype.kind == "i" else "iuf"
+    if array.shape != like.shape or (array.size and array.dtype.kind not in numbers):
+        raise CompressError(
+            f"it has an array of shape {array.shape} and dtype {array.dtype}; expected "
+            f"{like.shape} and {like.dtype}. {_OTHER}"
+        )
+    with np.errstate(over="ignore"):
+        made = np.array(array, like.dtype, order="C")
+    if like.dtype.kind == "i" and (made < 0).any():
+        raise CompressError(f"it counts {made.min()} steps; expected 0 or more. {_OTHER}")
+    if not np.isfinite(made).all():
+        raise CompressError(
+            f"it holds NaN or Inf, which would never leave it: it is damaged. {_OTHER}"
+        )
+    return made
 
 
 def as_vector(values: npt.ArrayLike) -> npt.NDArray[Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -74,6 +75,11 @@ class DeMoCodec(Codec):
 
     def __repr__(self) -> str:
         return frame.show(self, "shape", "topk", "edge", "decay")
+
+    @property
+    def basis(self) -> dict[str, Any]:
+        """The setting that a state's length follows from."""
+        return {"shape": self.shape}
 
     def sides(self, n: int) -> tuple[int, int, int, int]:
         """Rows, columns, and height and width of a chunk; a vector is one row."""

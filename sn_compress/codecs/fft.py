@@ -153,7 +153,7 @@ class FFTCodec(Codec):
 
     @property
     def basis(self) -> dict[str, Any]:
-        """The settings that say what a coefficient is: those a state belongs to."""
+        """The settings that say what a coefficient is."""
         return {
             "block": self.block,
             "transform": self.transform,
@@ -208,9 +208,19 @@ class FFTCodec(Codec):
     def state_to_values(self, state: Memory, n: int) -> Floats:
         """The memory as the vector it stands for, [n] float32."""
         out = np.empty(n, np.float32)
-        for section, memory in zip(self.sections(n), state, strict=True):
-            section.put(self._blockwise.inverse(memory.copy(), section.layout.block), out, 0)
+        # Copies, which an inverse transform may overwrite.
+        for section, memory in zip(self.sections(n), _device.to_host(state), strict=True):
+            section.put(self._blockwise.inverse(memory, section.layout.block), out, 0)
         return self._from_axes(out)
+
+    def place_state(self, state: Memory, like: Any) -> Memory:
+        """On the GPU for tensors there, on the host for others; copied only if it is elsewhere."""
+        if _device.holds(like):
+            return _device.to_device(state, like)
+        return _device.to_host(state) if any(map(_device.holds, state)) else state
+
+    def dump_state(self, state: Memory, n: int) -> dict[str, Any]:
+        return super().dump_state(_device.to_host(state), n)
 
     def values_to_state(self, values: npt.ArrayLike) -> Memory:
         """The memory that stands for a vector; inverse of state_to_values."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +76,11 @@ class PowerSGDCodec(Codec):
 
     def __repr__(self) -> str:
         return frame.show(self, "shape", "rank", "seed")
+
+    @property
+    def basis(self) -> dict[str, Any]:
+        """The settings that give a state its shapes."""
+        return {"shape": self.shape, "rank": self.rank}
 
     def payload_bytes(self, n: int) -> int:
         if self.shape is not None and n != self.shape[0] * self.shape[1]:

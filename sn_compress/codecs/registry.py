@@ -188,6 +188,20 @@ def codec(name: str, *, preset: str | None = None, **settings: Any) -> Codec:
     return made
 
 
+def by_class(name: str, settings: Mapping[str, Any]) -> Codec:
+    """The codec of a class of the registry, as saved states name it.
+
+    >>> by_class("TopKCodec", {"theta": 0.9}).theta
+    0.9
+    """
+    for entry in CODECS.values():
+        if entry.cls == name:
+            made: Codec = getattr(import_module(entry.module, __package__), name)(**settings)
+            return made
+    known = ", ".join(sorted({entry.cls for entry in CODECS.values()}))
+    raise CompressError(f"no codec is of class {name!r}; known: {known}")
+
+
 def presets(name: str) -> dict[str, Preset]:
     """Presets of a codec by name, each with its settings and their source.
 
