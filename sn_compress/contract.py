@@ -43,6 +43,8 @@ class Payload:
         the codec understands, `saturated` counts values clipped to the ends of a fixed range.
     energy, error : float or None; the squared norm of what was encoded and of what was lost.
         They are known only where the payload was made and do not travel.
+    framework : "torch" if a torch tensor on a GPU was encoded, "cupy" for others there: decoded
+        on the GPU, it becomes the same again. Does not travel, either
     """
 
     buffer: Bytes
@@ -52,6 +54,7 @@ class Payload:
     saturated: int = 0
     energy: float | None = field(default=None, compare=False)
     error: float | None = field(default=None, compare=False)
+    framework: str | None = field(default=None, compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -145,8 +148,10 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, values: npt.ArrayLike, *, state: Any = None, decay: float = 1.0) -> Payload:
-        """Encode [n] float32, float16 or bfloat16.
+        """Encode [n] float32, float16 or bfloat16: NumPy, CuPy, torch, others by DLPack.
 
+        A vector on a GPU gives a payload on that GPU, which decodes to a vector there; a codec
+        without CUDA kernels copies it to the host meanwhile and says so once.
         `state`, made by `new_state(n)`, is the memory of what earlier calls dropped: times `decay`
         it is added before, and updated after, in place. Non-finite input never enters it.
         """
@@ -185,7 +190,7 @@ class Codec(ABC):
         return state
 
     def dump_state(self, state: Any, n: int) -> dict[str, Any]:
-        """A copy of a state as arrays, numbers and strings: `load_state` goes on with it bit by bit.
+        """A copy of a state as arrays, numbers and strings, for load_state to go on bit by bit.
 
         A codec whose state is no list of arrays has its own form.
         """
@@ -239,8 +244,17 @@ def saved_array(saved: Any, like: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def as_vector(values: npt.ArrayLike) -> npt.NDArray[Any]:
-    """Check that `values` is a 1-D array of a float type a codec takes; nothing is copied."""
-    array = np.asarray(values)
+    """Check that `values` is a 1-D array of a float type a codec takes; nothing is copied.
+
+    Whatever NumPy can read is taken, so torch tensors on the CPU are, too.
+    """
+    try:
+        array = np.asarray(values)
+    except (TypeError, RuntimeError) as error:  # torch's bfloat16; a tensor that needs gradients
+        raise CompressError(
+            f"cannot encode a {type(values).__qualname__}, which NumPy does not read: {error}. "
+            "Expected an array; pass tensor.detach().float()."
+        ) from error
     if array.ndim != 1:
         raise CompressError(
             f"cannot encode an array of shape {array.shape}; expected one dimension. "

@@ -65,8 +65,9 @@ class ErrorFeedback:
         Raises CompressError if `name` was used with another number of elements.
         """
         codec = self.codec_of(name)
-        array: Any = values if _cuda.on_device(values) else as_vector(values)
-        size = int(array.shape[0])
+        on_gpu = _cuda.on_device(values)
+        array: Any = values if on_gpu else as_vector(values)
+        size = _cuda.view(values).elements if on_gpu else array.size
         n, memory = self._memory.get(name) or (size, codec.new_state(size))
         if n != size:
             raise CompressError(
@@ -74,8 +75,9 @@ class ErrorFeedback:
                 "and shapes constant; call forget(name) after changing a layer."
             )
         memory = codec.place_state(memory, array)
+        payload = codec.encode(array, state=memory, decay=self.decay)
         self._memory[name] = n, memory
-        return codec.encode(array, state=memory, decay=self.decay)
+        return payload
 
     def residual(self, name: str) -> npt.NDArray[np.float32]:
         """What has been dropped so far for `name` and not been sent, [n] float32."""

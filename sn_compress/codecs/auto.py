@@ -24,6 +24,7 @@ from ..errors import CompressError, PayloadError
 from . import saving
 from .fft import FFTCodec
 from .lowrank import LowRankCodec, matrix_shape
+from .through_host import through_host
 
 _SETTINGS = struct.Struct("<BIBHI")
 _FORMATS: list[dict[str, Any]] = [
@@ -49,6 +50,7 @@ class AutoState:
     age: int
 
 
+@through_host
 class AutoCodec(Codec):
     """Whatever fits `ratio` and loses least on this tensor.
 

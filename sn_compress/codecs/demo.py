@@ -21,11 +21,13 @@ from ..contract import Codec, Floats, Payload
 from ..errors import CompressError
 from ..ops import indexed
 from . import frame
+from .through_host import through_host
 
 _SETTINGS = struct.Struct("<IHH")
 _ENTRY = 12  # bytes: int64 index, float32 value
 
 
+@through_host
 class DeMoCodec(Codec):
     """The largest coefficients of each chunk's orthonormal DCT-II.
 

@@ -36,6 +36,7 @@ from ..ops.pack import Words
 from ..ops.quantize import check_format
 from ..ops.record import NON_FINITE, Layout, Values, decode_records, encode_records
 from .fft import FFTCodec
+from .through_host import through_host
 
 _SETTINGS = struct.Struct("<HBBII")
 _SEED = 2019
@@ -60,6 +61,7 @@ def first_factor(columns: int, rank: int) -> Floats:
     return rng.standard_normal((columns, rank), dtype=np.float32)
 
 
+@through_host
 class LowRankCodec(Codec):
     """Rank-`rank` approximation with quantised factors.
 

@@ -24,11 +24,13 @@ from ..contract import Codec, Floats, Payload
 from ..errors import CompressError
 from ..ops import chance
 from . import frame
+from .through_host import through_host
 
 _SETTINGS = struct.Struct("<HIH")
 Matrix = npt.NDArray[np.float32]
 
 
+@through_host
 class PowerSGDCodec(Codec):
     """Factors P (rows x rank, orthonormal) and Q (columns x rank) in float32.
 

@@ -25,25 +25,27 @@ class Preset:
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a codec is, what its name alone sets, and its presets."""
+    """Where a codec is, what its name alone sets, its presets, and whether CUDA kernels run it."""
 
     module: str
     cls: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     presets: Mapping[str, Preset] = field(default_factory=dict)
+    kernels: bool = False
 
 
 _GRACE = "sands-lab/grace fd3a7f4, grace_dl/torch"
 
 CODECS: dict[str, Entry] = {
     "auto": Entry(".auto", "AutoCodec"),
-    "dct": Entry(".fft", "FFTCodec", {"transform": "dct"}),
-    "hadamard": Entry(".fft", "FFTCodec", {"transform": "hadamard"}),
-    "axes": Entry(".fft", "FFTCodec", {"transform": "axes"}),
+    "dct": Entry(".fft", "FFTCodec", {"transform": "dct"}, kernels=True),
+    "hadamard": Entry(".fft", "FFTCodec", {"transform": "hadamard"}, kernels=True),
+    "axes": Entry(".fft", "FFTCodec", {"transform": "axes"}, kernels=True),
     "lowrank": Entry(".lowrank", "LowRankCodec"),
     "fft": Entry(
         ".fft",
         "FFTCodec",
+        kernels=True,
         presets={
             "paper": Preset(
                 {"block": None, "positions": "bitmap", "half": True},
