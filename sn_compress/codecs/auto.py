@@ -21,8 +21,9 @@ import numpy.typing as npt
 
 from ..contract import HEADER_BYTES, Codec, Floats, Payload, as_vector, saved_item
 from ..errors import CompressError, PayloadError
+from ..ops.spectrum import fast_length
 from . import saving
-from .fft import FFTCodec
+from .fft import MOST_BINS, FFTCodec
 from .lowrank import LowRankCodec, matrix_shape
 from .through_host import through_host
 
@@ -120,8 +121,11 @@ class AutoCodec(Codec):
         along: list[dict[str, Any]] = [
             {"transform": "axes", "axes": axes, "shape": self.shape} for axes in self._axes()
         ]
-        bases += [{"transform": "identity", "block": None}, *along]
-        bases += [{**basis, "block": None} for basis in along]
+        if fast_length(n) <= MOST_BINS:
+            bases += [{"transform": "identity", "block": None}, *along]
+            bases += [{**basis, "block": None} for basis in along]
+        else:
+            bases += along
         proposals: list[Codec | None] = [
             _sparse(n, budget, {**basis, **fmt}) for basis in bases for fmt in _FORMATS
         ]

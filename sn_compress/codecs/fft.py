@@ -39,6 +39,8 @@ Positions = Literal["elias-fano", "bitmap"]
 Memory = list[Floats]
 _SETTINGS = struct.Struct("<IBBBBI")
 _LARGEST = float(np.finfo(np.float32).max)
+MOST_BINS = 2**32 - 1
+"""Bins of one record: positions are 32 bits wide, on every back end."""
 _LENGTHS_KNOWN = 4096  # vectors of more different lengths are cut anew, not remembered
 
 
@@ -186,6 +188,11 @@ class FFTCodec(Codec):
     def _layout(self, block: int) -> Layout:
         parts = self._blockwise.parts
         bins = block // 2 + 1 if parts == 2 else block
+        if bins > MOST_BINS:
+            raise CompressError(
+                f"block=None makes one transform of {bins} bins; expected at most {MOST_BINS}, "
+                "since positions have 32 bits. Use a block of up to 2**20, such as 4096."
+            )
         values, bits, mantissa = self.values, self.bits, self.mantissa
         return Layout(block, self.kept(bins), values, bits, mantissa, self.positions, parts)
 
@@ -243,11 +250,12 @@ class FFTCodec(Codec):
             return _device.encode(self, values, state, decay)
         array = as_vector(values)
         n = array.size
+        size = self.payload_bytes(n)  # raises before anything of the size of n is made
         if self.half:
             with np.errstate(over="ignore"):
                 array = array.astype(np.float16)
         array = self._to_axes(array)
-        buffer = np.zeros(self.payload_bytes(n), np.uint8)
+        buffer = np.zeros(size, np.uint8)
         words = buffer[HEADER_BYTES:].view("<u4")
         memories = self._check_state(state, n)
         top = self._fixed_top(array, memories, decay)
