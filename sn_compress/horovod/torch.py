@@ -24,8 +24,8 @@ from ..contract import Payload
 from ..errors import CompressError, PayloadError
 from ..exchange.gather import mean_of_gathered
 from ..feedback import ErrorFeedback
+from ..settings import Settings
 from .caller import Caller, find_caller
-from .compression import Settings
 from .traffic import Traffic
 
 _log = logging.getLogger(__name__)

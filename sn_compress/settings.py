@@ -1,0 +1,58 @@
+"""What a user may set: one record for every rim, so that a word means the same in all of them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+from .codecs.fft import PAPER, FFTCodec
+from .errors import CompressError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The codec's settings (see FFTCodec) and those of the exchange."""
+
+    theta: float = 0.98
+    block: int | None = 4096
+    bits: int = 8
+    mantissa: int = 3
+    positions: Literal["elias-fano", "bitmap"] = "elias-fano"
+    values: Literal["range", "fp16"] = "range"
+    window: Literal["block", "payload"] | float = "block"
+    half: bool = False
+    transform: Literal["fft", "dct", "hadamard", "identity"] = "fft"
+    feedback: bool = True
+    decay: float = 1.0
+    min_elements: int = 1024
+    threads: int | None = None
+
+    def changed(self, *, mode: Literal["paper"] | None = None, **changes: Any) -> Settings:
+        """These settings with changes; CompressError names what is unknown or not legal."""
+        if mode not in (None, "paper"):
+            raise CompressError(f'mode={mode!r}; expected "paper" or None')
+        known = {field.name for field in fields(self)}
+        if unknown := set(changes) - known:
+            raise CompressError(
+                f"there is no setting {', '.join(sorted(unknown))}; there are "
+                f"{', '.join(sorted(known))} and mode"
+            )
+        if mode == "paper":
+            changes = {**PAPER, "feedback": False, **changes}
+        settings = replace(self, **changes)
+        settings.codec(threads=1)  # legal settings or an error here, not in mid-training
+        if settings.min_elements < 1 or not 0 < settings.decay <= 1:
+            raise CompressError(
+                f"min_elements={settings.min_elements!r}, decay={settings.decay!r}; expected at "
+                "least 1, and a factor above 0 up to 1"
+            )
+        return settings
+
+    def codec(self, threads: int) -> FFTCodec:
+        """The codec of these settings; `threads` is used where the settings leave it open."""
+        chosen = {name: value for name, value in asdict(self).items() if name in _CODEC}
+        return FFTCodec(**chosen, threads=self.threads or threads)
+
+
+_EXCHANGE = {"feedback", "decay", "min_elements", "threads"}
+_CODEC = {field.name for field in fields(Settings)} - _EXCHANGE
