@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from types import FrameType
@@ -292,16 +293,22 @@ def report(optimizer: Any) -> dict[str, float]:
 
 def state_dict(optimizer: Any) -> dict[str, Any]:
     """As torch tensors, so that torch.save and torch.load(weights_only=True) take it."""
-    state = _memory_of(optimizer).feedback.state_dict()
-    for entry in state["memory"].values():
-        entry["coefficients"] = [torch.from_numpy(part) for part in entry["coefficients"]]
+    state: dict[str, Any] = _each(
+        np.ndarray, torch.from_numpy, _memory_of(optimizer).feedback.state_dict()
+    )
     return state
 
 
 def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
     """Take over what state_dict returned."""
-    memory = {
-        name: {"n": entry["n"], "coefficients": [part.numpy() for part in entry["coefficients"]]}
-        for name, entry in state.get("memory", {}).items()
-    }
-    _memory_of(optimizer).feedback.load_state_dict({**state, "memory": memory})
+    arrays = _each(torch.Tensor, lambda tensor: tensor.cpu().numpy(), state)
+    _memory_of(optimizer).feedback.load_state_dict(arrays)
+
+
+def _each(kind: type, change: Callable[[Any], Any], node: Any) -> Any:
+    """Dicts and lists with everything of one kind changed."""
+    if isinstance(node, kind):
+        return change(node)
+    if isinstance(node, dict):
+        return {key: _each(kind, change, value) for key, value in node.items()}
+    return [_each(kind, change, item) for item in node] if isinstance(node, list) else node
