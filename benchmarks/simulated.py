@@ -182,7 +182,7 @@ def exchange_gradients(
     """Make the ranks' mean the gradient of every parameter of the net."""
     for index, (name, parameter) in enumerate(net.named_parameters()):
         mean = exchanges[name].mean([of_rank[index] for of_rank in gradients])
-        parameter.grad = torch.from_numpy(mean).view(parameter.shape)
+        parameter.grad = torch.from_numpy(mean).to(parameter.dtype).view(parameter.shape)
 
 
 def sum_in_order(vectors: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:

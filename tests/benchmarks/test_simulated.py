@@ -28,7 +28,8 @@ def simulated():
 @pytest.mark.slow
 def test_real_ranks_get_the_same_bits(horovodrun):
     run = horovodrun(2, Path(__file__).parent / "ranks/same_bits.py", timeout=120).check()
-    assert run.stdout.count(">:ok gather\n") == 2, run.stdout
+    for way in ("gather", "shared"):
+        assert run.stdout.count(f">:ok {way}\n") == 2, run.stdout
 
 
 def test_powersgd_of_the_mean_is_powersgd_of_the_ranks(simulated):
@@ -84,19 +85,23 @@ def test_gather_averages_what_ranks_send_and_remembers_the_rest(simulated):
     assert exchange.received == 2 * exchange.sent
 
 
-def test_shared_counts_and_averages(simulated):
-    """Float16 in and out of the wire; nothing else is lost, and that comes later."""
-    from sn_compress.exchange.shared import Halved
+def test_shared_averages_what_ranks_send_and_remembers_the_rest(simulated):
+    """As above; and the words of every round are counted."""
+    from sn_compress.exchange.session import SharedExchange
 
     rng = np.random.default_rng(2)
-    exchange = simulated.Shared([Halved(64) for _ in range(8)])
-    arrived, put_in = np.zeros(64), np.zeros(64)
-    for _ in range(30):
-        vectors = [rng.standard_normal(64).astype(np.float32) for _ in range(8)]
+    shape, ranks, steps = (16, 24), 8, 30
+    sessions = [SharedExchange(ratio=5, warmup=1, min_elements=64) for _ in range(ranks)]
+    exchange = simulated.Shared(sessions, "tensor", shape)
+    arrived, put_in = np.zeros(384), np.zeros(384)
+    for _ in range(steps):
+        vectors = [rng.standard_normal(384).astype(np.float32) for _ in range(ranks)]
         arrived += exchange.mean(vectors)
         put_in += np.mean(vectors, axis=0)
-    held = np.mean([part.memory for part in exchange.ranks], axis=0)
-    # Lost for good are only the roundings of the sum: seven additions of float16 up to 16, in
-    # each of 30 steps, each at most half of 2**-7, and an eighth of that in the mean.
-    assert np.abs(arrived + held - put_in).max() < 30 * 7 * 2**-8 / 8
-    assert exchange.sent == 30 * 2 * exchange.ranks[0].wire_elements
+    part = sessions[0].tensors["tensor"].summable
+    held = np.mean([session.tensors["tensor"].summable.memory for session in sessions], axis=0)
+    # Integers add up exactly. What is left are float32 roundings of numbers up to about 100 (the
+    # memory grows), a few in each of 30 steps.
+    assert np.abs(arrived + held - put_in).max() < steps * 4 * 100 * 2**-23
+    assert exchange.sent == 4 * 384 + (steps - 1) * 4 * sum(part.words(ranks))
+    assert exchange.received == exchange.sent * 2 * 7 / 8

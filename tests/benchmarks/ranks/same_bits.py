@@ -13,13 +13,18 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 from nets import NETS
-from simulated import SMALLEST, Gather, Plain, exchange_gradients, rank_gradients
+from simulated import SMALLEST, Gather, Plain, Shared, exchange_gradients, rank_gradients
 
 import sn_compress
 from sn_compress import FFTCompression
+from sn_compress.exchange import session
 
-RANKS, BATCH, STEPS = 2, 4, 6
-THETA = 0.98
+RANKS, BATCH, STEPS = 2, 4, 8
+WAYS = {
+    "gather": {"theta": 0.98},
+    # Two steps dense at the start and one at the seventh; the others send factors.
+    "shared": {"exchange": "shared", "ratio": 30.0, "warmup": 2, "every": 5},
+}
 
 
 def new(seed=0):
@@ -37,12 +42,12 @@ def batches():
         )
 
 
-def real():
+def real(way):
     net, optimizer = new()
     optimizer = hvd.DistributedOptimizer(
         optimizer,
         named_parameters=net.named_parameters(),
-        compression=FFTCompression.using(theta=THETA),
+        compression=FFTCompression.using(**WAYS[way]),
     )
     for images, labels in batches():
         optimizer.zero_grad()
@@ -52,12 +57,19 @@ def real():
     return net
 
 
-def simulated():
+def exchange_of(way, sessions, name, parameter):
+    if way == "shared":
+        small = parameter.numel() < session.SMALLEST
+        return Plain() if small else Shared(sessions, name, tuple(parameter.shape))
+    codecs = [sn_compress.codec("fft", **WAYS[way], threads=1) for _ in range(RANKS)]
+    return Plain() if parameter.numel() < SMALLEST else Gather(codecs)
+
+
+def simulated(way):
     net, optimizer = new()
-    exchanges = {}
-    for name, parameter in net.named_parameters():
-        codecs = [sn_compress.codec("fft", theta=THETA, threads=1) for _ in range(RANKS)]
-        exchanges[name] = Gather(codecs) if parameter.numel() >= SMALLEST else Plain()
+    settings = FFTCompression.using(**WAYS[way]).settings
+    sessions = [settings.shared() for _ in range(RANKS)]
+    exchanges = {n: exchange_of(way, sessions, n, p) for n, p in net.named_parameters()}
     for images, labels in batches():
         gradients, _ = rank_gradients(net, images, labels)
         exchange_gradients(net, gradients, exchanges)
@@ -69,8 +81,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     hvd.init()
     start = dict(new()[0].named_parameters())
-    ours = dict(simulated().named_parameters())
-    for name, parameter in real().named_parameters():
-        assert torch.equal(parameter, ours[name]), f"{name} differs"
-        assert not torch.equal(parameter, start[name]), f"{name} did not move"
-    print("ok gather", flush=True)
+    for way in WAYS:
+        ours = dict(simulated(way).named_parameters())
+        for name, parameter in real(way).named_parameters():
+            assert torch.equal(parameter, ours[name]), f"{way}: {name} differs"
+            assert not torch.equal(parameter, start[name]), f"{way}: {name} did not move"
+        print(f"ok {way}", flush=True)
