@@ -71,6 +71,11 @@ def _mean(values: list[float], form: str = ".2f") -> str:
     return f"{statistics.fmean(values):{form}}{spread}"
 
 
+def _loss(rows: list[Row]) -> str:
+    losses = [row["train_loss"] for row in rows]
+    return "diverged" if None in losses else f"{statistics.fmean(losses):.3f}"
+
+
 def table(rows: list[Row]) -> str:
     """One panel's rows as a Markdown table."""
     lines = [COLUMNS, ("---",) * len(COLUMNS)]
@@ -82,7 +87,7 @@ def table(rows: list[Row]) -> str:
             f"{group[0]['ratio_with_small']:.1f}",
             _mean([r["accuracy"] for r in group]),
             "" if method == "plain" else _mean(gaps(group, rows), "+.2f"),
-            _mean([r["train_loss"] for r in group], ".3f").partition(" ±")[0],
+            _loss(group),
             f"{statistics.fmean(r['seconds'] for r in group):.0f}",
             str(len(group)),
         ))  # fmt: skip
