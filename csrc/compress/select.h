@@ -19,11 +19,22 @@ float square_scale(uint32_t peak);
 // lying as pairs), of |c| for real ones.
 void magnitude_keys(const float* row, float scale, int64_t parts, int32_t* keys, int64_t bins);
 
-// Positions of the `kept` largest keys, ascending. flags: scratch of bins + 8 bytes.
-void largest(const int32_t* keys, int64_t bins, int64_t kept, std::vector<uint8_t>& flags,
-             uint32_t* positions);
+// Sum of |scale * c|**2 over the bins with these keys.
+double squares(const int32_t* keys, float scale, int64_t parts, int64_t bins);
 
-// Sum of (scale * part)**2 in 16 partial sums, [count] float32.
-double squares(const float* parts, float scale, int64_t count);
+// Finds the largest of `bins` keys, row after row.
+class Largest {
+ public:
+  Largest(int64_t bins, int64_t kept) : bins_(bins), kept_(kept) {}
+  // Positions of the `kept` largest, ascending.
+  void of(const int32_t* keys, uint32_t* positions);
+
+ private:
+  int32_t lower_bound(const int32_t* keys);
+
+  int64_t bins_, kept_;
+  std::vector<int32_t> maxima_, found_;
+  std::vector<uint32_t> where_;
+};
 
 }  // namespace sn
