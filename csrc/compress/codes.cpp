@@ -12,11 +12,8 @@ namespace {
 SN_CLONES int32_t range_run(const Window& given, float* values, uint32_t* codes, int64_t count) {
   const Window window = given;  // a copy that writing to `values` cannot change
   int32_t saturated = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const uint32_t code = window.encode(values[i], saturated);
-    codes[i] = code;
-    values[i] -= window.decode(code);
-  }
+  for (int64_t i = 0; i < count; ++i) codes[i] = window.encode(values[i], saturated);
+  for (int64_t i = 0; i < count; ++i) values[i] -= window.decode(codes[i]);
   return saturated;
 }
 

@@ -18,9 +18,11 @@ class Window {
     base_ = (static_cast<int32_t>(top << 16) >> shift_) - positive_ + 1;
     if (base_ < 1) base_ = 1;
     for (int negative = 0; negative < 2; ++negative) {
+      // Zero are those that round to a rung below the lowest and are nearer to zero than to that.
       const int64_t low = static_cast<int64_t>(base_ + negative) << shift_;
-      halfway_[negative] =
-          static_cast<int32_t>(low >= (int64_t{2} << 23) ? low - (int64_t{1} << 23) : low >> 1);
+      const int64_t halfway = low >= (int64_t{2} << 23) ? low - (int64_t{1} << 23) : low >> 1;
+      const int64_t below = low - (int64_t{1} << (shift_ - 1)) - 1;
+      zeros_to_[negative] = static_cast<int32_t>(halfway < below ? halfway : below);
     }
   }
 
@@ -34,15 +36,15 @@ class Window {
   // Of a finite value.
   uint32_t encode(float value, int32_t& saturated) const {
     const uint32_t raw = to_bits(value);
-    const int32_t negative = raw >> 31, magnitude = raw & 0x7FFFFFFFu;
-    const int32_t top = base_ + positive_ - 1, lowest = base_ + negative;
+    const int32_t magnitude = raw & 0x7FFFFFFFu, sign = -static_cast<int32_t>(raw >> 31);
+    const int32_t top = base_ + positive_ - 1, lowest = base_ - sign;
+    const int32_t zeros_to = zeros_to_[0] + (sign & (zeros_to_[1] - zeros_to_[0]));
     int32_t rung = (magnitude + (1 << (shift_ - 1))) >> shift_;
     saturated += rung > top;
-    const bool zero = (rung < lowest) & (magnitude <= (negative ? halfway_[1] : halfway_[0]));
     rung = rung > top ? top : rung;
     rung = rung < lowest ? lowest : rung;
-    const int32_t code = rung - base_ + (negative ? positive_ : 1);
-    return static_cast<uint32_t>(zero ? 0 : code);
+    const int32_t code = rung - base_ + 1 + (sign & (positive_ - 1));
+    return static_cast<uint32_t>(magnitude <= zeros_to ? 0 : code);
   }
 
   float decode(uint32_t code) const {
@@ -54,7 +56,7 @@ class Window {
 
  private:
   int shift_;
-  int32_t positive_, base_, halfway_[2];
+  int32_t positive_, base_, zeros_to_[2];
 };
 
 }  // namespace sn

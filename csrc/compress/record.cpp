@@ -42,8 +42,8 @@ class Encoder {
         put_elias_fano(out, layout_.positions_at(), positions_.data(), layout_.kept, bins);
     }
     each_kept([&](int64_t i, int64_t at) { row[at] = values_[i]; });
-    for (const uint32_t position : positions_) new_key(row, scale, position);
-    clear_edges(row, scale);
+    clear_edges(row);
+    new_keys(row, scale);
     tally_.error += energy(scale);
   }
 
@@ -72,18 +72,22 @@ class Encoder {
 
   // The imaginary parts of the edge bins say nothing of a real vector; a coder without a zero
   // gives them a value all the same, which is no error and has no place in the memory.
-  void clear_edges(float* row, float scale) {
+  void clear_edges(float* row) {
     if (layout_.parts == 1) return;
     row[1] = 0;
-    new_key(row, scale, 0);
-    if (layout_.block % 2 == 0) {
-      row[layout_.floats() - 1] = 0;
-      new_key(row, scale, layout_.bins() - 1);
-    }
+    if (layout_.block % 2 == 0) row[layout_.floats() - 1] = 0;
   }
 
-  void new_key(const float* row, float scale, int64_t bin) {
-    magnitude_keys(row + bin * layout_.parts, scale, layout_.parts, keys_.data() + bin, 1);
+  // The keys of what is left: others than before in the kept bins and at the edges.
+  void new_keys(const float* row, float scale) {
+    if (layout_.parts == 1) {
+      for (const int64_t bin : positions_) keys_[bin] = real_key(row[bin]);
+      return;
+    }
+    for (const int64_t bin : positions_) keys_[bin] = complex_key(row + 2 * bin, scale);
+    const int64_t last = layout_.bins() - 1;
+    keys_[0] = complex_key(row, scale);
+    keys_[last] = complex_key(row + 2 * last, scale);
   }
 
   // Takes the kept values; leaves what their codes lose.

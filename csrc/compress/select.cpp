@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "bits.h"
 #include "lanes.h"
 
 namespace sn {
@@ -125,14 +124,11 @@ float square_scale(uint32_t peak) {
 }
 
 SN_CLONES void complex_keys(const float* row, float scale, int32_t* keys, int64_t bins) {
-  for (int64_t i = 0; i < bins; ++i) {
-    const float re = row[2 * i] * scale, im = row[2 * i + 1] * scale;
-    keys[i] = static_cast<int32_t>(to_bits(re * re + im * im));
-  }
+  for (int64_t i = 0; i < bins; ++i) keys[i] = complex_key(row + 2 * i, scale);
 }
 
 SN_CLONES void real_keys(const float* row, int32_t* keys, int64_t bins) {
-  for (int64_t i = 0; i < bins; ++i) keys[i] = static_cast<int32_t>(magnitude_bits(row[i]));
+  for (int64_t i = 0; i < bins; ++i) keys[i] = real_key(row[i]);
 }
 
 void magnitude_keys(const float* row, float scale, int64_t parts, int32_t* keys, int64_t bins) {

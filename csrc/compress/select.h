@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "bits.h"
+
 namespace sn {
 
 constexpr uint32_t kMaxFinite = 0x7F7FFFFF;
@@ -15,8 +17,13 @@ uint32_t accumulate(float* parts, const float* memory, float decay, int64_t coun
 // The power of two that keeps squares of a block with this peak inside float32.
 float square_scale(uint32_t peak);
 
-// keys[i] orders like the magnitude of bin i: bits of |scale * c|**2 for complex bins (parts = 2,
+// A key orders like the magnitude of its bin: bits of |scale * c|**2 for complex bins (parts = 2,
 // lying as pairs), of |c| for real ones.
+inline int32_t complex_key(const float* bin, float scale) {
+  const float re = bin[0] * scale, im = bin[1] * scale;
+  return static_cast<int32_t>(to_bits(re * re + im * im));
+}
+inline int32_t real_key(float bin) { return static_cast<int32_t>(to_bits(bin) & 0x7FFFFFFFu); }
 void magnitude_keys(const float* row, float scale, int64_t parts, int32_t* keys, int64_t bins);
 
 // Sum of |scale * c|**2 over the bins with these keys.
