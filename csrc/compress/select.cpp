@@ -70,7 +70,7 @@ struct Reached {
 // The kept-th largest key, bit by bit from the top: counting is vector work, sorting is not. Ends
 // early with a lower threshold if no more than `enough` keys reach that.
 SN_CLONES Reached reach(const int32_t* keys, int64_t count, int64_t kept, int64_t enough) {
-  Reached reached{0, count};
+  Reached reached{0, count_at_least(keys, count, 0)};
   for (int bit = 30; bit >= 0 && reached.count > enough; --bit) {
     const int32_t candidate = reached.threshold | (1 << bit);
     const int64_t found = count_at_least(keys, count, candidate);
@@ -92,19 +92,29 @@ SN_CLONES void group_maxima(const int32_t* keys, int64_t count, int32_t* maxima,
   }
 }
 
+// A bit for each of 64 keys, set if it reaches the threshold.
+inline uint64_t map_of(const int32_t* keys, int32_t threshold) {
+  uint8_t flags[64];
+  for (int i = 0; i < 64; ++i) flags[i] = keys[i] >= threshold;
+  uint64_t map = 0;
+  for (int i = 0; i < 64; i += 8) {
+    uint64_t eight;
+    std::memcpy(&eight, flags + i, 8);
+    map |= eight * 0x0102040810204080u >> 56 << i;  // eight bytes of 0 or 1 to eight bits
+  }
+  return map;
+}
+
 // Lists the keys at or above a threshold, and where they are.
 SN_CLONES void list_reaching(const int32_t* keys, int64_t count, int32_t threshold,
                              int32_t* found, uint32_t* where) {
   for (int64_t start = 0; start < count; start += 64) {
-    const int64_t size = std::min<int64_t>(64, count - start);
-    uint8_t flags[64] = {};
-    for (int64_t i = 0; i < size; ++i) flags[i] = keys[start + i] >= threshold;
     uint64_t map = 0;
-    for (int i = 0; i < 64; i += 8) {
-      uint64_t eight;
-      std::memcpy(&eight, flags + i, 8);
-      map |= eight * 0x0102040810204080u >> 56 << i;  // eight bytes of 0 or 1 to eight bits
-    }
+    if (start + 64 <= count)
+      map = map_of(keys + start, threshold);
+    else
+      for (int64_t i = start; i < count; ++i)
+        map |= static_cast<uint64_t>(keys[i] >= threshold) << (i - start);
     for (; map; map &= map - 1) {
       const int64_t at = start + __builtin_ctzll(map);
       *found++ = keys[at];
@@ -142,10 +152,13 @@ double squares(const int32_t* keys, float scale, int64_t parts, int64_t bins) {
   return sum_of(keys, scale, parts == 1, bins);
 }
 
+// Rounded up, so that loops over few keys have no rest.
+int64_t whole_vectors(int64_t count) { return (count + 63) / 64 * 64; }
+
 // As many disjoint groups reach the k-th largest of the groups' maxima as are kept, so that is a
 // bound, and a close one: with twice as many groups as are kept, 1.4 times as many keys reach it.
 int32_t Largest::lower_bound(const int32_t* keys) {
-  const int64_t groups = std::max<int64_t>(2 * kept_, 64);
+  const int64_t groups = whole_vectors(2 * kept_);
   if (2 * groups > bins_) return reach(keys, bins_, kept_, kept_).threshold;
   maxima_.resize(groups);
   group_maxima(keys, bins_, maxima_.data(), groups);
@@ -155,10 +168,11 @@ int32_t Largest::lower_bound(const int32_t* keys) {
 void Largest::of(const int32_t* keys, uint32_t* positions) {
   const int32_t bound = lower_bound(keys);
   const int64_t count = count_reaching(keys, bins_, bound);
-  found_.resize(count);
+  found_.assign(whole_vectors(count), -1);  // no key; below every threshold
   where_.resize(count);
   list_reaching(keys, bins_, bound, found_.data(), where_.data());
-  auto [threshold, at_least] = reach(found_.data(), count, kept_, kept_);
+  auto [threshold, at_least] =
+      reach(found_.data(), static_cast<int64_t>(found_.size()), kept_, kept_);
   // More than k reach the threshold only if some are equal to it: the last of those go.
   for (int64_t i = count - 1; at_least > kept_; --i)
     if (found_[i] == threshold) found_[i] = -1, --at_least;
