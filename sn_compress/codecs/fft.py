@@ -17,6 +17,7 @@ import math
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -276,7 +277,7 @@ class FFTCodec(Codec):
                 )
             return tallies
 
-        return sum(parallel(work, section.chunks(), self.threads), [])
+        return list(chain.from_iterable(parallel(work, section.chunks(), self.threads)))
 
     def _check_state(self, state: Memory | None, n: int) -> Sequence[Floats | None]:
         sections = self.sections(n)
