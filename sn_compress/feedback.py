@@ -66,12 +66,20 @@ class ErrorFeedback:
             self._codecs[name] = self._codec_for(name)
         return self._codecs[name]
 
-    def encode(self, name: str, values: npt.ArrayLike) -> Payload:
+    def encode(self, name: str, values: npt.ArrayLike, *, codec: Codec | None = None) -> Payload:
         """Encode `values` plus the memory of `name`, and remember what was lost.
 
+        codec : for this step only, in place of the one of `name`; of the same basis, such as an
+            FFTCodec of another theta
         Raises CompressError if `name` was used with another number of elements.
         """
-        codec = self.codec_of(name)
+        own = self.codec_of(name)
+        codec = codec or own
+        if (type(codec), codec.basis) != (type(own), own.basis):
+            raise CompressError(
+                f"{name!r} is remembered for {own!r}; expected it, or one whose "
+                f"memory is of the same kind; got {codec!r}"
+            )
         on_gpu = _cuda.on_device(values)
         array: Any = values if on_gpu else as_vector(values)
         size = _cuda.view(values).elements if on_gpu else array.size

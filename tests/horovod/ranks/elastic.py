@@ -32,8 +32,7 @@ def memories():
     """This rank's memory of the weight, by whichever exchange."""
     from sn_compress.horovod import torch as rim
 
-    own = rim._exchange_of(rim._memory_of(optimizer))
-    return torch.from_numpy(own.residual("weight"))
+    return torch.from_numpy(rim._memory_of(optimizer).exchange.residual("weight"))
 
 
 @hvd.elastic.run
