@@ -7,6 +7,7 @@ Karimireddy et al. 2019).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -48,19 +49,31 @@ class ErrorFeedback:
 
         Raises CompressError if `name` was used with another number of elements.
         """
-        on_gpu = _device.holds(values)
-        array: Any = values if on_gpu else as_vector(values)
-        size = int(array.shape[0])
+        array: Any = values if _device.holds(values) else as_vector(values)
+        return self.codec.encode(array, state=self.memory_of(name, array), decay=self.decay)
+
+    def memory_of(self, name: str, like: Any) -> Any:
+        """The memory of `name` where the vector `like` is, to be given to the codec as its state.
+
+        Raises CompressError if `name` was used with another number of elements.
+        """
+        size = int(like.shape[0])
         n, memory = self._memory.get(name) or (size, self.codec.new_state(size))
         if n != size:
             raise CompressError(
                 f"{name!r} has {size} elements; its memory has {n}. Names must be unique "
                 "and shapes constant; call forget(name) after changing a layer."
             )
-        if on_gpu:  # where new or loaded memory belongs
-            memory = _device.to_device(memory, array)
+        if _device.holds(like):  # where new or loaded memory belongs
+            memory = _device.to_device(memory, like)
         self._memory[name] = n, memory
-        return self.codec.encode(array, state=memory, decay=self.decay)
+        return memory
+
+    def scale(self, factor: float) -> None:
+        """Multiply all memory: gradients come in other units from now on."""
+        for _, memory in self._memory.values():
+            for part in memory:
+                part *= np.float32(factor)
 
     def residual(self, name: str) -> npt.NDArray[np.float32]:
         """What has been dropped so far for `name` and not been sent, [n] float32."""
@@ -125,3 +138,36 @@ class ErrorFeedback:
         if saved.basis != self.codec.basis:
             parts = self.codec.values_to_state(saved.state_to_values(parts, n))
         return n, parts
+
+
+def mean_of_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The mean of what ErrorFeedback.state_dict returned on each rank.
+
+    For another number of ranks: when every new rank starts with it, the mean over the ranks of
+    what is still to be sent is what it was. A name that a rank does not have counts as zero.
+    Raises CompressError if the states have not the same format, settings and shapes.
+    """
+    if not states:
+        raise CompressError("the mean of no states; expected those of all ranks")
+    first = states[0]
+    total: dict[str, dict[str, Any]] = {}
+    try:
+        for state in states:
+            if any(state[key] != first[key] for key in ("format", "basis")):
+                raise CompressError("states of different settings; expected those of one run")
+            for name, entry in state["memory"].items():
+                parts = [np.asarray(part, np.float64) for part in entry["coefficients"]]
+                if name in total:
+                    so_far = total[name]["coefficients"]
+                    parts = [a + b for a, b in zip(so_far, parts, strict=True)]
+                total[name] = {"n": entry["n"], "coefficients": parts}
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, CompressError):
+            raise
+        raise CompressError(
+            f"the saved states do not fit each other ({type(error).__name__}: {error}); expected "
+            "what state_dict() returned on each rank, unchanged"
+        ) from error
+    for entry in total.values():
+        entry["coefficients"] = [(p / len(states)).astype("f4") for p in entry["coefficients"]]
+    return {"format": first["format"], "basis": first["basis"], "memory": total}

@@ -1,0 +1,382 @@
+"""Communication hook for torch's DistributedDataParallel.
+
+    state = FFTState(named_parameters=model.named_parameters())
+    ddp_model.register_comm_hook(state, fft_hook)
+
+DDP hands the hook a bucket: the gradients of some parameters in one flat tensor. Every parameter
+is encoded by itself, with an error memory of its own, because DDP makes new buckets after the
+first step. For each bucket then:
+
+1. its small gradients, and those of types the codec does not take, are all-reduced together;
+2. the payloads of all others, of fixed size, go into one vector, which is all-gathered;
+3. when that has come, the mean is decoded once per parameter, into the bucket.
+
+Every rank decodes the same bytes in the same order, so all end with the same bits. On CUDA tensors
+encoding and decoding run where the tensors are, on torch's current stream (extra [cuda]).
+"""
+# No `from __future__ import annotations`: DDP compares the hook's annotations as objects.
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from . import __version__, _cuda
+from .codecs import _device
+from .contract import Payload
+from .errors import CompressError
+from .exchange.gather import mean_of_gathered
+from .feedback import ErrorFeedback, mean_of_states
+from .horovod.traffic import Traffic
+from .settings import Settings
+
+_log = logging.getLogger(__name__)
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Part:
+    """One parameter's stretch of a flat tensor."""
+
+    name: str
+    start: int
+    elements: int
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat[self.start : self.start + self.elements]
+
+
+class FFTState:
+    """What the hook of one DDP model keeps: settings, error memory, counts.
+
+    Parameters
+    ----------
+    process_group : the group that DDP has; None is the default group
+    named_parameters : of the model, before or after DDP wraps it. Needed by state_dict only.
+    scaler : the GradScaler, if there is one. The memory then follows its scale, and a step that it
+        skips is taken back; costs a second copy of the memory.
+    find_unused_parameters : as DDP has it. On CUDA tensors it costs one wait for the device a
+        bucket, to keep the memory of parameters that were not used; on the CPU it is always on.
+    mode, **settings : those of FFTCompression.using
+
+    Raises CompressError for settings that are not legal, or not the same on all ranks (then in
+    the first backward pass, on every rank).
+    """
+
+    def __init__(
+        self,
+        process_group: Any = None,
+        *,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+        scaler: Any = None,
+        find_unused_parameters: bool = False,
+        mode: Literal["paper"] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.settings = Settings().changed(mode=mode, **settings)
+        self.codec = self.settings.codec(torch.get_num_threads())
+        self.feedback = ErrorFeedback(self.codec, decay=self.settings.decay)
+        self.process_group = process_group
+        self._scaler = scaler
+        self._find_unused = find_unused_parameters
+        # By identity; held, so that no other tensor can get the same one.
+        self._names: dict[int, tuple[torch.Tensor, str]] = {}
+        self._all_named = named_parameters is not None
+        for name, parameter in named_parameters or ():
+            self._names[id(parameter)] = parameter, name
+        self._traffic = Traffic()
+        self._agreed = False
+        self._seen: set[str] = set()  # in this step
+        self._before: list[tuple[Any, Any]] = []  # memories, and what was in them before this step
+        self._scale: float | None = None  # the unit of the memory
+
+    @property
+    def ranks(self) -> int:
+        """How many take part."""
+        return dist.get_world_size(self.process_group)
+
+    def report(self) -> dict[str, float]:
+        """What this rank sent so far; see FFTCompression.report."""
+        return self._traffic.report()
+
+    def parts(self, bucket: dist.GradBucket) -> list[Part]:
+        """The parameters of a bucket in the order in which their gradients lie there."""
+        found, start = [], 0
+        for parameter in bucket.parameters():
+            found.append(Part(self._name_of(parameter), start, parameter.numel()))
+            start += parameter.numel()
+        return found
+
+    def _name_of(self, parameter: torch.Tensor) -> str:
+        if id(parameter) not in self._names:
+            if self._all_named:
+                raise CompressError(
+                    f"a parameter of shape {tuple(parameter.shape)} is not in named_parameters; "
+                    "expected all of the model's. Pass model.named_parameters() of the model "
+                    "that DDP has."
+                )
+            self._names[id(parameter)] = parameter, f"parameter {len(self._names)}"
+        return self._names[id(parameter)][1]
+
+    def start(
+        self, flat: torch.Tensor, parts: Sequence[Part]
+    ) -> tuple[dist.Work, Callable[[], None]]:
+        """Begin to average a flat tensor: the last collective, and what to do when it has ended."""
+        self._agree(flat.device)
+        with _on_stream_of(flat):
+            self._open_step(parts)
+        large = [
+            part
+            for part in parts
+            if flat.dtype in _FLOATS and part.elements >= self.settings.min_elements
+        ]
+        small = [part for part in parts if part not in large]
+        for part in small:
+            self._traffic.plain(part.name, part.elements, part.elements * flat.element_size())
+        packed = torch.cat([part.of(flat) for part in small]) if small and large else flat
+        works = []
+        if small:
+            packed.div_(self.ranks)  # before the sum, which half precision might not hold
+            works.append(dist.all_reduce(packed, group=self.process_group, async_op=True))
+        if large:
+            wire = self._encode(flat, large)
+            gathered = wire.new_empty(self.ranks * wire.numel())
+            works.append(
+                dist.all_gather_into_tensor(gathered, wire, group=self.process_group, async_op=True)
+            )
+
+        def finish() -> None:
+            if not large:
+                return
+            self._decode(flat, gathered, large)
+            if small:
+                works[0].wait()
+                pieces = packed.split([part.elements for part in small])
+                for part, piece in zip(small, pieces, strict=True):
+                    part.of(flat).copy_(piece)
+
+        return works[-1], finish
+
+    def _agree(self, device: torch.device) -> None:
+        """Raise on every rank unless all have the same settings; asked once."""
+        if self._agreed:
+            return
+        said = f"{__version__} {replace(self.settings, threads=None)!r}"
+        digest = bytearray(hashlib.sha256(said.encode()).digest())
+        mine = torch.frombuffer(digest, dtype=torch.uint8).to(device)
+        every = mine.new_empty(self.ranks * mine.numel())
+        dist.all_gather_into_tensor(every, mine, group=self.process_group)
+        rows = every.cpu().view(self.ranks, -1)
+        other = [rank for rank in range(self.ranks) if not torch.equal(rows[rank], rows[0])]
+        if other:
+            raise CompressError(
+                f"ranks {other} have other settings or another version than rank 0; this one has "
+                f"{said}. Make FFTState alike on all ranks."
+            )
+        self._agreed = True
+
+    def _open_step(self, parts: Sequence[Part]) -> None:
+        names = {part.name for part in parts}
+        if names & self._seen or not self._seen:
+            self._settle()
+            self._seen.clear()
+        self._seen |= names
+
+    def _settle(self) -> None:
+        """Take a step back that the scaler skipped; bring the memory to the present scale."""
+        if self._scaler is None:
+            return
+        scale = float(self._scaler.get_scale())
+        if self._scale is not None:
+            if scale < self._scale:  # that is how a scaler says so, on all ranks alike
+                for memory, before in self._before:
+                    for part, old in zip(memory, before, strict=True):
+                        part[...] = old
+            if scale != self._scale:
+                self.feedback.scale(scale / self._scale)
+        self._before.clear()
+        self._scale = scale
+
+    def _memory_of(self, name: str, vector: Any) -> Any:
+        memory = self.feedback.memory_of(name, vector)
+        if self._scaler is not None:
+            self._before.append((memory, [part.copy() for part in memory]))
+        return memory
+
+    def _encode(self, flat: torch.Tensor, large: Sequence[Part]) -> torch.Tensor:
+        """The payloads one behind the other, [bytes] uint8 where `flat` is."""
+        sizes = [self.codec.payload_bytes(part.elements) for part in large]
+        wire = torch.empty(sum(sizes), dtype=torch.uint8, device=flat.device)
+        pieces = wire.split(sizes)
+        if flat.is_cuda:
+            payloads = self._encode_on_device([part.of(flat) for part in large], large, pieces)
+        else:
+            payloads = [self._encode_on_host(part, flat) for part in large]
+            for payload, piece in zip(payloads, pieces, strict=True):
+                piece.copy_(torch.from_numpy(payload.buffer))
+        for part, payload in zip(large, payloads, strict=True):
+            if self._traffic.payload(part.name, part.elements, payload, 0):
+                _log.warning(
+                    "%s: values beyond the fixed window were clipped; see `saturated` in the "
+                    "report",
+                    part.name,
+                )
+        return wire
+
+    def _encode_on_host(self, part: Part, flat: torch.Tensor) -> Payload:
+        values = part.of(flat).float().numpy()
+        # DDP drops the mean of a parameter that no rank has used, so nothing may be sent for it.
+        # Elsewhere the memory of a rank without a gradient only waits.
+        if not self.settings.feedback or not values.any():
+            return self.codec.encode(values)
+        memory = self._memory_of(part.name, values)
+        return self.codec.encode(values, state=memory, decay=self.settings.decay)
+
+    def _encode_on_device(
+        self, vectors: list[torch.Tensor], large: Sequence[Part], pieces: Sequence[torch.Tensor]
+    ) -> list[Payload]:
+        used = [True] * len(vectors)
+        if self._find_unused:
+            used = torch.stack([vector.any() for vector in vectors]).tolist()
+        with _on_stream_of(vectors[0]):
+            states = None
+            if self.settings.feedback:
+                states = [
+                    self._memory_of(part.name, vector)
+                    if is_used
+                    else self.codec.new_state(part.elements, like=vector)
+                    for part, vector, is_used in zip(large, vectors, used, strict=True)
+                ]
+            buffers = [_cuda.view(piece).array() for piece in pieces]
+        encoder = _device.Encoder(self.codec, vectors, states, buffers)
+        return encoder.run(self.settings.decay)
+
+    def _decode(self, flat: torch.Tensor, gathered: torch.Tensor, large: Sequence[Part]) -> None:
+        """Write the means into `flat`."""
+        sizes = [self.codec.payload_bytes(part.elements) for part in large]
+        if flat.is_cuda:
+            # Made on the stream of the backward pass, read on this one.
+            gathered.record_stream(torch.cuda.current_stream(flat.device))
+            ends = list(accumulate(sizes, initial=0))
+            with _on_stream_of(flat):
+                whole = _cuda.view(gathered).array().reshape(self.ranks, -1)
+                arrays = [whole[:, first:last] for first, last in pairwise(ends)]
+            outs = [part.of(flat) for part in large]
+            _device.Decoder(self.codec, arrays, outs).run()
+            return
+        rows = gathered.view(self.ranks, -1).split(sizes, dim=1)  # [ranks, bytes] each
+        for part, row in zip(large, rows, strict=True):
+            payloads = row.reshape(-1).numpy()
+            mean = mean_of_gathered(self.codec, payloads, self.ranks, part.elements)
+            part.of(flat).copy_(torch.from_numpy(mean))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The error memory by parameter name, as torch tensors; it differs between ranks.
+
+        Raises CompressError if parameters have no names.
+        """
+        if not self._all_named and self._names:
+            raise CompressError(
+                "parameters are known by the order of DDP's buckets only, which the next run may "
+                "change; expected names. Make FFTState(named_parameters=model.named_parameters())."
+            )
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self._settle()
+        self._seen.clear()
+        state = self.feedback.state_dict()
+        for entry in state["memory"].values():
+            entry["coefficients"] = [torch.from_numpy(part) for part in entry["coefficients"]]
+        return {
+            "format": _FORMAT, "ranks": self.ranks, "rank": dist.get_rank(self.process_group),
+            "scale": self._scale, "feedback": state,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Take over this rank's state, or the list of all ranks' states, in order of rank.
+
+        From as many ranks as there are now, each takes its own. From another number, each takes
+        the mean: what all still have to send together is then what it was. Nothing changes if a
+        state does not fit.
+        """
+        states = [state] if isinstance(state, dict) else list(state)
+        for entry in states:
+            if not isinstance(entry, dict) or entry.get("format") != _FORMAT:
+                raise CompressError(
+                    "not a state of FFTState.state_dict(); expected what it returned, unchanged"
+                )
+        saved = states[0]["ranks"] if states else 0
+        own = [entry for entry in states if entry["rank"] == dist.get_rank(self.process_group)]
+        if saved == self.ranks and len(own) == 1:
+            chosen = own[0]["feedback"]
+        elif [entry["rank"] for entry in states] == list(range(saved)) and saved:
+            chosen = mean_of_states([_as_arrays(entry["feedback"]) for entry in states])
+        else:
+            raise CompressError(
+                f"states of ranks {[entry['rank'] for entry in states]} of {saved}, for rank "
+                f"{dist.get_rank(self.process_group)} of {self.ranks}; expected this rank's own, or the "
+                "list of all that were saved"
+            )
+        self.feedback.load_state_dict(_as_arrays(chosen))
+        self._scale = states[0]["scale"]
+        self._before.clear()
+        self._seen.clear()
+
+
+def fft_hook(
+    state: FFTState, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:  # fmt: skip
+    """Average a bucket's gradients over the ranks, compressed; for register_comm_hook."""
+    flat = bucket.buffer()
+    if flat.is_sparse:  # an embedding's, alone in its bucket; travels as without the hook
+        work = dist.all_reduce(flat.div_(state.ranks), group=state.process_group, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+    work, finish = state.start(flat, state.parts(bucket))
+
+    def written(done: torch.futures.Future[Any]) -> torch.Tensor:
+        done.value()  # raises what the collective raised
+        finish()
+        return flat
+
+    return work.get_future().then(written)
+
+
+def hsdp_hook(state: FFTState, name: str) -> Callable[[torch.Tensor], None]:
+    """Make the hook for one module of FSDP2, for FSDPModule.set_all_reduce_hook.
+
+    The module is sharded over one dimension of the mesh; `state` has the process group of the
+    other one, the replicas. All the module's shards are one vector with one memory, under `name`.
+    """
+
+    @torch.no_grad()
+    def average(shards: torch.Tensor) -> None:
+        work, finish = state.start(shards, [Part(name, 0, shards.numel())])
+        work.wait()
+        finish()
+
+    return average
+
+
+@contextmanager
+def _on_stream_of(flat: torch.Tensor) -> Iterator[None]:
+    """CuPy working on torch's current stream; nothing for a tensor on the host."""
+    if not flat.is_cuda:
+        yield
+        return
+    with _cuda.view(flat).run().context():
+        yield
+
+
+def _as_arrays(feedback: dict[str, Any]) -> dict[str, Any]:
+    memory = {
+        name: {"n": entry["n"], "coefficients": [part.numpy() for part in entry["coefficients"]]}
+        for name, entry in feedback["memory"].items()
+    }
+    return {**feedback, "memory": memory}
