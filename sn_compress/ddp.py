@@ -39,6 +39,8 @@ from .settings import Settings
 _log = logging.getLogger(__name__)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _FORMAT = 1
+# torch 2.13 gave it another name, and warns under the old one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
@@ -148,9 +150,7 @@ class FFTState:
         if large:
             wire = self._encode(flat, large)
             gathered = wire.new_empty(self.ranks * wire.numel())
-            works.append(
-                dist.all_gather_into_tensor(gathered, wire, group=self.process_group, async_op=True)
-            )
+            works.append(_all_gather(gathered, wire, group=self.process_group, async_op=True))
 
         def finish() -> None:
             if not large:
@@ -172,7 +172,7 @@ class FFTState:
         digest = bytearray(hashlib.sha256(said.encode()).digest())
         mine = torch.frombuffer(digest, dtype=torch.uint8).to(device)
         every = mine.new_empty(self.ranks * mine.numel())
-        dist.all_gather_into_tensor(every, mine, group=self.process_group)
+        _all_gather(every, mine, group=self.process_group)
         rows = every.cpu().view(self.ranks, -1)
         other = [rank for rank in range(self.ranks) if not torch.equal(rows[rank], rows[0])]
         if other:
@@ -313,18 +313,18 @@ class FFTState:
                     "not a state of FFTState.state_dict(); expected what it returned, unchanged"
                 )
         saved = states[0]["ranks"] if states else 0
-        own = [entry for entry in states if entry["rank"] == dist.get_rank(self.process_group)]
+        rank = dist.get_rank(self.process_group)
+        own = [entry for entry in states if entry["rank"] == rank]
         if saved == self.ranks and len(own) == 1:
-            chosen = own[0]["feedback"]
+            feedback = _as_arrays(own[0]["feedback"])
         elif [entry["rank"] for entry in states] == list(range(saved)) and saved:
-            chosen = mean_of_states([_as_arrays(entry["feedback"]) for entry in states])
+            feedback = mean_of_states([_as_arrays(entry["feedback"]) for entry in states])
         else:
             raise CompressError(
-                f"states of ranks {[entry['rank'] for entry in states]} of {saved}, for rank "
-                f"{dist.get_rank(self.process_group)} of {self.ranks}; expected this rank's own, or the "
-                "list of all that were saved"
+                f"got states {[entry['rank'] for entry in states]} of {saved} for rank {rank} "
+                f"of {self.ranks}; expected this rank's own, or the list of all that were saved"
             )
-        self.feedback.load_state_dict(_as_arrays(chosen))
+        self.feedback.load_state_dict(feedback)
         self._scale = states[0]["scale"]
         self._before.clear()
         self._seen.clear()

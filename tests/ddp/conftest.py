@@ -38,7 +38,14 @@ def ranks(tmp_path):
         outputs = [tmp_path / f"rank{rank}.txt" for rank in range(n)]
         processes = []
         for rank, output in enumerate(outputs):
-            command = [sys.executable, str(script), str(rank), str(n), str(tmp_path / "meet"), *args]
+            command = [
+                sys.executable,
+                str(script),
+                str(rank),
+                str(n),
+                str(tmp_path / "meet"),
+                *args,
+            ]
             with output.open("w") as file:
                 processes.append(
                     subprocess.Popen(

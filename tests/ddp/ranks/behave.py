@@ -1,6 +1,6 @@
 """One rank: what the hook does, one function a case.
 
-Run as `behave.py RANK RANKS FILE`; prints "ok CASE" for each, or fails with an assertion.
+Run as `behave.py RANK RANKS FILE [CASE...]`; prints "ok CASE" for each, or fails with an assertion.
 """
 
 import copy
@@ -259,7 +259,7 @@ def skipped_steps_are_taken_back():
     seen = set()
     for step in range(9):
         seen.add(scaler.get_scale())
-        bad = step in (2, 6)
+        bad = step in (2, 3)
         if not bad:
             ledger.owe(local_gradients(model, [step]))
         optimizer.zero_grad()
@@ -387,7 +387,11 @@ def errors_reach_every_rank():
     ddp = wrap(net(), unnamed)
     loss_of(ddp, 0).backward()
     assert "names" in message_of(unnamed.state_dict)
-    for settings, word in (({"theta": 2}, "theta=2"), ({"thta": 0.9}, "thta"), ({"mode": "x"}, "mode")):
+    for settings, word in (
+        ({"theta": 2}, "theta=2"),
+        ({"thta": 0.9}, "thta"),
+        ({"mode": "x"}, "mode"),
+    ):
         assert word in message_of(lambda settings=settings: FFTState(**settings)), settings
 
 
@@ -450,6 +454,8 @@ if __name__ == "__main__":
         timeout=datetime.timedelta(seconds=30),
     )  # fmt: skip
     for case in CASES:
+        if sys.argv[4:] and case.__name__ not in sys.argv[4:]:
+            continue
         case()
         print(f"ok {case.__name__}", flush=True)
     dist.destroy_process_group()
