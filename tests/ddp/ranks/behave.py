@@ -436,7 +436,8 @@ def replicas_of_hsdp():
     for name, parameter in ours.named_parameters():
         assert same_on_all(parameter.full_tensor()), name
         assert not torch.equal(parameter.full_tensor(), dict(net().named_parameters())[name]), name
-    assert state.report()["tensors"] == 4, state.report()
+    # The last one, of 520 elements to a shard, is small.
+    assert state.report()["tensors"] == 3, state.report()
     assert state.report()["steps"] == 6
     state.load_state_dict(state.state_dict())
 

@@ -16,7 +16,7 @@ RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 torch.set_num_threads(1)
 dist.init_process_group(
     "gloo", init_method=f"file://{sys.argv[3]}", rank=RANK, world_size=RANKS,
-    timeout=datetime.timedelta(seconds=20),
+    timeout=datetime.timedelta(seconds=10),
 )  # fmt: skip
 model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
 ddp = DistributedDataParallel(model, bucket_cap_mb=0.1)
