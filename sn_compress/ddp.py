@@ -9,7 +9,7 @@ first step. For each bucket then:
 
 1. its small gradients, and those of types the codec does not take, are all-reduced together;
 2. the payloads of all others, of fixed size, go into one vector, which is all-gathered;
-3. when that has come, the mean is decoded once per parameter, into the bucket.
+3. after the last bucket, the mean is decoded once per parameter, into its bucket.
 
 Every rank decodes the same bytes in the same order, so all end with the same bits. On CUDA tensors
 encoding and decoding run where the tensors are, on torch's current stream (extra [cuda]).
@@ -18,7 +18,7 @@ encoding and decoding run where the tensors are, on torch's current stream (extr
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -95,6 +95,7 @@ class FFTState:
             self._names[id(parameter)] = parameter, name
         self._traffic = Traffic()
         self._agreed = False
+        self.pending: dict[torch.futures.Future[torch.Tensor], Any] = {}  # rounds by bucket
         self._seen: set[str] = set()  # in this step
         self._before: list[tuple[Any, Any]] = []  # memories, and what was in them before this step
         self._scale: float | None = None  # the unit of the memory
@@ -127,10 +128,14 @@ class FFTState:
             self._names[id(parameter)] = parameter, f"parameter {len(self._names)}"
         return self._names[id(parameter)][1]
 
-    def start(
+    def rounds(
         self, flat: torch.Tensor, parts: Sequence[Part]
-    ) -> tuple[dist.Work, Callable[[], None]]:
-        """Begin to average a flat tensor: the last collective, and what to do when it has ended."""
+    ) -> Generator[None, None, torch.Tensor]:
+        """Average a flat tensor in place; returns it.
+
+        Comes back whenever collectives have been started; going on waits for them. All ranks have
+        to go through the rounds of all their tensors in the same order.
+        """
         self._agree(flat.device)
         with _on_stream_of(flat):
             self._open_step(parts)
@@ -151,18 +156,15 @@ class FFTState:
             wire = self._encode(flat, large)
             gathered = wire.new_empty(self.ranks * wire.numel())
             works.append(_all_gather(gathered, wire, group=self.process_group, async_op=True))
-
-        def finish() -> None:
-            if not large:
-                return
+        yield
+        for work in works:
+            work.wait()
+        if large:
             self._decode(flat, gathered, large)
-            if small:
-                works[0].wait()
-                pieces = packed.split([part.elements for part in small])
-                for part, piece in zip(small, pieces, strict=True):
-                    part.of(flat).copy_(piece)
-
-        return works[-1], finish
+            pieces = packed.split([part.elements for part in small]) if small else ()
+            for part, piece in zip(small, pieces, strict=True):
+                part.of(flat).copy_(piece)
+        return flat
 
     def _agree(self, device: torch.device) -> None:
         """Raise on every rank unless all have the same settings; asked once."""
@@ -333,19 +335,40 @@ class FFTState:
 def fft_hook(
     state: FFTState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:  # fmt: skip
-    """Average a bucket's gradients over the ranks, compressed; for register_comm_hook."""
+    """Average a bucket's gradients over the ranks, compressed; for register_comm_hook.
+
+    The collectives run beside the backward pass, what follows them after its last bucket: in a
+    continuation of theirs it would run in a thread of Gloo's, which can come to the end of the
+    program before it has let go of Python, and in another order on each rank.
+    """
     flat = bucket.buffer()
-    if flat.is_sparse:  # an embedding's, alone in its bucket; travels as without the hook
-        work = dist.all_reduce(flat.div_(state.ranks), group=state.process_group, async_op=True)
-        return work.get_future().then(lambda done: done.value()[0])
-    work, finish = state.start(flat, state.parts(bucket))
+    if bucket.index() == 0:  # what is still there is of a pass that ended with an error
+        state.pending.clear()
+    # An embedding's sparse gradient is alone in its bucket, and travels as without the hook.
+    if flat.is_sparse:
+        rounds = _sparse_rounds(state, flat)
+    else:
+        rounds = state.rounds(flat, state.parts(bucket))
+    next(rounds)
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+        devices=[flat.device] if flat.is_cuda else None
+    )
+    state.pending[future] = rounds
+    while bucket.is_last() and state.pending:
+        for waiting, under_way in list(state.pending.items()):
+            try:
+                next(under_way)
+            except StopIteration as end:
+                waiting.set_result(end.value)
+                del state.pending[waiting]
+    return future
 
-    def written(done: torch.futures.Future[Any]) -> torch.Tensor:
-        done.value()  # raises what the collective raised
-        finish()
-        return flat
 
-    return work.get_future().then(written)
+def _sparse_rounds(state: FFTState, flat: torch.Tensor) -> Generator[None, None, torch.Tensor]:
+    work = dist.all_reduce(flat.div_(state.ranks), group=state.process_group, async_op=True)
+    yield
+    work.wait()
+    return work.get_future().wait()[0]
 
 
 def hsdp_hook(state: FFTState, name: str) -> Callable[[torch.Tensor], None]:
@@ -357,9 +380,8 @@ def hsdp_hook(state: FFTState, name: str) -> Callable[[torch.Tensor], None]:
 
     @torch.no_grad()
     def average(shards: torch.Tensor) -> None:
-        work, finish = state.start(shards, [Part(name, 0, shards.numel())])
-        work.wait()
-        finish()
+        for _ in state.rounds(shards, [Part(name, 0, shards.numel())]):
+            pass
 
     return average
 

@@ -181,13 +181,13 @@ def nothing_is_lost():
     state = FFTState(named_parameters=model.named_parameters(), theta=0.9)
     ddp, ledger = wrap(model, state), Ledger(model)
     sizes = []
-    ddp_start = state.start
+    start = state.rounds
 
     def spy(flat, parts):
         sizes.append([part.name for part in parts])
-        return ddp_start(flat, parts)
+        return start(flat, parts)
 
-    state.start = spy
+    state.rounds = spy
     for step in range(6):
         ledger.owe(local_gradients(model, [step]))
         model.zero_grad()
