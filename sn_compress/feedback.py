@@ -7,18 +7,18 @@ Karimireddy et al. 2019).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from .codecs import _device
-from .codecs.fft import FFTCodec
-from .contract import Payload, as_vector
+from . import _cuda
+from .codecs import saving
+from .contract import Codec, Payload, as_vector
 from .errors import CompressError
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 class ErrorFeedback:
@@ -26,51 +26,66 @@ class ErrorFeedback:
 
     Parameters
     ----------
-    codec : the codec that encodes
+    codec : the codec that encodes all tensors; or, for codecs bound to a shape, a function from a
+        tensor's name to its codec, called once for each name
     decay : factor on the memory before it is added, in (0, 1]; 1 keeps everything
 
     Examples
     --------
+    >>> from sn_compress import FFTCodec, codec
     >>> feedback = ErrorFeedback(FFTCodec(theta=0.9))
     >>> payload = feedback.encode("layer.weight", np.ones(5000, np.float32))
+
+    >>> shapes = {"layer.weight": (50, 100), "out.weight": (10, 50)}
+    >>> feedback = ErrorFeedback(lambda name: codec("lowrank", shape=shapes[name]))
+    >>> payload = feedback.encode("out.weight", np.ones(500, np.float32))
+    >>> feedback.codec_of("out.weight").decode(payload).shape
+    (500,)
     """
 
-    def __init__(self, codec: FFTCodec, *, decay: float = 1.0) -> None:
+    def __init__(self, codec: Codec | Callable[[str], Codec], *, decay: float = 1.0) -> None:
         if not 0 < decay <= 1:
             raise CompressError(
                 f"decay={decay!r}; expected above 0 and at most 1 (1 forgets nothing)"
             )
-        self.codec = codec
         self.decay = decay
+        self._codec_for = (lambda name: codec) if isinstance(codec, Codec) else codec
+        self._codecs: dict[str, Codec] = {}
         self._memory: dict[str, tuple[int, Any]] = {}
+
+    def codec_of(self, name: str) -> Codec:
+        """The codec that encodes `name`: the one to decode its payloads with."""
+        if name not in self._codecs:
+            self._codecs[name] = self._codec_for(name)
+        return self._codecs[name]
 
     def encode(self, name: str, values: npt.ArrayLike) -> Payload:
         """Encode `values` plus the memory of `name`, and remember what was lost.
 
         Raises CompressError if `name` was used with another number of elements.
         """
-        array: Any = values if _device.holds(values) else as_vector(values)
-        return self.codec.encode(array, state=self.memory_of(name, array), decay=self.decay)
+        array: Any = values if _cuda.on_device(values) else as_vector(values)
+        memory = self.memory_of(name, array)
+        return self.codec_of(name).encode(array, state=memory, decay=self.decay)
 
     def memory_of(self, name: str, like: Any) -> Any:
-        """The memory of `name` where the vector `like` is, to be given to the codec as its state.
+        """The codec's state for `name`, placed for the vector `like`; encoding updates it in place.
 
         Raises CompressError if `name` was used with another number of elements.
         """
-        size = int(like.shape[0])
-        n, memory = self._memory.get(name) or (size, self.codec.new_state(size))
+        codec = self.codec_of(name)
+        size = _cuda.view(like).elements if _cuda.on_device(like) else like.size
+        n, memory = self._memory.get(name) or (size, codec.new_state(size))
         if n != size:
             raise CompressError(
                 f"{name!r} has {size} elements; its memory has {n}. Names must be unique "
                 "and shapes constant; call forget(name) after changing a layer."
             )
-        if _device.holds(like):  # where new or loaded memory belongs
-            memory = _device.to_device(memory, like)
-        self._memory[name] = n, memory
-        return memory
+        self._memory[name] = n, codec.place_state(memory, like)
+        return self._memory[name][1]
 
     def scale(self, factor: float) -> None:
-        """Multiply all memory: gradients come in other units from now on."""
+        """Multiply all memory, of codecs that keep it in arrays: gradients have another unit now."""
         for _, memory in self._memory.values():
             for part in memory:
                 part *= np.float32(factor)
@@ -80,11 +95,12 @@ class ErrorFeedback:
         if name not in self._memory:
             raise CompressError(f"nothing was encoded for {name!r}; known: {sorted(self._memory)}")
         n, memory = self._memory[name]
-        return self.codec.state_to_values(_device.to_host(memory), n)
+        return self.codec_of(name).state_to_values(memory, n)
 
     def forget(self, name: str) -> None:
-        """Drop the memory of `name`; no error if there is none."""
+        """Drop the memory and the codec of `name`; no error if there are none."""
         self._memory.pop(name, None)
+        self._codecs.pop(name, None)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on bit by bit, as arrays, numbers and strings.
@@ -92,82 +108,79 @@ class ErrorFeedback:
         It differs from rank to rank: save one per rank.
         """
         memory = {
-            name: {"n": n, "coefficients": _device.to_host(parts)}
-            for name, (n, parts) in self._memory.items()
+            name: saving.save(self.codec_of(name), state, n)
+            for name, (n, state) in self._memory.items()
         }
-        return {"format": _FORMAT, "basis": self.codec.basis, "memory": memory}
+        return {"format": _FORMAT, "memory": memory}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved state; nothing changes if it does not fit.
 
-        Saved with another block size or transform, it goes through the inverse transform.
+        Saved with another codec or other settings, the memory is taken over as the vector it
+        stands for. States of format 1, of an FFTCodec, are read as well.
         """
-        if not isinstance(state, dict) or state.get("format") != _FORMAT:
+        read = {1: _entries_1, 2: _entries}.get(
+            state.get("format", 0) if isinstance(state, dict) else 0
+        )
+        if read is None:
             raise CompressError(
-                f"not a state of format {_FORMAT}: {type(state).__name__}; expected what "
+                f"not a state of format 1 or {_FORMAT}: {type(state).__name__}; expected what "
                 "state_dict() returned, unchanged"
             )
-        try:
-            saved = FFTCodec(**state["basis"])
-            entries = {
-                name: self._entry(name, entry, saved) for name, entry in state["memory"].items()
-            }
-        except (KeyError, TypeError, AttributeError) as error:
-            raise CompressError(
-                f"the saved state is incomplete ({type(error).__name__}: {error}); expected what "
-                "state_dict() returned, unchanged"
-            ) from error
-        self._memory = entries
+        self._memory = {name: self._load(name, entry) for name, entry in read(state).items()}
 
-    def _entry(self, name: str, entry: dict[str, Any], saved: FFTCodec) -> tuple[int, Any]:
-        n = int(entry["n"])
-        if n < 0:
-            raise CompressError(f"memory of {name!r} is of {n} elements; expected 0 or more")
-        parts = [np.array(part, np.float32, order="C") for part in entry["coefficients"]]
-        shapes, expected = ([p.shape for p in some] for some in (parts, saved.new_state(n)))
-        if shapes != expected:
-            raise CompressError(
-                f"memory of {name!r} has shapes {shapes}; expected {expected} for {n} elements. "
-                "The saved state is incomplete."
-            )
-        if not all(np.isfinite(part).all() for part in parts):
-            raise CompressError(
-                f"memory of {name!r} holds NaN or Inf, which would never leave it; the file is "
-                "damaged. Load another one, or start without."
-            )
-        if saved.basis != self.codec.basis:
-            parts = self.codec.values_to_state(saved.state_to_values(parts, n))
-        return n, parts
+    def load_mean(self, states: Sequence[dict[str, Any]]) -> None:
+        """Take over the mean of states saved on several ranks; nothing changes if one does not fit.
 
-
-def mean_of_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The mean of what ErrorFeedback.state_dict returned on each rank.
-
-    For another number of ranks: when every new rank starts with it, the mean over the ranks of
-    what is still to be sent is what it was. A name that a rank does not have counts as zero.
-    Raises CompressError if the states have not the same format, settings and shapes.
-    """
-    if not states:
-        raise CompressError("the mean of no states; expected those of all ranks")
-    first = states[0]
-    total: dict[str, dict[str, Any]] = {}
-    try:
+        For another number of ranks: when every new rank starts with it, the mean over the ranks of
+        what is still to be sent is what it was. A name that a rank does not have counts as zero.
+        """
+        total: dict[str, npt.NDArray[np.float64]] = {}
         for state in states:
-            if any(state[key] != first[key] for key in ("format", "basis")):
-                raise CompressError("states of different settings; expected those of one run")
-            for name, entry in state["memory"].items():
-                parts = [np.asarray(part, np.float64) for part in entry["coefficients"]]
-                if name in total:
-                    so_far = total[name]["coefficients"]
-                    parts = [a + b for a, b in zip(so_far, parts, strict=True)]
-                total[name] = {"n": entry["n"], "coefficients": parts}
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        if isinstance(error, CompressError):
-            raise
+            rank = ErrorFeedback(self._codec_for)
+            rank.load_state_dict(state)
+            for name in rank._memory:
+                residual = rank.residual(name).astype(np.float64)
+                total[name] = total[name] + residual if name in total else residual
+        self._memory = {
+            name: (sum_.size, self.codec_of(name).values_to_state((sum_ / len(states)).astype("f4")))
+            for name, sum_ in total.items()
+        }
+
+    def _load(self, name: str, entry: dict[str, Any]) -> tuple[int, Any]:
+        try:
+            codec = self.codec_of(name)
+        except LookupError as error:
+            raise CompressError(
+                f"the saved state has a memory of {name!r}, for which there is no codec ({error}). "
+                "Take it out of the state's memory, or give it a codec."
+            ) from error
+        try:
+            return saving.elements(entry), saving.load(codec, entry)
+        except CompressError as error:
+            raise CompressError(f"memory of {name!r} cannot be loaded: {error}") from error
+
+
+def _entries(state: dict[str, Any]) -> dict[str, Any]:
+    """The memories of format 2 by name."""
+    memory = state.get("memory")
+    if not isinstance(memory, dict):
         raise CompressError(
-            f"the saved states do not fit each other ({type(error).__name__}: {error}); expected "
-            "what state_dict() returned on each rank, unchanged"
-        ) from error
-    for entry in total.values():
-        entry["coefficients"] = [(p / len(states)).astype("f4") for p in entry["coefficients"]]
-    return {"format": first["format"], "basis": first["basis"], "memory": total}
+            "the saved state has no memory by name; expected what state_dict() returned, unchanged"
+        )
+    return memory
+
+
+def _entries_1(state: dict[str, Any]) -> dict[str, Any]:
+    """Those of format 1, where all were of one FFTCodec, as those of format 2."""
+    return {
+        name: {
+            "codec": "FFTCodec",
+            **({"basis": state["basis"]} if "basis" in state else {}),
+            **({"n": entry["n"]} if "n" in entry else {}),
+            "state": {"arrays": entry["coefficients"]} if "coefficients" in entry else entry,
+        }
+        if isinstance(entry, dict)
+        else entry
+        for name, entry in _entries(state).items()
+    }

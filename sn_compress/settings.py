@@ -7,11 +7,12 @@ from typing import Any, Literal
 
 from .codecs.fft import PAPER, FFTCodec
 from .errors import CompressError
+from .exchange.session import SharedExchange
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The codec's settings (see FFTCodec) and those of the exchange."""
+    """The codec's settings (see FFTCodec), those of the exchange, and those of the shared one."""
 
     theta: float = 0.98
     block: int | None = 4096
@@ -26,6 +27,10 @@ class Settings:
     decay: float = 1.0
     min_elements: int = 1024
     threads: int | None = None
+    exchange: Literal["gather", "shared"] = "gather"
+    ratio: float = 100.0
+    warmup: int = 10
+    every: int = 2000
 
     def changed(self, *, mode: Literal["paper"] | None = None, **changes: Any) -> Settings:
         """These settings with changes; CompressError names what is unknown or not legal."""
@@ -41,6 +46,9 @@ class Settings:
             changes = {**PAPER, "feedback": False, **changes}
         settings = replace(self, **changes)
         settings.codec(threads=1)  # legal settings or an error here, not in mid-training
+        settings.shared()
+        if settings.exchange not in ("gather", "shared"):
+            raise CompressError(f'exchange={settings.exchange!r}; expected "gather" or "shared"')
         if settings.min_elements < 1 or not 0 < settings.decay <= 1:
             raise CompressError(
                 f"min_elements={settings.min_elements!r}, decay={settings.decay!r}; expected at "
@@ -53,6 +61,11 @@ class Settings:
         chosen = {name: value for name, value in asdict(self).items() if name in _CODEC}
         return FFTCodec(**chosen, threads=self.threads or threads)
 
+    def shared(self, *, undoable: bool = False) -> SharedExchange:
+        """The shared exchange of these settings, for one optimizer."""
+        chosen = {name: getattr(self, name) for name in _SHARED}
+        return SharedExchange(**chosen, undoable=undoable)
 
-_EXCHANGE = {"feedback", "decay", "min_elements", "threads"}
-_CODEC = {field.name for field in fields(Settings)} - _EXCHANGE
+
+_SHARED = {"ratio", "warmup", "every", "min_elements", "feedback", "decay"}
+_CODEC = {field.name for field in fields(Settings)} - _SHARED - {"threads", "exchange"}
