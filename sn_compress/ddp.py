@@ -18,21 +18,26 @@ encoding and decoding run where the tensors are, on torch's current stream (extr
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from . import __version__, _cuda
-from .codecs import _device
+from .codecs import _device, saving
 from .contract import Payload
 from .errors import CompressError
 from .exchange.gather import mean_of_gathered
-from .feedback import ErrorFeedback, mean_of_states
+from .exchange.session import SMALLEST
+from .exchange.shared import Rounds
+from .feedback import ErrorFeedback
 from .horovod.traffic import Traffic
 from .settings import Settings
 
@@ -49,7 +54,11 @@ class Part:
 
     name: str
     start: int
-    elements: int
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         return flat[self.start : self.start + self.elements]
@@ -93,6 +102,8 @@ class FFTState:
         self._all_named = named_parameters is not None
         for name, parameter in named_parameters or ():
             self._names[id(parameter)] = parameter, name
+        self.shared = self.settings.shared(undoable=scaler is not None)
+        self._held: dict[str, Any] = {}  # memories of the shared exchange that sit this step out
         self._traffic = Traffic()
         self._agreed = False
         self.pending: dict[torch.futures.Future[torch.Tensor], Any] = {}  # rounds by bucket
@@ -113,7 +124,7 @@ class FFTState:
         """The parameters of a bucket in the order in which their gradients lie there."""
         found, start = [], 0
         for parameter in bucket.parameters():
-            found.append(Part(self._name_of(parameter), start, parameter.numel()))
+            found.append(Part(self._name_of(parameter), start, tuple(parameter.shape)))
             start += parameter.numel()
         return found
 
@@ -139,32 +150,102 @@ class FFTState:
         self._agree(flat.device)
         with _on_stream_of(flat):
             self._open_step(parts)
-        large = [
-            part
-            for part in parts
-            if flat.dtype in _FLOATS and part.elements >= self.settings.min_elements
-        ]
-        small = [part for part in parts if part not in large]
-        for part in small:
-            self._traffic.plain(part.name, part.elements, part.elements * flat.element_size())
-        packed = torch.cat([part.of(flat) for part in small]) if small and large else flat
-        works = []
-        if small:
-            packed.div_(self.ranks)  # before the sum, which half precision might not hold
-            works.append(dist.all_reduce(packed, group=self.process_group, async_op=True))
-        if large:
-            wire = self._encode(flat, large)
-            gathered = wire.new_empty(self.ranks * wire.numel())
-            works.append(_all_gather(gathered, wire, group=self.process_group, async_op=True))
-        yield
-        for work in works:
-            work.wait()
-        if large:
-            self._decode(flat, gathered, large)
-            pieces = packed.split([part.elements for part in small]) if small else ()
-            for part, piece in zip(small, pieces, strict=True):
-                part.of(flat).copy_(piece)
+        way = self._shared_rounds if self.settings.exchange == "shared" else self._gather_rounds
+        yield from way(flat, parts)
         return flat
+
+    def _gather_rounds(
+        self, flat: torch.Tensor, parts: Sequence[Part]
+    ) -> Generator[None, None, None]:
+        large, small = _split(flat, parts, self.settings.min_elements)
+        if not large:
+            yield from self._plain_rounds(flat, small, flat)
+            return
+        packed = torch.cat([part.of(flat) for part in small]) if small else flat[:0]
+        plain = self._plain_rounds(flat, small, packed)
+        next(plain)
+        wire = self._encode(flat, large)
+        gathered = wire.new_empty(self.ranks * wire.numel())
+        work = _all_gather(gathered, wire, group=self.process_group, async_op=True)
+        yield
+        work.wait()
+        self._decode(flat, gathered, large)
+        yield from plain
+
+    def _plain_rounds(
+        self, flat: torch.Tensor, parts: Sequence[Part], packed: torch.Tensor
+    ) -> Generator[None, None, None]:
+        """All-reduce `packed`, where the values of these parts are, and write them into `flat`."""
+        for part in parts:
+            self._traffic.plain(part.name, part.elements, part.elements * packed.element_size())
+        packed.div_(self.ranks)  # before the sum, which half precision might not hold
+        work = self._sum(packed) if parts else None
+        yield
+        if work is not None:
+            work.wait()
+        if packed is not flat:
+            for part, mean in zip(parts, _pieces(packed, parts), strict=True):
+                part.of(flat).copy_(mean)
+
+    def _sum(self, tensor: torch.Tensor) -> dist.Work:
+        return dist.all_reduce(tensor, group=self.process_group, async_op=True)
+
+    def _shared_rounds(
+        self, flat: torch.Tensor, parts: Sequence[Part]
+    ) -> Generator[None, None, None]:
+        large, small = _split(flat, parts, SMALLEST)
+        if not large:
+            yield from self._plain_rounds(flat, small, flat)
+            return
+        host = flat.to("cpu", torch.float32)
+        if flat.is_cuda:
+            _say_host_once()
+        shown = [part for part in large if self.shared.dense(part.name, part.shape)]
+        wholes = [torch.from_numpy(self.shared.whole(p.name, p.of(host).numpy())) for p in shown]
+        plainly = [*(part.of(host) for part in small), *wholes] or [host[:0]]
+        packed = torch.cat(plainly).to(flat.device)
+        plain = self._plain_rounds(flat, [*small, *shown], packed)
+        next(plain)
+        under_way = {part: self._exchange(part, host) for part in large if part not in shown}
+        words = {part: next(rounds) for part, rounds in under_way.items()}
+        sent = dict.fromkeys(words, 0)
+        while words:
+            for part, own in words.items():
+                sent[part] += own.nbytes
+            total = torch.from_numpy(np.concatenate(list(words.values()))).to(flat.device)
+            work = self._sum(total)
+            yield
+            work.wait()
+            sums = total.cpu().split([own.size for own in words.values()])
+            for part, sum_ in zip(list(words), sums, strict=True):
+                try:
+                    words[part] = under_way[part].send(sum_.numpy())
+                except StopIteration as end:
+                    del words[part]
+                    part.of(flat).copy_(torch.from_numpy(end.value))
+        if not under_way:
+            yield
+        for part, nbytes in sent.items():
+            if part.name in self._held:
+                self._memory_put_back(part.name)
+            energy, error = self.shared.lost(part.name)
+            self._traffic.shared(part.name, part.elements, nbytes, energy, error)
+        yield from plain
+        for part, mean in zip(shown, _pieces(packed, [*small, *shown])[len(small) :], strict=True):
+            self.shared.learn(part.name, mean.cpu().numpy())
+
+    def _exchange(self, part: Part, host: torch.Tensor) -> Rounds:
+        values = part.of(host).numpy()
+        summable = self.shared.tensors[part.name].summable
+        if summable is not None and not values.any():  # as in _encode_on_host
+            self._held[part.name] = summable.memory
+            summable.memory = np.zeros_like(summable.memory)
+        return self.shared.exchange(part.name, values, ranks=self.ranks)
+
+    def _memory_put_back(self, name: str) -> None:
+        summable = self.shared.tensors[name].summable
+        if summable is not None:
+            summable.memory = self._held[name]
 
     def _agree(self, device: torch.device) -> None:
         """Raise on every rank unless all have the same settings; asked once."""
@@ -194,6 +275,7 @@ class FFTState:
     def _settle(self) -> None:
         """Take a step back that the scaler skipped; bring the memory to the present scale."""
         if self._scaler is None:
+            self._held.clear()
             return
         scale = float(self._scaler.get_scale())
         if self._scale is not None:
@@ -201,9 +283,14 @@ class FFTState:
                 for memory, before in self._before:
                     for part, old in zip(memory, before, strict=True):
                         part[...] = old
+                self.shared.undo()
+                for name in self._held:
+                    self._memory_put_back(name)
             if scale != self._scale:
                 self.feedback.scale(scale / self._scale)
+                self.shared.rescale(scale / self._scale)
         self._before.clear()
+        self._held.clear()
         self._scale = scale
 
     def _memory_of(self, name: str, vector: Any) -> Any:
@@ -293,13 +380,12 @@ class FFTState:
             torch.cuda.synchronize()
         self._settle()
         self._seen.clear()
-        state = self.feedback.state_dict()
-        for entry in state["memory"].values():
-            entry["coefficients"] = [torch.from_numpy(part) for part in entry["coefficients"]]
-        return {
+        state = {
             "format": _FORMAT, "ranks": self.ranks, "rank": dist.get_rank(self.process_group),
-            "scale": self._scale, "feedback": state,
+            "scale": self._scale, "feedback": self.feedback.state_dict(),
+            "shared": self.shared.state_dict(),
         }  # fmt: skip
+        return saving.each(np.ndarray, torch.from_numpy, state)
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Take over this rank's state, or the list of all ranks' states, in order of rank.
@@ -314,21 +400,25 @@ class FFTState:
                 raise CompressError(
                     "not a state of FFTState.state_dict(); expected what it returned, unchanged"
                 )
+        states = saving.each(torch.Tensor, lambda tensor: tensor.cpu().numpy(), states)
         saved = states[0]["ranks"] if states else 0
         rank = dist.get_rank(self.process_group)
         own = [entry for entry in states if entry["rank"] == rank]
         if saved == self.ranks and len(own) == 1:
-            feedback = _as_arrays(own[0]["feedback"])
-        elif [entry["rank"] for entry in states] == list(range(saved)) and saved:
-            feedback = mean_of_states([_as_arrays(entry["feedback"]) for entry in states])
-        else:
+            states = own
+        elif not saved or [entry["rank"] for entry in states] != list(range(saved)):
             raise CompressError(
                 f"got states {[entry['rank'] for entry in states]} of {saved} for rank {rank} "
                 f"of {self.ranks}; expected this rank's own, or the list of all that were saved"
             )
-        self.feedback.load_state_dict(feedback)
+        self.shared.load_state_dict(_mean_of_shared([entry["shared"] for entry in states]))
+        if len(states) == 1:
+            self.feedback.load_state_dict(states[0]["feedback"])
+        else:
+            self.feedback.load_mean([entry["feedback"] for entry in states])
         self._scale = states[0]["scale"]
         self._before.clear()
+        self._held.clear()
         self._seen.clear()
 
 
@@ -380,7 +470,7 @@ def hsdp_hook(state: FFTState, name: str) -> Callable[[torch.Tensor], None]:
 
     @torch.no_grad()
     def average(shards: torch.Tensor) -> None:
-        for _ in state.rounds(shards, [Part(name, 0, shards.numel())]):
+        for _ in state.rounds(shards, [Part(name, 0, tuple(shards.shape))]):
             pass
 
     return average
@@ -396,9 +486,31 @@ def _on_stream_of(flat: torch.Tensor) -> Iterator[None]:
         yield
 
 
-def _as_arrays(feedback: dict[str, Any]) -> dict[str, Any]:
-    memory = {
-        name: {"n": entry["n"], "coefficients": [part.numpy() for part in entry["coefficients"]]}
-        for name, entry in feedback["memory"].items()
-    }
-    return {**feedback, "memory": memory}
+@cache
+def _say_host_once() -> None:
+    _log.warning('exchange="shared" works on the host: gradients on CUDA devices are copied there')
+
+
+def _split(
+    flat: torch.Tensor, parts: Sequence[Part], smallest: int
+) -> tuple[list[Part], list[Part]]:
+    """The parts to compress, and those to leave as they are."""
+    takes = flat.dtype in _FLOATS
+    large = [part for part in parts if takes and part.elements >= smallest]
+    return large, [part for part in parts if part not in large]
+
+
+def _pieces(packed: torch.Tensor, parts: Sequence[Part]) -> Sequence[torch.Tensor]:
+    return packed.split([part.elements for part in parts]) if parts else ()
+
+
+def _mean_of_shared(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The state of the shared exchange with the mean of the ranks' memories."""
+    first = states[0]
+    tensors = dict(first["tensors"])
+    for name, entry in tensors.items():
+        if "summable" in entry and len(states) > 1:
+            memories = [state["tensors"][name]["summable"]["memory"] for state in states]
+            mean = np.mean(memories, axis=0, dtype=np.float64).astype(np.float32)
+            tensors[name] = {**entry, "summable": {**entry["summable"], "memory": mean}}
+    return {**first, "tensors": tensors}

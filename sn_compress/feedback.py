@@ -85,7 +85,7 @@ class ErrorFeedback:
         return self._memory[name][1]
 
     def scale(self, factor: float) -> None:
-        """Multiply all memory, of codecs that keep it in arrays: gradients have another unit now."""
+        """Multiply all memory, of codecs that keep it in arrays: gradients have a new unit."""
         for _, memory in self._memory.values():
             for part in memory:
                 part *= np.float32(factor)
@@ -143,7 +143,10 @@ class ErrorFeedback:
                 residual = rank.residual(name).astype(np.float64)
                 total[name] = total[name] + residual if name in total else residual
         self._memory = {
-            name: (sum_.size, self.codec_of(name).values_to_state((sum_ / len(states)).astype("f4")))
+            name: (
+                sum_.size,
+                self.codec_of(name).values_to_state((sum_ / len(states)).astype("f4")),
+            )
             for name, sum_ in total.items()
         }
 

@@ -19,6 +19,8 @@ from sn_compress.ddp import FFTState, fft_hook, hsdp_hook
 
 RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 EXACT = {"theta": 0.0, "values": "fp16"}
+SHARED = {"exchange": "shared", "warmup": 2, "ratio": 20.0}
+LOSSY = ({"theta": 0.9}, SHARED)
 
 
 def net(seed=0):
@@ -71,10 +73,16 @@ def message_of(call):
 
 def residual(state, name, like):
     """What all ranks together have not sent yet, as a mean."""
-    if name not in state.feedback.state_dict()["memory"]:
-        return torch.zeros_like(like)
-    own = torch.from_numpy(state.feedback.residual(name)).view(like.shape)
-    return mean(own)
+    return mean(own_memory(state, name, like))
+
+
+def own_memory(state, name, like):
+    if name in state.feedback.state_dict()["memory"]:
+        return torch.from_numpy(state.feedback.residual(name)).view(like.shape)
+    tensor = state.shared.tensors.get(name)
+    if tensor and tensor.summable:
+        return torch.from_numpy(tensor.summable.memory).view(like.shape)
+    return torch.zeros_like(like)
 
 
 class Ledger:
@@ -96,7 +104,7 @@ class Ledger:
 
     def check(self, state, scale=1.0):
         for name, due in self.due.items():
-            kept = residual(state, name, due) / scale if due.numel() >= 1024 else 0.0
+            kept = residual(state, name, due) / scale
             # Each of under 20 steps rounds sums of float32 as large as the gradients a few times,
             # and so does the transform: 20 * 2**-24 * log2(4096) = 1.4e-5 of the norm at worst.
             assert (self.paid[name] + kept - due).norm() <= 2e-5 * due.norm(), name
@@ -120,12 +128,15 @@ def ranks_stay_bit_identical():
     ways = {
         "fp32": {}, "bf16": {"dtype": torch.bfloat16}, "fp16": {"dtype": torch.float16},
         "paper": {"mode": "paper", "theta": 0.9}, "views": {"gradient_as_bucket_view": True},
-        "static": {"static_graph": True},
+        "static": {"static_graph": True}, "shared": SHARED, "shared bf16": {
+            "dtype": torch.bfloat16, **SHARED},
     }  # fmt: skip
     for way, options in ways.items():
         options = dict(options)
         dtype = options.pop("dtype", torch.float32)
-        settings = {name: options.pop(name) for name in ("mode", "theta") if name in options}
+        settings = {
+            name: options.pop(name) for name in ("mode", "theta", *SHARED) if name in options
+        }
         model = net().to(dtype)
         ddp = wrap(model, FFTState(**settings), **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -177,49 +188,51 @@ def mean_is_the_mean():
 
 def nothing_is_lost():
     """What came in went out or is in the memory, over several layouts of the buckets."""
-    model = net()
-    state = FFTState(named_parameters=model.named_parameters(), theta=0.9)
-    ddp, ledger = wrap(model, state), Ledger(model)
-    sizes = []
-    start = state.rounds
+    for settings in LOSSY:
+        model = net()
+        state = FFTState(named_parameters=model.named_parameters(), **settings)
+        ddp, ledger = wrap(model, state), Ledger(model)
+        sizes = []
+        start = state.rounds
 
-    def spy(flat, parts):
-        sizes.append([part.name for part in parts])
-        return start(flat, parts)
+        def spy(flat, parts, sizes=sizes, start=start):
+            sizes.append([part.name for part in parts])
+            return start(flat, parts)
 
-    state.rounds = spy
-    for step in range(6):
-        ledger.owe(local_gradients(model, [step]))
-        model.zero_grad()
-        loss_of(ddp, step).backward()
-        ledger.pay()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 0.1 * parameter.grad
-    ledger.check(state)
-    first, last = sizes[: len(sizes) // 6], sizes[-2:]
-    assert len(first) > 1, sizes
-    assert last[-1] not in first, f"the buckets were to be rebuilt: {sizes}"
+        state.rounds = spy
+        for step in range(6):
+            ledger.owe(local_gradients(model, [step]))
+            model.zero_grad()
+            loss_of(ddp, step).backward()
+            ledger.pay()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+        ledger.check(state)
+        first, last = sizes[: len(sizes) // 6], sizes[-2:]
+        assert len(first) > 1, sizes
+        assert last[-1] not in first, f"the buckets were to be rebuilt: {sizes}"
 
 
 def nothing_is_lost_when_accumulating():
-    model = net()
-    state = FFTState(named_parameters=model.named_parameters(), theta=0.9)
-    ddp, ledger = wrap(model, state), Ledger(model)
-    for step in range(0, 9, 3):
-        ledger.owe(local_gradients(model, range(step, step + 3)))
-        model.zero_grad()
-        with ddp.no_sync():
-            loss_of(ddp, step).backward()
-            loss_of(ddp, step + 1).backward()
-        loss_of(ddp, step + 2).backward()
-        ledger.pay()
-    ledger.check(state)
-    assert state.report()["steps"] == 3
+    for settings in LOSSY:
+        model = net()
+        state = FFTState(named_parameters=model.named_parameters(), **settings)
+        ddp, ledger = wrap(model, state), Ledger(model)
+        for step in range(0, 15, 3):
+            ledger.owe(local_gradients(model, range(step, step + 3)))
+            model.zero_grad()
+            with ddp.no_sync():
+                loss_of(ddp, step).backward()
+                loss_of(ddp, step + 1).backward()
+            loss_of(ddp, step + 2).backward()
+            ledger.pay()
+        ledger.check(state)
+        assert state.report()["steps"] == 5
 
 
 class Forked(nn.Module):
-    """Layer `odd` is used by some ranks in some steps, by none in step 2."""
+    """Layer `odd` is used by some ranks in some steps, by none in steps 2 and 4."""
 
     def __init__(self):
         super().__init__()
@@ -229,118 +242,123 @@ class Forked(nn.Module):
 
     def forward(self, x):
         x = self.always(x)
-        uses = self.step != 2 and (RANK + self.step) % 2 == 0
+        uses = self.step not in (2, 4) and (RANK + self.step) % 2 == 0
         return self.odd(x) if uses else x
 
 
 def nothing_is_lost_when_unused():
-    model = Forked()
-    state = FFTState(named_parameters=model.named_parameters(), theta=0.9)
-    ddp = wrap(model, state, find_unused_parameters=True)
-    ledger = Ledger(model)
-    for step in range(5):
-        model.step = step
-        ledger.owe(local_gradients(model, [step]))
-        model.zero_grad()
-        loss_of(ddp, step).backward()
-        if step == 2:
-            assert model.odd.weight.grad is None, "no rank has used it"
-        ledger.pay()
-    ledger.check(state)
+    for settings in LOSSY:
+        model = Forked()
+        state = FFTState(named_parameters=model.named_parameters(), **settings)
+        ddp = wrap(model, state, find_unused_parameters=True)
+        ledger = Ledger(model)
+        for step in range(7):
+            model.step = step
+            ledger.owe(local_gradients(model, [step]))
+            model.zero_grad()
+            loss_of(ddp, step).backward()
+            if step in (2, 4):
+                assert model.odd.weight.grad is None, "no rank has used it"
+            ledger.pay()
+        ledger.check(state)
 
 
 def skipped_steps_are_taken_back():
     """Overflow on one rank: all skip, and the memory is what it was, in the new scale."""
-    model = net()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-    state = FFTState(named_parameters=model.named_parameters(), scaler=scaler, theta=0.9)
-    ddp, ledger = wrap(model, state), Ledger(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    seen = set()
-    for step in range(9):
-        seen.add(scaler.get_scale())
-        bad = step in (2, 3)
-        if not bad:
-            ledger.owe(local_gradients(model, [step]))
-        optimizer.zero_grad()
-        factor = float("inf") if bad and RANK == RANKS - 1 else 1.0
-        scaler.scale(loss_of(ddp, step) * factor).backward()
-        scaler.unscale_(optimizer)
-        before = model[0].weight.detach().clone()
-        scaler.step(optimizer)
-        assert torch.equal(before, model[0].weight) == bad, step
-        if not bad:
-            ledger.pay()
-        scaler.update()
-    assert len(seen) >= 3, seen
-    # The memory of the last step is in the scale it had then.
-    state.state_dict()
-    ledger.check(state, scaler.get_scale())
+    for settings in LOSSY:
+        model = net()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        state = FFTState(named_parameters=model.named_parameters(), scaler=scaler, **settings)
+        ddp, ledger = wrap(model, state), Ledger(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        seen = set()
+        for step in range(9):
+            seen.add(scaler.get_scale())
+            bad = step in (2, 3)
+            if not bad:
+                ledger.owe(local_gradients(model, [step]))
+            optimizer.zero_grad()
+            factor = float("inf") if bad and RANK == RANKS - 1 else 1.0
+            scaler.scale(loss_of(ddp, step) * factor).backward()
+            scaler.unscale_(optimizer)
+            before = model[0].weight.detach().clone()
+            scaler.step(optimizer)
+            assert torch.equal(before, model[0].weight) == bad, step
+            if not bad:
+                ledger.pay()
+            scaler.update()
+        assert len(seen) >= 3, seen
+        # The memory of the last step is in the scale it had then.
+        state.state_dict()
+        ledger.check(state, scaler.get_scale())
 
 
 def not_a_number_reaches_all():
-    model = net()
-    state = FFTState(named_parameters=model.named_parameters())
-    ddp = wrap(model, state)
-    for bad in (float("nan"), float("inf"), -float("inf")):
+    for settings in LOSSY:
+        model = net()
+        state = FFTState(named_parameters=model.named_parameters(), **settings)
+        ddp = wrap(model, state)
+        for bad in (1.0, 1.0, float("nan"), float("inf"), -float("inf")):
+            model.zero_grad()
+            (ddp(batch(0)).sum() * (bad if RANK == RANKS - 1 else 1.0)).backward()
+            for name, parameter in model.named_parameters():
+                # Blocks of finite values may arrive, on all ranks the same ones.
+                assert torch.isfinite(parameter.grad).all() == (bad == 1.0), name
+                assert same_on_all(parameter.grad.isfinite().byte()), name
+                assert torch.isfinite(own_memory(state, name, parameter)).all(), name
         model.zero_grad()
-        out = ddp(batch(0)).sum()
-        (out * (bad if RANK == RANKS - 1 else 1.0)).backward()
-        for name, parameter in model.named_parameters():
-            # Blocks of zeros times infinity are not a number either; nothing finite is left.
-            assert not torch.isfinite(parameter.grad).all(), name
-            assert same_on_all(parameter.grad.isfinite().byte()), name
-        for entry in state.state_dict()["feedback"]["memory"].values():
-            assert all(torch.isfinite(part).all() for part in entry["coefficients"])
-    model.zero_grad()
-    loss_of(ddp, 0).backward()
-    assert all(torch.isfinite(p.grad).all() for p in model.parameters()), "gone afterwards"
+        loss_of(ddp, 0).backward()
+        assert all(torch.isfinite(p.grad).all() for p in model.parameters()), "gone afterwards"
 
 
 def resumed_run_is_bit_equal():
-    def run(model, ddp, steps):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in steps:
-            optimizer.zero_grad()
-            loss_of(ddp, step).backward()
-            optimizer.step()
+    for settings in LOSSY:
 
-    model = net()
-    state = FFTState(named_parameters=model.named_parameters(), theta=0.9)
-    ddp = wrap(model, state)
-    run(model, ddp, range(4))
-    saved, weights = copy.deepcopy(state.state_dict()), copy.deepcopy(model.state_dict())
-    run(model, ddp, range(4, 8))
+        def run(model, ddp, steps):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in steps:
+                optimizer.zero_grad()
+                loss_of(ddp, step).backward()
+                optimizer.step()
 
-    again = net(seed=1)
-    again.load_state_dict(weights)
-    resumed = FFTState(named_parameters=again.named_parameters(), theta=0.9)
-    resumed.load_state_dict(saved)
-    run(again, wrap(again, resumed), range(4, 8))
-    for p, q in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(p, q)
+        model = net()
+        state = FFTState(named_parameters=model.named_parameters(), **settings)
+        ddp = wrap(model, state)
+        run(model, ddp, range(4))
+        saved, weights = copy.deepcopy(state.state_dict()), copy.deepcopy(model.state_dict())
+        run(model, ddp, range(4, 8))
 
-    every = [None] * RANKS
-    dist.all_gather_object(every, saved)
-    from_list = FFTState(named_parameters=again.named_parameters(), theta=0.9)
-    from_list.load_state_dict(every)
-    assert (from_list.feedback.residual("0.weight") == from_feedback(saved, "0.weight")).all()
-    alone = dist.new_group([0])
-    expected = mean(torch.from_numpy(from_feedback(saved, "0.weight")))
-    if RANK == 0:
-        shrunk = FFTState(alone, named_parameters=again.named_parameters(), theta=0.9)
-        shrunk.load_state_dict(every)
-        kept = torch.from_numpy(shrunk.feedback.residual("0.weight"))
-        # Averaged in another basis and rounded to float32 once.
-        assert (kept - expected).norm() <= 1e-5 * expected.norm()
-        assert "expected this rank's own" in message_of(lambda: shrunk.load_state_dict(saved))
-        assert "state_dict()" in message_of(lambda: shrunk.load_state_dict({"memory": {}}))
+        again = net(seed=1)
+        again.load_state_dict(weights)
+        resumed = FFTState(named_parameters=again.named_parameters(), **settings)
+        resumed.load_state_dict(saved)
+        run(again, wrap(again, resumed), range(4, 8))
+        for p, q in zip(model.parameters(), again.parameters(), strict=True):
+            assert torch.equal(p, q)
 
-
-def from_feedback(saved, name):
-    state = FFTState(theta=0.9)
-    state.load_state_dict(saved)
-    return state.feedback.residual(name)
+        every = [None] * RANKS
+        dist.all_gather_object(every, saved)
+        from_list = FFTState(named_parameters=again.named_parameters(), **settings)
+        from_list.load_state_dict(every)
+        # The memory as it was saved, not that of the run that has gone on.
+        name, like = "0.weight", again[0].weight
+        reloaded = FFTState(named_parameters=again.named_parameters(), **settings)
+        reloaded.load_state_dict(saved)
+        own = own_memory(reloaded, name, like)
+        assert torch.equal(own_memory(from_list, name, like), own)
+        assert own.any()
+        alone = dist.new_group([0])
+        expected = mean(own)
+        if RANK == 0:
+            shrunk = FFTState(alone, named_parameters=again.named_parameters(), **settings)
+            shrunk.load_state_dict(every)
+            # Transformed there and back, and rounded to float32 once.
+            kept = own_memory(shrunk, name, like)
+            assert (kept - expected).norm() <= 1e-5 * expected.norm()
+            said = message_of(lambda state=shrunk, saved=saved: state.load_state_dict(saved))
+            assert "expected this rank's own" in said, said
+            said = message_of(lambda state=shrunk: state.load_state_dict({"memory": {}}))
+            assert "state_dict()" in said, said
 
 
 def plain_travels_as_plain():
@@ -424,22 +442,25 @@ def replicas_of_hsdp():
         # Rounded to 2**-11; two replicas' gradients may cancel down to a part of their norms.
         assert (a - b).norm() <= 2**-8 * b.norm(), (name, (a - b).norm() / b.norm())
 
-    ours, state = hooked(theta=0.9)
-    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
-    for step in range(6):
-        optimizer.zero_grad()
-        ours.set_requires_gradient_sync(False)
-        loss_of(ours, 2 * step).backward()
-        ours.set_requires_gradient_sync(True)
-        loss_of(ours, 2 * step + 1).backward()
-        optimizer.step()
-    for name, parameter in ours.named_parameters():
-        assert same_on_all(parameter.full_tensor()), name
-        assert not torch.equal(parameter.full_tensor(), dict(net().named_parameters())[name]), name
-    # The last one, of 520 elements to a shard, is small.
-    assert state.report()["tensors"] == 3, state.report()
-    assert state.report()["steps"] == 6
-    state.load_state_dict(state.state_dict())
+    for settings in LOSSY:
+        ours, state = hooked(**settings)
+        optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+        for step in range(6):
+            optimizer.zero_grad()
+            ours.set_requires_gradient_sync(False)
+            loss_of(ours, 2 * step).backward()
+            ours.set_requires_gradient_sync(True)
+            loss_of(ours, 2 * step + 1).backward()
+            optimizer.step()
+        start = dict(net().named_parameters())
+        for name, parameter in ours.named_parameters():
+            assert same_on_all(parameter.full_tensor()), name
+            assert not torch.equal(parameter.full_tensor(), start[name]), name
+        # With gather, the last one, of 520 elements to a shard, is small.
+        report = state.report()
+        assert report["tensors"] == (4 if settings == SHARED else 3), report
+        assert report["steps"] == 6
+        state.load_state_dict(state.state_dict())
 
 
 CASES = [
