@@ -5,14 +5,18 @@
 
 DDP hands the hook a bucket: the gradients of some parameters in one flat tensor. Every parameter
 is encoded by itself, with an error memory of its own, because DDP makes new buckets after the
-first step. For each bucket then:
+first step. For each bucket then, with exchange="gather":
 
 1. its small gradients, and those of types the codec does not take, are all-reduced together;
 2. the payloads of all others, of fixed size, go into one vector, which is all-gathered;
 3. after the last bucket, the mean is decoded once per parameter, into its bucket.
 
 Every rank decodes the same bytes in the same order, so all end with the same bits. On CUDA tensors
-encoding and decoding run where the tensors are, on torch's current stream (extra [cuda]).
+encoding and decoding run where the tensors are, on torch's current stream (extra [cuda]). With
+exchange="shared" the bucket's words are summed in rounds of all-reduces instead, on the host.
+
+One file of this length, because this is the only one in the core's top folder that may name torch,
+and hook, both exchanges and the scaler's undoing share the state of a step.
 """
 # No `from __future__ import annotations`: DDP compares the hook's annotations as objects.
 
@@ -427,9 +431,9 @@ def fft_hook(
 ) -> torch.futures.Future[torch.Tensor]:  # fmt: skip
     """Average a bucket's gradients over the ranks, compressed; for register_comm_hook.
 
-    The collectives run beside the backward pass, what follows them after its last bucket: in a
-    continuation of theirs it would run in a thread of Gloo's, which can come to the end of the
-    program before it has let go of Python, and in another order on each rank.
+    The collectives run beside the backward pass, what follows them after its last bucket. In a
+    continuation of the collective's future it would run in a thread of Gloo's: in another order on
+    each rank, and the program may end, and abort, before that thread has let go of Python.
     """
     flat = bucket.buffer()
     if bucket.index() == 0:  # what is still there is of a pass that ended with an error

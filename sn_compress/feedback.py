@@ -135,6 +135,8 @@ class ErrorFeedback:
         For another number of ranks: when every new rank starts with it, the mean over the ranks of
         what is still to be sent is what it was. A name that a rank does not have counts as zero.
         """
+        if not states:
+            raise CompressError("the mean of no states; expected those of all ranks")
         total: dict[str, npt.NDArray[np.float64]] = {}
         for state in states:
             rank = ErrorFeedback(self._codec_for)
