@@ -79,7 +79,7 @@ class FFTState:
         skips is taken back; costs a second copy of the memory.
     find_unused_parameters : as DDP has it. On CUDA tensors it costs one wait for the device a
         bucket, to keep the memory of parameters that were not used; on the CPU it is always on.
-    mode, **settings : those of FFTCompression.using
+    mode, **settings : those of FFTCompression.using, exchange among them
 
     Raises CompressError for settings that are not legal, or not the same on all ranks (then in
     the first backward pass, on every rank).
@@ -106,13 +106,13 @@ class FFTState:
         self._all_named = named_parameters is not None
         for name, parameter in named_parameters or ():
             self._names[id(parameter)] = parameter, name
+        self.feedback.undoable = scaler is not None
         self.shared = self.settings.shared(undoable=scaler is not None)
         self._held: dict[str, Any] = {}  # memories of the shared exchange that sit this step out
         self._traffic = Traffic()
         self._agreed = False
         self.pending: dict[torch.futures.Future[torch.Tensor], Any] = {}  # rounds by bucket
         self._seen: set[str] = set()  # in this step
-        self._before: list[tuple[Any, Any]] = []  # memories, and what was in them before this step
         self._scale: float | None = None  # the unit of the memory
 
     @property
@@ -284,24 +284,16 @@ class FFTState:
         scale = float(self._scaler.get_scale())
         if self._scale is not None:
             if scale < self._scale:  # that is how a scaler says so, on all ranks alike
-                for memory, before in self._before:
-                    for part, old in zip(memory, before, strict=True):
-                        part[...] = old
+                self.feedback.undo()
                 self.shared.undo()
                 for name in self._held:
                     self._memory_put_back(name)
             if scale != self._scale:
-                self.feedback.scale(scale / self._scale)
+                self.feedback.rescale(scale / self._scale)
                 self.shared.rescale(scale / self._scale)
-        self._before.clear()
+        self.feedback.settle()
         self._held.clear()
         self._scale = scale
-
-    def _memory_of(self, name: str, vector: Any) -> Any:
-        memory = self.feedback.memory_of(name, vector)
-        if self._scaler is not None:
-            self._before.append((memory, [part.copy() for part in memory]))
-        return memory
 
     def _encode(self, flat: torch.Tensor, large: Sequence[Part]) -> torch.Tensor:
         """The payloads one behind the other, [bytes] uint8 where `flat` is."""
@@ -329,7 +321,7 @@ class FFTState:
         # Elsewhere the memory of a rank without a gradient only waits.
         if not self.settings.feedback or not values.any():
             return self.codec.encode(values)
-        memory = self._memory_of(part.name, values)
+        memory = self.feedback.memory_of(part.name, values)
         return self.codec.encode(values, state=memory, decay=self.settings.decay)
 
     def _encode_on_device(
@@ -342,7 +334,7 @@ class FFTState:
             states = None
             if self.settings.feedback:
                 states = [
-                    self._memory_of(part.name, vector)
+                    self.feedback.memory_of(part.name, vector)
                     if is_used
                     else self.codec.new_state(part.elements, like=vector)
                     for part, vector, is_used in zip(large, vectors, used, strict=True)
@@ -421,7 +413,6 @@ class FFTState:
         else:
             self.feedback.load_mean([entry["feedback"] for entry in states])
         self._scale = states[0]["scale"]
-        self._before.clear()
         self._held.clear()
         self._seen.clear()
 

@@ -359,15 +359,17 @@ def test_a_state_for_another_size_is_refused(backend, wrong):
     assert not any(part.any() for part in state)
 
 
-def test_scaled_memory_is_that_of_scaled_gradients(backend):
-    """A power of two changes no rounding, so the bits are those of a run in the other unit."""
-    one, two = (ErrorFeedback(FFTCodec(theta=0.9)) for _ in range(2))
-    one.encode("w", random(5000))
-    two.encode("w", 4 * random(5000))
-    one.scale(4.0)
-    np.testing.assert_array_equal(one.residual("w"), two.residual("w"))
-    x = random(5000, 1)
-    assert one.encode("w", x).to_bytes() == two.encode("w", x).to_bytes()
+def test_undo_leaves_alone_what_was_settled(backend):
+    feedback = ErrorFeedback(FFTCodec(theta=0.9))
+    feedback.undoable = True
+    feedback.encode("w", random(5000))
+    before = feedback.residual("w")
+    feedback.settle()
+    feedback.undo()
+    np.testing.assert_array_equal(feedback.residual("w"), before)
+    feedback.encode("w", random(5000, 1))
+    feedback.undo()
+    np.testing.assert_array_equal(feedback.residual("w"), before)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -126,7 +126,7 @@ def local_gradients(model, steps):
 
 def ranks_stay_bit_identical():
     ways = {
-        "fp32": {}, "bf16": {"dtype": torch.bfloat16}, "fp16": {"dtype": torch.float16},
+        "fp32": {}, "gather": {"theta": 0.98}, "bf16": {"dtype": torch.bfloat16, "theta": 0.98}, "fp16": {"dtype": torch.float16, "theta": 0.98},
         "paper": {"mode": "paper", "theta": 0.9}, "views": {"gradient_as_bucket_view": True},
         "static": {"static_graph": True}, "shared": SHARED, "shared bf16": {
             "dtype": torch.bfloat16, **SHARED},
@@ -392,7 +392,7 @@ def errors_reach_every_rank():
     said = fails(FFTState(named_parameters=net().named_parameters()))
     assert "named_parameters" in said, said
 
-    damaged = FFTState()
+    damaged = FFTState(theta=0.98)
     encode = damaged._encode
 
     def flip(flat, large):

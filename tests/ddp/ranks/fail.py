@@ -20,7 +20,7 @@ dist.init_process_group(
 )  # fmt: skip
 model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
 ddp = DistributedDataParallel(model, bucket_cap_mb=0.1)
-ddp.register_comm_hook(FFTState(), fft_hook)
+ddp.register_comm_hook(FFTState(theta=0.98), fft_hook)
 for step in range(1000):
     if RANK == 1 and step == 5:
         # The second layer's payload is on its way then, the first one's is not.
