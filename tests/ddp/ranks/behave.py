@@ -126,10 +126,12 @@ def local_gradients(model, steps):
 
 def ranks_stay_bit_identical():
     ways = {
-        "fp32": {}, "gather": {"theta": 0.98}, "bf16": {"dtype": torch.bfloat16, "theta": 0.98}, "fp16": {"dtype": torch.float16, "theta": 0.98},
-        "paper": {"mode": "paper", "theta": 0.9}, "views": {"gradient_as_bucket_view": True},
-        "static": {"static_graph": True}, "shared": SHARED, "shared bf16": {
-            "dtype": torch.bfloat16, **SHARED},
+        "fp32": {}, "gather": {"theta": 0.98}, "static": {"static_graph": True},
+        "bf16": {"dtype": torch.bfloat16, "theta": 0.98},
+        "fp16": {"dtype": torch.float16, "theta": 0.98},
+        "paper": {"mode": "paper", "theta": 0.9},
+        "views": {"gradient_as_bucket_view": True, "theta": 0.98},
+        "shared": SHARED, "shared bf16": {"dtype": torch.bfloat16, **SHARED},
     }  # fmt: skip
     for way, options in ways.items():
         options = dict(options)
@@ -403,6 +405,19 @@ def errors_reach_every_rank():
 
     damaged._encode = flip
     said = fails(damaged)
+    assert "checksum" in said, said
+    shared = FFTState(exchange="shared", warmup=1)
+    ddp = wrap(net(), shared)
+    loss_of(ddp, 0).backward()
+    add = shared._sum
+
+    def flip_sum(tensor):
+        if RANK == RANKS - 1 and tensor.dtype == torch.int32:
+            tensor[7] ^= 1
+        return add(tensor)
+
+    shared._sum = flip_sum
+    said = message_of(lambda: loss_of(ddp, 1).backward())
     assert "checksum" in said, said
     unnamed = FFTState()
     ddp = wrap(net(), unnamed)
