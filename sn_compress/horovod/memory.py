@@ -59,6 +59,7 @@ class Memory:
             self.feedback.undo()
             self.shared.undo()
             self._lost = False
+        self.feedback.settle()
         scale = self.scaler.get_scale()
         if scale != self._scale:  # the memories are of scaled gradients
             self.feedback.rescale(scale / self._scale)

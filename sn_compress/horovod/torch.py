@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from types import FrameType
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from horovod.torch.elastic.state import StateHandler, get_handler_registry
 
+from ..codecs import saving
 from ..codecs.fft import FFTCodec
 from ..errors import CompressError, PayloadError
 from ..exchange.gather import mean_of_gathered, on_wire, wire_bytes
@@ -254,12 +254,12 @@ def watch(optimizer: Any, scaler: Any) -> None:
 def state_dict(optimizer: Any) -> dict[str, Any]:
     """As torch tensors, so that torch.save and torch.load(weights_only=True) take it."""
     state = _memory_of(optimizer).exchange.state_dict()
-    return _each(np.ndarray, torch.from_numpy, state)  # type: ignore[no-any-return]
+    return saving.each(np.ndarray, torch.from_numpy, state)  # type: ignore[no-any-return]
 
 
 def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
     """Take over what state_dict returned."""
-    arrays = _each(torch.Tensor, lambda tensor: tensor.cpu().numpy(), state)
+    arrays = saving.each(torch.Tensor, lambda tensor: tensor.cpu().numpy(), state)
     _memory_of(optimizer).exchange.load_state_dict(arrays)
 
 
@@ -302,12 +302,3 @@ class _ElasticHandler(StateHandler):
         _memory_of(self.value.optimizer).pending = Pending()
         synchronize(self.value.optimizer, 0)
         self.save()
-
-
-def _each(kind: type, change: Callable[[Any], Any], node: Any) -> Any:
-    """Dicts and lists with everything of one kind changed."""
-    if isinstance(node, kind):
-        return change(node)
-    if isinstance(node, dict):
-        return {key: _each(kind, change, value) for key, value in node.items()}
-    return [_each(kind, change, item) for item in node] if isinstance(node, list) else node
