@@ -60,6 +60,7 @@ class Memory:
             self.shared.undo()
             self._lost = False
         self.feedback.settle()
+        self.shared.settle()
         scale = self.scaler.get_scale()
         if scale != self._scale:  # the memories are of scaled gradients
             self.feedback.rescale(scale / self._scale)
