@@ -7,7 +7,8 @@ Karimireddy et al. 2019).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,10 @@ class ErrorFeedback:
     codec : the codec that encodes all tensors; or, for codecs bound to a shape, a function from a
         tensor's name to its codec, called once for each name
     decay : factor on the memory before it is added, in (0, 1]; 1 keeps everything
+
+    Attributes
+    ----------
+    undoable : keep what `undo` needs, a copy of every memory; False at first
 
     Examples
     --------
@@ -52,6 +57,8 @@ class ErrorFeedback:
         self._codec_for = (lambda name: codec) if isinstance(codec, Codec) else codec
         self._codecs: dict[str, Codec] = {}
         self._memory: dict[str, tuple[int, Any]] = {}
+        self.undoable = False
+        self._before: dict[str, tuple[int, Any]] = {}
 
     def codec_of(self, name: str) -> Codec:
         """The codec that encodes `name`: the one to decode its payloads with."""
@@ -59,25 +66,51 @@ class ErrorFeedback:
             self._codecs[name] = self._codec_for(name)
         return self._codecs[name]
 
-    def encode(self, name: str, values: npt.ArrayLike) -> Payload:
+    def encode(self, name: str, values: npt.ArrayLike, *, codec: Codec | None = None) -> Payload:
         """Encode `values` plus the memory of `name`, and remember what was lost.
+
+        codec : for this step only, in place of the one of `name`; of the same basis, such as an
+            FFTCodec of another theta
+        Raises CompressError if `name` was used with another number of elements.
+        """
+        own = self.codec_of(name)
+        codec = codec or own
+        if (type(codec), codec.basis) != (type(own), own.basis):
+            raise CompressError(
+                f"{name!r} is remembered for {own!r}; expected it, or one whose "
+                f"memory is of the same kind; got {codec!r}"
+            )
+        array: Any = values if _cuda.on_device(values) else as_vector(values)
+        n, memory = self._find(name, array)
+        before = (n, copy.deepcopy(memory)) if self.undoable else None
+        payload = codec.encode(array, state=memory, decay=self.decay)
+        self._keep(name, n, memory, before)
+        return payload
+
+    def memory_of(self, name: str, like: Any) -> Any:
+        """The codec's state for `name`, placed for the vector `like`; encoding updates it in place.
 
         Raises CompressError if `name` was used with another number of elements.
         """
+        n, memory = self._find(name, like)
+        self._keep(name, n, memory, (n, copy.deepcopy(memory)) if self.undoable else None)
+        return memory
+
+    def _find(self, name: str, like: Any) -> tuple[int, Any]:
         codec = self.codec_of(name)
-        on_gpu = _cuda.on_device(values)
-        array: Any = values if on_gpu else as_vector(values)
-        size = _cuda.view(values).elements if on_gpu else array.size
+        size = _cuda.view(like).elements if _cuda.on_device(like) else like.size
         n, memory = self._memory.get(name) or (size, codec.new_state(size))
         if n != size:
             raise CompressError(
                 f"{name!r} has {size} elements; its memory has {n}. Names must be unique "
                 "and shapes constant; call forget(name) after changing a layer."
             )
-        memory = codec.place_state(memory, array)
-        payload = codec.encode(array, state=memory, decay=self.decay)
+        return n, codec.place_state(memory, like)
+
+    def _keep(self, name: str, n: int, memory: Any, before: tuple[int, Any] | None) -> None:
         self._memory[name] = n, memory
-        return payload
+        if before is not None:
+            self._before[name] = before
 
     def residual(self, name: str) -> npt.NDArray[np.float32]:
         """What has been dropped so far for `name` and not been sent, [n] float32."""
@@ -85,6 +118,40 @@ class ErrorFeedback:
             raise CompressError(f"nothing was encoded for {name!r}; known: {sorted(self._memory)}")
         n, memory = self._memory[name]
         return self.codec_of(name).state_to_values(memory, n)
+
+    def remembers(self, name: str) -> bool:
+        """Whether anything was encoded for `name`."""
+        return name in self._memory
+
+    def undo(self) -> None:
+        """Take the last encoding of each name back, as a loss scaler does that skips a step."""
+        self._memory.update(self._before)
+        self._before.clear()
+
+    def settle(self) -> None:
+        """Keep what was encoded so far: `undo` takes back what comes after."""
+        self._before.clear()
+
+    def rescale(self, factor: float) -> None:
+        """Multiply all memories, as when a loss scaler has changed its scale."""
+        for name, (n, _) in self._memory.items():
+            self._set(name, n, self.residual(name) * np.float32(factor))
+
+    def _set(self, name: str, n: int, residual: npt.NDArray[np.float32]) -> None:
+        codec = self.codec_of(name)
+        self._memory[name] = n, codec.values_to_state(residual)
+
+    def sizes(self, state: dict[str, Any]) -> dict[str, int]:
+        """Elements of each memory in a saved state, by name."""
+        return {name: saving.elements(entry) for name, entry in state["memory"].items()}
+
+    def take_over(
+        self, state: dict[str, Any], residuals: Mapping[str, npt.NDArray[np.float32]]
+    ) -> None:
+        """Load another rank's state, with these residuals, [n] each, in place of its own."""
+        self.load_state_dict(state)
+        for name, residual in residuals.items():
+            self._set(name, residual.size, residual)
 
     def forget(self, name: str) -> None:
         """Drop the memory and the codec of `name`; no error if there are none."""
@@ -117,6 +184,29 @@ class ErrorFeedback:
                 "state_dict() returned, unchanged"
             )
         self._memory = {name: self._load(name, entry) for name, entry in read(state).items()}
+
+    def load_mean(self, states: Sequence[dict[str, Any]]) -> None:
+        """Take over the mean of states saved on several ranks; nothing changes if one does not fit.
+
+        For another number of ranks: when every new rank starts with it, the mean over the ranks of
+        what is still to be sent is what it was. A name that a rank does not have counts as zero.
+        """
+        if not states:
+            raise CompressError("the mean of no states; expected those of all ranks")
+        total: dict[str, npt.NDArray[np.float64]] = {}
+        for state in states:
+            rank = ErrorFeedback(self._codec_for)
+            rank.load_state_dict(state)
+            for name in rank._memory:
+                residual = rank.residual(name).astype(np.float64)
+                total[name] = total[name] + residual if name in total else residual
+        self._memory = {
+            name: (
+                sum_.size,
+                self.codec_of(name).values_to_state((sum_ / len(states)).astype("f4")),
+            )
+            for name, sum_ in total.items()
+        }
 
     def _load(self, name: str, entry: dict[str, Any]) -> tuple[int, Any]:
         try:

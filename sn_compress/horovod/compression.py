@@ -23,20 +23,39 @@ _RIMS = {"torch": ".torch"}
 class FFTCompression:
     """Compression for `hvd.DistributedOptimizer(optimizer, compression=FFTCompression)`.
 
-    Use it bare, or configured: `FFTCompression.using(theta=0.9, bits=6, mantissa=2)`.
+    Use it bare, or configured: `FFTCompression.using(ratio=50)`.
 
-    Settings beside those of FFTCodec
-    ---------------------------------
+    Two exchanges
+    -------------
+    "shared", the default: all ranks send low-rank factors that Horovod's all-reduce sums, in few
+    bits. What is received does not grow with the number of ranks. "gather": each rank sends what
+    FFTCodec makes of its own gradient, to all others. exchange="auto" takes the one that
+    the other settings belong to.
+
+    Settings of the shared exchange
+    -------------------------------
+    ratio : float32 bytes over bytes sent, for the model as a whole (default 100); the ranks of the
+        factors follow from it, by the energy that the tensors' gradients have in few directions
+    warmup, every : dense steps at the start (default 10), and from one dense step to the next
+        after that (default 2000)
+
+    Settings of the gather exchange
+    -------------------------------
+    theta, block, bits and all others of FFTCodec
+    mode : "paper" sets block=None, positions="bitmap", half=True and feedback=False first
+
+    Settings of both
+    ----------------
     feedback : add what was dropped to the next step's gradient (default True)
     decay : factor on that memory, in (0, 1]
-    min_elements : tensors below this size travel uncompressed, fused by Horovod (default 1024)
+    min_elements : tensors below this size are not compressed, or, shared, only to 16 bits
+        (default 1024)
     threads : threads of the codec; by default as many as the framework uses
-    mode : "paper" sets block=None, positions="bitmap", half=True and feedback=False first
 
     What it does not compress travels as with plain Horovod: sparse gradients (unless
     sparse_as_dense), float64 and integer tensors. What it cannot do it refuses: Adasum,
-    reducescatter, operations other than Average and Sum, and hvd.join() on a rank that has
-    run out of data.
+    reducescatter, operations other than Average and Sum, and, with gather, hvd.join() on a rank
+    that has run out of data.
     """
 
     settings: ClassVar[Settings] = Settings()
@@ -69,13 +88,44 @@ class FFTCompression:
 
     @classmethod
     def state_dict(cls, optimizer: Any) -> dict[str, Any]:
-        """The error memory of an optimizer, by parameter name. It differs between ranks."""
+        """The state of an optimizer's exchange, by parameter name. It differs between ranks."""
         return _rim(optimizer).state_dict(optimizer)  # type: ignore[no-any-return]
 
     @classmethod
     def load_state_dict(cls, optimizer: Any, state: dict[str, Any]) -> None:
-        """Take over an error memory saved on the same rank."""
+        """Take over a state saved on the same rank; with another number of ranks, see synchronize.
+
+        Then load any of the old states on every rank, each old one on at least one rank if it
+        can be, and call synchronize.
+        """
         _rim(optimizer).load_state_dict(optimizer, state)
+
+    @classmethod
+    def synchronize(cls, optimizer: Any, root_rank: int = 0) -> None:
+        """Give all ranks what ranks share, from one of them, and the mean of the memories.
+
+        Called by all ranks, when the set of ranks has changed, or with exchange="shared" after
+        hvd.join(), whose result is the root to take. The mean of what all ranks have yet to send
+        stays what it was.
+        """
+        _rim(optimizer).synchronize(optimizer, root_rank)
+
+    @classmethod
+    def elastic(cls, optimizer: Any) -> Any:
+        """What to hand hvd.elastic.TorchState, as any keyword, so that it keeps the memories too.
+
+        After ranks came or went every rank gets the mean of the memories that are left.
+        """
+        return _rim(optimizer).Elastic(optimizer)
+
+    @classmethod
+    def watch(cls, optimizer: Any, scaler: Any) -> None:
+        """Follow a torch.amp.GradScaler: gradients arrive multiplied by its scale.
+
+        When NaN or Inf in any tensor makes the scaler skip a step, the memories of all tensors go
+        back to before it, and they change with the scale. Costs a copy of the memories.
+        """
+        _rim(optimizer).watch(optimizer, scaler)
 
 
 def _rim(thing: Any) -> ModuleType:

@@ -7,9 +7,9 @@ that zero, `InFlight.finish` waits for the payloads and decodes their mean.
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from types import FrameType
@@ -18,38 +18,20 @@ from typing import Any
 import horovod.torch as hvd
 import numpy as np
 import torch
+from horovod.torch.elastic.state import StateHandler, get_handler_registry
 
+from ..codecs import saving
 from ..codecs.fft import FFTCodec
-from ..contract import Payload
 from ..errors import CompressError, PayloadError
-from ..exchange.gather import mean_of_gathered
+from ..exchange.gather import mean_of_gathered, on_wire, wire_bytes
+from ..exchange.pending import Pending
 from ..exchange.session import SMALLEST
-from ..exchange.shared import Rounds
-from ..feedback import ErrorFeedback
 from ..settings import Settings
 from .caller import Caller, find_caller
-from .traffic import Traffic
+from .memory import Memory
 
 _log = logging.getLogger(__name__)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-
-
-class Memory:
-    """What belongs to one optimizer: codec, error memory, counts."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.codec = settings.codec(torch.get_num_threads())
-        self.feedback = ErrorFeedback(self.codec, decay=settings.decay)
-        self.shared = settings.shared()
-        self.pending: dict[str, InRounds] = {}
-        self.traffic = Traffic()
-
-    def encode(self, name: str | None, values: Any) -> Payload:
-        # Without a name there is nothing to key a memory by.
-        if name is None or not self.settings.feedback:
-            return self.codec.encode(values)
-        return self.feedback.encode(name, values)
 
 
 # Optimizers are held weakly: a dropped optimizer takes its memory along.
@@ -73,12 +55,14 @@ class InFlight:
 
     handle: int
     name: str
+    memory: Memory
     codec: FFTCodec
     ranks: int
     factor: float  # on the mean: the number of ranks for a sum
     like: torch.Tensor  # shape, dtype and device of the result
 
-    def finish(self, _: torch.Tensor) -> torch.Tensor:
+    def finish(self, token: torch.Tensor) -> torch.Tensor:
+        self.memory.theta.observe(self.name, *token.tolist())
         try:
             gathered = hvd.synchronize(self.handle).numpy()
         except hvd.mpi_ops.HorovodInternalError as error:
@@ -95,6 +79,7 @@ class InFlight:
             if not all(part.any() for part in parts):
                 raise self._joined() from error
             raise
+        self.memory.check(mean)
         if self.factor != 1.0:
             mean *= self.factor
         # A fresh tensor each time: Horovod makes it the storage of p.grad.
@@ -117,7 +102,9 @@ class Shown:
     dtype: torch.dtype
 
     def finish(self, reduced: torch.Tensor) -> torch.Tensor:
-        self.memory.shared.learn(self.name, reduced.float().cpu().numpy() / self.factor)
+        mean = reduced.detach().to("cpu", torch.float32).numpy() / np.float32(self.factor)
+        self.memory.check(mean)
+        self.memory.shared.learn(self.name, mean)
         return reduced.to(self.dtype)
 
 
@@ -127,53 +114,18 @@ class InRounds:
 
     memory: Memory
     name: str
-    rounds: Rounds
-    handle: int  # of the round on its way
-    ranks: int
     factor: float
     like: torch.Tensor
-    process_set: Any
     sent: int  # bytes
-    round: int = 0
-    mean: Any = None
 
     def finish(self, _: torch.Tensor) -> torch.Tensor:
-        # Ranks may come here in different orders, so one that waited for the second round of
-        # one tensor, and had not begun that of another, could wait for ever.
-        pending = self.memory.pending
-        while any(other.mean is None for other in pending.values()):
-            for name in sorted(pending):
-                pending[name].advance()
-        del pending[self.name]
-        mean, self.mean = self.mean, None
+        mean = self.memory.pending.finish(self.name)
+        self.memory.check(mean)
+        lost = self.memory.shared.lost(self.name)
+        self.memory.traffic.shared(self.name, self.like.numel(), self.sent, *lost)
         if self.factor != 1.0:
             mean *= self.factor
         return torch.from_numpy(mean).reshape(self.like.shape).to(self.like)
-
-    def advance(self) -> None:
-        """Wait for the round on its way and start the next."""
-        if self.mean is not None:
-            return
-        total = hvd.synchronize(self.handle).numpy()
-        try:
-            words = self.rounds.send(total)
-        except StopIteration as end:
-            self.mean = end.value
-            energy, error = self.memory.shared.lost(self.name)
-            self.memory.traffic.shared(self.name, self.like.numel(), self.sent, energy, error)
-        else:
-            self.round += 1
-            self.start(words)
-
-    def start(self, words: Any) -> None:
-        """All-reduce the words of a round."""
-        self.sent += words.nbytes
-        self.handle = hvd.allreduce_async(
-            torch.from_numpy(words),
-            name=f"sn{self.round}.{self.name}",
-            op=hvd.Sum,
-            process_set=self.process_set,
-        )
 
 
 def compress(tensor: torch.Tensor, settings: Settings, frame: FrameType) -> tuple[Any, Any]:
@@ -190,6 +142,7 @@ def compress(tensor: torch.Tensor, settings: Settings, frame: FrameType) -> tupl
     memory = _memory_for(caller, settings)
     if caller.optimizer is None and tensor.requires_grad and torch.is_grad_enabled():
         return tensor, None  # a differentiable all-reduce; encoding would cut the graph
+    memory.enter(caller.name)
     shared = settings.exchange == "shared"
     # Without a name no rank knows what another one has agreed to.
     smallest = SMALLEST if shared else settings.min_elements
@@ -202,10 +155,10 @@ def _memory_for(caller: Caller, settings: Settings) -> Memory:
     if caller.optimizer is None:
         key = settings, caller.process_set.process_set_id
         if key not in _of_calls:
-            _of_calls[key] = Memory(settings)
+            _of_calls[key] = Memory(settings, torch.get_num_threads())
         return _of_calls[key]
     if caller.optimizer not in _of_optimizer:
-        _of_optimizer[caller.optimizer] = Memory(settings)
+        _of_optimizer[caller.optimizer] = Memory(settings, torch.get_num_threads())
     return _of_optimizer[caller.optimizer]
 
 
@@ -231,33 +184,35 @@ def _send_shared(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[
             wire = wire.to(tensor.dtype)
         memory.traffic.plain(name, tensor.numel(), wire.numel() * wire.element_size())
         return wire, Shown(memory, name, factor, tensor.dtype)
+
+    def start(key: str, words: Any) -> int:
+        wire = torch.from_numpy(words)
+        return hvd.allreduce_async(wire, name=key, op=hvd.Sum, process_set=caller.process_set)
+
     rounds = shared.exchange(name, values, ranks=ranks)
+    memory.pending.begin(name, rounds, start, lambda handle: hvd.synchronize(handle).numpy())
     # Grouped all-reduces want one dtype, that of the plain tensors beside it.
     dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
     token = torch.zeros(1, dtype=dtype, device=tensor.device)
-    ctx = InRounds(
-        memory, name, rounds, -1, ranks, factor, tensor.detach(), caller.process_set,
-        token.element_size(),
-    )  # fmt: skip
-    ctx.start(next(rounds))
-    memory.pending[name] = ctx
-    return token, ctx
+    sent = 4 * sum(shared.words(name, ranks)) + token.element_size()
+    return token, InRounds(memory, name, factor, tensor.detach(), sent)
 
 
 def _send_payload(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[Any, Any]:
     if tensor.device.type != "cpu":
         _say_host_once(tensor.device.type)
     values = tensor.detach().to("cpu", torch.float32).reshape(-1).numpy()
-    payload = memory.encode(caller.name, values)
+    codec, payload = memory.encode(caller.name, values)
     ranks = caller.process_set.size()
     name = None if caller.name is None else f"sn.{caller.name}"
     handle = hvd.allgather_async(
-        torch.from_numpy(payload.buffer), name=name, process_set=caller.process_set
+        torch.from_numpy(on_wire(payload.buffer)), name=name, process_set=caller.process_set
     )
     # Grouped all-reduces want one dtype, that of the plain tensors beside it.
     dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
-    token = torch.zeros(1, dtype=dtype, device=tensor.device)
-    extra = token.element_size()
+    told = memory.theta.tell(payload, wide=dtype == torch.float32)
+    token = torch.tensor(told, dtype=dtype, device=tensor.device)
+    extra = token.nbytes + wire_bytes(payload.nbytes) - payload.nbytes
     if memory.traffic.payload(caller.name, tensor.numel(), payload, extra):
         _log.warning(
             "%s: values beyond the fixed window were clipped; see `saturated` in the report",
@@ -265,7 +220,7 @@ def _send_payload(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple
         )
     factor = caller.scale * (ranks if caller.op == hvd.Sum else 1)
     like = tensor.detach()
-    return token, InFlight(handle, caller.name or "tensor", memory.codec, ranks, factor, like)
+    return token, InFlight(handle, caller.name or "tensor", memory, codec, ranks, factor, like)
 
 
 @cache
@@ -282,7 +237,7 @@ def _memory_of(optimizer: Any) -> Memory:
             "compression=FFTCompression); pass the optimizer that it returned"
         )
     if optimizer not in _of_optimizer:
-        _of_optimizer[optimizer] = Memory(settings)
+        _of_optimizer[optimizer] = Memory(settings, torch.get_num_threads())
     return _of_optimizer[optimizer]
 
 
@@ -291,24 +246,59 @@ def report(optimizer: Any) -> dict[str, float]:
     return _memory_of(optimizer).traffic.report()
 
 
+def watch(optimizer: Any, scaler: Any) -> None:
+    """See FFTCompression.watch."""
+    _memory_of(optimizer).watch(scaler)
+
+
 def state_dict(optimizer: Any) -> dict[str, Any]:
     """As torch tensors, so that torch.save and torch.load(weights_only=True) take it."""
-    state: dict[str, Any] = _each(
-        np.ndarray, torch.from_numpy, _memory_of(optimizer).feedback.state_dict()
-    )
-    return state
+    state = _memory_of(optimizer).exchange.state_dict()
+    return saving.each(np.ndarray, torch.from_numpy, state)  # type: ignore[no-any-return]
 
 
 def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
     """Take over what state_dict returned."""
-    arrays = _each(torch.Tensor, lambda tensor: tensor.cpu().numpy(), state)
-    _memory_of(optimizer).feedback.load_state_dict(arrays)
+    arrays = saving.each(torch.Tensor, lambda tensor: tensor.cpu().numpy(), state)
+    _memory_of(optimizer).exchange.load_state_dict(arrays)
 
 
-def _each(kind: type, change: Callable[[Any], Any], node: Any) -> Any:
-    """Dicts and lists with everything of one kind changed."""
-    if isinstance(node, kind):
-        return change(node)
-    if isinstance(node, dict):
-        return {key: _each(kind, change, value) for key, value in node.items()}
-    return [_each(kind, change, item) for item in node] if isinstance(node, list) else node
+def synchronize(optimizer: Any, root_rank: int) -> None:
+    """See FFTCompression.synchronize."""
+    own, sets = _memory_of(optimizer).exchange, optimizer.process_set
+    state = hvd.broadcast_object(own.state_dict(), root_rank=root_rank, process_set=sets)
+    residuals = {}
+    for name, n in sorted(own.sizes(state).items()):
+        wire = torch.zeros(n + 1)  # the last one counts the ranks that have a memory
+        if own.remembers(name):
+            wire[:n], wire[n] = torch.from_numpy(own.residual(name)), 1
+        total = hvd.allreduce(wire, name=f"sn.memory.{name}", op=hvd.Sum, process_set=sets)
+        residuals[name] = (total[:n] / total[n].clamp(min=1)).numpy()
+    own.take_over(state, residuals)
+
+
+class Elastic:
+    """What FFTCompression.elastic returns: hvd.elastic.TorchState keeps it as it does a model."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        if Elastic not in (kind for kind, _ in get_handler_registry()):
+            get_handler_registry().append((Elastic, _ElasticHandler))
+
+
+class _ElasticHandler(StateHandler):
+    def __init__(self, value: Elastic) -> None:
+        super().__init__(value)
+        self.save()
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy(state_dict(self.value.optimizer))
+
+    def restore(self) -> None:
+        _memory_of(self.value.optimizer).pending = Pending()
+        load_state_dict(self.value.optimizer, copy.deepcopy(self._saved))
+
+    def sync(self) -> None:
+        _memory_of(self.value.optimizer).pending = Pending()
+        synchronize(self.value.optimizer, 0)
+        self.save()
