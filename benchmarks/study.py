@@ -93,6 +93,8 @@ def train(run: Run) -> dict[str, Any]:
         x = images[rows].view(RANKS, BATCH, *images.shape[1:])
         gradients, loss = rank_gradients(net, x, labels[rows].view(RANKS, BATCH))
         losses.append(loss)
+        if not math.isfinite(loss):
+            break
         if step == DENSE:
             for exchange in exchanges.values():
                 exchange.sent = exchange.received = 0.0
@@ -107,9 +109,10 @@ def train(run: Run) -> dict[str, Any]:
     with torch.inference_mode():
         answers = torch.cat([net(part).argmax(1) for part in test_images.split(500)])
     received, sent = (sum(getattr(e, k) for e in exchanges.values()) for k in ("received", "sent"))
-    share = (run.steps - DENSE) / run.steps
+    taken = sum(map(math.isfinite, losses))
+    share = (taken - DENSE) / taken
     others = sum(e.received for e in small.values()) * share
-    elements = sum(math.prod(s) for s in shapes.values()) * (run.steps - DENSE)
+    elements = sum(math.prod(s) for s in shapes.values()) * (taken - DENSE)
     dense_received = 8 * (RANKS - 1) / RANKS * elements
     end = np.mean(losses[-(run.steps // 10) :])
     return asdict(run) | {
