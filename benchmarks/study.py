@@ -151,8 +151,10 @@ def plan(seeds: Sequence[int], steps: int | None) -> list[Run]:
             add(net, optimizer, seed, headline(net))
         if seed == seeds[0]:
             for net, optimizer in main:
-                add(net, optimizer, seed, OTHERS)
-    add("cnn", "adam", seeds[0], headline("cnn"))
+                add(net, optimizer, seed, MEMORY)
+    for net, optimizer in main:
+        add(net, optimizer, seeds[0], OTHERS)
+    add("cnn", "adam", seeds[0], headline("cnn") + MEMORY)
     return runs
 
 
@@ -167,13 +169,12 @@ def headline(net: str) -> list[tuple[str, float | None]]:
     return pairs + [(name, ratio) for name in ("top-k", "demo") for ratio in (50.0, 150.0)]
 
 
+MEMORY: list[tuple[str, float | None]] = [("auto, memory x 0.9", 50.0), ("auto, no memory", 50.0)]
 OTHERS: list[tuple[str, float | None]] = [
     ("auto gather", 50.0),
     ("auto gather", 150.0),
     ("sparseloco", 50.0),
     ("sparseloco", 150.0),
-    ("auto, memory x 0.9", 50.0),
-    ("auto, no memory", 50.0),
     ("dgc", None),
     ("qsgd", None),
     ("terngrad", None),
