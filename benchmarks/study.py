@@ -150,7 +150,7 @@ def plan(seeds: Sequence[int], steps: int | None) -> list[Run]:
         for net, optimizer in main:
             add(net, optimizer, seed, headline(net))
         if seed == seeds[0]:
-            for net, optimizer in main:
+            for net, optimizer in reversed(main):
                 add(net, optimizer, seed, MEMORY)
     for net, optimizer in main:
         add(net, optimizer, seeds[0], OTHERS)
@@ -169,7 +169,9 @@ def headline(net: str) -> list[tuple[str, float | None]]:
     return pairs + [(name, ratio) for name in ("top-k", "demo") for ratio in (50.0, 150.0)]
 
 
-MEMORY: list[tuple[str, float | None]] = [("auto, memory x 0.9", 50.0), ("auto, no memory", 50.0)]
+MEMORY: list[tuple[str, float | None]] = [
+    (name, ratio) for ratio in (50.0, 150.0) for name in ("auto, memory x 0.9", "auto, no memory")
+]
 OTHERS: list[tuple[str, float | None]] = [
     ("auto gather", 50.0),
     ("auto gather", 150.0),
