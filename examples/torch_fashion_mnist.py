@@ -65,10 +65,9 @@ model = nn.Sequential(*conv, nn.Linear(1568, 512), nn.ReLU(), nn.Dropout(), nn.L
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 auto = FFTCompression.using(ratio=args.ratio)  # <- sn
 fft = FFTCompression.using(theta=args.theta, block=args.block or None)  # <- sn
-plain = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16}
-codec = {**plain, "auto": auto, "fft": fft}[args.compression]
+codecs = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16, "auto": auto, "fft": fft}
 opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
-opt = hvd.DistributedOptimizer(opt, named_parameters=model.named_parameters(), compression=codec)
+opt = hvd.DistributedOptimizer(opt, model.named_parameters(), codecs[args.compression])
 cosine = torch.optim.lr_scheduler.CosineAnnealingLR(opt, args.epochs * steps)
 
 shuffle = torch.Generator().manual_seed(args.seed)  # the same order on all ranks
