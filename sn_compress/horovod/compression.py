@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 from ..codecs.fft import PAPER, FFTCodec
 from ..errors import CompressError, MissingExtra
 
-_RIMS = {"torch": ".torch"}
+_RIMS = {"torch": ".torch", "keras": ".keras", "tensorflow": ".tensorflow"}
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,12 @@ class Settings:
 
 _EXCHANGE = {"feedback", "decay", "min_elements", "threads"}
 _CODEC = {field.name for field in fields(Settings)} - _EXCHANGE
+
+
+def _as_written(method: Any) -> Any:
+    """Mark a method so that AutoGraph, which rewrites what Horovod traces, leaves it alone."""
+    method.autograph_info__ = {}  # what tf.autograph.experimental.do_not_convert sets
+    return method
 
 
 class FFTCompression:
@@ -93,11 +99,13 @@ class FFTCompression:
         return type("FFTCompression", (cls,), {"settings": settings})
 
     @classmethod
+    @_as_written
     def compress(cls, tensor: Any) -> tuple[Any, Any]:
         """Called by Horovod."""
         return _rim(tensor).compress(tensor, cls.settings, sys._getframe(1))
 
     @classmethod
+    @_as_written
     def decompress(cls, tensor: Any, ctx: Any) -> Any:
         """Called by Horovod."""
         return tensor if ctx is None else ctx.finish(tensor)

@@ -25,6 +25,10 @@ class Traffic:
         """Count a tensor that travelled uncompressed."""
         self._count(name, elements, nbytes, compressed=False)
 
+    def fixed(self, name: str, elements: int, nbytes: int) -> None:
+        """Note a tensor that travels uncompressed in every step of a traced function."""
+        self._bytes[name] = elements, nbytes, False
+
     def payload(self, name: str | None, elements: int, payload: Payload, extra: int) -> bool:
         """Count a payload and `extra` bytes beside it; True when values saturated first."""
         self._count(name, elements, payload.nbytes + extra, compressed=True)
