@@ -55,7 +55,8 @@ class Memory(tf.train.experimental.PythonState):  # type: ignore[misc]
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         self.settings = settings
-        self.codec = settings.codec(tf.config.threading.get_intra_op_parallelism_threads() or _cpus())
+        threads = tf.config.threading.get_intra_op_parallelism_threads()
+        self.codec = settings.codec(threads or len(os.sched_getaffinity(0)))
         self.feedback = ErrorFeedback(self.codec, decay=settings.decay)
         self.traffic = Traffic()
         self._lock = threading.Lock()  # TensorFlow encodes several gradients at a time
@@ -203,7 +204,9 @@ class Gathering:
             )  # fmt: skip
         mean.set_shape([n])
         mean = tf.cast(tf.reshape(mean, self.like.shape), self.like.dtype)
-        return mean if self.call.sources is not None else _differentiable(self.like, mean, self.call)
+        if self.call.sources is None:
+            return _differentiable(self.like, mean, self.call)
+        return mean
 
     def _mean(self, gathered: Any, n: int) -> Any:
         # Asked at each step: an elastic run changes it after the trace.
@@ -243,10 +246,15 @@ def _check(call: Call) -> None:
             f"{call.name or 'gradient'}: FFTCompression takes op=hvd.Average or hvd.Sum; Adasum, "
             "Min, Max and Product need the dense tensor. Use another op, or no compression."
         )
+    refuse_xla()
+
+
+def refuse_xla() -> None:
+    """Raise CompressError where TensorFlow traces for XLA, with what to do about it."""
     if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise CompressError(
-            "FFTCompression cannot be compiled by XLA, and neither can Horovod's collectives; got "
-            "jit_compile=True. Use tf.function without it; in Keras, "
+            "gradients cannot be compressed or reduced by Horovod in a function that XLA compiles "
+            "(jit_compile=True); expected a plain tf.function. In Keras: "
             "model.compile(jit_compile=False)."
         )
 
@@ -332,7 +340,3 @@ def _differentiable(tensor: Any, mean: Any, call: Call) -> Any:
 def _say_host_once() -> None:
     if tf.config.list_logical_devices("GPU"):
         _log.warning("gradients on a GPU are copied to the host and encoded there")
-
-
-def _cpus() -> int:
-    return len(os.sched_getaffinity(0))
