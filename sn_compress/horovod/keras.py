@@ -56,6 +56,11 @@ class Averaging:
         """The gradients of self.variables, averaged over the ranks."""
         if self.alone():
             return list(gradients)
+        if self.sparse_as_dense:
+            gradients = [
+                tf.ensure_shape(tf.convert_to_tensor(g), v.shape)
+                for g, v in zip(gradients, self.variables, strict=True)
+            ]
         places = tuple(optimizer._get_variable_index(v) for v in self.variables)
         run = self._traced if tf.executing_eagerly() else self._average
         return list(run(list(gradients), places, self._parts(places, optimizer), optimizer.name))
@@ -74,8 +79,6 @@ class Averaging:
         self, gradients: list[Any], places: tuple[int, ...], parts: Any, scope: str
     ) -> list[Any]:
         refuse_xla()
-        if self.sparse_as_dense:
-            gradients = [tf.convert_to_tensor(g) for g in gradients]
         how = {
             "compression": self.compression,
             "op": self.op,

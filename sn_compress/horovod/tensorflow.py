@@ -174,6 +174,25 @@ def _memory(compression: Any, settings: Settings) -> Memory:
     return _memories[compression]
 
 
+def report(tape: Any) -> dict[str, float]:
+    """Always CompressError: a tape lives for one step, its FFTCompression for the run."""
+    raise CompressError(
+        f"got a {type(tape).__name__}; expected the optimizer of sn_compress.horovod.keras. For "
+        "tapes, sn_compress.horovod.tensorflow.memory_of(compression) has report(), state_dict() "
+        "and load_state_dict(), and goes into tf.train.Checkpoint."
+    )
+
+
+def state_dict(tape: Any) -> dict[str, Any]:
+    """Always CompressError, see report."""
+    return report(tape)
+
+
+def load_state_dict(tape: Any, state: dict[str, Any]) -> None:
+    """Always CompressError, see report."""
+    report(tape)
+
+
 @dataclass(frozen=True)
 class Cast:
     """A tensor that went uncompressed in a type Horovod can reduce."""
@@ -232,6 +251,9 @@ def compress(tensor: Any, settings: Settings, frame: FrameType) -> tuple[Any, An
     call = find_call(frame, tensor)
     _check(call)
     tensor = tf.convert_to_tensor(tensor)
+    if call.place is not None and tensor.shape.num_elements() is None:
+        # Made dense from sparse, a gradient has lost its shape; its variable has not.
+        tensor = tf.ensure_shape(tensor, call.sources[call.place].shape)
     memory = _memory(call.compression, settings)
     n = tensor.shape.num_elements()
     unclear = call.sources is not None and call.place is None
@@ -263,9 +285,10 @@ def _send_plain(tensor: Any, call: Call, memory: Memory) -> tuple[Any, Any]:
     wire, ctx = tensor, None
     if tensor.dtype == tf.bfloat16:  # Horovod reduces no bfloat16
         wire, ctx = tf.cast(tensor, tf.float32), Cast(tensor.dtype)
-    elements = tensor.shape.num_elements() or 0
-    name = call.name or f"{call.place}:{tensor.shape}"
-    memory.traffic.fixed(name, elements, elements * wire.dtype.size)
+    elements = tensor.shape.num_elements()
+    if elements is not None:
+        name = call.name or f"{call.place}:{tensor.shape}"
+        memory.traffic.fixed(name, elements, elements * wire.dtype.size)
     return wire, ctx
 
 

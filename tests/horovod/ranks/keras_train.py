@@ -223,7 +223,9 @@ def embedding():
     """Sparse gradients travel as with plain Horovod; made dense, they are compressed."""
     for sparse_as_dense in (False, True):
         keras.utils.set_random_seed(0)
-        model = keras.Sequential([keras.Input((4,), dtype="int32"), keras.layers.Embedding(512, 64)])
+        model = keras.Sequential(
+            [keras.Input((4,), dtype="int32"), keras.layers.Embedding(512, 64)]
+        )
         model.add(keras.layers.Flatten())
         model.add(keras.layers.Dense(10))
         optimizer = DistributedOptimizer(sgd(), compression=FFT, sparse_as_dense=sparse_as_dense)

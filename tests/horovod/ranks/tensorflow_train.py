@@ -58,9 +58,7 @@ def train(dtype=tf.float32, *, graph, compression=None, generic=False, **options
     momenta = [tf.Variable(tf.zeros_like(v)) for v in variables]
 
     def step(x, y):
-        with hvd.DistributedGradientTape(
-            tf.GradientTape(), compression=fft, **options
-        ) as tape:
+        with hvd.DistributedGradientTape(tf.GradientTape(), compression=fft, **options) as tape:
             loss = loss_of(net, x, y)
         gradients = tape.gradient(loss, variables, use_generic_names=generic)
         for v, m, g in zip(variables, momenta, gradients, strict=True):
