@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import _cuda, _native
+from .codecs.registry import CODECS
 
 
 def backends() -> dict[str, str]:
@@ -11,7 +12,9 @@ def backends() -> dict[str, str]:
     >>> sorted(backends())
     ['cpu', 'cuda']
     """
+    kernels = ", ".join(sorted(name for name, entry in CODECS.items() if entry.kernels))
+    others = ", ".join(sorted(name for name, entry in CODECS.items() if not entry.kernels))
     return {
         "cpu": _native.load()[1],
-        "cuda": _cuda.found(),
+        "cuda": f"{_cuda.found()}. Kernels: {kernels}. Copied to the host: {others}",
     }

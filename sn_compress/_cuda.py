@@ -80,9 +80,7 @@ def cupy() -> Any:
 def found() -> str:
     """The back end for device tensors and why; CuPy is looked for, not loaded."""
     if find_spec("cupy") is None:
-        return (
-            "none: CuPy is not installed, so tensors are encoded on the CPU; see the extra [cuda]"
-        )
+        return "none: CuPy is not installed, so tensors have to be on the CPU; see the extra [cuda]"
     return "cupy: kernels are compiled at the first device tensor"
 
 
@@ -162,18 +160,22 @@ class View:
     owner: Any  # keeps the memory alive
 
     @property
+    def framework(self) -> str:
+        """Whose array it is: "torch", or "cupy" for all others."""
+        return "torch" if type(self.owner).__module__.partition(".")[0] == "torch" else "cupy"
+
+    @property
     def is_torch(self) -> bool:
-        return type(self.owner).__module__.partition(".")[0] == "torch"
+        return self.framework == "torch"
 
     def run(self) -> CudaDevice:
         """The device and the stream that this vector's framework works on now."""
-        xp = cupy()
-        if not self.is_torch:
-            with xp.cuda.Device(self.device):
-                return CudaDevice(self.device, xp.cuda.get_current_stream())
-        # Loaded already: there is a tensor of it.
-        stream = sys.modules["torch"].cuda.current_stream(self.device)
-        return CudaDevice(self.device, xp.cuda.ExternalStream(stream.cuda_stream, self.device))
+        return current(self.device, self.framework)
+
+    def to_host(self) -> npt.NDArray[Any]:
+        """A copy as a NumPy array, of float32 if it is bfloat16; waits for the device."""
+        with self.run().context():
+            return self.array().get()  # type: ignore[no-any-return]
 
     def array(self) -> Any:
         """The vector as a CuPy array of float32 or float16; copied only if it is bfloat16."""
@@ -188,6 +190,39 @@ class View:
             # Loaded already: there is a tensor of it.
             values = sys.modules["torch"].from_dlpack(values)
         self.owner[start : start + len(values)] = values
+
+
+def current(device: int, framework: str | None) -> CudaDevice:
+    """The device with the stream that a framework works on now; CuPy's if it is not torch."""
+    xp = cupy()
+    if framework != "torch":
+        with xp.cuda.Device(device):
+            return CudaDevice(device, xp.cuda.get_current_stream())
+    # Loaded already: there is a tensor of it.
+    stream = sys.modules["torch"].cuda.current_stream(device)
+    return CudaDevice(device, xp.cuda.ExternalStream(stream.cuda_stream, device))
+
+
+def to_host(array: Any) -> npt.NDArray[Any]:
+    """A CuPy array's copy as a NumPy array, which waits for the device; others as they are."""
+    return array.get() if on_device(array) else array  # type: ignore[no-any-return]
+
+
+def from_host(array: npt.NDArray[Any], device: int, framework: str | None) -> Any:
+    """A NumPy array's copy on a device, as a torch tensor or a CuPy array."""
+    if framework == "torch":
+        return sys.modules["torch"].from_numpy(array).to(f"cuda:{device}")
+    with current(device, framework).context() as xp:
+        return xp.asarray(array)
+
+
+def empty(elements: int, device: int, framework: str | None) -> Any:
+    """A vector of float32 on a device, not set to anything; a torch tensor or a CuPy array."""
+    if framework == "torch":
+        torch = sys.modules["torch"]
+        return torch.empty(elements, dtype=torch.float32, device=f"cuda:{device}")
+    with current(device, framework).context() as xp:
+        return xp.empty(elements, "float32")
 
 
 def fft() -> Any:

@@ -43,6 +43,8 @@ class Payload:
         the codec understands, `saturated` counts values clipped to the ends of a fixed range.
     energy, error : float or None; the squared norm of what was encoded and of what was lost.
         They are known only where the payload was made and do not travel.
+    framework : "torch" if a torch tensor on a GPU was encoded, "cupy" for others there: decoded
+        on the GPU, it becomes the same again. Does not travel, either
     """
 
     buffer: Bytes
@@ -52,6 +54,7 @@ class Payload:
     saturated: int = 0
     energy: float | None = field(default=None, compare=False)
     error: float | None = field(default=None, compare=False)
+    framework: str | None = field(default=None, compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -134,14 +137,21 @@ class Codec(ABC):
     codec_id: int
     settings: bytes
 
+    @property
+    def basis(self) -> dict[str, Any]:
+        """The settings that say what a state is: `type(self)(**basis)` reads states of this one."""
+        return {}
+
     @abstractmethod
     def payload_bytes(self, n: int) -> int:
         """Size of the payload of n elements, header included."""
 
     @abstractmethod
     def encode(self, values: npt.ArrayLike, *, state: Any = None, decay: float = 1.0) -> Payload:
-        """Encode [n] float32, float16 or bfloat16.
+        """Encode [n] float32, float16 or bfloat16: NumPy, CuPy, torch, others by DLPack.
 
+        A vector on a GPU gives a payload on that GPU, which decodes to a vector there; a codec
+        without CUDA kernels copies it to the host meanwhile and says so once.
         `state`, made by `new_state(n)`, is the memory of what earlier calls dropped: times `decay`
         it is added before, and updated after, in place. Non-finite input never enters it.
         """
@@ -175,10 +185,76 @@ class Codec(ABC):
             )
         return self.new_state(array.size)
 
+    def place_state(self, state: Any, like: Any) -> Any:
+        """The state where encoding vectors like this one wants it; on the host, as it is."""
+        return state
+
+    def dump_state(self, state: Any, n: int) -> dict[str, Any]:
+        """A copy of a state as arrays, numbers and strings, for load_state to go on bit by bit.
+
+        A codec whose state is no list of arrays has its own form.
+        """
+        return {"arrays": [np.array(part) for part in state]}
+
+    def load_state(self, saved: dict[str, Any], n: int) -> Any:
+        """The state of n elements that was dumped by a codec of the same class and basis.
+
+        Raises CompressError if something is missing, of another shape, NaN or Inf.
+        """
+        expected = self.new_state(n)
+        arrays = saved_item(saved, "arrays")
+        if not isinstance(arrays, (list, tuple)) or len(arrays) != len(expected):
+            count = len(arrays) if isinstance(arrays, (list, tuple)) else 0
+            raise CompressError(f"it has {count} arrays; expected {len(expected)}. {_OTHER}")
+        return [saved_array(a, like) for a, like in zip(arrays, expected, strict=True)]
+
+
+_OTHER = "Load what was saved, unchanged, or forget this tensor and start without."
+
+
+def saved_item(saved: Any, key: str) -> Any:
+    """What a saved state holds under `key`, or CompressError."""
+    if not isinstance(saved, dict) or key not in saved:
+        has = sorted(map(str, saved)) if isinstance(saved, dict) else type(saved).__name__
+        raise CompressError(f"it has no {key!r}, only {has}. {_OTHER}")
+    return saved[key]
+
+
+def saved_array(saved: Any, like: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A copy of a saved array, checked to be of the shape and kind of `like`, and finite.
+
+    Counters, of an integer type, are checked to be 0 or more.
+    """
+    array = np.asarray(saved)
+    numbers = "iu" if like.dtype.kind == "i" else "iuf"
+    if array.shape != like.shape or (array.size and array.dtype.kind not in numbers):
+        raise CompressError(
+            f"it has an array of shape {array.shape} and dtype {array.dtype}; expected "
+            f"{like.shape} and {like.dtype}. {_OTHER}"
+        )
+    with np.errstate(over="ignore"):
+        made = np.array(array, like.dtype, order="C")
+    if like.dtype.kind == "i" and (made < 0).any():
+        raise CompressError(f"it counts {made.min()} steps; expected 0 or more. {_OTHER}")
+    if not np.isfinite(made).all():
+        raise CompressError(
+            f"it holds NaN or Inf, which would never leave it: it is damaged. {_OTHER}"
+        )
+    return made
+
 
 def as_vector(values: npt.ArrayLike) -> npt.NDArray[Any]:
-    """Check that `values` is a 1-D array of a float type a codec takes; nothing is copied."""
-    array = np.asarray(values)
+    """Check that `values` is a 1-D array of a float type a codec takes; nothing is copied.
+
+    Whatever NumPy can read is taken, so torch tensors on the CPU are, too.
+    """
+    try:
+        array = np.asarray(values)
+    except (TypeError, RuntimeError) as error:  # torch's bfloat16; a tensor that needs gradients
+        raise CompressError(
+            f"cannot encode a {type(values).__qualname__}, which NumPy does not read: {error}. "
+            "Expected an array; pass tensor.detach().float()."
+        ) from error
     if array.ndim != 1:
         raise CompressError(
             f"cannot encode an array of shape {array.shape}; expected one dimension. "

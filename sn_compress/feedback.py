@@ -7,17 +7,18 @@ Karimireddy et al. 2019).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from .codecs import _device
-from .codecs.fft import FFTCodec
-from .contract import Payload, as_vector
+from . import _cuda
+from .codecs import saving
+from .contract import Codec, Payload, as_vector
 from .errors import CompressError
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 class ErrorFeedback:
@@ -25,53 +26,70 @@ class ErrorFeedback:
 
     Parameters
     ----------
-    codec : the codec that encodes
+    codec : the codec that encodes all tensors; or, for codecs bound to a shape, a function from a
+        tensor's name to its codec, called once for each name
     decay : factor on the memory before it is added, in (0, 1]; 1 keeps everything
 
     Examples
     --------
+    >>> from sn_compress import FFTCodec, codec
     >>> feedback = ErrorFeedback(FFTCodec(theta=0.9))
     >>> payload = feedback.encode("layer.weight", np.ones(5000, np.float32))
+
+    >>> shapes = {"layer.weight": (50, 100), "out.weight": (10, 50)}
+    >>> feedback = ErrorFeedback(lambda name: codec("lowrank", shape=shapes[name]))
+    >>> payload = feedback.encode("out.weight", np.ones(500, np.float32))
+    >>> feedback.codec_of("out.weight").decode(payload).shape
+    (500,)
     """
 
-    def __init__(self, codec: FFTCodec, *, decay: float = 1.0) -> None:
+    def __init__(self, codec: Codec | Callable[[str], Codec], *, decay: float = 1.0) -> None:
         if not 0 < decay <= 1:
             raise CompressError(
                 f"decay={decay!r}; expected above 0 and at most 1 (1 forgets nothing)"
             )
-        self.codec = codec
         self.decay = decay
+        self._codec_for = (lambda name: codec) if isinstance(codec, Codec) else codec
+        self._codecs: dict[str, Codec] = {}
         self._memory: dict[str, tuple[int, Any]] = {}
+
+    def codec_of(self, name: str) -> Codec:
+        """The codec that encodes `name`: the one to decode its payloads with."""
+        if name not in self._codecs:
+            self._codecs[name] = self._codec_for(name)
+        return self._codecs[name]
 
     def encode(self, name: str, values: npt.ArrayLike) -> Payload:
         """Encode `values` plus the memory of `name`, and remember what was lost.
 
         Raises CompressError if `name` was used with another number of elements.
         """
-        on_gpu = _device.holds(values)
+        codec = self.codec_of(name)
+        on_gpu = _cuda.on_device(values)
         array: Any = values if on_gpu else as_vector(values)
-        size = int(array.shape[0])
-        n, memory = self._memory.get(name) or (size, self.codec.new_state(size))
+        size = _cuda.view(values).elements if on_gpu else array.size
+        n, memory = self._memory.get(name) or (size, codec.new_state(size))
         if n != size:
             raise CompressError(
                 f"{name!r} has {size} elements; its memory has {n}. Names must be unique "
                 "and shapes constant; call forget(name) after changing a layer."
             )
-        if on_gpu:  # where new or loaded memory belongs
-            memory = _device.to_device(memory, array)
+        memory = codec.place_state(memory, array)
+        payload = codec.encode(array, state=memory, decay=self.decay)
         self._memory[name] = n, memory
-        return self.codec.encode(array, state=memory, decay=self.decay)
+        return payload
 
     def residual(self, name: str) -> npt.NDArray[np.float32]:
         """What has been dropped so far for `name` and not been sent, [n] float32."""
         if name not in self._memory:
             raise CompressError(f"nothing was encoded for {name!r}; known: {sorted(self._memory)}")
         n, memory = self._memory[name]
-        return self.codec.state_to_values(_device.to_host(memory), n)
+        return self.codec_of(name).state_to_values(memory, n)
 
     def forget(self, name: str) -> None:
-        """Drop the memory of `name`; no error if there is none."""
+        """Drop the memory and the codec of `name`; no error if there are none."""
         self._memory.pop(name, None)
+        self._codecs.pop(name, None)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on bit by bit, as arrays, numbers and strings.
@@ -79,49 +97,61 @@ class ErrorFeedback:
         It differs from rank to rank: save one per rank.
         """
         memory = {
-            name: {"n": n, "coefficients": _device.to_host(parts)}
-            for name, (n, parts) in self._memory.items()
+            name: saving.save(self.codec_of(name), state, n)
+            for name, (n, state) in self._memory.items()
         }
-        return {"format": _FORMAT, "basis": self.codec.basis, "memory": memory}
+        return {"format": _FORMAT, "memory": memory}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved state; nothing changes if it does not fit.
 
-        Saved with another block size or transform, it goes through the inverse transform.
+        Saved with another codec or other settings, the memory is taken over as the vector it
+        stands for. States of format 1, of an FFTCodec, are read as well.
         """
-        if not isinstance(state, dict) or state.get("format") != _FORMAT:
+        read = {1: _entries_1, 2: _entries}.get(
+            state.get("format", 0) if isinstance(state, dict) else 0
+        )
+        if read is None:
             raise CompressError(
-                f"not a state of format {_FORMAT}: {type(state).__name__}; expected what "
+                f"not a state of format 1 or {_FORMAT}: {type(state).__name__}; expected what "
                 "state_dict() returned, unchanged"
             )
-        try:
-            saved = FFTCodec(**state["basis"])
-            entries = {
-                name: self._entry(name, entry, saved) for name, entry in state["memory"].items()
-            }
-        except (KeyError, TypeError, AttributeError) as error:
-            raise CompressError(
-                f"the saved state is incomplete ({type(error).__name__}: {error}); expected what "
-                "state_dict() returned, unchanged"
-            ) from error
-        self._memory = entries
+        self._memory = {name: self._load(name, entry) for name, entry in read(state).items()}
 
-    def _entry(self, name: str, entry: dict[str, Any], saved: FFTCodec) -> tuple[int, Any]:
-        n = int(entry["n"])
-        if n < 0:
-            raise CompressError(f"memory of {name!r} is of {n} elements; expected 0 or more")
-        parts = [np.array(part, np.float32, order="C") for part in entry["coefficients"]]
-        shapes, expected = ([p.shape for p in some] for some in (parts, saved.new_state(n)))
-        if shapes != expected:
+    def _load(self, name: str, entry: dict[str, Any]) -> tuple[int, Any]:
+        try:
+            codec = self.codec_of(name)
+        except LookupError as error:
             raise CompressError(
-                f"memory of {name!r} has shapes {shapes}; expected {expected} for {n} elements. "
-                "The saved state is incomplete."
-            )
-        if not all(np.isfinite(part).all() for part in parts):
-            raise CompressError(
-                f"memory of {name!r} holds NaN or Inf, which would never leave it; the file is "
-                "damaged. Load another one, or start without."
-            )
-        if saved.basis != self.codec.basis:
-            parts = self.codec.values_to_state(saved.state_to_values(parts, n))
-        return n, parts
+                f"the saved state has a memory of {name!r}, for which there is no codec ({error}). "
+                "Take it out of the state's memory, or give it a codec."
+            ) from error
+        try:
+            return saving.elements(entry), saving.load(codec, entry)
+        except CompressError as error:
+            raise CompressError(f"memory of {name!r} cannot be loaded: {error}") from error
+
+
+def _entries(state: dict[str, Any]) -> dict[str, Any]:
+    """The memories of format 2 by name."""
+    memory = state.get("memory")
+    if not isinstance(memory, dict):
+        raise CompressError(
+            "the saved state has no memory by name; expected what state_dict() returned, unchanged"
+        )
+    return memory
+
+
+def _entries_1(state: dict[str, Any]) -> dict[str, Any]:
+    """Those of format 1, where all were of one FFTCodec, as those of format 2."""
+    return {
+        name: {
+            "codec": "FFTCodec",
+            **({"basis": state["basis"]} if "basis" in state else {}),
+            **({"n": entry["n"]} if "n" in entry else {}),
+            "state": {"arrays": entry["coefficients"]} if "coefficients" in entry else entry,
+        }
+        if isinstance(entry, dict)
+        else entry
+        for name, entry in _entries(state).items()
+    }

@@ -78,13 +78,13 @@ def encode(
 def decode_mean(codec: FFTCodec, payloads: Sequence[Payload], out: Any = None) -> Any:
     """FFTCodec.decode_mean for payloads on a GPU.
 
-    Returns `out`, or a CuPy array of float32 made on CuPy's current stream.
+    Returns `out`; or float32 in the framework of the first payload, a CuPy array if that is not
+    known, made on the stream that framework works on now.
     """
     n = payloads[0].n
     buffers: list[Any] = [payload.buffer for payload in payloads]
     if out is None:
-        with buffers[0].device:
-            out = _cuda.cupy().empty(n, "float32")
+        out = _cuda.empty(n, int(buffers[0].device.id), payloads[0].framework)
     Decoder(codec, [_side_by_side(buffers)], [out]).run()
     return out
 
@@ -178,7 +178,13 @@ class Encoder:
             launch.encode_blocks(device, form, rows, decay=decay, top=top)
         launch.seal_payloads(device, self._sheets)
         return [
-            Payload(buffer, self.codec.codec_id, view.elements, self.codec.settings)
+            Payload(
+                buffer,
+                self.codec.codec_id,
+                view.elements,
+                self.codec.settings,
+                framework=view.framework,
+            )
             for view, buffer in zip(self._views, self.buffers, strict=True)
         ]
 

@@ -19,10 +19,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..contract import HEADER_BYTES, Codec, Floats, Payload, as_vector
+from ..contract import HEADER_BYTES, Codec, Floats, Payload, as_vector, saved_item
 from ..errors import CompressError, PayloadError
-from .fft import FFTCodec
+from ..ops.spectrum import fast_length
+from . import saving
+from .fft import MOST_BINS, FFTCodec
 from .lowrank import LowRankCodec, matrix_shape
+from .through_host import through_host
 
 _SETTINGS = struct.Struct("<BIBHI")
 _FORMATS: list[dict[str, Any]] = [
@@ -48,6 +51,7 @@ class AutoState:
     age: int
 
 
+@through_host
 class AutoCodec(Codec):
     """Whatever fits `ratio` and loses least on this tensor.
 
@@ -91,6 +95,11 @@ class AutoCodec(Codec):
     def __repr__(self) -> str:
         return f"AutoCodec(ratio={self.ratio!r}, shape={self.shape!r}, every={self.every!r})"
 
+    @property
+    def basis(self) -> dict[str, Any]:
+        """The settings that the candidates follow from."""
+        return {"ratio": self.ratio, "shape": self.shape}
+
     def payload_bytes(self, n: int) -> int:
         budget = int(4 * n / self.ratio) // 16 * 16
         return max(budget, HEADER_BYTES + _smallest(n)) if n else HEADER_BYTES
@@ -112,8 +121,11 @@ class AutoCodec(Codec):
         along: list[dict[str, Any]] = [
             {"transform": "axes", "axes": axes, "shape": self.shape} for axes in self._axes()
         ]
-        bases += [{"transform": "identity", "block": None}, *along]
-        bases += [{**basis, "block": None} for basis in along]
+        if fast_length(n) <= MOST_BINS:
+            bases += [{"transform": "identity", "block": None}, *along]
+            bases += [{**basis, "block": None} for basis in along]
+        else:
+            bases += along
         proposals: list[Codec | None] = [
             _sparse(n, budget, {**basis, **fmt}) for basis in bases for fmt in _FORMATS
         ]
@@ -190,6 +202,37 @@ class AutoCodec(Codec):
         array = np.asarray(as_vector(values), np.float32)
         codec = self.candidates(array.size)[0]
         return AutoState(0, codec.values_to_state(array), self.every)
+
+    def dump_state(self, state: AutoState, n: int) -> dict[str, Any]:
+        """Age, and what saving.save makes of the candidate's state."""
+        if state.choice is None:
+            return {"age": state.age}
+        codec = self.candidates(n)[state.choice]
+        return {
+            "age": state.age,
+            "choice": state.choice,
+            "settings": codec.settings.hex(),
+            "inner": saving.save(codec, state.inner, n),
+        }
+
+    def load_state(self, saved: dict[str, Any], n: int) -> AutoState:
+        """See Codec.load_state. Of another release, with other candidates, only the memory."""
+        age = saved_item(saved, "age")
+        if not isinstance(age, int) or age < 0:
+            raise CompressError(f"it is {age!r} encodings old; expected a number, 0 or more")
+        if "choice" not in saved:
+            return AutoState(None, None, age)
+        choice, inner = saved["choice"], saved_item(saved, "inner")
+        if saving.elements(inner) != n:
+            raise CompressError(
+                f"it has a memory of {saving.elements(inner)} elements; expected {n}"
+            )
+        codecs = self.candidates(n)
+        if isinstance(choice, int) and 0 <= choice < len(codecs):
+            codec = codecs[choice]
+            if codec.settings.hex() == saved_item(saved, "settings"):
+                return AutoState(choice, saving.load(codec, inner), age)
+        return self.values_to_state(saving.load_values(inner))
 
     def encode(
         self, values: npt.ArrayLike, *, state: AutoState | None = None, decay: float = 1.0

@@ -15,11 +15,13 @@ import numpy.typing as npt
 
 from ..contract import Codec, Floats, Payload
 from . import frame
+from .through_host import through_host
 
 _DTYPES = ("fp16", "bf16")
 Halves = npt.NDArray[np.uint16]
 
 
+@through_host
 class CastCodec(Codec):
     """Elements as 16-bit floats.
 

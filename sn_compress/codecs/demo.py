@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +21,13 @@ from ..contract import Codec, Floats, Payload
 from ..errors import CompressError
 from ..ops import indexed
 from . import frame
+from .through_host import through_host
 
 _SETTINGS = struct.Struct("<IHH")
 _ENTRY = 12  # bytes: int64 index, float32 value
 
 
+@through_host
 class DeMoCodec(Codec):
     """The largest coefficients of each chunk's orthonormal DCT-II.
 
@@ -74,6 +77,11 @@ class DeMoCodec(Codec):
 
     def __repr__(self) -> str:
         return frame.show(self, "shape", "topk", "edge", "decay")
+
+    @property
+    def basis(self) -> dict[str, Any]:
+        """The setting that a state's length follows from."""
+        return {"shape": self.shape}
 
     def sides(self, n: int) -> tuple[int, int, int, int]:
         """Rows, columns, and height and width of a chunk; a vector is one row."""

@@ -24,6 +24,7 @@ from ..contract import Codec, Floats, Payload
 from ..errors import CompressError
 from ..ops import indexed
 from . import frame
+from .through_host import through_host
 from .topk import dropped_q32, kept
 
 _SETTINGS = struct.Struct("<IBBH")
@@ -41,6 +42,7 @@ def warmup_theta(step: int, *, theta: float, phase: int) -> float:
     return min(theta, 1 - 0.25 ** (step // phase + 1))
 
 
+@through_host
 class DGCCodec(Codec):
     """The largest of the accumulated velocity, as float32 values with indices.
 

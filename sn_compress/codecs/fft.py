@@ -39,6 +39,8 @@ Positions = Literal["elias-fano", "bitmap"]
 Memory = list[Floats]
 _SETTINGS = struct.Struct("<IBBBBI")
 _LARGEST = float(np.finfo(np.float32).max)
+MOST_BINS = 2**32 - 1
+"""Bins of one record: positions are 32 bits wide, on every back end."""
 _LENGTHS_KNOWN = 4096  # vectors of more different lengths are cut anew, not remembered
 
 
@@ -153,7 +155,7 @@ class FFTCodec(Codec):
 
     @property
     def basis(self) -> dict[str, Any]:
-        """The settings that say what a coefficient is: those a state belongs to."""
+        """The settings that say what a coefficient is."""
         return {
             "block": self.block,
             "transform": self.transform,
@@ -186,6 +188,11 @@ class FFTCodec(Codec):
     def _layout(self, block: int) -> Layout:
         parts = self._blockwise.parts
         bins = block // 2 + 1 if parts == 2 else block
+        if bins > MOST_BINS:
+            raise CompressError(
+                f"block=None makes one transform of {bins} bins; expected at most {MOST_BINS}, "
+                "since positions have 32 bits. Use a block of up to 2**20, such as 4096."
+            )
         values, bits, mantissa = self.values, self.bits, self.mantissa
         return Layout(block, self.kept(bins), values, bits, mantissa, self.positions, parts)
 
@@ -208,9 +215,19 @@ class FFTCodec(Codec):
     def state_to_values(self, state: Memory, n: int) -> Floats:
         """The memory as the vector it stands for, [n] float32."""
         out = np.empty(n, np.float32)
-        for section, memory in zip(self.sections(n), state, strict=True):
-            section.put(self._blockwise.inverse(memory.copy(), section.layout.block), out, 0)
+        # Copies, which an inverse transform may overwrite.
+        for section, memory in zip(self.sections(n), _device.to_host(state), strict=True):
+            section.put(self._blockwise.inverse(memory, section.layout.block), out, 0)
         return self._from_axes(out)
+
+    def place_state(self, state: Memory, like: Any) -> Memory:
+        """On the GPU for tensors there, on the host for others; copied only if it is elsewhere."""
+        if _device.holds(like):
+            return _device.to_device(state, like)
+        return _device.to_host(state) if any(map(_device.holds, state)) else state
+
+    def dump_state(self, state: Memory, n: int) -> dict[str, Any]:
+        return super().dump_state(_device.to_host(state), n)
 
     def values_to_state(self, values: npt.ArrayLike) -> Memory:
         """The memory that stands for a vector; inverse of state_to_values."""
@@ -233,11 +250,12 @@ class FFTCodec(Codec):
             return _device.encode(self, values, state, decay)
         array = as_vector(values)
         n = array.size
+        size = self.payload_bytes(n)  # raises before anything of the size of n is made
         if self.half:
             with np.errstate(over="ignore"):
                 array = array.astype(np.float16)
         array = self._to_axes(array)
-        buffer = np.zeros(self.payload_bytes(n), np.uint8)
+        buffer = np.zeros(size, np.uint8)
         words = buffer[HEADER_BYTES:].view("<u4")
         memories = self._check_state(state, n)
         top = self._fixed_top(array, memories, decay)

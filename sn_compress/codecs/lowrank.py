@@ -16,16 +16,27 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..contract import HEADER_BYTES, Bytes, Codec, Floats, Payload, as_vector
+from ..contract import (
+    HEADER_BYTES,
+    Bytes,
+    Codec,
+    Floats,
+    Payload,
+    as_vector,
+    saved_array,
+    saved_item,
+)
 from ..errors import CompressError, PayloadError
 from ..ops.pack import Words
 from ..ops.quantize import check_format
 from ..ops.record import NON_FINITE, Layout, Values, decode_records, encode_records
 from .fft import FFTCodec
+from .through_host import through_host
 
 _SETTINGS = struct.Struct("<HBBII")
 _SEED = 2019
@@ -50,6 +61,7 @@ def first_factor(columns: int, rank: int) -> Floats:
     return rng.standard_normal((columns, rank), dtype=np.float32)
 
 
+@through_host
 class LowRankCodec(Codec):
     """Rank-`rank` approximation with quantised factors.
 
@@ -109,6 +121,11 @@ class LowRankCodec(Codec):
         )
 
     @property
+    def basis(self) -> dict[str, Any]:
+        """The settings that give a state its shapes."""
+        return {"shape": self.shape, "rank": self.rank}
+
+    @property
     def _n(self) -> int:
         return self._size[0] * self._size[1]
 
@@ -132,6 +149,16 @@ class LowRankCodec(Codec):
         state = self.new_state(as_vector(values).size)
         state.memory[:] = np.asarray(values, np.float32)
         return state
+
+    def dump_state(self, state: LowRankState, n: int) -> dict[str, Any]:
+        return {"memory": state.memory.copy(), "start": state.start.copy()}
+
+    def load_state(self, saved: dict[str, Any], n: int) -> LowRankState:
+        like = self.new_state(n)
+        return LowRankState(
+            saved_array(saved_item(saved, "memory"), like.memory),
+            saved_array(saved_item(saved, "start"), like.start),
+        )
 
     def _pieces(self, buffer: Bytes) -> tuple[list[Words], Bytes]:
         """The records of P and of Q, [rank, words] each, and the body of `rest`; views."""

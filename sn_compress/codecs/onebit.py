@@ -19,12 +19,14 @@ from ..contract import Codec, Floats, Payload
 from ..errors import PayloadError
 from ..ops import buckets, codes
 from . import frame
+from .through_host import through_host
 
 _SETTINGS = struct.Struct("<IBBH")
 _VARIANTS = ("1bit", "ef-sign")
 _PACKINGS = {"bits": 1, "bytes": 8}
 
 
+@through_host
 class OneBitCodec(Codec):
     """Signs, and what they stand for.
 

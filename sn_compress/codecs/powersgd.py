@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +24,13 @@ from ..contract import Codec, Floats, Payload
 from ..errors import CompressError
 from ..ops import chance
 from . import frame
+from .through_host import through_host
 
 _SETTINGS = struct.Struct("<HIH")
 Matrix = npt.NDArray[np.float32]
 
 
+@through_host
 class PowerSGDCodec(Codec):
     """Factors P (rows x rank, orthonormal) and Q (columns x rank) in float32.
 
@@ -75,6 +78,11 @@ class PowerSGDCodec(Codec):
 
     def __repr__(self) -> str:
         return frame.show(self, "shape", "rank", "seed")
+
+    @property
+    def basis(self) -> dict[str, Any]:
+        """The settings that give a state its shapes."""
+        return {"shape": self.shape, "rank": self.rank}
 
     def payload_bytes(self, n: int) -> int:
         if self.shape is not None and n != self.shape[0] * self.shape[1]:

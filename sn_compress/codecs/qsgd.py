@@ -19,12 +19,14 @@ from ..contract import Codec, Floats, Payload
 from ..errors import PayloadError
 from ..ops import buckets, chance, codes
 from . import frame
+from .through_host import through_host
 
 _SETTINGS = struct.Struct("<HIH")
 _PACKINGS = ("bits", "bytes")
 _NORMS = ("l2", "max")
 
 
+@through_host
 class QSGDCodec(Codec):
     """Levels of a bucket's norm, rounded at random; unbiased.
 

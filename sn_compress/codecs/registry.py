@@ -25,25 +25,27 @@ class Preset:
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a codec is, what its name alone sets, and its presets."""
+    """Where a codec is, what its name alone sets, its presets, and whether CUDA kernels run it."""
 
     module: str
     cls: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     presets: Mapping[str, Preset] = field(default_factory=dict)
+    kernels: bool = False
 
 
 _GRACE = "sands-lab/grace fd3a7f4, grace_dl/torch"
 
 CODECS: dict[str, Entry] = {
     "auto": Entry(".auto", "AutoCodec"),
-    "dct": Entry(".fft", "FFTCodec", {"transform": "dct"}),
-    "hadamard": Entry(".fft", "FFTCodec", {"transform": "hadamard"}),
-    "axes": Entry(".fft", "FFTCodec", {"transform": "axes"}),
+    "dct": Entry(".fft", "FFTCodec", {"transform": "dct"}, kernels=True),
+    "hadamard": Entry(".fft", "FFTCodec", {"transform": "hadamard"}, kernels=True),
+    "axes": Entry(".fft", "FFTCodec", {"transform": "axes"}, kernels=True),
     "lowrank": Entry(".lowrank", "LowRankCodec"),
     "fft": Entry(
         ".fft",
         "FFTCodec",
+        kernels=True,
         presets={
             "paper": Preset(
                 {"block": None, "positions": "bitmap", "half": True},
@@ -186,6 +188,20 @@ def codec(name: str, *, preset: str | None = None, **settings: Any) -> Codec:
         legal = ", ".join(make.__init__.__kwdefaults__)
         raise CompressError(f"codec {name!r}: {wrong}. Its settings are: {legal}") from wrong
     return made
+
+
+def by_class(name: str, settings: Mapping[str, Any]) -> Codec:
+    """The codec of a class of the registry, as saved states name it.
+
+    >>> by_class("TopKCodec", {"theta": 0.9}).theta
+    0.9
+    """
+    for entry in CODECS.values():
+        if entry.cls == name:
+            made: Codec = getattr(import_module(entry.module, __package__), name)(**settings)
+            return made
+    known = ", ".join(sorted({entry.cls for entry in CODECS.values()}))
+    raise CompressError(f"no codec is of class {name!r}; known: {known}")
 
 
 def presets(name: str) -> dict[str, Preset]:

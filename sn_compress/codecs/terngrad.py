@@ -22,6 +22,7 @@ from ..contract import Codec, Floats, Payload
 from ..errors import PayloadError
 from ..ops import buckets, chance, codes
 from . import frame
+from .through_host import through_host
 
 _SETTINGS = struct.Struct("<IHH")
 _PACKINGS = ("trits", "bits", "bytes")
@@ -29,6 +30,7 @@ _BITS = {"bits": 2, "bytes": 8}
 _SPREADS = ("rms", "std")
 
 
+@through_host
 class TernGradCodec(Codec):
     """Three values a bucket: zero, and plus and minus its scale; unbiased but for the clipping.
 

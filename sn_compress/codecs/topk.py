@@ -19,6 +19,7 @@ from ..contract import Codec, Floats, Payload
 from ..errors import CompressError
 from ..ops import codes, indexed
 from . import frame
+from .through_host import through_host
 
 _SETTINGS = struct.Struct("<IHBB")
 _INDICES = ("int64", "int32", "packed")
@@ -27,6 +28,7 @@ _VALUE_BITS = {"fp32": 32, "fp16": 16, "2bit": 2}
 _HALF_MAX = np.float32(65504)
 
 
+@through_host
 class TopKCodec(Codec):
     """Keep the elements of largest magnitude, k = max(1, floor((1 - theta) n)) of them.
 

@@ -10,43 +10,14 @@ from its caller (`docs/decisions/0004-finding-the-parameter.md`).
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass, fields, replace
 from importlib import import_module
 from types import ModuleType
 from typing import Any, ClassVar, Literal
 
-from ..codecs.fft import PAPER, FFTCodec
 from ..errors import CompressError, MissingExtra
+from ..settings import Settings
 
 _RIMS = {"torch": ".torch", "keras": ".keras", "tensorflow": ".tensorflow"}
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The codec's settings (see FFTCodec) and those of the exchange."""
-
-    theta: float = 0.98
-    block: int | None = 4096
-    bits: int = 8
-    mantissa: int = 3
-    positions: Literal["elias-fano", "bitmap"] = "elias-fano"
-    values: Literal["range", "fp16"] = "range"
-    window: Literal["block", "payload"] | float = "block"
-    half: bool = False
-    transform: Literal["fft", "dct", "hadamard", "identity"] = "fft"
-    feedback: bool = True
-    decay: float = 1.0
-    min_elements: int = 1024
-    threads: int | None = None
-
-    def codec(self, threads: int) -> FFTCodec:
-        """The codec of these settings; `threads` is used where the settings leave it open."""
-        chosen = {name: value for name, value in asdict(self).items() if name in _CODEC}
-        return FFTCodec(**chosen, threads=self.threads or threads)
-
-
-_EXCHANGE = {"feedback", "decay", "min_elements", "threads"}
-_CODEC = {field.name for field in fields(Settings)} - _EXCHANGE
 
 
 def _as_written(method: Any) -> Any:
@@ -79,23 +50,7 @@ class FFTCompression:
     @classmethod
     def using(cls, *, mode: Literal["paper"] | None = None, **changes: Any) -> type[FFTCompression]:
         """A configured FFTCompression, to be passed wherever the bare one can."""
-        if mode not in (None, "paper"):
-            raise CompressError(f'mode={mode!r}; expected "paper" or None')
-        known = {field.name for field in fields(Settings)}
-        if unknown := set(changes) - known:
-            raise CompressError(
-                f"FFTCompression has no setting {', '.join(sorted(unknown))}; "
-                f"it has {', '.join(sorted(known))} and mode"
-            )
-        if mode == "paper":
-            changes = {**PAPER, "feedback": False, **changes}
-        settings = replace(cls.settings, **changes)
-        settings.codec(threads=1)  # legal settings or an error here, not in mid-training
-        if settings.min_elements < 1 or not 0 < settings.decay <= 1:
-            raise CompressError(
-                f"min_elements={settings.min_elements!r}, decay={settings.decay!r}; expected at "
-                "least 1, and a factor above 0 up to 1"
-            )
+        settings = cls.settings.changed(mode=mode, **changes)
         return type("FFTCompression", (cls,), {"settings": settings})
 
     @classmethod

@@ -14,13 +14,10 @@ variable: the trace may serve other variables than those it was made with
 
 from __future__ import annotations
 
-import io
-import json
 import logging
 import os
-import re
-import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from types import FrameType
@@ -31,120 +28,36 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from ..errors import CompressError, PayloadError
-from ..exchange.gather import mean_of_gathered
-from ..feedback import ErrorFeedback
-from .compression import Settings
+from ..errors import CompressError
+from ..exchange.session import SMALLEST
+from ..settings import Settings
+from .traced import NO_VARIABLE, Traced
 from .tracing import Call, find_call
-from .traffic import Traffic
 
 _log = logging.getLogger(__name__)
 _FLOATS = (tf.float32, tf.float16, tf.bfloat16)
-_HANDLE = re.compile(r'ResourceHandle\(name="([^"]+)"')
-_NO_MEMORY = -1
+ROUNDS = 2  # of the shared exchange, at most
 _as_written = tf.autograph.experimental.do_not_convert
 
 
-class Memory(tf.train.experimental.PythonState):  # type: ignore[misc]
-    """What belongs to one FFTCompression: codec, error memory, counts.
+class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
+    """What belongs to one FFTCompression: codec, error memories, counts.
 
     It goes into a checkpoint like a variable: `tf.train.Checkpoint(memory=memory_of(fft))`. It
     differs between ranks, so each rank writes and reads a checkpoint of its own.
     """
 
     def __init__(self, settings: Settings) -> None:
-        super().__init__()
-        self.settings = settings
         threads = tf.config.threading.get_intra_op_parallelism_threads()
-        self.codec = settings.codec(threads or len(os.sched_getaffinity(0)))
-        self.feedback = ErrorFeedback(self.codec, decay=settings.decay)
-        self.traffic = Traffic()
-        self._lock = threading.Lock()  # TensorFlow encodes several gradients at a time
-        self._slot_of: dict[str, int] = {}
-        self._keys: list[str] = []
-
-    def slots(self, *handles: Any) -> Any:
-        """One number per variable, [variables] int64, numbered as they first come.
-
-        A handle is known by the name in its text, such as "kernel/12", where the second part is
-        TensorFlow's count of all variables of the process.
-        """
-        found = []
-        with self._lock:
-            for handle in handles:
-                match = _HANDLE.search(repr(handle))
-                if match is None:
-                    raise CompressError(
-                        f"the handle {handle!r} of a variable has no name; expected one as "
-                        "TensorFlow 2.21 writes it. Please report your version of TensorFlow."
-                    )
-                if match[1] not in self._slot_of:
-                    self._slot_of[match[1]] = len(self._keys)
-                    self._keys.append(f"{len(self._keys)}:{match[1].rpartition('/')[0]}")
-                found.append(self._slot_of[match[1]])
-        return np.array(found, np.int64)
-
-    def encode(self, name: str | None, slot: int, values: Any) -> Any:
-        """The payload of a gradient, [payload bytes] uint8."""
-        key = name if slot == _NO_MEMORY else self._keys[slot]
-        if key is None or not self.settings.feedback:
-            payload = self.codec.encode(values)
-        else:
-            payload = self.feedback.encode(key, values)
-        with self._lock:
-            saturated = self.traffic.payload(key, values.size, payload, extra=0)
-        if saturated:
-            _log.warning(
-                "%s: values beyond the fixed window were clipped; see `saturated` in the report",
-                key,
-            )
-        return payload.buffer
-
-    def clear(self) -> None:
-        """Forget all variables and what was dropped of them: for models that are gone."""
-        with self._lock:
-            self._slot_of.clear()
-            self._keys.clear()
-            self.feedback = ErrorFeedback(self.codec, decay=self.settings.decay)
-
-    def report(self) -> dict[str, float]:
-        """See FFTCompression.report."""
-        with self._lock:
-            return self.traffic.report()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The error memory by variable ("0:kernel"), as arrays; it differs between ranks."""
-        return self.feedback.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what state_dict returned on the same rank."""
-        self.feedback.load_state_dict(state)
+        super().__init__(settings, threads or len(os.sched_getaffinity(0)))
 
     def serialize(self) -> bytes:
         """Called by tf.train.Checkpoint."""
-        state = self.state_dict()
-        arrays, head = {}, {**state, "rank": hvd.rank(), "ranks": hvd.size(), "memory": {}}
-        for name, entry in state["memory"].items():
-            head["memory"][name] = {"n": entry["n"], "parts": len(entry["coefficients"])}
-            arrays |= {f"{name}/{i}": part for i, part in enumerate(entry["coefficients"])}
-        stream = io.BytesIO()
-        np.savez(stream, head=np.frombuffer(json.dumps(head).encode(), np.uint8), **arrays)
-        return stream.getvalue()
+        return self.to_bytes(hvd.rank())
 
     def deserialize(self, string_value: bytes) -> None:
         """Called by tf.train.Checkpoint."""
-        with np.load(io.BytesIO(string_value), allow_pickle=False) as arrays:
-            head = json.loads(arrays["head"].tobytes())
-            if head["rank"] != hvd.rank():
-                raise CompressError(
-                    f"this error memory was saved by rank {head['rank']} of {head['ranks']} and "
-                    f"read by rank {hvd.rank()}; expected its own. Save one checkpoint per rank, "
-                    "with the rank in its name."
-                )
-            for name, entry in head["memory"].items():
-                parts = range(entry.pop("parts"))
-                entry["coefficients"] = [arrays[f"{name}/{i}"] for i in parts]
-        self.load_state_dict(head)
+        self.from_bytes(string_value, hvd.rank())
 
 
 # A compression that is dropped takes its memory along, unless Horovod's cache holds it.
@@ -205,44 +118,105 @@ class Cast:
 
 
 @dataclass(frozen=True)
-class Gathering:
-    """A payload on its way, as a node of the graph."""
+class OnItsWay:
+    """A gradient on its way, and how the nodes of its graph call Python."""
 
-    gathered: Any  # [ranks * payload bytes] uint8
     call: Call
     memory: Memory
     like: Any  # the gradient: shape and dtype of the result
+    slot: Any  # of its variable, a tensor
+    slots: Any  # what keeps the calls from being folded away
+    mark: str  # in the names of its collectives
 
-    @_as_written
-    def finish(self, _: Any) -> Any:
-        n = self.like.shape.num_elements()
+    def python(self, function: Callable[..., Any], inputs: list[Any], outputs: Any) -> Any:
+        """A node that calls `function(key, *inputs)` at each step."""
+
+        def run(slot: Any, _: Any, *values: Any) -> Any:
+            return function(self.memory.key(self.call.name, int(slot)), *values)
+
         with tf.device("CPU"):
-            mean = tf.numpy_function(
-                lambda gathered: self._mean(gathered, n), [self.gathered], tf.float32,
-                stateful=False,
-            )  # fmt: skip
-        mean.set_shape([n])
+            return tf.numpy_function(run, [self.slot, self.slots, *inputs], outputs, stateful=False)
+
+    def name(self, kind: str) -> str | None:
+        """Of a collective; Horovod names it after its input where the user gave none."""
+        return self.call.name and f"sn_{kind}_{self.call.name}"
+
+    def ranks(self) -> int:
+        """Asked at each step: an elastic run changes it after the trace."""
+        return int(self.call.process_set.size())
+
+    def factor(self) -> float:
+        """From the mean to what was asked for."""
+        return float(self.call.scale * (self.ranks() if self.call.op == hvd.Sum else 1))
+
+    def restored(self, mean: Any) -> Any:
+        """The mean as the gradient: shape, dtype, and the gradient of a plain hvd.allreduce."""
+        mean.set_shape([self.like.shape.num_elements()])
         mean = tf.cast(tf.reshape(mean, self.like.shape), self.like.dtype)
         if self.call.sources is None:
             return _differentiable(self.like, mean, self.call)
         return mean
 
-    def _mean(self, gathered: Any, n: int) -> Any:
-        # Asked at each step: an elastic run changes it after the trace.
-        ranks = self.call.process_set.size()
-        try:
-            mean = mean_of_gathered(self.memory.codec, gathered, ranks, n)
-        except PayloadError as error:
-            if all(part.any() for part in np.array_split(gathered, ranks)):
-                raise
-            # Horovod puts zeros in the place of a rank that has joined.
-            raise CompressError(
-                f"{self.like.name if tf.is_symbolic_tensor(self.like) else 'tensor'}: another "
-                "rank called hvd.join(), after which Horovod gathers nothing. Give all ranks "
-                "equally many batches (drop_remainder=True), or train without compression."
-            ) from error
-        factor = self.call.scale * (ranks if self.call.op == hvd.Sum else 1)
-        return mean if factor == 1.0 else mean * np.float32(factor)
+
+@dataclass(frozen=True)
+class Gathering:
+    """The payloads of all ranks, as a node of the graph."""
+
+    way: OnItsWay
+    gathered: Any  # [ranks * payload bytes] uint8
+
+    @_as_written
+    def finish(self, _: Any) -> Any:
+        way, n = self.way, self.way.like.shape.num_elements()
+
+        def decode(key: str | None, gathered: Any) -> Any:
+            return way.memory.mean(gathered, ranks=way.ranks(), n=n, factor=way.factor())
+
+        return way.restored(way.python(decode, [self.gathered], tf.float32))
+
+
+@dataclass(frozen=True)
+class Summing:
+    """The beginning of a step of the shared exchange, as nodes of the graph."""
+
+    way: OnItsWay
+    dense: Any  # [] bool
+    whole: Any  # [n or 0] float32, to be averaged if it is dense
+    words: Any  # [words or 0] int32, to be summed if not
+
+    @_as_written
+    def finish(self, _: Any) -> Any:
+        return self.way.restored(tf.cond(self.dense, self._averaged, lambda: self._summed(1)))
+
+    def _averaged(self) -> Any:
+        mean = self._reduce(self.whole, hvd.Average, "dense")
+
+        def learn(key: str, mean: Any) -> Any:
+            return self.way.memory.learn(key, mean, factor=self.way.factor())
+
+        return self.way.python(learn, [mean], tf.float32)
+
+    def _summed(self, turn: int, words: Any = None) -> Any:
+        total = self._reduce(self.words if words is None else words, hvd.Sum, f"round{turn}")
+
+        def advance(key: str, total: Any) -> Any:
+            return self.way.memory.advance(key, total, factor=self.way.factor())
+
+        more, words, mean = self.way.python(advance, [total], [tf.bool, tf.int32, tf.float32])
+        if turn == ROUNDS:
+            return mean
+        more.set_shape([])
+        return tf.cond(more, lambda: self._summed(turn + 1, words), lambda: mean)
+
+    def _reduce(self, tensor: Any, op: Any, kind: str) -> Any:
+        tensor.set_shape([None])
+        return hvd.allreduce(
+            tf.identity(tensor, name=f"{self.way.mark}_{kind}"),
+            op=op,
+            name=self.way.name(kind),
+            ignore_name_scope=self.way.call.ignore_name_scope,
+            process_set=self.way.call.process_set,
+        )
 
 
 @_as_written
@@ -256,10 +230,21 @@ def compress(tensor: Any, settings: Settings, frame: FrameType) -> tuple[Any, An
         tensor = tf.ensure_shape(tensor, call.sources[call.place].shape)
     memory = _memory(call.compression, settings)
     n = tensor.shape.num_elements()
-    unclear = call.sources is not None and call.place is None
-    if tensor.dtype not in _FLOATS or n is None or n < settings.min_elements or unclear:
+    shared = settings.exchange == "shared"
+    smallest = SMALLEST if shared else settings.min_elements
+    if tensor.dtype not in _FLOATS or n is None or n < smallest or _unclear(call, shared):
         return _send_plain(tensor, call, memory)
-    return _send_payload(tensor, call, memory)
+    return _send(tensor, call, memory, shared)
+
+
+def _unclear(call: Call, shared: bool) -> bool:
+    """Whether nothing tells which memory would be meant."""
+    if call.sources is None:
+        # A gather works without memory; the shared exchange is nothing but memory.
+        return shared and call.name is None
+    if call.place is None:
+        return True
+    return shared and not isinstance(call.sources[call.place], tf.Variable)
 
 
 def _check(call: Call) -> None:
@@ -292,31 +277,40 @@ def _send_plain(tensor: Any, call: Call, memory: Memory) -> tuple[Any, Any]:
     return wire, ctx
 
 
-def _send_payload(tensor: Any, call: Call, memory: Memory) -> tuple[Any, Any]:
+def _send(tensor: Any, call: Call, memory: Memory, shared: bool) -> tuple[Any, Any]:
     _say_host_once()
     slots = _slots(tensor, call, memory)
-    slot = _NO_MEMORY if call.place is None else slots[call.place]
-    with tf.device("CPU"):
-        values = tf.reshape(tf.cast(tensor, tf.float32), [-1])
-        payload = tf.numpy_function(
-            lambda values, slot, _: memory.encode(call.name, int(slot), values),
-            [values, slot, slots],
-            tf.uint8,
-            stateful=False,
-        )
-    payload.set_shape([memory.codec.payload_bytes(tensor.shape.num_elements())])
-    # Horovod names its operations after their inputs where no name is given.
+    slot = tf.constant(NO_VARIABLE, tf.int64) if call.place is None else slots[call.place]
     mark = "sn_plain" if call.place is None else f"sn_{call.place}"
-    gathered = hvd.allgather(
-        tf.identity(payload, name=mark),
-        name=call.name and f"sn_{call.name}",
-        ignore_name_scope=call.ignore_name_scope,
-        process_set=call.process_set,
-    )
+    way = OnItsWay(call, memory, tensor, slot, slots, mark)
+    values = tf.reshape(tf.cast(tensor, tf.float32), [-1])
     # Grouped all-reduces want one dtype, that of the plain tensors beside it.
     dtype = tf.float32 if tensor.dtype == tf.bfloat16 else tensor.dtype
     token = tf.identity(tf.zeros([1], dtype), name=f"{mark}_token")
-    return token, Gathering(gathered, call, memory, tensor)
+    return token, (_begin(way, values) if shared else _gather(way, values))
+
+
+def _gather(way: OnItsWay, values: Any) -> Gathering:
+    payload = way.python(way.memory.encode, [values], tf.uint8)
+    payload.set_shape([way.memory.codec.payload_bytes(values.shape[0])])
+    gathered = hvd.allgather(
+        tf.identity(payload, name=f"{way.mark}_payload"),
+        name=way.name("payload"),
+        ignore_name_scope=way.call.ignore_name_scope,
+        process_set=way.call.process_set,
+    )
+    return Gathering(way, gathered)
+
+
+def _begin(way: OnItsWay, values: Any) -> Summing:
+    shape = tuple(way.like.shape)
+
+    def begin(key: str, values: Any) -> Any:
+        return way.memory.begin(key, values, shape=shape, ranks=way.ranks())
+
+    dense, whole, words = way.python(begin, [values], [tf.bool, tf.float32, tf.int32])
+    dense.set_shape([])
+    return Summing(way, dense, whole, words)
 
 
 def _slots(tensor: Any, call: Call, memory: Memory) -> Any:
@@ -333,8 +327,8 @@ def _slots(tensor: Any, call: Call, memory: Memory) -> Any:
         handles = {i: v.handle for i, v in enumerate(sources) if isinstance(v, tf.Variable)}
 
         def find(*found: Any) -> Any:
-            slots = np.full(len(sources), _NO_MEMORY, np.int64)
-            slots[list(handles)] = memory.slots(*found)
+            slots = np.full(len(sources), NO_VARIABLE, np.int64)
+            slots[list(handles)] = memory.slots(map(repr, found))
             return slots
 
         with graph.as_default(), tf.device("CPU"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from types import FrameType
@@ -22,9 +23,11 @@ from ..codecs.fft import FFTCodec
 from ..contract import Payload
 from ..errors import CompressError, PayloadError
 from ..exchange.gather import mean_of_gathered
+from ..exchange.session import SMALLEST
+from ..exchange.shared import Rounds
 from ..feedback import ErrorFeedback
+from ..settings import Settings
 from .caller import Caller, find_caller
-from .compression import Settings
 from .traffic import Traffic
 
 _log = logging.getLogger(__name__)
@@ -38,6 +41,8 @@ class Memory:
         self.settings = settings
         self.codec = settings.codec(torch.get_num_threads())
         self.feedback = ErrorFeedback(self.codec, decay=settings.decay)
+        self.shared = settings.shared()
+        self.pending: dict[str, InRounds] = {}
         self.traffic = Traffic()
 
     def encode(self, name: str | None, values: Any) -> Payload:
@@ -102,6 +107,75 @@ class InFlight:
         )
 
 
+@dataclass
+class Shown:
+    """A gradient on its way uncompressed, of whose mean the shared exchange takes note."""
+
+    memory: Memory
+    name: str
+    factor: float  # from the mean to what was asked for
+    dtype: torch.dtype
+
+    def finish(self, reduced: torch.Tensor) -> torch.Tensor:
+        self.memory.shared.learn(self.name, reduced.float().cpu().numpy() / self.factor)
+        return reduced.to(self.dtype)
+
+
+@dataclass
+class InRounds:
+    """A gradient on its way in the rounds of the shared exchange."""
+
+    memory: Memory
+    name: str
+    rounds: Rounds
+    handle: int  # of the round on its way
+    ranks: int
+    factor: float
+    like: torch.Tensor
+    process_set: Any
+    sent: int  # bytes
+    round: int = 0
+    mean: Any = None
+
+    def finish(self, _: torch.Tensor) -> torch.Tensor:
+        # Ranks may come here in different orders, so one that waited for the second round of
+        # one tensor, and had not begun that of another, could wait for ever.
+        pending = self.memory.pending
+        while any(other.mean is None for other in pending.values()):
+            for name in sorted(pending):
+                pending[name].advance()
+        del pending[self.name]
+        mean, self.mean = self.mean, None
+        if self.factor != 1.0:
+            mean *= self.factor
+        return torch.from_numpy(mean).reshape(self.like.shape).to(self.like)
+
+    def advance(self) -> None:
+        """Wait for the round on its way and start the next."""
+        if self.mean is not None:
+            return
+        total = hvd.synchronize(self.handle).numpy()
+        try:
+            words = self.rounds.send(total)
+        except StopIteration as end:
+            self.mean = end.value
+            energy, error = self.memory.shared.lost(self.name)
+            self.memory.traffic.shared(self.name, self.like.numel(), self.sent, energy, error)
+        else:
+            self.round += 1
+            self.start(words)
+
+    def start(self, words: Any) -> None:
+        """All-reduce the words of a round."""
+        self.sent += words.nbytes
+        self.handle = hvd.allreduce_async(
+            torch.from_numpy(words),
+            name=f"sn{self.round}.{self.name}",
+            op=hvd.Sum,
+            process_set=self.process_set,
+        )
+
+
 def compress(tensor: torch.Tensor, settings: Settings, frame: FrameType) -> tuple[Any, Any]:
     """One gradient on its way; see FFTCompression."""
     caller = find_caller(frame, tensor)
@@ -116,9 +190,12 @@ def compress(tensor: torch.Tensor, settings: Settings, frame: FrameType) -> tupl
     memory = _memory_for(caller, settings)
     if caller.optimizer is None and tensor.requires_grad and torch.is_grad_enabled():
         return tensor, None  # a differentiable all-reduce; encoding would cut the graph
-    if tensor.dtype not in _FLOATS or tensor.numel() < settings.min_elements:
+    shared = settings.exchange == "shared"
+    # Without a name no rank knows what another one has agreed to.
+    smallest = SMALLEST if shared else settings.min_elements
+    if tensor.dtype not in _FLOATS or tensor.numel() < smallest or (shared and not caller.name):
         return _send_plain(tensor, caller, memory)
-    return _send_payload(tensor, caller, memory)
+    return (_send_shared if shared else _send_payload)(tensor, caller, memory)
 
 
 def _memory_for(caller: Caller, settings: Settings) -> Memory:
@@ -138,6 +215,33 @@ def _send_plain(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[A
         wire, ctx = tensor.float(), Cast(tensor.dtype)
     memory.traffic.plain(caller.name, tensor.numel(), wire.numel() * wire.element_size())
     return wire, ctx
+
+
+def _send_shared(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[Any, Any]:
+    if tensor.device.type != "cpu":
+        _say_host_once(tensor.device.type)
+    name, shared = str(caller.name), memory.shared
+    values = tensor.detach().to("cpu", torch.float32).reshape(-1).numpy()
+    ranks = caller.process_set.size()
+    factor = caller.scale * (ranks if caller.op == hvd.Sum else 1)
+    if shared.dense(name, tensor.shape):
+        wire = torch.from_numpy(shared.whole(name, values)).reshape(tensor.shape)
+        wire = wire.to(tensor.device)
+        if tensor.dtype != torch.bfloat16:  # Horovod reduces no bfloat16
+            wire = wire.to(tensor.dtype)
+        memory.traffic.plain(name, tensor.numel(), wire.numel() * wire.element_size())
+        return wire, Shown(memory, name, factor, tensor.dtype)
+    rounds = shared.exchange(name, values, ranks=ranks)
+    # Grouped all-reduces want one dtype, that of the plain tensors beside it.
+    dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
+    token = torch.zeros(1, dtype=dtype, device=tensor.device)
+    ctx = InRounds(
+        memory, name, rounds, -1, ranks, factor, tensor.detach(), caller.process_set,
+        token.element_size(),
+    )  # fmt: skip
+    ctx.start(next(rounds))
+    memory.pending[name] = ctx
+    return token, ctx
 
 
 def _send_payload(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[Any, Any]:
@@ -189,16 +293,22 @@ def report(optimizer: Any) -> dict[str, float]:
 
 def state_dict(optimizer: Any) -> dict[str, Any]:
     """As torch tensors, so that torch.save and torch.load(weights_only=True) take it."""
-    state = _memory_of(optimizer).feedback.state_dict()
-    for entry in state["memory"].values():
-        entry["coefficients"] = [torch.from_numpy(part) for part in entry["coefficients"]]
+    state: dict[str, Any] = _each(
+        np.ndarray, torch.from_numpy, _memory_of(optimizer).feedback.state_dict()
+    )
     return state
 
 
 def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
     """Take over what state_dict returned."""
-    memory = {
-        name: {"n": entry["n"], "coefficients": [part.numpy() for part in entry["coefficients"]]}
-        for name, entry in state.get("memory", {}).items()
-    }
-    _memory_of(optimizer).feedback.load_state_dict({**state, "memory": memory})
+    arrays = _each(torch.Tensor, lambda tensor: tensor.cpu().numpy(), state)
+    _memory_of(optimizer).feedback.load_state_dict(arrays)
+
+
+def _each(kind: type, change: Callable[[Any], Any], node: Any) -> Any:
+    """Dicts and lists with everything of one kind changed."""
+    if isinstance(node, kind):
+        return change(node)
+    if isinstance(node, dict):
+        return {key: _each(kind, change, value) for key, value in node.items()}
+    return [_each(kind, change, item) for item in node] if isinstance(node, list) else node

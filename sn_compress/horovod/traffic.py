@@ -15,8 +15,10 @@ class Traffic:
 
     def __init__(self) -> None:
         self._bytes: dict[str, tuple[int, int, bool]] = {}  # name -> elements, bytes, compressed
+        self._fixed: dict[str, tuple[int, int]] = {}  # the same in every step
         self._sent: set[str] = set()
         self._steps = 0
+        self._dense_sum = self._sent_sum = 0  # bytes over all steps
         self._energy = self._error = 0.0
         self._relative_sum, self._relative_count = 0.0, 0
         self._saturated = 0
@@ -27,7 +29,7 @@ class Traffic:
 
     def fixed(self, name: str, elements: int, nbytes: int) -> None:
         """Note a tensor that travels uncompressed in every step of a traced function."""
-        self._bytes[name] = elements, nbytes, False
+        self._fixed[name] = elements, nbytes
 
     def payload(self, name: str | None, elements: int, payload: Payload, extra: int) -> bool:
         """Count a payload and `extra` bytes beside it; True when values saturated first."""
@@ -39,6 +41,12 @@ class Traffic:
         self._saturated += payload.saturated
         return first
 
+    def shared(self, name: str, elements: int, nbytes: int, energy: float, error: float) -> None:
+        """Count what one tensor adds to the sums, and what it remembers of it."""
+        self._count(name, elements, nbytes, compressed=True)
+        self._energy += energy
+        self._error += error
+
     def _count(self, name: str | None, elements: int, nbytes: int, *, compressed: bool) -> None:
         key = name or ""
         if key in self._sent or not self._sent:
@@ -46,6 +54,8 @@ class Traffic:
             self._steps += 1
             self._sent.clear()
         self._sent.add(key)
+        self._dense_sum += 4 * elements
+        self._sent_sum += nbytes
         self._bytes[key] = elements, nbytes, compressed
 
     def _close_step(self) -> None:
@@ -59,15 +69,16 @@ class Traffic:
         relative_sum, count = self._relative_sum, self._relative_count
         if self._energy > 0 and math.isfinite(self._energy):  # the step still open
             relative_sum, count = relative_sum + math.sqrt(self._error / self._energy), count + 1
-        dense = sum(4 * elements for elements, _, _ in self._bytes.values())
-        sent = sum(nbytes for _, nbytes, _ in self._bytes.values())
+        steps = max(self._steps, 1)
+        dense = self._dense_sum / steps + sum(4 * n for n, _ in self._fixed.values())
+        sent = self._sent_sum / steps + sum(nbytes for _, nbytes in self._fixed.values())
         compressed = [elements for elements, _, small in self._bytes.values() if small]
         return {
             "steps": self._steps,
             "tensors": len(compressed),
             "elements": sum(compressed),
-            "dense_bytes": dense,
-            "payload_bytes": sent,
+            "dense_bytes": round(dense),
+            "payload_bytes": round(sent),
             "ratio": dense / sent if sent else 0.0,
             "relative_error": relative_sum / count if count else 0.0,
             "saturated": self._saturated,

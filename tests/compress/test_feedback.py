@@ -166,7 +166,7 @@ def test_another_block_size_keeps_the_residual(backend, old, new):
     payload = saved.encode("w", random(n))
     loaded = ErrorFeedback(FFTCodec(theta=0.9, block=new))
     loaded.load_state_dict(saved.state_dict())
-    e = sum(transform_error(c, n) for c in (saved.codec, loaded.codec))
+    e = sum(transform_error(c, n) for c in (saved.codec_of("w"), loaded.codec_of("w")))
     e = e or U  # between blocks of plain values nothing is rounded, nor are these bounds zero
     difference = norm(loaded.residual("w").astype(np.float64) - saved.residual("w"))
     # Back, forward, back, and the comparison's own way back.
@@ -192,14 +192,16 @@ def test_another_transform_keeps_the_residual(backend, old, new):
     loaded = ErrorFeedback(FFTCodec(theta=0.9, **new))
     loaded.load_state_dict(saved.state_dict())
     difference = norm(loaded.residual("w").astype(np.float64) - saved.residual("w"))
-    e = sum(transform_error(c, n) for c in (saved.codec, loaded.codec))
+    e = sum(transform_error(c, n) for c in (saved.codec_of("w"), loaded.codec_of("w")))
     assert difference <= 2.1 * e * math.sqrt(payload.error)
     if old == new:
         assert difference == 0
     # And the one goes on as the other: the next step loses nothing.
     x, before = random(n, 1), saved.residual("w").astype(np.float64)
-    total = loaded.codec.decode(loaded.encode("w", x)) + loaded.residual("w").astype(np.float64)
-    slack = drift(loaded.codec, n, [x], [3 * norm(before)]) + difference
+    total = loaded.codec_of("w").decode(loaded.encode("w", x)) + loaded.residual("w").astype(
+        np.float64
+    )
+    slack = drift(loaded.codec_of("w"), n, [x], [3 * norm(before)]) + difference
     assert norm(total - x - before) <= slack
 
 
@@ -234,32 +236,54 @@ def without(key: str):
 
 
 def entry(**change):
-    """Change the memory of "b"; its two parts are for one block of 4096 and one of 1024."""
+    """Change what is saved of "b"; its two parts are for one block of 4096 and one of 1024."""
 
     def apply(state):
-        state["memory"]["b"] |= {
-            key: new(state["memory"]["b"]["coefficients"]) if callable(new) else new
-            for key, new in change.items()
-        }
+        state["memory"]["b"] |= change
+        return state
+
+    return apply
+
+
+def arrays(change):
+    """Change the arrays of "b"."""
+
+    def apply(state):
+        state["memory"]["b"]["state"]["arrays"] = change(state["memory"]["b"]["state"]["arrays"])
         return state
 
     return apply
 
 
 def basis(**change):
-    return lambda state: state | {"basis": state["basis"] | change}
+    def apply(state):
+        state["memory"]["b"]["basis"] |= change
+        return state
+
+    return apply
 
 
-def no_coefficients(state):
-    del state["memory"]["b"]["coefficients"]
-    return state
+def missing(key: str):
+    def apply(state):
+        del state["memory"]["b"][key]
+        return state
+
+    return apply
 
 
 BAD_STATES = {
     "nothing": lambda state: {},
-    "other format": lambda state: state | {"format": 2},
-    "no basis": without("basis"),
+    "not a dict": lambda state: [state],
+    "other format": lambda state: state | {"format": 3},
     "no memory": without("memory"),
+    "memory of a wrong kind": lambda state: state | {"memory": [1]},
+    "entry of a wrong kind": lambda state: state | {"memory": {"b": None}},
+    "no n": missing("n"),
+    "no codec": missing("codec"),
+    "no basis": missing("basis"),
+    "no state": missing("state"),
+    "no such codec": entry(codec="ZipCodec"),
+    "other codec": entry(codec="TopKCodec"),
     "odd block": basis(block=77),
     "other block": basis(block=64),
     "other transform": basis(transform="identity"),
@@ -268,14 +292,18 @@ BAD_STATES = {
     "axes without a shape": basis(transform="axes"),
     "axes of another shape": basis(transform="axes", shape=(7, 7), axes=(0,)),
     "no such setting": basis(blocks=64),
-    "basis of a wrong kind": lambda state: state | {"basis": ["fft"]},
+    "basis of a wrong kind": entry(basis=["fft"]),
     "other n": entry(n=5121),
     "negative n": entry(n=-5),
-    "no coefficients": no_coefficients,
-    "part missing": entry(coefficients=lambda parts: parts[:1]),
-    "part too many": entry(coefficients=lambda parts: [*parts, parts[0]]),
-    "short part": entry(coefficients=lambda parts: [parts[0], parts[1][:, :-1]]),
-    "NaN in it": entry(coefficients=lambda parts: [parts[0] * np.float32(np.nan), parts[1]]),
+    "n of a wrong kind": entry(n="5000"),
+    "no arrays": entry(state={}),
+    "arrays of a wrong kind": arrays(lambda parts: "abc"),
+    "part missing": arrays(lambda parts: parts[:1]),
+    "part too many": arrays(lambda parts: [*parts, parts[0]]),
+    "part of a wrong kind": arrays(lambda parts: [parts[0], parts[1].astype("U")]),
+    "short part": arrays(lambda parts: [parts[0], parts[1][:, :-1]]),
+    "NaN in it": arrays(lambda parts: [parts[0] * np.float32(np.nan), parts[1]]),
+    "beyond float32": arrays(lambda parts: [parts[0].astype("f8") + 1e300, parts[1]]),
 }
 
 
@@ -285,7 +313,7 @@ def test_a_bad_state_is_refused_and_changes_nothing(kind):
     feedback.encode("a", random(5000))
     feedback.encode("b", random(5000))
     before = [feedback.residual(name) for name in "ab"]
-    with pytest.raises(CompressError):
+    with pytest.raises(CompressError, match=r"'b'|format|by name"):
         feedback.load_state_dict(BAD_STATES[kind](feedback.state_dict()))
     for name, residual in zip("ab", before, strict=True):
         np.testing.assert_array_equal(feedback.residual(name), residual)
@@ -295,9 +323,8 @@ def test_memory_in_another_order_of_axes_is_taken():
     feedback = ErrorFeedback(FFTCodec())
     feedback.encode("a", random(8192))
     state = feedback.state_dict()
-    state["memory"]["a"]["coefficients"] = [
-        np.asfortranarray(part) for part in state["memory"]["a"]["coefficients"]
-    ]
+    saved = state["memory"]["a"]["state"]
+    saved["arrays"] = [np.asfortranarray(part) for part in saved["arrays"]]
     other = ErrorFeedback(FFTCodec())
     other.load_state_dict(state)
     assert (
@@ -319,7 +346,7 @@ def test_non_finite_steps_leave_the_memory(backend):
 def test_exact_zeros_stay_zero(backend):
     feedback = ErrorFeedback(FFTCodec(theta=0.9))
     for x in (specials(5000)["zeros"], specials(5000)["minus zeros"]) * 3:
-        assert not feedback.codec.decode(feedback.encode("w", x)).any()
+        assert not feedback.codec_of("w").decode(feedback.encode("w", x)).any()
     assert not feedback.residual("w").any()
 
 

@@ -11,10 +11,15 @@ import scipy.fft
 from samples import exact_inverse, transform_error
 
 from sn_compress import FFTCodec, Payload
+from sn_compress.codecs.auto import AutoCodec
+from sn_compress.codecs.lowrank import LowRankCodec
+from sn_compress.codecs.registry import CODECS
 from sn_compress.ops.record import encode_records
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
-ENTRIES = json.loads((GOLDEN / "payloads.json").read_text("utf-8"))
+ALL = json.loads((GOLDEN / "payloads.json").read_text("utf-8"))
+METHODS = {name: entry for name, entry in ALL.items() if "codec" in entry}
+ENTRIES = {name: entry for name, entry in ALL.items() if "codec" not in entry}  # of FFTCodec
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +38,9 @@ def opened(name: str) -> tuple[FFTCodec, Payload]:
 
 def test_nothing_is_missing_or_large(make):
     files = {path.stem: path.stat().st_size for path in GOLDEN.glob("*.bin")}
-    assert files.keys() == ENTRIES.keys() == {case[0] for case in make.CASES}
-    assert max(files.values()) <= 1024
+    assert files.keys() == ALL.keys() == {case[0] for case in make.CASES + make.METHODS}
+    assert {entry["codec"] for entry in METHODS.values()} | set(make.TRANSFORMS) == set(CODECS)
+    assert max(files.values()) < 2048
 
 
 @pytest.mark.parametrize("name", ENTRIES)
@@ -92,8 +98,58 @@ def test_its_coefficients_are_written_in_the_same_bits(backend, make, name):
         np.testing.assert_array_equal(rows.reshape(-1), words[s.words_at : end])
 
 
+def of_method(make, name: str):
+    data = (GOLDEN / f"{name}.bin").read_bytes()
+    entry = METHODS[name]
+    return make.method(entry["codec"], entry["settings"]), Payload.from_bytes(data), entry
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_payload_of_each_method_decodes(backend, make, name):
+    codec, payload, entry = of_method(make, name)
+    assert (payload.n, payload.saturated) == (entry["n"], entry["saturated"])
+    if entry["codec"] == "auto":
+        codec, payload = inner_of_auto(codec, payload, entry)
+    decoded = codec.decode(payload)
+    if "decoded_sha256" in entry:
+        assert make.digest([decoded]) == entry["decoded_sha256"]
+        return
+    # Sums of at most 120 products (of a DCT's, or of a rank's columns) in float32: 2 * 120 u of
+    # the norm, each way.
+    slack = 4 * 120 * 2.0**-24 * entry["norm"]
+    assert abs(np.linalg.norm(decoded.astype(np.float64)) - entry["norm"]) <= slack
+    for at, value in entry["samples"].items():
+        assert abs(float(decoded[int(at)]) - value) <= slack
+
+
+def inner_of_auto(codec: AutoCodec, payload: Payload, entry):
+    """The candidate named in the entry, since numbers are not kept, with its own payload."""
+    known = {"FFTCodec": FFTCodec, "LowRankCodec": LowRankCodec}
+    candidate = eval(entry["candidate"], known)
+    if repr(codec.candidates(payload.n)[payload.settings[0]]) == entry["candidate"]:
+        body = payload.buffer[: candidate.payload_bytes(payload.n)]
+        inner = Payload(body, candidate.codec_id, payload.n, candidate.settings)
+        np.testing.assert_array_equal(codec.decode(payload), candidate.decode(inner))
+    body = payload.buffer[: candidate.payload_bytes(payload.n)]
+    return candidate, Payload(body, candidate.codec_id, payload.n, candidate.settings)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_payload_of_each_method_stands_for_its_vector(make, name):
+    codec, payload, _ = of_method(make, name)
+    x = make.vector(payload.n, {})
+    again = codec.encode(x)
+    assert again.nbytes == payload.nbytes
+    # Of auto, the number of the candidate may be another one (byte 12).
+    assert again.to_bytes()[:12] == payload.to_bytes()[:12]
+    assert again.to_bytes()[13:24] == payload.to_bytes()[13:24]
+    lost = float(np.square(codec.decode(payload).astype(np.float64) - x).sum())
+    # Statistics are summed in other orders elsewhere, which may turn a code or a choice.
+    assert lost <= 1.001 * again.error + 1e-6 * again.energy
+
+
 def test_make_overwrites_nothing(make, capsys):
     before = {path: path.read_bytes() for path in GOLDEN.iterdir() if path.is_file()}
     make.main()
     assert {path: path.read_bytes() for path in GOLDEN.iterdir() if path.is_file()} == before
-    assert capsys.readouterr().out.count("is there, left alone") == len(ENTRIES)
+    assert capsys.readouterr().out.count("is there, left alone") == len(ALL)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.fft
+import torch
 from host import Host
 
 from sn_compress import _cuda
@@ -48,6 +49,25 @@ def fake(array: Any) -> Any:
     return np.asarray(array).view(FakeArray)
 
 
+class FakeTensor(torch.Tensor):
+    """A torch tensor that says it is on a GPU."""
+
+    is_cuda = True
+    device = SimpleNamespace(index=0)
+
+
+FakeTensor.__module__ = "torch"
+
+
+def tensor(array: Any) -> Any:
+    """A tensor over the same memory."""
+    return torch.as_tensor(array).as_subclass(FakeTensor)
+
+
+def made(array: Any, framework: str | None) -> Any:
+    return tensor(np.asarray(array)) if framework == "torch" else fake(array)
+
+
 def poisoned(shape: Any, dtype: str) -> Any:
     array = np.empty(shape, dtype)
     array.view(np.uint8).fill(0xFF)
@@ -69,6 +89,9 @@ CUPY = SimpleNamespace(
     empty=poisoned,
     zeros=lambda shape, dtype: fake(np.zeros(shape, dtype)),
     asarray=fake,
+    from_dlpack=lambda owner: fake(
+        owner.as_subclass(torch.Tensor).numpy() if isinstance(owner, torch.Tensor) else owner
+    ),
     stack=lambda arrays: fake(np.stack(arrays)),
     ascontiguousarray=lambda array: fake(np.ascontiguousarray(array)),
     lib=SimpleNamespace(
@@ -91,5 +114,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     device = FakeCuda()
     monkeypatch.setattr(_cuda, "cupy", lambda: CUPY)
     monkeypatch.setattr(_cuda, "fft", _Fft)
-    monkeypatch.setattr(_cuda.View, "run", lambda self: device)
+    monkeypatch.setattr(_cuda, "current", lambda number, framework: device)
+    monkeypatch.setattr(_cuda, "from_host", lambda array, number, framework: made(array, framework))
+    monkeypatch.setattr(
+        _cuda, "empty", lambda n, number, framework: made(poisoned(n, "f4"), framework)
+    )
     return device

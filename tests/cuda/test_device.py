@@ -142,6 +142,6 @@ def test_feedback_moves_its_memory_to_the_tensor(gpu: FakeCuda) -> None:  # noqa
         b = on_gpu.encode("w", fake(values(5000, seed)))
         assert a.to_bytes() == b.to_bytes()
         saved = on_gpu.state_dict()
-        assert all(type(p) is np.ndarray for p in saved["memory"]["w"]["coefficients"])
+        assert all(type(p) is np.ndarray for p in saved["memory"]["w"]["state"]["arrays"])
         on_gpu.load_state_dict(saved)
     np.testing.assert_array_equal(on_cpu.residual("w"), on_gpu.residual("w"))

@@ -29,7 +29,7 @@ LAYERS = (
     ("sn_compress.ops",),
     ("sn_compress.contract",),
     ("sn_compress.codecs",),
-    ("sn_compress.feedback", "sn_compress.schedule", "sn_compress.cost"),
+    ("sn_compress.feedback", "sn_compress.schedule", "sn_compress.cost", "sn_compress.settings"),
     ("sn_compress.exchange", "sn_compress.gossip"),
     ("sn_compress.horovod", "sn_compress.ddp"),
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sn_compress import FFTCodec, Payload
+from sn_compress import Codec, FFTCodec, Payload, codec
 from sn_compress.ops.record import decode_records
 
 HERE = Path(__file__).resolve().parent
@@ -49,6 +49,40 @@ CASES: list[tuple[str, int, dict[str, object], dict[int, float]]] = [
     ),
     ("v1-empty", 0, {}, {}),
 ]
+# Name, method of the registry, number of elements, settings.
+METHODS: list[tuple[str, str, int, dict[str, object]]] = [
+    ("v1-auto", "auto", 1_080, {"ratio": 12.0, "shape": [10, 12, 3, 3]}),
+    ("v1-lowrank", "lowrank", 600, {"shape": [30, 20], "rank": 2}),
+    ("v1-lowrank-fp16", "lowrank", 600, {"shape": [30, 20], "rank": 1, "bits": 16}),
+    ("v1-topk", "topk", 5_000, {"theta": 0.99}),
+    ("v1-topk-grace", "topk", 200, {"preset": "grace"}),
+    ("v1-topk-compact", "topk", 9_000, {"preset": "compact"}),
+    (
+        "v1-topk-half",
+        "topk",
+        500,
+        {"theta": 0.9, "chunk": 60, "indices": "packed", "values": "fp16"},
+    ),
+    ("v1-dgc", "dgc", 3_000, {"theta": 0.99}),
+    ("v1-dgc-grace", "dgc", 200, {"preset": "grace"}),
+    ("v1-demo", "demo", 600, {"shape": [30, 20], "topk": 8, "edge": 10}),
+    ("v1-demo-vector", "demo", 600, {"topk": 4}),
+    ("v1-qsgd", "qsgd", 1_000, {}),
+    ("v1-qsgd-grace", "qsgd", 300, {"preset": "grace"}),
+    ("v1-terngrad", "terngrad", 1_001, {"bucket": 300}),
+    ("v1-terngrad-paper", "terngrad", 1_001, {"preset": "paper"}),
+    ("v1-terngrad-grace", "terngrad", 300, {"preset": "grace"}),
+    ("v1-onebit", "onebit", 1_001, {}),
+    ("v1-onebit-sign", "onebit", 1_001, {"preset": "ef-sign"}),
+    ("v1-onebit-grace", "onebit", 300, {"preset": "grace"}),
+    ("v1-powersgd", "powersgd", 600, {"shape": [30, 20], "rank": 2}),
+    ("v1-powersgd-vector", "powersgd", 100, {}),
+    ("v1-cast-fp16", "fp16", 100, {}),
+    ("v1-cast-bf16", "bf16", 100, {}),
+]
+# Transforms and products of matrices differ in the last bits between libraries.
+INEXACT = ("auto", "lowrank", "demo")
+TRANSFORMS = ("fft", "dct", "hadamard", "axes")  # those of CASES
 
 
 def vector(n: int, bad: dict[int, float]) -> np.ndarray:
@@ -85,9 +119,50 @@ def digest(parts: list[np.ndarray]) -> str:
     return total.hexdigest()
 
 
+def method(name: str, settings: dict[str, object]) -> Codec:
+    """The codec of an entry; JSON keeps no tuples."""
+    plain = {key: tuple(v) if isinstance(v, list) else v for key, v in settings.items()}
+    return codec(name, **plain)
+
+
+def meaning(made: Codec, name: str, payload: Payload) -> dict[str, object]:
+    """What a payload of METHODS has to decode to: exactly, or samples and what holds them."""
+    decoded = made.decode(payload)
+    if name not in INEXACT:
+        return {"decoded_sha256": digest([decoded])}
+    places = range(0, payload.n, payload.n // 20)
+    about: dict[str, object] = {
+        "norm": float(np.linalg.norm(decoded.astype(np.float64))),
+        "samples": {str(i): float(decoded[i]) for i in places},
+    }
+    if name == "auto":
+        about["candidate"] = repr(made.candidates(payload.n)[payload.settings[0]])
+    return about
+
+
+def make_methods(entries: dict[str, object]) -> None:
+    for name, kind, n, settings in METHODS:
+        file = HERE / f"{name}.bin"
+        if name in entries or file.exists():
+            print(f"{name}: is there, left alone")
+            continue
+        made = method(kind, settings)
+        payload = made.encode(vector(n, {}))
+        file.write_bytes(payload.to_bytes())
+        entries[name] = {
+            "codec": kind,
+            "n": n,
+            "settings": settings,
+            "saturated": payload.saturated,
+            **meaning(made, kind, payload),
+        }
+        print(f"{name}: {payload.nbytes} bytes")
+
+
 def main() -> None:
     index = HERE / "payloads.json"
     entries = json.loads(index.read_text("utf-8")) if index.exists() else {}
+    make_methods(entries)
     for name, n, settings, bad in CASES:
         file = HERE / f"{name}.bin"
         if name in entries or file.exists():

@@ -197,6 +197,25 @@ def mixed_precision():
         keras.config.set_dtype_policy("float32")
 
 
+def shared():
+    """The shared exchange: dense steps, then sums; resumed in its own way too."""
+    fft = FFTCompression.using(exchange="shared", ratio=40, warmup=2, every=8)
+    model, whole = fit(compression=fft)
+    report = FFTCompression.report(model.optimizer)
+    assert report["steps"] == STEPS, report
+    assert report["ratio"] > 4, report
+    half, _ = fit(compression=fft, steps=7)
+    state, weights = FFTCompression.state_dict(half.optimizer), half.get_weights()
+    again = model_of(seed=5)
+    again.set_weights(weights)
+    optimizer = DistributedOptimizer(sgd(), compression=fft)
+    optimizer.build(again.trainable_variables)
+    optimizer.set_weights([v.numpy() for v in half.optimizer.variables])
+    FFTCompression.load_state_dict(optimizer, state)
+    _, resumed = fit(optimizer, model=again, first=7)
+    assert np.array_equal(whole, resumed)
+
+
 def groups():
     _, one_by_one = fit()
     _, grouped = fit(groups=2)
@@ -369,8 +388,8 @@ def xla_compiled(compression):
 
 
 CASES = [
-    fit_and_loops, plain, stock_diverges, clip, accumulate, mixed_precision, groups, process_sets,
-    embedding, unused, schedule, callbacks, saved_as_what_it_was, resume, refusals,
+    fit_and_loops, plain, stock_diverges, clip, accumulate, mixed_precision, shared, groups,
+    process_sets, embedding, unused, schedule, callbacks, saved_as_what_it_was, resume, refusals,
 ]  # fmt: skip
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from sn_compress import CompressError, FFTCodec, FFTCompression
+from sn_compress import FFTCodec, FFTCompression
 from sn_compress.horovod.tensorflow import memory_of
 
 EXACT = FFTCompression.using(theta=0.0, values="fp16")
@@ -224,8 +224,8 @@ def refusals():
         except Exception as error:  # noqa: BLE001
             # From inside a trace AutoGraph raises an error of its own, which holds ours.
             message = f"{type(error).__name__}: {error}"
-            assert "CompressError" in message, message  # noqa: PT017
-            assert word in message, message  # noqa: PT017
+            assert "CompressError" in message, message
+            assert word in message, message
         else:
             raise AssertionError(f"CompressError about {word} was to be raised")
 

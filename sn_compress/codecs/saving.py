@@ -1,0 +1,64 @@
+"""States on their way to a file and back, from one codec to another if need be.
+
+A saved state names the class and the settings that give it its meaning. A codec of the same takes
+it as it is and goes on bit by bit; for another one it becomes the vector it stands for, and
+whatever else was remembered (momentum, factors, counted steps) starts anew.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..contract import Codec, Floats, saved_item
+from ..errors import CompressError
+from .registry import by_class
+
+
+def save(codec: Codec, state: Any, n: int) -> dict[str, Any]:
+    """A state of n elements as arrays, numbers and strings."""
+    return {
+        "n": n,
+        "codec": type(codec).__name__,
+        "basis": codec.basis,
+        "state": codec.dump_state(state, n),
+    }
+
+
+def load(codec: Codec, entry: dict[str, Any]) -> Any:
+    """The state, for this codec; CompressError if it is damaged or cannot be carried over."""
+    n = elements(entry)
+    own = saved_item(entry, "codec") == type(codec).__name__
+    if own and _plain(saved_item(entry, "basis")) == _plain(codec.basis):
+        return codec.load_state(saved_item(entry, "state"), n)
+    return codec.values_to_state(load_values(entry))
+
+
+def load_values(entry: dict[str, Any]) -> Floats:
+    """The vector that a saved state stands for, [n] float32."""
+    n, basis = elements(entry), saved_item(entry, "basis")
+    try:
+        settings = {k: tuple(v) if isinstance(v, list) else v for k, v in basis.items()}
+        saved = by_class(saved_item(entry, "codec"), settings)
+    except (TypeError, AttributeError) as error:
+        raise CompressError(
+            f"it was saved with settings {basis!r}, which make no codec: {error}"
+        ) from error
+    state = saved.load_state(saved_item(entry, "state"), n)
+    return np.asarray(saved.state_to_values(state, n), np.float32)
+
+
+def elements(entry: dict[str, Any]) -> int:
+    """How many elements a saved state is of."""
+    n = saved_item(entry, "n")
+    if not isinstance(n, int) or n < 0:
+        raise CompressError(f"it is of {n!r} elements; expected 0 or more")
+    return n
+
+
+def _plain(basis: Any) -> Any:
+    """Settings with tuples as lists, which files make of them."""
+    if isinstance(basis, dict):
+        return {key: _plain(value) for key, value in basis.items()}
+    return [_plain(item) for item in basis] if isinstance(basis, (list, tuple)) else basis

@@ -1,0 +1,207 @@
+"""The shared exchange of a whole model: dense steps first, then a rank for every tensor.
+
+A few dense steps begin the training: they are where compression hurts most, and they show every
+rank the same mean gradients, from which all choose the same ranks (`allocate.py`). Such a step
+returns rarely, carries the memories along, and the choice is made anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..contract import Floats
+from ..errors import CompressError
+from .allocate import Curve, allocate, summable
+from .shared import Rounds, Summable
+
+SMALLEST = 64  # elements; below, a head of two words is not worth it
+_FORMAT = 2
+
+
+@dataclass
+class Tensor:
+    """One tensor's part: dense (`summable` is None) until its rank is chosen."""
+
+    shape: tuple[int, ...]
+    step: int = 0  # that the next gradient belongs to
+    curve: Curve | None = None
+    mean: Floats | None = None  # of the last dense step, to start from
+    summable: Summable | None = None
+    rank: int = 0
+
+
+class SharedExchange:
+    """All tensors of one optimizer on one rank, by name.
+
+    Parameters
+    ----------
+    ratio : float32 bytes of the gradients over bytes a rank adds to the sums, small tensors
+        included; where even rank one for every matrix is more, that is what is sent
+    warmup : dense steps at the start, at least 1
+    every : steps from one dense step to the next after that
+    min_elements : tensors below it travel whole, in 16 bits
+    feedback, decay : whether what was not sent is remembered, and the factor on it
+    undoable : see Summable
+    """
+
+    def __init__(
+        self,
+        *,
+        ratio: float,
+        warmup: int = 10,
+        every: int = 2000,
+        min_elements: int = 1024,
+        feedback: bool = True,
+        decay: float = 1.0,
+        undoable: bool = False,
+    ) -> None:
+        if not ratio > 1 or warmup < 1 or every < 1:
+            raise CompressError(
+                f"ratio={ratio!r}, warmup={warmup!r}, every={every!r}; expected a ratio above 1 "
+                "and at least one step each"
+            )
+        self.ratio, self.warmup, self.every = ratio, warmup, every
+        self.min_elements, self.undoable = min_elements, undoable
+        self.decay = decay if feedback else 0.0
+        self.tensors: dict[str, Tensor] = {}
+
+    def dense(self, name: str, shape: Sequence[int]) -> bool:
+        """Whether this tensor's next gradient travels uncompressed."""
+        tensor = self._tensor(name, shape)
+        step = tensor.step
+        return step < self.warmup or (step - self.warmup) % self.every == self.every - 1
+
+    def whole(self, name: str, values: npt.ArrayLike) -> Floats:
+        """What to send on a dense step, [n] float32: the values and all that was not sent yet."""
+        tensor = self.tensors[name]
+        tensor.step += 1
+        vector = np.asarray(values).astype(np.float32)
+        if tensor.summable is not None:
+            vector += tensor.summable.memory * np.float32(self.decay)
+        return vector
+
+    def learn(self, name: str, mean: npt.ArrayLike) -> None:
+        """Take note of the mean gradient of a dense step, [n]; the same on every rank."""
+        tensor = self.tensors[name]
+        mean = np.asarray(mean).astype(np.float32).reshape(-1)
+        if not np.isfinite(mean).all():
+            return
+        large = mean.size >= self.min_elements
+        shape = tensor.shape if large else (mean.size,)
+        tensor.curve, tensor.mean = Curve.of(mean, shape), mean
+        tensor.summable = None
+
+    def exchange(self, name: str, values: npt.ArrayLike, *, ranks: int) -> Rounds:
+        """The rounds of a step that is not dense; see Summable.exchange."""
+        tensor = self.tensors[name]
+        tensor.step += 1
+        if tensor.summable is None:
+            self._choose(ranks)
+        assert tensor.summable is not None
+        return tensor.summable.exchange(values, ranks=ranks, decay=self.decay)
+
+    def lost(self, name: str) -> tuple[float, float]:
+        """Squared norms of what the last step held, memory included, and of what is left of it."""
+        last = self.tensors[name].summable
+        return (last.energy, last.error) if last else (0.0, 0.0)
+
+    def _tensor(self, name: str, shape: Sequence[int]) -> Tensor:
+        tensor = self.tensors.setdefault(name, Tensor(tuple(shape)))
+        if tensor.shape != tuple(shape):
+            raise CompressError(
+                f"{name!r} has shape {tuple(shape)}; before it was {tensor.shape}. Names must be "
+                "unique and shapes constant."
+            )
+        return tensor
+
+    def _choose(self, ranks: int) -> None:
+        """Ranks for all tensors that have none yet, from what the dense steps showed."""
+        new = {name: t for name, t in self.tensors.items() if t.summable is None}
+        curves = {
+            name: t.curve or Curve.of(np.zeros(math.prod(t.shape), np.float32), t.shape)
+            for name, t in new.items()
+        }
+        elements = sum(math.prod(t.shape) for t in new.values())
+        chosen = allocate(curves, int(elements / self.ratio), ranks)
+        for name, tensor in new.items():
+            shape = curves[name].shape
+            tensor.rank = chosen[name]
+            tensor.summable = summable(
+                shape, tensor.rank, start=tensor.mean, undoable=self.undoable
+            )
+            tensor.mean = None
+
+    def undo(self) -> None:
+        """Take the last step of every tensor back; see Summable.undo."""
+        for tensor in self.tensors.values():
+            if tensor.summable is not None:
+                tensor.summable.undo()
+
+    def rescale(self, factor: float) -> None:
+        """Multiply all memories, as when a loss scaler has changed its scale."""
+        for tensor in self.tensors.values():
+            if tensor.summable is not None:
+                tensor.summable.memory = tensor.summable.memory * np.float32(factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on bit by bit; only the memories differ between ranks."""
+        return {
+            "format": _FORMAT,
+            "tensors": {name: _dump(tensor) for name, tensor in self.tensors.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any], *, keep_memory: bool = False) -> None:
+        """Take over what state_dict returned; nothing changes if it does not fit.
+
+        keep_memory : leave this rank's memories as they are, where it has any; for the state of
+            another rank
+        """
+        if not isinstance(state, dict) or state.get("format") != _FORMAT:
+            raise CompressError(
+                f"not a state of format {_FORMAT} of the shared exchange; expected what "
+                "state_dict() returned, unchanged"
+            )
+        loaded = {}
+        for name, entry in state["tensors"].items():
+            try:
+                loaded[name] = self._load(entry)
+            except (KeyError, TypeError, ValueError) as error:
+                raise CompressError(f"the saved state of {name!r} does not fit: {error}") from error
+        if keep_memory:
+            for name, tensor in loaded.items():
+                mine = self.tensors.get(name)
+                if mine and mine.summable and tensor.summable and mine.shape == tensor.shape:
+                    tensor.summable.memory = mine.summable.memory
+        self.tensors = loaded
+
+    def _load(self, entry: dict[str, Any]) -> Tensor:
+        shape = tuple(int(size) for size in entry["shape"])
+        tensor = Tensor(shape, int(entry["step"]))
+        if "shares" in entry:
+            sides = tuple(int(size) for size in entry["sides"])
+            tensor.curve = Curve(sides, np.array(entry["shares"], np.float64))
+        if "mean" in entry:
+            tensor.mean = np.array(entry["mean"], np.float32)
+        if "summable" in entry:
+            sides = tensor.curve.shape if tensor.curve else shape
+            tensor.rank = int(entry["rank"])
+            tensor.summable = summable(sides, tensor.rank, undoable=self.undoable)
+            tensor.summable.load_state_dict(entry["summable"])
+        return tensor
+
+
+def _dump(tensor: Tensor) -> dict[str, Any]:
+    entry: dict[str, Any] = {"shape": list(tensor.shape), "step": tensor.step}
+    if tensor.curve is not None:
+        entry["sides"], entry["shares"] = list(tensor.curve.shape), tensor.curve.shares.copy()
+    if tensor.mean is not None:
+        entry["mean"] = tensor.mean.copy()
+    if tensor.summable is not None:
+        entry["rank"], entry["summable"] = tensor.rank, tensor.summable.state_dict()
+    return entry

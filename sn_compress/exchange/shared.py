@@ -1,0 +1,235 @@
+"""Shared support: what each rank sends can be summed, so an all-reduce carries it.
+
+A gather hands every rank all payloads, so what is received grows with their number. Here all
+ranks agree, from numbers they already share, on what will be sent; an all-reduce adds it up. The
+cost does not grow with the number of ranks, and a rank that has joined just adds zeros.
+
+The wire is int32 words of low-bit digits (`digits.py`) on scales that all ranks share. What
+rounding or clipping takes away stays in the rank's own memory, like everything not sent.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..contract import Floats, as_vector
+from ..errors import CompressError
+from .digits import Digits, Words
+
+Array = npt.NDArray[Any]
+# Yields words to be summed over the ranks, is sent the sum, returns the mean.
+Rounds = Generator[Words, Words, Floats]
+
+_FINENESS = 4  # exponents are kept in quarters of an octave
+_FLOOR, _TOP = -256, 255  # of exponents: scales from 2**-64 to 2**64
+_COUNT = 2**20  # in a word of the head, above the exponents' sum
+_SPREAD = 2  # a rank's peak over that of the mean, for a first guess
+_MARGIN = 1  # quarters of an octave between the ranks' mean peak and the largest digit
+
+
+class Scaled:
+    """Columns of numbers as digits, each column on a scale that all ranks share.
+
+    The scale of a step comes from the ranks' mean peak in the step before, which travels in the
+    head: one word that counts ranks with numbers that are not finite, and a word for each column.
+    """
+
+    def __init__(self, side: int, columns: int, *, fine: bool = False) -> None:
+        self.side, self.columns, self.fine = side, columns, fine
+        self.exponents = np.zeros(columns, np.int32)
+
+    def expect(self, part: Floats) -> None:
+        """Begin with scales for numbers like these, [side, columns]; zeros say nothing."""
+        peaks = _SPREAD * np.abs(part).max(axis=0, initial=0.0)
+        self.exponents = _logs(peaks)[0]
+
+    def words(self, ranks: int) -> int:
+        """Words that travel."""
+        return 1 + self.columns + Digits.of(ranks, fine=self.fine).words(self.side * self.columns)
+
+    def pack(self, part: Floats | None, ranks: int) -> tuple[Words, Floats | None]:
+        """[words] int32 for [side, columns] numbers, and what they will be read as.
+
+        None, or numbers that are not finite, tell every rank that this step is lost.
+        """
+        words = np.zeros(self.words(ranks), np.int32)
+        if part is None or not np.isfinite(part).all():
+            words[0] = 1
+            return words, None
+        digits = Digits.of(ranks, fine=self.fine)
+        logs, some = _logs(np.abs(part).max(axis=0, initial=0.0))
+        words[1 : 1 + self.columns] = np.where(some, logs + _COUNT, 0)
+        unit = self._unit(digits)
+        whole = np.rint(part / unit).clip(-digits.limit, digits.limit).astype(np.int32)
+        words[1 + self.columns :] = digits.pack(whole.reshape(-1))
+        return words, whole * unit
+
+    def unpack(self, total: Words, ranks: int) -> tuple[Floats | None, npt.NDArray[np.int32]]:
+        """The mean [side, columns], None if a rank had no numbers, and the next exponents."""
+        if total.size != self.words(ranks):
+            raise CompressError(
+                f"got {total.size} summed words; expected {self.words(ranks)}. Do all ranks run "
+                "the same version with the same settings?"
+            )
+        if total[0] != 0:
+            return None, self.exponents
+        digits = Digits.of(ranks, fine=self.fine)
+        sums = digits.unpack(total[1 + self.columns :], self.side * self.columns)
+        mean = sums.reshape(self.side, self.columns) * (self._unit(digits) / np.float32(ranks))
+        head = total[1 : 1 + self.columns].astype(np.int64)
+        counts = (head + _COUNT // 2) // _COUNT
+        known = np.rint((head - counts * _COUNT) / np.maximum(counts, 1)).astype(np.int32)
+        return mean, np.where(counts > 0, known, self.exponents)
+
+    def _unit(self, digits: Digits) -> Floats:
+        """What one digit stands for, [columns]."""
+        peak = np.exp2((self.exponents + _MARGIN) / _FINENESS)
+        return np.asarray(peak / digits.limit, np.float32)
+
+
+def _logs(peaks: Floats) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+    """Exponents that cover the peaks, [columns] int32, and where there are any."""
+    some = peaks > 0
+    logs = np.log2(peaks.astype(np.float64), where=some, out=np.zeros(peaks.shape))
+    return np.ceil(_FINENESS * logs).clip(_FLOOR, _TOP).astype(np.int32), some
+
+
+class Summable(ABC):
+    """One tensor on one rank.
+
+    `exchange(values)` is a generator: it yields words, the caller sends back their sum over the
+    ranks, once or more, and it returns the mean. All ranks make the same object and feed it the
+    same sums; then they share its state and return the same bits. Only `memory` is their own.
+
+    NaN or Inf on one rank makes the result NaN on all of them and leaves every state as it was.
+
+    Attributes
+    ----------
+    n : elements of the tensor
+    memory : [n] float32, what this rank has not sent yet
+    undoable : keep what `undo` needs; costs as much as `memory`
+    energy, error : squared norms of gradient plus memory in the last step, and of what is left
+    """
+
+    rounds: int  # all-reduces in a step
+
+    def __init__(self, n: int, *, undoable: bool = False) -> None:
+        self.n, self.undoable = n, undoable
+        self.memory = np.zeros(n, np.float32)
+        self._before: dict[str, Any] = {}
+        self.energy = self.error = 0.0
+
+    @abstractmethod
+    def words(self, ranks: int) -> list[int]:
+        """Words of 4 bytes that travel in each round."""
+
+    @abstractmethod
+    def _steps(self, vector: Floats | None, ranks: int) -> Generator[Words, Words, Floats | None]:
+        """The rounds for gradient plus memory, [n], None if it is not finite.
+
+        Updates memory and shared state when all went well, and returns None when it did not.
+        """
+
+    @abstractmethod
+    def _shared(self) -> dict[str, Array]:
+        """The arrays all ranks share, by attribute name; replaced, never written into."""
+
+    def exchange(self, values: npt.ArrayLike, *, ranks: int, decay: float = 1.0) -> Rounds:
+        """Rounds of words to sum; returns the mean of the ranks' vectors, [n] float32.
+
+        values : [n] float32, float16 or bfloat16
+        ranks : how many may add to the sum
+        decay : factor on the memory before it is added
+        """
+        vector = as_vector(values).astype(np.float32)
+        if vector.size != self.n:
+            raise CompressError(f"exchange: got {vector.size} elements; expected {self.n}")
+        before = {"memory": self.memory, **self._shared()} if self.undoable else {}
+        with np.errstate(all="ignore"):  # overflow ends as numbers that are not finite
+            vector += self.memory * np.float32(decay)
+            result = yield from self._steps(vector if np.isfinite(vector).all() else None, ranks)
+        if result is not None:
+            self.energy, self.error = float(vector @ vector), float(self.memory @ self.memory)
+        self._before = {} if result is None else before
+        return np.full(self.n, np.nan, np.float32) if result is None else result
+
+    def undo(self) -> None:
+        """Take the last step back, as a loss scaler does that found NaN in another tensor."""
+        for name, value in self._before.items():
+            setattr(self, name, value)
+        self._before = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Arrays to go on from bit by bit; all but `memory` are alike on all ranks."""
+        shared = {name: value.copy() for name, value in self._shared().items()}
+        return {"memory": self.memory.copy(), "shared": shared}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what state_dict returned; nothing changes if it does not fit."""
+        mine = {"memory": self.memory, **self._shared()}
+        try:
+            saved = {"memory": state["memory"], **state["shared"]}
+            found = {name: np.array(saved[name], value.dtype) for name, value in mine.items()}
+        except (KeyError, TypeError, ValueError) as error:
+            raise CompressError(
+                f"the saved state is incomplete ({type(error).__name__}: {error}); expected what "
+                "state_dict() returned, unchanged"
+            ) from error
+        for name, value in mine.items():
+            if found[name].shape != value.shape:
+                raise CompressError(
+                    f"saved {name} has shape {found[name].shape}; expected {value.shape}. Was it "
+                    "saved with other settings, or for another layer?"
+                )
+            if not np.isfinite(found[name]).all():
+                raise CompressError(f"saved {name} holds NaN or Inf; load another, or none")
+        self._before = {}
+        for name, value in found.items():
+            setattr(self, name, value)
+
+
+class Halved(Summable):
+    """Everything, in 16-bit digits; what rounding takes is made good a step later.
+
+    Parameters
+    ----------
+    n : elements
+    start : [n], a mean gradient that all ranks know, to begin on its scale
+    """
+
+    rounds = 1
+
+    def __init__(
+        self, n: int, *, start: npt.ArrayLike | None = None, undoable: bool = False
+    ) -> None:
+        super().__init__(n, undoable=undoable)
+        self._wire = Scaled(n, 1, fine=True)
+        if start is not None:
+            self._wire.expect(np.asarray(start, np.float32)[:, None])
+
+    def words(self, ranks: int) -> list[int]:
+        return [self._wire.words(ranks)]
+
+    def _steps(self, vector: Floats | None, ranks: int) -> Generator[Words, Words, Floats | None]:
+        words, sent = self._wire.pack(None if vector is None else vector[:, None], ranks)
+        mean, exponents = self._wire.unpack((yield words), ranks)
+        if mean is None or sent is None or vector is None:
+            return None
+        self.memory, self._exponents = vector - sent[:, 0], exponents
+        return mean[:, 0]
+
+    @property
+    def _exponents(self) -> Array:
+        return self._wire.exponents
+
+    @_exponents.setter
+    def _exponents(self, value: Array) -> None:
+        self._wire.exponents = value
+
+    def _shared(self) -> dict[str, Array]:
+        return {"_exponents": self._exponents}

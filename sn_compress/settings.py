@@ -1,0 +1,71 @@
+"""What a user may set: one record for every rim, so that a word means the same in all of them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+from .codecs.fft import PAPER, FFTCodec
+from .errors import CompressError
+from .exchange.session import SharedExchange
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The codec's settings (see FFTCodec), those of the exchange, and those of the shared one."""
+
+    theta: float = 0.98
+    block: int | None = 4096
+    bits: int = 8
+    mantissa: int = 3
+    positions: Literal["elias-fano", "bitmap"] = "elias-fano"
+    values: Literal["range", "fp16"] = "range"
+    window: Literal["block", "payload"] | float = "block"
+    half: bool = False
+    transform: Literal["fft", "dct", "hadamard", "identity"] = "fft"
+    feedback: bool = True
+    decay: float = 1.0
+    min_elements: int = 1024
+    threads: int | None = None
+    exchange: Literal["gather", "shared"] = "gather"
+    ratio: float = 100.0
+    warmup: int = 10
+    every: int = 2000
+
+    def changed(self, *, mode: Literal["paper"] | None = None, **changes: Any) -> Settings:
+        """These settings with changes; CompressError names what is unknown or not legal."""
+        if mode not in (None, "paper"):
+            raise CompressError(f'mode={mode!r}; expected "paper" or None')
+        known = {field.name for field in fields(self)}
+        if unknown := set(changes) - known:
+            raise CompressError(
+                f"there is no setting {', '.join(sorted(unknown))}; there are "
+                f"{', '.join(sorted(known))} and mode"
+            )
+        if mode == "paper":
+            changes = {**PAPER, "feedback": False, **changes}
+        settings = replace(self, **changes)
+        settings.codec(threads=1)  # legal settings or an error here, not in mid-training
+        settings.shared()
+        if settings.exchange not in ("gather", "shared"):
+            raise CompressError(f'exchange={settings.exchange!r}; expected "gather" or "shared"')
+        if settings.min_elements < 1 or not 0 < settings.decay <= 1:
+            raise CompressError(
+                f"min_elements={settings.min_elements!r}, decay={settings.decay!r}; expected at "
+                "least 1, and a factor above 0 up to 1"
+            )
+        return settings
+
+    def codec(self, threads: int) -> FFTCodec:
+        """The codec of these settings; `threads` is used where the settings leave it open."""
+        chosen = {name: value for name, value in asdict(self).items() if name in _CODEC}
+        return FFTCodec(**chosen, threads=self.threads or threads)
+
+    def shared(self, *, undoable: bool = False) -> SharedExchange:
+        """The shared exchange of these settings, for one optimizer."""
+        chosen = {name: getattr(self, name) for name in _SHARED}
+        return SharedExchange(**chosen, undoable=undoable)
+
+
+_SHARED = {"ratio", "warmup", "every", "min_elements", "feedback", "decay"}
+_CODEC = {field.name for field in fields(Settings)} - _SHARED - {"threads", "exchange"}

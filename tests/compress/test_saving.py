@@ -1,0 +1,253 @@
+"""Error feedback with every codec: saved and loaded, a run goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import numpy as np
+import pytest
+from samples import random
+
+from sn_compress import CompressError, ErrorFeedback, FFTCodec, codec
+from sn_compress.codecs.auto import AutoState
+from sn_compress.codecs.registry import CODECS
+
+SHAPES = {"a": (40, 25), "b": (9, 7)}
+SIZES = {name: rows * columns for name, (rows, columns) in SHAPES.items()}
+REST = FFTCodec(theta=0.9, transform="identity", block=256)
+# Name of the case -> codec for a tensor of this shape.
+CASES = {
+    "auto": lambda shape: codec("auto", ratio=12, shape=shape, every=3),
+    "auto without a shape": lambda shape: codec("auto", ratio=20, every=3),
+    "fft": lambda shape: codec("fft", theta=0.9, block=256),
+    "fft paper": lambda shape: codec("fft", preset="paper"),
+    "dct": lambda shape: codec("dct", theta=0.9, values="2bit"),
+    "hadamard": lambda shape: codec("hadamard", theta=0.9, values="sign"),
+    "axes": lambda shape: codec("axes", theta=0.9, shape=shape, axes=(1,)),
+    "lowrank": lambda shape: codec("lowrank", shape=shape, rank=2),
+    "lowrank rest": lambda shape: codec("lowrank", shape=shape, rank=1, rest=REST),
+    "topk": lambda shape: codec("topk", theta=0.9, decay=0.95),
+    "dgc": lambda shape: codec("dgc", theta=0.9),
+    "demo": lambda shape: codec("demo", shape=shape, topk=4),
+    "demo of a vector": lambda shape: codec("demo", topk=4),
+    "onebit": lambda shape: codec("onebit", bucket=50),
+    "powersgd": lambda shape: codec("powersgd", shape=shape, rank=2),
+    "powersgd of a vector": lambda shape: codec("powersgd"),
+    "qsgd": lambda shape: codec("qsgd"),
+    "terngrad": lambda shape: codec("terngrad"),
+    "fp16": lambda shape: codec("fp16"),
+    "bf16": lambda shape: codec("bf16"),
+}
+FORGETFUL = ("qsgd", "terngrad", "fp16", "bf16")
+every_case = pytest.mark.parametrize("case", CASES)
+
+
+def make(case: str, decay: float = 0.9) -> ErrorFeedback:
+    return ErrorFeedback(lambda name: CASES[case](SHAPES[name]), decay=decay)
+
+
+def run(feedback: ErrorFeedback, steps: range) -> list[bytes]:
+    return [
+        feedback.encode(name, random(n, 10 * step + i)).to_bytes()
+        for step in steps
+        for i, (name, n) in enumerate(SIZES.items())
+    ]
+
+
+def through_a_file(state):
+    """As NumPy keeps it: arrays, and the rest as a pickle of plain things."""
+    file = io.BytesIO()
+    np.save(file, np.array(state, object), allow_pickle=True)
+    file.seek(0)
+    return np.load(file, allow_pickle=True).item()
+
+
+def leaves(node):
+    if isinstance(node, dict):
+        assert all(isinstance(key, str) for key in node)
+        node = list(node.values())
+    if isinstance(node, list | tuple):
+        for child in node:
+            yield from leaves(child)
+    else:
+        yield node
+
+
+def test_every_codec_is_here():
+    assert {case.split()[0] for case in CASES} == set(CODECS)
+
+
+@every_case
+def test_a_resumed_run_is_the_uninterrupted_one(case):
+    first, second, third = make(case), make(case), make(case)
+    # Four steps, so that auto is between two choices, then over the next one.
+    run(first, range(4))
+    state = first.state_dict()
+    kept = copy.deepcopy(state)
+    second.load_state_dict(through_a_file(state))
+    assert run(first, range(4, 8)) == run(second, range(4, 8))
+    for name in SIZES:
+        np.testing.assert_array_equal(first.residual(name), second.residual(name))
+    # What was saved is a copy, and what was loaded from it another one.
+    third.load_state_dict(kept)
+    assert run(third, range(4, 8)) == run(make_resumed(case, state), range(4, 8))
+
+
+def make_resumed(case, state) -> ErrorFeedback:
+    feedback = make(case)
+    feedback.load_state_dict(state)
+    return feedback
+
+
+@every_case
+def test_nothing_but_arrays_numbers_and_strings_is_saved(case):
+    feedback = make(case)
+    run(feedback, range(2))
+    for leaf in leaves(feedback.state_dict()):
+        assert leaf is None or type(leaf) in (int, float, str, np.ndarray)
+
+
+@every_case
+def test_one_value_that_is_not_finite_is_found_anywhere(case):
+    feedback = make(case)
+    run(feedback, range(2))
+    before = {name: feedback.residual(name) for name in SIZES}
+    arrays = [a for a in leaves(feedback.state_dict()) if isinstance(a, np.ndarray) and a.size]
+    for i, like in enumerate(arrays):
+        state = feedback.state_dict()
+        found = [a for a in leaves(state) if isinstance(a, np.ndarray) and a.size]
+        found[i].reshape(-1)[-1] = np.nan if like.dtype.kind == "f" else -1
+        with pytest.raises(CompressError, match=r"memory of '[ab]' cannot be loaded"):
+            feedback.load_state_dict(state)
+    for name, residual in before.items():
+        np.testing.assert_array_equal(feedback.residual(name), residual)
+
+
+@every_case
+def test_what_is_missing_or_of_another_tensor_is_named(case):
+    feedback = make(case)
+    run(feedback, range(2))
+    state = feedback.state_dict()
+    with pytest.raises(CompressError, match="memory of 'a' cannot be loaded: it has no"):
+        feedback.load_state_dict(
+            {**state, "memory": {**state["memory"], "a": {**state["memory"]["a"], "state": {}}}}
+        )
+    shaped = any(a.size > 1 for a in leaves(state) if isinstance(a, np.ndarray))
+    swapped = {"a": {**state["memory"]["a"], "state": state["memory"]["b"]["state"]}}
+    if shaped:
+        with pytest.raises(CompressError, match=r"memory of 'a' cannot be loaded.*"):
+            feedback.load_state_dict({**state, "memory": swapped})
+
+
+@pytest.mark.parametrize("new", CASES)
+@pytest.mark.parametrize("old", ["fft", "topk", "dgc", "lowrank", "powersgd", "auto", "qsgd"])
+def test_another_codec_takes_over_the_vector(old, new):
+    saved, loaded = make(old), make(new)
+    run(saved, range(3))
+    if new in FORGETFUL and old not in FORGETFUL:
+        with pytest.raises(CompressError, match=r"'a'.*remembers nothing.*Start it without"):
+            loaded.load_state_dict(saved.state_dict())
+        return
+    loaded.load_state_dict(saved.state_dict())
+    for name in SIZES:
+        before, after = saved.residual(name), loaded.residual(name)
+        # An orthonormal transform there and back, of at most 1000 values: test_feedback.py has
+        # the tight bound, 2 (8 log2(4096) + 18) u for each of the two codecs.
+        slack = 4 * (8 * 12 + 18) * 2.0**-24 * np.linalg.norm(before.astype(np.float64))
+        assert np.linalg.norm(after.astype(np.float64) - before) <= slack
+    run(loaded, range(3, 5))
+
+
+def test_other_settings_of_the_same_memory_lose_nothing():
+    saved = make("topk")
+    run(saved, range(3))
+    loaded = ErrorFeedback(codec("topk", theta=0.5, chunk=100))
+    loaded.load_state_dict(saved.state_dict())
+    for name in SIZES:
+        np.testing.assert_array_equal(saved.residual(name), loaded.residual(name))
+
+
+def test_auto_of_another_release_keeps_the_memory_and_chooses_anew():
+    saved = make("auto")
+    run(saved, range(2))
+    state = saved.state_dict()
+    for entry in state["memory"].values():
+        entry["state"]["settings"] = "00" * 12  # as if the number meant another candidate
+    loaded = make("auto")
+    loaded.load_state_dict(state)
+    for name in SIZES:
+        np.testing.assert_allclose(saved.residual(name), loaded.residual(name), atol=1e-5)
+    run(loaded, range(2, 3))
+
+
+@pytest.mark.parametrize("wrong", [{"age": -1}, {"age": "old"}, {"choice": 10**6}, {"choice": "x"}])
+def test_damaged_choices_of_auto(wrong):
+    made = CASES["auto"](SHAPES["a"])
+    state = AutoState(None, None, 0)
+    made.encode(random(1000), state=state)
+    saved = {**made.dump_state(state, 1000), **wrong}
+    if "age" in wrong:
+        with pytest.raises(CompressError, match="encodings old"):
+            made.load_state(saved, 1000)
+    else:
+        loaded = made.load_state(saved, 1000)
+        assert loaded.choice == 0
+        assert loaded.age >= made.every  # so the next encoding chooses
+
+
+def test_states_of_format_1_still_load():
+    """As version 0.1.0 wrote them: one basis for all, coefficients by name."""
+    made = FFTCodec(theta=0.9, block=256)
+    states = {name: made.new_state(n) for name, n in SIZES.items()}
+    for i, (name, n) in enumerate(SIZES.items()):
+        made.encode(random(n, i), state=states[name])
+    old = {
+        "format": 1,
+        "basis": {"block": 256, "transform": "fft", "shape": None, "axes": None},
+        "memory": {
+            name: {"n": SIZES[name], "coefficients": [part.copy() for part in state]}
+            for name, state in states.items()
+        },
+    }
+    feedback = ErrorFeedback(FFTCodec(theta=0.9, block=256))
+    feedback.load_state_dict(old)
+    for name, n in SIZES.items():
+        x = random(n, 7)
+        own = made.encode(x, state=states[name])
+        assert feedback.encode(name, x).to_bytes() == own.to_bytes()
+    for damage in (
+        {"basis": {"block": 77}},
+        {"memory": {"a": {"n": 1000}}},
+        {"memory": {"a": {"coefficients": old["memory"]["a"]["coefficients"]}}},
+        {"memory": {"a": None}},
+    ):
+        with pytest.raises(CompressError, match="'a'"):
+            feedback.load_state_dict(old | damage)
+    with pytest.raises(CompressError, match="'a'"):
+        feedback.load_state_dict({key: old[key] for key in ("format", "memory")})
+
+
+def test_a_name_without_a_codec_is_named():
+    feedback = make("topk")
+    run(feedback, range(1))
+    state = feedback.state_dict()
+    state["memory"]["gone"] = state["memory"]["a"]
+    with pytest.raises(CompressError, match="memory of 'gone', for which there is no codec"):
+        feedback.load_state_dict(state)
+
+
+def test_a_codec_is_asked_for_once_and_forgotten_with_its_memory():
+    asked = []
+
+    def codec_for(name):
+        asked.append(name)
+        return codec("lowrank", shape=SHAPES[name])
+
+    feedback = ErrorFeedback(codec_for)
+    run(feedback, range(2))
+    assert asked == ["a", "b"]
+    assert feedback.codec_of("a") is feedback.codec_of("a")
+    feedback.forget("a")
+    run(feedback, range(1))
+    assert asked == ["a", "b", "a"]
