@@ -103,8 +103,8 @@ class Averaging:
         if self.groups is None:
             return None
         if isinstance(self.groups, int):
-            parts = np.array_split(range(len(places)), self.groups)
-            return tuple(tuple(map(int, part)) for part in parts if len(part))
+            split = np.array_split(range(len(places)), self.groups)
+            return tuple(tuple(map(int, part)) for part in split if len(part))
         index = {place: i for i, place in enumerate(places)}
         wanted = [[optimizer._get_variable_index(v) for v in group] for group in self.groups]
         parts = [tuple(index.pop(p) for p in group if p in index) for group in wanted]

@@ -225,7 +225,7 @@ def compress(tensor: Any, settings: Settings, frame: FrameType) -> tuple[Any, An
     call = find_call(frame, tensor)
     _check(call)
     tensor = tf.convert_to_tensor(tensor)
-    if call.place is not None and tensor.shape.num_elements() is None:
+    if call.sources and call.place is not None and tensor.shape.num_elements() is None:
         # Made dense from sparse, a gradient has lost its shape; its variable has not.
         tensor = tf.ensure_shape(tensor, call.sources[call.place].shape)
     memory = _memory(call.compression, settings)

@@ -210,8 +210,10 @@ class Traced:
         self.load_state_dict(state)
 
 
-def _times(mean: Floats, factor: float) -> Floats:
-    return mean if factor == 1.0 else mean * np.float32(factor)
+def _times(mean: npt.NDArray[np.floating[Any]], factor: float) -> Floats:
+    """Float32, as the graph expects it."""
+    single = mean.astype(np.float32, copy=False)
+    return single if factor == 1.0 else single * np.float32(factor)
 
 
 def _each(node: Any, chosen: Callable[[Any], bool], change: Callable[[Any], Any]) -> Any:
