@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import import_module
@@ -55,12 +56,25 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
-def parallel(work: Callable[[int], T], items: Iterable[int], threads: int) -> list[T]:
-    """Results of `work` on each item, in order, on up to `threads` threads.
+def parallel(work: Callable[[Iterator[int]], T], items: Iterable[int], threads: int) -> list[T]:
+    """What `work` gives for its share of the items, on up to `threads` threads.
 
-    SciPy's FFT and the extension let go of the interpreter lock, so the threads do run.
+    Each thread calls `work` once with an iterator that takes the next item off a common queue:
+    scratch lives as long as a share, a thread that is held up leaves its items to the others, and
+    no item costs a task of its own. SciPy's FFT and the extension let go of the interpreter lock,
+    so the threads do run.
     """
-    items = list(items)
-    if threads == 1 or len(items) < 2:
-        return [work(item) for item in items]
-    return list(_pool(threads).map(work, items))
+    queue = deque(items)
+    threads = min(threads, len(queue))
+    if threads < 2:
+        return [work(_drain(queue))]
+    return list(_pool(threads).map(work, [_drain(queue) for _ in range(threads)]))
+
+
+def _drain(queue: deque[int]) -> Iterator[int]:
+    while True:
+        try:
+            item = queue.popleft()  # safe between threads
+        except IndexError:
+            return
+        yield item

@@ -7,7 +7,8 @@ Karimireddy et al. 2019).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,10 @@ class ErrorFeedback:
     codec : the codec that encodes all tensors; or, for codecs bound to a shape, a function from a
         tensor's name to its codec, called once for each name
     decay : factor on the memory before it is added, in (0, 1]; 1 keeps everything
+
+    Attributes
+    ----------
+    undoable : keep what `undo` needs, a copy of every memory; False at first
 
     Examples
     --------
@@ -52,6 +57,8 @@ class ErrorFeedback:
         self._codec_for = (lambda name: codec) if isinstance(codec, Codec) else codec
         self._codecs: dict[str, Codec] = {}
         self._memory: dict[str, tuple[int, Any]] = {}
+        self.undoable = False
+        self._before: dict[str, tuple[int, Any]] = {}
 
     def codec_of(self, name: str) -> Codec:
         """The codec that encodes `name`: the one to decode its payloads with."""
@@ -75,6 +82,8 @@ class ErrorFeedback:
                 "and shapes constant; call forget(name) after changing a layer."
             )
         memory = codec.place_state(memory, array)
+        if self.undoable:
+            self._before[name] = n, copy.deepcopy(memory)
         payload = codec.encode(array, state=memory, decay=self.decay)
         self._memory[name] = n, memory
         return payload
@@ -85,6 +94,36 @@ class ErrorFeedback:
             raise CompressError(f"nothing was encoded for {name!r}; known: {sorted(self._memory)}")
         n, memory = self._memory[name]
         return self.codec_of(name).state_to_values(memory, n)
+
+    def remembers(self, name: str) -> bool:
+        """Whether anything was encoded for `name`."""
+        return name in self._memory
+
+    def undo(self) -> None:
+        """Take the last encoding of each name back, as a loss scaler does that skips a step."""
+        self._memory.update(self._before)
+        self._before.clear()
+
+    def rescale(self, factor: float) -> None:
+        """Multiply all memories, as when a loss scaler has changed its scale."""
+        for name, (n, _) in self._memory.items():
+            self._set(name, n, self.residual(name) * np.float32(factor))
+
+    def _set(self, name: str, n: int, residual: npt.NDArray[np.float32]) -> None:
+        codec = self.codec_of(name)
+        self._memory[name] = n, codec.values_to_state(residual)
+
+    def sizes(self, state: dict[str, Any]) -> dict[str, int]:
+        """Elements of each memory in a saved state, by name."""
+        return {name: saving.elements(entry) for name, entry in state["memory"].items()}
+
+    def take_over(
+        self, state: dict[str, Any], residuals: Mapping[str, npt.NDArray[np.float32]]
+    ) -> None:
+        """Load another rank's state, with these residuals, [n] each, in place of its own."""
+        self.load_state_dict(state)
+        for name, residual in residuals.items():
+            self._set(name, residual.size, residual)
 
     def forget(self, name: str) -> None:
         """Drop the memory and the codec of `name`; no error if there are none."""

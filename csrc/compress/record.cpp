@@ -5,145 +5,203 @@
 #include <limits>
 #include <vector>
 
+#include "codes.h"
 #include "pack.h"
 #include "select.h"
-#include "values.h"
 
 namespace sn {
 namespace {
 
-// Squared norm of the block: inner complex bins stand for a conjugate pair.
-double energy(const float* row, float scale, const Layout& layout) {
-  double total = squares(row, scale, layout.floats());
-  if (layout.parts == 2) {
-    total = 2 * total - squares(row, scale, 2);
-    if (layout.block % 2 == 0) total -= squares(row + layout.floats() - 2, scale, 2);
-  }
-  return total / scale / scale;
-}
-
-// The imaginary parts of the edge bins say nothing of a real vector; a coder without a zero gives
-// them a value all the same, which is no error and has no place in the memory.
-void clear_edges(float* row, const Layout& layout) {
-  if (layout.parts == 1) return;
-  row[1] = 0;
-  if (layout.block % 2 == 0) row[layout.floats() - 1] = 0;
-}
-
-// Calls visit(value) for each kept coefficient, in the order of the codes.
-template <typename Visit>
-void each_kept(float* row, const std::vector<uint32_t>& positions, int64_t parts, Visit visit) {
-  for (const uint32_t position : positions)
-    for (int64_t part = 0; part < parts; ++part) visit(row[position * parts + part]);
-}
-
-// Writes the codes and subtracts from the row what they decode to.
-template <typename Encode, typename Decode>
-void put_codes(float* row, const std::vector<uint32_t>& positions, uint32_t* words,
-               const Layout& layout, Encode encode, Decode decode) {
-  int64_t at = layout.head_bits();
-  each_kept(row, positions, layout.parts, [&](float& value) {
-    const uint32_t code = encode(value);
-    put(words, at, code, layout.code_bits);
-    at += layout.code_bits;
-    value -= decode(code);
-  });
-}
-
 uint32_t sign_of(float value) { return to_bits(value) >> 31; }
 
-// One level: the mean magnitude. Two: the means of those up to the overall mean and above it.
-void put_levels(float* row, const std::vector<uint32_t>& positions, uint32_t* words,
-                const Layout& layout, uint32_t peak) {
-  const Fixed fixed(peak);
-  const int64_t count = layout.kept * layout.parts;
-  int64_t total = 0;
-  each_kept(row, positions, layout.parts, [&](float& v) { total += fixed.of(v); });
-  const int64_t mean = total / count;
-  Levels levels{{fixed.head(mean), 0}};
-  if (layout.values == Values::two_bit) {
-    int64_t upper = 0, upper_total = 0;
-    each_kept(row, positions, layout.parts, [&](float& v) {
-      const int64_t size = fixed.of(v);
-      if (size > mean) ++upper, upper_total += size;
-    });
-    const int64_t low = upper == count ? 0 : (total - upper_total) / (count - upper);
-    levels = {{fixed.head(low), fixed.head(upper ? upper_total / upper : low)}};
-    put(words, 16, levels.heads[1], 16);
-  }
-  put(words, 0, levels.heads[0], 16);
-  const bool two = layout.values == Values::two_bit;
-  put_codes(
-      row, positions, words, layout,
-      [&](float v) { return sign_of(v) | (two && fixed.of(v) > mean ? 2u : 0u); },
-      [&](uint32_t code) { return levels.decode(code); });
-}
+// One block at a time on its way to a record; the scratch stays.
+class Encoder {
+ public:
+  Encoder(const Layout& layout, int64_t top)
+      : layout_(layout),
+        top_(top),
+        largest_(layout.bins(), layout.kept),
+        keys_(layout.bins()),
+        positions_(layout.kept),
+        values_(layout.kept * layout.parts),
+        codes_(values_.size()) {}
 
-void put_values(float* row, const std::vector<uint32_t>& positions, uint32_t* words,
-                const Layout& layout, uint32_t peak, int64_t top, int64_t& saturated) {
-  if (layout.values == Values::range) {
-    const uint32_t head =
-        top < 0 ? Window::top_for(peak, layout.mantissa) : static_cast<uint32_t>(top);
-    const Window window(layout.code_bits, layout.mantissa, head);
-    put(words, 0, head, 16);
-    put_codes(
-        row, positions, words, layout, [&](float v) { return window.encode(v, saturated); },
-        [&](uint32_t code) { return window.decode(code); });
-  } else if (layout.values == Values::half) {
-    const uint32_t head = HalfScale::head_for(peak);
-    const HalfScale half(head);
-    put(words, 0, head, 16);
-    put_codes(
-        row, positions, words, layout, [&](float v) { return half.encode(v); },
-        [&](uint32_t code) { return half.decode(code); });
-  } else {
-    put_levels(row, positions, words, layout, peak);
+  // `out` holds zeros; the row becomes what the record loses.
+  void encode(float* row, uint32_t peak, uint32_t* out) {
+    const int64_t bins = layout_.bins();
+    const float scale = square_scale(peak);
+    magnitude_keys(row, scale, layout_.parts, keys_.data(), bins);
+    tally_.energy += energy(scale);
+    largest_.of(keys_.data(), positions_.data());
+    each_kept([&](int64_t i, int64_t at) { values_[i] = row[at]; });
+    put_values(peak, out);
+    if (layout_.kept < bins) {
+      if (layout_.bitmap)
+        put_bitmap(out, layout_.positions_at(), positions_.data(), layout_.kept);
+      else
+        put_elias_fano(out, layout_.positions_at(), positions_.data(), layout_.kept, bins);
+    }
+    each_kept([&](int64_t i, int64_t at) { row[at] = values_[i]; });
+    clear_edges(row);
+    new_keys(row, scale);
+    tally_.error += energy(scale);
   }
-}
 
-template <typename Decode>
-bool add_codes(const uint32_t* words, float* accum, const Layout& layout, float weight,
-               Decode decode) {
-  const auto visit = [&](int64_t i, int64_t position) {
-    int64_t at = layout.head_bits() + i * layout.parts * layout.code_bits;
-    for (int64_t part = 0; part < layout.parts; ++part, at += layout.code_bits)
-      accum[position * layout.parts + part] += decode(get(words, at, layout.code_bits)) * weight;
-  };
-  if (layout.kept == layout.bins()) {
-    for (int64_t i = 0; i < layout.kept; ++i) visit(i, i);
+  const Tally& tally() const { return tally_; }
+
+ private:
+  // Calls visit(index among the codes, index in the row).
+  template <typename Visit>
+  void each_kept(Visit visit) const {
+    int64_t i = 0;
+    for (const int64_t position : positions_)
+      for (int64_t part = 0; part < layout_.parts; ++part)
+        visit(i++, position * layout_.parts + part);
+  }
+
+  // Squared norm of the block: inner complex bins stand for a conjugate pair.
+  double energy(float scale) const {
+    const int64_t bins = layout_.bins();
+    double total = squares(keys_.data(), scale, layout_.parts, bins);
+    if (layout_.parts == 2) {
+      total = 2 * total - squares(keys_.data(), scale, 2, 1);
+      if (layout_.block % 2 == 0) total -= squares(keys_.data() + bins - 1, scale, 2, 1);
+    }
+    return total / scale / scale;
+  }
+
+  // The imaginary parts of the edge bins say nothing of a real vector; a coder without a zero
+  // gives them a value all the same, which is no error and has no place in the memory.
+  void clear_edges(float* row) {
+    if (layout_.parts == 1) return;
+    row[1] = 0;
+    if (layout_.block % 2 == 0) row[layout_.floats() - 1] = 0;
+  }
+
+  // The keys of what is left: others than before in the kept bins and at the edges.
+  void new_keys(const float* row, float scale) {
+    if (layout_.parts == 1) {
+      for (const int64_t bin : positions_) keys_[bin] = real_key(row[bin]);
+      return;
+    }
+    for (const int64_t bin : positions_) keys_[bin] = complex_key(row + 2 * bin, scale);
+    const int64_t last = layout_.bins() - 1;
+    keys_[0] = complex_key(row, scale);
+    keys_[last] = complex_key(row + 2 * last, scale);
+  }
+
+  // Takes the kept values; leaves what their codes lose.
+  void put_values(uint32_t peak, uint32_t* words) {
+    const int64_t count = static_cast<int64_t>(values_.size());
+    if (layout_.values == Values::range) {
+      const uint32_t head =
+          top_ < 0 ? Window::top_for(peak, layout_.mantissa) : static_cast<uint32_t>(top_);
+      words[0] = head;
+      to_codes(Window(layout_.code_bits, layout_.mantissa, head), values_.data(), codes_.data(),
+               count, tally_.saturated);
+    } else if (layout_.values == Values::half) {
+      words[0] = HalfScale::head_for(peak);
+      to_codes(HalfScale(words[0]), values_.data(), codes_.data(), count);
+    } else {
+      to_levels(Fixed(peak), words);
+    }
+    put_codes(words, layout_.head_bits(), codes_.data(), count, layout_.code_bits);
+  }
+
+  // One level: the mean magnitude. Two: the means of those up to the overall mean and above it.
+  void to_levels(const Fixed& fixed, uint32_t* words) {
+    const int64_t count = static_cast<int64_t>(values_.size());
+    const bool two = layout_.values == Values::two_bit;
+    int64_t total = 0;
+    for (const float value : values_) total += fixed.of(value);
+    const int64_t mean = total / count;
+    Levels levels{{fixed.head(mean), 0}};
+    if (two) {
+      int64_t upper = 0, upper_total = 0;
+      for (const float value : values_) {
+        const int64_t size = fixed.of(value);
+        if (size > mean) ++upper, upper_total += size;
+      }
+      const int64_t low = upper == count ? 0 : (total - upper_total) / (count - upper);
+      levels = {{fixed.head(low), fixed.head(upper ? upper_total / upper : low)}};
+    }
+    words[0] = levels.heads[0] | levels.heads[1] << 16;
+    for (int64_t i = 0; i < count; ++i) {
+      codes_[i] = sign_of(values_[i]) | (two && fixed.of(values_[i]) > mean ? 2u : 0u);
+      values_[i] -= levels.decode(codes_[i]);
+    }
+  }
+
+  const Layout layout_;
+  const int64_t top_;
+  Largest largest_;
+  std::vector<int32_t> keys_;
+  std::vector<uint32_t> positions_;
+  std::vector<float> values_;
+  std::vector<uint32_t> codes_;
+  Tally tally_;
+};
+
+// One record after another; the scratch stays.
+class Decoder {
+ public:
+  explicit Decoder(const Layout& layout)
+      : layout_(layout),
+        positions_(layout.kept),
+        codes_(layout.kept * layout.parts),
+        values_(codes_.size()) {
+    if (layout.kept == layout.bins())
+      for (int64_t i = 0; i < layout.kept; ++i) positions_[i] = static_cast<uint32_t>(i);
+  }
+
+  // Adds weight * the record's values to the block; false if the record is damaged.
+  bool add(const uint32_t* words, float weight, float* accum) {
+    const uint32_t head = words[0] & 0xFFFF, top = kMaxFinite >> 16;
+    if (head == kNonFinite) {
+      std::fill(accum, accum + layout_.floats(), std::numeric_limits<float>::quiet_NaN());
+      return true;
+    }
+    const uint32_t second = layout_.values == Values::two_bit ? words[0] >> 16 : 0;
+    if (head > top || second > top) return false;
+    const int64_t bins = layout_.bins();
+    if (layout_.kept < bins && !get_positions(words, layout_.positions_at(), layout_.kept, bins,
+                                              layout_.bitmap, positions_.data()))
+      return false;
+    get_values(words, head, second, weight);
+    if (layout_.parts == 2)
+      for (int64_t i = 0; i < layout_.kept; ++i) {
+        accum[2 * static_cast<int64_t>(positions_[i])] += values_[2 * i];
+        accum[2 * static_cast<int64_t>(positions_[i]) + 1] += values_[2 * i + 1];
+      }
+    else
+      for (int64_t i = 0; i < layout_.kept; ++i) accum[positions_[i]] += values_[i];
     return true;
   }
-  return each_position(words, layout.positions_at(), layout.kept, layout.bins(), layout.bitmap,
-                       visit);
-}
 
-bool add_values(const uint32_t* words, float* accum, const Layout& layout, float weight) {
-  const uint32_t head = get(words, 0, 16);
-  const uint32_t second = layout.values == Values::two_bit ? get(words, 16, 16) : 0;
-  if (head > kMaxFinite >> 16 || second > kMaxFinite >> 16) return false;
-  if (layout.values == Values::range) {
-    const Window window(layout.code_bits, layout.mantissa, head);
-    return add_codes(words, accum, layout, weight,
-                     [&](uint32_t code) { return window.decode(code); });
+ private:
+  void get_values(const uint32_t* words, uint32_t head, uint32_t second, float weight) {
+    const int64_t count = static_cast<int64_t>(codes_.size());
+    get_codes(words, layout_.head_bits(), codes_.data(), count, layout_.code_bits);
+    if (layout_.values == Values::range)
+      from_codes(Window(layout_.code_bits, layout_.mantissa, head), codes_.data(), weight,
+                 values_.data(), count);
+    else if (layout_.values == Values::half)
+      from_codes(HalfScale(head), codes_.data(), weight, values_.data(), count);
+    else
+      from_codes(Levels{{head, second}}, codes_.data(), weight, values_.data(), count);
   }
-  if (layout.values == Values::half) {
-    const HalfScale half(head);
-    return add_codes(words, accum, layout, weight, [&](uint32_t code) { return half.decode(code); });
-  }
-  const Levels levels{{head, second}};
-  return add_codes(words, accum, layout, weight,
-                   [&](uint32_t code) { return levels.decode(code); });
-}
+
+  const Layout layout_;
+  std::vector<uint32_t> positions_, codes_;
+  std::vector<float> values_;
+};
 
 }  // namespace
 
 Tally encode_records(float* coefficients, float* memory, uint32_t* words, int64_t rows,
                      const Layout& layout, float decay, int64_t top) {
-  const int64_t bins = layout.bins(), floats = layout.floats();
-  std::vector<int32_t> keys(bins);
-  std::vector<uint32_t> positions(layout.kept);
-  std::vector<uint8_t> flags;
-  Tally tally;
+  const int64_t floats = layout.floats();
+  Encoder encoder(layout, top);
   for (int64_t i = 0; i < rows; ++i) {
     float* row = coefficients + i * floats;
     float* kept_memory = memory ? memory + i * floats : nullptr;
@@ -152,37 +210,20 @@ Tally encode_records(float* coefficients, float* memory, uint32_t* words, int64_
     const uint32_t peak = accumulate(row, kept_memory, decay, floats);
     if (peak > kMaxFinite) {  // the memory stays; every rank will see NaN
       std::memset(row, 0, floats * 4);
-      put(out, 0, kNonFinite, 16);
+      out[0] = kNonFinite;
       continue;
     }
-    const float scale = square_scale(peak);
-    tally.energy += energy(row, scale, layout);
-    magnitude_keys(row, scale, layout.parts, keys.data(), bins);
-    largest(keys.data(), bins, layout.kept, flags, positions.data());
-    put_values(row, positions, out, layout, peak, top, tally.saturated);
-    if (layout.kept < bins) {
-      if (layout.bitmap)
-        put_bitmap(out, layout.positions_at(), positions.data(), layout.kept);
-      else
-        put_elias_fano(out, layout.positions_at(), positions.data(), layout.kept, bins);
-    }
-    clear_edges(row, layout);
-    tally.error += energy(row, scale, layout);
+    encoder.encode(row, peak, out);
     if (kept_memory) std::memcpy(kept_memory, row, floats * 4);
   }
-  return tally;
+  return encoder.tally();
 }
 
 int64_t decode_records(const uint32_t* words, float* accum, int64_t rows, const Layout& layout,
                        float weight) {
-  for (int64_t i = 0; i < rows; ++i) {
-    const uint32_t* in = words + i * layout.words;
-    float* out = accum + i * layout.floats();
-    if (get(in, 0, 16) == kNonFinite)
-      std::fill(out, out + layout.floats(), std::numeric_limits<float>::quiet_NaN());
-    else if (!add_values(in, out, layout, weight))
-      return i;
-  }
+  Decoder decoder(layout);
+  for (int64_t i = 0; i < rows; ++i)
+    if (!decoder.add(words + i * layout.words, weight, accum + i * layout.floats())) return i;
   return -1;
 }
 

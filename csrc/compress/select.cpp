@@ -8,11 +8,7 @@
 namespace sn {
 namespace {
 
-uint32_t magnitude_bits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  return bits & 0x7FFFFFFFu;
-}
+uint32_t magnitude_bits(float value) { return to_bits(value) & 0x7FFFFFFFu; }
 
 SN_CLONES uint32_t peak_of(const float* parts, int64_t count) {
   uint32_t peak = 0;
@@ -29,22 +25,102 @@ SN_CLONES uint32_t add_and_peak(float* parts, const float* memory, float decay, 
   return peak;
 }
 
-SN_CLONES int32_t count_run(const int32_t* keys, int64_t count, int32_t threshold) {
-  int32_t found = 0;
-  for (int64_t i = 0; i < count; ++i) found += keys[i] >= threshold;
-  return found;
+// Loops of float additions: partial sums enough to hide how long one addition takes.
+constexpr int64_t kLanes = 64;
+
+SN_CLONES double sum_of(const int32_t* keys, float scale, bool square, int64_t count) {
+  float lanes[kLanes] = {};
+  double total = 0;
+  int64_t i = 0;
+  while (i + kLanes <= count) {
+    // Single precision for a run of at most 4096, then double: errors stay below 1e-6.
+    const int64_t stop = std::min(count, i + 4096);
+    for (; i + kLanes <= stop; i += kLanes)
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        const float key = from_bits(static_cast<uint32_t>(keys[i + lane]));
+        const float scaled = key * scale;
+        lanes[lane] += square ? scaled * scaled : key;
+      }
+    for (float& lane : lanes) total += lane, lane = 0;
+  }
+  for (; i < count; ++i) {
+    const float key = from_bits(static_cast<uint32_t>(keys[i]));
+    total += square ? static_cast<double>(key * scale) * (key * scale) : key;
+  }
+  return total;
 }
 
-int64_t count_at_least(const int32_t* keys, int64_t count, int32_t threshold) {
+inline int64_t count_at_least(const int32_t* keys, int64_t count, int32_t threshold) {
   constexpr int64_t kRun = 1 << 20;  // a run's count fits the vector lanes' 32 bits
   int64_t found = 0;
-  for (int64_t i = 0; i < count; i += kRun)
-    found += count_run(keys + i, std::min(kRun, count - i), threshold);
+  for (int64_t start = 0; start < count; start += kRun) {
+    const int64_t stop = std::min(count, start + kRun);
+    int32_t run = 0;
+    for (int64_t i = start; i < stop; ++i) run += keys[i] >= threshold;
+    found += run;
+  }
   return found;
 }
 
-SN_CLONES void mark(const int32_t* keys, int64_t count, int32_t threshold, uint8_t* flags) {
-  for (int64_t i = 0; i < count; ++i) flags[i] = keys[i] >= threshold;
+struct Reached {
+  int32_t threshold;
+  int64_t count;  // keys at or above it
+};
+
+// The kept-th largest key, bit by bit from the top: counting is vector work, sorting is not. Ends
+// early with a lower threshold if no more than `enough` keys reach that.
+SN_CLONES Reached reach(const int32_t* keys, int64_t count, int64_t kept, int64_t enough) {
+  Reached reached{0, count_at_least(keys, count, 0)};
+  for (int bit = 30; bit >= 0 && reached.count > enough; --bit) {
+    const int32_t candidate = reached.threshold | (1 << bit);
+    const int64_t found = count_at_least(keys, count, candidate);
+    if (found >= kept) reached = {candidate, found};
+  }
+  return reached;
+}
+
+SN_CLONES int64_t count_reaching(const int32_t* keys, int64_t count, int32_t threshold) {
+  return count_at_least(keys, count, threshold);
+}
+
+// maxima[j] = the largest of keys j, j + groups, j + 2 * groups, ...
+SN_CLONES void group_maxima(const int32_t* keys, int64_t count, int32_t* maxima, int64_t groups) {
+  std::memcpy(maxima, keys, groups * 4);
+  for (int64_t start = groups; start < count; start += groups) {
+    const int64_t size = std::min(groups, count - start);
+    for (int64_t i = 0; i < size; ++i) maxima[i] = std::max(maxima[i], keys[start + i]);
+  }
+}
+
+// A bit for each of 64 keys, set if it reaches the threshold.
+inline uint64_t map_of(const int32_t* keys, int32_t threshold) {
+  uint8_t flags[64];
+  for (int i = 0; i < 64; ++i) flags[i] = keys[i] >= threshold;
+  uint64_t map = 0;
+  for (int i = 0; i < 64; i += 8) {
+    uint64_t eight;
+    std::memcpy(&eight, flags + i, 8);
+    map |= eight * 0x0102040810204080u >> 56 << i;  // eight bytes of 0 or 1 to eight bits
+  }
+  return map;
+}
+
+// Lists the keys at or above a threshold, and where they are.
+SN_CLONES void list_reaching(const int32_t* keys, int64_t count, int32_t threshold,
+                             int32_t* found, uint32_t* where) {
+  for (int64_t start = 0; start < count; start += 64) {
+    uint64_t map = 0;
+    if (start + 64 <= count)
+      map = map_of(keys + start, threshold);
+    else
+      for (int64_t i = start; i < count; ++i)
+        map |= static_cast<uint64_t>(keys[i] >= threshold) << (i - start);
+    for (; map; map &= map - 1) {
+      const int64_t at = start + __builtin_ctzll(map);
+      *found++ = keys[at];
+      *where++ = static_cast<uint32_t>(at);
+    }
+  }
 }
 
 }  // namespace
@@ -54,22 +130,15 @@ uint32_t accumulate(float* parts, const float* memory, float decay, int64_t coun
 }
 
 float square_scale(uint32_t peak) {
-  const uint32_t bits = (254 - std::min(peak >> 23, 253u)) << 23;
-  float scale;
-  std::memcpy(&scale, &bits, 4);
-  return scale;
+  return from_bits((254 - std::min(peak >> 23, 253u)) << 23);
 }
 
 SN_CLONES void complex_keys(const float* row, float scale, int32_t* keys, int64_t bins) {
-  for (int64_t i = 0; i < bins; ++i) {
-    const float re = row[2 * i] * scale, im = row[2 * i + 1] * scale;
-    const float square = re * re + im * im;
-    std::memcpy(&keys[i], &square, 4);
-  }
+  for (int64_t i = 0; i < bins; ++i) keys[i] = complex_key(row + 2 * i, scale);
 }
 
 SN_CLONES void real_keys(const float* row, int32_t* keys, int64_t bins) {
-  for (int64_t i = 0; i < bins; ++i) keys[i] = static_cast<int32_t>(magnitude_bits(row[i]));
+  for (int64_t i = 0; i < bins; ++i) keys[i] = real_key(row[i]);
 }
 
 void magnitude_keys(const float* row, float scale, int64_t parts, int32_t* keys, int64_t bins) {
@@ -79,47 +148,38 @@ void magnitude_keys(const float* row, float scale, int64_t parts, int32_t* keys,
     real_keys(row, keys, bins);
 }
 
-void largest(const int32_t* keys, int64_t bins, int64_t kept, std::vector<uint8_t>& flags,
-             uint32_t* positions) {
-  // The k-th largest key, bit by bit from the top: counting is vector work, sorting is not.
-  int32_t threshold = 0;
-  int64_t at_least = bins;
-  for (int bit = 30; bit >= 0 && at_least != kept; --bit) {
-    const int32_t candidate = threshold | (1 << bit);
-    const int64_t found = count_at_least(keys, bins, candidate);
-    if (found >= kept) threshold = candidate, at_least = found;
-  }
-  flags.resize(bins + 8);
-  mark(keys, bins, threshold, flags.data());
-  std::memset(flags.data() + bins, 0, 8);
-  // More than k reach the threshold only if some are equal to it: the last of those go.
-  for (int64_t i = bins - 1; at_least > kept; --i)
-    if (flags[i] && keys[i] == threshold) flags[i] = 0, --at_least;
-  int64_t count = 0;
-  for (int64_t i = 0; i < bins; i += 8) {
-    uint64_t eight;
-    std::memcpy(&eight, flags.data() + i, 8);
-    for (; eight; eight &= eight - 1)
-      positions[count++] = static_cast<uint32_t>(i + (__builtin_ctzll(eight) >> 3));
-  }
+double squares(const int32_t* keys, float scale, int64_t parts, int64_t bins) {
+  return sum_of(keys, scale, parts == 1, bins);
 }
 
-SN_CLONES double squares(const float* parts, float scale, int64_t count) {
-  float lanes[16] = {};
-  double total = 0;
-  int64_t i = 0;
-  while (i + 16 <= count) {
-    // Single precision for a run of at most 4096, then double: errors stay below 1e-6.
-    const int64_t stop = std::min(count, i + 4096);
-    for (; i + 16 <= stop; i += 16)
-      for (int lane = 0; lane < 16; ++lane) {
-        const float part = parts[i + lane] * scale;
-        lanes[lane] += part * part;
-      }
-    for (float& lane : lanes) total += lane, lane = 0;
+// Rounded up, so that loops over few keys have no rest.
+int64_t whole_vectors(int64_t count) { return (count + 63) / 64 * 64; }
+
+// As many disjoint groups reach the k-th largest of the groups' maxima as are kept, so that is a
+// bound, and a close one: with twice as many groups as are kept, 1.4 times as many keys reach it.
+int32_t Largest::lower_bound(const int32_t* keys) {
+  const int64_t groups = whole_vectors(2 * kept_);
+  if (2 * groups > bins_) return reach(keys, bins_, kept_, kept_).threshold;
+  maxima_.resize(groups);
+  group_maxima(keys, bins_, maxima_.data(), groups);
+  return reach(maxima_.data(), groups, kept_, kept_ + kept_ / 8).threshold;
+}
+
+void Largest::of(const int32_t* keys, uint32_t* positions) {
+  const int32_t bound = lower_bound(keys);
+  const int64_t count = count_reaching(keys, bins_, bound);
+  found_.assign(whole_vectors(count), -1);  // no key; below every threshold
+  where_.resize(count);
+  list_reaching(keys, bins_, bound, found_.data(), where_.data());
+  auto [threshold, at_least] =
+      reach(found_.data(), static_cast<int64_t>(found_.size()), kept_, kept_);
+  // More than k reach the threshold only if some are equal to it: the last of those go.
+  for (int64_t i = count - 1; at_least > kept_; --i)
+    if (found_[i] == threshold) found_[i] = -1, --at_least;
+  for (int64_t i = 0, next = 0; next < kept_; ++i) {
+    positions[next] = where_[i];
+    next += found_[i] >= threshold;
   }
-  for (; i < count; ++i) total += static_cast<double>(parts[i] * scale) * (parts[i] * scale);
-  return total;
 }
 
 }  // namespace sn

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "bits.h"
+
 namespace sn {
 
 constexpr uint32_t kMaxFinite = 0x7F7FFFFF;
@@ -15,15 +17,31 @@ uint32_t accumulate(float* parts, const float* memory, float decay, int64_t coun
 // The power of two that keeps squares of a block with this peak inside float32.
 float square_scale(uint32_t peak);
 
-// keys[i] orders like the magnitude of bin i: bits of |scale * c|**2 for complex bins (parts = 2,
+// A key orders like the magnitude of its bin: bits of |scale * c|**2 for complex bins (parts = 2,
 // lying as pairs), of |c| for real ones.
+inline int32_t complex_key(const float* bin, float scale) {
+  const float re = bin[0] * scale, im = bin[1] * scale;
+  return static_cast<int32_t>(to_bits(re * re + im * im));
+}
+inline int32_t real_key(float bin) { return static_cast<int32_t>(to_bits(bin) & 0x7FFFFFFFu); }
 void magnitude_keys(const float* row, float scale, int64_t parts, int32_t* keys, int64_t bins);
 
-// Positions of the `kept` largest keys, ascending. flags: scratch of bins + 8 bytes.
-void largest(const int32_t* keys, int64_t bins, int64_t kept, std::vector<uint8_t>& flags,
-             uint32_t* positions);
+// Sum of |scale * c|**2 over the bins with these keys.
+double squares(const int32_t* keys, float scale, int64_t parts, int64_t bins);
 
-// Sum of (scale * part)**2 in 16 partial sums, [count] float32.
-double squares(const float* parts, float scale, int64_t count);
+// Finds the largest of `bins` keys, row after row.
+class Largest {
+ public:
+  Largest(int64_t bins, int64_t kept) : bins_(bins), kept_(kept) {}
+  // Positions of the `kept` largest, ascending.
+  void of(const int32_t* keys, uint32_t* positions);
+
+ private:
+  int32_t lower_bound(const int32_t* keys);
+
+  int64_t bins_, kept_;
+  std::vector<int32_t> maxima_, found_;
+  std::vector<uint32_t> where_;
+};
 
 }  // namespace sn

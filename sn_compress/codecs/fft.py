@@ -16,7 +16,8 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -283,13 +284,18 @@ class FFTCodec(Codec):
     ) -> list[Tally]:
         own = section.records(words)
 
-        def work(first: int) -> Tally:
-            last = min(first + section.chunk, section.count)
-            part = self._blockwise.forward(section.blocks(array, first, last))
-            kept = None if memory is None else memory[first:last]
-            return encode_records(part, kept, own[first:last], section.layout, decay, top)
+        def work(firsts: Iterator[int]) -> list[Tally]:
+            tallies = []
+            for first in firsts:
+                last = min(first + section.chunk, section.count)
+                part = self._blockwise.forward(section.blocks(array, first, last))
+                kept = None if memory is None else memory[first:last]
+                tallies.append(
+                    encode_records(part, kept, own[first:last], section.layout, decay, top)
+                )
+            return tallies
 
-        return parallel(work, section.chunks(), self.threads)
+        return list(chain.from_iterable(parallel(work, section.chunks(), self.threads)))
 
     def _check_state(self, state: Memory | None, n: int) -> Sequence[Floats | None]:
         sections = self.sections(n)
@@ -369,12 +375,18 @@ class FFTCodec(Codec):
         layout = section.layout
         records = [section.records(body) for body in bodies]
 
-        def work(first: int) -> None:
-            last = min(first + section.chunk, section.count)
-            accum = np.zeros((last - first, layout.bins * layout.parts), np.float32)
-            for words in records:
-                decode_records(words[first:last], accum, layout, weight)
-            section.put(self._blockwise.inverse(accum, layout.block), out, first)
+        def work(firsts: Iterator[int]) -> None:
+            # Of the two arrays a chunk needs, one is kept: the allocator hands the pages of both
+            # back to the kernel, and getting them again takes longer than decoding.
+            rows = min(section.chunk, section.count)
+            scratch = np.empty((rows, layout.bins * layout.parts), np.float32)
+            for first in firsts:
+                last = min(first + section.chunk, section.count)
+                accum = scratch[: last - first]
+                accum.fill(0)
+                for words in records:
+                    decode_records(words[first:last], accum, layout, weight)
+                section.put(self._blockwise.inverse(accum, layout.block), out, first)
 
         parallel(work, section.chunks(), self.threads)
 

@@ -94,9 +94,9 @@ def _words(curve: Curve, rank: int, ranks: int) -> int:
 def words_of(shape: Sequence[int], rank: int, ranks: int) -> list[int]:
     """Words a tensor sends in each round at a rank; 0 is whole."""
     if rank == 0:
-        return [2 + Digits.of(ranks, fine=True).words(math.prod(shape))]
+        return [3 + Digits.of(ranks, fine=True).words(math.prod(shape))]
     digits = Digits.of(ranks)
-    return [1 + rank + digits.words(side * rank) for side in matrix_shape(shape)]
+    return [2 + rank + digits.words(side * rank) for side in matrix_shape(shape)]
 
 
 def _gain(curve: Curve, rank: int, ranks: int) -> float:

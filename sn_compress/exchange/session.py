@@ -8,7 +8,7 @@ returns rarely, carries the memories along, and the choice is made anew.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ class Tensor:
     mean: Floats | None = None  # of the last dense step, to start from
     summable: Summable | None = None
     rank: int = 0
+    before: dict[str, Any] | None = None  # the fields above, before the last step
 
 
 class SharedExchange:
@@ -79,8 +80,7 @@ class SharedExchange:
 
     def whole(self, name: str, values: npt.ArrayLike) -> Floats:
         """What to send on a dense step, [n] float32: the values and all that was not sent yet."""
-        tensor = self.tensors[name]
-        tensor.step += 1
+        tensor = self._next(name)
         vector = np.asarray(values).astype(np.float32)
         if tensor.summable is not None:
             vector += tensor.summable.memory * np.float32(self.decay)
@@ -99,17 +99,35 @@ class SharedExchange:
 
     def exchange(self, name: str, values: npt.ArrayLike, *, ranks: int) -> Rounds:
         """The rounds of a step that is not dense; see Summable.exchange."""
-        tensor = self.tensors[name]
-        tensor.step += 1
+        tensor = self._next(name)
         if tensor.summable is None:
             self._choose(ranks)
         assert tensor.summable is not None
         return tensor.summable.exchange(values, ranks=ranks, decay=self.decay)
 
+    def words(self, name: str, ranks: int) -> list[int]:
+        """Words of 4 bytes that travel of a tensor in each round, once its rank is chosen."""
+        last = self.tensors[name].summable
+        return last.words(ranks) if last else []
+
+    def be_undoable(self) -> None:
+        """Keep from now on what `undo` needs: as much as all memories."""
+        self.undoable = True
+        for tensor in self.tensors.values():
+            if tensor.summable is not None:
+                tensor.summable.undoable = True
+
     def lost(self, name: str) -> tuple[float, float]:
         """Squared norms of what the last step held, memory included, and of what is left of it."""
         last = self.tensors[name].summable
         return (last.energy, last.error) if last else (0.0, 0.0)
+
+    def _next(self, name: str) -> Tensor:
+        tensor = self.tensors[name]
+        if self.undoable:
+            tensor.before = {k: v for k, v in vars(tensor).items() if k != "before"}
+        tensor.step += 1
+        return tensor
 
     def _tensor(self, name: str, shape: Sequence[int]) -> Tensor:
         tensor = self.tensors.setdefault(name, Tensor(tuple(shape)))
@@ -140,6 +158,10 @@ class SharedExchange:
     def undo(self) -> None:
         """Take the last step of every tensor back; see Summable.undo."""
         for tensor in self.tensors.values():
+            if tensor.before is not None:
+                for field, value in tensor.before.items():
+                    setattr(tensor, field, value)
+                tensor.before = None
             if tensor.summable is not None:
                 tensor.summable.undo()
 
@@ -156,13 +178,9 @@ class SharedExchange:
             "tensors": {name: _dump(tensor) for name, tensor in self.tensors.items()},
         }
 
-    def load_state_dict(self, state: dict[str, Any], *, keep_memory: bool = False) -> None:
-        """Take over what state_dict returned; nothing changes if it does not fit.
-
-        keep_memory : leave this rank's memories as they are, where it has any; for the state of
-            another rank
-        """
-        if not isinstance(state, dict) or state.get("format") != _FORMAT:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what state_dict returned; nothing changes if it does not fit."""
+        if not isinstance(state, dict) or state.get("format") != _FORMAT or "tensors" not in state:
             raise CompressError(
                 f"not a state of format {_FORMAT} of the shared exchange; expected what "
                 "state_dict() returned, unchanged"
@@ -173,12 +191,31 @@ class SharedExchange:
                 loaded[name] = self._load(entry)
             except (KeyError, TypeError, ValueError) as error:
                 raise CompressError(f"the saved state of {name!r} does not fit: {error}") from error
-        if keep_memory:
-            for name, tensor in loaded.items():
-                mine = self.tensors.get(name)
-                if mine and mine.summable and tensor.summable and mine.shape == tensor.shape:
-                    tensor.summable.memory = mine.summable.memory
         self.tensors = loaded
+
+    def remembers(self, name: str) -> bool:
+        """Whether there is a memory of `name`."""
+        return name in self.tensors and self.tensors[name].summable is not None
+
+    def residual(self, name: str) -> Floats:
+        """What this rank has not sent of `name` yet, [n] float32."""
+        tensor = self.tensors.get(name)
+        if tensor is None or tensor.summable is None:
+            raise CompressError(f"there is no memory of {name!r}; known: {sorted(self.tensors)}")
+        return tensor.summable.memory.copy()
+
+    def sizes(self, state: dict[str, Any]) -> dict[str, int]:
+        """Elements of each memory in a saved state, by name."""
+        tensors = state["tensors"].items()
+        return {name: math.prod(entry["shape"]) for name, entry in tensors if "summable" in entry}
+
+    def take_over(self, state: dict[str, Any], residuals: Mapping[str, Floats]) -> None:
+        """Load another rank's state, with these residuals, [n] each, in place of its own."""
+        self.load_state_dict(state)
+        for name, residual in residuals.items():
+            summable = self.tensors[name].summable
+            if summable is not None:
+                summable.memory = residual.astype(np.float32)
 
     def _load(self, entry: dict[str, Any]) -> Tensor:
         shape = tuple(int(size) for size in entry["shape"])

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..contract import Floats, as_vector
-from ..errors import CompressError
+from ..errors import CompressError, PayloadError
 from .digits import Digits, Words
 
 Array = npt.NDArray[Any]
@@ -28,6 +28,7 @@ Rounds = Generator[Words, Words, Floats]
 _FINENESS = 4  # exponents are kept in quarters of an octave
 _FLOOR, _TOP = -256, 255  # of exponents: scales from 2**-64 to 2**64
 _COUNT = 2**20  # in a word of the head, above the exponents' sum
+_PRIME = 2**20 - 3  # of checksums: the sum of 2047 of them fits a word
 _SPREAD = 2  # a rank's peak over that of the mean, for a first guess
 _MARGIN = 1  # quarters of an octave between the ranks' mean peak and the largest digit
 
@@ -36,12 +37,17 @@ class Scaled:
     """Columns of numbers as digits, each column on a scale that all ranks share.
 
     The scale of a step comes from the ranks' mean peak in the step before, which travels in the
-    head: one word that counts ranks with numbers that are not finite, and a word for each column.
+    head: a word that counts ranks with numbers that are not finite, a checksum, and a word for
+    each column. The checksum is linear, so that the sum of the ranks' must be that of the sum.
     """
 
     def __init__(self, side: int, columns: int, *, fine: bool = False) -> None:
         self.side, self.columns, self.fine = side, columns, fine
         self.exponents = np.zeros(columns, np.int32)
+
+    @property
+    def _head(self) -> int:
+        return 2 + self.columns
 
     def expect(self, part: Floats) -> None:
         """Begin with scales for numbers like these, [side, columns]; zeros say nothing."""
@@ -50,7 +56,7 @@ class Scaled:
 
     def words(self, ranks: int) -> int:
         """Words that travel."""
-        return 1 + self.columns + Digits.of(ranks, fine=self.fine).words(self.side * self.columns)
+        return self._head + Digits.of(ranks, fine=self.fine).words(self.side * self.columns)
 
     def pack(self, part: Floats | None, ranks: int) -> tuple[Words, Floats | None]:
         """[words] int32 for [side, columns] numbers, and what they will be read as.
@@ -60,14 +66,16 @@ class Scaled:
         words = np.zeros(self.words(ranks), np.int32)
         if part is None or not np.isfinite(part).all():
             words[0] = 1
+            words[1] = _checksum(words)
             return words, None
         digits = Digits.of(ranks, fine=self.fine)
         logs, some = _logs(np.abs(part).max(axis=0, initial=0.0))
-        words[1 : 1 + self.columns] = np.where(some, logs + _COUNT, 0)
+        words[2 : self._head] = np.where(some, logs + _COUNT, 0)
         unit = self._unit(digits)
         whole = np.rint(part / unit).clip(-digits.limit, digits.limit).astype(np.int32)
-        words[1 + self.columns :] = digits.pack(whole.reshape(-1))
-        return words, whole * unit
+        words[self._head :] = digits.pack(whole.reshape(-1))
+        words[1] = _checksum(words)
+        return words, whole.astype(np.float32) * unit
 
     def unpack(self, total: Words, ranks: int) -> tuple[Floats | None, npt.NDArray[np.int32]]:
         """The mean [side, columns], None if a rank had no numbers, and the next exponents."""
@@ -76,12 +84,19 @@ class Scaled:
                 f"got {total.size} summed words; expected {self.words(ranks)}. Do all ranks run "
                 "the same version with the same settings?"
             )
+        if (_checksum(total) - int(total[1])) % _PRIME:
+            raise PayloadError(
+                "the summed words do not have the sum of their checksums: they were damaged on the "
+                "way, or ranks run with different settings. If it happens again, suspect memory "
+                "or the network."
+            )
         if total[0] != 0:
             return None, self.exponents
         digits = Digits.of(ranks, fine=self.fine)
-        sums = digits.unpack(total[1 + self.columns :], self.side * self.columns)
-        mean = sums.reshape(self.side, self.columns) * (self._unit(digits) / np.float32(ranks))
-        head = total[1 : 1 + self.columns].astype(np.int64)
+        sums = digits.unpack(total[self._head :], self.side * self.columns)
+        mean = sums.astype(np.float32).reshape(self.side, self.columns)
+        mean *= self._unit(digits) / np.float32(ranks)
+        head = total[2 : self._head].astype(np.int64)
         counts = (head + _COUNT // 2) // _COUNT
         known = np.rint((head - counts * _COUNT) / np.maximum(counts, 1)).astype(np.int32)
         return mean, np.where(counts > 0, known, self.exponents)
@@ -90,6 +105,16 @@ class Scaled:
         """What one digit stands for, [columns]."""
         peak = np.exp2((self.exponents + _MARGIN) / _FINENESS)
         return np.asarray(peak / digits.limit, np.float32)
+
+
+def _checksum(words: Words) -> int:
+    """Sum of (2i + 1) * word_i, the checksum's own word left out, modulo a prime.
+
+    Linear in the words; a prime, so that no change of a single bit goes unseen.
+    """
+    factors = np.arange(1, 2 * words.size, 2, dtype=np.int64) % _PRIME
+    factors[1] = 0
+    return int((words.astype(np.int64) % _PRIME * factors % _PRIME).sum() % _PRIME)
 
 
 def _logs(peaks: Floats) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:

@@ -77,13 +77,44 @@ class FFTCompression:
 
     @classmethod
     def state_dict(cls, optimizer: Any) -> dict[str, Any]:
-        """The error memory of an optimizer, by parameter name. It differs between ranks."""
+        """The state of an optimizer's exchange, by parameter name. It differs between ranks."""
         return _rim(optimizer).state_dict(optimizer)  # type: ignore[no-any-return]
 
     @classmethod
     def load_state_dict(cls, optimizer: Any, state: dict[str, Any]) -> None:
-        """Take over an error memory saved on the same rank."""
+        """Take over a state saved on the same rank; with another number of ranks, see synchronize.
+
+        Then load any of the old states on every rank, each old one on at least one rank if it
+        can be, and call synchronize.
+        """
         _rim(optimizer).load_state_dict(optimizer, state)
+
+    @classmethod
+    def synchronize(cls, optimizer: Any, root_rank: int = 0) -> None:
+        """Give all ranks what ranks share, from one of them, and the mean of the memories.
+
+        Called by all ranks, when the set of ranks has changed, or with exchange="shared" after
+        hvd.join(), whose result is the root to take. The mean of what all ranks have yet to send
+        stays what it was.
+        """
+        _rim(optimizer).synchronize(optimizer, root_rank)
+
+    @classmethod
+    def elastic(cls, optimizer: Any) -> Any:
+        """What to hand hvd.elastic.TorchState, as any keyword, so that it keeps the memories too.
+
+        After ranks came or went every rank gets the mean of the memories that are left.
+        """
+        return _rim(optimizer).Elastic(optimizer)
+
+    @classmethod
+    def watch(cls, optimizer: Any, scaler: Any) -> None:
+        """Follow a torch.amp.GradScaler: gradients arrive multiplied by its scale.
+
+        When NaN or Inf in any tensor makes the scaler skip a step, the memories of all tensors go
+        back to before it, and they change with the scale. Costs a copy of the memories.
+        """
+        _rim(optimizer).watch(optimizer, scaler)
 
 
 def _rim(thing: Any) -> ModuleType:

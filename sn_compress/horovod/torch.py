@@ -7,6 +7,7 @@ that zero, `InFlight.finish` waits for the payloads and decodes their mean.
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
 from collections.abc import Callable
@@ -18,13 +19,13 @@ from typing import Any
 import horovod.torch as hvd
 import numpy as np
 import torch
+from horovod.torch.elastic.state import StateHandler, get_handler_registry
 
-from ..codecs.fft import FFTCodec
 from ..contract import Payload
 from ..errors import CompressError, PayloadError
 from ..exchange.gather import mean_of_gathered
-from ..exchange.session import SMALLEST
-from ..exchange.shared import Rounds
+from ..exchange.pending import Pending
+from ..exchange.session import SMALLEST, SharedExchange
 from ..feedback import ErrorFeedback
 from ..settings import Settings
 from .caller import Caller, find_caller
@@ -42,8 +43,45 @@ class Memory:
         self.codec = settings.codec(torch.get_num_threads())
         self.feedback = ErrorFeedback(self.codec, decay=settings.decay)
         self.shared = settings.shared()
-        self.pending: dict[str, InRounds] = {}
+        self.pending = Pending()
         self.traffic = Traffic()
+        self.scaler: Any = None  # watched, see FFTCompression.watch
+        self._scale = 1.0
+        self._seen: set[str | None] = set()
+        self._lost = False
+
+    def enter(self, name: str | None) -> None:
+        """A gradient arrives; that of a name seen before begins a new step."""
+        if self.scaler is None:
+            return
+        if name in self._seen:
+            self._seen.clear()
+        if not self._seen:
+            self._follow_scaler()
+        self._seen.add(name)
+
+    def check(self, mean: Any) -> None:
+        """Note a mean that a watched loss scaler will skip."""
+        if self.scaler is not None and not np.isfinite(mean).all():
+            self._lost = True
+
+    def watch(self, scaler: Any) -> None:
+        self.scaler, self._scale = scaler, scaler.get_scale()
+        self.feedback.undoable = True
+        self.shared.be_undoable()
+
+    def _follow_scaler(self) -> None:
+        if self._lost:
+            # A step with NaN in any tensor was skipped on all ranks: what the other tensors
+            # sent in it has reached nobody.
+            self.feedback.undo()
+            self.shared.undo()
+            self._lost = False
+        scale = self.scaler.get_scale()
+        if scale != self._scale:  # the memories are of scaled gradients
+            self.feedback.rescale(scale / self._scale)
+            self.shared.rescale(scale / self._scale)
+            self._scale = scale
 
     def encode(self, name: str | None, values: Any) -> Payload:
         # Without a name there is nothing to key a memory by.
@@ -73,7 +111,7 @@ class InFlight:
 
     handle: int
     name: str
-    codec: FFTCodec
+    memory: Memory
     ranks: int
     factor: float  # on the mean: the number of ranks for a sum
     like: torch.Tensor  # shape, dtype and device of the result
@@ -87,7 +125,7 @@ class InFlight:
             error.add_note(f"while gathering {self.name}; a rank has ended, or called hvd.join()")
             raise
         try:
-            mean = mean_of_gathered(self.codec, gathered, self.ranks, self.like.numel())
+            mean = mean_of_gathered(self.memory.codec, gathered, self.ranks, self.like.numel())
         except PayloadError as error:
             # Once the gather is in its response cache, Horovod runs it without asking and puts
             # zeros in the place of a rank that has joined.
@@ -95,6 +133,7 @@ class InFlight:
             if not all(part.any() for part in parts):
                 raise self._joined() from error
             raise
+        self.memory.check(mean)
         if self.factor != 1.0:
             mean *= self.factor
         # A fresh tensor each time: Horovod makes it the storage of p.grad.
@@ -117,7 +156,9 @@ class Shown:
     dtype: torch.dtype
 
     def finish(self, reduced: torch.Tensor) -> torch.Tensor:
-        self.memory.shared.learn(self.name, reduced.float().cpu().numpy() / self.factor)
+        mean = reduced.detach().to("cpu", torch.float32).numpy() / np.float32(self.factor)
+        self.memory.check(mean)
+        self.memory.shared.learn(self.name, mean)
         return reduced.to(self.dtype)
 
 
@@ -127,53 +168,18 @@ class InRounds:
 
     memory: Memory
     name: str
-    rounds: Rounds
-    handle: int  # of the round on its way
-    ranks: int
     factor: float
     like: torch.Tensor
-    process_set: Any
     sent: int  # bytes
-    round: int = 0
-    mean: Any = None
 
     def finish(self, _: torch.Tensor) -> torch.Tensor:
-        # Ranks may come here in different orders, so one that waited for the second round of
-        # one tensor, and had not begun that of another, could wait for ever.
-        pending = self.memory.pending
-        while any(other.mean is None for other in pending.values()):
-            for name in sorted(pending):
-                pending[name].advance()
-        del pending[self.name]
-        mean, self.mean = self.mean, None
+        mean = self.memory.pending.finish(self.name)
+        self.memory.check(mean)
+        lost = self.memory.shared.lost(self.name)
+        self.memory.traffic.shared(self.name, self.like.numel(), self.sent, *lost)
         if self.factor != 1.0:
             mean *= self.factor
         return torch.from_numpy(mean).reshape(self.like.shape).to(self.like)
-
-    def advance(self) -> None:
-        """Wait for the round on its way and start the next."""
-        if self.mean is not None:
-            return
-        total = hvd.synchronize(self.handle).numpy()
-        try:
-            words = self.rounds.send(total)
-        except StopIteration as end:
-            self.mean = end.value
-            energy, error = self.memory.shared.lost(self.name)
-            self.memory.traffic.shared(self.name, self.like.numel(), self.sent, energy, error)
-        else:
-            self.round += 1
-            self.start(words)
-
-    def start(self, words: Any) -> None:
-        """All-reduce the words of a round."""
-        self.sent += words.nbytes
-        self.handle = hvd.allreduce_async(
-            torch.from_numpy(words),
-            name=f"sn{self.round}.{self.name}",
-            op=hvd.Sum,
-            process_set=self.process_set,
-        )
 
 
 def compress(tensor: torch.Tensor, settings: Settings, frame: FrameType) -> tuple[Any, Any]:
@@ -190,6 +196,7 @@ def compress(tensor: torch.Tensor, settings: Settings, frame: FrameType) -> tupl
     memory = _memory_for(caller, settings)
     if caller.optimizer is None and tensor.requires_grad and torch.is_grad_enabled():
         return tensor, None  # a differentiable all-reduce; encoding would cut the graph
+    memory.enter(caller.name)
     shared = settings.exchange == "shared"
     # Without a name no rank knows what another one has agreed to.
     smallest = SMALLEST if shared else settings.min_elements
@@ -231,17 +238,18 @@ def _send_shared(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[
             wire = wire.to(tensor.dtype)
         memory.traffic.plain(name, tensor.numel(), wire.numel() * wire.element_size())
         return wire, Shown(memory, name, factor, tensor.dtype)
+
+    def start(key: str, words: Any) -> int:
+        wire = torch.from_numpy(words)
+        return hvd.allreduce_async(wire, name=key, op=hvd.Sum, process_set=caller.process_set)
+
     rounds = shared.exchange(name, values, ranks=ranks)
+    memory.pending.begin(name, rounds, start, lambda handle: hvd.synchronize(handle).numpy())
     # Grouped all-reduces want one dtype, that of the plain tensors beside it.
     dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
     token = torch.zeros(1, dtype=dtype, device=tensor.device)
-    ctx = InRounds(
-        memory, name, rounds, -1, ranks, factor, tensor.detach(), caller.process_set,
-        token.element_size(),
-    )  # fmt: skip
-    ctx.start(next(rounds))
-    memory.pending[name] = ctx
-    return token, ctx
+    sent = 4 * sum(shared.words(name, ranks)) + token.element_size()
+    return token, InRounds(memory, name, factor, tensor.detach(), sent)
 
 
 def _send_payload(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[Any, Any]:
@@ -265,7 +273,7 @@ def _send_payload(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple
         )
     factor = caller.scale * (ranks if caller.op == hvd.Sum else 1)
     like = tensor.detach()
-    return token, InFlight(handle, caller.name or "tensor", memory.codec, ranks, factor, like)
+    return token, InFlight(handle, caller.name or "tensor", memory, ranks, factor, like)
 
 
 @cache
@@ -291,18 +299,66 @@ def report(optimizer: Any) -> dict[str, float]:
     return _memory_of(optimizer).traffic.report()
 
 
+def watch(optimizer: Any, scaler: Any) -> None:
+    """See FFTCompression.watch."""
+    _memory_of(optimizer).watch(scaler)
+
+
+def _exchange_of(memory: Memory) -> ErrorFeedback | SharedExchange:
+    return memory.shared if memory.settings.exchange == "shared" else memory.feedback
+
+
 def state_dict(optimizer: Any) -> dict[str, Any]:
     """As torch tensors, so that torch.save and torch.load(weights_only=True) take it."""
-    state: dict[str, Any] = _each(
-        np.ndarray, torch.from_numpy, _memory_of(optimizer).feedback.state_dict()
-    )
-    return state
+    state = _exchange_of(_memory_of(optimizer)).state_dict()
+    return _each(np.ndarray, torch.from_numpy, state)  # type: ignore[no-any-return]
 
 
 def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
     """Take over what state_dict returned."""
     arrays = _each(torch.Tensor, lambda tensor: tensor.cpu().numpy(), state)
-    _memory_of(optimizer).feedback.load_state_dict(arrays)
+    _exchange_of(_memory_of(optimizer)).load_state_dict(arrays)
+
+
+def synchronize(optimizer: Any, root_rank: int) -> None:
+    """See FFTCompression.synchronize."""
+    own, sets = _exchange_of(_memory_of(optimizer)), optimizer.process_set
+    state = hvd.broadcast_object(own.state_dict(), root_rank=root_rank, process_set=sets)
+    residuals = {}
+    for name, n in sorted(own.sizes(state).items()):
+        wire = torch.zeros(n + 1)  # the last one counts the ranks that have a memory
+        if own.remembers(name):
+            wire[:n], wire[n] = torch.from_numpy(own.residual(name)), 1
+        total = hvd.allreduce(wire, name=f"sn.memory.{name}", op=hvd.Sum, process_set=sets)
+        residuals[name] = (total[:n] / total[n].clamp(min=1)).numpy()
+    own.take_over(state, residuals)
+
+
+class Elastic:
+    """What FFTCompression.elastic returns: hvd.elastic.TorchState keeps it as it does a model."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        if Elastic not in (kind for kind, _ in get_handler_registry()):
+            get_handler_registry().append((Elastic, _ElasticHandler))
+
+
+class _ElasticHandler(StateHandler):
+    def __init__(self, value: Elastic) -> None:
+        super().__init__(value)
+        self.save()
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy(state_dict(self.value.optimizer))
+
+    def restore(self) -> None:
+        _memory_of(self.value.optimizer).pending = Pending()
+        load_state_dict(self.value.optimizer, copy.deepcopy(self._saved))
+
+    def sync(self) -> None:
+        _memory_of(self.value.optimizer).pending = Pending()
+        synchronize(self.value.optimizer, 0)
+        self.save()
 
 
 def _each(kind: type, change: Callable[[Any], Any], node: Any) -> Any:

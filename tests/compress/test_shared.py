@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sn_compress.errors import CompressError
+from sn_compress.errors import CompressError, PayloadError
 from sn_compress.exchange.allocate import Curve, allocate, summable, words_of
 from sn_compress.exchange.digits import MAX_RANKS, Digits
 from sn_compress.exchange.factors import Factors
@@ -262,3 +262,21 @@ def test_shapes_may_not_change():
     session.dense("a", (4, 4))
     with pytest.raises(CompressError, match="before it was"):
         session.dense("a", (4, 5))
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("round_", [0, 1])
+def test_a_damaged_sum_is_an_error_and_changes_nothing(rank, round_):
+    rng = np.random.default_rng(9)
+    part = summable(SHAPE, rank)
+    for _ in range(200):
+        before = part.state_dict()
+        steps = part.exchange(gradients(rng, 1)[0], ranks=1)
+        words = next(steps)
+        if round_ and rank:
+            words = steps.send(words)
+        words = words.copy()
+        words[rng.integers(words.size)] ^= np.int32(1 << rng.integers(31))
+        with pytest.raises(PayloadError, match="damaged"):
+            steps.send(words)
+        assert (part.memory == before["memory"]).all()

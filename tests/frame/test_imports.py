@@ -21,7 +21,7 @@ FILES = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py")
 START_LIMIT_S = 0.3
 
 # Arrows point one way: a module may import from its own layer or from a lower one.
-# rims -> exchange -> feedback, schedule, cost -> codecs -> codec -> ops -> back ends
+# rims -> settings -> exchange -> feedback, schedule, cost -> codecs -> codec -> ops -> back ends
 LAYERS = (
     ("sn_compress.errors", "sn_compress._sources"),
     ("sn_compress._native", "sn_compress._cuda"),
@@ -29,8 +29,9 @@ LAYERS = (
     ("sn_compress.ops",),
     ("sn_compress.contract",),
     ("sn_compress.codecs",),
-    ("sn_compress.feedback", "sn_compress.schedule", "sn_compress.cost", "sn_compress.settings"),
+    ("sn_compress.feedback", "sn_compress.schedule", "sn_compress.cost"),
     ("sn_compress.exchange", "sn_compress.gossip"),
+    ("sn_compress.settings",),
     ("sn_compress.horovod", "sn_compress.ddp"),
 )
 CHECK_MAY_IMPORT = {"sn_memory.graph", "sn_memory.plan", "sn_memory.errors"}

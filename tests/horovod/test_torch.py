@@ -10,18 +10,22 @@ import pytest
 RANKS = Path(__file__).parent / "ranks"
 pytestmark = [pytest.mark.horovod, pytest.mark.slow]
 
-DTYPES = ["fp32", "fp16", "bf16"]
-WAYS = [
-    "paper", "sum", "predivide", "accumulate", "clip", "unused", "groups", "groups-bf16", "order",
-    "process-sets", "without-names", "two-optimizers",
+ALWAYS = [
+    "fp32", "fp16", "bf16", "sum", "predivide", "accumulate", "clip", "unused", "groups",
+    "groups-bf16", "order", "process-sets", "scaler",
 ]  # fmt: skip
+CASES = {
+    "gather": [*ALWAYS, "paper", "without-names", "two-optimizers"],
+    "shared": [*ALWAYS, "join"],
+}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_stay_bit_identical_over_20_steps(horovodrun, ranks):
+@pytest.mark.parametrize("exchange", list(CASES))
+def test_ranks_stay_bit_identical_over_20_steps(horovodrun, ranks, exchange):
     """The cases share one launch: starting horovodrun takes longer than any of them."""
-    cases = DTYPES + WAYS
-    run = horovodrun(ranks, RANKS / "train.py", *cases, timeout=240).check()
+    cases = CASES[exchange]
+    run = horovodrun(ranks, RANKS / "train.py", exchange, *cases, timeout=280).check()
     for case in cases:
         assert run.stdout.count(f"ok {case}\n") == ranks, f"{case}\n{run.stdout}"
 

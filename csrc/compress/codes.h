@@ -1,0 +1,27 @@
+// The values of one record in a row: to codes and back, and codes to bits.
+#pragma once
+
+#include <cstdint>
+
+#include "values.h"
+
+namespace sn {
+
+// Codes of `values`, [count] finite float32, which become what the codes lose.
+void to_codes(const Window& window, float* values, uint32_t* codes, int64_t count,
+              int64_t& saturated);
+void to_codes(const HalfScale& half, float* values, uint32_t* codes, int64_t count);
+
+// values[i] = weight * the value of codes[i].
+void from_codes(const Window& window, const uint32_t* codes, float weight, float* values,
+                int64_t count);
+void from_codes(const HalfScale& half, const uint32_t* codes, float weight, float* values,
+                int64_t count);
+void from_codes(const Levels& levels, const uint32_t* codes, float weight, float* values,
+                int64_t count);
+
+// `count` fields of `bits` <= 16 at bit `at` of words that are zero from there on.
+void put_codes(uint32_t* words, int64_t at, const uint32_t* codes, int64_t count, int bits);
+void get_codes(const uint32_t* words, int64_t at, uint32_t* codes, int64_t count, int bits);
+
+}  // namespace sn
