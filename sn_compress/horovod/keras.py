@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import horovod.tensorflow as hvd
 import keras
@@ -288,6 +288,28 @@ def state_dict(optimizer: Any) -> dict[str, Any]:
 def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
     """Take over what state_dict returned."""
     memory_of(optimizer).load_state_dict(state)
+
+
+def synchronize(optimizer: Any, root_rank: int) -> None:
+    """See FFTCompression.synchronize."""
+    memory_of(optimizer).synchronize(root_rank, process_set=optimizer._sn.process_set)
+
+
+def watch(optimizer: Any, scaler: Any) -> NoReturn:
+    """Always CompressError: Keras's loss scaler is an optimizer."""
+    raise CompressError(
+        f"got a {type(optimizer).__name__} and a {type(scaler).__name__}; expected optimizers of "
+        "torch. In Keras: DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)), "
+        "and nothing else."
+    )
+
+
+def Elastic(optimizer: Any) -> NoReturn:  # noqa: N802 - as in the rim of torch
+    """Always CompressError: Horovod's elastic state for Keras is of Keras 2."""
+    raise CompressError(
+        f"got a {type(optimizer).__name__}; expected an optimizer of torch. In Keras, save the "
+        "state, and call FFTCompression.synchronize when ranks have come or gone."
+    )
 
 
 class BroadcastVariables(keras.callbacks.Callback):  # type: ignore[misc]

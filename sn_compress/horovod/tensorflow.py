@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -50,6 +50,19 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
     def __init__(self, settings: Settings) -> None:
         threads = tf.config.threading.get_intra_op_parallelism_threads()
         super().__init__(settings, threads or len(os.sched_getaffinity(0)))
+
+    def synchronize(self, root_rank: int = 0, *, process_set: Any = hvd.global_process_set) -> None:
+        """See FFTCompression.synchronize; called by all ranks of the set."""
+        own = self.exchange()
+        state = hvd.broadcast_object(self.state_dict(), root_rank, process_set=process_set)
+        residuals = {}
+        for name, n in sorted(own.sizes(state).items()):
+            wire = np.zeros(n + 1, np.float32)  # the last one counts the ranks that have a memory
+            if own.remembers(name):
+                wire[:n], wire[n] = own.residual(name), 1
+            total = hvd.allreduce(wire, op=hvd.Sum, process_set=process_set).numpy()
+            residuals[name] = total[:n] / max(total[n], 1)
+        own.take_over(state, residuals)
 
     def serialize(self) -> bytes:
         """Called by tf.train.Checkpoint."""
@@ -87,23 +100,16 @@ def _memory(compression: Any, settings: Settings) -> Memory:
     return _memories[compression]
 
 
-def report(tape: Any) -> dict[str, float]:
-    """Always CompressError: a tape lives for one step, its FFTCompression for the run."""
+def _ask_memory(tape: Any, *_: Any) -> NoReturn:
     raise CompressError(
-        f"got a {type(tape).__name__}; expected the optimizer of sn_compress.horovod.keras. For "
-        "tapes, sn_compress.horovod.tensorflow.memory_of(compression) has report(), state_dict() "
-        "and load_state_dict(), and goes into tf.train.Checkpoint."
+        f"got a {type(tape).__name__}; expected the optimizer of sn_compress.horovod.keras. A tape "
+        "lives for one step, its FFTCompression for the run: what they remember and have sent is "
+        "in sn_compress.horovod.tensorflow.memory_of(compression)."
     )
 
 
-def state_dict(tape: Any) -> dict[str, Any]:
-    """Always CompressError, see report."""
-    return report(tape)
-
-
-def load_state_dict(tape: Any, state: dict[str, Any]) -> None:
-    """Always CompressError, see report."""
-    report(tape)
+# What FFTCompression offers for optimizers; TensorFlow's own gradients come from a tape.
+report = state_dict = load_state_dict = synchronize = watch = Elastic = _ask_memory
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from ..contract import Bytes, Floats
 from ..errors import CompressError, PayloadError
 from ..exchange.digits import Words
 from ..exchange.gather import mean_of_gathered
+from ..exchange.session import SharedExchange
 from ..exchange.shared import Rounds
 from ..feedback import ErrorFeedback
 from ..settings import Settings
@@ -164,13 +165,14 @@ class Traced:
 
     def state_dict(self) -> dict[str, Any]:
         """The error memory by variable ("0:kernel"), as arrays; it differs between ranks."""
-        return self._stateful().state_dict()
+        return self.exchange().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what state_dict returned on the same rank, with the same exchange."""
-        self._stateful().load_state_dict(state)
+        self.exchange().load_state_dict(state)
 
-    def _stateful(self) -> Any:
+    def exchange(self) -> ErrorFeedback | SharedExchange:
+        """Who keeps the memories."""
         return self.shared if self.settings.exchange == "shared" else self.feedback
 
     def to_bytes(self, rank: int) -> bytes:

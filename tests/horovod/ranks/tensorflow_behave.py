@@ -13,6 +13,7 @@ import tensorflow as tf
 from sn_compress import ErrorFeedback, FFTCodec, FFTCompression
 from sn_compress.horovod.tensorflow import memory_of
 
+SHARED = FFTCompression.using(exchange="shared", ratio=40, warmup=2)
 EXACT = FFTCompression.using(theta=0.0, values="fp16")
 
 
@@ -264,11 +265,46 @@ def resume():
     assert np.array_equal(whole, half + gradients_of(steps[4:], second, graph=True))
 
 
+def synchronize():
+    """After it every rank has the mean memory, and what is yet to be sent is what it was."""
+    for fft in (FFTCompression.using(theta=0.9), SHARED.using()):
+        gradients_of([[noise(64, 64, seed=t)] for t in range(3)], fft)
+        memory = memory_of(fft)
+        own = memory.exchange().residual("0:Variable")
+        assert own.any()
+        memory.synchronize()
+        ours = hvd.allgather_object(memory.exchange().residual("0:Variable"))
+        assert all(np.array_equal(ours[0], other) for other in ours)
+        # Spectra and their inverses in float32, of numbers of size about 1.
+        assert abs(ours[0] - mean_of(own)).max() < 1e-5
+
+
+def shared_exchange_with_a_rank_that_joined():
+    """With the shared exchange a rank may run out of data: the others go on, and stay equal."""
+    fft = SHARED.using()
+    variable = tf.Variable(noise(64, 64, seed=7) * 0 + 1)
+    steps = 4 if hvd.rank() == 0 else 7
+
+    @tf.function
+    def step(x):
+        with hvd.DistributedGradientTape(tf.GradientTape(), compression=fft) as tape:
+            loss = tf.reduce_mean((x @ variable) ** 2)
+        variable.assign_sub(0.1 * tape.gradient(loss, [variable])[0])
+
+    for t in range(steps):
+        step(tf.constant(noise(8, 64, seed=t)))
+    hvd.join()
+    everyone = hvd.allgather_object(variable.numpy())[1:]
+    assert all(np.array_equal(everyone[0], other) for other in everyone)
+    assert np.isfinite(everyone).all()
+
+
 CASES = [
     mean_is_the_mean, what_is_applied_and_what_is_kept, constant_gradients_are_encoded_each_step,
     models_of_one_shape_keep_apart, retracing_keeps_the_memory, not_a_number_reaches_all,
     zeros_stay_zero, sparse_travels_as_plain, doubles_and_small_tensors_travel_as_plain,
     missing_gradients_are_left_out, plain_allreduce, refusals, damaged_payload_is_an_error, resume,
+    synchronize, shared_exchange_with_a_rank_that_joined,
 ]  # fmt: skip
 
 if __name__ == "__main__":
