@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+from copy import deepcopy
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from .codecs.fft import PAPER, FFTCodec
 from .errors import CompressError
 from .exchange.session import SharedExchange
+from .schedule import Constant, Schedule
 
 
 @dataclass(frozen=True)
 class Settings:
     """The codec's settings (see FFTCodec), those of the exchange, and those of the shared one."""
 
-    theta: float = 0.98
+    theta: float | Schedule = 0.98
     block: int | None = 4096
     bits: int = 8
     mantissa: int = 3
@@ -27,7 +29,7 @@ class Settings:
     decay: float = 1.0
     min_elements: int = 1024
     threads: int | None = None
-    exchange: Literal["gather", "shared"] = "gather"
+    exchange: Literal["gather", "shared"] = "shared"
     ratio: float = 100.0
     warmup: int = 10
     every: int = 2000
@@ -42,13 +44,12 @@ class Settings:
                 f"there is no setting {', '.join(sorted(unknown))}; there are "
                 f"{', '.join(sorted(known))} and mode"
             )
+        exchange = self._exchange(changes.pop("exchange", "auto"), mode, set(changes))
         if mode == "paper":
             changes = {**PAPER, "feedback": False, **changes}
-        settings = replace(self, **changes)
+        settings = replace(self, **changes, exchange=exchange)
         settings.codec(threads=1)  # legal settings or an error here, not in mid-training
         settings.shared()
-        if settings.exchange not in ("gather", "shared"):
-            raise CompressError(f'exchange={settings.exchange!r}; expected "gather" or "shared"')
         if settings.min_elements < 1 or not 0 < settings.decay <= 1:
             raise CompressError(
                 f"min_elements={settings.min_elements!r}, decay={settings.decay!r}; expected at "
@@ -56,9 +57,36 @@ class Settings:
             )
         return settings
 
-    def codec(self, threads: int) -> FFTCodec:
-        """The codec of these settings; `threads` is used where the settings leave it open."""
-        chosen = {name: value for name, value in asdict(self).items() if name in _CODEC}
+    def _exchange(self, asked: str, mode: str | None, given: set[str]) -> Any:
+        """The exchange that was asked for, or the one that the other settings belong to."""
+        own = {"gather": sorted(given & _CODEC), "shared": sorted(given & _SHARED_ONLY)}
+        if mode == "paper":
+            own["gather"].append("mode")
+        if asked not in (*own, "auto"):
+            raise CompressError(f'exchange={asked!r}; expected "auto", "gather" or "shared"')
+        fitting = [name for name in own if own[name]]
+        for name in fitting:
+            if asked not in ("auto", name) or len(fitting) > 1:
+                raise CompressError(
+                    f"{', '.join(own[name])} belongs to the {name} exchange; got it together "
+                    f"with {asked if asked != 'auto' else 'settings'} of the other one. "
+                    "docs/horovod.md has the settings of both."
+                )
+        if asked != "auto":
+            return asked
+        return fitting[0] if fitting else self.exchange
+
+    def schedule(self) -> Schedule:
+        """Theta over time, for one optimizer: a schedule may learn."""
+        return Constant(self.theta) if isinstance(self.theta, float | int) else deepcopy(self.theta)
+
+    def codec(self, threads: int, *, step: int = 0) -> FFTCodec:
+        """The codec of a step; `threads` is used where the settings leave it open."""
+        return self.codec_of(self.schedule().theta(step), threads)
+
+    def codec_of(self, theta: float, threads: int) -> FFTCodec:
+        """The codec of these settings at a theta."""
+        chosen = {name: getattr(self, name) for name in _CODEC} | {"theta": theta}
         return FFTCodec(**chosen, threads=self.threads or threads)
 
     def shared(self, *, undoable: bool = False) -> SharedExchange:
@@ -67,5 +95,6 @@ class Settings:
         return SharedExchange(**chosen, undoable=undoable)
 
 
+_SHARED_ONLY = {"ratio", "warmup", "every"}
 _SHARED = {"ratio", "warmup", "every", "min_elements", "feedback", "decay"}
 _CODEC = {field.name for field in fields(Settings)} - _SHARED - {"threads", "exchange"}
