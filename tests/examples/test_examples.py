@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "torch_fashion_mnist.py"
+KERAS = ROOT / "examples" / "keras_fashion_mnist.py"
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +45,26 @@ def run_alone(*command):
     )
 
 
-def test_example_is_short_and_marks_our_lines():
-    lines = EXAMPLE.read_text().splitlines()
+@pytest.mark.parametrize("example", [EXAMPLE, KERAS], ids=["torch", "keras"])
+def test_example_is_short_and_marks_our_lines(example):
+    lines = example.read_text().splitlines()
     assert len(lines) < 100
     ours = [line for line in lines if "FFTCompression" in line]
     assert len(ours) >= 3
     assert all(line.endswith("# <- sn") for line in ours)
+
+
+@pytest.mark.horovod
+@pytest.mark.slow
+def test_keras_learns_on_two_ranks(horovodrun, data, tmp_path):
+    history = tmp_path / "history.json"
+    flags = ["--compression", "fft", "--epochs", 2, "--data", data, "--history", history]
+    horovodrun(2, KERAS, *flags, timeout=200).check()
+    seen = json.loads(history.read_text())
+    assert seen["loss"][-1] < seen["loss"][0] / 2, seen["loss"]
+    assert seen["test"] > 0.9  # the made-up images are easy to tell apart
+    assert seen["steps"] == 2 * 20
+    assert seen["ratio"] > 20
 
 
 @pytest.mark.horovod
