@@ -66,7 +66,7 @@ class Route:
     codec_s : seconds of this rank's codec before the first round, between rounds, after the last
     """
 
-    method: str
+    method: Method
     collective: Collective
     sent: tuple[int, ...]
     codec_s: tuple[float, ...]
