@@ -102,8 +102,8 @@ def measure(n: int, repeat: int, values: np.ndarray) -> list[dict[str, Any]]:
         }
         plain = FFTCodec(**settings)
         sent = plain.decode(plain.encode(tensor))
-        lost = cupy.asarray(values) - sent
-        nmse = float((lost.astype("f8") ** 2).sum() / (cupy.asarray(values) ** 2).sum())
+        lost = (tensor - sent).double()
+        nmse = float(lost.square().sum() / tensor.double().square().sum())
         seconds = time_in_turn(torch, contenders, repeat)
         _device.raise_if_damaged()
         rows.append(

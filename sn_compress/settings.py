@@ -27,7 +27,7 @@ class Settings:
     decay: float = 1.0
     min_elements: int = 1024
     threads: int | None = None
-    exchange: Literal["gather", "shared"] = "gather"
+    exchange: Literal["gather", "shared"] = "shared"
     ratio: float = 100.0
     warmup: int = 10
     every: int = 2000
@@ -42,19 +42,37 @@ class Settings:
                 f"there is no setting {', '.join(sorted(unknown))}; there are "
                 f"{', '.join(sorted(known))} and mode"
             )
+        exchange = self._exchange(changes.pop("exchange", "auto"), mode, set(changes))
         if mode == "paper":
             changes = {**PAPER, "feedback": False, **changes}
-        settings = replace(self, **changes)
+        settings = replace(self, **changes, exchange=exchange)
         settings.codec(threads=1)  # legal settings or an error here, not in mid-training
         settings.shared()
-        if settings.exchange not in ("gather", "shared"):
-            raise CompressError(f'exchange={settings.exchange!r}; expected "gather" or "shared"')
         if settings.min_elements < 1 or not 0 < settings.decay <= 1:
             raise CompressError(
                 f"min_elements={settings.min_elements!r}, decay={settings.decay!r}; expected at "
                 "least 1, and a factor above 0 up to 1"
             )
         return settings
+
+    def _exchange(self, asked: str, mode: str | None, given: set[str]) -> Any:
+        """The exchange that was asked for, or the one that the other settings belong to."""
+        own = {"gather": sorted(given & _CODEC), "shared": sorted(given & _SHARED_ONLY)}
+        if mode == "paper":
+            own["gather"].append("mode")
+        if asked not in (*own, "auto"):
+            raise CompressError(f'exchange={asked!r}; expected "auto", "gather" or "shared"')
+        fitting = [name for name in own if own[name]]
+        for name in fitting:
+            if asked not in ("auto", name) or len(fitting) > 1:
+                raise CompressError(
+                    f"{', '.join(own[name])} belongs to the {name} exchange; got it together "
+                    f"with {asked if asked != 'auto' else 'settings'} of the other one. "
+                    "docs/horovod.md has the settings of both."
+                )
+        if asked != "auto":
+            return asked
+        return fitting[0] if fitting else self.exchange
 
     def codec(self, threads: int) -> FFTCodec:
         """The codec of these settings; `threads` is used where the settings leave it open."""
@@ -67,5 +85,6 @@ class Settings:
         return SharedExchange(**chosen, undoable=undoable)
 
 
+_SHARED_ONLY = {"ratio", "warmup", "every"}
 _SHARED = {"ratio", "warmup", "every", "min_elements", "feedback", "decay"}
 _CODEC = {field.name for field in fields(Settings)} - _SHARED - {"threads", "exchange"}

@@ -1,5 +1,6 @@
 // The block codec in one pass over device memory: one thread block encodes or decodes one block of
 // the vector. Record format and oracle: ops/record.py. Cost and occupancy: docs/cuda.md.
+// One file, though a long one: the steps of a block share its shared memory and are read in order.
 #include "fused.cuh"
 
 namespace sn {

@@ -5,6 +5,8 @@
 // encode: begin, add_memory, (histogram, choose) x 3, count_marks, offsets, pack, sum_words
 // decode: for each rank begin_decode, count_ones_in, offsets, list_positions, check_order,
 //         add_values, sum_words
+//
+// One file, though a long one: the kernels are stages of one pass over one scratch buffer.
 #include "section.cuh"
 
 #ifndef SN_PARTS

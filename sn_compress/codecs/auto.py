@@ -21,24 +21,12 @@ import numpy.typing as npt
 
 from ..contract import HEADER_BYTES, Codec, Floats, Payload, as_vector, saved_item
 from ..errors import CompressError, PayloadError
-from ..ops.spectrum import fast_length
 from . import saving
-from .fft import MOST_BINS, FFTCodec
-from .lowrank import LowRankCodec, matrix_shape
+from .candidates import proposals, smallest
+from .fft import FFTCodec
 from .through_host import through_host
 
 _SETTINGS = struct.Struct("<BIBHI")
-_FORMATS: list[dict[str, Any]] = [
-    {"bits": 4, "mantissa": 1},
-    {"bits": 6, "mantissa": 2},
-    {"values": "2bit"},
-    {"values": "sign"},
-]
-# Worth their bits only where nearly everything is kept.
-_FINE_FORMATS: list[dict[str, Any]] = [
-    {"bits": bits, "mantissa": mantissa} for bits, mantissa in ((8, 3), (10, 5), (12, 7), (15, 10))
-]
-_FINE_BELOW = 8.0  # ratio
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -102,54 +90,15 @@ class AutoCodec(Codec):
 
     def payload_bytes(self, n: int) -> int:
         budget = int(4 * n / self.ratio) // 16 * 16
-        return max(budget, HEADER_BYTES + _smallest(n)) if n else HEADER_BYTES
+        return max(budget, HEADER_BYTES + smallest(n)) if n else HEADER_BYTES
 
     def candidates(self, n: int) -> list[Codec]:
         """The codecs tried on n elements, every one as large as the budget allows."""
         if n not in self._candidates_of:
             if self.shape is not None and math.prod(self.shape) != n:
                 raise CompressError(f"{n} elements do not fill shape {self.shape}")
-            budget = self.payload_bytes(n)
-            found = [codec for codec in self._proposals(n, budget) if codec is not None]
-            self._candidates_of[n] = found
+            self._candidates_of[n] = proposals(n, self.payload_bytes(n), self.ratio, self.shape)
         return self._candidates_of[n]
-
-    def _proposals(self, n: int, budget: int) -> list[Codec | None]:
-        bases: list[dict[str, Any]] = [
-            {"transform": t} for t in ("identity", "dct", "hadamard", "fft")
-        ]
-        along: list[dict[str, Any]] = [
-            {"transform": "axes", "axes": axes, "shape": self.shape} for axes in self._axes()
-        ]
-        if fast_length(n) <= MOST_BINS:
-            bases += [{"transform": "identity", "block": None}, *along]
-            bases += [{**basis, "block": None} for basis in along]
-        else:
-            bases += along
-        proposals: list[Codec | None] = [
-            _sparse(n, budget, {**basis, **fmt}) for basis in bases for fmt in _FORMATS
-        ]
-        if self.ratio < _FINE_BELOW:
-            proposals += [
-                _sparse(n, budget, {**basis, **fmt}) for basis in bases for fmt in _FINE_FORMATS
-            ]
-        if self.shape is not None and min(matrix_shape(self.shape)) > 1:
-            proposals += [
-                _low_rank(self.shape, budget, bits, m) for bits, m in ((4, 1), (6, 2), (8, 3))
-            ]
-            proposals += [_two_stage(self.shape, budget, share) for share in (0.25, 0.5, 0.75)]
-        return proposals
-
-    def _axes(self) -> list[tuple[int, ...]]:
-        """Axes worth a DCT: a kernel's height and width, and each side of a matrix."""
-        shape = self.shape or ()
-        if len(shape) == 4:
-            return [(2, 3)] if shape[2] * shape[3] > 1 else []
-        if len(shape) == 3:
-            return [(2,)] if shape[2] > 1 else []
-        if len(shape) == 2:
-            return [(axis,) for axis in (1, 0) if shape[axis] > 1]
-        return []
 
     def scores(self, values: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """What each candidate would lose of these values, in squared norm; [candidates].
@@ -320,60 +269,3 @@ class AutoCodec(Codec):
 def _unwrap(codec: Codec, payload: Payload) -> Payload:
     size = codec.payload_bytes(payload.n)
     return Payload(payload.buffer[:size], codec.codec_id, payload.n, codec.settings)
-
-
-def _smallest(n: int) -> int:
-    """Bytes of the smallest record there is, for tensors too small for the ratio."""
-    return (
-        FFTCodec(theta=1 - 2**-32, transform="identity", values="sign").payload_bytes(n)
-        - HEADER_BYTES
-    )
-
-
-def _sparse(n: int, budget: int, settings: dict[str, Any]) -> FFTCodec | None:
-    """The FFTCodec with these settings and the smallest theta that fits the budget."""
-
-    def codec(kept: int) -> FFTCodec:
-        # Between two counts: theta falls on no edge, so that rounding cannot matter.
-        return FFTCodec(**settings, theta=1 - kept / 2**20)
-
-    def fits(kept: int) -> bool:
-        return codec(kept).payload_bytes(n) <= budget
-
-    whole = FFTCodec(**settings, theta=0.0)
-    if whole.payload_bytes(n) <= budget:
-        return whole
-    low, high = 1, 2**20
-    if not fits(low):
-        return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return codec(low)
-
-
-def _low_rank(shape: tuple[int, ...], budget: int, bits: int, mantissa: int) -> LowRankCodec | None:
-    n = math.prod(shape)
-
-    def codec(rank: int) -> LowRankCodec:
-        return LowRankCodec(shape=shape, rank=rank, bits=bits, mantissa=mantissa)
-
-    best = None
-    for rank in range(1, min(matrix_shape(shape)) + 1):
-        if codec(rank).payload_bytes(n) > budget:
-            break
-        best = codec(rank)
-    return best
-
-
-def _two_stage(shape: tuple[int, ...], budget: int, share: float) -> LowRankCodec | None:
-    """Low rank in `share` of the bytes, top-k of what it leaves over in the others."""
-    n = math.prod(shape)
-    first = _low_rank(shape, HEADER_BYTES + int((budget - HEADER_BYTES) * share), 4, 1)
-    if first is None:
-        return None
-    left = budget - first.payload_bytes(n) + HEADER_BYTES
-    rest = _sparse(n, left, {"transform": "identity", "bits": 4, "mantissa": 1})
-    if rest is None:
-        return None
-    return LowRankCodec(shape=shape, rank=first.rank, bits=4, mantissa=1, rest=rest)

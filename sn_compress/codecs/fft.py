@@ -9,16 +9,16 @@ smooth gradients only, so the transform is a setting.
 
 The memory of what was dropped is kept in coefficients. The transforms are linear, so adding
 there is adding the values, and encoding needs no inverse transform.
+
+Longer than most files: the one codec, whose methods share its cut of a vector into sections.
 """
 
 from __future__ import annotations
 
 import math
-import struct
-import zlib
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -31,15 +31,12 @@ from ..ops import quantize, select, spectrum
 from ..ops.record import Layout, Tally, Values, decode_records, encode_records
 from . import _device
 from .blocks import Section, cut
+from .fft_settings import Positions, TransformName, check_settings, pack_settings
 
 PAPER = {"block": None, "positions": "bitmap", "half": True}
 """Settings that make the codec the paper's: fp16 in, one transform, bitmap positions."""
 
-TransformName = Literal["fft", "dct", "hadamard", "identity", "axes", "auto"]
-Positions = Literal["elias-fano", "bitmap"]
 Memory = list[Floats]
-_SETTINGS = struct.Struct("<IBBBBI")
-_LARGEST = float(np.finfo(np.float32).max)
 MOST_BINS = 2**32 - 1
 """Bins of one record: positions are 32 bits wide, on every back end."""
 _LENGTHS_KNOWN = 4096  # vectors of more different lengths are cut anew, not remembered
@@ -104,28 +101,9 @@ class FFTCodec(Codec):
     ) -> None:
         # Tuples, so that a list of the same numbers makes the same payloads.
         shape, axes = (None if given is None else tuple(given) for given in (shape, axes))
-        fraction = isinstance(theta, (int, float)) and 0 <= theta < 1
-        _check("theta", theta, fraction, "a fraction from 0 (keep all) to below 1")
-        power = block is None or (
-            isinstance(block, int) and block & (block - 1) == 0 and 32 <= block <= 1 << 20
+        check_settings(
+            theta, block, bits, mantissa, positions, values, window, transform, shape, axes, threads
         )
-        _check("block", block, power, "a power of two from 32 to 2**20, or None")
-        for name, value, legal in (
-            ("positions", positions, _POSITIONS),
-            ("values", values, _VALUES),
-            ("transform", transform, _TRANSFORMS),
-        ):
-            _check(name, value, value in legal, " or ".join(legal))
-        ok = window in ("block", "payload") or (
-            isinstance(window, (int, float)) and 0 < window <= _LARGEST
-        )
-        _check("window", window, ok, '"block", "payload" or a positive number within float32')
-        _check("threads", threads, isinstance(threads, int) and threads >= 1, "at least 1")
-        if values == "range":
-            quantize.check_format(bits, mantissa)
-        else:
-            _check("window", window, window == "block", f'"block" with values={values!r}')
-        _check_axes(transform, shape, axes)
         self.theta, self.block, self.bits, self.mantissa = theta, block, bits, mantissa
         self.positions, self.values, self.window = positions, values, window
         self.half, self.threads = half, threads
@@ -134,18 +112,8 @@ class FFTCodec(Codec):
         self._blockwise = spectrum.TRANSFORMS["identity" if transform == "axes" else transform]
         # Fixed point, so that every rank, language and device counts the same bins.
         self._dropped_q32 = min(int(theta * 2**32), 2**32 - 1)
-        coders = (
-            _POSITIONS.index(positions)
-            | _VALUES.index(values) << 1
-            | _TRANSFORMS.index(transform) << 4
-        )
-        self.settings = _SETTINGS.pack(
-            self._dropped_q32,
-            0 if block is None else block.bit_length() - 1,
-            bits if values == "range" else 0,
-            mantissa if values == "range" else 0,
-            coders,
-            zlib.crc32(repr((shape, axes)).encode()) if transform == "axes" else 0,
+        self.settings = pack_settings(
+            self._dropped_q32, block, bits, mantissa, positions, values, transform, shape, axes
         )
         self._sections_of: dict[int, list[Section]] = {}
 
@@ -402,30 +370,3 @@ class FFTCodec(Codec):
             return array
         tensor = array.reshape(self.shape)
         return scipy.fft.idctn(tensor, axes=self.axes, norm="ortho").reshape(-1)  # type: ignore[no-any-return]
-
-
-def _check(name: str, got: object, ok: bool, expected: str) -> None:
-    if not ok:
-        raise CompressError(f"FFTCodec: {name}={got!r}; expected {expected}")
-
-
-def _check_axes(
-    transform: str, shape: tuple[int, ...] | None, axes: tuple[int, ...] | None
-) -> None:
-    if transform != "axes":
-        _check("shape", shape, shape is None and axes is None, 'None unless transform="axes"')
-        return
-    ok = shape is not None and all(isinstance(size, int) and size > 0 for size in shape)
-    _check("shape", shape, ok, 'the tensor\'s shape, with transform="axes"')
-    dims = range(len(shape or ()))
-    ok = (
-        bool(axes)
-        and all(axis in dims for axis in axes or ())
-        and len(set(axes or ())) == len(axes or ())
-    )
-    _check("axes", axes, ok, f"different axes from 0 to {len(dims) - 1}")
-
-
-_POSITIONS = get_args(Positions)
-_VALUES = get_args(Values)
-_TRANSFORMS = get_args(TransformName)

@@ -23,20 +23,39 @@ _RIMS = {"torch": ".torch"}
 class FFTCompression:
     """Compression for `hvd.DistributedOptimizer(optimizer, compression=FFTCompression)`.
 
-    Use it bare, or configured: `FFTCompression.using(theta=0.9, bits=6, mantissa=2)`.
+    Use it bare, or configured: `FFTCompression.using(ratio=50)`.
 
-    Settings beside those of FFTCodec
-    ---------------------------------
+    Two exchanges
+    -------------
+    "shared", the default: all ranks send low-rank factors that Horovod's all-reduce sums, in few
+    bits. What is received does not grow with the number of ranks. "gather": each rank sends what
+    FFTCodec makes of its own gradient, to all others. exchange="auto" takes the one that
+    the other settings belong to.
+
+    Settings of the shared exchange
+    -------------------------------
+    ratio : float32 bytes over bytes sent, for the model as a whole (default 100); the ranks of the
+        factors follow from it, by the energy that the tensors' gradients have in few directions
+    warmup, every : dense steps at the start (default 10), and from one dense step to the next
+        after that (default 2000)
+
+    Settings of the gather exchange
+    -------------------------------
+    theta, block, bits and all others of FFTCodec
+    mode : "paper" sets block=None, positions="bitmap", half=True and feedback=False first
+
+    Settings of both
+    ----------------
     feedback : add what was dropped to the next step's gradient (default True)
     decay : factor on that memory, in (0, 1]
-    min_elements : tensors below this size travel uncompressed, fused by Horovod (default 1024)
+    min_elements : tensors below this size are not compressed, or, shared, only to 16 bits
+        (default 1024)
     threads : threads of the codec; by default as many as the framework uses
-    mode : "paper" sets block=None, positions="bitmap", half=True and feedback=False first
 
     What it does not compress travels as with plain Horovod: sparse gradients (unless
     sparse_as_dense), float64 and integer tensors. What it cannot do it refuses: Adasum,
-    reducescatter, operations other than Average and Sum, and hvd.join() on a rank that has
-    run out of data.
+    reducescatter, operations other than Average and Sum, and, with gather, hvd.join() on a rank
+    that has run out of data.
     """
 
     settings: ClassVar[Settings] = Settings()

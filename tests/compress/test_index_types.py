@@ -11,7 +11,7 @@ from sn_compress import CompressError, FFTCodec, Payload, codec
 from sn_compress.codecs import fft
 from sn_compress.codecs.registry import CODECS
 from sn_compress.contract import HEADER_BYTES, MAX_ELEMENTS
-from sn_compress.ops import buckets, codes, indexed, launch, record, whole
+from sn_compress.ops import buckets, codes, indexed, launch, record, seal, whole
 
 ROWS, COLUMNS = 2**17 + 1, 2**16 + 1  # their product is above 2**33
 SHAPE = (ROWS, COLUMNS)
@@ -155,7 +155,7 @@ def test_the_extension_takes_sizes_beyond_32_bits(core, frugal, parts, positions
 def test_sizes_that_kernels_take_are_64_bits_wide():
     for table, names in (
         (launch.SECTION, ("elements", "first_block", "first_word", "rank_words")),
-        (launch.SHEET, ("words", "used", "rank_words")),
+        (seal.SHEET, ("words", "used", "rank_words")),
         (launch.SETTINGS, ("kept", "bins", "words")),
         (whole._WHOLE, ("first_word", "chunks", "edge")),
     ):

@@ -15,7 +15,7 @@ import test_whole
 from fused_case import decode, encode, samples
 from host import SANITIZE, Host, address
 
-from sn_compress.ops import launch, whole
+from sn_compress.ops import seal, whole
 
 
 def fused() -> None:
@@ -58,11 +58,11 @@ def vectors() -> None:
 def seals() -> None:
     device, buffer = Host("mixed", SANITIZE), np.zeros((3, 20), np.uint32)
     totals, flags = np.zeros(3, np.uint64), np.zeros(1, np.uint32)
-    sheet = launch.Sheet(address(buffer), address(totals), 20, 18, b"x" * 24, address(flags), 20)
-    launch.open_payloads(device, [sheet])
-    launch.seal_payloads(device, [sheet])
-    launch.open_checks(device, [sheet], 3)
-    launch.check_payloads(device, [sheet], 3)
+    sheet = seal.Sheet(address(buffer), address(totals), 20, 18, b"x" * 24, address(flags), 20)
+    seal.open_payloads(device, [sheet])
+    seal.seal_payloads(device, [sheet])
+    seal.open_checks(device, [sheet], 3)
+    seal.check_payloads(device, [sheet], 3)
 
 
 if __name__ == "__main__":

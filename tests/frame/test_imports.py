@@ -25,11 +25,11 @@ START_LIMIT_S = 0.3
 LAYERS = (
     ("sn_compress.errors", "sn_compress._sources"),
     ("sn_compress._native", "sn_compress._cuda"),
-    ("sn_compress._backends",),
     ("sn_compress.ops",),
     ("sn_compress.contract",),
     ("sn_compress.codecs",),
     ("sn_compress.feedback", "sn_compress.schedule", "sn_compress.cost"),
+    ("sn_compress._backends",),
     ("sn_compress.exchange", "sn_compress.gossip"),
     ("sn_compress.settings",),
     ("sn_compress.horovod", "sn_compress.ddp"),

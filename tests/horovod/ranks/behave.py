@@ -11,10 +11,12 @@ from torch import nn
 
 from sn_compress import CompressError, FFTCompression
 
+GATHER = FFTCompression.using(exchange="gather")
+SHARED = FFTCompression.using(ratio=8, warmup=2, every=4)
 EXACT = FFTCompression.using(theta=0.0, values="fp16")
 
 
-def wrap(model, compression=FFTCompression, **options):
+def wrap(model, compression=GATHER, **options):
     return hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         named_parameters=model.named_parameters(),
@@ -84,13 +86,31 @@ def not_a_number_reaches_all():
     optimizer.zero_grad()
 
 
+def not_a_number_reaches_all_that_share():
+    """In dense steps and between them; afterwards training goes on."""
+    model = nn.Linear(64, 64)
+    optimizer = wrap(model, SHARED)
+    for step in range(14):
+        bad = step % 3 == 2
+        model.weight.grad, model.bias.grad = torch.randn(64, 64), torch.ones(64)
+        if bad and hvd.rank() == hvd.size() - 1:
+            model.weight.grad[3, 3] = float("nan")
+        optimizer.synchronize()
+        assert torch.isfinite(model.weight.grad).all() != bad, step
+        assert torch.isfinite(model.bias.grad).all()
+        optimizer.zero_grad()
+
+
 def zeros_stay_zero():
-    model = nn.Linear(64, 64, bias=False)
-    optimizer = wrap(model)
-    model.weight.grad = torch.zeros(64, 64)
-    optimizer.synchronize()
-    assert not model.weight.grad.any()
-    optimizer.zero_grad()
+    for way in (GATHER, SHARED):
+        model = nn.Linear(64, 64)
+        optimizer = wrap(model, way)
+        for _ in range(5):
+            model.weight.grad, model.bias.grad = torch.zeros(64, 64), torch.zeros(64)
+            optimizer.synchronize()
+            assert not model.weight.grad.any()
+            assert not model.bias.grad.any()
+            optimizer.zero_grad()
 
 
 def sparse_travels_as_plain():
@@ -151,6 +171,11 @@ def refusals():
         (lambda: FFTCompression.report(torch.optim.SGD([tensor], lr=1)), "DistributedOptimizer"),
         (lambda: FFTCompression.using(theta=1.5), "theta"),
         (lambda: FFTCompression.using(topk=3), "no setting topk"),
+        (lambda: FFTCompression.using(theta=0.9, ratio=30), "gather exchange"),
+        (lambda: FFTCompression.using(exchange="shared", theta=0.9), "gather exchange"),
+        (lambda: FFTCompression.using(exchange="gather", ratio=9), "shared exchange"),
+        (lambda: FFTCompression.using(exchange="ring"), "ring"),
+        (lambda: FFTCompression.using(ratio=1.0), "ratio"),
         (lambda: FFTCompression.compress([1.0]), "list"),
     ):
         assert word in message_of(call), message_of(call)
@@ -160,7 +185,7 @@ def refusals():
     del optimizer
 
 
-def resume():
+def resume(way=GATHER):
     """A run continued from its saved state gives the bits of the uninterrupted one."""
 
     def steps(model, optimizer, first, last):
@@ -173,7 +198,7 @@ def resume():
     def fresh():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, 64))
-        return model, wrap(model, FFTCompression.using(theta=0.95))
+        return model, wrap(model, way)
 
     whole, optimizer = fresh()
     steps(whole, optimizer, 0, 12)
@@ -193,7 +218,32 @@ def resume():
         assert torch.equal(a, b)
 
 
+def resume_shared():
+    resume(SHARED)
+
+
+def plain_allreduce_that_shares():
+    """A named one is kept track of, an unnamed one travels plain."""
+    torch.manual_seed(hvd.rank())
+    for dtype in (torch.float32, torch.bfloat16):
+        given, got = torch.zeros(60, 40), torch.zeros(60, 40)
+        for _ in range(60):
+            tensor = torch.randn(60, 40).to(dtype)
+            given += hvd.allreduce(tensor.float(), name="plain")
+            mean = hvd.allreduce(tensor, name=f"ours.{dtype}", compression=SHARED)
+            assert mean.dtype == dtype
+            got += mean.float()
+        # What is outstanding is a few steps' gradient, of norm at most that of the mean each.
+        assert (given - got).norm() < given.norm()
+    assert torch.equal(
+        hvd.allreduce(tensor.float(), compression=SHARED), hvd.allreduce(tensor.float())
+    )
+
+
 CASES = [
+    not_a_number_reaches_all_that_share,
+    plain_allreduce_that_shares,
+    resume_shared,
     mean_is_the_mean,
     memory_drains,
     not_a_number_reaches_all,

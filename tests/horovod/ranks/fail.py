@@ -1,4 +1,4 @@
-"""One rank of a run that cannot go on: `fail.py kill|join`."""
+"""One rank of a run that cannot go on: `fail.py kill|join|damage gather|shared`."""
 
 import os
 import signal
@@ -10,25 +10,47 @@ from torch import nn
 
 from sn_compress import FFTCompression
 
+BAD_STEP = 15  # the shared exchange is dense before step 10
+
 torch.set_num_threads(1)
 hvd.init()
+what, exchange = sys.argv[1:]
 model = nn.Linear(256, 256)
 optimizer = hvd.DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=0.1),
     named_parameters=model.named_parameters(),
-    compression=FFTCompression,
+    compression=FFTCompression.using(exchange=exchange),
 )
+
+
+def damaged(send):
+    """The collective, with one bit of what this rank sends turned over."""
+
+    def call(tensor, *args, **options):
+        if options.get("name", "").startswith("sn"):
+            tensor = tensor.clone()
+            tensor.view(torch.uint8)[-9] ^= 16
+        return send(tensor, *args, **options)
+
+    return call
+
+
 for step in range(1000):
-    if hvd.rank() == 1 and step == 5:
-        if sys.argv[1] == "kill":
-            # In mid-step: the payload of the bias is on its way, that of the weight is not.
+    if hvd.rank() == 1 and step == BAD_STEP:
+        if what == "kill":
+            # In mid-step: what is sent of the bias is on its way, that of the weight is not.
             model.weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        elif what == "damage":
+            hvd.allgather_async = damaged(hvd.allgather_async)
+            hvd.allreduce_async = damaged(hvd.allreduce_async)
         else:
             hvd.join()
             sys.exit(0)
     optimizer.zero_grad()
     model(torch.randn(8, 256)).square().mean().backward()
     optimizer.step()
-    if step == 4:
-        print("reached step 5", flush=True)
+    if step == BAD_STEP - 1:
+        print("reached the bad step", flush=True)
+    if step == BAD_STEP:
+        print("finished the bad step", flush=True)
 print("all steps done", flush=True)
