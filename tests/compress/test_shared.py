@@ -13,6 +13,7 @@ from sn_compress.exchange.digits import MAX_RANKS, Digits
 from sn_compress.exchange.factors import Factors
 from sn_compress.exchange.session import SharedExchange
 from sn_compress.exchange.shared import Halved
+from sn_compress.exchange.support import Support
 
 SHAPE = (24, 5, 3)
 N = math.prod(SHAPE)
@@ -33,6 +34,31 @@ def total(generators, joined=()):
         if ends:
             assert len(ends) == len(live)
             return list(ends.values())
+
+
+def step(parts, values, *, ranks=None, joined=(), decay=1.0):
+    """One exchange among parts that are ranks 0, 1, ...: the results of those that live."""
+    pairs = enumerate(zip(parts, values, strict=True))
+    ranks = ranks or len(parts)
+    return total([p.exchange(v, ranks=ranks, rank=r, decay=decay) for r, (p, v) in pairs], joined)
+
+
+def made(kind, **options):
+    """A rank of `summable`, or the settings of a Support."""
+    if isinstance(kind, int):
+        return summable(SHAPE, kind, **options)
+    return Support(N, **kind, **options)
+
+
+PAST = {"count": 30, "named": 0.0}
+LEADER = {"count": 30, "named": 1.0, "by": "leader"}
+HALF = {"count": 30, "named": 0.5, "by": "leader"}
+UNION = {"count": 30}
+FRESH_LEADER = {"count": 30, "by": "leader", "fresh": True}
+FRESH = {"count": 30, "fresh": True}
+SUPPORTS = [PAST, LEADER, HALF, UNION, FRESH_LEADER, FRESH]
+NAMES = ["past", "leader", "half", "union", "fresh-leader", "fresh-union"]
+some = pytest.mark.parametrize("kind", [0, 2, *SUPPORTS], ids=["whole", "factors", *NAMES])
 
 
 def gradients(rng, ranks, n=N, common=1.0):
@@ -60,16 +86,16 @@ def test_more_ranks_than_digits_can_sum_are_refused():
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 20, 100])
-@pytest.mark.parametrize("rank", [0, 1, 4, 15])
-def test_nothing_is_lost_and_all_ranks_agree(ranks, rank):
+@pytest.mark.parametrize("kind", [0, 1, 4, 15, *SUPPORTS], ids=["whole", "1", "4", "15", *NAMES])
+def test_nothing_is_lost_and_all_ranks_agree(ranks, kind):
     """Sum of means + mean of memories = sum of mean gradients, up to float32 rounding."""
     rng = np.random.default_rng(ranks)
-    parts = [summable(SHAPE, rank) for _ in range(ranks)]
+    parts = [made(kind) for _ in range(ranks)]
     given_, got = np.zeros(N), np.zeros(N)
     steps = 12
     for _ in range(steps):
         values = gradients(rng, ranks)
-        results = total([p.exchange(v, ranks=ranks) for p, v in zip(parts, values, strict=True)])
+        results = step(parts, values)
         assert all((r == results[0]).all() for r in results)
         given_ += np.mean(values, axis=0, dtype=np.float64)
         got += results[0]
@@ -102,83 +128,76 @@ def test_a_fixed_gradient_of_low_rank_is_found_and_sent_whole():
     assert np.linalg.norm(sent - 20 * matrix.reshape(-1)) < 0.25 * np.linalg.norm(matrix)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@some
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
-def test_not_finite_on_one_rank_reaches_all_and_stays_out_of_every_state(rank, bad):
+def test_not_finite_on_one_rank_reaches_all_and_stays_out_of_every_state(kind, bad):
     rng = np.random.default_rng(3)
-    parts = [summable(SHAPE, rank) for _ in range(3)]
-    twins = [summable(SHAPE, rank) for _ in range(3)]
-    for step in range(6):
+    parts = [made(kind) for _ in range(3)]
+    twins = [made(kind) for _ in range(3)]
+    for turn in range(6):
         values = gradients(rng, 3)
-        if step == 3:
+        if turn == 3:
             spoilt = [v.copy() for v in values]
             spoilt[1][5:9] = bad
             if bad == 3e38:  # finite, but its products are not
                 spoilt[1][:] = bad
-            results = total([p.exchange(v, ranks=3) for p, v in zip(parts, spoilt, strict=True)])
+            results = step(parts, spoilt)
             if np.isfinite(results[0]).all():
                 assert bad == 3e38  # clipped; the rest is remembered
                 return
             assert all(np.isnan(r).all() for r in results)
-        a = total([p.exchange(v, ranks=3) for p, v in zip(parts, values, strict=True)])
-        b = total([p.exchange(v, ranks=3) for p, v in zip(twins, values, strict=True)])
-        assert (a[0] == b[0]).all()
+        assert (step(parts, values)[0] == step(twins, values)[0]).all()
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_rank_that_joined_adds_nothing(rank):
+@some
+def test_a_rank_that_joined_adds_nothing(kind):
     rng = np.random.default_rng(4)
-    parts = [summable(SHAPE, rank) for _ in range(4)]
+    parts = [made(kind) for _ in range(4)]
     for _ in range(5):
+        step(parts, gradients(rng, 4))
+    for _ in range(9):  # every rank is to lead, the one that has joined too
+        before = [p.memory.copy() for p in parts]
         values = gradients(rng, 4)
-        total([p.exchange(v, ranks=4) for p, v in zip(parts, values, strict=True)])
-    before = [p.memory.copy() for p in parts]
-    values = gradients(rng, 4)
-    generators = [p.exchange(v, ranks=4) for p, v in zip(parts, values, strict=True)]
-    result = total(generators, joined=(2,))[0]
-    live = [0, 1, 3]
-    kept = sum(values[r] + before[r] - parts[r].memory for r in live) / 4
-    assert np.allclose(result, kept, atol=1e-5 * np.abs(kept).max())
-    assert (parts[2].memory == before[2]).all()
+        results = step(parts, values, joined=(2,))
+        assert all((r == results[0]).all() for r in results)
+        kept = sum(values[r] + before[r] - parts[r].memory for r in (0, 1, 3)) / 4
+        assert np.allclose(results[0], kept, atol=1e-5 * np.abs(kept).max())
+        assert (parts[2].memory == before[2]).all()
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_zeros_stay_zero_and_scales_survive_them(rank):
+@pytest.mark.parametrize("kind", [0, 2, LEADER, UNION, FRESH])
+def test_zeros_stay_zero_and_scales_survive_them(kind):
     rng = np.random.default_rng(5)
-    parts = [summable(SHAPE, rank) for _ in range(2)]
-    values = [np.zeros(N, np.float32)] * 2
-    assert not total([p.exchange(v, ranks=2) for p, v in zip(parts, values, strict=True)])[0].any()
+    parts = [made(kind) for _ in range(2)]
+    assert not step(parts, [np.zeros(N, np.float32)] * 2)[0].any()
     for scale in (1e-9, 1.0, 1e9):
         for _ in range(4):
             values = [scale * v for v in gradients(rng, 2)]
-            result = total(
-                [p.exchange(v, ranks=2, decay=0.0) for p, v in zip(parts, values, strict=True)]
-            )[0]
+            result = step(parts, values, decay=0.0)[0]
         mean = np.mean(values, axis=0)
         # Two directions of 15 hold more than 2/15 of any matrix, once they are the leading ones.
-        assert result @ mean > 0.1 * (mean @ mean)
+        # Thirty values of 360, chosen a step earlier by numbers without a likeness: a twelfth.
+        assert result @ mean > (0.1 if kind == 2 else 0.04) * (mean @ mean)
 
 
-@pytest.mark.parametrize("rank", [0, 3])
-def test_undo_and_resume_give_the_same_bits(rank):
+@some
+def test_undo_and_resume_give_the_same_bits(kind):
     rng = np.random.default_rng(6)
-    parts = [summable(SHAPE, rank, undoable=True) for _ in range(2)]
-
-    def step(of, values):
-        return total([p.exchange(v, ranks=2) for p, v in zip(of, values, strict=True)])[0]
-
+    parts = [made(kind, undoable=True) for _ in range(2)]
     for _ in range(4):
         step(parts, gradients(rng, 2))
     saved = [p.state_dict() for p in parts]
-    values = gradients(rng, 2)
-    expected = step(parts, values)
+    coming = [gradients(rng, 2) for _ in range(3)]
+    first = step(parts, coming[0])[0]
     for p in parts:
         p.undo()
-    assert (step(parts, values) == expected).all()
-    resumed = [summable(SHAPE, rank) for _ in range(2)]
+    expected = [step(parts, values)[0] for values in coming]
+    assert (expected[0] == first).all()
+    resumed = [made(kind) for _ in range(2)]
     for p, state in zip(resumed, saved, strict=True):
         p.load_state_dict(state)
-    assert (step(resumed, values) == expected).all()
+    for values, result in zip(coming, expected, strict=True):
+        assert (step(resumed, values)[0] == result).all()
 
 
 def test_states_that_do_not_fit_change_nothing():
@@ -200,6 +219,17 @@ def test_words_are_what_is_said():
     for ranks in (2, 8, 300):
         for rank in (0, 1, 5):
             assert summable(SHAPE, rank).words(ranks) == words_of(SHAPE, rank, ranks)
+
+
+@pytest.mark.parametrize("kind", SUPPORTS, ids=NAMES)
+@pytest.mark.parametrize("ranks", [1, 2, 8, 100])
+def test_a_support_sends_the_words_it_says(kind, ranks):
+    part = made(kind)
+    rounds = part.exchange(np.arange(N, dtype=np.float32), ranks=ranks, rank=0)
+    words = [next(rounds)]
+    if part.rounds == 2:
+        words.append(rounds.send(words[0]))
+    assert [w.size for w in words] == part.words(ranks)
 
 
 def test_ranks_go_where_energy_is_within_the_budget():
@@ -264,19 +294,22 @@ def test_shapes_may_not_change():
         session.dense("a", (4, 5))
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@some
 @pytest.mark.parametrize("round_", [0, 1])
-def test_a_damaged_sum_is_an_error_and_changes_nothing(rank, round_):
+def test_a_damaged_sum_is_an_error_and_changes_nothing(kind, round_):
     rng = np.random.default_rng(9)
-    part = summable(SHAPE, rank)
+    part = made(kind)
     for _ in range(200):
         before = part.state_dict()
         steps = part.exchange(gradients(rng, 1)[0], ranks=1)
         words = next(steps)
-        if round_ and rank:
+        if round_ and part.rounds == 2:
             words = steps.send(words)
         words = words.copy()
         words[rng.integers(words.size)] ^= np.int32(1 << rng.integers(31))
         with pytest.raises(PayloadError, match="damaged"):
             steps.send(words)
-        assert (part.memory == before["memory"]).all()
+        after = part.state_dict()
+        assert (after["memory"] == before["memory"]).all()
+        for name, value in before["shared"].items():
+            assert (after["shared"][name] == value).all()
