@@ -1,4 +1,4 @@
-"""Which shared support loses least at equal words, against low-rank factors and gathered top-k?
+"""Compare shared supports at equal words, with low-rank factors and with gathered top-k.
 
     python benchmarks/supports.py --follow   what each method catches of each tensor's gradients,
                                              on the path of plain training
@@ -13,7 +13,6 @@ import argparse
 import json
 import math
 import multiprocessing
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,7 +23,7 @@ import _study_methods as methods
 import numpy as np
 import study
 import torch
-from nets import NETS, fashion_mnist
+from nets import NETS, Transformer, fashion_mnist
 from simulated import (
     Exchange,
     Floats,
@@ -39,6 +38,7 @@ from sn_compress.exchange.shared import Summable
 from sn_compress.exchange.support import Support
 
 RANKS = study.RANKS
+SETTLED = 20  # steps until memories have their usual size
 SUPPORTS: dict[str, dict[str, Any]] = {
     "E1 past": {"named": 0.0},
     "E2 leader": {"named": 1.0, "by": "leader"},
@@ -48,7 +48,12 @@ SUPPORTS: dict[str, dict[str, Any]] = {
     "fresh leader": {"named": 1.0, "by": "leader", "fresh": True},
     "fresh union": {"named": 1.0, "by": "all", "fresh": True},
     "fresh half": {"named": 0.5, "by": "all", "fresh": True},
+    "rows ahead": {"rows": True},
+    "rows fresh": {"rows": True, "fresh": True},
 }
+# Of a vocabulary of 2**14 a batch has a small part, as with words.
+NETS["wide"] = partial(Transformer, bits=14)
+study.RATES["wide", "adam"] = study.RATES["transformer", "adam"]
 
 Make = Callable[[Floats], Summable]  # from a mean gradient to begin with
 
@@ -95,20 +100,25 @@ def most(make: Callable[[int], Summable], top: int, words: float) -> int:
     return low
 
 
-def sparse(n: int, words: float, options: dict[str, Any]) -> Make:
-    count = most(lambda k: Support(n, count=k, **options), n, words)
-    return lambda start: Support(n, count=count, start=start, **options)
+def sparse(
+    shape: tuple[int, ...], words: float, *, rows: bool = False, **options: Any
+) -> Make:  # fmt: skip
+    """A Support with as many values, or rows of the matrix, as fit the words."""
+    n, unit = math.prod(shape), math.prod(shape[1:]) if rows else 1
+    count = most(lambda k: Support(n, count=k, unit=unit, **options), n // unit, words)
+    return lambda start: Support(n, count=count, unit=unit, start=start, **options)
 
 
 def low_rank(shape: tuple[int, ...], words: float) -> Make:
+    """Factors of the largest rank that fits the words."""
     sides = methods.matrix(shape)
     rank = most(lambda r: Factors(shape=shape, rank=r), min(sides), words)
     return lambda start: Factors(shape=shape, rank=rank, start=start)
 
 
-def follow(job: tuple[str, str, float, int]) -> list[dict[str, Any]]:
+def follow(job: tuple[str, str, float, int, list[str], str]) -> list[dict[str, Any]]:
     """Plain training, its gradients given to every method; rows by tensor and method."""
-    net_name, optimizer_name, ratio, steps = job
+    net_name, optimizer_name, ratio, steps, wanted, only = job
     torch.set_num_threads(1)
     torch.manual_seed(0)
     net = NETS[net_name]().to(memory_format=torch.channels_last)
@@ -123,10 +133,16 @@ def follow(job: tuple[str, str, float, int]) -> list[dict[str, Any]]:
     order = [name for name, _ in net.named_parameters()]
     tried: dict[tuple[str, str], Summed] = {}
     for name, shape in shapes.items():
-        n = math.prod(shape)
-        for label, options in SUPPORTS.items():
-            tried[name, label] = Summed(sparse(n, n / ratio, options))
-        tried[name, "factors"] = Summed(low_rank(shape, n / ratio))
+        if only not in name:
+            continue
+        words = math.prod(shape) / ratio
+        for label in wanted:
+            make = (
+                low_rank(shape, words)
+                if label == "factors"
+                else sparse(shape, words, **SUPPORTS[label])
+            )
+            tried[name, label] = Summed(make)
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     images, labels = fashion_mnist("train")
     rows = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
@@ -139,19 +155,19 @@ def follow(job: tuple[str, str, float, int]) -> list[dict[str, Any]]:
             vectors = [g[order.index(name)] for g in gradients]
             before = np.mean([p.memory for p in exchange.parts], axis=0) if exchange.parts else 0
             result = exchange.mean(vectors)
-            if step >= methods.DENSE + 20:
+            if step >= methods.DENSE + SETTLED:
                 fresh = np.mean(vectors, axis=0)
-                wanted = fresh + before
-                missed = float(np.square(wanted - result).sum())
+                whole = fresh + before
+                missed = float(np.square(whole - result).sum())
                 found = sums[name, label]
-                found[0] += 1 - missed / max(float(np.square(wanted).sum()), 1e-30)
+                found[0] += 1 - missed / max(float(np.square(whole).sum()), 1e-30)
                 found[1] += missed
                 found[2] += float(np.square(fresh).sum())
         exchange_gradients(net, gradients, plain)
         for group in optimizer.param_groups:
             group["lr"] = rate * study.learning_rate(step, steps)
         optimizer.step()
-    count = steps - methods.DENSE - 20
+    count = steps - methods.DENSE - SETTLED
     return [
         {
             "net": net_name, "optimizer": optimizer_name, "ratio": ratio, "steps": steps,
@@ -170,8 +186,7 @@ def _build(
 ) -> methods.Exchanges:
     found: methods.Exchanges = {}
     for name, shape in shapes.items():
-        n = math.prod(shape)
-        found[name] = Summed(sparse(n, n / ratio, options))
+        found[name] = Summed(sparse(shape, math.prod(shape) / ratio, **options))
     return found
 
 
@@ -185,21 +200,29 @@ def main() -> None:
     parser.add_argument("--follow", action="store_true")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--ratios", type=float, nargs="+", default=[50.0, 150.0])
-    parser.add_argument("--methods", nargs="+", default=["auto", *SUPPORTS])
+    parser.add_argument("--methods", nargs="+", help="auto and all supports")
+    parser.add_argument("--tensor", default="", help="follow those with this in their names")
     parser.add_argument("--nets", nargs="+", default=["cnn", "transformer"])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     pairs = [(net, "sgd" if net == "cnn" else "adam") for net in args.nets]
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         if args.follow:
-            jobs = [(*pair, ratio, args.steps) for ratio in args.ratios for pair in pairs]
+            wanted = args.methods or ["factors", *SUPPORTS]
+            jobs = [
+                (*pair, ratio, args.steps, wanted, args.tensor)
+                for ratio in args.ratios
+                for pair in pairs
+            ]
             for rows in pool.imap(follow, jobs):
                 _save(args.json, rows)
         else:
             runs = [
                 study.Run(net, kind, method, ratio, 0, args.steps, study.RATES[net, kind])
-                for ratio in args.ratios for method in args.methods for net, kind in pairs
-            ]  # fmt: skip
+                for net, kind in pairs
+                for method in args.methods or ["auto", *SUPPORTS]
+                for ratio in args.ratios
+            ]
             for row in pool.imap(study.train, runs):
                 _save(args.json, [row])
 

@@ -34,7 +34,8 @@ class Support(Summable):
     Parameters
     ----------
     n : elements
-    count : values sent in a step
+    count : units sent in a step
+    unit : values side by side that are sent together, as a row of an embedding; divides n
     named : share of them that ranks may name; the others are chosen from the past
     by : who names: one rank in turn, or all, each its part
     fresh : names travel in a round of their own, before the values; else a step ahead of them
@@ -46,28 +47,37 @@ class Support(Summable):
         n: int,
         *,
         count: int,
+        unit: int = 1,
         named: float = 1.0,
         by: Literal["leader", "all"] = "all",
         fresh: bool = False,
         start: npt.ArrayLike | None = None,
         undoable: bool = False,
     ) -> None:
-        if not 1 <= count <= n or not 0 <= named <= 1 or by not in ("leader", "all"):
+        if (
+            unit < 1
+            or n % unit
+            or not 1 <= count <= n // unit
+            or not 0 <= named <= 1
+            or by not in ("leader", "all")
+        ):
             raise CompressError(
-                f"Support: count={count!r}, named={named!r}, by={by!r} for {n} elements; expected "
-                f'1 to {n}, 0 to 1, and "leader" or "all"'
+                f"Support: count={count!r}, unit={unit!r}, named={named!r}, by={by!r} for {n} "
+                "elements; expected a unit that divides them, a count of at most all units, a "
+                'share from 0 to 1, and "leader" or "all"'
             )
         super().__init__(n, undoable=undoable)
         self.count, self.named, self.by, self.fresh = count, named, by, fresh
         self.rounds = 1 + fresh
-        self._wire = Scaled(count, 1)
+        self.unit, self._units = unit, n // unit
+        self._wire = Scaled(count * unit, 1)
         first = np.zeros(n, np.float32) if start is None else np.asarray(start, np.float32)
-        self._spread = np.abs(first)  # [n] expected change of the mean in a step
-        self._ages = np.ones(n, np.float32)  # [n] steps of it that were not sent
+        self._spread = self._peaks(first)  # [units] expected change of the mean in a step
+        self._ages = np.ones(self._units, np.float32)  # [units] steps of it that were not sent
         self._turn = np.zeros(1, np.int64)
-        self._next = self._agree(np.zeros(0, np.int64))  # [count] positions
+        self._next = self._agree(np.zeros(0, np.int64))  # [count] units
         if start is not None:
-            self._wire.expect(first[self._next, None])
+            self._wire.expect(self._rows(first)[self._next].reshape(-1, 1))
 
     def words(self, ranks: int) -> list[int]:
         parts = [self._slots(ranks)[2], self._wire.words(ranks)]
@@ -79,10 +89,12 @@ class Support(Summable):
             named = self._read((yield self._name(vector, ranks)), ranks)
             lost = named is None
             at = self._next if named is None else self._agree(named)
-        words, sent = self._wire.pack(None if lost else vector[at, None], ranks)
+        words, sent = self._wire.pack(
+            None if lost else self._rows(vector)[at].reshape(-1, 1), ranks
+        )
         rest = None if sent is None else vector.copy()
         if rest is not None:
-            rest[at] -= sent[:, 0]
+            self._rows(rest)[at] -= sent.reshape(-1, self.unit)
         if self.fresh:
             total = yield words
         else:
@@ -92,17 +104,17 @@ class Support(Summable):
         mean, exponents = self._wire.unpack(total, ranks)
         if mean is None or rest is None or named is None:
             return None
-        values = mean[:, 0]
+        values = mean.reshape(-1, self.unit)
         ages = self._ages + 1
         spread = self._spread.copy()
-        spread[at] += _NEWS * (np.abs(values) / np.sqrt(self._ages[at]) - spread[at])
+        spread[at] += _NEWS * (self._peaks(values) / np.sqrt(self._ages[at]) - spread[at])
         ages[at] = 1
         self.memory, self._exponents = rest, exponents
         self._ages, self._spread, self._turn = ages, spread, self._turn + 1
         if not self.fresh:
             self._next = self._agree(named)
         result = np.zeros(self.n, np.float32)
-        result[at] = values
+        self._rows(result)[at] = values
         return result
 
     def _slots(self, ranks: int) -> tuple[int, int, int]:
@@ -112,11 +124,11 @@ class Support(Summable):
             return 0, 0, 0
         slots = ranks if self.by == "all" else 1
         each = max(1, most // slots)
-        bits = each * pack.low_bits(each, self.n) + pack.upper_bits(each, self.n)
+        bits = each * pack.low_bits(each, self._units) + pack.upper_bits(each, self._units)
         return slots, each, 2 + slots * -(-bits // 32)
 
     def _name(self, vector: Floats | None, ranks: int) -> Words:
-        """This rank's largest values in its slot; nothing where it is not its turn."""
+        """The rank's largest units in its slot; nothing where it is not its turn."""
         slots, each, size = self._slots(ranks)
         words = np.zeros(size, np.int32)
         if not slots:
@@ -124,8 +136,10 @@ class Support(Summable):
         if vector is None:
             words[0] = 1
         elif self.by == "all" or self._turn[0] % ranks == self.rank:
-            picks = _largest(vector, each).astype(np.uint32)[None]
-            bits = np.concatenate(pack.elias_fano(picks, self.n), axis=1)
+            rows = self._rows(vector)
+            norms = np.abs(vector) if self.unit == 1 else np.linalg.norm(rows, axis=1)
+            picks = _largest(norms, each).astype(np.uint32)[None]
+            bits = np.concatenate(pack.elias_fano(picks, self._units), axis=1)
             slot = self.rank if self.by == "all" else 0
             words[2:].reshape(slots, -1)[slot] = pack.bits_to_words(bits)[0].view(np.int32)
         words[1] = checksum(words)
@@ -147,13 +161,13 @@ class Support(Summable):
             return None
         found = total[2:].reshape(slots, -1)
         bits = pack.words_to_bits(found[found.any(axis=1)].view(np.uint32))
-        low = each * pack.low_bits(each, self.n)
-        upper = low + pack.upper_bits(each, self.n)
-        positions = pack.read_elias_fano(bits[:, :low], bits[:, low:upper], each, self.n)
+        low = each * pack.low_bits(each, self._units)
+        upper = low + pack.upper_bits(each, self._units)
+        positions = pack.read_elias_fano(bits[:, :low], bits[:, low:upper], each, self._units)
         return np.unique(positions.astype(np.int64))
 
     def _agree(self, named: Positions) -> Positions:
-        """The positions to send, [count]."""
+        """The units to send, [count]."""
         expected = np.maximum(self._spread * np.sqrt(self._ages), _TINY)
         if named.size > self.count:
             named = np.roll(named, int(self._turn[0]))[: self.count]
@@ -164,6 +178,13 @@ class Support(Summable):
         waited = self._ages.copy()
         waited[named] = waited[past] = 0
         return np.concatenate([named, past, _largest(waited, aged)])
+
+    def _rows(self, vector: Floats) -> Floats:
+        return vector.reshape(-1, self.unit)
+
+    def _peaks(self, values: Floats) -> Floats:
+        """The largest magnitude of each unit: unlike a norm, the same on every machine."""
+        return np.asarray(np.abs(self._rows(values)).max(axis=1), np.float32)
 
     @property
     def _exponents(self) -> Array:

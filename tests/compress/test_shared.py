@@ -56,8 +56,9 @@ HALF = {"count": 30, "named": 0.5, "by": "leader"}
 UNION = {"count": 30}
 FRESH_LEADER = {"count": 30, "by": "leader", "fresh": True}
 FRESH = {"count": 30, "fresh": True}
-SUPPORTS = [PAST, LEADER, HALF, UNION, FRESH_LEADER, FRESH]
-NAMES = ["past", "leader", "half", "union", "fresh-leader", "fresh-union"]
+ROWS = {"count": 9, "unit": 5, "fresh": True}
+SUPPORTS = [PAST, LEADER, HALF, UNION, FRESH_LEADER, FRESH, ROWS]
+NAMES = ["past", "leader", "half", "union", "fresh-leader", "fresh-union", "fresh-rows"]
 some = pytest.mark.parametrize("kind", [0, 2, *SUPPORTS], ids=["whole", "factors", *NAMES])
 
 
