@@ -193,6 +193,10 @@ class Summable(ABC):
             setattr(self, name, value)
         self._before = {}
 
+    def settle(self) -> None:
+        """Keep the last step: `undo` does nothing until there is another."""
+        self._before = {}
+
     def state_dict(self) -> dict[str, Any]:
         """Arrays to go on from bit by bit; all but `memory` are alike on all ranks."""
         shared = {name: value.copy() for name, value in self._shared().items()}
