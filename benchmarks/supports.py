@@ -23,6 +23,7 @@ import _study_methods as methods
 import numpy as np
 import study
 import torch
+from _supports import Candidate
 from nets import NETS, Transformer, fashion_mnist
 from simulated import (
     Exchange,
@@ -35,7 +36,6 @@ from simulated import (
 
 from sn_compress.exchange.factors import Factors
 from sn_compress.exchange.shared import Summable
-from sn_compress.exchange.support import Support
 
 RANKS = study.RANKS
 SETTLED = 20  # steps until memories have their usual size
@@ -103,10 +103,10 @@ def most(make: Callable[[int], Summable], top: int, words: float) -> int:
 def sparse(
     shape: tuple[int, ...], words: float, *, rows: bool = False, **options: Any
 ) -> Make:  # fmt: skip
-    """A Support with as many values, or rows of the matrix, as fit the words."""
+    """A Candidate with as many values, or rows of the matrix, as fit the words."""
     n, unit = math.prod(shape), math.prod(shape[1:]) if rows else 1
-    count = most(lambda k: Support(n, count=k, unit=unit, **options), n // unit, words)
-    return lambda start: Support(n, count=count, unit=unit, start=start, **options)
+    count = most(lambda k: Candidate(n, count=k, unit=unit, **options), n // unit, words)
+    return lambda start: Candidate(n, count=count, unit=unit, start=start, **options)
 
 
 def low_rank(shape: tuple[int, ...], words: float) -> Make:

@@ -145,6 +145,7 @@ class Summable(ABC):
 
     def __init__(self, n: int, *, undoable: bool = False) -> None:
         self.n, self.undoable = n, undoable
+        self.own_rank: int | None = None
         self.memory = np.zeros(n, np.float32)
         self._before: dict[str, Any] = {}
         self.energy = self.error = 0.0
@@ -165,19 +166,24 @@ class Summable(ABC):
         """The arrays all ranks share, by attribute name; replaced, never written into."""
 
     def exchange(
-        self, values: npt.ArrayLike, *, ranks: int, rank: int = 0, decay: float = 1.0
+        self,
+        values: npt.ArrayLike,
+        *,
+        ranks: int,
+        rank: int | None = None,
+        decay: float = 1.0,
     ) -> Rounds:
         """Rounds of words to sum; returns the mean of the ranks' vectors, [n] float32.
 
         values : [n] float32, float16 or bfloat16
         ranks : how many may add to the sum
-        rank : which of them this is
+        rank : which of them this is, from 0; only a Support has to know
         decay : factor on the memory before it is added
         """
         vector = as_vector(values).astype(np.float32)
         if vector.size != self.n:
             raise CompressError(f"exchange: got {vector.size} elements; expected {self.n}")
-        self.rank = rank
+        self.own_rank = rank
         before = {"memory": self.memory, **self._shared()} if self.undoable else {}
         with np.errstate(all="ignore"):  # overflow ends as numbers that are not finite
             vector += self.memory * np.float32(decay)

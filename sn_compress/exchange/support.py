@@ -1,15 +1,15 @@
-"""A shared support: which few of the n values all ranks send is agreed by all, then summed.
+"""A shared support: the rows of a matrix that all ranks send, agreed a step ahead.
 
-The largest values of one rank are not those of another, and positions cannot be summed. But a
-rank can write its picks into a slot of the words that all others leave at zero, so that the
-all-reduce hands them to everyone. What the picks leave free goes to values that past means show
-to be large, or that waited longest.
+The gradient of an embedding has few rows that are not zero, others at every step: it has no low
+rank, and what one rank would pick is not what another has. But positions can be told in a sum: each
+rank writes its picks into a slot of the words that the others leave at zero. A step late does
+not matter, as a row is named for what of it has not been sent. What the picks leave free
+goes to rows that past means show to be large, and to those that waited longest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -23,181 +23,149 @@ from .shared import PRIME, Array, Scaled, Summable, checksum
 
 Positions = npt.NDArray[np.int64]
 
-_AGED = 5  # one in so many of the picks from the past goes to what waited longest
+_WAITED = 5  # one in so many of the free places goes to what waited longest
 _NEWS = np.float32(0.3)  # weight of the last mean in the average of past ones
 _TINY = np.float32(2.0**-126)
 
 
 class Support(Summable):
-    """`count` values of the mean gradient at positions that all ranks agree on.
+    """As many rows of the mean gradient as ranks times `each`.
 
     Parameters
     ----------
-    n : elements
-    count : units sent in a step
-    unit : values side by side that are sent together, as a row of an embedding; divides n
-    named : share of them that ranks may name; the others are chosen from the past
-    by : who names: one rank in turn, or all, each its part
-    fresh : names travel in a round of their own, before the values; else a step ahead of them
-    start : [n], a mean gradient that all ranks know, to begin with
+    rows, columns : of the matrix; columns = 1 is a vector, of which single values are sent
+    each : rows that each rank names in a step
+    start : [rows * columns], a mean gradient that all ranks know, to begin with
     """
+
+    rounds = 1
 
     def __init__(
         self,
-        n: int,
         *,
-        count: int,
-        unit: int = 1,
-        named: float = 1.0,
-        by: Literal["leader", "all"] = "all",
-        fresh: bool = False,
+        rows: int,
+        columns: int,
+        each: int,
         start: npt.ArrayLike | None = None,
         undoable: bool = False,
     ) -> None:
-        if (
-            unit < 1
-            or n % unit
-            or not 1 <= count <= n // unit
-            or not 0 <= named <= 1
-            or by not in ("leader", "all")
-        ):
+        if rows < 1 or columns < 1 or not 1 <= each <= rows:
             raise CompressError(
-                f"Support: count={count!r}, unit={unit!r}, named={named!r}, by={by!r} for {n} "
-                "elements; expected a unit that divides them, a count of at most all units, a "
-                'share from 0 to 1, and "leader" or "all"'
+                f"Support: each={each!r} of {rows} x {columns}; expected 1 to {rows} rows"
             )
-        super().__init__(n, undoable=undoable)
-        self.count, self.named, self.by, self.fresh = count, named, by, fresh
-        self.rounds = 1 + fresh
-        self.unit, self._units = unit, n // unit
-        self._wire = Scaled(count * unit, 1)
-        first = np.zeros(n, np.float32) if start is None else np.asarray(start, np.float32)
-        self._spread = self._peaks(first)  # [units] expected change of the mean in a step
-        self._ages = np.ones(self._units, np.float32)  # [units] steps of it that were not sent
-        self._turn = np.zeros(1, np.int64)
-        self._next = self._agree(np.zeros(0, np.int64))  # [count] units
+        super().__init__(rows * columns, undoable=undoable)
+        self.rows, self.columns, self.each = rows, columns, each
+        self._exponents = np.zeros(1, np.int32)
+        self._spread = np.zeros(rows, np.float32)  # expected change of a row in a step
+        self._ages = np.ones(rows, np.float32)  # steps of it that were not sent
+        self._named = np.zeros(rows, np.bool_)  # in the step before
         if start is not None:
-            self._wire.expect(self._rows(first)[self._next].reshape(-1, 1))
+            matrix = np.asarray(start, np.float32).reshape(rows, columns)
+            self._spread = _peaks(matrix)
+            wire = Scaled(rows * columns, 1)
+            wire.expect(matrix.reshape(-1, 1))
+            self._exponents = wire.exponents
 
     def words(self, ranks: int) -> list[int]:
-        parts = [self._slots(ranks)[2], self._wire.words(ranks)]
-        return parts if self.fresh else [sum(parts)]
+        return [words_of(self.rows, self.columns, self.each, ranks)]
 
     def _steps(self, vector: Floats | None, ranks: int) -> Generator[Words, Words, Floats | None]:
-        lost, at, named_words = vector is None, self._next, self._slots(ranks)[2]
-        if self.fresh:
-            named = self._read((yield self._name(vector, ranks)), ranks)
-            lost = named is None
-            at = self._next if named is None else self._agree(named)
-        words, sent = self._wire.pack(
-            None if lost else self._rows(vector)[at].reshape(-1, 1), ranks
-        )
-        rest = None if sent is None else vector.copy()
-        if rest is not None:
-            self._rows(rest)[at] -= sent.reshape(-1, self.unit)
-        if self.fresh:
-            total = yield words
-        else:
-            total = yield np.concatenate([self._name(rest, ranks), words])
-            named = self._read(total[:named_words], ranks)
-            total = total[named_words:]
-        mean, exponents = self._wire.unpack(total, ranks)
+        at = self._agreed(ranks)
+        wire = Scaled(at.size * self.columns, 1)
+        wire.exponents = self._exponents
+        rest = sent = None
+        if vector is not None:
+            rest = vector.reshape(self.rows, self.columns).copy()
+        words, sent = wire.pack(None if rest is None else rest[at].reshape(-1, 1), ranks)
+        if rest is not None and sent is not None:
+            rest[at] -= sent.reshape(-1, self.columns)
+        total = yield np.concatenate([words, self._name(rest, ranks)])
+        mean, exponents = wire.unpack(total[: words.size], ranks)
+        named = self._read(total[words.size :], ranks)
         if mean is None or rest is None or named is None:
             return None
-        values = mean.reshape(-1, self.unit)
-        ages = self._ages + 1
-        spread = self._spread.copy()
-        spread[at] += _NEWS * (self._peaks(values) / np.sqrt(self._ages[at]) - spread[at])
+        values = mean.reshape(-1, self.columns)
+        spread, ages = self._spread.copy(), self._ages + 1
+        news = _peaks(values) / np.sqrt(self._ages[at])
+        spread[at] += _NEWS * (news - spread[at])
         ages[at] = 1
-        self.memory, self._exponents = rest, exponents
-        self._ages, self._spread, self._turn = ages, spread, self._turn + 1
-        if not self.fresh:
-            self._next = self._agree(named)
-        result = np.zeros(self.n, np.float32)
-        self._rows(result)[at] = values
-        return result
+        self.memory, self._exponents = rest.reshape(-1), exponents
+        self._spread, self._ages, self._named = spread, ages, named
+        result = np.zeros((self.rows, self.columns), np.float32)
+        result[at] = values
+        return result.reshape(-1)
 
-    def _slots(self, ranks: int) -> tuple[int, int, int]:
-        """How many slots there are, positions in each, and the words of all of them."""
-        most = round(self.count * self.named)
-        if not most:
-            return 0, 0, 0
-        slots = ranks if self.by == "all" else 1
-        each = max(1, most // slots)
-        bits = each * pack.low_bits(each, self._units) + pack.upper_bits(each, self._units)
-        return slots, each, 2 + slots * -(-bits // 32)
+    def _agreed(self, ranks: int) -> Positions:
+        """The rows to send."""
+        count = min(self.each * ranks, self.rows)
+        free = max(0, count - np.count_nonzero(self._named))
+        waiting = -(-free // _WAITED)
+        expected = np.maximum(self._spread * np.sqrt(self._ages), _TINY)
+        expected[self._named] = np.inf
+        at = _largest(expected, count - waiting)
+        waited = self._ages.copy()
+        waited[at] = 0
+        return np.concatenate([at, _largest(waited, waiting)])
 
-    def _name(self, vector: Floats | None, ranks: int) -> Words:
-        """The rank's largest units in its slot; nothing where it is not its turn."""
-        slots, each, size = self._slots(ranks)
-        words = np.zeros(size, np.int32)
-        if not slots:
-            return words
-        if vector is None:
+    def _name(self, rest: Floats | None, ranks: int) -> Words:
+        """What the rank owes most, in its slot."""
+        words = np.zeros(2 + ranks * _slot(self.each, self.rows), np.int32)
+        if rest is None:
             words[0] = 1
-        elif self.by == "all" or self._turn[0] % ranks == self.rank:
-            rows = self._rows(vector)
-            norms = np.abs(vector) if self.unit == 1 else np.linalg.norm(rows, axis=1)
-            picks = _largest(norms, each).astype(np.uint32)[None]
-            bits = np.concatenate(pack.elias_fano(picks, self._units), axis=1)
-            slot = self.rank if self.by == "all" else 0
-            words[2:].reshape(slots, -1)[slot] = pack.bits_to_words(bits)[0].view(np.int32)
+        else:
+            if self.own_rank is None or not 0 <= self.own_rank < ranks:
+                raise CompressError(
+                    f"rank={self.own_rank!r} of {ranks}; expected the rank's own number, as it has "
+                    "a slot for its picks. Pass rank= to exchange()."
+                )
+            norms = np.sqrt(np.einsum("ij,ij->i", rest, rest))
+            picks = _largest(norms, self.each).astype(np.uint32)
+            bits = np.concatenate(pack.elias_fano(picks[None], self.rows), axis=1)
+            slots = words[2:].reshape(ranks, -1)
+            slots[self.own_rank] = pack.bits_to_words(bits)[0].view(np.int32)
         words[1] = checksum(words)
         return words
 
-    def _read(self, total: Words, ranks: int) -> Positions | None:
-        """All positions named, ascending; a rank that has joined names none."""
-        slots, each, size = self._slots(ranks)
-        if not slots:
-            return np.zeros(0, np.int64)
-        if total.size != size:
-            raise CompressError(f"got {total.size} summed words of positions; expected {size}")
+    def _read(self, total: Words, ranks: int) -> npt.NDArray[np.bool_] | None:
+        """Where rows were named, [rows]; a rank that has joined names none."""
         if (checksum(total) - int(total[1])) % PRIME:
             raise PayloadError(
                 "the summed positions do not have the sum of their checksums: they were damaged "
-                "on the way, or ranks run with different settings."
+                "on the way, or ranks run with different settings"
             )
         if total[0]:
             return None
-        found = total[2:].reshape(slots, -1)
-        bits = pack.words_to_bits(found[found.any(axis=1)].view(np.uint32))
-        low = each * pack.low_bits(each, self._units)
-        upper = low + pack.upper_bits(each, self._units)
-        positions = pack.read_elias_fano(bits[:, :low], bits[:, low:upper], each, self._units)
-        return np.unique(positions.astype(np.int64))
-
-    def _agree(self, named: Positions) -> Positions:
-        """The units to send, [count]."""
-        expected = np.maximum(self._spread * np.sqrt(self._ages), _TINY)
-        if named.size > self.count:
-            named = np.roll(named, int(self._turn[0]))[: self.count]
-        left = expected.copy()
-        left[named] = 0
-        aged = (self.count - named.size) // _AGED
-        past = _largest(left, self.count - named.size - aged)
-        waited = self._ages.copy()
-        waited[named] = waited[past] = 0
-        return np.concatenate([named, past, _largest(waited, aged)])
-
-    def _rows(self, vector: Floats) -> Floats:
-        return vector.reshape(-1, self.unit)
-
-    def _peaks(self, values: Floats) -> Floats:
-        """The largest magnitude of each unit: unlike a norm, the same on every machine."""
-        return np.asarray(np.abs(self._rows(values)).max(axis=1), np.float32)
-
-    @property
-    def _exponents(self) -> Array:
-        return self._wire.exponents
-
-    @_exponents.setter
-    def _exponents(self, value: Array) -> None:
-        self._wire.exponents = value
+        slots = total[2:].reshape(ranks, -1)
+        # Every slot that was written has ones: Elias-Fano marks each position.
+        bits = pack.words_to_bits(slots[slots.any(axis=1)].view(np.uint32))
+        low = self.each * pack.low_bits(self.each, self.rows)
+        upper = low + pack.upper_bits(self.each, self.rows)
+        found = pack.read_elias_fano(bits[:, :low], bits[:, low:upper], self.each, self.rows)
+        named = np.zeros(self.rows, np.bool_)
+        named[found.reshape(-1)] = True
+        return named
 
     def _shared(self) -> dict[str, Array]:
-        names = ("_exponents", "_spread", "_ages", "_turn", "_next")
+        names = ("_exponents", "_spread", "_ages", "_named")
         return {name: getattr(self, name) for name in names}
 
 
+def words_of(rows: int, columns: int, each: int, ranks: int) -> int:
+    """Words that travel when each rank names `each` rows."""
+    values = Scaled(min(each * ranks, rows) * columns, 1).words(ranks)
+    return values + 2 + ranks * _slot(each, rows)
+
+
+def _slot(each: int, rows: int) -> int:
+    """Words for `each` ascending positions below `rows`."""
+    return -(-(each * pack.low_bits(each, rows) + pack.upper_bits(each, rows)) // 32)
+
+
+def _peaks(matrix: Floats) -> Floats:
+    """The largest magnitude of each row: unlike a norm, the same on every machine."""
+    return np.asarray(np.abs(matrix).max(axis=1), np.float32)
+
+
 def _largest(values: Floats, count: int) -> Positions:
+    """Where the `count` largest are, ascending; ties to the lower."""
     return largest(values[None], count)[0] if count else np.zeros(0, np.int64)

@@ -44,22 +44,17 @@ def step(parts, values, *, ranks=None, joined=(), decay=1.0):
 
 
 def made(kind, **options):
-    """A rank of `summable`, or the settings of a Support."""
+    """A Summable of a size, or a Support of these settings."""
     if isinstance(kind, int):
         return summable(SHAPE, kind, **options)
-    return Support(N, **kind, **options)
+    return Support(**kind, **options)
 
 
-PAST = {"count": 30, "named": 0.0}
-LEADER = {"count": 30, "named": 1.0, "by": "leader"}
-HALF = {"count": 30, "named": 0.5, "by": "leader"}
-UNION = {"count": 30}
-FRESH_LEADER = {"count": 30, "by": "leader", "fresh": True}
-FRESH = {"count": 30, "fresh": True}
-ROWS = {"count": 9, "unit": 5, "fresh": True}
-SUPPORTS = [PAST, LEADER, HALF, UNION, FRESH_LEADER, FRESH, ROWS]
-NAMES = ["past", "leader", "half", "union", "fresh-leader", "fresh-union", "fresh-rows"]
-some = pytest.mark.parametrize("kind", [0, 2, *SUPPORTS], ids=["whole", "factors", *NAMES])
+ROWS = {"rows": N // 15, "columns": 15, "each": 2}
+VALUES = {"rows": N, "columns": 1, "each": 5}
+some = pytest.mark.parametrize(
+    "kind", [0, 2, ROWS, VALUES], ids=["whole", "factors", "rows", "values"]
+)
 
 
 def gradients(rng, ranks, n=N, common=1.0):
@@ -87,7 +82,9 @@ def test_more_ranks_than_digits_can_sum_are_refused():
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 20, 100])
-@pytest.mark.parametrize("kind", [0, 1, 4, 15, *SUPPORTS], ids=["whole", "1", "4", "15", *NAMES])
+@pytest.mark.parametrize(
+    "kind", [0, 1, 4, 15, ROWS, VALUES], ids=["whole", "1", "4", "15", "rows", "values"]
+)
 def test_nothing_is_lost_and_all_ranks_agree(ranks, kind):
     """Sum of means + mean of memories = sum of mean gradients, up to float32 rounding."""
     rng = np.random.default_rng(ranks)
@@ -166,7 +163,7 @@ def test_a_rank_that_joined_adds_nothing(kind):
         assert (parts[2].memory == before[2]).all()
 
 
-@pytest.mark.parametrize("kind", [0, 2, LEADER, UNION, FRESH])
+@pytest.mark.parametrize("kind", [0, 2, ROWS, VALUES])
 def test_zeros_stay_zero_and_scales_survive_them(kind):
     rng = np.random.default_rng(5)
     parts = [made(kind) for _ in range(2)]
@@ -177,8 +174,9 @@ def test_zeros_stay_zero_and_scales_survive_them(kind):
             result = step(parts, values, decay=0.0)[0]
         mean = np.mean(values, axis=0)
         # Two directions of 15 hold more than 2/15 of any matrix, once they are the leading ones.
-        # Thirty values of 360, chosen a step earlier by numbers without a likeness: a twelfth.
-        assert result @ mean > (0.1 if kind == 2 else 0.04) * (mean @ mean)
+        # Ten values of 360, or 4 rows of 24, named a step earlier for numbers without a likeness:
+        # a thirty-sixth at least, less what clipping takes.
+        assert result @ mean > (0.1 if kind == 2 else 0.015) * (mean @ mean)
 
 
 @some
@@ -222,15 +220,101 @@ def test_words_are_what_is_said():
             assert summable(SHAPE, rank).words(ranks) == words_of(SHAPE, rank, ranks)
 
 
-@pytest.mark.parametrize("kind", SUPPORTS, ids=NAMES)
+@pytest.mark.parametrize("shape", [(24, 15), (1000, 64), (7, 2)])
 @pytest.mark.parametrize("ranks", [1, 2, 8, 100])
-def test_a_support_sends_the_words_it_says(kind, ranks):
-    part = made(kind)
-    rounds = part.exchange(np.arange(N, dtype=np.float32), ranks=ranks, rank=0)
-    words = [next(rounds)]
-    if part.rounds == 2:
-        words.append(rounds.send(words[0]))
-    assert [w.size for w in words] == part.words(ranks)
+def test_a_support_sends_the_words_it_says(shape, ranks):
+    for each in (1, 3, shape[0]):
+        part = summable(shape, each, sparse=True)
+        words = next(part.exchange(np.ones(math.prod(shape), np.float32), ranks=ranks, rank=0))
+        assert [words.size] == part.words(ranks) == words_of(shape, each, ranks, sparse=True)
+
+
+def test_few_rows_that_change_from_step_to_step_arrive_a_step_later():
+    rng = np.random.default_rng(10)
+    parts = [Support(rows=500, columns=8, each=4) for _ in range(3)]
+    sent, given_ = np.zeros(4000), np.zeros(4000)
+    for _ in range(30):
+        values = [np.zeros((500, 8), np.float32) for _ in parts]
+        for v in values:
+            v[rng.choice(500, 4, replace=False)] = rng.uniform(0.5, 1, (4, 8))
+        last = np.mean(values, axis=0).reshape(-1)
+        sent += step(parts, [v.reshape(-1) for v in values])[0]
+        given_ += last
+    # What is outstanding is the last step and the rounding of the rows sent before: 42 levels on
+    # each side of a peak, so about a hundredth of each value.
+    assert np.linalg.norm(given_ - last - sent) < 0.3 * np.linalg.norm(last)
+
+
+def test_every_row_is_sent_in_the_end_even_if_nobody_names_it():
+    parts = [Support(rows=64, columns=2, each=2) for _ in range(2)]
+    loud = np.zeros((64, 2), np.float32)
+    loud[:2], loud[40] = 100, 1e-3
+    step(parts, [loud.reshape(-1)] * 2)
+    loud[40] = 0
+    sent = [step(parts, [loud.reshape(-1)] * 2)[0] for _ in range(200)]
+    assert all(part._ages.max() < 200 for part in parts)
+    assert np.isfinite(sent).all()
+
+
+def test_a_support_wants_to_know_its_rank():
+    for rank in (None, -1, 2):
+        with pytest.raises(CompressError, match="rank="):
+            next(
+                Support(rows=9, columns=2, each=1).exchange(
+                    np.ones(18, np.float32), ranks=2, rank=rank
+                )
+            )
+    with pytest.raises(CompressError, match="expected 1 to 9 rows"):
+        Support(rows=9, columns=2, each=10)
+
+
+def test_an_embedding_goes_by_rows_and_a_dense_matrix_by_directions():
+    rng = np.random.default_rng(11)
+    sessions = [SharedExchange(ratio=20, warmup=1) for _ in range(2)]
+    shapes = {"table": (800, 32), "thin": (64, 48)}
+    given_, got = np.zeros(800 * 32), np.zeros(800 * 32)
+    for turn in range(12):
+        table = [np.zeros((800, 32), np.float32) for _ in sessions]
+        for t in table:
+            t[rng.choice(800, 12, replace=False)] = rng.standard_normal((12, 32))
+        base = np.outer(rng.standard_normal(64), rng.standard_normal(48))
+        thin = [base + 0.1 * rng.standard_normal(base.shape) for _ in sessions]
+        for name, values in (("table", table), ("thin", thin)):
+            vectors = [v.astype(np.float32).reshape(-1) for v in values]
+            dense = [s.dense(name, shapes[name]) for s in sessions]
+            if dense[0]:
+                pairs = zip(sessions, vectors, strict=True)
+                mean = np.mean([s.whole(name, v) for s, v in pairs], axis=0)
+                for s in sessions:
+                    s.learn(name, mean)
+            else:
+                numbered = enumerate(zip(sessions, vectors, strict=True))
+                mean = total([s.exchange(name, v, ranks=2, rank=r) for r, (s, v) in numbered])[0]
+            if name == "table":
+                given_ += np.mean(vectors, axis=0)
+                got += mean
+        if turn in (0, 6):  # before the choice, and after
+            states = [s.state_dict() for s in sessions]
+            sessions = [SharedExchange(ratio=20, warmup=1) for _ in sessions]
+            for s, state in zip(sessions, states, strict=True):
+                s.load_state_dict(state)
+    kinds = {name: type(t.summable) for name, t in sessions[0].tensors.items()}
+    assert kinds == {"table": Support, "thin": Factors}
+    spent = sum(sum(sessions[0].words(name, 2)) for name in shapes)
+    assert spent <= (800 * 32 + 64 * 48) / 20
+    left = np.mean([s.tensors["table"].summable.memory for s in sessions], axis=0)
+    assert np.allclose(given_, got + left, atol=1e-4)
+
+
+def test_without_a_rank_nothing_goes_by_rows():
+    session = SharedExchange(ratio=20, warmup=1)
+    session.dense("table", (800, 32))
+    mean = np.zeros((800, 32), np.float32)
+    mean[::100] = 1
+    session.whole("table", mean.reshape(-1))
+    session.learn("table", mean)
+    next(session.exchange("table", mean.reshape(-1), ranks=2))
+    assert isinstance(session.tensors["table"].summable, Factors)
 
 
 def test_ranks_go_where_energy_is_within_the_budget():
@@ -302,7 +386,7 @@ def test_a_damaged_sum_is_an_error_and_changes_nothing(kind, round_):
     part = made(kind)
     for _ in range(200):
         before = part.state_dict()
-        steps = part.exchange(gradients(rng, 1)[0], ranks=1)
+        steps = part.exchange(gradients(rng, 1)[0], ranks=1, rank=0)
         words = next(steps)
         if round_ and part.rounds == 2:
             words = steps.send(words)
