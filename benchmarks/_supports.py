@@ -1,9 +1,7 @@
-"""A shared support: which few of the n values all ranks send is agreed by all, then summed.
+"""Shared supports that were compared; the one that was kept is sn_compress/exchange/support.py.
 
-The largest values of one rank are not those of another, and positions cannot be summed. But a
-rank can write its picks into a slot of the words that all others leave at zero, so that the
-all-reduce hands them to everyone. What the picks leave free goes to values that past means show
-to be large, or that waited longest.
+They differ in who names what is sent (nobody, one rank in turn, every rank its part), for how much
+of it, and when (a step ahead, or in a round of its own); docs/decisions/0010-shared-support.md.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ _TINY = np.float32(2.0**-126)
 
 
 class Candidate(Summable):
-    """`count` values of the mean gradient at positions that all ranks agree on.
+    """`count` units of the mean gradient at positions that all ranks agree on.
 
     Parameters
     ----------

@@ -85,9 +85,15 @@ class Curve:
 
 
 def better(low_rank: Curve, rows: Curve, words: float, ranks: int) -> Curve:
-    """Of a tensor's two curves the one that catches more with as many words."""
-    shares = [c.caught(c.largest(int(words), ranks), ranks) for c in (low_rank, rows)]
-    return rows if shares[1] > shares[0] and not low_rank.flat else low_rank
+    """Rows, if half as many words of them catch more than all the words in directions.
+
+    Half, as a curve shows the best rows, and ranks name those they owe, some of them twice.
+    """
+    if low_rank.flat:
+        return low_rank
+    by_rows = rows.caught(rows.largest(int(words / 2), ranks), ranks)
+    by_rank = low_rank.caught(max(1, low_rank.largest(int(words), ranks)), ranks)
+    return rows if by_rows > by_rank else low_rank
 
 
 def allocate(curves: Mapping[str, Curve], words: int, ranks: int) -> dict[str, int]:

@@ -98,7 +98,7 @@ class Support(Summable):
     def _agreed(self, ranks: int) -> Positions:
         """The rows to send."""
         count = min(self.each * ranks, self.rows)
-        free = max(0, count - np.count_nonzero(self._named))
+        free = max(0, count - int(np.count_nonzero(self._named)))
         waiting = -(-free // _WAITED)
         expected = np.maximum(self._spread * np.sqrt(self._ages), _TINY)
         expected[self._named] = np.inf
