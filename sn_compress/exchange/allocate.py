@@ -89,8 +89,6 @@ def better(low_rank: Curve, rows: Curve, words: float, ranks: int) -> Curve:
 
     Half, as a curve shows the best rows, and ranks name those they owe, some of them twice.
     """
-    if low_rank.flat:
-        return low_rank
     by_rows = rows.caught(rows.largest(int(words / 2), ranks), ranks)
     by_rank = low_rank.caught(max(1, low_rank.largest(int(words), ranks)), ranks)
     return rows if by_rows > by_rank else low_rank

@@ -95,8 +95,8 @@ class SharedExchange:
             return
         large = mean.size >= self.min_elements
         shape = tensor.shape if large else (mean.size,)
-        tensor.curve, tensor.rows = Curve.of(mean, shape), Curve.of_rows(mean, shape)
-        tensor.mean = mean
+        tensor.curve, tensor.mean = Curve.of(mean, shape), mean
+        tensor.rows = None if tensor.curve.flat else Curve.of_rows(mean, shape)
         tensor.summable = None
 
     def exchange(
