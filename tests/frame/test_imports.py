@@ -31,7 +31,8 @@ LAYERS = (
     ("sn_compress.feedback", "sn_compress.schedule", "sn_compress.cost"),
     ("sn_compress._backends",),
     ("sn_compress.exchange", "sn_compress.gossip"),
-    ("sn_compress.settings",),
+    ("sn_compress.settings", "sn_compress.layers"),
+    ("sn_compress.measure", "sn_compress.prediction", "sn_compress.tuning", "sn_compress.__main__"),
     ("sn_compress.horovod", "sn_compress.ddp"),
 )
 CHECK_MAY_IMPORT = {"sn_memory.graph", "sn_memory.plan", "sn_memory.errors"}
