@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .check import Replay as Replay
     from .check import check_plan as check_plan
+    from .drafting import plan_from_decisions as plan_from_decisions
     from .errors import BudgetError as BudgetError
     from .errors import GraphError as GraphError
     from .errors import PlanError as PlanError
@@ -40,6 +41,7 @@ _HOME = {
     "Storage": ".graph",
     "Workspace": ".graph",
     "check_plan": ".check",
+    "plan_from_decisions": ".drafting",
 }
 __all__ = sorted(_HOME)
 

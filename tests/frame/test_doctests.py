@@ -16,7 +16,8 @@ PURE = [
     found.name
     for package in PACKAGES
     for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
-    if found.name.rpartition(".")[2] not in RIMS and not found.name.endswith(("._core", ".__main__"))
+    if found.name.rpartition(".")[2] not in RIMS
+    and not found.name.endswith(("._core", ".__main__"))
 ]
 
 
