@@ -13,7 +13,9 @@ from ..graph import Graph
 
 # Kinds as frameworks and papers write them: conv2d, aten.convolution, Conv2D, addmm, MatMul, FC ...
 _CONV: Final = re.compile(r"conv")
-_HEAVY: Final = re.compile(r"conv|linear|dense|matmul|einsum|\bfc\b|\bdot|\b(add|ba)?b?mm\b|attention")
+_HEAVY: Final = re.compile(
+    r"conv|linear|dense|matmul|einsum|\bfc\b|\bdot|\b(add|ba)?b?mm\b|attention"
+)
 _JOIN: Final = re.compile(r"join|concat|\bcat\b|fork|\bstack\b")
 _SUM: Final = re.compile(r"\badd(v2|n|_)?\b")
 # Above this a kernel is bound by arithmetic on any machine of the last decade: matrix products and

@@ -95,9 +95,7 @@ def origins(graph: Graph) -> Origins:
         bool(made) and forward_op[made[0]] and made[-1] <= last_forward[storage]
         for storage, made in enumerate(makers)
     ]
-    saved = [
-        inside and first < end for inside, first in zip(forward, first_backward, strict=True)
-    ]
+    saved = [inside and first < end for inside, first in zip(forward, first_backward, strict=True)]
     return Origins(
         makers, last_use, last_forward, first_backward, expiry, droppable, saved, forward
     )

@@ -115,9 +115,7 @@ def _plan(graph: Graph, budget_bytes: int | None, planner: str, each: set[int]) 
     def draft(offloaded: list[int]) -> Draft:
         reasons.update(dict.fromkeys(offloaded, "output of a convolution; waits on the host"))
         events = follow(graph, kept=kept, each=each, offloaded=offloaded, checkpoint=is_step)
-        return carry_out(
-            graph, events, planner=planner, reasons=reasons, within_bytes=budget_bytes
-        )
+        return carry_out(graph, events, planner=planner, reasons=reasons, within_bytes=budget_bytes)
 
     convolutions = {s for s in kept if is_conv(graph, origin.makers[s][0])}
     plain = follow(graph, kept=kept, each=each)

@@ -72,9 +72,7 @@ class Walk:
             elif op is None:
                 for maker in reversed(self.origin.makers[storage]):
                     tasks.append((storage, maker))
-                    tasks.extend(
-                        (s, None) for s in reversed(arrays.reads[maker]) if s != storage
-                    )
+                    tasks.extend((s, None) for s in reversed(arrays.reads[maker]) if s != storage)
             else:
                 made += self._again(storage, op)
         return made
