@@ -2,8 +2,8 @@
 
     (graph: Graph, *, budget_bytes: int | None) -> Plan
 
-It may ignore the budget (then its plan says what it needs), must not raise where its method simply
-finds nothing (then it returns the plan of least peak it has), and its plans pass `check_plan`.
+It may ignore the budget, must not raise where its method simply finds nothing (then it returns
+the plan of least peak it has), and its plans pass `check_plan`.
 `plan_graph(..., planner="auto")` takes all of them as candidates, so it is never slower than any of
 them at the same peak. To add one: a function here, its name in `_FUNCTIONS`.
 """
