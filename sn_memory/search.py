@@ -12,8 +12,10 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from .bound import Relaxed, moments, relax
+from .chain import Chain
 from .gaps import KEEP, Gaps
 from .lowering import Impossible, Schedule, lower
 from .offload import host_peak_bytes, lane_seconds
@@ -148,12 +150,52 @@ class Search:
             return best
         natural = self.shape.natural()
         if self.recompute:
+            self.from_chain(budget_bytes)
             self.attempt(natural, budget_bytes, "greedy")
             for share in (1.0, 0.95, 0.9, 0.8):
                 if self.late:
                     break
                 self.from_relaxation(budget_bytes, share)
         return self.best(budget_bytes)
+
+    @cached_property
+    def chain(self) -> Chain:
+        """The blocks of the graph and their table, made at first need."""
+        half = time.monotonic() + (self.deadline - time.monotonic()) / 2
+        return Chain(self.shape, self.archive[0].peak_bytes, deadline=half)
+
+    def from_chain(self, budget_bytes: int) -> None:
+        """Start from the chain's checkpoints, for the largest table budget that really fits.
+
+        The table rounds up and adds peaks that do not meet, so what it calls a larger budget often
+        fits; which one is found by bisection on the true peak.
+        """
+        low, high = budget_bytes, self.archive[0].peak_bytes
+        first: list[int] | None = None
+        for _ in range(8):
+            if self.late:
+                break
+            middle = (low + high) // 2 if first is not None else low
+            choice = self.chain.choice(middle)
+            schedule = None if choice is None else self.lowered(choice)
+            if choice is not None and schedule is not None and first is None:
+                first = choice
+            if choice is not None and schedule is not None:
+                self.add(choice, schedule, "chain")
+            fits = schedule is not None and schedule.peak_bytes <= budget_bytes
+            if middle == low and not fits:
+                break
+            low, high = (middle, high) if fits else (low, middle)
+        starts = [self.chain.choice(low)]
+        for start in starts:
+            if start is not None:
+                self.attempt(start, budget_bytes, "chain")
+
+    def lowered(self, choice: Sequence[int]) -> Schedule | None:
+        try:
+            return lower(self.shape, choice)
+        except Impossible:
+            return None
 
     def from_relaxation(self, budget_bytes: int, share: float) -> None:
         """Start from what the relaxation keeps, with part of the budget left for rebuilds."""
@@ -168,8 +210,6 @@ class Search:
                 spans = self.shape.start[gap] < at < self.shape.end[gap]
                 if spans and self.shape.rebuildable[storage] and not self.shape.stays[gap]:
                     choice[gap] = KEEP if kept > 0.5 else 0
-        try:
-            self.add(choice, lower(self.shape, choice), "relaxation")
-        except Impossible:
+        if self.lowered(choice) is None:
             return
         self.attempt(choice, budget_bytes, f"relaxation at {share:.0%}")
