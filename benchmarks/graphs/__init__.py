@@ -1,7 +1,7 @@
 """Training graphs of known networks, built from the layer tables of their papers.
 
-    from graphs import resnet
-    graph = resnet(batch=64, depth=50).graph()      # a sn_memory.Graph, forward, backward, update
+from graphs import resnet
+graph = resnet(batch=64, depth=50).graph()      # a sn_memory.Graph, forward, backward, update
 """
 
 from .branched import densenet121, inception_v4

@@ -6,8 +6,8 @@ speeds of the stated device:
 
 - implicit: the product over windows built in registers; no scratch, 70 % of the attained speed.
 - precomputed: the same with a table of offsets, at full attained speed.
-- winograd F(4x4, 3x3), for 3x3 at stride 1 (Lavin and Gray, 2016): a quarter of the multiplications,
-  input and output tiles transformed through memory, 36 numbers for 16.
+- winograd F(4x4, 3x3), for 3x3 at stride 1 (Lavin and Gray, 2016): a quarter of the products;
+  input and output tiles are transformed through memory, 36 numbers for 16.
 - fft, for kernels of 5 and more at stride 1: spectra of input, weight and output in memory.
 """
 

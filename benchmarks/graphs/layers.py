@@ -219,6 +219,8 @@ def add(a: Tensor, b: Tensor) -> Tensor:
 
 def concat(parts: Sequence[Tensor], *, crop: bool = False) -> Tensor:
     """Channels side by side. `crop` cuts all to the size of the last (the original U-Net)."""
+    # The caller's list may grow before the backward pass is written.
+    parts = tuple(parts)
     net, name = parts[0].net, parts[0].net.layer("concat")
     last = parts[-1].shape
     if not crop and any(p.shape[2:] != last[2:] for p in parts):

@@ -53,10 +53,8 @@ def deep_stages(depth: int) -> tuple[int, int, int, int]:
     return 6, 32, third, 6
 
 
-def cifar_resnet(
-    batch: int, depth: int = 1202, *, optimizer: str = "sgd", **settings: Any
-) -> Net:
-    """ResNet for 32x32 images (He et al., 2015, section 4.2): 6n + 2 layers, no trained shortcut."""
+def cifar_resnet(batch: int, depth: int = 1202, *, optimizer: str = "sgd", **settings: Any) -> Net:
+    """ResNet for 32x32 images (He et al., 2015, section 4.2): 6n + 2 layers, plain shortcuts."""
     if (depth - 2) % 6:
         raise ValueError(f"depth {depth} is not 6n + 2; 20, 56, 110 and 1202 are")
     net = Net(f"ResNet-{depth} (CIFAR)", batch, **settings)

@@ -8,9 +8,8 @@ and bytes follow `docs/graph_format.md`, as `check.py` does on its own account.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from ..errors import BudgetError
 from ..graph import Graph
 from ..liveness import baseline_seconds, peak
 from ..plan import Decision, Plan
@@ -18,33 +17,16 @@ from .meter import Meter
 from .walk import Event
 
 
-@dataclass(frozen=True)
-class Draft:
-    """A plan that may not keep the budget, and the op that sets its peak."""
+def choose(plans: Iterable[Plan], budget_bytes: int | None) -> Plan:
+    """Return the fastest plan that keeps the budget; where none does, the one of least peak.
 
-    plan: Plan
-    peak_op: str
-
-
-def choose(drafts: Iterable[Draft], budget_bytes: int | None) -> Plan:
-    """Return the fastest draft that keeps the budget; without a budget, the one of least peak.
-
-    Raises BudgetError, with the least peak among the drafts, if none keeps it.
+    Without a budget it is the one of least peak too: that is what these policies are for.
     """
-    found = list(drafts)
-    least = min(found, key=lambda draft: (draft.plan.peak_bytes, draft.plan.seconds))
-    if budget_bytes is None:
-        return least.plan
-    fitting = [draft.plan for draft in found if draft.plan.peak_bytes <= budget_bytes]
-    if not fitting:
-        raise BudgetError(
-            f"the planner {least.plan.planner!r} needs {least.plan.peak_bytes} bytes, at the op "
-            f"{least.peak_op!r}; the budget is {budget_bytes}. Raise the budget, or take the "
-            "planner 'auto'.",
-            peak_bytes=least.plan.peak_bytes,
-            budget_bytes=budget_bytes,
-            op=least.peak_op,
-        )
+    found = list(plans)
+    least = min(found, key=lambda plan: (plan.peak_bytes, plan.seconds))
+    if budget_bytes is None or least.peak_bytes > budget_bytes:
+        return least
+    fitting = [plan for plan in found if plan.peak_bytes <= budget_bytes]
     return replace(min(fitting, key=lambda plan: plan.seconds), budget_bytes=budget_bytes)
 
 
@@ -55,7 +37,7 @@ def carry_out(
     planner: str,
     reasons: Mapping[int, str],
     within_bytes: int | None = None,
-) -> Draft:
+) -> Plan:
     """Turn a sequence into a plan.
 
     Parameters
@@ -84,7 +66,7 @@ def carry_out(
             meter.die(storage)
     for storage in list(meter.dead):
         meter.free(storage)
-    plan = Plan(
+    return Plan(
         steps=tuple(meter.steps),
         decisions=tuple(_decisions(graph, events, reasons)),
         planner=planner,
@@ -97,7 +79,6 @@ def carry_out(
         seconds_sources=graph.seconds_sources,
         graph_name=graph.name,
     )
-    return Draft(plan, meter.peak_op)
 
 
 def _deaths(graph: Graph, events: list[Event]) -> list[list[int]]:
@@ -145,15 +126,15 @@ def _decisions(
                 share = arrays.seconds[number][0] / len(fresh)
                 cost[storage] = cost.get(storage, 0.0) + share
     lanes = (device.to_host_bytes_per_s, device.to_device_bytes_per_s)
-    for number, storage in enumerate(graph.storages):
-        if storage.resident:
+    for number, record in enumerate(graph.storages):
+        if record.resident:
             continue
         size, reason = int(arrays.bytes[number]), reasons.get(number, "the rule of the policy")
         if number in offloaded:
             wire = sum(size / lane + device.transfer_latency_s for lane in lanes if lane)
-            yield Decision(storage.name, "offload", reason, size, wire)
+            yield Decision(record.name, "offload", reason, size, wire)
         elif number in times:
             action = "recompute" if times[number] == 1 else "recompute_each"
-            yield Decision(storage.name, action, reason, size, cost[number])
+            yield Decision(record.name, action, reason, size, cost[number])
         else:
-            yield Decision(storage.name, "keep", "held to its last use")
+            yield Decision(record.name, "keep", "held to its last use")

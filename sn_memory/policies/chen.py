@@ -14,7 +14,7 @@ import numpy as np
 from ..arrays import Ints
 from ..graph import Graph
 from ..plan import Plan
-from .carry import Draft, carry_out, choose
+from .carry import carry_out, choose
 from .follow import follow
 from .origins import Origins, origins
 
@@ -22,7 +22,7 @@ from .origins import Origins, origins
 _GREEDY_SIZES = 14
 
 
-def sqrt_n(graph: Graph, budget_bytes: int | None) -> Plan:
+def sqrt_n(graph: Graph, *, budget_bytes: int | None) -> Plan:
     """Cut into sqrt(n) segments of equal numbers of forward ops (section 4.1)."""
     origin = origins(graph)
     forward = [op for op, record in enumerate(graph.ops) if record.phase == "forward"]
@@ -35,7 +35,7 @@ def sqrt_n(graph: Graph, budget_bytes: int | None) -> Plan:
     return choose([_draft(graph, origin, cuts, "sqrt_n")], budget_bytes)
 
 
-def greedy(graph: Graph, budget_bytes: int | None) -> Plan:
+def greedy(graph: Graph, *, budget_bytes: int | None) -> Plan:
     """Cut whenever a segment has made so many bytes; the size is searched (algorithm 3)."""
     origin = origins(graph)
     crossing = _crossing_bytes(graph, origin)
@@ -82,7 +82,7 @@ def _cuts_by_bytes(graph: Graph, crossing: Ints, size: float) -> list[int]:
     return cuts
 
 
-def _draft(graph: Graph, origin: Origins, cuts: list[int], planner: str) -> Draft:
+def _draft(graph: Graph, origin: Origins, cuts: list[int], planner: str) -> Plan:
     borders = np.array(sorted(cuts), np.int64)
     kept = set()
     for storage, made in enumerate(origin.forward):

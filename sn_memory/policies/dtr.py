@@ -9,32 +9,40 @@ storage only takes its own seconds out of it, as the paper has it. Bookkeeping c
 
 from __future__ import annotations
 
-from dataclasses import replace
+from contextlib import suppress
 
 import numpy as np
 
-from ..errors import BudgetError
 from ..graph import Graph
 from ..plan import Plan
 from .carry import carry_out, choose
 from .groups import Groups
-from .keep import liveness
 from .origins import Origins
 from .walk import Event, Walk
 
 # Candidates whose neighbourhood is looked at afresh; the others are ranked by what it last was.
 _EXACT = 8
-# Beyond this many runs per op DTR thrashes, and we call the budget infeasible for it.
+# Beyond this many runs per op DTR thrashes, and the budget counts as too small for it.
 _MOST_RUNS = 10
 
 
-def dtr(graph: Graph, budget_bytes: int | None) -> Plan:
-    """Evict by h under a budget; without a budget nothing is ever evicted."""
-    if budget_bytes is None:
-        return replace(liveness(graph, None), planner="dtr")
-    events = _Online(graph, budget_bytes).events()
+def dtr(graph: Graph, *, budget_bytes: int | None) -> Plan:
+    """Evict by h under a budget; without one, or where it cannot be kept, nothing is evicted."""
+    events = None
+    if budget_bytes is not None:
+        with suppress(_OutOfMemory):
+            events = _Online(graph, budget_bytes).events()
+    if events is None:
+        walk = Walk(graph)
+        for op in range(len(graph.ops)):
+            walk.run(op)
+        events = walk.events
     reasons = dict.fromkeys(range(len(graph.storages)), "evicted when memory ran short, by least h")
     return choose([carry_out(graph, events, planner="dtr", reasons=reasons)], budget_bytes)
+
+
+class _OutOfMemory(Exception):  # noqa: N818 - what happens to the program that is simulated
+    """Nothing is left to evict, or rebuilding goes on without end."""
 
 
 class _Online:
@@ -88,8 +96,10 @@ class _Online:
                 self.pins[storage] += 1
                 pinned.add(storage)
             if missing is not None:
-                for maker in reversed(self.makers[missing]):
-                    stack.append((maker, missing, arrays.reads[maker], set()))
+                stack.extend(
+                    (maker, missing, arrays.reads[maker], set())
+                    for maker in reversed(self.makers[missing])
+                )
                 continue
             stack.pop()
             self.execute(op, target)
@@ -103,9 +113,9 @@ class _Online:
         fresh = tuple(s for s in arrays.outputs[op] if not self.held[s])
         wanted = sum(self.sizes[s] for s in arrays.outputs[op]) + arrays.workspace_bytes[op][0]
         if self.runs > _MOST_RUNS * len(self.graph.ops):
-            raise self.short(op, wanted, "it rebuilds without end")
+            raise _OutOfMemory
         while self.live + wanted > self.budget:
-            self.evict(self.least(op, wanted))
+            self.evict(self.least())
         self.walk.events.append(Event("run", op, fresh))
         self.clock += arrays.seconds[op][0]
         for storage in fresh:
@@ -119,12 +129,12 @@ class _Online:
             first, last = self.makers[target][0], self.makers[target][-1]
             self.pins[target] += (op == first) - (op == last)
 
-    def least(self, op: int, wanted: int) -> int:
+    def least(self) -> int:
         """Return the candidate of least h."""
         ready = self.held & self.droppable & (self.pins == 0) & (self.complete_after < self.at)
         free = np.flatnonzero(ready)
         if not free.size:
-            raise self.short(op, wanted, "nothing is left to evict")
+            raise _OutOfMemory
         size = self.weight[free] * np.maximum(self.clock - self.accessed[free], 1e-12)
         rank = (self.cost[free] + self.near[free]) / size
         few = np.argpartition(rank, min(_EXACT, free.size) - 1)[:_EXACT]
@@ -155,16 +165,6 @@ class _Online:
 
     def neighbourhood(self, storage: int) -> float:
         return self.evicted.cost_of(self.beside[storage])
-
-    def short(self, op: int, wanted: int, why: str) -> BudgetError:
-        return BudgetError(
-            f"the planner 'dtr' cannot run the op {self.graph.ops[op].name!r} within "
-            f"{self.budget} bytes: {why}, and {self.live + wanted} bytes are needed. Raise the "
-            "budget, or take the planner 'auto'.",
-            peak_bytes=self.live + wanted,
-            budget_bytes=self.budget,
-            op=self.graph.ops[op].name,
-        )
 
 
 def _neighbours(graph: Graph, origin: Origins) -> list[list[int]]:

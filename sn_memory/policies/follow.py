@@ -67,8 +67,11 @@ def follow(
         for storage in starts.get(op, ()):
             if storage in eager and op not in origin.makers[storage]:
                 walk.offload(storage)
+        for storage in _forget(walk, made, each, offloaded, op):
+            walk.offload(storage)
+            walk.leave(storage)
+            walk.settle(storage)
         walk.run(op)
-        _forget(walk, made, each)
         for storage in starts.get(op, ()):
             if storage not in eager or op in origin.makers[storage]:
                 walk.offload(storage)
@@ -109,18 +112,23 @@ def offloadable(graph: Graph, events: list[Event], among: Collection[int]) -> li
     return chosen
 
 
-def _forget(walk: Walk, made: list[int], each: Container[int]) -> None:
-    # What was rebuilt stays only if nothing was rebuilt from it: it is what the op asked for.
-    stepping = {
-        source
-        for storage in made
-        for maker in walk.origin.makers[storage]
-        for source in walk.graph.arrays.reads[maker]
-        if source != storage
-    }
+def _forget(
+    walk: Walk, made: list[int], each: Container[int], offloaded: Container[int], op: int
+) -> list[int]:
+    """Drop what was rebuilt and used to rebuild more; return what can wait on the host again.
+
+    What nothing was rebuilt from stays: it is what the op asked for.
+    """
+    origin, reads = walk.origin, walk.graph.arrays.reads
+    sources = {s: {x for m in origin.makers[s] for x in reads[m]} - {s} for s in made}
+    stepping = set().union(*sources.values())
+    waiting: dict[int, None] = {}
     for storage in made:
         if storage in each and storage in stepping:
             walk.there.discard(storage)
+            if origin.last_use[storage] > op:
+                waiting.update(dict.fromkeys(x for x in sources[storage] if x in offloaded))
+    return [storage for storage in waiting if storage in walk.there]
 
 
 def _ahead(graph: Graph, events: list[Event], checkpoint: Rule) -> list[Event]:

@@ -9,7 +9,7 @@ class Groups:
     """Sets that can be joined, but not split: DTR's estimate of what a rebuild drags in.
 
     A storage that comes back leaves its group with its own seconds only; the rest stays joined,
-    though it may hang together no more (Kirisame et al., 2021, appendix C, say why that is fine).
+    though it may hang together no more: an overestimate that union-find cannot undo.
     """
 
     def __init__(self, count: int) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..graph import Graph
 from ..plan import Plan
-from .carry import Draft, carry_out, choose
+from .carry import carry_out, choose
 from .follow import follow
 from .origins import Origins, origins
 
@@ -23,7 +23,7 @@ _SHARES = 16
 _GRAINS = 1000
 
 
-def knapsack(graph: Graph, budget_bytes: int | None) -> Plan:
+def knapsack(graph: Graph, *, budget_bytes: int | None) -> Plan:
     """Save the set worth most within a capacity; search the capacity against the true peak."""
     sets = _best_sets(graph, origins(graph))
     drafts = [_draft(graph, kept) for kept in dict.fromkeys(sets)]
@@ -36,7 +36,7 @@ def saved_within(graph: Graph, share: float) -> Plan:
     The share is rounded up to a sixteenth.
     """
     sets = _best_sets(graph, origins(graph))
-    return _draft(graph, sets[_SHARES - math.ceil(share * _SHARES)]).plan
+    return _draft(graph, sets[_SHARES - math.ceil(share * _SHARES)])
 
 
 def _best_sets(graph: Graph, origin: Origins) -> list[frozenset[int]]:
@@ -67,7 +67,7 @@ def _best_sets(graph: Graph, origin: Origins) -> list[frozenset[int]]:
     return sets
 
 
-def _draft(graph: Graph, kept: frozenset[int]) -> Draft:
+def _draft(graph: Graph, kept: frozenset[int]) -> Plan:
     events = follow(graph, kept=kept)
     reasons = dict.fromkeys(range(len(graph.storages)), "left out of the knapsack; rebuilt once")
     return carry_out(graph, events, planner="knapsack", reasons=reasons)

@@ -34,7 +34,6 @@ class Meter:
         self.leaving: dict[int, float] = {}
         self.compute = self.up = self.down = 0.0
         self.live = self.peak = graph.base_bytes
-        self.peak_op = graph.ops[0].name if graph.ops else ""
 
     def run(self, op: int) -> list[int]:
         """Run an op; return the outputs that had to be allocated."""
@@ -45,7 +44,7 @@ class Meter:
         self.live += sum(self.sizes[s] for s in made)
         way = self._way(op, twice)
         self.steps.append(Step("run", self.graph.ops[op].name, way))
-        self._reach(self.live + twice + arrays.workspace_bytes[op][way], op)
+        self._reach(self.live + twice + arrays.workspace_bytes[op][way])
         start = max([self.compute, *(self.ready.get(s, 0.0) for s in arrays.reads[op])])
         self.compute = start + arrays.seconds[op][way]
         for storage in (*arrays.outputs[op], *arrays.writes[op]):
@@ -103,7 +102,7 @@ class Meter:
         self._note("prefetch", storage)
         self.there.add(storage)
         self.live += self.sizes[storage]
-        self._reach(self.live, None)
+        self._reach(self.live)
         start = max(self.up, self.copied.pop(storage), self.compute)
         wire = self.sizes[storage] / device.to_device_bytes_per_s
         self.ready[storage] = self.up = start + device.transfer_latency_s + wire
@@ -111,9 +110,5 @@ class Meter:
     def _note(self, action: str, storage: int) -> None:
         self.steps.append(Step(action, self.graph.storages[storage].name))
 
-    def _reach(self, live: int, op: int | None) -> None:
-        if live > self.peak:
-            self.peak = live
-            # A prefetch only starts early: the op that has run last gets the blame.
-            if op is not None:
-                self.peak_op = self.graph.ops[op].name
+    def _reach(self, live: int) -> None:
+        self.peak = max(self.peak, live)

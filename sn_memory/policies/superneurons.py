@@ -19,7 +19,7 @@ from collections.abc import Iterable
 
 from ..graph import Graph
 from ..plan import Plan
-from .carry import Draft, carry_out, choose
+from .carry import carry_out, choose
 from .follow import follow, offloadable
 from .kinds import is_checkpoint, is_conv
 from .origins import Origins, origins
@@ -28,18 +28,18 @@ from .origins import Origins, origins
 _CACHE_SIZES = 8
 
 
-def superneurons_speed(graph: Graph, budget_bytes: int | None) -> Plan:
+def speed_centric(graph: Graph, *, budget_bytes: int | None) -> Plan:
     """Rebuild each segment once, and keep it."""
     return _plan(graph, budget_bytes, "superneurons_speed", set())
 
 
-def superneurons_memory(graph: Graph, budget_bytes: int | None) -> Plan:
+def memory_centric(graph: Graph, *, budget_bytes: int | None) -> Plan:
     """Rebuild for each backward layer anew."""
     every = set(range(len(graph.storages)))
     return _plan(graph, budget_bytes, "superneurons_memory", every)
 
 
-def superneurons(graph: Graph, budget_bytes: int | None) -> Plan:
+def cost_aware(graph: Graph, *, budget_bytes: int | None) -> Plan:
     """Choose between the two by l_peak, segment by segment."""
     origin = origins(graph)
     kept = checkpoints(graph, origin)
@@ -59,11 +59,16 @@ def checkpoints(graph: Graph, origin: Origins) -> set[int]:
             for storage in graph.arrays.reads[op]:
                 # Who changes it in place passes it on; only the others share it.
                 readers[storage] += storage not in graph.arrays.writes[op]
+    own = [
+        inside and is_checkpoint(graph, makers[0])
+        for inside, makers in zip(origin.forward, origin.makers, strict=True)
+    ]
+    # Behind the last checkpoint comes the loss: the backward pass starts there, nothing can go.
+    last = max((m[0] for m, is_own in zip(origin.makers, own, strict=True) if is_own), default=0)
     return {
         storage
         for storage, makers in enumerate(origin.makers)
-        if origin.forward[storage]
-        and (readers[storage] >= 2 or (len(makers) == 1 and is_checkpoint(graph, makers[0])))
+        if origin.forward[storage] and (own[storage] or readers[storage] >= 2 or makers[0] > last)
     }
 
 
@@ -112,7 +117,7 @@ def _plan(graph: Graph, budget_bytes: int | None, planner: str, each: set[int]) 
     def is_step(op: int) -> bool:
         return is_checkpoint(graph, op)
 
-    def draft(offloaded: list[int]) -> Draft:
+    def draft(offloaded: list[int]) -> Plan:
         reasons.update(dict.fromkeys(offloaded, "output of a convolution; waits on the host"))
         events = follow(graph, kept=kept, each=each, offloaded=offloaded, checkpoint=is_step)
         return carry_out(graph, events, planner=planner, reasons=reasons, within_bytes=budget_bytes)
@@ -126,6 +131,6 @@ def _plan(graph: Graph, budget_bytes: int | None, planner: str, each: set[int]) 
     for size in range(_CACHE_SIZES + 1):
         drafts.append(draft(movable[: len(movable) * size // _CACHE_SIZES]))
         # Transfers only cost: the smallest cache that does is the fastest.
-        if drafts[-1].plan.peak_bytes <= budget_bytes or not movable:
+        if drafts[-1].peak_bytes <= budget_bytes or not movable:
             break
     return choose(drafts, budget_bytes)

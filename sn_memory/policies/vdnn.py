@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ..graph import Graph
 from ..plan import Plan
-from .carry import Draft, carry_out, choose
+from .carry import carry_out, choose
 from .follow import follow, offloadable
 from .kinds import is_conv
 from .origins import origins
@@ -17,7 +17,7 @@ from .origins import origins
 _SHARES = 8
 
 
-def offload_conv(graph: Graph, budget_bytes: int | None) -> Plan:
+def offload_conv(graph: Graph, *, budget_bytes: int | None) -> Plan:
     """Copy inputs of convolutions out in the forward pass, back ahead of the backward pass."""
     origin = origins(graph)
     kept = {s for s, made in enumerate(origin.forward) if made}
@@ -30,7 +30,7 @@ def offload_conv(graph: Graph, budget_bytes: int | None) -> Plan:
     }
     movable = offloadable(graph, follow(graph, kept=kept), inputs)
 
-    def draft(count: int) -> Draft:
+    def draft(count: int) -> Plan:
         chosen = movable[:count]
         events = follow(
             graph,
