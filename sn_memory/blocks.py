@@ -12,6 +12,7 @@ own turn, and how many seconds its rebuilds cost.
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass, field
 
@@ -102,7 +103,7 @@ def split(shape: Gaps, *, most: int = 100) -> list[Block]:
             last_forward[storage] = op
     cuts = _cuts(shape, turn, last_forward, most)
     owner = [-1] * len(graph.storages)
-    for number, (first, last) in enumerate(zip(cuts, cuts[1:], strict=False)):
+    for number, (first, last) in enumerate(itertools.pairwise(cuts)):
         for op in range(first, last):
             for storage in graph.arrays.outputs[op]:
                 owner[storage] = number
@@ -110,7 +111,7 @@ def split(shape: Gaps, *, most: int = 100) -> list[Block]:
     until = max(at for at, op in enumerate(graph.ops) if op.phase == "backward") + 1
     ambient = _ambient(shape, turn, turns, until)
     blocks = []
-    for number, (first, last) in enumerate(zip(cuts, cuts[1:], strict=False)):
+    for number, (first, last) in enumerate(itertools.pairwise(cuts)):
         end = turns[number - 1] if number else until
         blocks.append(_block(shape, first, last, turns[number], end, ambient[number]))
     return blocks
@@ -161,7 +162,6 @@ def _turns(
 
 def _ambient(shape: Gaps, turn: int, turns: list[int], until: int) -> list[int]:
     """Return for each block the bytes that backward ops made before it and hold until after it."""
-    change = np.zeros(len(shape.graph.ops) + 1, np.int64)
     spans = []
     for storage, chain in enumerate(shape.chain):
         if chain and chain[0] >= turn:
@@ -178,7 +178,6 @@ def _ambient(shape: Gaps, turn: int, turns: list[int], until: int) -> list[int]:
             result.append(0)
             continue
         result.append(int(sizes[(starts < begin) & (stops >= end)].sum()))
-    del change
     return result
 
 

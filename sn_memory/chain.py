@@ -14,8 +14,6 @@ inner level is held only from the moment that level begins.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from .arrays import Floats
@@ -78,9 +76,7 @@ class Chain:
                     np.minimum(best, value, out=best)
                 self.table[i, j] = best
 
-    def _ways(
-        self, i: int, j: int, forward: Floats
-    ) -> list[tuple[Floats, str, int]]:
+    def _ways(self, i: int, j: int, forward: Floats) -> list[tuple[Floats, str, int]]:
         """Return E(i, j) by each way: its values, and `option` or `cut` with its number."""
         found = []
         block = self.blocks[i]
@@ -237,6 +233,3 @@ def _turn_gaps(shape: Gaps, blocks: list[Block]) -> dict[int, int]:
             spanning = [gap for gap in mine if shape.start[gap] < turn <= shape.end[gap]]
             result[storage] = spanning[0] if spanning else mine[-1]
     return result
-
-
-Report = Callable[[str], None]

@@ -19,32 +19,50 @@ from .gaps import KEEP, Gaps
 from .lowering import Impossible, Schedule, lower
 
 
-def closure_seconds(
-    gaps: Gaps, choice: Sequence[int], storage: int, at: int, paid: set[int]
-) -> float:
-    """Return the seconds of ops to run again before op `at` to make a storage.
+class Presence:
+    """What a schedule has on the device when, and what it runs again when, by op of the graph."""
 
-    `paid` are ops that run again anyway. Infinity when it cannot be made again.
-    """
-    total, seen, missing = 0.0, {storage}, [storage]
-    while missing:
-        here = missing.pop()
-        if not gaps.rebuildable[here]:
-            return float("inf")
-        for op in gaps.chain[here]:
-            if op >= at:
-                break
-            if op in paid:
-                continue
-            if gaps.expires[op] < at:
+    def __init__(self, gaps: Gaps, schedule: Schedule) -> None:
+        self.gaps = gaps
+        self.spans: dict[int, list[tuple[int, int]]] = {}
+        for storage, first, last in schedule.intervals:
+            span = (schedule.at[first], schedule.at[last])
+            self.spans.setdefault(storage, []).append(span)
+        # The last moment at which an op runs again.
+        self.again: dict[int, int] = {
+            op: at for op, at in zip(schedule.ops, schedule.at, strict=True) if op != at
+        }
+
+    def there(self, storage: int, at: int) -> bool:
+        """Whether a storage is there just before op `at`."""
+        return any(first < at <= last for first, last in self.spans.get(storage, ()))
+
+    def closure_seconds(self, storage: int, at: int) -> float:
+        """Return the seconds of ops to run before op `at` to make a storage that is not there.
+
+        Ops that run again then or later anyway are free: what they make is only made earlier.
+        Infinity when the storage cannot be made again.
+        """
+        gaps = self.gaps
+        total, seen, missing = 0.0, {storage}, [storage]
+        while missing:
+            here = missing.pop()
+            if not gaps.rebuildable[here]:
                 return float("inf")
-            total += gaps.seconds[op]
-            for source in gaps.graph.arrays.reads[op]:
-                if source not in seen and gaps.chain[source]:
-                    seen.add(source)
-                    if choice[_gap_at(gaps, source, at)] != KEEP:
-                        missing.append(source)
-    return total
+            for op in gaps.chain[here]:
+                if op >= at:
+                    break
+                if self.again.get(op, -1) >= at:
+                    continue
+                if gaps.expires[op] < at:
+                    return float("inf")
+                total += gaps.seconds[op]
+                for source in gaps.graph.arrays.reads[op]:
+                    if source not in seen and gaps.chain[source]:
+                        seen.add(source)
+                        if not self.there(source, at):
+                            missing.append(source)
+        return total
 
 
 def _gap_at(gaps: Gaps, storage: int, at: int) -> int:
@@ -134,16 +152,15 @@ def _let_go(
     candidates = np.flatnonzero(open_)
     if not candidates.size:
         return []
-    paid = _again(schedule)
     left, right = start[candidates] + 1, end[candidates]
     covered = _covered(over, left, right)
     candidates, left, right = (part[covered > 0] for part in (candidates, left, right))
+    presence = Presence(gaps, schedule)
     prices: Floats = np.array(
-        [
-            closure_seconds(gaps, choice, gaps.storage[gap], gaps.end[gap], paid)
-            for gap in candidates.tolist()
-        ]
+        [presence.closure_seconds(gaps.storage[gap], gaps.end[gap]) for gap in candidates.tolist()]
     )
+    # What costs a whole step to rebuild is a mistake, even where nothing else is left to take.
+    prices[prices > sum(gaps.seconds)] = np.inf
     weight = sizes[candidates]
     taken: list[int] = []
     over = over.copy()
@@ -166,11 +183,6 @@ def _covered(over: Ints, left: Ints, right: Ints) -> Ints:
     total = np.concatenate(([0], np.cumsum(over > 0)))
     result: Ints = total[right] - total[left]
     return result
-
-
-def _again(schedule: Schedule) -> set[int]:
-    """Return the ops that a schedule runs more than once."""
-    return {op for op, at in zip(schedule.ops, schedule.at, strict=True) if op != at}
 
 
 def _defer(gaps: Gaps, choice: list[int], schedule: Schedule, over: Ints) -> bool:
