@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ from sn_memory.liveness import baseline_seconds, peak
 
 BUDGET = 12 << 30
 BATCH = 16
-# Blocks of the third stage, of three layers each: the depth is known to so many of them.
-_GRAIN = 16
+# Blocks of the third stage, of three layers each: the planned depth is known to so many of them.
+_GRAIN = 32
 
 
 def build(depth: int, batch: int, *, early: bool) -> Graph:
@@ -46,6 +47,7 @@ def row(
 ) -> dict[str, Any]:
     """One row of the file."""
     replay = check_plan(graph, plan) if plan else None
+    held = all_bytes(graph) if planner == "keep_all" else peak(graph).bytes
     seconds = baseline_seconds(graph)
     made = {
         "model": f"resnet{depth}",
@@ -54,9 +56,10 @@ def row(
         "batch": batch,
         "depth": depth,
         "ops": len(graph.ops),
+        "fits": (plan.peak_bytes if plan else held) <= BUDGET,
         "early_update": early,
         "budget_bytes": BUDGET,
-        "predicted_peak_bytes": plan.peak_bytes if plan else peak(graph).bytes,
+        "predicted_peak_bytes": plan.peak_bytes if plan else held,
         "measured_peak_bytes": None,
         "predicted_s": plan.seconds if plan else seconds,
         "measured_s": None,
@@ -78,20 +81,25 @@ def row(
     return made
 
 
-def deepest_kept(early: bool) -> dict[str, Any]:
-    """The deepest net that fits with everything kept to its last use."""
+def all_bytes(graph: Graph) -> int:
+    """Every storage at once, as if nothing were ever freed within the step."""
+    return int(graph.arrays.bytes.sum())
+
+
+def deepest_unplanned(name: str, size: Callable[[Graph], int], early: bool) -> dict[str, Any]:
+    """The deepest net whose memory, by `size`, fits; the shallowest of the rule if none does."""
     low, high = 1, 4096
     while high - low > 1:
         middle = (low + high) // 2
         graph = build(depth_of(middle), BATCH, early=early)
-        low, high = (middle, high) if peak(graph).bytes <= BUDGET else (low, middle)
-    return row("liveness", depth_of(low), BATCH, early,
-               build(depth_of(low), BATCH, early=early), None, 0.0)  # fmt: skip
+        low, high = (middle, high) if size(graph) <= BUDGET else (low, middle)
+    graph = build(depth_of(low), BATCH, early=early)
+    return row(name, depth_of(low), BATCH, early, graph, None, 0.0)
 
 
-def deepest_planned(early: bool, time_limit_s: float, high: int) -> dict[str, Any]:
-    """The deepest net for which `auto` finds a plan, by bisection from what cannot be."""
-    low, best = 64, None
+def deepest_planned(early: bool, time_limit_s: float, low: int, high: int) -> dict[str, Any]:
+    """The deepest net for which `auto` finds a plan, by bisection between two numbers of blocks."""
+    best = None
     while high - low > _GRAIN:
         middle = (low + high) // 2
         graph = build(depth_of(middle), BATCH, early=early)
@@ -141,9 +149,12 @@ def main(argv: list[str]) -> int:
             note(row("auto", 2501, batch, False, graph, plan, time.perf_counter() - began))
     if "deepest" in parts:
         for early in (False, True):
-            note(deepest_kept(early))
+            note(deepest_unplanned("keep_all", all_bytes, early))
+            kept = deepest_unplanned("liveness", lambda graph: peak(graph).bytes, early)
+            note(kept)
             if not args.quick:
-                note(deepest_planned(early, args.time_limit, most_blocks(early)))
+                blocks = (kept["depth"] - 2) // 3 - 44
+                note(deepest_planned(early, args.time_limit, blocks, most_blocks(early)))
     return 0
 
 
