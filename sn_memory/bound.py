@@ -81,11 +81,18 @@ def moments(gaps: Gaps, limit: int = 4) -> list[int]:
 
 
 def relax(
-    gaps: Gaps, at: int, budget_bytes: int, *, offload: bool, time_limit_s: float = 30.0
+    gaps: Gaps,
+    at: int,
+    budget_bytes: int,
+    *,
+    offload: bool,
+    lanes: float = 1.0,
+    time_limit_s: float = 30.0,
 ) -> Relaxed | None:
     """Solve the relaxation at one op; None if it has no solution or no time.
 
-    No solution means that no plan keeps the budget.
+    No solution means that no plan keeps the budget. With `lanes` below 1 the transfers have only
+    that part of their speed: no bound then, but a start with fewer waits.
     """
     from scipy.optimize import linprog
     from scipy.sparse import csr_matrix
@@ -149,8 +156,8 @@ def relax(
     out, back = graph.device.to_host_bytes_per_s, graph.device.to_device_bytes_per_s
     if offload and out is not None and back is not None:
         sizes = [(moved + place[s], float(gaps.bytes[s])) for s in before]
-        row([(total, 1.0), *again, *((c, -size / out) for c, size in sizes)], tail)
-        row([(total, 1.0), *((c, -size / back) for c, size in sizes)], head)
+        row([(total, 1.0), *again, *((c, -size / (out * lanes)) for c, size in sizes)], tail)
+        row([(total, 1.0), *((c, -size / (back * lanes)) for c, size in sizes)], head)
     cost = np.zeros(total + 1)
     cost[total] = 1.0
     matrix = csr_matrix((values, (rows, columns)), shape=(len(limits), total + 1))

@@ -178,20 +178,17 @@ class _Replayer:
         self.first_or_again(op)
         duplicates = 0
         for storage in arrays.outputs[op]:
-            if storage in self.version:
+            if storage in self.version or storage in self.host or storage in self.small:
                 duplicates += self.sizes[storage]
             else:
-                if storage in self.host or storage in self.small:
-                    raise self.fail(
-                        f"makes {names[storage].name!r} again, {self.whereabouts(storage)}."
-                    )
                 self.version[storage] = 0
                 self.live += self.sizes[storage]
         for storage in arrays.writes[op]:
             self.version[storage] += 1
         end = self.compute = start + arrays.seconds[op][way]
         for storage in (*arrays.outputs[op], *arrays.writes[op]):
-            self.ready[storage] = end
+            if storage in self.version and self.ready.get(storage, 0.0) < end:
+                self.ready[storage] = end
         return self.live + duplicates + arrays.workspace_bytes[op][way], start, end
 
     def first_or_again(self, op: int) -> None:

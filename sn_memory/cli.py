@@ -1,8 +1,8 @@
 """The command line: graphs and plans as files, planned, checked and shown.
 
-    python -m sn_memory plan graph.json --budget 4GiB -o plan.json
-    python -m sn_memory check graph.json plan.json
-    python -m sn_memory report graph.json plan.json -o report.html
+python -m sn_memory plan graph.json --budget 4GiB -o plan.json
+python -m sn_memory check graph.json plan.json
+python -m sn_memory report graph.json plan.json -o report.html
 """
 
 from __future__ import annotations

@@ -89,8 +89,10 @@ def lower(
     `moves` are the gaps that are spent on the host: the op after which the device memory is given
     back and the op before which it is taken again.
 
+    A rebuild that needs what is on the host fetches it at once, earlier than `moves` says.
+
     Raises Impossible if a rebuild would have to run an op whose inputs have changed since, or would
-    need what cannot be made again or is on the host.
+    need what cannot be made again.
     """
     reads, outputs = gaps.graph.arrays.reads, gaps.graph.arrays.outputs
     resident = gaps.graph.arrays.resident.tolist()
@@ -102,17 +104,25 @@ def lower(
     ops: list[int] = []
     at: list[int] = []
     intervals: list[tuple[int, int, int]] = []
+    # Bytes that a run makes a second time: for certain, and where the first may still be there.
+    extra: dict[int, int] = {}
     doubled: list[tuple[int, int]] = []
     away = _Away(moves or {}, gaps)
     total = 0.0
     for op in range(len(reads)):
         if op in away.back:
             for moved in away.back[op]:
-                opened[gaps.storage[moved]] = last[gaps.storage[moved]] = len(ops)
-                away.returned(moved, len(ops))
+                storage = gaps.storage[moved]
+                if storage in away.absent:
+                    opened[storage] = last[storage] = len(ops)
+                    away.returned(storage, len(ops))
         if any(opened[storage] < 0 for storage in needs[op]):
             built = []
-            for again in _closure(gaps, op, opened, away.absent):
+            rebuild, fetched = _closure(gaps, op, opened, away.absent)
+            for storage in fetched:
+                opened[storage] = last[storage] = len(ops)
+                away.returned(storage, len(ops))
+            for again in rebuild:
                 run = len(ops)
                 ops.append(again)
                 at.append(op)
@@ -120,7 +130,9 @@ def lower(
                 for storage in reads[again]:
                     last[storage] = run
                 for storage in outputs[again]:
-                    if opened[storage] < 0:
+                    if storage in away.absent:
+                        extra[run] = extra.get(run, 0) + gaps.bytes[storage]
+                    elif opened[storage] < 0:
                         opened[storage] = last[storage] = run
                         built.append(storage)
                     else:
@@ -156,7 +168,7 @@ def lower(
     for storage, start in enumerate(opened):
         if start >= 0 and not resident[storage]:
             intervals.append((storage, start, end if keep[storage] else last[storage]))
-    extra = _extra(gaps, doubled, intervals)
+    _settle(gaps, doubled, intervals, extra)
     live = _live(gaps, ops, intervals, extra)
     return Schedule(ops, at, intervals, live, total, tuple(away.trips.values()))
 
@@ -168,7 +180,8 @@ class _Away:
         self.moves, self.gaps = moves, gaps
         self.out: dict[int, list[int]] = {}
         self.back: dict[int, list[int]] = {}
-        self.absent: set[int] = set()
+        # Storages on the host now, and the gap each spends there.
+        self.absent: dict[int, int] = {}
         self.trips: dict[int, Trip] = {}
         for gap, (out, back) in moves.items():
             self.out.setdefault(out, []).append(gap)
@@ -179,22 +192,27 @@ class _Away:
 
     def gone(self, gap: int, run: int) -> None:
         self.trips[gap] = replace(self.trips[gap], freed=run)
-        self.absent.add(self.gaps.storage[gap])
+        self.absent[self.gaps.storage[gap]] = gap
 
-    def returned(self, gap: int, run: int) -> None:
+    def returned(self, storage: int, run: int) -> None:
+        gap = self.absent.pop(storage)
         self.trips[gap] = replace(self.trips[gap], fetched=run)
-        self.absent.discard(self.gaps.storage[gap])
 
 
-def _closure(gaps: Gaps, op: int, opened: list[int], absent: set[int]) -> list[int]:
-    """Return the ops to run again before `op`, in order, given what is there."""
+def _closure(
+    gaps: Gaps, op: int, opened: list[int], absent: Mapping[int, int]
+) -> tuple[list[int], list[int]]:
+    """Return the ops to run again before `op`, in order, and the storages to fetch for them."""
     arrays, chain, expires = gaps.graph.arrays, gaps.chain, gaps.expires
     reads, outputs = arrays.reads, arrays.outputs
     missing = [storage for storage in gaps.needs[op] if opened[storage] < 0]
-    seen, runs = set(missing), set()
+    seen, runs, fetched = set(missing), set(), []
     while missing:
         storage = missing.pop()
-        if not gaps.rebuildable[storage] or storage in absent:
+        if storage in absent:
+            fetched.append(storage)
+            continue
+        if not gaps.rebuildable[storage]:
             raise Impossible
         for again in chain[storage]:
             if again >= op:
@@ -210,22 +228,23 @@ def _closure(gaps: Gaps, op: int, opened: list[int], absent: set[int]) -> list[i
                     missing.append(source)
             for made in outputs[again]:
                 # What was changed in place since must not come back in its first version.
-                if opened[made] < 0 and made not in seen and len(chain[made]) > 1:
+                away = made in absent or opened[made] >= 0
+                if not away and made not in seen and len(chain[made]) > 1:
                     seen.add(made)
                     missing.append(made)
-    if absent and any(made in absent for again in runs for made in outputs[again]):
-        raise Impossible
-    return sorted(runs)
+    return sorted(runs), fetched
 
 
-def _extra(
-    gaps: Gaps, doubled: list[tuple[int, int]], intervals: list[tuple[int, int, int]]
-) -> dict[int, int]:
-    """Return the bytes that each run makes a second time.
+def _settle(
+    gaps: Gaps,
+    doubled: list[tuple[int, int]],
+    intervals: list[tuple[int, int, int]],
+    extra: dict[int, int],
+) -> None:
+    """Enter what runs made a second time into `extra`.
 
-    A double made after the last touch of the first is none: it is given an interval of its own.
+    A double made after the last touch of the first is none: it gets an interval of its own.
     """
-    extra: dict[int, int] = {}
     watched = {storage for storage, _ in doubled}
     spans: dict[int, list[tuple[int, int]]] = {storage: [] for storage in watched}
     for storage, start, end in intervals:
@@ -236,7 +255,6 @@ def _extra(
             extra[run] = extra.get(run, 0) + gaps.bytes[storage]
         else:
             intervals.append((storage, run, run))
-    return extra
 
 
 def _live(

@@ -9,14 +9,18 @@ fits in the time of the ops beside it costs nothing.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from .gaps import Gaps
-from .lowering import Schedule
+from .lowering import Schedule, lower
 
 
-def windows(gaps: Gaps, moved: Iterable[int]) -> dict[int, tuple[int, int]]:
+def windows(
+    gaps: Gaps, moved: Iterable[int], needed: Mapping[int, int] | None = None
+) -> dict[int, tuple[int, int]]:
     """Return for each gap the op after which memory is free and the op before which it is taken.
+
+    `needed` gives gaps an earlier op than their end by which they must be back, for rebuilds.
 
     Times are those of the ops run once each; reruns only widen the windows. Gaps too short for
     both copies get the narrowest window, and the ops wait. Gaps with no op inside are left out.
@@ -29,7 +33,8 @@ def windows(gaps: Gaps, moved: Iterable[int]) -> dict[int, tuple[int, int]]:
         clock += seconds
         ends.append(clock)
     starts = [end - seconds for end, seconds in zip(ends, gaps.seconds, strict=True)]
-    chosen = [gap for gap in moved if gaps.end[gap] - gaps.start[gap] > 1]
+    ending = {gap: min(gaps.end[gap], (needed or {}).get(gap, gaps.end[gap])) for gap in moved}
+    chosen = [gap for gap in ending if ending[gap] - gaps.start[gap] > 1]
     out: dict[int, int] = {}
     lane = 0.0
     for gap in sorted(chosen, key=lambda it: gaps.start[it]):
@@ -37,17 +42,41 @@ def windows(gaps: Gaps, moved: Iterable[int]) -> dict[int, tuple[int, int]]:
         copy = device.transfer_latency_s + size / device.to_host_bytes_per_s
         lane = max(lane, ends[gaps.start[gap]]) + copy
         place = bisect_left(ends, lane, lo=gaps.start[gap])
-        out[gap] = min(place, gaps.end[gap] - 2)
+        out[gap] = min(place, ending[gap] - 2)
     result: dict[int, tuple[int, int]] = {}
     lane = float("inf")
-    for gap in sorted(chosen, key=lambda it: -gaps.end[it]):
+    for gap in sorted(chosen, key=lambda it: -ending[it]):
         size = gaps.bytes[gaps.storage[gap]]
         copy = device.transfer_latency_s + size / device.to_device_bytes_per_s
-        need = starts[gaps.end[gap]] if gaps.end[gap] < len(starts) else clock
+        need = starts[ending[gap]] if ending[gap] < len(starts) else clock
         lane = min(lane, need) - copy
         place = bisect_right(starts, lane) - 1
-        result[gap] = (out[gap], min(max(place, out[gap] + 2), gaps.end[gap]))
+        result[gap] = (out[gap], min(max(place, out[gap] + 1), ending[gap]))
     return result
+
+
+def lower_moved(
+    gaps: Gaps, choice: Sequence[int], moved: Iterable[int]
+) -> tuple[Schedule, dict[int, tuple[int, int]]]:
+    """Carry a choice out with gaps spent on the host; return the schedule and the windows.
+
+    Rebuilds may need a storage earlier than its own next use. Lowered once, that moment is known,
+    and the copy back gets a window that ends there. Raises Impossible as `lower` does.
+    """
+    chosen = list(moved)
+    first = windows(gaps, chosen)
+    schedule = lower(gaps, choice, first)
+    needed = {}
+    for gap, (_, back) in first.items():
+        storage = gaps.storage[gap]
+        for trip in schedule.trips:
+            mine = trip.storage == storage and schedule.at[trip.left] == gaps.start[gap]
+            if mine and schedule.at[trip.fetched] < back:
+                needed[gap] = schedule.at[trip.fetched]
+    if not needed:
+        return schedule, first
+    again = windows(gaps, chosen, needed)
+    return lower(gaps, choice, again), again
 
 
 def lane_seconds(gaps: Gaps, schedule: Schedule) -> float:

@@ -17,6 +17,7 @@ from functools import cached_property
 from .bound import Relaxed, moments, relax
 from .chain import Chain
 from .gaps import KEEP, Gaps
+from .joint import from_relaxed, improve
 from .lowering import Impossible, Schedule, lower
 from .offload import host_peak_bytes, lane_seconds
 from .recompute import fit, trim
@@ -166,6 +167,8 @@ class Search:
             return best
         if not self.recompute and not self.offload:
             return best
+        if self.offload:
+            self.with_lanes(budget_bytes)
         natural = self.shape.natural()
         if self.recompute:
             self.from_chain(budget_bytes)
@@ -175,6 +178,25 @@ class Search:
                     break
                 self.from_relaxation(budget_bytes, share)
         return self.best(budget_bytes)
+
+    def with_lanes(self, budget_bytes: int) -> None:
+        """Start from relaxations that may use the lanes, at some shares of their speed."""
+        at = moments(self.shape, 1)[0]
+        for lanes in (1.0, 0.8, 0.6, 0.4):
+            if self.late:
+                return
+            limit = max(1.0, self.deadline - time.monotonic())
+            relaxed = relax(
+                self.shape, at, budget_bytes, offload=True, lanes=lanes, time_limit_s=limit
+            )
+            if relaxed is None:
+                continue
+            start = from_relaxed(self.shape, relaxed, budget_bytes, deadline=self.deadline)
+            if start is None:
+                continue
+            found = improve(self.shape, start, budget_bytes, deadline=self.deadline)
+            self.add(found.choice, found.schedule, "lanes")
+            self.report(f"lanes at {lanes:.0%}", budget_bytes)
 
     @cached_property
     def chain(self) -> Chain:
@@ -219,7 +241,8 @@ class Search:
         """Start from what the relaxation keeps, with part of the budget left for rebuilds."""
         at = moments(self.shape, 1)[0]
         base = self.shape.graph.base_bytes
-        relaxed = self.relaxed(at, base + int((budget_bytes - base) * share))
+        room = base + int((budget_bytes - base) * share)
+        relaxed = relax(self.shape, at, room, offload=False)
         if relaxed is None:
             return
         choice = self.shape.natural()
