@@ -17,7 +17,7 @@ from functools import cached_property
 from .bound import Relaxed, moments, relax
 from .chain import Chain
 from .gaps import KEEP, Gaps
-from .joint import from_relaxed, improve
+from .joint import Joint, from_relaxed, improve
 from .lowering import Impossible, Schedule, lower
 from .offload import host_peak_bytes, lane_seconds
 from .recompute import fit, trim
@@ -134,7 +134,12 @@ class Search:
         if key not in self.bounds:
             limit = max(1.0, self.deadline - time.monotonic())
             self.bounds[key] = relax(
-                self.shape, at, budget_bytes, offload=self.offload, time_limit_s=limit
+                self.shape,
+                at,
+                budget_bytes,
+                offload=self.offload,
+                recompute=self.recompute,
+                time_limit_s=limit,
             )
         return self.bounds[key]
 
@@ -182,21 +187,40 @@ class Search:
     def with_lanes(self, budget_bytes: int) -> None:
         """Start from relaxations that may use the lanes, at some shares of their speed."""
         at = moments(self.shape, 1)[0]
+        starts: list[Joint] = []
         for lanes in (1.0, 0.8, 0.6, 0.4):
             if self.late:
-                return
-            limit = max(1.0, self.deadline - time.monotonic())
+                break
             relaxed = relax(
-                self.shape, at, budget_bytes, offload=True, lanes=lanes, time_limit_s=limit
+                self.shape,
+                at,
+                budget_bytes,
+                offload=True,
+                recompute=self.recompute,
+                lanes=lanes,
+                time_limit_s=max(1.0, self.deadline - time.monotonic()),
             )
-            if relaxed is None:
-                continue
-            start = from_relaxed(self.shape, relaxed, budget_bytes, deadline=self.deadline)
-            if start is None:
-                continue
-            found = improve(self.shape, start, budget_bytes, deadline=self.deadline)
-            self.add(found.choice, found.schedule, "lanes")
-            self.report(f"lanes at {lanes:.0%}", budget_bytes)
+            start = None
+            if relaxed is not None:
+                start = from_relaxed(
+                    self.shape,
+                    relaxed,
+                    budget_bytes,
+                    recompute=self.recompute,
+                    deadline=self.deadline,
+                )
+            if start is not None:
+                starts.append(start)
+                self.add(start.choice, start.schedule, "lanes")
+                self.report(f"lanes at {lanes:.0%}", budget_bytes)
+        if not starts:
+            return
+        # Half of what time is left: the ways without lanes want a turn as well.
+        half = time.monotonic() + (self.deadline - time.monotonic()) / 2
+        best = min(starts, key=lambda item: item.seconds)
+        found = improve(self.shape, best, budget_bytes, recompute=self.recompute, deadline=half)
+        self.add(found.choice, found.schedule, "lanes, improved")
+        self.report("lanes, improved", budget_bytes)
 
     @cached_property
     def chain(self) -> Chain:
