@@ -92,6 +92,7 @@ def main() -> None:
         package_dir=package_dir,
         package_data={
             "sn_compress": ["py.typed"],
+            "sn_memory": ["py.typed"],
             "sn_compress._csrc": ["*.cu", "*.cuh", "*.cpp", "*.h", "*.hpp"],
         },
         include_package_data=False,

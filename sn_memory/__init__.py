@@ -1,0 +1,58 @@
+"""sn_memory: training in far fewer bytes held.
+
+The public names are loaded at first use (PEP 562), so `import sn_memory` costs a few milliseconds
+and loads neither NumPy nor any framework.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .check import Replay as Replay
+    from .check import check_plan as check_plan
+    from .drafting import plan_from_decisions as plan_from_decisions
+    from .errors import BudgetError as BudgetError
+    from .errors import GraphError as GraphError
+    from .errors import PlanError as PlanError
+    from .graph import Compressed as Compressed
+    from .graph import Device as Device
+    from .graph import Graph as Graph
+    from .graph import Op as Op
+    from .graph import Storage as Storage
+    from .graph import Workspace as Workspace
+    from .plan import Decision as Decision
+    from .plan import Plan as Plan
+    from .plan import Step as Step
+
+_HOME = {
+    "BudgetError": ".errors",
+    "Compressed": ".graph",
+    "Decision": ".plan",
+    "Device": ".graph",
+    "Graph": ".graph",
+    "GraphError": ".errors",
+    "Op": ".graph",
+    "Plan": ".plan",
+    "PlanError": ".errors",
+    "Replay": ".check",
+    "Step": ".plan",
+    "Storage": ".graph",
+    "Workspace": ".graph",
+    "check_plan": ".check",
+    "plan_from_decisions": ".drafting",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(_HOME))
