@@ -29,7 +29,7 @@ from .pool_search import UNIT, Rule, Searcher, Verdict
 _SEARCHABLE_PAIRS: Final = 4_000_000
 # Decisions between two looks at the clock: a few milliseconds in C++.
 _SLICE: Final = 64
-# A run ends after this many decisions for each buffer; every few runs the limit grows.
+# A run ends after 500 decisions and this many for each buffer; every few runs the limit grows.
 _RUN: Final = 5
 _GROWTH: Final = 1.5
 # The first runs follow plain keys; later ones disturb them by this standard deviation.
@@ -79,7 +79,7 @@ def pack(
     capacity
         Bytes of the arena. None: as few as can be found in the time.
     time_limit_s
-        Seconds for the search; the greedy rules always end.
+        Seconds in all; the first greedy rule is carried to its end whatever they are.
 
     Raises
     ------
@@ -91,7 +91,7 @@ def pack(
 
     Examples
     --------
-    Twelve bytes are live at no moment, so three buffers share eight:
+    At no moment more than eight bytes are live, and eight are enough:
 
     >>> pack([(0, 2, 4), (1, 3, 4), (2, 4, 4)], capacity=8)
     [0, 4, 0]
@@ -124,10 +124,11 @@ def arrange(
     # Empty buffers lie anywhere; what is left is packed part by part.
     full = np.flatnonzero(problem.size)
     solid = problem.only(full)
-    parts = [_Part(solid.only(chosen), chosen) for chosen in solid.components()]
+    deadline = began + time_limit_s
+    parts = [_Part(solid.only(chosen), chosen, deadline) for chosen in solid.components()]
     offsets = np.zeros(len(problem), np.int64)
     if capacity is None:
-        _minimise(parts, began + time_limit_s)
+        _minimise(parts, deadline)
     else:
         _fit(parts, capacity, began, time_limit_s)
     for part in parts:
@@ -143,12 +144,13 @@ def arrange(
 class _Part:
     """Buffers connected in time: the best packing so far, the bound, and its searches."""
 
-    def __init__(self, problem: Problem, chosen: Ints) -> None:
+    def __init__(self, problem: Problem, chosen: Ints, deadline: float) -> None:
         self.problem, self.chosen = problem, chosen
         self.grain = problem.grain
         self.bound = -(-problem.lower_bound // self.grain) * self.grain
-        self.offsets, self.height = _best_greedy(problem, self.bound)
+        self.offsets, self.height = _best_greedy(problem, self.bound, deadline)
         self.searchable = problem.pairs() <= _SEARCHABLE_PAIRS
+        self.run_steps = 500 + _RUN * len(problem)
         self._searcher: Searcher | None = None
         self._weights = np.full(problem.sections, UNIT, np.int64)
         self._runs = 0
@@ -168,7 +170,7 @@ class _Part:
                 capacity, rule, _ranks(self.problem, self._runs // len(Rule)), self._weights
             )
             rounds = (self._runs - at_first) // (len(Rule) * len(_KEYS))
-            steps = int((500 + _RUN * len(self.problem)) * _GROWTH**rounds)
+            steps = int(self.run_steps * _GROWTH**rounds)
             self._runs += 1
             verdict = Verdict.UNFINISHED
             while verdict is Verdict.UNFINISHED and steps > 0 and time.monotonic() < deadline:
@@ -214,28 +216,29 @@ def _ranks(problem: Problem, round_: int) -> Ints:
     return rank
 
 
-def _best_greedy(problem: Problem, bound: int) -> tuple[Ints, int]:
+def _best_greedy(problem: Problem, bound: int, deadline: float) -> tuple[Ints, int]:
     best: tuple[Ints, int] | None = None
     for rule in RULES:
         offsets = first_fit(problem, order_by(problem, rule))
         height = int((offsets + problem.size).max())
         if best is None or height < best[1]:
             best = offsets, height
-        if height <= bound:
+        if height <= bound or time.monotonic() > deadline:
             break
-    assert best is not None  # there are rules
+    assert best is not None  # there are rules, and the first one always runs
     return best
 
 
 def _minimise(parts: list[_Part], deadline: float) -> None:
     """Lower the highest part until it meets the bound of some part, or time is up."""
-    effort = 20_000.0
+    # In runs of the search: two is one with each rule.
+    effort = 2
     while parts and time.monotonic() < deadline:
         floor = max(part.bound for part in parts)
         highest = max(parts, key=lambda part: part.height)
         if highest.height <= floor or not highest.searchable:
             return
-        highest.improve(floor, effort, deadline)
+        highest.improve(floor, effort * highest.run_steps, deadline)
         effort *= 2
 
 

@@ -95,12 +95,14 @@ bool Search::raise_onto_others(int32_t i) {
 
 bool Search::infer(int32_t section) {
   row_.clear();
-  int64_t total = 0, top = kNever, next_top = kNever;
+  int64_t total = 0, lowest = kNever, highest = 0, top = kNever, next_top = kNever;
   int32_t top_owner = kNone;
   for (int32_t k : problem_.members[section]) {
     if (placed_[k]) continue;
     row_.emplace_back(least_[k], problem_.size[k]);
     total += problem_.size[k];
+    lowest = std::min(lowest, least_[k]);
+    highest = std::max(highest, least_[k]);
     const int64_t end = least_[k] + problem_.size[k];
     if (end < top) {
       next_top = top;
@@ -114,14 +116,16 @@ bool Search::infer(int32_t section) {
     if (slack_[section] != kNever) set(What::slack, slack_, section, kNever);
     return true;
   }
-  std::sort(row_.begin(), row_.end());
-  int64_t height = 0;
-  for (const auto& [least, size] : row_) height = std::max(height, least) + size;
-  if (height > capacity_) {
-    weight_[section] += kUnit;
-    return false;
+  // Above `highest` there are no gaps, so no gap can push the end any further than this.
+  if (highest + total > capacity_) {
+    std::sort(row_.begin(), row_.end());
+    int64_t height = 0;
+    for (const auto& [least, size] : row_) height = std::max(height, least) + size;
+    if (height > capacity_) {
+      weight_[section] += kUnit;
+      return false;
+    }
   }
-  const int64_t lowest = row_.front().first;
   const int64_t slack = capacity_ - lowest - total;
   if (slack != slack_[section]) set(What::slack, slack_, section, slack);
   if (lowest != lowest_[section]) set(What::lowest, lowest_, section, lowest);
@@ -133,15 +137,15 @@ bool Search::infer(int32_t section) {
 }
 
 bool Search::propagate() {
-  while (!queue_.empty()) {
-    const int32_t section = queue_.back();
-    queue_.pop_back();
+  for (size_t x = 0; x < queue_.size(); ++x) {
+    const int32_t section = queue_[x];
     marked_[section] = 0;
     if (!infer(section)) {
       clear_marks();
       return false;
     }
   }
+  queue_.clear();
   return true;
 }
 
