@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from .plan import Decision as Decision
     from .plan import Plan as Plan
     from .plan import Step as Step
+    from .planner import plan_front as plan_front
+    from .planner import plan_graph as plan_graph
 
 _HOME = {
     "BudgetError": ".errors",
@@ -42,6 +44,8 @@ _HOME = {
     "Workspace": ".graph",
     "check_plan": ".check",
     "plan_from_decisions": ".drafting",
+    "plan_front": ".planner",
+    "plan_graph": ".planner",
 }
 __all__ = sorted(_HOME)
 

@@ -7,7 +7,7 @@ historical ones do) call `plan_from_decisions`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from .errors import PlanError
 from .gaps import KEEP, Gaps, gaps

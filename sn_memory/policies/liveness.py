@@ -13,4 +13,4 @@ from ..plan import Plan
 
 def plan(graph: Graph, *, budget_bytes: int | None) -> Plan:
     """Return the plan that keeps each storage to its last use; the budget changes nothing."""
-    return plan_from_decisions(graph, {}, planner="liveness", budget_bytes=budget_bytes)
+    return plan_from_decisions(graph, {}, planner="liveness")
