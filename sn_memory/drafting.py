@@ -7,7 +7,7 @@ historical ones do) call `plan_from_decisions`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from .errors import PlanError
 from .gaps import KEEP, Gaps, gaps
@@ -15,7 +15,7 @@ from .graph import Graph
 from .liveness import baseline_seconds, peak
 from .lowering import Impossible, Schedule, lower, steps
 from .offload import lane_seconds, windows
-from .plan import DECISIONS, Decision, Plan
+from .plan import DECISIONS, Decision, Plan, Step
 
 
 def draft(
@@ -26,7 +26,6 @@ def draft(
     budget_bytes: int | None = None,
     lower_bound_seconds: float | None = None,
     solve_s: float = 0.0,
-    ways: Mapping[int, int] | None = None,
     reasons: Mapping[int, str] | None = None,
 ) -> Plan:
     """Return the plan of a schedule; `reasons` per storage replace the general sentence.
@@ -39,7 +38,7 @@ def draft(
     least = sum(min(options) for options in graph.arrays.seconds)
     bound = least if lower_bound_seconds is None else lower_bound_seconds
     return Plan(
-        steps=steps(shape, schedule, ways),
+        steps=steps(shape, schedule),
         decisions=_decisions(shape, schedule, reasons or {}),
         planner=planner,
         peak_bytes=schedule.peak_bytes or graph.base_bytes,
@@ -125,6 +124,30 @@ def plan_from_decisions(
             "that storage."
         ) from None
     return draft(shape, schedule, planner=planner, budget_bytes=budget_bytes, reasons=named)
+
+
+def decisions_of(graph: Graph, steps: Sequence[Step]) -> tuple[Decision, ...]:
+    """Return the decisions that steps amount to, for planners that do not lower a choice."""
+    made: Counter[str] = Counter()
+    offloaded = {step.target for step in steps if step.action == "offload"}
+    for step in steps:
+        if step.action == "run":
+            made.update(
+                graph.storages[it].name for it in graph.arrays.outputs[graph.op_index[step.target]]
+            )
+    result = []
+    for storage in graph.storages:
+        times = made[storage.name]
+        if not times:
+            continue
+        if storage.name in offloaded:
+            result.append(Decision(storage.name, "offload", "leaves for the host", storage.bytes))
+        elif times == 1:
+            result.append(Decision(storage.name, "keep", "made once"))
+        else:
+            action = "recompute" if times == 2 else "recompute_each"
+            result.append(Decision(storage.name, action, f"made {times} times", storage.bytes))
+    return tuple(result)
 
 
 def _decisions(shape: Gaps, schedule: Schedule, reasons: Mapping[int, str]) -> tuple[Decision, ...]:

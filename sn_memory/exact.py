@@ -10,6 +10,7 @@ for graphs of about ten ops, where it makes `auto` optimal, and for judging the 
 from __future__ import annotations
 
 import heapq
+from dataclasses import dataclass
 from itertools import count
 
 from .graph import Graph
@@ -19,8 +20,17 @@ from .plan import Step
 State = tuple[int, tuple[tuple[int, int], ...]]
 
 
-def solve(graph: Graph, budget_bytes: int, *, most_states: int = 200_000) -> list[Step] | None:
-    """Return the steps of a fastest plan within the budget; None if there is no plan.
+@dataclass(frozen=True)
+class Exact:
+    """An optimal plan: its steps, and what they lead to."""
+
+    steps: tuple[Step, ...]
+    peak_bytes: int
+    seconds: float
+
+
+def solve(graph: Graph, budget_bytes: int, *, most_states: int = 200_000) -> Exact | None:
+    """Return a fastest plan within the budget; None if there is no plan.
 
     Raises MemoryError when more than `most_states` states would have to be looked at.
     """
@@ -35,7 +45,7 @@ def solve(graph: Graph, budget_bytes: int, *, most_states: int = 200_000) -> lis
     ticket = count()
     start: State = (0, ())
     best: dict[State, float] = {start: 0.0}
-    origin: dict[State, tuple[State, Step]] = {}
+    origin: dict[State, tuple[State, Step, int]] = {}
     queue = [(to_come[0], next(ticket), 0.0, start)]
     while queue:
         _, _, cost, state = heapq.heappop(queue)
@@ -44,10 +54,10 @@ def solve(graph: Graph, budget_bytes: int, *, most_states: int = 200_000) -> lis
         done, pairs = state
         present = dict(pairs)
         if done == count_ops and _complete(graph, keep, resident, present):
-            return _path(origin, state)
+            return _path(origin, state, cost, base)
         if len(best) > most_states:
             raise MemoryError(f"more than {most_states} states for {count_ops} ops")
-        moves: list[tuple[float, State, Step]] = []
+        moves: list[tuple[float, State, Step, int]] = []
         held = base + sum(sizes[storage] for storage in present)
         crowded: set[int] = set()
         for op in range(min(done + 1, count_ops)):
@@ -57,14 +67,15 @@ def solve(graph: Graph, budget_bytes: int, *, most_states: int = 200_000) -> lis
             versions = writes_before[done]
             if any((versions[s] if resident[s] else present.get(s, -1)) != v for s, v in wanted):
                 continue
-            made = sum(sizes[storage] for storage in arrays.outputs[op])
-            way = _fastest(
-                arrays.seconds[op], arrays.workspace_bytes[op], budget_bytes - held - made
-            )
+            letting_go = () if op < done else arrays.releases[op]
+            if any(s not in present and s not in arrays.outputs[op] for s in letting_go):
+                continue
+            room = budget_bytes - held - sum(sizes[storage] for storage in arrays.outputs[op])
+            way = _fastest(arrays.seconds[op], arrays.workspace_bytes[op], room)
             if way is None or way != min(
                 range(len(arrays.seconds[op])), key=arrays.seconds[op].__getitem__
             ):
-                crowded.update(set(present) - set(arrays.reads[op]))
+                crowded.update(set(present).difference(arrays.reads[op], letting_go))
             if way is None:
                 continue
             after = dict.fromkeys(arrays.outputs[op], 0) | present
@@ -73,14 +84,15 @@ def solve(graph: Graph, budget_bytes: int, *, most_states: int = 200_000) -> lis
                     after[storage] += 1
             after_state = (max(done, op + 1), tuple(sorted(after.items())))
             spent = cost + arrays.seconds[op][way]
-            moves.append((spent, after_state, Step("run", graph.ops[op].name, way)))
+            live = budget_bytes - room + arrays.workspace_bytes[op][way]
+            moves.append((spent, after_state, Step("run", graph.ops[op].name, way), live))
         for storage in crowded:
             rest = tuple(pair for pair in pairs if pair[0] != storage)
-            moves.append((cost, (done, rest), Step("free", graph.storages[storage].name)))
-        for spent, after_state, step in moves:
+            moves.append((cost, (done, rest), Step("free", graph.storages[storage].name), base))
+        for spent, after_state, step, live in moves:
             if spent < best.get(after_state, float("inf")):
                 best[after_state] = spent
-                origin[after_state] = (state, step)
+                origin[after_state] = (state, step, live)
                 guess = spent + to_come[after_state[0]]
                 heapq.heappush(queue, (guess, next(ticket), spent, after_state))
     return None
@@ -113,9 +125,12 @@ def _complete(
     return all(present.get(storage) == version for storage, version in final.items())
 
 
-def _path(origin: dict[State, tuple[State, Step]], state: State) -> list[Step]:
-    steps = []
+def _path(
+    origin: dict[State, tuple[State, Step, int]], state: State, seconds: float, base: int
+) -> Exact:
+    steps, most = [], base
     while state in origin:
-        state, step = origin[state]
+        state, step, live = origin[state]
         steps.append(step)
-    return steps[::-1]
+        most = max(most, live)
+    return Exact(tuple(steps[::-1]), most, seconds)

@@ -37,7 +37,7 @@ class Gaps:
     expires
         Per op: it cannot run again once this op has run, because that one changes an input of it.
     bytes, seconds, workspace
-        Per storage; per op in its chosen way; likewise.
+        Per storage; per op, in the way it is priced; likewise.
     stays
         Per gap: it is the last one of a storage that must be there at the end.
     needs, touched
@@ -93,9 +93,13 @@ class Gaps:
         return max(inner, key=lambda gap: self.end[gap] - self.start[gap])
 
 
-def gaps(graph: Graph, ways: dict[int, int] | None = None) -> Gaps:
-    """List the gaps of a graph; `ways` gives ops another way than their first to be carried out."""
-    arrays, chosen = graph.arrays, ways or {}
+def gaps(graph: Graph, *, lean: bool = False) -> Gaps:
+    """List the gaps of a graph.
+
+    Ops are priced in their default way; with `lean`, at the smallest workspace and the fewest
+    seconds of all their ways, for searches that choose the ways afterwards (`workspace.equip`).
+    """
+    arrays = graph.arrays
     count = len(graph.storages)
     uses: list[list[int]] = [[] for _ in range(count)]
     chain: list[list[int]] = [[] for _ in range(count)]
@@ -133,8 +137,8 @@ def gaps(graph: Graph, ways: dict[int, int] | None = None) -> Gaps:
         chain=[tuple(ops) for ops in chain],
         expires=_expiries(graph),
         bytes=arrays.bytes.tolist(),
-        seconds=[arrays.seconds[op][chosen.get(op, 0)] for op in range(total)],
-        workspace=[arrays.workspace_bytes[op][chosen.get(op, 0)] for op in range(total)],
+        seconds=[min(ways) if lean else ways[0] for ways in arrays.seconds],
+        workspace=[min(ways) if lean else ways[0] for ways in arrays.workspace_bytes],
         needs=needs,
         touched=touched,
         stays=[

@@ -60,6 +60,8 @@ class Schedule:
         Summed seconds of all runs; waits for transfers come on top.
     trips
         The stays on the host.
+    ways
+        [runs] the way each op is carried out; empty: all by default.
     """
 
     ops: list[int]
@@ -68,6 +70,7 @@ class Schedule:
     live_bytes: Ints
     run_seconds: float
     trips: tuple[Trip, ...] = ()
+    ways: tuple[int, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -251,11 +254,10 @@ def _live(
     return live + gaps.graph.base_bytes
 
 
-def steps(
-    gaps: Gaps, schedule: Schedule, ways: Mapping[int, int] | None = None
-) -> tuple[Step, ...]:
+def steps(gaps: Gaps, schedule: Schedule) -> tuple[Step, ...]:
     """Write a schedule down as the steps of a plan."""
-    graph, chosen = gaps.graph, ways or {}
+    graph = gaps.graph
+    ways = schedule.ways or (0,) * len(schedule.ops)
     names = [storage.name for storage in graph.storages]
     after: list[list[Step]] = [[] for _ in schedule.ops]
     before: list[list[Step]] = [[] for _ in schedule.ops]
@@ -269,6 +271,6 @@ def steps(
     result: list[Step] = []
     for run, op in enumerate(schedule.ops):
         result += before[run]
-        result.append(Step("run", graph.ops[op].name, chosen.get(op, 0)))
+        result.append(Step("run", graph.ops[op].name, ways[run]))
         result += after[run]
     return tuple(result)

@@ -68,7 +68,7 @@ def lane_seconds(gaps: Gaps, schedule: Schedule) -> float:
     clock = down = up = 0.0
     copied: dict[int, float] = {}
     ready: dict[int, float] = {}
-    reads = gaps.graph.arrays.reads
+    reads, options = gaps.graph.arrays.reads, gaps.graph.arrays.seconds
     for run, op in enumerate(schedule.ops):
         for storage in fetch.get(run, ()):
             begin = max(up, copied[storage], clock)
@@ -77,7 +77,7 @@ def lane_seconds(gaps: Gaps, schedule: Schedule) -> float:
         if ready:
             for storage in reads[op]:
                 clock = max(clock, ready.get(storage, 0.0))
-        clock += gaps.seconds[op]
+        clock += options[op][schedule.ways[run]] if schedule.ways else gaps.seconds[op]
         for storage in leave.get(run, ()):
             begin = max(down, clock, ready.pop(storage, 0.0))
             down = begin + device.transfer_latency_s + sizes[storage] / out_speed

@@ -15,11 +15,12 @@ from dataclasses import replace
 
 from . import policies
 from .bound import smallest_peak
-from .drafting import draft
+from .drafting import decisions_of, draft
 from .errors import BudgetError, PlanError
+from .exact import solve as solve_exactly
 from .gaps import gaps
 from .graph import Graph
-from .liveness import peak
+from .liveness import baseline_seconds, peak
 from .plan import Plan
 from .search import Candidate, Progress, Search
 from .sizes import parse_bytes, show_bytes
@@ -120,13 +121,14 @@ class _Auto:
         self.graph, self.limit_s = graph, time_limit_s
         self.began = time.monotonic()
         self.search = Search(
-            gaps(graph),
+            gaps(graph, lean=True),
             offload="offload" in actions,
             recompute="recompute" in actions,
             deadline=self.began + time_limit_s,
             progress=progress,
         )
         self.plans: list[Plan] = []
+        self.floor = smallest_peak(self.search.shape, offload=self.search.offload)
 
     def front(self, budgets: Sequence[int]) -> list[Plan]:
         spent: dict[int, float] = {}
@@ -139,11 +141,40 @@ class _Auto:
 
     def look(self, budget_bytes: int) -> None:
         """Fill the archives with what can be found for a budget."""
-        floor, op = smallest_peak(self.search.shape, offload=self.search.offload)
-        if floor > budget_bytes:
-            raise self.refusal(budget_bytes, floor, op)
+        if self.small:
+            self.exactly(budget_bytes)
+        if self.floor[0] > budget_bytes:
+            return
         self.search.solve(budget_bytes)
         self.from_policies(budget_bytes)
+
+    @property
+    def small(self) -> bool:
+        """Whether the graph is small enough to be solved exactly."""
+        return len(self.graph.ops) <= EXACT_OPS and self.search.recompute
+
+    def exactly(self, budget_bytes: int) -> None:
+        """Put an optimal plan without transfers among the plans."""
+        try:
+            found = solve_exactly(self.graph, budget_bytes)
+        except MemoryError:
+            return
+        if found is None:
+            return
+        self.plans.append(
+            Plan(
+                steps=found.steps,
+                decisions=decisions_of(self.graph, found.steps),
+                planner="exact",
+                peak_bytes=found.peak_bytes,
+                seconds=found.seconds,
+                lower_bound_seconds=found.seconds if not self.search.offload else 0.0,
+                baseline_peak_bytes=peak(self.graph).bytes,
+                baseline_seconds=baseline_seconds(self.graph),
+                seconds_sources=self.graph.seconds_sources,
+                graph_name=self.graph.name,
+            )
+        )
 
     def from_policies(self, budget_bytes: int) -> None:
         """Take the plans of the historical planners in, those that keep the budget."""
@@ -173,6 +204,7 @@ class _Auto:
         found = self.search.best(budget_bytes)
         others = [plan for plan in self.plans if plan.peak_bytes <= budget_bytes]
         other = min(others, key=lambda plan: (plan.seconds, plan.peak_bytes), default=None)
+        bound = max([bound, *(it.lower_bound_seconds for it in others if it.planner == "exact")])
         if found is None and other is None:
             raise self.refusal(budget_bytes)
         if found is None or (
@@ -207,19 +239,39 @@ class _Auto:
         )
         return plan
 
-    def refusal(
-        self, budget_bytes: int, floor: int | None = None, op: int | None = None
-    ) -> BudgetError:
+    def refusal(self, budget_bytes: int) -> BudgetError:
+        """Return the error that says what the smallest peak is, as far as it can be found."""
+        self.search.deadline = time.monotonic() + self.limit_s
+        if self.floor[0] <= budget_bytes or self.small:
+            self.shrink(max(budget_bytes, self.floor[0]))
         smallest: Candidate = min(self.search.archive, key=lambda item: item.peak_bytes)
         run = int(smallest.schedule.live_bytes.argmax())
-        name = self.graph.ops[smallest.schedule.ops[run]].name
-        size = smallest.peak_bytes
-        if floor is not None and op is not None:
-            name, size = self.graph.ops[op].name, floor
+        size, name = smallest.peak_bytes, self.graph.ops[smallest.schedule.ops[run]].name
+        least = min(self.plans, key=lambda plan: plan.peak_bytes, default=None)
+        if least is not None and least.peak_bytes < size:
+            size, name = least.peak_bytes, self.graph.ops[self.floor[1]].name
+        floor, op = self.floor[0], self.graph.ops[self.floor[1]].name
         return BudgetError(
-            f"needs {show_bytes(size)} at {name!r} even when all else is rebuilt or moved out; the "
-            f"budget is {show_bytes(budget_bytes)}. Raise the budget, or make the batch smaller.",
+            f"the smallest peak found is {show_bytes(size)}, set by {name!r}; no plan can go below "
+            f"{show_bytes(floor)}, what {op!r} works on. The budget is {show_bytes(budget_bytes)}. "
+            "Raise the budget, or make the batch smaller.",
             peak_bytes=size,
             budget_bytes=budget_bytes,
             op=name,
         )
+
+    def shrink(self, low: int) -> None:
+        """Fill the archives with plans of ever smaller peaks, by bisection."""
+        high = min(item.peak_bytes for item in self.search.archive)
+        for _ in range(20 if self.small else 6):
+            if self.search.late or high <= low:
+                return
+            middle = (low + high) // 2
+            if self.small:
+                self.exactly(middle)
+            if not any(plan.peak_bytes <= middle for plan in self.plans):
+                self.search.solve(middle)
+            peaks = [item.peak_bytes for item in self.search.archive]
+            peaks += [plan.peak_bytes for plan in self.plans]
+            fits = min(peaks) <= middle
+            low, high = (low, middle) if fits else (middle + 1, high)
