@@ -23,6 +23,7 @@ def sources(pattern: str, folder: Path = CSRC) -> list[str]:
     """Return files of a folder of csrc, relative to the project as setuptools wants them."""
     return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / folder).glob(pattern))
 
+
 # What is slower without each extension.
 LOST = {
     "sn_compress._core": "encoding and decoding on the CPU are several times slower",

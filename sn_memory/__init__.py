@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from .plan import Decision as Decision
     from .plan import Plan as Plan
     from .plan import Step as Step
+    from .planner import plan_front as plan_front
+    from .planner import plan_graph as plan_graph
     from .pool import Packing as Packing
     from .pool import arrange as arrange
     from .pool import pack as pack
     from .pool_check import check_packing as check_packing
-    from .planner import plan_front as plan_front
-    from .planner import plan_graph as plan_graph
 
 _HOME = {
     "BudgetError": ".errors",

@@ -109,11 +109,14 @@ def read_problem(buffers: Iterable[Sequence[int]] | npt.NDArray[Any]) -> Problem
 
     Raises PackError naming the first row that makes no sense.
     """
-    rows = buffers if isinstance(buffers, np.ndarray) else list(buffers)
+    rows: Sequence[Sequence[int]] = (
+        list(buffers.tolist()) if isinstance(buffers, np.ndarray) else list(buffers)
+    )
     if not len(rows):
         empty = np.zeros(0, np.int64)
         return of_arrays(empty, empty, empty, empty)
-    table = np.array(rows) if len({len(row) for row in rows}) == 1 else _padded(rows)
+    lengths = {len(row) if hasattr(row, "__len__") else 0 for row in rows}
+    table = np.array(rows) if len(lengths) == 1 and 0 not in lengths else _padded(rows)
     if table.ndim != 2 or table.shape[1] not in (3, 4) or table.dtype.kind not in "iu":
         raise PackError(
             f"got buffers of shape {table.shape} and dtype {table.dtype}, expected rows of "
@@ -133,7 +136,7 @@ def read_problem(buffers: Iterable[Sequence[int]] | npt.NDArray[Any]) -> Problem
 def _padded(rows: Sequence[Sequence[int]]) -> npt.NDArray[Any]:
     """Rows of three and of four numbers mixed: those of three have no alignment."""
     for at, row in enumerate(rows):
-        if len(row) not in (3, 4):
+        if not hasattr(row, "__len__") or len(row) not in (3, 4):
             raise PackError(
                 f"buffers[{at}]: got {row!r}, expected (lower, upper, size) or "
                 "(lower, upper, size, alignment)."
@@ -141,7 +144,7 @@ def _padded(rows: Sequence[Sequence[int]]) -> npt.NDArray[Any]:
     return np.array([(*row, 1)[:4] for row in rows])
 
 
-def _refuse(wrong: npt.NDArray[np.bool_], rows: Sequence[Any], expected: str) -> None:
+def _refuse(wrong: npt.NDArray[np.bool_], rows: Sequence[Sequence[int]], expected: str) -> None:
     if wrong.any():
         at = int(wrong.argmax())
         got = tuple(int(value) for value in rows[at])

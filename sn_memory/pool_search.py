@@ -105,7 +105,7 @@ class _NativeSearch:
 
 
 class Lists:
-    """The problem in plain lists, with the members of each section and neighbours of each buffer."""
+    """The problem in plain lists: also the members of each section, who is alive with whom."""
 
     def __init__(self, problem: Problem) -> None:
         self.first, self.last = problem.first.tolist(), problem.last.tolist()
@@ -145,9 +145,7 @@ class _Pending(NamedTuple):
 class PythonSearch:
     """Twin of csrc/memory/pool_search.cpp: the same decisions in the same order."""
 
-    def __init__(
-        self, lists: Lists, capacity: int, rule: Rule, rank: Ints, weights: Ints
-    ) -> None:
+    def __init__(self, lists: Lists, capacity: int, rule: Rule, rank: Ints, weights: Ints) -> None:
         count = len(lists.size)
         self.lists, self.capacity, self.rule = lists, capacity, rule
         self.rank: list[int] = rank.tolist()
@@ -271,9 +269,7 @@ class PythonSearch:
         top = least[owner] + size[owner]
         next_top = min((least[k] + size[k] for k in there if k != owner), default=top)
         for k in there:
-            if least[k] - lowest > slack and not self.raise_to(
-                k, next_top if k == owner else top
-            ):
+            if least[k] - lowest > slack and not self.raise_to(k, next_top if k == owner else top):
                 return False
         return True
 
@@ -346,12 +342,8 @@ class PythonSearch:
         left = [k for k in component if not self.placed[k]]
         begin = min(self.lists.first[k] for k in left)
         end = max(self.lists.last[k] for k in left)
-        section = min(
-            (s for s in range(begin, end) if self.slack[s] is not None), key=self.score
-        )
-        best = min(
-            (k for k in self.lists.members[section] if not self.placed[k]), key=self.order
-        )
+        section = min((s for s in range(begin, end) if self.slack[s] is not None), key=self.score)
+        best = min((k for k in self.lists.members[section] if not self.placed[k]), key=self.order)
         while under := [
             k
             for k in self.lists.neighbours[best]

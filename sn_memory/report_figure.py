@@ -110,7 +110,10 @@ def _owners(axes: Any, report: Report, scale: float, unit: str) -> None:
     axes.set_yticks(places, [name for name, _, _ in rows], fontsize=8)
     largest = max(sizes, default=1.0) or 1.0
     axes.set_xlim(0, largest * 1.25)
-    for place, curve, word in ((-0.95, report.before, "before"), (first + 0.45, report.after, "after")):
+    for place, curve, word in (
+        (-0.95, report.before, "before"),
+        (first + 0.45, report.after, "after"),
+    ):
         axes.text(
             largest * 1.24,
             place + 0.1,
@@ -190,7 +193,5 @@ def _against_others(axes: Any, report: Report, scale: float, unit: str) -> None:
     axes.set_ylabel("extra time (%)")
     axes.set_title("Time against memory: lower left is better", loc="left", fontsize=11)
     axes.margins(0.12)
-    axes.legend(
-        loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, frameon=False, fontsize=8
-    )
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, frameon=False, fontsize=8)
     _plain(axes)

@@ -74,7 +74,10 @@ def page(report: Report) -> str:
 def _owners(report: Report, word: str) -> str:
     curve = report.before if word == "before" else report.after
     kinds, names = (
-        [(name, show_bytes(size), f"{size / max(curve.peak_bytes, 1):.0%}") for name, size in owners]
+        [
+            (name, show_bytes(size), f"{size / max(curve.peak_bytes, 1):.0%}")
+            for name, size in owners
+        ]
         for owners in (owner_groups(report, curve, 10), top_owners(curve, 10))
     )
     title = f"Peak {word}: {show_bytes(curve.peak_bytes)} at {curve.peak_at}"
