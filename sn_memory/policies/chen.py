@@ -8,6 +8,7 @@ where the fewest bytes cross, as later work does with articulation points (Jain 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from ..graph import Graph
 from ..plan import Plan
 from .carry import carry_out, choose
 from .follow import follow
+from .menu import from_menu
 from .origins import Origins, origins
 
 # Greedy has one free number, the bytes of a segment; this many are tried, each half the last.
@@ -40,14 +42,13 @@ def greedy(graph: Graph, *, budget_bytes: int | None) -> Plan:
     origin = origins(graph)
     crossing = _crossing_bytes(graph, origin)
     total = sum(int(graph.arrays.bytes[s]) for s, made in enumerate(origin.forward) if made)
-    drafts = []
-    tried: set[tuple[int, ...]] = set()
-    for halved in range(_GREEDY_SIZES):
-        cuts = _cuts_by_bytes(graph, crossing, total / 2**halved)
-        if tuple(cuts) not in tried:
-            tried.add(tuple(cuts))
-            drafts.append(_draft(graph, origin, cuts, "greedy"))
-    return choose(drafts, budget_bytes)
+    return from_menu(
+        graph,
+        "greedy",
+        lambda: (_cuts_by_bytes(graph, crossing, total / 2**n) for n in range(_GREEDY_SIZES)),
+        lambda cuts: _draft(graph, origin, cuts, "greedy"),
+        budget_bytes,
+    )
 
 
 def _crossing_bytes(graph: Graph, origin: Origins) -> Ints:
@@ -65,7 +66,7 @@ def _narrowest(crossing: Ints, window: list[int]) -> int:
     return min(reversed(window), key=lambda op: int(crossing[op]))
 
 
-def _cuts_by_bytes(graph: Graph, crossing: Ints, size: float) -> list[int]:
+def _cuts_by_bytes(graph: Graph, crossing: Ints, size: float) -> tuple[int, ...]:
     cuts: list[int] = []
     window: list[int] = []
     held = 0
@@ -79,10 +80,10 @@ def _cuts_by_bytes(graph: Graph, crossing: Ints, size: float) -> list[int]:
         if held > size:
             cuts.append(_narrowest(crossing, window))
             window, held = [], 0
-    return cuts
+    return tuple(cuts)
 
 
-def _draft(graph: Graph, origin: Origins, cuts: list[int], planner: str) -> Plan:
+def _draft(graph: Graph, origin: Origins, cuts: Sequence[int], planner: str) -> Plan:
     borders = np.array(sorted(cuts), np.int64)
     kept = set()
     for storage, made in enumerate(origin.forward):

@@ -14,8 +14,9 @@ import numpy as np
 
 from ..graph import Graph
 from ..plan import Plan
-from .carry import carry_out, choose
+from .carry import carry_out
 from .follow import follow
+from .menu import from_menu
 from .origins import Origins, origins
 
 # Capacities tried with a budget, as shares of all that is saved; and the grain of the knapsack.
@@ -25,9 +26,13 @@ _GRAINS = 1000
 
 def knapsack(graph: Graph, *, budget_bytes: int | None) -> Plan:
     """Save the set worth most within a capacity; search the capacity against the true peak."""
-    sets = _best_sets(graph, origins(graph))
-    drafts = [_draft(graph, kept) for kept in dict.fromkeys(sets)]
-    return choose(drafts, budget_bytes)
+    return from_menu(
+        graph,
+        "knapsack",
+        lambda: _best_sets(graph, origins(graph)),
+        lambda kept: _draft(graph, kept),
+        budget_bytes,
+    )
 
 
 def saved_within(graph: Graph, share: float) -> Plan:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from ..graph import Graph
 from ..plan import Plan
-from .carry import carry_out, choose
+from .carry import carry_out
 from .follow import follow, offloadable
 from .kinds import is_conv
+from .menu import from_menu
 from .origins import origins
 
 _SHARES = 8
@@ -43,7 +44,6 @@ def offload_conv(graph: Graph, *, budget_bytes: int | None) -> Plan:
         return carry_out(graph, events, planner="offload_conv", reasons=reasons)
 
     if budget_bytes is None:
-        return choose([draft(len(movable))], None)
-    return choose(
-        [draft(len(movable) * share // _SHARES) for share in range(_SHARES + 1)], budget_bytes
-    )
+        return draft(len(movable))
+    counts = [len(movable) * share // _SHARES for share in range(_SHARES + 1)]
+    return from_menu(graph, "offload_conv", lambda: counts, draft, budget_bytes)
