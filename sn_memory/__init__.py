@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from .check import check_plan as check_plan
     from .drafting import plan_from_decisions as plan_from_decisions
     from .errors import BudgetError as BudgetError
+    from .errors import CapacityError as CapacityError
     from .errors import GraphError as GraphError
+    from .errors import MissingExtra as MissingExtra
+    from .errors import PackError as PackError
     from .errors import PlanError as PlanError
     from .graph import Compressed as Compressed
     from .graph import Device as Device
@@ -27,22 +30,33 @@ if TYPE_CHECKING:
     from .plan import Step as Step
     from .planner import plan_front as plan_front
     from .planner import plan_graph as plan_graph
+    from .pool import Packing as Packing
+    from .pool import arrange as arrange
+    from .pool import pack as pack
+    from .pool_check import check_packing as check_packing
 
 _HOME = {
     "BudgetError": ".errors",
+    "CapacityError": ".errors",
     "Compressed": ".graph",
     "Decision": ".plan",
     "Device": ".graph",
     "Graph": ".graph",
     "GraphError": ".errors",
+    "MissingExtra": ".errors",
     "Op": ".graph",
+    "PackError": ".errors",
+    "Packing": ".pool",
     "Plan": ".plan",
     "PlanError": ".errors",
     "Replay": ".check",
     "Step": ".plan",
     "Storage": ".graph",
     "Workspace": ".graph",
+    "arrange": ".pool",
+    "check_packing": ".pool_check",
     "check_plan": ".check",
+    "pack": ".pool",
     "plan_from_decisions": ".drafting",
     "plan_front": ".planner",
     "plan_graph": ".planner",

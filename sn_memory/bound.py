@@ -86,6 +86,7 @@ def relax(
     budget_bytes: int,
     *,
     offload: bool,
+    recompute: bool = True,
     lanes: float = 1.0,
     time_limit_s: float = 30.0,
 ) -> Relaxed | None:
@@ -121,7 +122,7 @@ def relax(
     ) -> None:
         here = [(place[storage], 1.0), (moved + place[storage], 1.0), *extra]
         for op in made_by:
-            row([*here, (rerun + op, 1.0)] if _again(gaps, op) else here, at_least)
+            row([*here, (rerun + op, 1.0)] if recompute and _again(gaps, op) else here, at_least)
 
     low = np.zeros(total + 1)
     high = np.ones(total + 1)
@@ -137,7 +138,7 @@ def relax(
             available(storage, [op for op in gaps.chain[storage] if op < at], (), 1.0)
     used = _reachable(gaps, at, before)
     for op in range(at):
-        if op not in used:
+        if op not in used or not recompute:
             high[rerun + op] = 0.0
             continue
         for storage, version in zip(arrays.reads[op], arrays.version[op], strict=True):

@@ -49,6 +49,7 @@ class Chain:
                 solved[key] = options(block, deadline=deadline)
             self.options.append(solved[key])
         self.turn_gaps = _turn_gaps(shape, self.blocks)
+        self.crossing: dict[int, list[int]] = {}
         self.table: dict[tuple[int, int], Floats] = {}
         if self.blocks:
             self._fill()
@@ -58,12 +59,15 @@ class Chain:
 
     def _crossing(self, first: int, cut: int) -> int:
         """Bytes that cross into block `cut` and were made by blocks from `first` on."""
-        made = self.blocks[first].first
-        return sum(
-            self.shape.bytes[storage]
-            for storage in self.blocks[cut].crossing
-            if self.shape.chain[storage][0] >= made
-        )
+        if cut not in self.crossing:
+            made = [
+                (self.shape.chain[storage][0], self.shape.bytes[storage])
+                for storage in self.blocks[cut].crossing
+            ]
+            self.crossing[cut] = [
+                sum(size for op, size in made if op >= block.first) for block in self.blocks[:cut]
+            ]
+        return self.crossing[cut][first]
 
     def _fill(self) -> None:
         count = len(self.blocks)

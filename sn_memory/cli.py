@@ -3,6 +3,7 @@
 python -m sn_memory plan graph.json --budget 4GiB -o plan.json
 python -m sn_memory check graph.json plan.json
 python -m sn_memory report graph.json plan.json -o report.html
+python -m sn_memory pack buffers.csv --capacity 1MiB -o offsets.csv
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from importlib import import_module
 
 from .check import check_plan
-from .errors import BudgetError, GraphError, PlanError
+from .errors import BudgetError, CapacityError, GraphError, MissingExtra, PlanError
 from .graph import Graph
 from .plan import Plan
 from .planner import ACTIONS, plan_graph
+from .pool_command import add_pack
+from .report_command import add_report
 from .sizes import show_bytes
+
+_EXPECTED = (GraphError, PlanError, BudgetError, CapacityError, MissingExtra, OSError, ValueError)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -26,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     try:
         text: str = options.command(options)
-    except (GraphError, PlanError, BudgetError, OSError, ValueError) as error:
+    except _EXPECTED as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 1
     sys.stdout.write(text + "\n")
@@ -35,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m sn_memory", description=__doc__.split("\n")[0])
-    commands = parser.add_subparsers(required=True, metavar="plan|check|report")
+    commands = parser.add_subparsers(required=True, metavar="plan|check|report|pack")
     plan = commands.add_parser("plan", help="plan a graph within a budget")
     plan.add_argument("graph", help="graph file (docs/graph_format.md)")
     plan.add_argument("--budget", required=True, help='bytes, "4GiB", or "60%%" of the own peak')
@@ -49,11 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("graph")
     check.add_argument("plan")
     check.set_defaults(command=_check)
-    report = commands.add_parser("report", help="tables and pictures of a plan")
-    report.add_argument("graph")
-    report.add_argument("plan")
-    report.add_argument("-o", "--output", default="report.html", help="HTML file to write")
-    report.set_defaults(command=_report)
+    add_report(commands)
+    add_pack(commands)
     return parser
 
 
@@ -106,10 +107,3 @@ def _check(options: argparse.Namespace) -> str:
         f"({replay.peak_bytes} bytes) at step {replay.peak_step}, {replay.seconds:.6g} s, "
         f"{replay.reruns} reruns, {show_bytes(replay.host_peak_bytes)} on the host"
     )
-
-
-def _report(options: argparse.Namespace) -> str:
-    graph, plan = Graph.from_json(options.graph), Plan.from_json(options.plan)
-    report = import_module(".report", __package__)
-    report.write_html(graph, plan, options.output)
-    return f"wrote {options.output}"

@@ -42,9 +42,9 @@ def carried(shape: Gaps, choice: Sequence[int], moved: Collection[int]) -> Joint
 
 
 def from_relaxed(
-    shape: Gaps, relaxed: Relaxed, budget_bytes: int, *, deadline: float
+    shape: Gaps, relaxed: Relaxed, budget_bytes: int, *, recompute: bool, deadline: float
 ) -> Joint | None:
-    """Make a relaxation's split whole and fit the rest under the budget."""
+    """Make a relaxation's split whole and, where ops may run twice, fit the rest by rebuilds."""
     choice, moved = shape.natural(), []
     for storage, kept in relaxed.kept.items():
         for gap in shape.of(storage):
@@ -56,11 +56,13 @@ def from_relaxed(
                 choice[gap] = KEEP
                 if gap + 1 < shape.first[storage + 1]:
                     moved.append(gap)
-            elif shape.rebuildable[storage]:
+            elif recompute and shape.rebuildable[storage]:
                 choice[gap] = KEEP if kept > 0.5 else 0
     start = carried(shape, choice, moved)
     if start is None or start.schedule.peak_bytes <= budget_bytes:
         return start
+    if not recompute:
+        return None
     try:
         _, windows = lower_moved(shape, choice, moved)
         fitted = fit(shape, choice, budget_bytes, deadline=deadline, moves=windows)
@@ -72,7 +74,9 @@ def from_relaxed(
     return again if again is not None and again.schedule.peak_bytes <= budget_bytes else None
 
 
-def improve(shape: Gaps, start: Joint, budget_bytes: int, *, deadline: float) -> Joint:
+def improve(
+    shape: Gaps, start: Joint, budget_bytes: int, *, recompute: bool, deadline: float
+) -> Joint:
     """Let single gaps change sides, dearest first, as long as the time falls."""
     best = start
     for _ in range(4):
@@ -80,7 +84,7 @@ def improve(shape: Gaps, start: Joint, budget_bytes: int, *, deadline: float) ->
         for gap in _dearest(shape, best):
             if time.monotonic() > deadline:
                 return best
-            for choice, moved in _sides(shape, best, gap):
+            for choice, moved in _sides(shape, best, gap, recompute):
                 trial = carried(shape, choice, moved)
                 if (
                     trial is not None
@@ -116,13 +120,15 @@ def lane_share(shape: Gaps, storage: int) -> float:
     return device.transfer_latency_s + shape.bytes[storage] / slowest
 
 
-def _sides(shape: Gaps, joint: Joint, gap: int) -> list[tuple[list[int], frozenset[int]]]:
+def _sides(
+    shape: Gaps, joint: Joint, gap: int, recompute: bool
+) -> list[tuple[list[int], frozenset[int]]]:
     """Return the other things that can be done in a gap: stay, leave to be rebuilt, move."""
     held = list(joint.choice)
     held[gap] = KEEP
     sides = [(held, joint.moved - {gap})]
     if gap in joint.moved:
-        if shape.rebuildable[shape.storage[gap]]:
+        if recompute and shape.rebuildable[shape.storage[gap]]:
             dropped = list(joint.choice)
             dropped[gap] = 0
             sides.append((dropped, joint.moved - {gap}))

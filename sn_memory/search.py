@@ -12,18 +12,21 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from .bound import Relaxed, moments, relax
 from .chain import Chain
 from .gaps import KEEP, Gaps
-from .joint import from_relaxed, improve
+from .joint import Joint, from_relaxed, improve
 from .lowering import Impossible, Schedule, lower
 from .offload import host_peak_bytes, lane_seconds
 from .recompute import fit, trim
 from .workspace import equip
 
 log = logging.getLogger(__name__)
+# A candidate this close to the bound ends the search.
+ENOUGH = 1e-4
+
 Progress = Callable[[str, float | None], None]
 
 
@@ -134,7 +137,12 @@ class Search:
         if key not in self.bounds:
             limit = max(1.0, self.deadline - time.monotonic())
             self.bounds[key] = relax(
-                self.shape, at, budget_bytes, offload=self.offload, time_limit_s=limit
+                self.shape,
+                at,
+                budget_bytes,
+                offload=self.offload,
+                recompute=self.recompute,
+                time_limit_s=limit,
             )
         return self.bounds[key]
 
@@ -167,36 +175,68 @@ class Search:
             return best
         if not self.recompute and not self.offload:
             return best
-        if self.offload:
-            self.with_lanes(budget_bytes)
-        natural = self.shape.natural()
-        if self.recompute:
-            self.from_chain(budget_bytes)
-            self.attempt(natural, budget_bytes, "greedy")
-            for share in (1.0, 0.95, 0.9, 0.8):
-                if self.late:
-                    break
-                self.from_relaxation(budget_bytes, share)
+        target = self.bound(budget_bytes) * (1 + ENOUGH)
+        for way in self._ways(budget_bytes):
+            if self.late:
+                break
+            way()
+            best = self.best(budget_bytes)
+            if best is not None and best.seconds <= target:
+                break
         return self.best(budget_bytes)
+
+    def _ways(self, budget_bytes: int) -> list[Callable[[], object]]:
+        """Return the ways to look, those first that most often end the search."""
+        ways: list[Callable[[], object]] = []
+        if self.recompute:
+            natural = self.shape.natural()
+            ways.append(lambda: self.attempt(natural, budget_bytes, "greedy"))
+            ways.append(lambda: self.from_relaxation(budget_bytes, 1.0))
+        if self.offload:
+            ways.append(lambda: self.with_lanes(budget_bytes))
+        if self.recompute:
+            ways.append(lambda: self.from_chain(budget_bytes))
+            for share in (0.95, 0.9, 0.8):
+                ways.append(partial(self.from_relaxation, budget_bytes, share))
+        return ways
 
     def with_lanes(self, budget_bytes: int) -> None:
         """Start from relaxations that may use the lanes, at some shares of their speed."""
         at = moments(self.shape, 1)[0]
+        starts: list[Joint] = []
         for lanes in (1.0, 0.8, 0.6, 0.4):
             if self.late:
-                return
-            limit = max(1.0, self.deadline - time.monotonic())
+                break
             relaxed = relax(
-                self.shape, at, budget_bytes, offload=True, lanes=lanes, time_limit_s=limit
+                self.shape,
+                at,
+                budget_bytes,
+                offload=True,
+                recompute=self.recompute,
+                lanes=lanes,
+                time_limit_s=max(1.0, self.deadline - time.monotonic()),
             )
-            if relaxed is None:
-                continue
-            start = from_relaxed(self.shape, relaxed, budget_bytes, deadline=self.deadline)
-            if start is None:
-                continue
-            found = improve(self.shape, start, budget_bytes, deadline=self.deadline)
-            self.add(found.choice, found.schedule, "lanes")
-            self.report(f"lanes at {lanes:.0%}", budget_bytes)
+            start = None
+            if relaxed is not None:
+                start = from_relaxed(
+                    self.shape,
+                    relaxed,
+                    budget_bytes,
+                    recompute=self.recompute,
+                    deadline=self.deadline,
+                )
+            if start is not None:
+                starts.append(start)
+                self.add(start.choice, start.schedule, "lanes")
+                self.report(f"lanes at {lanes:.0%}", budget_bytes)
+        if not starts:
+            return
+        # Half of what time is left: the ways without lanes want a turn as well.
+        half = time.monotonic() + (self.deadline - time.monotonic()) / 2
+        best = min(starts, key=lambda item: item.seconds)
+        found = improve(self.shape, best, budget_bytes, recompute=self.recompute, deadline=half)
+        self.add(found.choice, found.schedule, "lanes, improved")
+        self.report("lanes, improved", budget_bytes)
 
     @cached_property
     def chain(self) -> Chain:

@@ -41,9 +41,7 @@ def optimum(graph: Graph, budget_bytes: int) -> float:
             op = graph.ops[number]
             wanted = seen_at[number]
             there = resident | here
-            if any(
-                (there[n] if names[n].resident else here.get(n)) != wanted[n] for n in wanted
-            ):
+            if any((there[n] if names[n].resident else here.get(n)) != wanted[n] for n in wanted):
                 continue
             if number < done and (
                 not op.repeatable or any(names[name].resident for name in op.writes)

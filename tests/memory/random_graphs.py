@@ -72,9 +72,7 @@ def brute_force_live(graph: Graph) -> list[int]:
                 for number, other in enumerate(graph.ops)
                 if storage.name in (*other.inputs, *other.outputs, *other.writes, *other.releases)
             ]
-            if storage.resident:
-                total += storage.bytes
-            elif uses[0] <= at <= (last if storage.keep else uses[-1]):
+            if storage.resident or uses[0] <= at <= (last if storage.keep else uses[-1]):
                 total += storage.bytes
         curve.append(total)
     return curve

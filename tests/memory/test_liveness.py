@@ -18,7 +18,12 @@ def test_lifetimes_of_a_picture():
     #   h2         ##  ##
     #   y              ##
     graph = Graph(
-        [Storage("x", 1, "input"), Storage("h1", 10), Storage("h2", 20), Storage("y", 40, keep=True)],
+        [
+            Storage("x", 1, "input"),
+            Storage("h1", 10),
+            Storage("h2", 20),
+            Storage("y", 40, keep=True),
+        ],
         [
             Op("f1", ("x",), ("h1",)),
             Op("f2", ("h1",), ("h2",), workspaces=(Workspace(100),)),
