@@ -38,7 +38,7 @@ def clone(tmp_path):
     """A copy of what packaging reads: builds leave droppings in the folder they run in."""
     tree = tmp_path / "clone"
     tree.mkdir()
-    for name in ("sn_compress", "csrc"):
+    for name in ("sn_compress", "sn_memory", "csrc"):
         ignore = shutil.ignore_patterns("*.so", "__pycache__", "_core_missing.txt")
         shutil.copytree(ROOT / name, tree / name, ignore=ignore)
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE"):

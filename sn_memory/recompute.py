@@ -1,0 +1,236 @@
+"""What it costs to rebuild a storage, and fitting a choice under a budget by those prices.
+
+The price of letting a storage go is that of its *closure*: its own ops, and those of every input
+that would not be there either. Prices change with every decision, because a rebuilt input is held
+for its other uses as well. `fit` lets go what relieves the most over-budget bytes per second of
+closure, lowers the choice, looks at the true peak, and repeats; `trim` then takes back what turned
+out not to be needed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from .arrays import Floats, Ints
+from .gaps import KEEP, Gaps
+from .lowering import Impossible, Schedule, lower
+
+
+class Presence:
+    """What a schedule has on the device when, and what it runs again when, by op of the graph."""
+
+    def __init__(self, gaps: Gaps, schedule: Schedule) -> None:
+        self.gaps = gaps
+        self.spans: dict[int, list[tuple[int, int]]] = {}
+        for storage, first, last in schedule.intervals:
+            span = (schedule.at[first], schedule.at[last])
+            self.spans.setdefault(storage, []).append(span)
+        # The last moment at which an op runs again.
+        self.again: dict[int, int] = {
+            op: at for op, at in zip(schedule.ops, schedule.at, strict=True) if op != at
+        }
+
+    def there(self, storage: int, at: int) -> bool:
+        """Whether a storage is there just before op `at`."""
+        return any(first < at <= last for first, last in self.spans.get(storage, ()))
+
+    def closure_seconds(self, storage: int, at: int) -> float:
+        """Return the seconds of ops to run before op `at` to make a storage that is not there.
+
+        Ops that run again then or later anyway are free: what they make is only made earlier.
+        Infinity when the storage cannot be made again.
+        """
+        gaps = self.gaps
+        total, seen, missing = 0.0, {storage}, [storage]
+        while missing:
+            here = missing.pop()
+            if not gaps.rebuildable[here]:
+                return float("inf")
+            for op in gaps.chain[here]:
+                if op >= at:
+                    break
+                if self.again.get(op, -1) >= at:
+                    continue
+                if gaps.expires[op] < at:
+                    return float("inf")
+                total += gaps.seconds[op]
+                for source in gaps.graph.arrays.reads[op]:
+                    if source not in seen and gaps.chain[source]:
+                        seen.add(source)
+                        if not self.there(source, at):
+                            missing.append(source)
+        return total
+
+
+def _gap_at(gaps: Gaps, storage: int, at: int) -> int:
+    """Return the gap of a storage in which op `at` lies, its end included."""
+    for gap in gaps.of(storage):
+        if gaps.end[gap] >= at:
+            return gap
+    return gaps.first[storage + 1] - 1
+
+
+def excess(gaps: Gaps, schedule: Schedule, budget_bytes: int) -> Ints:
+    """Return how far above the budget each op's moment is, its rebuilds included: [ops] int64."""
+    over = np.zeros(len(gaps.graph.ops), np.int64)
+    np.maximum.at(over, np.array(schedule.at), schedule.live_bytes - budget_bytes)
+    return np.maximum(over, 0)
+
+
+def fit(
+    gaps: Gaps,
+    choice: Sequence[int],
+    budget_bytes: int,
+    *,
+    deadline: float,
+    moves: dict[int, tuple[int, int]] | None = None,
+    rounds: int = 200,
+) -> tuple[list[int], Schedule] | None:
+    """Let storages go until the true peak is within the budget.
+
+    Returns the choice and its schedule, or None if this way leads nowhere or time is over.
+    """
+    current = list(choice)
+    sizes = np.array([gaps.bytes[storage] for storage in gaps.storage], np.int64)
+    start, end = np.array(gaps.start, np.int64), np.array(gaps.end, np.int64)
+    inner = np.array(
+        [
+            gaps.rebuildable[storage] and gap + 1 < gaps.first[storage + 1]
+            for gap, storage in enumerate(gaps.storage)
+        ],
+        bool,
+    )
+    inner &= (end - start > 1) & (sizes > 0)
+    banned: set[int] = set(moves or ())
+    for _ in range(rounds):
+        try:
+            schedule = lower(gaps, current, moves)
+        except Impossible:
+            return None
+        over = excess(gaps, schedule, budget_bytes)
+        if not over.any():
+            return current, schedule
+        if time.monotonic() > deadline:
+            return None
+        taken = _let_go(gaps, current, schedule, over, sizes, start, end, inner, banned)
+        if not taken and not _defer(gaps, current, schedule, over):
+            return None
+        for gap in taken:
+            trial = current[gap]
+            current[gap] = 0
+            try:
+                lower(gaps, current, moves) if _risky(gaps, gap) else None
+            except Impossible:
+                current[gap] = trial
+                banned.add(gap)
+    return None
+
+
+def _risky(gaps: Gaps, gap: int) -> bool:
+    """Whether rebuilding in this gap could meet an op whose inputs have changed."""
+    return gaps.has_expiries and gap >= 0
+
+
+def _let_go(
+    gaps: Gaps,
+    choice: list[int],
+    schedule: Schedule,
+    over: Ints,
+    sizes: Ints,
+    start: Ints,
+    end: Ints,
+    inner: np.ndarray,
+    banned: set[int],
+) -> list[int]:
+    """Pick gaps to let go, cheapest per relieved byte first, until nothing is over by estimate."""
+    open_ = inner & (np.array(choice) == KEEP)
+    if banned:
+        open_[list(banned)] = False
+    candidates = np.flatnonzero(open_)
+    if not candidates.size:
+        return []
+    left, right = start[candidates] + 1, end[candidates]
+    covered = _covered(over, left, right)
+    candidates, left, right = (part[covered > 0] for part in (candidates, left, right))
+    presence = Presence(gaps, schedule)
+    prices: Floats = np.array(
+        [presence.closure_seconds(gaps.storage[gap], gaps.end[gap]) for gap in candidates.tolist()]
+    )
+    # What costs a whole step to rebuild is a mistake, even where nothing else is left to take.
+    prices[prices > sum(gaps.seconds)] = np.inf
+    weight = sizes[candidates]
+    taken: list[int] = []
+    over = over.copy()
+    alive = np.isfinite(prices)
+    while over.any() and alive.any():
+        relief = _covered(over, left, right) * weight
+        score = np.where(alive & (relief > 0), (prices + 1e-12) / np.maximum(relief, 1), np.inf)
+        best = int(score.argmin())
+        if not np.isfinite(score[best]):
+            break
+        alive[best] = False
+        taken.append(int(candidates[best]))
+        span = slice(int(left[best]), int(right[best]))
+        over[span] = np.maximum(over[span] - weight[best], 0)
+    return taken
+
+
+def _covered(over: Ints, left: Ints, right: Ints) -> Ints:
+    """Return for each span how many of its ops are over the budget."""
+    total = np.concatenate(([0], np.cumsum(over > 0)))
+    result: Ints = total[right] - total[left]
+    return result
+
+
+def _defer(gaps: Gaps, choice: list[int], schedule: Schedule, over: Ints) -> bool:
+    """At the worst moment, drop what was rebuilt too early; True if there was anything."""
+    worst = int(over.argmax())
+    runs = np.flatnonzero(np.array(schedule.at) == worst)
+    run = int(runs[schedule.live_bytes[runs].argmax()])
+    changed = False
+    for storage, first, last in schedule.intervals:
+        if not (first <= run <= last) or not gaps.rebuildable[storage]:
+            continue
+        gap = _gap_at(gaps, storage, worst)
+        waits = gaps.end[gap] > worst > gaps.start[gap] and storage not in gaps.needs[worst]
+        if waits and not gaps.stays[gap] and KEEP < choice[gap] <= worst:
+            choice[gap] = worst + 1
+            changed = True
+    return changed
+
+
+def trim(
+    gaps: Gaps,
+    choice: Sequence[int],
+    schedule: Schedule,
+    budget_bytes: int,
+    *,
+    deadline: float,
+    moves: dict[int, tuple[int, int]] | None = None,
+) -> tuple[list[int], Schedule]:
+    """Take decisions back, dearest first, where the budget allows and seconds are saved."""
+    current, best = list(choice), schedule
+    inner = [
+        gap
+        for gap, held in enumerate(current)
+        if held != KEEP and gap + 1 < gaps.first[gaps.storage[gap] + 1]
+    ]
+    price = {gap: sum(gaps.seconds[op] for op in gaps.chain[gaps.storage[gap]]) for gap in inner}
+    for gap in sorted(inner, key=lambda it: -price[it] / max(1, gaps.bytes[gaps.storage[it]])):
+        if time.monotonic() > deadline:
+            break
+        before = current[gap]
+        current[gap] = KEEP
+        try:
+            trial = lower(gaps, current, moves)
+        except Impossible:
+            current[gap] = before
+            continue
+        if trial.peak_bytes <= budget_bytes and trial.run_seconds <= best.run_seconds:
+            best = trial
+        else:
+            current[gap] = before
+    return current, best
