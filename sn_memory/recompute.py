@@ -18,6 +18,9 @@ from .arrays import Floats, Ints
 from .gaps import KEEP, Gaps
 from .lowering import Impossible, Schedule, lower
 
+# Graphs of up to this many ops are lowered for every decision that `trim` might take back.
+TRY_ALL = 1500
+
 
 class Presence:
     """What a schedule has on the device when, and what it runs again when, by op of the graph."""
@@ -211,17 +214,35 @@ def trim(
     deadline: float,
     moves: dict[int, tuple[int, int]] | None = None,
 ) -> tuple[list[int], Schedule]:
-    """Take decisions back, dearest first, where the budget allows and seconds are saved."""
+    """Take decisions back, dearest first, where the budget allows and seconds are saved.
+
+    On large graphs, where lowering is dear, only what fits into the room left at every op of the
+    gap is tried; that misses cases where fewer rebuilds make the room.
+    """
+    filtered = len(gaps.graph.ops) > TRY_ALL
     current, best = list(choice), schedule
     inner = [
         gap
         for gap, held in enumerate(current)
         if held != KEEP and gap + 1 < gaps.first[gaps.storage[gap] + 1]
     ]
-    price = {gap: sum(gaps.seconds[op] for op in gaps.chain[gaps.storage[gap]]) for gap in inner}
-    for gap in sorted(inner, key=lambda it: -price[it] / max(1, gaps.bytes[gaps.storage[it]])):
+    price = {
+        gap: sum(gaps.seconds[op] for op in gaps.chain[gaps.storage[gap]])
+        / max(1, gaps.bytes[gaps.storage[gap]])
+        for gap in inner
+    }
+    room = _room(gaps, best, budget_bytes)
+    for gap in sorted(inner, key=lambda it: -price[it]):
         if time.monotonic() > deadline:
             break
+        size = gaps.bytes[gaps.storage[gap]]
+        until = _back(best, gaps, gap)
+        if (
+            filtered
+            and until > gaps.start[gap] + 1
+            and room[gaps.start[gap] + 1 : until].min() < size
+        ):
+            continue
         before = current[gap]
         current[gap] = KEEP
         try:
@@ -231,6 +252,26 @@ def trim(
             continue
         if trial.peak_bytes <= budget_bytes and trial.run_seconds <= best.run_seconds:
             best = trial
+            room = _room(gaps, best, budget_bytes)
         else:
             current[gap] = before
     return current, best
+
+
+def _room(gaps: Gaps, schedule: Schedule, budget_bytes: int) -> Ints:
+    """Return the bytes left under the budget at each op, its rebuilds included: [ops] int64."""
+    most = np.zeros(len(gaps.graph.ops), np.int64)
+    np.maximum.at(most, np.array(schedule.at), schedule.live_bytes)
+    return budget_bytes - most
+
+
+def _back(schedule: Schedule, gaps: Gaps, gap: int) -> int:
+    """Return the op before which a storage that left in a gap is there again."""
+    return min(
+        (
+            schedule.at[first]
+            for first in schedule.starts.get(gaps.storage[gap], ())
+            if gaps.start[gap] < schedule.at[first] <= gaps.end[gap]
+        ),
+        default=gaps.end[gap],
+    )
