@@ -160,7 +160,8 @@ def _changes(
         if begun == schedule.ops[first]:
             continue
         gap = _gap_at(gaps, storage, begun)
-        left, right = begun + 1, min(gaps.end[gap], schedule.at[last])
+        # At the op of the rebuild itself, what is dropped may make room for the rest of it.
+        left, right = begun, min(gaps.end[gap], schedule.at[last])
         early = right > left and not gaps.stays[gap] and KEEP < choice[gap] <= begun
         if early and gap not in banned and total[right] > total[left]:
             rows.append((gap, left, right))

@@ -21,6 +21,7 @@ from .joint import Joint, from_relaxed, improve
 from .lowering import Impossible, Schedule, lower
 from .offload import host_peak_bytes, lane_seconds
 from .recompute import fit, trim
+from .refine import refine
 from .workspace import equip
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,9 @@ log = logging.getLogger(__name__)
 ENOUGH = 1e-4
 # Above this many ops a single lowering takes so long that the order of the ways matters.
 LARGE = 4000
+# Up to this many ops, ruin and repair is worth its time; this many attempts times ops.
+SMALL = 1500
+TRIES = 20_000
 
 Progress = Callable[[str, float | None], None]
 
@@ -187,7 +191,31 @@ class Search:
             best = self.best(budget_bytes)
             if self.late or (best is not None and best.seconds <= target):
                 break
+        if self.recompute and len(self.shape.graph.ops) <= SMALL:
+            self.refined(budget_bytes, target)
         return self.best(budget_bytes)
+
+    def refined(self, budget_bytes: int, target: float) -> None:
+        """Improve the best candidate without transfers by ruin and repair."""
+        within = [
+            item
+            for item in self.archive
+            if item.peak_bytes <= budget_bytes and not item.schedule.trips
+        ]
+        best = min(within, key=lambda item: item.seconds, default=None)
+        if best is None or best.seconds <= target:
+            return
+        found = refine(
+            self.shape,
+            best.choice,
+            best.schedule,
+            budget_bytes,
+            enough_s=target,
+            tries=max(10, TRIES // len(self.shape.graph.ops)),
+            deadline=self.deadline,
+        )
+        self.add(*found, "ruin and repair")
+        self.report("ruin and repair", budget_bytes)
 
     def _ways(self, budget_bytes: int) -> list[Callable[[], object]]:
         """Return the ways to look, those first that most often end the search.
