@@ -38,7 +38,7 @@ def scattered(count: int, seed: int) -> np.ndarray:
 
 
 def nested(count: int, seed: int) -> np.ndarray:
-    """A training step: a third are activations whose lives nest, the rest is gone after a few ops."""
+    """A training step: the lives of a third nest, as activations do; the rest is soon gone."""
     rng = np.random.default_rng(seed)
     held = count // 3
     end = 6 * held
@@ -64,7 +64,7 @@ def measure(
     assert check_packing(buffers, packing.offsets, capacity) == packing.height
     problem = read_problem(rows)
     live = problem.lower_bound
-    greedy: dict[str, float | None] = dict.fromkeys((f"greedy_{rule}" for rule in RULES))
+    greedy: dict[str, float | None] = dict.fromkeys(f"greedy_{rule}" for rule in RULES)
     if len(problem) < 10_000:
         for rule in RULES:
             ends = first_fit(problem, order_by(problem, rule)) + problem.size
