@@ -1,7 +1,7 @@
 """How deep a ResNet fits: batch 16 in 12 GiB, and ResNet-2500 at batch 1 and 16.
 
-    python benchmarks/planner_deep.py [--quick] [--json FILE] [--time-limit SECONDS]
-                                      [--part deepest] [--part resnet2500]
+    python benchmarks/planner_deep.py [--quick] [--json FILE] [--time-limit SECONDS] [--low BLOCKS]
+                                      [--part deepest | resnet2500] [--update end | early]
 
 Depths follow SuperNeurons' rule (graphs/residual.py). Weights, their gradients and one image batch
 count as memory; the optimizer is plain SGD, so it has no state of its own. Two updates are shown:
@@ -97,9 +97,10 @@ def deepest_unplanned(name: str, size: Callable[[Graph], int], early: bool) -> d
     return row(name, depth_of(low), BATCH, early, graph, None, 0.0)
 
 
-def deepest_planned(early: bool, time_limit_s: float, low: int, high: int) -> dict[str, Any]:
-    """The deepest net for which `auto` finds a plan, by bisection between two numbers of blocks."""
-    best = None
+def deepest_planned(
+    early: bool, time_limit_s: float, low: int, high: int, note: Callable[[dict[str, Any]], None]
+) -> None:
+    """Note every depth for which `auto` finds a plan, bisecting between two numbers of blocks."""
     while high - low > _GRAIN:
         middle = (low + high) // 2
         graph = build(depth_of(middle), BATCH, early=early)
@@ -111,11 +112,8 @@ def deepest_planned(early: bool, time_limit_s: float, low: int, high: int) -> di
             high = middle
             continue
         spent = time.perf_counter() - began
-        best = row("auto", depth_of(middle), BATCH, early, graph, plan, spent)
+        note(row("auto", depth_of(middle), BATCH, early, graph, plan, spent))
         low = middle
-    if best is None:
-        raise SystemExit("no depth at all could be planned")
-    return best
 
 
 def most_blocks(early: bool) -> int:
@@ -131,6 +129,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="only what needs no long planning")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--time-limit", type=float, default=120.0)
+    parser.add_argument("--low", type=int, help="blocks of stage three to bisect from")
+    parser.add_argument("--update", action="append", choices=("end", "early"))
     parser.add_argument("--part", action="append", choices=("deepest", "resnet2500"))
     args = parser.parse_args(argv)
     parts = args.part or ["deepest", "resnet2500"]
@@ -148,13 +148,14 @@ def main(argv: list[str]) -> int:
             plan = plan_graph(graph, BUDGET, time_limit_s=args.time_limit)
             note(row("auto", 2501, batch, False, graph, plan, time.perf_counter() - began))
     if "deepest" in parts:
-        for early in (False, True):
+        for update in args.update or ("end", "early"):
+            early = update == "early"
             note(deepest_unplanned("keep_all", all_bytes, early))
             kept = deepest_unplanned("liveness", lambda graph: peak(graph).bytes, early)
             note(kept)
             if not args.quick:
-                blocks = (kept["depth"] - 2) // 3 - 44
-                note(deepest_planned(early, args.time_limit, blocks, most_blocks(early)))
+                low = (kept["depth"] - 2) // 3 - 44 if args.low is None else args.low
+                deepest_planned(early, args.time_limit, low, most_blocks(early), note)
     return 0
 
 
