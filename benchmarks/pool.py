@@ -38,7 +38,7 @@ def scattered(count: int, seed: int) -> np.ndarray:
 
 
 def nested(count: int, seed: int) -> np.ndarray:
-    """A training step: a third are activations whose lives nest, the rest is gone after a few ops."""
+    """A training step: the lives of a third nest, as activations do; the rest is soon gone."""
     rng = np.random.default_rng(seed)
     held = count // 3
     end = 6 * held
@@ -64,7 +64,7 @@ def measure(
     assert check_packing(buffers, packing.offsets, capacity) == packing.height
     problem = read_problem(rows)
     live = problem.lower_bound
-    greedy: dict[str, float | None] = dict.fromkeys((f"greedy_{rule}" for rule in RULES))
+    greedy: dict[str, float | None] = dict.fromkeys(f"greedy_{rule}" for rule in RULES)
     if len(problem) < 10_000:
         for rule in RULES:
             ends = first_fit(problem, order_by(problem, rule)) + problem.size
@@ -126,8 +126,8 @@ def picture(path: Path) -> None:
         for at, offset in enumerate(offsets):
             panel.add_patch(
                 Rectangle(
-                    (problem.lower[at], offset / 1024),
-                    problem.upper[at] - problem.lower[at],
+                    (problem.lower[at] / 1000, offset / 1024),
+                    (problem.upper[at] - problem.lower[at]) / 1000,
                     problem.size[at] / 1024,
                     facecolor=colours[at],
                     edgecolor="white",
@@ -137,13 +137,18 @@ def picture(path: Path) -> None:
         height = (offsets + problem.size).max()
         panel.axhline(CAPACITY / 1024, color="#c0392b", linestyle=(0, (5, 3)), linewidth=1.4)
         panel.set_title(f"{name}: {height / 1024:.0f} KiB, {height / CAPACITY:.2f} of the capacity")
-        panel.set_xlim(0, longest)
-        panel.set_xlabel("time")
+        panel.set_xlim(0, longest / 1000)
+        panel.set_xlabel("time (thousands); light: long-lived, dark: short-lived")
     panels[0].set_ylim(0, (greedy + problem.size).max() / 1024 * 1.02)
     panels[0].set_ylabel("address (KiB)")
-    panels[0].text(longest * 0.01, CAPACITY / 1024 * 1.01, "capacity", color="#c0392b")
+    panels[1].text(
+        longest / 1000 * 0.01,
+        CAPACITY / 1024 * 1.015,
+        "capacity, and the most bytes that are live at one moment",
+        color="#c0392b",
+    )
     figure.suptitle(
-        f"MiniMalloc's file A: {len(rows)} buffers fill their arena to the last byte",
+        f"MiniMalloc's file A: {len(rows)} buffers in no more bytes than are live at one moment",
         fontweight="bold",
     )
     path.parent.mkdir(parents=True, exist_ok=True)

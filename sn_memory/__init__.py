@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .pool import arrange as arrange
     from .pool import pack as pack
     from .pool_check import check_packing as check_packing
+    from .pool_plan import plan_buffers as plan_buffers
 
 _HOME = {
     "BudgetError": ".errors",
@@ -57,6 +58,7 @@ _HOME = {
     "check_packing": ".pool_check",
     "check_plan": ".check",
     "pack": ".pool",
+    "plan_buffers": ".pool_plan",
     "plan_from_decisions": ".drafting",
     "plan_front": ".planner",
     "plan_graph": ".planner",

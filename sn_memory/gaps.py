@@ -64,11 +64,6 @@ class Gaps:
     def count(self) -> int:
         return len(self.storage)
 
-    @property
-    def has_expiries(self) -> bool:
-        """Whether any op changes an input of an earlier one in place."""
-        return any(op != math.inf for op in self.expires)
-
     def of(self, storage: int) -> range:
         """The numbers of a storage's gaps; empty for resident ones."""
         return range(self.first[storage], self.first[storage + 1])

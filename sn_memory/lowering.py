@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -72,9 +73,17 @@ class Schedule:
     trips: tuple[Trip, ...] = ()
     ways: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def peak_bytes(self) -> int:
         return int(self.live_bytes.max(initial=0))
+
+    @cached_property
+    def starts(self) -> dict[int, list[int]]:
+        """Per storage, the runs at which its intervals begin."""
+        found: dict[int, list[int]] = {}
+        for storage, first, _ in self.intervals:
+            found.setdefault(storage, []).append(first)
+        return found
 
 
 class Impossible(Exception):  # noqa: N818 - says what the choice is; caught by every caller

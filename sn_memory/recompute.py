@@ -18,6 +18,9 @@ from .arrays import Floats, Ints
 from .gaps import KEEP, Gaps
 from .lowering import Impossible, Schedule, lower
 
+# Graphs of up to this many ops are lowered for every decision that `trim` might take back.
+TRY_ALL = 1500
+
 
 class Presence:
     """What a schedule has on the device when, and what it runs again when, by op of the graph."""
@@ -94,88 +97,102 @@ def fit(
     Returns the choice and its schedule, or None if this way leads nowhere or time is over.
     """
     current = list(choice)
-    sizes = np.array([gaps.bytes[storage] for storage in gaps.storage], np.int64)
-    start, end = np.array(gaps.start, np.int64), np.array(gaps.end, np.int64)
-    inner = np.array(
-        [
-            gaps.rebuildable[storage] and gap + 1 < gaps.first[storage + 1]
-            for gap, storage in enumerate(gaps.storage)
-        ],
-        bool,
-    )
-    inner &= (end - start > 1) & (sizes > 0)
     banned: set[int] = set(moves or ())
+    schedule = _lowered(gaps, current, moves)
     for _ in range(rounds):
-        try:
-            schedule = lower(gaps, current, moves)
-        except Impossible:
+        if schedule is None:
             return None
         over = excess(gaps, schedule, budget_bytes)
         if not over.any():
             return current, schedule
         if time.monotonic() > deadline:
             return None
-        taken = _let_go(gaps, current, schedule, over, sizes, start, end, inner, banned)
-        if not taken and not _defer(gaps, current, schedule, over):
+        changes = _changes(gaps, current, schedule, over, banned)
+        if not changes:
             return None
-        for gap in taken:
-            trial = current[gap]
-            current[gap] = 0
-            try:
-                lower(gaps, current, moves) if _risky(gaps, gap) else None
-            except Impossible:
-                current[gap] = trial
-                banned.add(gap)
+        trial = list(current)
+        for gap, held in changes:
+            trial[gap] = held
+        after = _lowered(gaps, trial, moves)
+        if after is None:
+            # Some of them do not go together; find out which, one by one.
+            trial = list(current)
+            for gap, held in changes:
+                before, trial[gap] = trial[gap], held
+                if _lowered(gaps, trial, moves) is None:
+                    trial[gap] = before
+                    banned.add(gap)
+            after = _lowered(gaps, trial, moves)
+        current, schedule = trial, after
     return None
 
 
-def _risky(gaps: Gaps, gap: int) -> bool:
-    """Whether rebuilding in this gap could meet an op whose inputs have changed."""
-    return gaps.has_expiries and gap >= 0
+def _lowered(
+    gaps: Gaps, choice: Sequence[int], moves: dict[int, tuple[int, int]] | None
+) -> Schedule | None:
+    try:
+        return lower(gaps, choice, moves)
+    except Impossible:
+        return None
 
 
-def _let_go(
-    gaps: Gaps,
-    choice: list[int],
-    schedule: Schedule,
-    over: Ints,
-    sizes: Ints,
-    start: Ints,
-    end: Ints,
-    inner: np.ndarray,
-    banned: set[int],
-) -> list[int]:
-    """Pick gaps to let go, cheapest per relieved byte first, until nothing is over by estimate."""
-    open_ = inner & (np.array(choice) == KEEP)
-    if banned:
-        open_[list(banned)] = False
-    candidates = np.flatnonzero(open_)
-    if not candidates.size:
+def _changes(
+    gaps: Gaps, choice: list[int], schedule: Schedule, over: Ints, banned: set[int]
+) -> list[tuple[int, int]]:
+    """Pick gaps to let go, cheapest per relieved byte first, until nothing is over by estimate.
+
+    A storage that is kept can leave at the start of its gap. One that was rebuilt early, for the
+    sake of another, can be dropped after that and rebuilt once more later.
+    """
+    last_over = len(over) - 1 - int((over > 0)[::-1].argmax())
+    total = np.concatenate(([0], np.cumsum(over > 0)))
+    rows: list[tuple[int, int, int]] = []
+    for gap, storage in enumerate(gaps.storage):
+        left, right = gaps.start[gap] + 1, gaps.end[gap]
+        inner = gap + 1 < gaps.first[storage + 1]
+        usable = inner and gaps.rebuildable[storage] and gaps.bytes[storage] > 0
+        if usable and choice[gap] == KEEP and gap not in banned and total[right] > total[left]:
+            rows.append((gap, left, right))
+    for storage, first, last in schedule.intervals:
+        if not gaps.rebuildable[storage] or not gaps.bytes[storage]:
+            continue
+        begun = schedule.at[first]
+        if begun == schedule.ops[first]:
+            continue
+        gap = _gap_at(gaps, storage, begun)
+        # At the op of the rebuild itself, what is dropped may make room for the rest of it.
+        left, right = begun, min(gaps.end[gap], schedule.at[last])
+        early = right > left and not gaps.stays[gap] and KEEP < choice[gap] <= begun
+        if early and gap not in banned and total[right] > total[left]:
+            rows.append((gap, left, right))
+    if not rows:
         return []
-    left, right = start[candidates] + 1, end[candidates]
-    covered = _covered(over, left, right)
-    candidates, left, right = (part[covered > 0] for part in (candidates, left, right))
-    presence = Presence(gaps, schedule)
+    presence, dear = Presence(gaps, schedule), sum(gaps.seconds)
+    table = np.array(rows, np.int64)
+    storages = [gaps.storage[gap] for gap, _, _ in rows]
     prices: Floats = np.array(
-        [presence.closure_seconds(gaps.storage[gap], gaps.end[gap]) for gap in candidates.tolist()]
+        [
+            presence.closure_seconds(storage, right)
+            for storage, (_, _, right) in zip(storages, rows, strict=True)
+        ]
     )
     # What costs a whole step to rebuild is a mistake, even where nothing else is left to take.
-    prices[prices > sum(gaps.seconds)] = np.inf
-    weight = sizes[candidates]
-    taken: list[int] = []
+    alive = np.isfinite(prices) & (prices <= dear)
+    weight = np.array([gaps.bytes[storage] for storage in storages], np.int64)
     over = over.copy()
-    alive = np.isfinite(prices)
+    changes = []
     while over.any() and alive.any():
-        relief = _covered(over, left, right) * weight
+        relief = _covered(over, table[:, 1], table[:, 2]) * weight
         score = np.where(alive & (relief > 0), (prices + 1e-12) / np.maximum(relief, 1), np.inf)
         best = int(score.argmin())
         if not np.isfinite(score[best]):
             break
         alive[best] = False
-        taken.append(int(candidates[best]))
-        span = slice(int(left[best]), int(right[best]))
-        over[span] = np.maximum(over[span] - weight[best], 0)
-    return taken
+        gap, left, right = rows[best]
+        kept = choice[gap] == KEEP
+        changes.append((gap, 0 if kept else min(right, last_over + 1)))
+        over[left:right] = np.maximum(over[left:right] - weight[best], 0)
+    return changes
 
 
 def _covered(over: Ints, left: Ints, right: Ints) -> Ints:
@@ -183,23 +200,6 @@ def _covered(over: Ints, left: Ints, right: Ints) -> Ints:
     total = np.concatenate(([0], np.cumsum(over > 0)))
     result: Ints = total[right] - total[left]
     return result
-
-
-def _defer(gaps: Gaps, choice: list[int], schedule: Schedule, over: Ints) -> bool:
-    """At the worst moment, drop what was rebuilt too early; True if there was anything."""
-    worst = int(over.argmax())
-    runs = np.flatnonzero(np.array(schedule.at) == worst)
-    run = int(runs[schedule.live_bytes[runs].argmax()])
-    changed = False
-    for storage, first, last in schedule.intervals:
-        if not (first <= run <= last) or not gaps.rebuildable[storage]:
-            continue
-        gap = _gap_at(gaps, storage, worst)
-        waits = gaps.end[gap] > worst > gaps.start[gap] and storage not in gaps.needs[worst]
-        if waits and not gaps.stays[gap] and KEEP < choice[gap] <= worst:
-            choice[gap] = worst + 1
-            changed = True
-    return changed
 
 
 def trim(
@@ -211,17 +211,35 @@ def trim(
     deadline: float,
     moves: dict[int, tuple[int, int]] | None = None,
 ) -> tuple[list[int], Schedule]:
-    """Take decisions back, dearest first, where the budget allows and seconds are saved."""
+    """Take decisions back, dearest first, where the budget allows and seconds are saved.
+
+    On large graphs, where lowering is dear, only what fits into the room left at every op of the
+    gap is tried; that misses cases where fewer rebuilds make the room.
+    """
+    filtered = len(gaps.graph.ops) > TRY_ALL
     current, best = list(choice), schedule
     inner = [
         gap
         for gap, held in enumerate(current)
         if held != KEEP and gap + 1 < gaps.first[gaps.storage[gap] + 1]
     ]
-    price = {gap: sum(gaps.seconds[op] for op in gaps.chain[gaps.storage[gap]]) for gap in inner}
-    for gap in sorted(inner, key=lambda it: -price[it] / max(1, gaps.bytes[gaps.storage[it]])):
+    price = {
+        gap: sum(gaps.seconds[op] for op in gaps.chain[gaps.storage[gap]])
+        / max(1, gaps.bytes[gaps.storage[gap]])
+        for gap in inner
+    }
+    room = _room(gaps, best, budget_bytes)
+    for gap in sorted(inner, key=lambda it: -price[it]):
         if time.monotonic() > deadline:
             break
+        size = gaps.bytes[gaps.storage[gap]]
+        until = _back(best, gaps, gap)
+        if (
+            filtered
+            and until > gaps.start[gap] + 1
+            and room[gaps.start[gap] + 1 : until].min() < size
+        ):
+            continue
         before = current[gap]
         current[gap] = KEEP
         try:
@@ -231,6 +249,26 @@ def trim(
             continue
         if trial.peak_bytes <= budget_bytes and trial.run_seconds <= best.run_seconds:
             best = trial
+            room = _room(gaps, best, budget_bytes)
         else:
             current[gap] = before
     return current, best
+
+
+def _room(gaps: Gaps, schedule: Schedule, budget_bytes: int) -> Ints:
+    """Return the bytes left under the budget at each op, its rebuilds included: [ops] int64."""
+    most = np.zeros(len(gaps.graph.ops), np.int64)
+    np.maximum.at(most, np.array(schedule.at), schedule.live_bytes)
+    return budget_bytes - most
+
+
+def _back(schedule: Schedule, gaps: Gaps, gap: int) -> int:
+    """Return the op before which a storage that left in a gap is there again."""
+    return min(
+        (
+            schedule.at[first]
+            for first in schedule.starts.get(gaps.storage[gap], ())
+            if gaps.start[gap] < schedule.at[first] <= gaps.end[gap]
+        ),
+        default=gaps.end[gap],
+    )

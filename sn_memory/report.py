@@ -201,14 +201,17 @@ def owner_groups(report: Report, curve: Curve, most: int = _OWNERS) -> list[tupl
         count, total = sums.get(group, (0, 0))
         sums[group] = count + 1, total + size
     ranked = sorted(sums.items(), key=lambda item: (-item[1][1], item[0]))
-    rows = [
-        (f"{count} {group}" if group.endswith(("outputs", "gradients")) else group, total)
-        for group, (count, total) in ranked
-    ]
+    rows = [(_counted(count, group), total) for group, (count, total) in ranked]
     # What rounds to 0 % is not worth a line of its own.
     shown = [row for row in rows[:most] if row[1] >= curve.peak_bytes / 200]
     rest = sum(total for _, total in rows[len(shown) :])
     return [*shown, ("all other", rest)] if rest else shown
+
+
+def _counted(count: int, group: str) -> str:
+    if not group.endswith(("outputs", "gradients")):
+        return group
+    return f"{count} {group}" if count > 1 else f"1 {group.removesuffix('s')}"
 
 
 def action_totals(report: Report) -> list[tuple[str, int, int, float]]:

@@ -21,11 +21,17 @@ from .joint import Joint, from_relaxed, improve
 from .lowering import Impossible, Schedule, lower
 from .offload import host_peak_bytes, lane_seconds
 from .recompute import fit, trim
+from .refine import refine
 from .workspace import equip
 
 log = logging.getLogger(__name__)
 # A candidate this close to the bound ends the search.
 ENOUGH = 1e-4
+# Above this many ops a single lowering takes so long that the order of the ways matters.
+LARGE = 4000
+# Up to this many ops, ruin and repair is worth its time; this many attempts times ops.
+SMALL = 1500
+TRIES = 20_000
 
 Progress = Callable[[str, float | None], None]
 
@@ -154,11 +160,15 @@ class Search:
         moves: dict[int, tuple[int, int]] | None = None,
     ) -> Candidate | None:
         """Fit a choice under a budget and trim it; what results goes into the archive."""
-        fitted = fit(self.shape, choice, budget_bytes, deadline=self.deadline, moves=moves)
+        # No attempt takes more than a part of what is left, so that the others get their turn.
+        now = time.monotonic()
+        part = now + (self.deadline - now) / 4
+        fitted = fit(self.shape, choice, budget_bytes, deadline=part, moves=moves)
         if fitted is None:
             return None
         self.add(*fitted, origin)
-        trimmed = trim(self.shape, *fitted, budget_bytes, deadline=self.deadline, moves=moves)
+        part += (self.deadline - now) / 8
+        trimmed = trim(self.shape, *fitted, budget_bytes, deadline=part, moves=moves)
         found = self.add(*trimmed, f"{origin}, trimmed")
         self.report(origin, budget_bytes)
         return found
@@ -177,27 +187,53 @@ class Search:
             return best
         target = self.bound(budget_bytes) * (1 + ENOUGH)
         for way in self._ways(budget_bytes):
-            if self.late:
-                break
             way()
             best = self.best(budget_bytes)
-            if best is not None and best.seconds <= target:
+            if self.late or (best is not None and best.seconds <= target):
                 break
+        if self.recompute and len(self.shape.graph.ops) <= SMALL:
+            self.refined(budget_bytes, target)
         return self.best(budget_bytes)
 
+    def refined(self, budget_bytes: int, target: float) -> None:
+        """Improve the best candidate without transfers by ruin and repair."""
+        within = [
+            item
+            for item in self.archive
+            if item.peak_bytes <= budget_bytes and not item.schedule.trips
+        ]
+        best = min(within, key=lambda item: item.seconds, default=None)
+        if best is None or best.seconds <= target:
+            return
+        found = refine(
+            self.shape,
+            best.choice,
+            best.schedule,
+            budget_bytes,
+            enough_s=target,
+            tries=max(10, TRIES // len(self.shape.graph.ops)),
+            deadline=self.deadline,
+        )
+        self.add(*found, "ruin and repair")
+        self.report("ruin and repair", budget_bytes)
+
     def _ways(self, budget_bytes: int) -> list[Callable[[], object]]:
-        """Return the ways to look, those first that most often end the search."""
-        ways: list[Callable[[], object]] = []
-        if self.recompute:
-            natural = self.shape.natural()
-            ways.append(lambda: self.attempt(natural, budget_bytes, "greedy"))
-            ways.append(lambda: self.from_relaxation(budget_bytes, 1.0))
-        if self.offload:
-            ways.append(lambda: self.with_lanes(budget_bytes))
-        if self.recompute:
-            ways.append(lambda: self.from_chain(budget_bytes))
-            for share in (0.95, 0.9, 0.8):
-                ways.append(partial(self.from_relaxation, budget_bytes, share))
+        """Return the ways to look, those first that most often end the search.
+
+        On large graphs the chain comes first: it solves equal blocks once.
+        """
+        natural = self.shape.natural()
+        greedy = partial(self.attempt, natural, budget_bytes, "greedy")
+        relaxed = [
+            partial(self.from_relaxation, budget_bytes, share) for share in (1.0, 0.95, 0.9, 0.8)
+        ]
+        lanes = partial(self.with_lanes, budget_bytes)
+        chain = partial(self.from_chain, budget_bytes)
+        ways: list[Callable[[], object]] = [lanes] if self.offload else []
+        if self.recompute and len(self.shape.graph.ops) > LARGE:
+            ways = [chain, greedy, *relaxed[:1], *ways]
+        elif self.recompute:
+            ways = [greedy, *relaxed[:1], *ways, chain, *relaxed[1:]]
         return ways
 
     def with_lanes(self, budget_bytes: int) -> None:
@@ -253,7 +289,7 @@ class Search:
         low, high = budget_bytes, self.archive[0].peak_bytes
         first: list[int] | None = None
         for _ in range(8):
-            if self.late:
+            if self.late and first is not None:
                 break
             middle = (low + high) // 2 if first is not None else low
             choice = self.chain.choice(middle)

@@ -112,7 +112,7 @@ def test_peaks_and_owners_of_a_chain():
     assert made.after.peak_at == "run b1"
     assert dict(made.after.owners) == {"a": 1000, "c": 700, "g<1>": 300, "resident": 100}
     assert dict(owner_groups(made, made.after)) == {
-        "2 conv outputs": 1700, "1 gradients": 300, "resident": 100,
+        "2 conv outputs": 1700, "1 gradient": 300, "resident": 100,
     }  # fmt: skip
 
 
