@@ -122,7 +122,7 @@ class FFTState:
 
     @property
     def rank(self) -> int:
-        """This rank's number among them."""
+        """The number of this rank among them."""
         return dist.get_rank(self.process_group)
 
     def report(self) -> dict[str, float]:
