@@ -12,7 +12,8 @@ as much in an all-gather and 2 (P - 1) / P times in a ring all-reduce.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch import nn
 
 from sn_compress.codecs.powersgd import powersgd_allreduce
 from sn_compress.contract import HEADER_BYTES, Codec
-from sn_compress.exchange.gather import mean_of_gathered
+from sn_compress.exchange.gather import mean_of_gathered, on_wire
 from sn_compress.exchange.session import SharedExchange
 from sn_compress.feedback import ErrorFeedback
 
@@ -86,8 +87,8 @@ class Gather(Exchange):
     codecs : one per rank, as rounding at random wants its own seed on each
     feedback : whether what is dropped is remembered
     decay : of that memory
-    headers : count the 32 bytes of our header, which other codes for a rival's method would not
-        send
+    headers : count our header of 32 bytes and padding, which other codes for a rival's method
+        would not send
     at : the codec for a step, where it changes (DGC's warm-up)
     """
 
@@ -108,9 +109,9 @@ class Gather(Exchange):
             payloads.append(
                 memory.encode("tensor", vector) if self.feedback else codec.encode(vector)
             )
-        nbytes = payloads[0].nbytes - (0 if self.headers else HEADER_BYTES)
-        self._gathered(nbytes, len(vectors))
-        gathered = np.concatenate([payload.buffer for payload in payloads])
+        gathered = np.concatenate([on_wire(payload.buffer) for payload in payloads])
+        bare = payloads[0].nbytes - HEADER_BYTES
+        self._gathered(gathered.size // len(vectors) if self.headers else bare, len(vectors))
         return mean_of_gathered(codecs[0], gathered, len(vectors), vectors[0].size)
 
 
@@ -150,11 +151,12 @@ class Shared(Exchange):
             total = sum_in_order(words)
             self._reduced(total.nbytes, ranks)
             words, means = [], []
-            for rounds in running:
-                try:
-                    words.append(rounds.send(total))
-                except StopIteration as end:
-                    means.append(end.value)
+            with _factored_once():
+                for rounds in running:
+                    try:
+                        words.append(rounds.send(total))
+                    except StopIteration as end:
+                        means.append(end.value)
             if means:
                 return means[0]
 
@@ -186,6 +188,31 @@ def exchange_gradients(
     for index, (name, parameter) in enumerate(net.named_parameters()):
         mean = exchanges[name].mean([of_rank[index] for of_rank in gradients])
         parameter.grad = torch.from_numpy(mean).to(parameter.dtype).view(parameter.shape)
+
+
+@contextmanager
+def _factored_once() -> Iterator[None]:
+    """Let ranks that factor the same sums take the result of the first one.
+
+    Real ranks work side by side; here they would do the same work one after the other.
+    """
+
+    def once(function: Callable[..., Any]) -> Callable[..., Any]:
+        known: list[Any] = []
+
+        def call(matrix: npt.NDArray[Any], **settings: Any) -> Any:
+            if not known or known[1] != settings or not np.array_equal(known[0], matrix):
+                known[:] = matrix.copy(), settings, function(matrix, **settings)
+            return known[2]
+
+        return call
+
+    qr, svd = np.linalg.qr, np.linalg.svd
+    np.linalg.qr, np.linalg.svd = once(qr), once(svd)
+    try:
+        yield
+    finally:
+        np.linalg.qr, np.linalg.svd = qr, svd
 
 
 def sum_in_order(vectors: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
