@@ -195,15 +195,15 @@ class _Auto:
     def from_policies(self, budget_bytes: int) -> None:
         """Take the plans of the historical planners in, those that keep the budget.
 
-        First, so that `auto` is not slower than any of them; but where they take more than half of
-        the time, the rest of them is left out.
+        First, so that `auto` is not slower than any of them; but where they take more than a third
+        of the time, the rest of them is left out.
         """
         own = self.search.best(budget_bytes)
         if own is not None and own.origin == "keep":
             return
         began = time.monotonic()
         for name in policies.names():
-            if time.monotonic() > began + self.limit_s / 2:
+            if time.monotonic() > began + self.limit_s / 3:
                 log.warning("no time for the planner %s and those after it", name)
                 return
             try:

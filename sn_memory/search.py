@@ -233,7 +233,7 @@ class Search:
         if self.recompute and len(self.shape.graph.ops) > LARGE:
             ways = [chain, greedy, *relaxed[:1], *ways]
         elif self.recompute:
-            ways = [greedy, *relaxed[:1], *ways, chain, *relaxed[1:]]
+            ways += [greedy, *relaxed[:1], chain, *relaxed[1:]]
         return ways
 
     def with_lanes(self, budget_bytes: int) -> None:
