@@ -139,6 +139,7 @@ def measure(model: str, net: Net, count: int, time_limit_s: float) -> list[dict[
                 "lower_bound_s": plan.lower_bound_seconds,
                 "gap": plan.gap,
                 "solve_s": solve_s,
+                "time_limit_s": time_limit_s,
                 "reruns": replay.reruns,
                 "host_peak_bytes": replay.host_peak_bytes,
                 "found_by": plan.planner,

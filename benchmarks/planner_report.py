@@ -106,6 +106,8 @@ def stages(rows: list[Row]) -> str:
 def source(rows: list[Row], command: str) -> str:
     """Which command, commit and machine a table is from."""
     commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    if "time_limit_s" in rows[0]:
+        command += f" --time-limit {rows[0]['time_limit_s']:g}"
     return f"From `{command}`. Commit {commits}; {rows[0]['machine']}; {rows[0]['device']}."
 
 
