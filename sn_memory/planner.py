@@ -162,6 +162,10 @@ class _Auto:
         if self.floor[0] > budget_bytes:
             return
         self.from_policies(budget_bytes)
+        within = [plan for plan in self.plans if plan.peak_bytes <= budget_bytes]
+        best = min(within, key=lambda plan: plan.seconds, default=None)
+        if best is not None and best.planner != "exact" and self.search.recompute:
+            self.search.from_plan(best, budget_bytes)
         self.search.solve(budget_bytes)
 
     @property
