@@ -162,6 +162,10 @@ class _Auto:
         if self.floor[0] > budget_bytes:
             return
         self.from_policies(budget_bytes)
+        within = [plan for plan in self.plans if plan.peak_bytes <= budget_bytes]
+        best = min(within, key=lambda plan: plan.seconds, default=None)
+        if best is not None and best.planner != "exact" and self.search.recompute:
+            self.search.from_plan(best, budget_bytes)
         self.search.solve(budget_bytes)
 
     @property
@@ -195,15 +199,15 @@ class _Auto:
     def from_policies(self, budget_bytes: int) -> None:
         """Take the plans of the historical planners in, those that keep the budget.
 
-        First, so that `auto` is not slower than any of them; but where they take more than half of
-        the time, the rest of them is left out.
+        First, so that `auto` is not slower than any of them; but where they take more than a third
+        of the time, the rest of them is left out.
         """
         own = self.search.best(budget_bytes)
         if own is not None and own.origin == "keep":
             return
         began = time.monotonic()
         for name in policies.names():
-            if time.monotonic() > began + self.limit_s / 2:
+            if time.monotonic() > began + self.limit_s / 3:
                 log.warning("no time for the planner %s and those after it", name)
                 return
             try:

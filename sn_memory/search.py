@@ -20,6 +20,7 @@ from .gaps import KEEP, Gaps
 from .joint import Joint, from_relaxed, improve
 from .lowering import Impossible, Schedule, lower
 from .offload import host_peak_bytes, lane_seconds
+from .plan import Plan
 from .recompute import fit, trim
 from .refine import refine
 from .workspace import equip
@@ -195,6 +196,23 @@ class Search:
             self.refined(budget_bytes, target)
         return self.best(budget_bytes)
 
+    def from_plan(self, plan: Plan, budget_bytes: int) -> None:
+        """Start from what another planner rebuilds; what it moves to the host is kept here."""
+        shape, choice = self.shape, self.shape.natural()
+        for decision in plan.decisions:
+            storage = shape.graph.storage_index[decision.storage]
+            if not shape.rebuildable[storage] or not decision.action.startswith("recompute"):
+                continue
+            for gap in shape.of(storage):
+                after = shape.start[gap] >= shape.start[shape.main(storage)]
+                if after and not shape.stays[gap]:
+                    each = decision.action == "recompute_each"
+                    choice[gap] = len(shape.graph.ops) if each else 0
+                    if not each:
+                        break
+        if self.lowered(choice) is not None:
+            self.attempt(choice, budget_bytes, plan.planner)
+
     def refined(self, budget_bytes: int, target: float) -> None:
         """Improve the best candidate without transfers by ruin and repair."""
         within = [
@@ -233,7 +251,7 @@ class Search:
         if self.recompute and len(self.shape.graph.ops) > LARGE:
             ways = [chain, greedy, *relaxed[:1], *ways]
         elif self.recompute:
-            ways = [greedy, *relaxed[:1], *ways, chain, *relaxed[1:]]
+            ways += [greedy, *relaxed[:1], chain, *relaxed[1:]]
         return ways
 
     def with_lanes(self, budget_bytes: int) -> None:
