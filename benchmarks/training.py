@@ -100,7 +100,7 @@ def replay_runs(args: argparse.Namespace, gbit: float, folder: Path) -> list[dic
         else:
             compute_s = plain_s(model, args.ranks, gbit) / args.rho
         for way in args.methods:
-            path = folder / f"{name}-{way}.json"
+            path = folder / f"{name}-{way}-{args.ranks}-{args.ratio:g}.json"
             if not path.exists():
                 _say(f"recording {way} on the tensors of {name}")
                 found = scripts_of(model, way, args.ranks, args.ratio)
@@ -232,6 +232,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     flags.add_argument(
         "--overlap", nargs="+", type=int, choices=[0, 1], default=[0], help="exchange beside it"
     )
+    flags.add_argument("--recorded", type=Path, help="folder in which recordings are kept")
     flags.add_argument("--timeout", type=float, default=3600, help="seconds for a rate")
     args = flags.parse_args(argv)
     args.overlap = [bool(value) for value in args.overlap]
@@ -252,9 +253,11 @@ def main(argv: list[str] | None = None) -> None:
         return
     rows: list[dict[str, Any]] = []
     stamps: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as own:
+        folder = args.recorded or Path(own)
+        folder.mkdir(parents=True, exist_ok=True)
         for gbit in args.gbit:
-            runs = replay_runs(args, gbit, Path(folder)) + train_runs(args, gbit)
+            runs = replay_runs(args, gbit, folder) + train_runs(args, gbit)
             try:
                 from rank_jobs import run_ranks
 
