@@ -8,7 +8,7 @@ Karimireddy et al. 2019).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,27 +66,51 @@ class ErrorFeedback:
             self._codecs[name] = self._codec_for(name)
         return self._codecs[name]
 
-    def encode(self, name: str, values: npt.ArrayLike) -> Payload:
+    def encode(self, name: str, values: npt.ArrayLike, *, codec: Codec | None = None) -> Payload:
         """Encode `values` plus the memory of `name`, and remember what was lost.
+
+        codec : for this step only, in place of the one of `name`; of the same basis, such as an
+            FFTCodec of another theta
+        Raises CompressError if `name` was used with another number of elements.
+        """
+        own = self.codec_of(name)
+        codec = codec or own
+        if (type(codec), codec.basis) != (type(own), own.basis):
+            raise CompressError(
+                f"{name!r} is remembered for {own!r}; expected it, or one whose "
+                f"memory is of the same kind; got {codec!r}"
+            )
+        array: Any = values if _cuda.on_device(values) else as_vector(values)
+        n, memory = self._find(name, array)
+        before = (n, copy.deepcopy(memory)) if self.undoable else None
+        payload = codec.encode(array, state=memory, decay=self.decay)
+        self._keep(name, n, memory, before)
+        return payload
+
+    def memory_of(self, name: str, like: Any) -> Any:
+        """The codec's state for `name`, placed for the vector `like`; encoding updates it in place.
 
         Raises CompressError if `name` was used with another number of elements.
         """
+        n, memory = self._find(name, like)
+        self._keep(name, n, memory, (n, copy.deepcopy(memory)) if self.undoable else None)
+        return memory
+
+    def _find(self, name: str, like: Any) -> tuple[int, Any]:
         codec = self.codec_of(name)
-        on_gpu = _cuda.on_device(values)
-        array: Any = values if on_gpu else as_vector(values)
-        size = _cuda.view(values).elements if on_gpu else array.size
+        size = _cuda.view(like).elements if _cuda.on_device(like) else like.size
         n, memory = self._memory.get(name) or (size, codec.new_state(size))
         if n != size:
             raise CompressError(
                 f"{name!r} has {size} elements; its memory has {n}. Names must be unique "
                 "and shapes constant; call forget(name) after changing a layer."
             )
-        memory = codec.place_state(memory, array)
-        if self.undoable:
-            self._before[name] = n, copy.deepcopy(memory)
-        payload = codec.encode(array, state=memory, decay=self.decay)
+        return n, codec.place_state(memory, like)
+
+    def _keep(self, name: str, n: int, memory: Any, before: tuple[int, Any] | None) -> None:
         self._memory[name] = n, memory
-        return payload
+        if before is not None:
+            self._before[name] = before
 
     def residual(self, name: str) -> npt.NDArray[np.float32]:
         """What has been dropped so far for `name` and not been sent, [n] float32."""
@@ -102,6 +126,10 @@ class ErrorFeedback:
     def undo(self) -> None:
         """Take the last encoding of each name back, as a loss scaler does that skips a step."""
         self._memory.update(self._before)
+        self._before.clear()
+
+    def settle(self) -> None:
+        """Keep what was encoded so far: `undo` takes back what comes after."""
         self._before.clear()
 
     def rescale(self, factor: float) -> None:
@@ -156,6 +184,29 @@ class ErrorFeedback:
                 "state_dict() returned, unchanged"
             )
         self._memory = {name: self._load(name, entry) for name, entry in read(state).items()}
+
+    def load_mean(self, states: Sequence[dict[str, Any]]) -> None:
+        """Take over the mean of states saved on several ranks; nothing changes if one does not fit.
+
+        For another number of ranks: when every new rank starts with it, the mean over the ranks of
+        what is still to be sent is what it was. A name that a rank does not have counts as zero.
+        """
+        if not states:
+            raise CompressError("the mean of no states; expected those of all ranks")
+        total: dict[str, npt.NDArray[np.float64]] = {}
+        for state in states:
+            rank = ErrorFeedback(self._codec_for)
+            rank.load_state_dict(state)
+            for name in rank._memory:
+                residual = rank.residual(name).astype(np.float64)
+                total[name] = total[name] + residual if name in total else residual
+        self._memory = {
+            name: (
+                sum_.size,
+                self.codec_of(name).values_to_state((sum_ / len(states)).astype("f4")),
+            )
+            for name, sum_ in total.items()
+        }
 
     def _load(self, name: str, entry: dict[str, Any]) -> tuple[int, Any]:
         try:

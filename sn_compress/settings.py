@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+from copy import deepcopy
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from .codecs.fft import PAPER, FFTCodec
 from .errors import CompressError
 from .exchange.session import SharedExchange
+from .schedule import Constant, Schedule
 
 
 @dataclass(frozen=True)
 class Settings:
     """The codec's settings (see FFTCodec), those of the exchange, and those of the shared one."""
 
-    theta: float = 0.98
+    theta: float | Schedule = 0.98
     block: int | None = 4096
     bits: int = 8
     mantissa: int = 3
@@ -74,9 +76,17 @@ class Settings:
             return asked
         return fitting[0] if fitting else self.exchange
 
-    def codec(self, threads: int) -> FFTCodec:
-        """The codec of these settings; `threads` is used where the settings leave it open."""
-        chosen = {name: value for name, value in asdict(self).items() if name in _CODEC}
+    def schedule(self) -> Schedule:
+        """Theta over time, for one optimizer: a schedule may learn."""
+        return Constant(self.theta) if isinstance(self.theta, float | int) else deepcopy(self.theta)
+
+    def codec(self, threads: int, *, step: int = 0) -> FFTCodec:
+        """The codec of a step; `threads` is used where the settings leave it open."""
+        return self.codec_of(self.schedule().theta(step), threads)
+
+    def codec_of(self, theta: float, threads: int) -> FFTCodec:
+        """The codec of these settings at a theta."""
+        chosen = {name: getattr(self, name) for name in _CODEC} | {"theta": theta}
         return FFTCodec(**chosen, threads=self.threads or threads)
 
     def shared(self, *, undoable: bool = False) -> SharedExchange:

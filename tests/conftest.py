@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,10 +45,18 @@ def require_horovod() -> None:
 
 
 def run_ranks(
-    np: int, script: Path | str, *args: object, timeout: float = 120, **env: str
+    np: int,
+    script: Path | str,
+    *args: object,
+    timeout: float = 120,
+    options: Sequence[str] = (),
+    **env: str,
 ) -> Ranks:
-    """Run a script on `np` ranks of this machine; at the time limit end all of its processes."""
-    command = [sys.executable, "-m", "horovod.runner.launch", "--gloo", "-np", str(np)]
+    """Run a script on `np` ranks of this machine; at the time limit end all of its processes.
+
+    options : further ones for horovodrun
+    """
+    command = [sys.executable, "-m", "horovod.runner.launch", "--gloo", "-np", str(np), *options]
     command += [sys.executable, str(script), *map(str, args)]
     # One thread per rank: more ranks than cores would otherwise spend their time waiting.
     quiet = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1"}

@@ -7,6 +7,7 @@ whatever else was remembered (momentum, factors, counted steps) starts anew.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -62,3 +63,12 @@ def _plain(basis: Any) -> Any:
     if isinstance(basis, dict):
         return {key: _plain(value) for key, value in basis.items()}
     return [_plain(item) for item in basis] if isinstance(basis, (list, tuple)) else basis
+
+
+def each(kind: type, change: Callable[[Any], Any], node: Any) -> Any:
+    """Dicts and lists with everything of one kind changed: arrays to a framework's, and back."""
+    if isinstance(node, kind):
+        return change(node)
+    if isinstance(node, dict):
+        return {key: each(kind, change, value) for key, value in node.items()}
+    return [each(kind, change, item) for item in node] if isinstance(node, list) else node

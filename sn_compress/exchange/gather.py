@@ -6,24 +6,43 @@ the number of ranks, so it suits up to about 16 of them.
 
 from __future__ import annotations
 
+import numpy as np
+
 from ..contract import Bytes, Codec, Floats, Payload
 from ..errors import PayloadError
+
+# NCCL and Horovod's fusion buffer copy aligned blocks several times faster (Horovod PR 3727).
+# Small payloads are fused with others, and would pay for it with a large part of their size.
+_ALIGNED = 512
+_ALIGNED_FROM = 16384
+
+
+def wire_bytes(nbytes: int) -> int:
+    """Bytes that travel for a payload: from 16 KiB on a multiple of 512."""
+    return -(-nbytes // _ALIGNED) * _ALIGNED if nbytes >= _ALIGNED_FROM else nbytes
+
+
+def on_wire(buffer: Bytes) -> Bytes:
+    """The bytes of a payload, and zeros behind them up to wire_bytes."""
+    missing = wire_bytes(buffer.size) - buffer.size
+    return np.concatenate([buffer, np.zeros(missing, np.uint8)]) if missing else buffer
 
 
 def mean_of_gathered(codec: Codec, gathered: Bytes, ranks: int, n: int) -> Floats:
     """The mean of the ranks' vectors, [n] float32.
 
-    gathered : [ranks * codec.payload_bytes(n)] uint8, the payloads in order of rank; summed in
-        that order, so that every rank gets the same bits.
+    gathered : [ranks * wire_bytes(codec.payload_bytes(n))] uint8, what `on_wire` made of the
+        payloads, in order of rank; summed in that order, so that every rank gets the same bits.
     Raises PayloadError if the bytes are not that.
     """
     size = codec.payload_bytes(n)
-    if gathered.size != ranks * size:
+    step = wire_bytes(size)
+    if gathered.size != ranks * step:
         raise PayloadError(
-            f"gathered {gathered.size} bytes from {ranks} ranks; expected {size} from each. Do "
+            f"gathered {gathered.size} bytes from {ranks} ranks; expected {step} from each. Do "
             "all ranks run the same version with the same settings?"
         )
-    payloads = [Payload.from_bytes(gathered[r * size : (r + 1) * size]) for r in range(ranks)]
+    payloads = [Payload.from_bytes(gathered[r * step : r * step + size]) for r in range(ranks)]
     # The header's n comes from a peer; ours decides what is allocated.
     for rank, payload in enumerate(payloads):
         if payload.n != n:

@@ -165,6 +165,13 @@ class SharedExchange:
             if tensor.summable is not None:
                 tensor.summable.undo()
 
+    def settle(self) -> None:
+        """Keep what was done so far: `undo` takes back what comes after."""
+        for tensor in self.tensors.values():
+            tensor.before = None
+            if tensor.summable is not None:
+                tensor.summable.settle()
+
     def rescale(self, factor: float) -> None:
         """Multiply all memories, as when a loss scaler has changed its scale."""
         for tensor in self.tensors.values():

@@ -107,6 +107,11 @@ class Scaled:
         return np.asarray(peak / digits.limit, np.float32)
 
 
+def _quiet() -> np.errstate:
+    """Overflow ends as numbers that are not finite, and those are looked for."""
+    return np.errstate(all="ignore")
+
+
 def _checksum(words: Words) -> int:
     """Sum of (2i + 1) * word_i, the checksum's own word left out, modulo a prime.
 
@@ -175,18 +180,32 @@ class Summable(ABC):
         if vector.size != self.n:
             raise CompressError(f"exchange: got {vector.size} elements; expected {self.n}")
         before = {"memory": self.memory, **self._shared()} if self.undoable else {}
-        with np.errstate(all="ignore"):  # overflow ends as numbers that are not finite
+        with _quiet():
             vector += self.memory * np.float32(decay)
-            result = yield from self._steps(vector if np.isfinite(vector).all() else None, ranks)
-        if result is not None:
-            self.energy, self.error = float(vector @ vector), float(self.memory @ self.memory)
+            steps = self._steps(vector if np.isfinite(vector).all() else None, ranks)
+            words = next(steps)
+        while True:
+            total = yield words  # outside, or the caller would be silenced too
+            try:
+                with _quiet():
+                    words = steps.send(total)
+            except StopIteration as end:
+                result: Floats | None = end.value
+                break
         self._before = {} if result is None else before
-        return np.full(self.n, np.nan, np.float32) if result is None else result
+        if result is None:
+            return np.full(self.n, np.nan, np.float32)
+        self.energy, self.error = float(vector @ vector), float(self.memory @ self.memory)
+        return result
 
     def undo(self) -> None:
         """Take the last step back, as a loss scaler does that found NaN in another tensor."""
         for name, value in self._before.items():
             setattr(self, name, value)
+        self._before = {}
+
+    def settle(self) -> None:
+        """Keep the last step: `undo` does nothing until there is another."""
         self._before = {}
 
     def state_dict(self) -> dict[str, Any]:

@@ -17,7 +17,13 @@ from typing import Any, ClassVar, Literal
 from ..errors import CompressError, MissingExtra
 from ..settings import Settings
 
-_RIMS = {"torch": ".torch"}
+_RIMS = {"torch": ".torch", "keras": ".keras", "tensorflow": ".tensorflow"}
+
+
+def _as_written(method: Any) -> Any:
+    """Mark a method so that AutoGraph, which rewrites what Horovod traces, leaves it alone."""
+    method.autograph_info__ = {}  # what tf.autograph.experimental.do_not_convert sets
+    return method
 
 
 class FFTCompression:
@@ -67,11 +73,13 @@ class FFTCompression:
         return type("FFTCompression", (cls,), {"settings": settings})
 
     @classmethod
+    @_as_written
     def compress(cls, tensor: Any) -> tuple[Any, Any]:
         """Called by Horovod."""
         return _rim(tensor).compress(tensor, cls.settings, sys._getframe(1))
 
     @classmethod
+    @_as_written
     def decompress(cls, tensor: Any, ctx: Any) -> Any:
         """Called by Horovod."""
         return tensor if ctx is None else ctx.finish(tensor)

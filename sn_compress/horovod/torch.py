@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from types import FrameType
@@ -21,73 +20,18 @@ import numpy as np
 import torch
 from horovod.torch.elastic.state import StateHandler, get_handler_registry
 
-from ..contract import Payload
+from ..codecs import saving
+from ..codecs.fft import FFTCodec
 from ..errors import CompressError, PayloadError
-from ..exchange.gather import mean_of_gathered
+from ..exchange.gather import mean_of_gathered, on_wire, wire_bytes
 from ..exchange.pending import Pending
-from ..exchange.session import SMALLEST, SharedExchange
-from ..feedback import ErrorFeedback
+from ..exchange.session import SMALLEST
 from ..settings import Settings
 from .caller import Caller, find_caller
-from .traffic import Traffic
+from .memory import Memory
 
 _log = logging.getLogger(__name__)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-
-
-class Memory:
-    """What belongs to one optimizer: codec, error memory, counts."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.codec = settings.codec(torch.get_num_threads())
-        self.feedback = ErrorFeedback(self.codec, decay=settings.decay)
-        self.shared = settings.shared()
-        self.pending = Pending()
-        self.traffic = Traffic()
-        self.scaler: Any = None  # watched, see FFTCompression.watch
-        self._scale = 1.0
-        self._seen: set[str | None] = set()
-        self._lost = False
-
-    def enter(self, name: str | None) -> None:
-        """A gradient arrives; that of a name seen before begins a new step."""
-        if self.scaler is None:
-            return
-        if name in self._seen:
-            self._seen.clear()
-        if not self._seen:
-            self._follow_scaler()
-        self._seen.add(name)
-
-    def check(self, mean: Any) -> None:
-        """Note a mean that a watched loss scaler will skip."""
-        if self.scaler is not None and not np.isfinite(mean).all():
-            self._lost = True
-
-    def watch(self, scaler: Any) -> None:
-        self.scaler, self._scale = scaler, scaler.get_scale()
-        self.feedback.undoable = True
-        self.shared.be_undoable()
-
-    def _follow_scaler(self) -> None:
-        if self._lost:
-            # A step with NaN in any tensor was skipped on all ranks: what the other tensors
-            # sent in it has reached nobody.
-            self.feedback.undo()
-            self.shared.undo()
-            self._lost = False
-        scale = self.scaler.get_scale()
-        if scale != self._scale:  # the memories are of scaled gradients
-            self.feedback.rescale(scale / self._scale)
-            self.shared.rescale(scale / self._scale)
-            self._scale = scale
-
-    def encode(self, name: str | None, values: Any) -> Payload:
-        # Without a name there is nothing to key a memory by.
-        if name is None or not self.settings.feedback:
-            return self.codec.encode(values)
-        return self.feedback.encode(name, values)
 
 
 # Optimizers are held weakly: a dropped optimizer takes its memory along.
@@ -112,11 +56,13 @@ class InFlight:
     handle: int
     name: str
     memory: Memory
+    codec: FFTCodec
     ranks: int
     factor: float  # on the mean: the number of ranks for a sum
     like: torch.Tensor  # shape, dtype and device of the result
 
-    def finish(self, _: torch.Tensor) -> torch.Tensor:
+    def finish(self, token: torch.Tensor) -> torch.Tensor:
+        self.memory.theta.observe(self.name, *token.tolist())
         try:
             gathered = hvd.synchronize(self.handle).numpy()
         except hvd.mpi_ops.HorovodInternalError as error:
@@ -125,7 +71,7 @@ class InFlight:
             error.add_note(f"while gathering {self.name}; a rank has ended, or called hvd.join()")
             raise
         try:
-            mean = mean_of_gathered(self.memory.codec, gathered, self.ranks, self.like.numel())
+            mean = mean_of_gathered(self.codec, gathered, self.ranks, self.like.numel())
         except PayloadError as error:
             # Once the gather is in its response cache, Horovod runs it without asking and puts
             # zeros in the place of a rank that has joined.
@@ -209,10 +155,10 @@ def _memory_for(caller: Caller, settings: Settings) -> Memory:
     if caller.optimizer is None:
         key = settings, caller.process_set.process_set_id
         if key not in _of_calls:
-            _of_calls[key] = Memory(settings)
+            _of_calls[key] = Memory(settings, torch.get_num_threads())
         return _of_calls[key]
     if caller.optimizer not in _of_optimizer:
-        _of_optimizer[caller.optimizer] = Memory(settings)
+        _of_optimizer[caller.optimizer] = Memory(settings, torch.get_num_threads())
     return _of_optimizer[caller.optimizer]
 
 
@@ -256,16 +202,17 @@ def _send_payload(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple
     if tensor.device.type != "cpu":
         _say_host_once(tensor.device.type)
     values = tensor.detach().to("cpu", torch.float32).reshape(-1).numpy()
-    payload = memory.encode(caller.name, values)
+    codec, payload = memory.encode(caller.name, values)
     ranks = caller.process_set.size()
     name = None if caller.name is None else f"sn.{caller.name}"
     handle = hvd.allgather_async(
-        torch.from_numpy(payload.buffer), name=name, process_set=caller.process_set
+        torch.from_numpy(on_wire(payload.buffer)), name=name, process_set=caller.process_set
     )
     # Grouped all-reduces want one dtype, that of the plain tensors beside it.
     dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
-    token = torch.zeros(1, dtype=dtype, device=tensor.device)
-    extra = token.element_size()
+    told = memory.theta.tell(payload, wide=dtype == torch.float32)
+    token = torch.tensor(told, dtype=dtype, device=tensor.device)
+    extra = token.nbytes + wire_bytes(payload.nbytes) - payload.nbytes
     if memory.traffic.payload(caller.name, tensor.numel(), payload, extra):
         _log.warning(
             "%s: values beyond the fixed window were clipped; see `saturated` in the report",
@@ -273,7 +220,7 @@ def _send_payload(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple
         )
     factor = caller.scale * (ranks if caller.op == hvd.Sum else 1)
     like = tensor.detach()
-    return token, InFlight(handle, caller.name or "tensor", memory, ranks, factor, like)
+    return token, InFlight(handle, caller.name or "tensor", memory, codec, ranks, factor, like)
 
 
 @cache
@@ -290,7 +237,7 @@ def _memory_of(optimizer: Any) -> Memory:
             "compression=FFTCompression); pass the optimizer that it returned"
         )
     if optimizer not in _of_optimizer:
-        _of_optimizer[optimizer] = Memory(settings)
+        _of_optimizer[optimizer] = Memory(settings, torch.get_num_threads())
     return _of_optimizer[optimizer]
 
 
@@ -304,25 +251,21 @@ def watch(optimizer: Any, scaler: Any) -> None:
     _memory_of(optimizer).watch(scaler)
 
 
-def _exchange_of(memory: Memory) -> ErrorFeedback | SharedExchange:
-    return memory.shared if memory.settings.exchange == "shared" else memory.feedback
-
-
 def state_dict(optimizer: Any) -> dict[str, Any]:
     """As torch tensors, so that torch.save and torch.load(weights_only=True) take it."""
-    state = _exchange_of(_memory_of(optimizer)).state_dict()
-    return _each(np.ndarray, torch.from_numpy, state)  # type: ignore[no-any-return]
+    state = _memory_of(optimizer).exchange.state_dict()
+    return saving.each(np.ndarray, torch.from_numpy, state)  # type: ignore[no-any-return]
 
 
 def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
     """Take over what state_dict returned."""
-    arrays = _each(torch.Tensor, lambda tensor: tensor.cpu().numpy(), state)
-    _exchange_of(_memory_of(optimizer)).load_state_dict(arrays)
+    arrays = saving.each(torch.Tensor, lambda tensor: tensor.cpu().numpy(), state)
+    _memory_of(optimizer).exchange.load_state_dict(arrays)
 
 
 def synchronize(optimizer: Any, root_rank: int) -> None:
     """See FFTCompression.synchronize."""
-    own, sets = _exchange_of(_memory_of(optimizer)), optimizer.process_set
+    own, sets = _memory_of(optimizer).exchange, optimizer.process_set
     state = hvd.broadcast_object(own.state_dict(), root_rank=root_rank, process_set=sets)
     residuals = {}
     for name, n in sorted(own.sizes(state).items()):
@@ -359,12 +302,3 @@ class _ElasticHandler(StateHandler):
         _memory_of(self.value.optimizer).pending = Pending()
         synchronize(self.value.optimizer, 0)
         self.save()
-
-
-def _each(kind: type, change: Callable[[Any], Any], node: Any) -> Any:
-    """Dicts and lists with everything of one kind changed."""
-    if isinstance(node, kind):
-        return change(node)
-    if isinstance(node, dict):
-        return {key: _each(kind, change, value) for key, value in node.items()}
-    return [_each(kind, change, item) for item in node] if isinstance(node, list) else node

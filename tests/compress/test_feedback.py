@@ -357,3 +357,50 @@ def test_a_state_for_another_size_is_refused(backend, wrong):
     with pytest.raises(CompressError):
         codec.encode(random(5000), state=state)
     assert not any(part.any() for part in state)
+
+
+def test_undo_leaves_alone_what_was_settled(backend):
+    feedback = ErrorFeedback(FFTCodec(theta=0.9))
+    feedback.undoable = True
+    feedback.encode("w", random(5000))
+    before = feedback.residual("w")
+    feedback.settle()
+    feedback.undo()
+    np.testing.assert_array_equal(feedback.residual("w"), before)
+    feedback.encode("w", random(5000, 1))
+    feedback.undo()
+    np.testing.assert_array_equal(feedback.residual("w"), before)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_mean_of_states_keeps_what_is_to_be_sent(backend, ranks):
+    saved, residuals = [], []
+    for rank in range(ranks):
+        feedback = ErrorFeedback(FFTCodec(theta=0.9))
+        feedback.encode("w", random(5000, rank))
+        if rank == 0:
+            feedback.encode("only here", random(100))
+            alone = feedback.residual("only here")
+        saved.append(feedback.state_dict())
+        residuals.append(feedback.residual("w").astype(np.float64))
+    other = ErrorFeedback(FFTCodec(theta=0.9, block=1024))
+    other.encode("w", random(5000))
+    other.load_mean(saved)
+    mean = np.mean(residuals, axis=0)
+    # Transformed once forward and once back, and rounded to float32 before.
+    bound = (2 * transform_error(FFTCodec(block=1024), 5000) + U) * norm(mean)
+    assert norm(other.residual("w") - mean) <= bound
+    # 100 elements are one block of the tail; the same bound, and a division.
+    assert norm(other.residual("only here") - alone / ranks) <= 1e-5 * norm(alone)
+
+
+def test_a_damaged_state_among_several_changes_nothing():
+    feedback = ErrorFeedback(FFTCodec(theta=0.9))
+    feedback.encode("w", random(5000))
+    before = feedback.residual("w")
+    saved = feedback.state_dict()
+    with pytest.raises(CompressError, match="not a state"):
+        feedback.load_mean([saved, {"memory": {}}])
+    with pytest.raises(CompressError, match="of no states"):
+        feedback.load_mean([])
+    np.testing.assert_array_equal(feedback.residual("w"), before)

@@ -32,7 +32,7 @@ def test_ranks_stay_bit_identical_over_20_steps(horovodrun, ranks, exchange):
 
 def test_edges(horovodrun, tmp_path):
     run = horovodrun(2, RANKS / "behave.py", tmp_path, timeout=240).check()
-    assert run.stdout.count(">:ok ") == 2 * 12, run.stdout
+    assert run.stdout.count(">:ok ") == 2 * 13, run.stdout
 
 
 @pytest.mark.parametrize("exchange", ["gather", "shared"])
@@ -71,3 +71,16 @@ def test_join_ends_every_rank_with_an_error_where_payloads_are_gathered(horovodr
     told = "another rank called hvd.join()" in run.stdout
     shut_down = "HorovodInternalError" in run.stdout
     assert told or shut_down, run.stdout
+
+
+@pytest.mark.parametrize("exchange", ["gather", "shared"])
+def test_three_ranks_become_two(horovodrun, tmp_path, exchange):
+    """Horovod leaves out the host of a worker that died: the third one is on a host of its own."""
+    discover = tmp_path / "discover.sh"
+    discover.write_text("#!/bin/sh\necho localhost:2\necho 127.0.0.1:1\n")
+    discover.chmod(0o755)
+    options = ["--min-np", "2", "--max-np", "3", "--host-discovery-script", str(discover)]
+    run = horovodrun(3, RANKS / "elastic.py", exchange, options=options, timeout=180)
+    assert not run.timed_out, run.stdout
+    assert run.stdout.count("ok memories at step 15") == 2, run.stdout
+    assert run.stdout.count("ok ended with 2 ranks") == 2, run.stdout

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from sn_compress import CompressError, FFTCompression
+from sn_compress.horovod import torch as rim
+from sn_compress.schedule import Constant, EnergyBudget, Warmup
 
 GATHER = FFTCompression.using(exchange="gather")
 SHARED = FFTCompression.using(ratio=8, warmup=2, every=4)
@@ -240,7 +242,34 @@ def plain_allreduce_that_shares():
     )
 
 
+def theta_follows_its_schedule():
+    """A warm-up is nearly dense at first; a budget moves theta alike on all ranks."""
+    for dtype in (torch.float32, torch.float16):
+        budget = EnergyBudget(lost=0.2, start=0.99, every=2)
+        for schedule in (Warmup(steps=8, then=Constant(0.98)), budget):
+            torch.manual_seed(hvd.rank())
+            model = nn.Linear(64, 64, bias=False).to(dtype)
+            optimizer = wrap(model, FFTCompression.using(theta=schedule, feedback=False))
+            for _ in range(12):
+                model.weight.grad = torch.randn(64, 64).to(dtype)
+                optimizer.synchronize()
+                memory = rim._memory_of(optimizer)
+                optimizer.zero_grad()
+            thetas = list(memory.theta._codecs)
+            assert hvd.allgather_object(thetas) == [thetas] * hvd.size()
+            if schedule is budget:
+                assert len(thetas) > 3, thetas
+                assert thetas[-1] < thetas[0], "far more than a fifth was lost at first"
+                assert budget.theta(0) == type(budget)(lost=0.2, start=0.99).theta(0), (
+                    "a copy learns"
+                )
+            else:
+                assert thetas[0] == 0.0, thetas
+                assert thetas[-1] == 0.98, thetas
+
+
 CASES = [
+    theta_follows_its_schedule,
     not_a_number_reaches_all_that_share,
     plain_allreduce_that_shares,
     resume_shared,

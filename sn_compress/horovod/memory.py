@@ -1,0 +1,81 @@
+"""What belongs to one optimizer on one rank: exchange, memories, counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..codecs.fft import FFTCodec
+from ..contract import Payload
+from ..exchange.pending import Pending
+from ..exchange.session import SharedExchange
+from ..feedback import ErrorFeedback
+from ..settings import Settings
+from .theta import ThetaInTime
+from .traffic import Traffic
+
+
+class Memory:
+    """What belongs to one optimizer: codec, error memory, counts."""
+
+    def __init__(self, settings: Settings, threads: int) -> None:
+        self.settings = settings
+        self.feedback = ErrorFeedback(settings.codec(threads), decay=settings.decay)
+        self.theta = ThetaInTime(settings, threads)
+        self.shared = settings.shared()
+        self.pending = Pending()
+        self.traffic = Traffic()
+        self.scaler: Any = None  # watched, see FFTCompression.watch
+        self._scale = 1.0
+        self._seen: set[str | None] = set()
+        self._lost = False
+
+    def enter(self, name: str | None) -> None:
+        """A gradient arrives; that of a name seen before begins a new step."""
+        if self.scaler is None:
+            return
+        if name in self._seen:
+            self._seen.clear()
+        if not self._seen:
+            self._follow_scaler()
+        self._seen.add(name)
+
+    def check(self, mean: Any) -> None:
+        """Note a mean that a watched loss scaler will skip."""
+        if self.scaler is not None and not np.isfinite(mean).all():
+            self._lost = True
+
+    def watch(self, scaler: Any) -> None:
+        """See FFTCompression.watch."""
+        self.scaler, self._scale = scaler, scaler.get_scale()
+        self.feedback.undoable = True
+        self.shared.be_undoable()
+
+    def _follow_scaler(self) -> None:
+        if self._lost:
+            # A step with NaN in any tensor was skipped on all ranks: what the other tensors
+            # sent in it has reached nobody.
+            self.feedback.undo()
+            self.shared.undo()
+            self._lost = False
+        self.feedback.settle()
+        self.shared.settle()
+        scale = self.scaler.get_scale()
+        if scale != self._scale:  # the memories are of scaled gradients
+            self.feedback.rescale(scale / self._scale)
+            self.shared.rescale(scale / self._scale)
+            self._scale = scale
+
+    @property
+    def exchange(self) -> ErrorFeedback | SharedExchange:
+        """The one in use: where the memories are."""
+        return self.shared if self.settings.exchange == "shared" else self.feedback
+
+    def encode(self, name: str | None, values: Any) -> tuple[FFTCodec, Payload]:
+        """The payload of the gather exchange, and the codec to read it with."""
+        codec = self.theta.codec_for(name)
+        # Without a name there is nothing to key a memory by.
+        if name is None or not self.settings.feedback:
+            return codec, codec.encode(values)
+        return codec, self.feedback.encode(name, values, codec=codec)

@@ -1,0 +1,67 @@
+"""Real ranks without a launcher: processes that meet at a file and talk over Gloo."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """How one rank ended; returncode is None if it was still running at the time limit."""
+
+    returncode: int | None
+    output: str
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    """Return `run(n, script, *args, timeout=100)`, which gives a Rank for each."""
+    pytest.importorskip("torch.distributed")
+
+    def run(n, script, *args, timeout=100.0):
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONUNBUFFERED": "1",
+        }
+        outputs = [tmp_path / f"rank{rank}.txt" for rank in range(n)]
+        processes = []
+        for rank, output in enumerate(outputs):
+            command = [
+                sys.executable,
+                str(script),
+                str(rank),
+                str(n),
+                str(tmp_path / "meet"),
+                *args,
+            ]
+            with output.open("w") as file:
+                processes.append(
+                    subprocess.Popen(
+                        command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT
+                    )
+                )
+        ended = []
+        until = time.monotonic() + timeout
+        for process, output in zip(processes, outputs, strict=True):
+            try:
+                code = process.wait(max(0.1, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                code = None
+                process.kill()
+                process.wait()
+            ended.append(Rank(code, output.read_text()))
+        return ended
+
+    return run

@@ -1,0 +1,34 @@
+"""The hook under the real DDP and FSDP2: several processes on this machine, over Gloo."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+RANKS = Path(__file__).parent / "ranks"
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_hook(ranks, n):
+    """The cases share one launch: starting torch takes longer than most of them."""
+    source = (RANKS / "behave.py").read_text()
+    cases = source[source.index("CASES = [") :].partition("]")[0].count(",")
+    for rank in ranks(n, RANKS / "behave.py", timeout=240):
+        assert rank.returncode == 0, rank.output
+        assert rank.output.count("ok ") == cases, rank.output
+
+
+def test_killed_rank_ends_the_others(ranks):
+    start = time.monotonic()
+    ended = ranks(3, RANKS / "fail.py", timeout=90)
+    assert ended[1].returncode == -signal.SIGKILL, ended[1].output
+    for rank in (ended[0], ended[2]):
+        assert "reached step 5" in rank.output
+        assert rank.returncode not in (0, None), rank.output
+        assert "RuntimeError" in rank.output or "DistBackendError" in rank.output, rank.output
+    # 10 s are the group's time-out; what is left is for starting torch on a busy machine.
+    assert time.monotonic() - start < 60

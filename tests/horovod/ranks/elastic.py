@@ -1,0 +1,67 @@
+"""One worker of an elastic run that loses a rank: `elastic.py gather|shared`.
+
+Rank 2 of 3 kills itself in mid-step; the other two go on from the last commit, each with the mean
+of the memories that are left.
+"""
+
+import os
+import signal
+import sys
+
+import horovod.torch as hvd
+import torch
+from torch import nn
+
+from sn_compress import FFTCompression
+
+hvd.init()
+torch.set_num_threads(1)
+exchange = sys.argv[1]
+committed = []
+torch.manual_seed(0)
+model = nn.Linear(96, 64)
+settings = {"warmup": 4, "ratio": 20} if exchange == "shared" else {"theta": 0.95}
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.05),
+    named_parameters=model.named_parameters(),
+    compression=FFTCompression.using(exchange=exchange, **settings),
+)
+
+
+def memories():
+    """This rank's memory of the weight, by whichever exchange."""
+    from sn_compress.horovod import torch as rim
+
+    return torch.from_numpy(rim._memory_of(optimizer).exchange.residual("weight"))
+
+
+@hvd.elastic.run
+def train(state):
+    if hvd.size() == 2 and state.step:
+        # Committed by all three: the memories of the two that are left.
+        before = committed[-1]
+        both = hvd.allgather(before[None], name="before")
+        assert torch.allclose(memories(), both.mean(0), atol=1e-5 * both.abs().max())
+        print(f"ok memories at step {state.step}", flush=True)
+    while state.step < 30:
+        torch.manual_seed(100 * state.step + hvd.rank())
+        if state.step == 15 and hvd.size() == 3 and os.environ["HOROVOD_HOSTNAME"] != "localhost":
+            model.weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        optimizer.zero_grad()
+        model(torch.randn(8, 96)).square().mean().backward()
+        optimizer.step()
+        state.step += 1
+        if state.step % 5 == 0:
+            if hvd.size() == 3:
+                committed.append(memories())
+            state.commit()
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    everyone = hvd.allgather(flat[None], name="end")
+    assert torch.equal(everyone[0], everyone[1])
+    print(f"ok ended with {hvd.size()} ranks", flush=True)
+
+
+state = hvd.elastic.TorchState(
+    model=model, optimizer=optimizer, memory=FFTCompression.elastic(optimizer), step=0
+)
+train(state)
