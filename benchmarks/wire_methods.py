@@ -23,7 +23,7 @@ import torch
 
 import sn_compress
 from sn_compress.codecs.lowrank import first_factor, matrix_shape
-from sn_compress.exchange.gather import mean_of_gathered
+from sn_compress.exchange.gather import mean_of_gathered, on_wire
 from sn_compress.settings import Settings
 
 SMALLEST = 1024  # elements; below, rivals send a tensor plain, as ours do
@@ -82,7 +82,7 @@ def coded(
         else:
             state = states.setdefault(name, codec.new_state(values.size))
             payload = codec.encode(values, state=state)
-        gathered = yield Request("allgather", payload.buffer)
+        gathered = yield Request("allgather", on_wire(payload.buffer))
         return mean_of_gathered(codec, gathered, ranks, values.size)
 
     return exchange
