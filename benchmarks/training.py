@@ -106,7 +106,7 @@ def replay_runs(args: argparse.Namespace, gbit: float, folder: Path) -> list[dic
                 found = scripts_of(model, way, args.ranks, args.ratio)
                 path.write_text(json.dumps([vars(script) for script in found]))
             # A rival's codec here is plain NumPy: that it takes no time is the most it can claim.
-            codecs = ("alone",) if way in _WHOLE else ("alone", "free")
+            codecs = ("alone",) if way in _WHOLE else args.rivals
             runs += [
                 {
                     "model": name, "method": way, "ranks": args.ranks, "gbit": gbit,
@@ -231,6 +231,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     flags.add_argument("--rho", type=float, default=PAPER_RHO)
     flags.add_argument(
         "--overlap", nargs="+", type=int, choices=[0, 1], default=[0], help="exchange beside it"
+    )
+    flags.add_argument(
+        "--rivals",
+        nargs="+",
+        choices=["alone", "free"],
+        default=["alone", "free"],
+        help="codec of rivals in replayed runs: as measured, or taking no time",
     )
     flags.add_argument("--recorded", type=Path, help="folder in which recordings are kept")
     flags.add_argument("--timeout", type=float, default=3600, help="seconds for a rate")
