@@ -12,7 +12,6 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextvars import Context, copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +39,6 @@ class Begun:
     """A step of the shared exchange on its way; `sent` counts bytes."""
 
     rounds: Rounds
-    context: Context
     sent: int
 
 
@@ -133,10 +131,8 @@ class Traced:
                 self.traffic.plain(key, values.size, 4 * values.size)
                 return True, self.shared.whole(key, values), np.zeros(0, np.int32)
             rounds = self.shared.exchange(key, values, ranks=ranks)
-        # The rounds of a step run on several threads, and keep NumPy's settings while they wait.
-        context = copy_context()
-        words = context.run(next, rounds)
-        self._rounds[key] = Begun(rounds, context, words.nbytes)
+        words = next(rounds)
+        self._rounds[key] = Begun(rounds, words.nbytes)
         return False, np.zeros(0, np.float32), words
 
     def learn(self, key: str, mean: Floats, *, factor: float) -> Floats:
@@ -149,7 +145,7 @@ class Traced:
         """After one round: whether there is another, its words, or the mean times the factor."""
         begun = self._rounds[key]
         try:
-            words = begun.context.run(begun.rounds.send, total)
+            words = begun.rounds.send(total)
         except StopIteration as end:
             with self._lock:
                 energy, error = self.shared.lost(key)
