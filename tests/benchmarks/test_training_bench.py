@@ -217,3 +217,18 @@ def test_real_ranks_send_the_bytes_they_report(namespaces, tmp_path):
             assert rank["bytes_per_step"] == pytest.approx(
                 rank["reported_bytes_per_step"], rel=0.05
             )
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks/results").glob("training*.json")))
+def test_published_rows_agree_with_their_bytes_and_with_the_model(path):
+    rows = training.json.loads(path.read_text())
+    assert rows
+    for row in rows:
+        if row["reported_bytes_per_step"] is not None and row["model"] in training.REPLAYED:
+            assert row["bytes_per_step"] == pytest.approx(row["reported_bytes_per_step"], rel=0.05)
+        if row["replayed"] and not row["overlap"]:
+            link_s = row["reported_bytes_per_step"] / (row["gbit"] * 1e9 / 8)
+            # The bucket lets 256 KiB through at once; nothing else can be faster than the link.
+            assert row["step_s"] > 0.99 * (row["compute_s"] + link_s) - 0.1
+            # Above it: codec (a few seconds at most), latencies, and what a busy machine takes.
+            assert row["step_s"] < 1.3 * (row["compute_s"] + link_s) + 3
