@@ -121,6 +121,11 @@ class FFTState:
         """How many take part."""
         return dist.get_world_size(self.process_group)
 
+    @property
+    def rank(self) -> int:
+        """The number of this rank among them."""
+        return dist.get_rank(self.process_group)
+
     def report(self) -> dict[str, float]:
         """What this rank sent so far; see FFTCompression.report."""
         return self._traffic.report()
@@ -245,7 +250,7 @@ class FFTState:
         if summable is not None and not values.any():  # as in _encode_on_host
             self._held[part.name] = summable.memory
             summable.memory = np.zeros_like(summable.memory)
-        return self.shared.exchange(part.name, values, ranks=self.ranks)
+        return self.shared.exchange(part.name, values, ranks=self.ranks, rank=self.rank)
 
     def _memory_put_back(self, name: str) -> None:
         summable = self.shared.tensors[name].summable

@@ -312,7 +312,9 @@ def _begin(way: OnItsWay, values: Any) -> Summing:
     shape = tuple(way.like.shape)
 
     def begin(key: str, values: Any) -> Any:
-        return way.memory.begin(key, values, shape=shape, ranks=way.ranks())
+        return way.memory.begin(
+            key, values, shape=shape, ranks=way.ranks(), rank=way.call.process_set.rank()
+        )
 
     dense, whole, words = way.python(begin, [values], [tf.bool, tf.float32, tf.int32])
     dense.set_shape([])

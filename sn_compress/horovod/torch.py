@@ -207,7 +207,7 @@ def _send_shared(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[
         wire = torch.from_numpy(words)
         return hvd.allreduce_async(wire, name=key, op=hvd.Sum, process_set=caller.process_set)
 
-    rounds = shared.exchange(name, values, ranks=ranks)
+    rounds = shared.exchange(name, values, ranks=ranks, rank=caller.process_set.rank())
     memory.pending.begin(name, rounds, start, lambda handle: hvd.synchronize(handle).numpy())
     # Grouped all-reduces want one dtype, that of the plain tensors beside it.
     dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype

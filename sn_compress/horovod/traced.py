@@ -121,7 +121,7 @@ class Traced:
         return _times(mean, factor)
 
     def begin(
-        self, key: str, values: Floats, *, shape: Sequence[int], ranks: int
+        self, key: str, values: Floats, *, shape: Sequence[int], ranks: int, rank: int
     ) -> tuple[bool, Floats, Words]:
         """A step of the shared exchange: whether it is dense, what to average then, or to sum.
 
@@ -131,7 +131,7 @@ class Traced:
             if self.shared.dense(key, shape):
                 self.traffic.plain(key, values.size, 4 * values.size)
                 return True, self.shared.whole(key, values), np.zeros(0, np.int32)
-            rounds = self.shared.exchange(key, values, ranks=ranks)
+            rounds = self.shared.exchange(key, values, ranks=ranks, rank=rank)
         words = next(rounds)
         self._rounds[key] = Begun(rounds, words.nbytes)
         return False, np.zeros(0, np.float32), words

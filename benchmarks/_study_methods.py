@@ -1,0 +1,164 @@
+"""The methods of the study: from a name, the net's shapes and a ratio to one exchange per tensor.
+
+A ratio is received bytes of a float32 all-reduce over received bytes of the method, at the same
+number of ranks, over the tensors that are compressed. Methods with a knob are turned to the ratio
+asked for (the knob's finest step may leave them a little under it); the others have their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from simulated import Exchange, Gather, Plain, PowerSGD, Shared
+
+import sn_compress
+from sn_compress.codecs.dgc import DGCCodec
+from sn_compress.contract import HEADER_BYTES, Codec
+from sn_compress.exchange.session import SharedExchange
+
+# Every method starts with a few plain steps, as PowerSGD and ours do when left alone (with 1,000
+# and 10). They are counted apart: in a run as short as these they would be a third of the bytes.
+DENSE = 10
+Shapes = dict[str, tuple[int, ...]]
+Exchanges = dict[str, Exchange]
+
+
+def matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns of a tensor, as PowerSGD takes them."""
+    return shape[0], math.prod(shape[1:])
+
+
+def _payload_budget(shapes: Shapes, ranks: int, ratio: float) -> float:
+    """Bytes that all payloads of a rank may have together when they are gathered.
+
+    A float32 all-reduce hands a rank 2 (P - 1) / P * 4 n bytes; a gather P - 1 payloads.
+    """
+    return 8 * sum(map(math.prod, shapes.values())) / ranks / ratio
+
+
+def _gather(
+    make: Callable[..., Codec], shapes: Shapes, ranks: int, *, seeds: bool = False, **options: Any
+) -> Exchanges:
+    """One Gather per tensor; `make(shape)` gives a codec, with a seed per rank if it takes one."""
+    found: Exchanges = {}
+    for index, (name, shape) in enumerate(shapes.items()):
+        each = [{"seed": 1000 * index + r} if seeds else {} for r in range(ranks)]
+        found[name] = Gather([make(shape, **s) for s in each], **options)
+    return found
+
+
+def _fit(
+    make: Callable[..., Codec], knobs: Any, shapes: Shapes, budget: float
+) -> Callable[..., Codec]:
+    """The codec with the last of the knobs, in rising order of bytes, that fits the budget."""
+
+    def nbytes(knob: Any) -> int:
+        return sum(
+            make(shape, knob).payload_bytes(math.prod(shape)) - HEADER_BYTES
+            for shape in shapes.values()
+        )
+
+    low, high = 0, len(knobs)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if nbytes(knobs[middle]) <= budget else (low, middle)
+    return lambda shape: make(shape, knobs[low])
+
+
+# From a ten-thousandth kept to half; steps of 1 %.
+_KEEPS = [1e-4 * 1.01**i for i in range(856)]
+
+
+def _topk(shapes: Shapes, ranks: int, ratio: float, **settings: Any) -> Exchanges:
+    """Top-k with the shortest indices the registry has: 12 bits in chunks of 4,096."""
+
+    def make(shape: tuple[int, ...], keep: float) -> Codec:
+        return sn_compress.codec("topk", **{**settings, "theta": 1 - keep})
+
+    budget = _payload_budget(shapes, ranks, ratio)
+    return _gather(_fit(make, _KEEPS, shapes, budget), shapes, ranks, headers=False)
+
+
+def _demo(shapes: Shapes, ranks: int, ratio: float) -> Exchanges:
+    def make(shape: tuple[int, ...], topk: int) -> Codec:
+        return sn_compress.codec("demo", preset="paper", shape=matrix(shape), topk=topk)
+
+    budget = _payload_budget(shapes, ranks, ratio)
+    return _gather(_fit(make, range(1, 1024), shapes, budget), shapes, ranks, headers=False)
+
+
+def _auto(shapes: Shapes, ranks: int, ratio: float, **settings: Any) -> Exchanges:
+    sessions = [SharedExchange(ratio=ratio, warmup=DENSE, **settings) for _ in range(ranks)]
+    return {name: Shared(sessions, name, shape) for name, shape in shapes.items()}
+
+
+def _auto_gather(shapes: Shapes, ranks: int, ratio: float, *, decay: float = 1.0) -> Exchanges:
+    def make(shape: tuple[int, ...]) -> Codec:
+        return sn_compress.codec("auto", ratio=ratio * ranks / 2, shape=shape)
+
+    return _gather(make, shapes, ranks, decay=decay)
+
+
+def _fixed(
+    name: str, preset: str, shapes: Shapes, ranks: int, _: float | None, *, feedback: bool = True,
+    seeds: bool = False, **settings: Any,
+) -> Exchanges:  # fmt: skip
+    def make(shape: tuple[int, ...], **seed: int) -> Codec:
+        return sn_compress.codec(name, preset=preset, **settings, **seed)
+
+    return _gather(make, shapes, ranks, seeds=seeds, feedback=feedback, headers=False)
+
+
+def _dgc(shapes: Shapes, ranks: int, _: float | None, *, warmup: int) -> Exchanges:
+    """Its first four phases keep 25, 6.3, 1.6 and 0.4 %, and count."""
+
+    def make(shape: tuple[int, ...]) -> Codec:
+        return sn_compress.codec("dgc", preset="paper", warmup=warmup)
+
+    return _gather(make, shapes, ranks, headers=False, at=DGCCodec.at)
+
+
+def _powersgd(shapes: Shapes, ranks: int, _: float | None, *, rank: int) -> Exchanges:
+    return {name: PowerSGD(matrix(shape), rank=rank) for name, shape in shapes.items()}
+
+
+def _plain(shapes: Shapes, ranks: int, _: float | None, *, half: bool = False) -> Exchanges:
+    return {name: Plain(half=half) for name in shapes}
+
+
+Build = Callable[[Shapes, int, Any], Exchanges]
+BUILD: dict[str, tuple[str, Build]] = {
+    "plain": ("all-reduce", _plain),
+    "fp16": ("all-reduce", partial(_plain, half=True)),
+    "powersgd 1": ("all-reduce", partial(_powersgd, rank=1)),
+    "powersgd 2": ("all-reduce", partial(_powersgd, rank=2)),
+    "powersgd 4": ("all-reduce", partial(_powersgd, rank=4)),
+    "auto": ("shared", _auto),
+    "auto, memory x 0.9": ("shared", partial(_auto, decay=0.9)),
+    "auto, no memory": ("shared", partial(_auto, feedback=False)),
+    "auto gather": ("gather", _auto_gather),
+    "top-k": (
+        "gather",
+        partial(_topk, chunk=4096, indices="packed", values="fp16"),
+    ),
+    "sparseloco": (
+        "gather",
+        partial(_topk, chunk=4096, indices="packed", values="2bit", decay=0.95),
+    ),
+    "demo": ("gather", _demo),
+    "qsgd": ("gather", partial(_fixed, "qsgd", "paper", seeds=True)),
+    "terngrad": ("gather", partial(_fixed, "terngrad", "paper", seeds=True)),
+    "paper": ("gather", partial(_fixed, "fft", "paper", feedback=False, theta=0.9)),
+}
+"""name -> how its bytes meet, and what makes its exchanges from shapes, ranks and ratio."""
+
+
+def build(method: str, shapes: Shapes, ranks: int, ratio: float | None, steps: int) -> Exchanges:
+    """One exchange per tensor."""
+    if method == "dgc":
+        # A phase is a hundredth of the run, near the one in ninety of its authors.
+        return _dgc(shapes, ranks, ratio, warmup=max(1, steps // 100))
+    return BUILD[method][1](shapes, ranks, ratio)

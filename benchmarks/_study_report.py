@@ -1,0 +1,202 @@
+"""What the rows of benchmarks/study.py say: tables, a picture, and their place in the docs."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+Panel = tuple[str, str]
+
+CAPTION = "Accuracy lost against received bytes, for each method on three trainings"
+COLUMNS = (
+    "method",
+    "exchange",
+    "ratio received",
+    "with small tensors",
+    "test accuracy, %",
+    "against plain, points",
+    "loss, last tenth",
+    "seconds of a core",
+    "seeds",
+)
+TITLES = {
+    ("cnn", "sgd"): "Convolutional net, SGD with momentum",
+    ("cnn", "adam"): "Convolutional net, Adam",
+    ("transformer", "adam"): "Transformer, Adam",
+}
+LOWEST = -3.5  # points; what lost more is drawn at the edge, with its number
+AIMS = {50: -0.3, 150: -0.7}
+TICKS = (2, 5, 10, 20, 50, 100, 200)
+# Okabe and Ito's palette; ours is vermilion and drawn last.
+LOOKS = {
+    "auto": ("#d55e00", "o"),
+    "auto gather": ("#e69f00", "s"),
+    "auto, memory x 0.9": ("#e69f00", "p"),
+    "auto, no memory": ("#e69f00", "X"),
+    "powersgd": ("#0072b2", "D"),
+    "top-k": ("#009e73", "^"),
+    "sparseloco": ("#56b4e9", "v"),
+    "demo": ("#cc79a7", "P"),
+    "dgc": ("#7f6000", "X"),
+    "qsgd": ("#5f6368", "<"),
+    "terngrad": ("#5f6368", ">"),
+    "paper": ("#000000", "*"),
+    "fp16": ("#5f6368", "h"),
+}
+
+
+def panels(rows: list[Row]) -> dict[Panel, list[Row]]:
+    """Rows by net and optimizer, in the order of TITLES."""
+    found = {p: [r for r in rows if (r["net"], r["optimizer"]) == p] for p in TITLES}
+    return {panel: group for panel, group in found.items() if group}
+
+
+def groups(rows: list[Row]) -> list[list[Row]]:
+    """Rows of one panel by method and ratio, least compressed first."""
+    found = defaultdict(list)
+    for row in sorted(rows, key=lambda r: r["seed"]):
+        found[row["method"], row["ratio_asked"]].append(row)
+    return sorted(found.values(), key=lambda group: (_ratio(group), group[0]["method"]))
+
+
+def _ratio(group: list[Row]) -> float:
+    """Of the ratio received, the mean; seeds differ a little where ranks are chosen by gradient."""
+    return statistics.fmean(row["ratio_received"] for row in group)
+
+
+def gaps(rows: list[Row], all_rows: list[Row]) -> list[float]:
+    """Accuracy minus that of plain with the same seed: weights and order of images are the same."""
+    plain = {r["seed"]: r["accuracy"] for r in all_rows if r["method"] == "plain"}
+    return [r["accuracy"] - plain[r["seed"]] for r in rows if r["seed"] in plain]
+
+
+def _mean(values: list[float], form: str = ".2f") -> str:
+    """The mean, with the standard deviation of several."""
+    if not values:
+        return ""
+    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):{form}}{spread}"
+
+
+def _loss(rows: list[Row]) -> str:
+    losses = [row["train_loss"] for row in rows]
+    return "diverged" if None in losses else f"{statistics.fmean(losses):.3f}"
+
+
+def table(rows: list[Row]) -> str:
+    """One panel's rows as a Markdown table."""
+    lines = [COLUMNS, ("---",) * len(COLUMNS)]
+    for group in groups(rows):
+        method = group[0]["method"]
+        lines.append((
+            f"**{method}**" if method.startswith("auto") else method,
+            group[0]["exchange"],
+            f"{_ratio(group):.1f}",
+            f"{statistics.fmean(r['ratio_with_small'] for r in group):.1f}",
+            _mean([r["accuracy"] for r in group]),
+            "" if method == "plain" else _mean(gaps(group, rows), "+.2f"),
+            _loss(group),
+            f"{statistics.fmean(r['seconds'] for r in group):.0f}",
+            str(len(group)),
+        ))  # fmt: skip
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def source(rows: list[Row]) -> str:
+    """Where the numbers come from, in one paragraph."""
+    commits, machines = (", ".join(sorted({r[f] for r in rows})) for f in ("commit", "machine"))
+    return (
+        "From `python benchmarks/study.py`: mean ± standard deviation over seeds, differences taken"
+        f" seed by seed. Commit {commits}; {machines}."
+    )
+
+
+def text(rows: list[Row]) -> str:
+    """All tables, and where they come from."""
+    parts = []
+    for panel, group in panels(rows).items():
+        steps = ", ".join(str(s) for s in sorted({r["steps"] for r in group}))
+        rate = ", ".join(str(s) for s in sorted({r["rate"] for r in group}))
+        parts += [f"### {TITLES[panel]}", f"{steps} steps, learning rate {rate}."]
+        parts.append(table(group))
+    return "\n\n".join([*parts, source(rows)])
+
+
+def put_into(page: Path, new: str) -> None:
+    """Replace what stands between the two markers of a page."""
+    start, end = "<!-- study:start -->", "<!-- study:end -->"
+    before, has_start, rest = page.read_text(encoding="utf-8").partition(start)
+    _, has_end, after = rest.partition(end)
+    if not (has_start and has_end):
+        raise SystemExit(f"{page} lacks {start} or {end}; put both where the tables belong")
+    page.write_text(f"{before}{start}\n{new}\n{end}{after}", encoding="utf-8")
+
+
+def _draw(ax: Any, rows: list[Row]) -> dict[str, Any]:
+    """One panel; returns what the legend shows, by method."""
+    points = defaultdict(list)
+    for group in groups(rows):
+        method = group[0]["method"]
+        if method != "plain" and (found := gaps(group, rows)):
+            points[method.split()[0] if "powersgd" in method else method].append(
+                (_ratio(group), statistics.fmean(found), min(found), max(found))
+            )
+    handles = {}
+    for method in sorted(points, key=list(LOOKS).index, reverse=True):
+        colour, mark = LOOKS[method]
+        shown = [point for point in points[method] if point[1] >= LOWEST]
+        ours = method == "auto"
+        ratio, mean, low, high = zip(*shown, strict=True) if shown else ((), (), (), ())
+        bars = [[m - v for m, v in zip(mean, low, strict=True)],
+                [v - m for m, v in zip(mean, high, strict=True)]]  # fmt: skip
+        handles[method] = ax.errorbar(
+            ratio, mean, yerr=bars if shown else None, color=colour, marker=mark,
+            ms=9 if ours else 7, capsize=3, lw=2.5 if ours else 1.3, elinewidth=1, mec="white",
+            zorder=3 if ours else 2,
+        )  # fmt: skip
+        for ratio, mean, *_ in points[method]:
+            if mean < LOWEST:
+                ax.annotate(
+                    f"{mean:.0f}", (ratio, LOWEST), xytext=(0, 9), textcoords="offset points",
+                    ha="center", color=colour, fontsize=9,
+                )  # fmt: skip
+                ax.plot(ratio, LOWEST, marker="v", color=colour, clip_on=False)
+    return handles
+
+
+def picture(rows: list[Row], path: Path) -> None:
+    """Difference to plain against the ratio, a line per method with the range over seeds."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False})
+    by_panel = panels(rows)
+    figure, axes = plt.subplots(
+        1, len(by_panel), figsize=(5 * len(by_panel) + 2, 5), squeeze=False, sharey=True,
+        layout="constrained",
+    )  # fmt: skip
+    handles: dict[str, Any] = {}
+    for ax, (panel, group) in zip(axes[0], by_panel.items(), strict=True):
+        handles |= _draw(ax, group)
+        ax.axhline(0, color="#5f6368", lw=1)
+        for ratio, aim in AIMS.items():
+            ax.plot([ratio / 1.3, ratio * 1.3], [aim] * 2, color="black", lw=1.2, ls=":")
+            ax.annotate(
+                f"aim {aim}", (ratio, aim), xytext=(0, -3), textcoords="offset points",
+                ha="center", va="top", fontsize=8,
+            )  # fmt: skip
+        ax.set(xscale="log", title=TITLES[panel], xlabel="received bytes: plain / method")
+        ax.set(xlim=(1.6, 260), ylim=(LOWEST, 0.7))
+        ax.set_xticks(TICKS, [str(tick) for tick in TICKS])
+        ax.minorticks_off()
+        ax.grid(alpha=0.25)
+    axes[0, 0].set_ylabel("test accuracy against plain, points")
+    names = [name for name in LOOKS if name in handles]
+    figure.legend([handles[n] for n in names], names, loc="outside right center", frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,224 @@
+"""Several ranks in one process: the gradients of each, and what their exchange makes of them.
+
+Real ranks on two cores would spend their time waiting for each other. Here one process computes
+every rank's gradient on that rank's images and hands all of them to the project's own exchange:
+payloads are really encoded and decoded, sums are really rounded. Only the wire is missing.
+tests/benchmarks/test_simulated.py holds that real ranks under Horovod get the same bits.
+
+A tensor's exchange takes the ranks' vectors and returns the mean that all ranks would hold. It
+also knows its bytes: `sent` is what a rank hands over, `received` what reaches it, (P - 1) times
+as much in an all-gather and 2 (P - 1) / P times in a ring all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from sn_compress.codecs.powersgd import powersgd_allreduce
+from sn_compress.contract import HEADER_BYTES, Codec
+from sn_compress.exchange.gather import mean_of_gathered, on_wire
+from sn_compress.exchange.session import SharedExchange
+from sn_compress.feedback import ErrorFeedback
+
+Floats = npt.NDArray[np.float32]
+SMALLEST = 1024  # elements; what is smaller travels plain with every method
+
+
+def rank_gradients(
+    net: nn.Module, images: torch.Tensor, labels: torch.Tensor
+) -> tuple[list[list[Floats]], float]:
+    """Every rank's gradients as vectors, and the mean loss.
+
+    images : [ranks, batch, ...]; labels : [ranks, batch]
+    """
+    parameters = list(net.parameters())
+    found, total = [], 0.0
+    for x, y in zip(images, labels, strict=True):
+        loss = nn.functional.cross_entropy(net(x), y)
+        gradients = torch.autograd.grad(loss, parameters)
+        found.append([g.reshape(-1).numpy() for g in gradients])
+        total += loss.item()
+    return found, total / len(images)
+
+
+class Exchange:
+    """One tensor's exchange among `ranks` ranks; counts its bytes over all steps."""
+
+    sent = 0.0
+    received = 0.0
+
+    def mean(self, vectors: Sequence[Floats]) -> Floats:
+        """The ranks' vectors [n], in order of rank, to the mean all of them get, [n]."""
+        raise NotImplementedError
+
+    def _gathered(self, nbytes: int, ranks: int) -> None:
+        self.sent += nbytes
+        self.received += (ranks - 1) * nbytes
+
+    def _reduced(self, nbytes: int, ranks: int) -> None:
+        self.sent += nbytes
+        self.received += 2 * (ranks - 1) / ranks * nbytes
+
+
+class Plain(Exchange):
+    """Horovod's all-reduce, in float32 or (`half`) after a cast to float16."""
+
+    def __init__(self, *, half: bool = False) -> None:
+        self.dtype = np.float16 if half else np.float32
+
+    def mean(self, vectors: Sequence[Floats]) -> Floats:
+        total = sum_in_order([v.astype(self.dtype) for v in vectors])
+        self._reduced(total.nbytes, len(vectors))
+        return total.astype(np.float32) / np.float32(len(vectors))
+
+
+class Gather(Exchange):
+    """Every rank's payload to all: ErrorFeedback.encode, then mean_of_gathered.
+
+    Parameters
+    ----------
+    codecs : one per rank, as rounding at random wants its own seed on each
+    feedback : whether what is dropped is remembered
+    decay : of that memory
+    headers : count our header of 32 bytes and padding, which other codes for a rival's method
+        would not send
+    at : the codec for a step, where it changes (DGC's warm-up)
+    """
+
+    def __init__(
+        self, codecs: Sequence[Codec], *, feedback: bool = True, decay: float = 1.0,
+        headers: bool = True, at: Callable[[Any, int], Codec] | None = None,
+    ) -> None:  # fmt: skip
+        self.codecs, self.headers, self.at, self.step = list(codecs), headers, at, 0
+        self.memories = [ErrorFeedback(codec, decay=decay) for codec in codecs]  # type: ignore[arg-type]
+        self.feedback = feedback
+
+    def mean(self, vectors: Sequence[Floats]) -> Floats:
+        codecs = [self.at(c, self.step) for c in self.codecs] if self.at else self.codecs
+        self.step += 1
+        payloads = []
+        for codec, memory, vector in zip(codecs, self.memories, vectors, strict=True):
+            memory.codec = codec  # type: ignore[assignment]
+            payloads.append(
+                memory.encode("tensor", vector) if self.feedback else codec.encode(vector)
+            )
+        gathered = np.concatenate([on_wire(payload.buffer) for payload in payloads])
+        bare = payloads[0].nbytes - HEADER_BYTES
+        self._gathered(gathered.size // len(vectors) if self.headers else bare, len(vectors))
+        return mean_of_gathered(codecs[0], gathered, len(vectors), vectors[0].size)
+
+
+class Shared(Exchange):
+    """One tensor of the shared exchange: words that are summed rank by rank, in one or two rounds.
+
+    Parameters
+    ----------
+    sessions : one SharedExchange per rank, for all tensors of the net together
+    name, shape : of this tensor
+
+    Its dense steps, which show the ranks the same mean gradients, are counted like all others.
+    """
+
+    def __init__(
+        self, sessions: Sequence[SharedExchange], name: str, shape: tuple[int, ...]
+    ) -> None:
+        self.sessions, self.name, self.shape = list(sessions), name, shape
+
+    def mean(self, vectors: Sequence[Floats]) -> Floats:
+        ranks = len(vectors)
+        dense = [session.dense(self.name, self.shape) for session in self.sessions]
+        pairs = list(zip(self.sessions, vectors, strict=True))
+        if dense[0]:
+            total = sum_in_order([session.whole(self.name, vector) for session, vector in pairs])
+            self._reduced(total.nbytes, ranks)
+            mean: Floats = total / np.float32(ranks)
+            for session in self.sessions:
+                session.learn(self.name, mean)
+            return mean
+        running = [
+            session.exchange(self.name, vector, ranks=ranks, rank=rank)
+            for rank, (session, vector) in enumerate(pairs)
+        ]
+        words = [next(rounds) for rounds in running]
+        while True:
+            total = sum_in_order(words)
+            self._reduced(total.nbytes, ranks)
+            words, means = [], []
+            with _factored_once():
+                for rounds in running:
+                    try:
+                        words.append(rounds.send(total))
+                    except StopIteration as end:
+                        means.append(end.value)
+            if means:
+                return means[0]
+
+
+class PowerSGD(Exchange):
+    """PowerSGD as its authors ship it: two all-reduces of float32 factors, warm start, memory.
+
+    Everything in it is linear in the ranks' gradients, so it works on their mean: the mean of the
+    memories is all that matters, and it follows from the mean gradient.
+    """
+
+    def __init__(self, shape: tuple[int, int], *, rank: int) -> None:
+        self.shape, self.rank = shape, min(rank, *shape)
+        self.memory = np.zeros(shape[0] * shape[1], np.float32)
+        self.factor: Floats | None = None
+
+    def mean(self, vectors: Sequence[Floats]) -> Floats:
+        vector = sum_in_order(vectors) / np.float32(len(vectors)) + self.memory
+        mean, self.factor = powersgd_allreduce([vector], self.shape, self.rank, self.factor)
+        self.memory = vector - mean
+        self._reduced(4 * self.rank * sum(self.shape), len(vectors))
+        return mean
+
+
+def exchange_gradients(
+    net: nn.Module, gradients: Sequence[Sequence[Floats]], exchanges: Mapping[str, Exchange]
+) -> None:
+    """Make the ranks' mean the gradient of every parameter of the net."""
+    for index, (name, parameter) in enumerate(net.named_parameters()):
+        mean = exchanges[name].mean([of_rank[index] for of_rank in gradients])
+        parameter.grad = torch.from_numpy(mean).to(parameter.dtype).view(parameter.shape)
+
+
+@contextmanager
+def _factored_once() -> Iterator[None]:
+    """Let ranks that factor the same sums take the result of the first one.
+
+    Real ranks work side by side; here they would do the same work one after the other.
+    """
+
+    def once(function: Callable[..., Any]) -> Callable[..., Any]:
+        known: list[Any] = []
+
+        def call(matrix: npt.NDArray[Any], **settings: Any) -> Any:
+            if not known or known[1] != settings or not np.array_equal(known[0], matrix):
+                known[:] = matrix.copy(), settings, function(matrix, **settings)
+            return known[2]
+
+        return call
+
+    qr, svd = np.linalg.qr, np.linalg.svd
+    np.linalg.qr, np.linalg.svd = once(qr), once(svd)
+    try:
+        yield
+    finally:
+        np.linalg.qr, np.linalg.svd = qr, svd
+
+
+def sum_in_order(vectors: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """The sum, rank by rank, in the vectors' own precision."""
+    total = vectors[0].copy()
+    with np.errstate(over="ignore"):  # float16 has it; Inf is what the ranks would get
+        for vector in vectors[1:]:
+            total += vector
+    return total

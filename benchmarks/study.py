@@ -1,0 +1,231 @@
+"""Which method loses least accuracy at equal received bytes? Eight ranks, two nets, three seeds.
+
+    python benchmarks/study.py            what is missing of the whole study, hours on two cores
+    python benchmarks/study.py --quick    one short run of most methods: does it all run?
+
+Every rank's gradient and every payload is real; the ranks are simulated (benchmarks/simulated.py).
+A finished run is saved at once and not done again, so the study may be stopped and started at
+will. The whole study also writes its tables into docs/accuracy.md and draws docs/study.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import _study_report as report
+import numpy as np
+import torch
+from _study_methods import BUILD, DENSE, Shapes, build, matrix
+from accuracy import load, save
+from machine import commit, machine
+from nets import NETS, fashion_mnist
+from simulated import SMALLEST, Exchange, Plain, exchange_gradients, rank_gradients
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks/results/study.json"
+RANKS, BATCH = 8, 8  # images per rank and step
+# Chosen on plain runs only, by the loss at the end of a run and by seed 3, which is not studied.
+RATES = {("cnn", "sgd"): 0.05, ("cnn", "adam"): 2e-3, ("transformer", "adam"): 4e-3}
+STEPS = {"cnn": 1500, "transformer": 1500}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run is; two runs with equal fields give equal results."""
+
+    net: str
+    optimizer: str
+    method: str
+    ratio_asked: float | None
+    seed: int
+    steps: int
+    rate: float
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """Linear up over a thirtieth of the run, then down to zero along a cosine; the peak is 1."""
+    warm = max(1, steps // 30)
+    if step < warm:
+        return (step + 1) / warm
+    return 0.5 * (1 + math.cos(math.pi * (step - warm) / (steps - warm)))
+
+
+def compressed(net: torch.nn.Module) -> Shapes:
+    """The tensors that are compressed; the others travel plain with every method."""
+    sizes = {name: tuple(p.shape) for name, p in net.named_parameters()}
+    return {name: shape for name, shape in sizes.items() if math.prod(shape) >= SMALLEST}
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Do one run and return it as a flat row."""
+    torch.set_num_threads(1)
+    torch.manual_seed(run.seed)
+    net = NETS[run.net]().to(memory_format=torch.channels_last)
+    momentum = 0.0 if run.method == "dgc" else 0.9  # DGC has it in its codec
+    optimizer: torch.optim.Optimizer
+    if run.optimizer == "sgd":
+        optimizer = torch.optim.SGD(net.parameters(), lr=run.rate, momentum=momentum)
+    else:
+        optimizer = torch.optim.Adam(net.parameters(), lr=run.rate)
+    shapes = compressed(net)
+    exchanges = build(run.method, shapes, RANKS, run.ratio_asked, run.steps)
+    plain: dict[str, Exchange] = {name: Plain() for name in shapes}
+    small: dict[str, Exchange] = {
+        name: Plain() for name, _ in net.named_parameters() if name not in shapes
+    }
+    images, labels = fashion_mnist("train")
+    shuffle = torch.Generator().manual_seed(run.seed)
+    order = torch.empty(0, dtype=torch.long)
+    losses = []
+    start = time.process_time()
+    for step in range(run.steps):
+        if len(order) < RANKS * BATCH:
+            order = torch.randperm(len(images), generator=shuffle)
+        rows, order = order[: RANKS * BATCH], order[RANKS * BATCH :]
+        x = images[rows].view(RANKS, BATCH, *images.shape[1:])
+        gradients, loss = rank_gradients(net, x, labels[rows].view(RANKS, BATCH))
+        losses.append(loss)
+        if not math.isfinite(loss):
+            break
+        if step == DENSE:
+            for exchange in exchanges.values():
+                exchange.sent = exchange.received = 0.0
+        # The shared exchange makes its dense steps itself: it learns from them.
+        dense = step < DENSE and BUILD[run.method][0] != "shared"
+        exchange_gradients(net, gradients, (plain if dense else exchanges) | small)
+        for group in optimizer.param_groups:
+            group["lr"] = run.rate * learning_rate(step, run.steps)
+        optimizer.step()
+    seconds = time.process_time() - start
+    test_images, test_labels = fashion_mnist("t10k")
+    with torch.inference_mode():
+        answers = torch.cat([net(part).argmax(1) for part in test_images.split(500)])
+    received, sent = (sum(getattr(e, k) for e in exchanges.values()) for k in ("received", "sent"))
+    taken = sum(map(math.isfinite, losses))
+    share = (taken - DENSE) / taken
+    others = sum(e.received for e in small.values()) * share
+    elements = sum(math.prod(s) for s in shapes.values()) * (taken - DENSE)
+    dense_received = 8 * (RANKS - 1) / RANKS * elements
+    end = np.mean(losses[-(run.steps // 10) :])
+    return asdict(run) | {
+        "exchange": BUILD[run.method][0],
+        "ratio_received": round(dense_received / received, 2),
+        "ratio_sent": round(4 * elements / sent, 2),
+        "ratio_with_small": round((dense_received + others) / (received + others), 2),
+        "accuracy": round(100 * (answers == test_labels).double().mean().item(), 2),
+        "train_loss": round(float(end), 4) if math.isfinite(end) else None,  # None: diverged
+        "seconds": round(seconds, 1),  # of one core
+    }
+
+
+def powersgd_ratio(net: str, rank: int) -> float:
+    """What PowerSGD of this rank comes out with, for ours to be set to the same bytes."""
+    shapes = compressed(NETS[net]())
+    factors = sum(min(rank, *matrix(s)) * sum(matrix(s)) for s in shapes.values())
+    return round(sum(map(math.prod, shapes.values())) / factors, 2)
+
+
+def plan(seeds: Sequence[int], steps: int | None) -> list[Run]:
+    """All runs: seed by seed the headline of two panels; what has one seed follows the first."""
+    runs: list[Run] = []
+
+    def add(
+        net: str, optimizer: str, seed: int, methods: Sequence[tuple[str, float | None]]
+    ) -> None:
+        rate = RATES[net, optimizer]
+        for method, ratio in methods:
+            if method != "dgc" or optimizer == "sgd":  # its momentum is that of SGD
+                runs.append(Run(net, optimizer, method, ratio, seed, steps or STEPS[net], rate))
+
+    main = (("cnn", "sgd"), ("transformer", "adam"))
+    for seed in seeds:
+        for net, optimizer in main:
+            add(net, optimizer, seed, headline(net))
+        if seed == seeds[0]:
+            for net, optimizer in reversed(main):
+                add(net, optimizer, seed, MEMORY)
+    for net, optimizer in main:
+        add(net, optimizer, seeds[0], OTHERS)
+    add("cnn", "adam", seeds[0], headline("cnn") + MEMORY)
+    return runs
+
+
+def headline(net: str) -> list[tuple[str, float | None]]:
+    """Ours at the ratios aimed at and beside each rank of PowerSGD; the strongest rivals."""
+    pairs: list[tuple[str, float | None]] = [("plain", None), ("auto", 50.0), ("auto", 150.0)]
+    for rank in (1, 2, 4):
+        ratio = powersgd_ratio(net, rank)
+        pairs.append((f"powersgd {rank}", None))
+        if abs(ratio - 50) > 1:  # else the run at 50 is beside it already
+            pairs.append(("auto", ratio))
+    return pairs + [(name, ratio) for name in ("top-k", "demo") for ratio in (50.0, 150.0)]
+
+
+MEMORY: list[tuple[str, float | None]] = [
+    (name, ratio) for ratio in (50.0, 150.0) for name in ("auto, memory x 0.9", "auto, no memory")
+]
+OTHERS: list[tuple[str, float | None]] = [
+    ("auto gather", 50.0),
+    ("auto gather", 150.0),
+    ("sparseloco", 50.0),
+    ("sparseloco", 150.0),
+    ("dgc", None),
+    ("qsgd", None),
+    ("terngrad", None),
+    ("paper", None),
+    ("fp16", None),
+]
+QUICK = ("plain", "auto", "powersgd 1", "top-k", "qsgd", "auto gather")
+
+
+def main() -> None:
+    """Do the runs that are missing, then write what they say."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="rows go there and are continued there")
+    parser.add_argument("--quick", action="store_true", help="few methods, few steps")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
+    parser.add_argument("--png", type=Path, help="picture of all rows there are")
+    args = parser.parse_args()
+    path = args.json or (ROOT / "benchmarks/out/study.json" if args.quick else RESULTS)
+    runs = plan([0], 40) if args.quick else plan(args.seeds, None)
+    if args.quick:
+        runs = [r for r in runs if r.method in QUICK and r.ratio_asked in (None, 50.0)]
+    rows = [] if args.quick else load(path)
+    fields = tuple(asdict(runs[0]))
+    done = {tuple(row[field] for field in fields) for row in rows}
+    missing = [run for run in runs if tuple(asdict(run).values()) not in done]
+    about = {"commit": commit(), "machine": machine()}
+    print(f"{len(missing)} of {len(runs)} runs are missing", flush=True)
+    # Without these a buffer of a few hundred kilobytes is returned to the system at every step and
+    # comes back page by page: half of a step's time. The C library reads them as a process starts.
+    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_"):
+        os.environ[name] = "1000000000" if name != "MALLOC_TOP_PAD_" else "200000000"
+    with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
+        for row in pool.imap_unordered(train, missing):
+            rows.append(row | about)
+            save(path, rows)
+            told = [str(row[f]) for f in (*fields[:5], "ratio_received", "accuracy", "train_loss")]
+            print(" ".join(told), f"({row['seconds']} s)", flush=True)
+    text = report.text(rows)
+    print(f"\n{text}\n\nrows: {path}")
+    if path == RESULTS:
+        report.picture(rows, ROOT / "docs/study.png")
+        report.put_into(ROOT / "docs/accuracy.md", f"![{report.CAPTION}](study.png)\n\n{text}")
+    elif args.png:
+        report.picture(rows, args.png)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("\nstopped; the same command does what is missing") from None

@@ -1,0 +1,89 @@
+"""One rank of two: train under real Horovod, then again with both ranks simulated; compare bits.
+
+Prints "ok EXCHANGE" on every rank, or fails with an assertion.
+"""
+
+import sys
+from pathlib import Path
+
+import horovod.torch as hvd
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
+
+from nets import NETS
+from simulated import SMALLEST, Gather, Plain, Shared, exchange_gradients, rank_gradients
+
+import sn_compress
+from sn_compress import FFTCompression
+from sn_compress.exchange import session
+
+RANKS, BATCH, STEPS = 2, 4, 8
+WAYS = {
+    "gather": {"theta": 0.98},
+    # Two steps dense at the start and one at the seventh; the others send factors.
+    "shared": {"exchange": "shared", "ratio": 30.0, "warmup": 2, "every": 5},
+}
+
+
+def new(seed=0):
+    torch.manual_seed(seed)
+    net = NETS["cnn"]()
+    return net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+
+
+def batches():
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(STEPS):
+        yield (
+            torch.randn(RANKS, BATCH, 1, 28, 28, generator=generator),
+            torch.randint(0, 10, (RANKS, BATCH), generator=generator),
+        )
+
+
+def real(way):
+    net, optimizer = new()
+    optimizer = hvd.DistributedOptimizer(
+        optimizer,
+        named_parameters=net.named_parameters(),
+        compression=FFTCompression.using(**WAYS[way]),
+    )
+    for images, labels in batches():
+        optimizer.zero_grad()
+        x, y = images[hvd.rank()], labels[hvd.rank()]
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    return net
+
+
+def exchange_of(way, sessions, name, parameter):
+    if way == "shared":
+        small = parameter.numel() < session.SMALLEST
+        return Plain() if small else Shared(sessions, name, tuple(parameter.shape))
+    codecs = [sn_compress.codec("fft", **WAYS[way], threads=1) for _ in range(RANKS)]
+    return Plain() if parameter.numel() < SMALLEST else Gather(codecs)
+
+
+def simulated(way):
+    net, optimizer = new()
+    settings = FFTCompression.using(**WAYS[way]).settings
+    sessions = [settings.shared() for _ in range(RANKS)]
+    exchanges = {n: exchange_of(way, sessions, n, p) for n, p in net.named_parameters()}
+    for images, labels in batches():
+        gradients, _ = rank_gradients(net, images, labels)
+        exchange_gradients(net, gradients, exchanges)
+        optimizer.step()
+    return net
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    hvd.init()
+    start = dict(new()[0].named_parameters())
+    for way in WAYS:
+        ours = dict(simulated(way).named_parameters())
+        for name, parameter in real(way).named_parameters():
+            assert torch.equal(parameter, ours[name]), f"{way}: {name} differs"
+            assert not torch.equal(parameter, start[name]), f"{way}: {name} did not move"
+        print(f"ok {way}", flush=True)
