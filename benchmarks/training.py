@@ -128,7 +128,7 @@ def train_runs(args: argparse.Namespace, gbit: float) -> list[dict[str, Any]]:
             "codec": "run", "overlap": way in ("plain", "fp16", *OURS), "batch": args.batch,
             "steps": args.train_steps,
             "every": max(args.train_steps // args.looks, 1),
-            "target": TARGETS[name], "ratio": args.ratio,
+            "target": args.target or TARGETS[name], "ratio": args.ratio,
         }
         for name in args.models if name in TRAINED
         for way in args.methods
@@ -144,6 +144,7 @@ def row_of(run: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]
 
         elements = sum(p.numel() for p in NETS[run["model"]]().parameters())
     first = results[0]
+    idle = [r["idle_bytes_per_s"] for r in results if "idle_bytes_per_s" in r]
     reported = [r["reported_bytes_per_step"] for r in results if "reported_bytes_per_step" in r]
     return {
         **{key: run[key] for key in _KEYS},
@@ -152,6 +153,7 @@ def row_of(run: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]
         "sent_bytes": round(first["sent_bytes"]),
         "bytes_per_step": round(statistics.fmean(r["bytes_per_step"] for r in results)),
         "reported_bytes_per_step": round(statistics.fmean(reported)) if reported else None,
+        "idle_bytes_per_s": None if not idle else round(statistics.fmean(idle)),
         "step_s": max(r["step_s"] for r in results),
         "accuracy": first.get("accuracy"),
         "target": run.get("target"),
@@ -221,6 +223,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     flags.add_argument("--train-steps", type=int, default=400)
     flags.add_argument("--looks", type=int, default=20, help="times accuracy is taken in training")
     flags.add_argument("--batch", type=int, default=16, help="images per rank in training")
+    flags.add_argument("--target", type=float, help="per cent right that the clock is read at")
     flags.add_argument("--ratio", type=float, default=100.0, help="of the shared exchange")
     flags.add_argument(
         "--compute",

@@ -224,11 +224,15 @@ def test_published_rows_agree_with_their_bytes_and_with_the_model(path):
     rows = training.json.loads(path.read_text())
     assert rows
     for row in rows:
-        if row["reported_bytes_per_step"] is not None and row["model"] in training.REPLAYED:
-            assert row["bytes_per_step"] == pytest.approx(row["reported_bytes_per_step"], rel=0.05)
-        if row["replayed"] and not row["overlap"]:
-            link_s = row["reported_bytes_per_step"] / (row["gbit"] * 1e9 / 8)
+        if not row["replayed"]:
+            continue
+        told, seconds = row["reported_bytes_per_step"], row["step_s"]
+        # Horovod's ranks talk in every cycle of a millisecond, whether there is work or not: up to
+        # 0.2 MB a second.
+        assert told <= row["bytes_per_step"] <= 1.05 * told + 2e5 * seconds
+        if not row["overlap"]:
+            link_s = told / (row["gbit"] * 1e9 / 8)
             # The bucket lets 256 KiB through at once; nothing else can be faster than the link.
-            assert row["step_s"] > 0.99 * (row["compute_s"] + link_s) - 0.1
+            assert seconds > 0.99 * (row["compute_s"] + link_s) - 0.1
             # Above it: codec (a few seconds at most), latencies, and what a busy machine takes.
-            assert row["step_s"] < 1.3 * (row["compute_s"] + link_s) + 3
+            assert seconds < 1.3 * (row["compute_s"] + link_s) + 3
