@@ -45,7 +45,7 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
         axes.set_yticks(range(len(LANES)), [NAMES[lane] for lane in LANES])
         axes.set_ylim(len(LANES) - 0.5, -0.5)
         axes.set_title(
-            f"{run['method']}: {step:.1f} s   ({run['model']}, {run['ranks']} ranks, "
+            f"{run['method']}: {step:.1f} s   ({run['model']}, {run['ranks']} ranks, replayed, "
             f"{run['gbit']:g} Gbit/s, {'beside' if run['overlap'] else 'after'} the backward pass)",
             loc="left",
         )
