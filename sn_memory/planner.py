@@ -3,7 +3,7 @@
 Planners in use bound something else: torch's budget caps the saved bytes as a knapsack, and its
 peak is not even monotone in it; SuperNeurons always goes to the smallest memory. Here each plan is
 scored by the true peak, rebuilds and workspaces included, and comes with a lower bound on the
-seconds of any plan, so that the gap says how much is left to gain. `docs/decisions/0009-planner.md`
+seconds of any plan, so that the gap says how much is left to gain. `docs/decisions/0012-planner.md`
 tells how.
 """
 
