@@ -70,6 +70,7 @@ def run_ranks(
             # A rank whose peer is gone waits on; the peer's end is theirs.
             for process in processes:
                 process.kill()
+            for process in processes:
                 process.wait()
             for log in logs:
                 log.close()

@@ -17,7 +17,7 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
-PREFIX = "snlink"  # of everything made here
+PREFIX = "snbench"  # of everything made here
 _ETC = Path("/etc/netns")
 
 

@@ -100,13 +100,13 @@ def replay_runs(args: argparse.Namespace, gbit: float, folder: Path) -> list[dic
         else:
             compute_s = plain_s(model, args.ranks, gbit) / args.rho
         for way in args.methods:
-            path = folder / f"{name}-{way}.json"
+            path = folder / f"{name}-{way}-{args.ranks}-{args.ratio:g}.json"
             if not path.exists():
                 _say(f"recording {way} on the tensors of {name}")
                 found = scripts_of(model, way, args.ranks, args.ratio)
                 path.write_text(json.dumps([vars(script) for script in found]))
             # A rival's codec here is plain NumPy: that it takes no time is the most it can claim.
-            codecs = ("alone",) if way in _WHOLE else ("alone", "free")
+            codecs = ("alone",) if way in _WHOLE else args.rivals
             runs += [
                 {
                     "model": name, "method": way, "ranks": args.ranks, "gbit": gbit,
@@ -128,7 +128,7 @@ def train_runs(args: argparse.Namespace, gbit: float) -> list[dict[str, Any]]:
             "codec": "run", "overlap": way in ("plain", "fp16", *OURS), "batch": args.batch,
             "steps": args.train_steps,
             "every": max(args.train_steps // args.looks, 1),
-            "target": TARGETS[name], "ratio": args.ratio,
+            "target": args.target or TARGETS[name], "ratio": args.ratio,
         }
         for name in args.models if name in TRAINED
         for way in args.methods
@@ -144,6 +144,7 @@ def row_of(run: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]
 
         elements = sum(p.numel() for p in NETS[run["model"]]().parameters())
     first = results[0]
+    idle = [r["idle_bytes_per_s"] for r in results if "idle_bytes_per_s" in r]
     reported = [r["reported_bytes_per_step"] for r in results if "reported_bytes_per_step" in r]
     return {
         **{key: run[key] for key in _KEYS},
@@ -152,6 +153,7 @@ def row_of(run: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]
         "sent_bytes": round(first["sent_bytes"]),
         "bytes_per_step": round(statistics.fmean(r["bytes_per_step"] for r in results)),
         "reported_bytes_per_step": round(statistics.fmean(reported)) if reported else None,
+        "idle_bytes_per_s": None if not idle else round(statistics.fmean(idle)),
         "step_s": max(r["step_s"] for r in results),
         "accuracy": first.get("accuracy"),
         "target": run.get("target"),
@@ -221,6 +223,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     flags.add_argument("--train-steps", type=int, default=400)
     flags.add_argument("--looks", type=int, default=20, help="times accuracy is taken in training")
     flags.add_argument("--batch", type=int, default=16, help="images per rank in training")
+    flags.add_argument("--target", type=float, help="per cent right that the clock is read at")
     flags.add_argument("--ratio", type=float, default=100.0, help="of the shared exchange")
     flags.add_argument(
         "--compute",
@@ -232,6 +235,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     flags.add_argument(
         "--overlap", nargs="+", type=int, choices=[0, 1], default=[0], help="exchange beside it"
     )
+    flags.add_argument(
+        "--rivals",
+        nargs="+",
+        choices=["alone", "free"],
+        default=["alone", "free"],
+        help="codec of rivals in replayed runs: as measured, or taking no time",
+    )
+    flags.add_argument("--recorded", type=Path, help="folder in which recordings are kept")
     flags.add_argument("--timeout", type=float, default=3600, help="seconds for a rate")
     args = flags.parse_args(argv)
     args.overlap = [bool(value) for value in args.overlap]
@@ -252,9 +263,11 @@ def main(argv: list[str] | None = None) -> None:
         return
     rows: list[dict[str, Any]] = []
     stamps: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as own:
+        folder = args.recorded or Path(own)
+        folder.mkdir(parents=True, exist_ok=True)
         for gbit in args.gbit:
-            runs = replay_runs(args, gbit, Path(folder)) + train_runs(args, gbit)
+            runs = replay_runs(args, gbit, folder) + train_runs(args, gbit)
             try:
                 from rank_jobs import run_ranks
 

@@ -24,6 +24,7 @@ from sn_compress.cost import BACKWARD, wire_bytes
 
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 TESTED = 2000  # images
+IDLE_S = 1.0  # for which is counted what Horovod's ranks say to each other when there is nothing
 
 
 def sent_bytes() -> int:
@@ -71,11 +72,14 @@ def replay(run: dict[str, Any]) -> dict[str, Any]:
         stamps = step()
         seconds.append(time.perf_counter() - start)
     hvd.barrier()
-    steps = run["steps"]
+    after, steps = sent_bytes(), run["steps"]
+    time.sleep(IDLE_S)
+    idle = (sent_bytes() - after) / IDLE_S
     return {
         "step_s": statistics.median(seconds),
         "steps_s": seconds,
-        "bytes_per_step": (sent_bytes() - before) / steps,
+        "bytes_per_step": (after - before) / steps,
+        "idle_bytes_per_s": idle,
         "reported_bytes_per_step": on_wire(travel.sent) / steps,
         "sent_bytes": sum(size for _, size in travel.sent) / steps,
         "stamps": [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -66,7 +67,9 @@ def _predict(args: argparse.Namespace) -> int:
     settings = Settings().changed(exchange="shared", ratio=args.ratio)
     rates = FREE
     if args.codec == "measure":
-        rates = measure_rates(settings, say=lambda text: sys.stderr.write(f"{text}\n"))
+        rates = measure_rates(
+            settings, clock=time.process_time, say=lambda text: sys.stderr.write(f"{text}\n")
+        )
 
     def at(ranks: int) -> Prediction:
         link = Link.of_gbit(args.gbit, latency_s=args.latency_us * 1e-6)

@@ -21,6 +21,7 @@ from .codecs.lowrank import matrix_shape
 from .cost import Link, Method, Route, Step, break_even, choose, step
 from .errors import CompressError
 from .exchange.allocate import MOST, Curve, allocate, words_of
+from .exchange.gather import wire_bytes
 from .layers import Layer
 from .measure import FREE, Rates
 from .settings import Settings
@@ -132,7 +133,7 @@ def routes_of(
             routes.append(Route("plain", "allreduce", (4 * n,), (0.0, 0.0)))
             continue
         after = n * (rates.decode_s + ranks * rates.add_s)
-        size = codec.payload_bytes(n) + _TOKEN_BYTES
+        size = wire_bytes(codec.payload_bytes(n)) + _TOKEN_BYTES
         routes.append(Route("gather", "allgather", (size,), (n * rates.encode_s, after)))
     return routes
 

@@ -124,6 +124,13 @@ class SharedExchange:
             if tensor.summable is not None:
                 tensor.summable.undoable = True
 
+    def release(self, name: str) -> Floats:
+        """What was not sent of a tensor yet, [n], which now travels elsewhere; it begins anew."""
+        residual = self.residual(name) * np.float32(self.decay)
+        tensor = self._next(name)
+        tensor.summable = None
+        return residual
+
     def lost(self, name: str) -> tuple[float, float]:
         """Squared norms of what the last step held, memory included, and of what is left of it."""
         last = self.tensors[name].summable

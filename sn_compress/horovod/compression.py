@@ -57,6 +57,8 @@ class FFTCompression:
     min_elements : tensors below this size are not compressed, or, shared, only to 16 bits
         (default 1024)
     threads : threads of the codec; by default as many as the framework uses
+    tune : measure link and codec in the first steps, and go on as plain Horovod unless a step is
+        faster with compression (default False; torch only). docs/cost.md says how
 
     What it does not compress travels as with plain Horovod: sparse gradients (unless
     sparse_as_dense), float64 and integer tensors. What it cannot do it refuses: Adasum,
