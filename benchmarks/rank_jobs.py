@@ -75,6 +75,7 @@ def run_ranks(
             for log in logs:
                 log.close()
             server.stop()
+            server._httpd.server_close()  # stop() leaves the socket open
 
 
 def _follow(

@@ -205,7 +205,8 @@ class Summable(ABC):
         self._before = {} if result is None else before
         if result is None:
             return np.full(self.n, np.nan, np.float32)
-        self.energy, self.error = float(vector @ vector), float(self.memory @ self.memory)
+        with _quiet():
+            self.energy, self.error = float(vector @ vector), float(self.memory @ self.memory)
         return result
 
     def undo(self) -> None:

@@ -214,9 +214,9 @@ def test_real_ranks_send_the_bytes_they_report(namespaces, tmp_path):
     assert plain["reported_bytes_per_step"] == 4 * 1_001_000
     for results in (found[0], found[2]):
         for rank in results:
-            assert rank["bytes_per_step"] == pytest.approx(
-                rank["reported_bytes_per_step"], rel=0.05
-            )
+            told = rank["reported_bytes_per_step"]
+            # As of published rows: ranks talk in every cycle, up to 0.2 MB a second.
+            assert told <= rank["bytes_per_step"] <= 1.05 * told + 2e5 * rank["step_s"]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks/results").glob("training*.json")))

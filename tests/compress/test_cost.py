@@ -107,9 +107,8 @@ def test_large_tensors_are_fused_into_several_collectives():
 
 @given(options(), links, st.integers(2, 64), st.floats(0, 1))
 @settings(max_examples=60, deadline=None)
-def test_overlap_never_makes_a_step_longer_and_no_step_beats_its_parts(
-    routes, link, ranks, compute
-):
+def test_no_step_beats_its_parts_or_exceeds_their_sum(routes, link, ranks, compute):
+    """Overlap may even lengthen a step a little: what is ready first goes first, as in Horovod."""
     for rows in routes.values():
         alone, beside = (
             step(rows, ranks=ranks, link=link, compute_s=compute, overlap=overlap)
@@ -117,10 +116,10 @@ def test_overlap_never_makes_a_step_longer_and_no_step_beats_its_parts(
         )
         # One rounding of each sum.
         slack = 1 + 1e-9
-        assert beside.seconds <= alone.seconds * slack
-        assert alone.seconds <= (compute + alone.codec_s + alone.exchange_s) * slack
-        for parts in (compute, beside.codec_s, beside.exchange_s):
-            assert beside.seconds * slack >= parts
+        for found in (alone, beside):
+            assert found.seconds <= (compute + found.codec_s + found.exchange_s) * slack
+            for part in (compute, found.codec_s, found.exchange_s):
+                assert found.seconds * slack >= part
 
 
 @given(options(), links, st.integers(2, 64), st.floats(0, 1))
