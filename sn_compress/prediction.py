@@ -4,7 +4,7 @@
     >>> from sn_compress.layers import layers
     >>> result = predict(layers("resnet50"), ranks=64, link=Link.of_gbit(10))
     >>> result.row("plain").ratio, round(result.row("shared").ratio)
-    (1.0, 82)
+    (1.0, 100)
 
 Sizes are those that the codecs and the exchange really send; seconds are the model of `cost.py`.
 """
