@@ -30,9 +30,8 @@ class Tensor:
 
     shape: tuple[int, ...]
     step: int = 0  # that the next gradient belongs to
-    curve: Curve | None = None
-    rows: Curve | None = None  # what rows would catch, until one of the two is chosen
-    mean: Floats | None = None  # of the last dense step, to start from
+    curve: Curve | None = None  # by which its size was chosen
+    mean: Floats | None = None  # of the last dense step, until then
     summable: Summable | None = None
     size: int = 0
     before: dict[str, Any] | None = None  # the fields above, before the last step
@@ -93,10 +92,7 @@ class SharedExchange:
         mean = np.asarray(mean).astype(np.float32).reshape(-1)
         if not np.isfinite(mean).all():
             return
-        large = mean.size >= self.min_elements
-        shape = tensor.shape if large else (mean.size,)
-        tensor.curve, tensor.mean = Curve.of(mean, shape), mean
-        tensor.rows = None if tensor.curve.flat else Curve.of_rows(mean, shape)
+        tensor.mean = mean
         tensor.summable = None
 
     def exchange(
@@ -159,12 +155,15 @@ class SharedExchange:
         curves = {}
         for name, t in new.items():
             n = math.prod(t.shape)
-            curves[name] = t.curve or Curve.of(np.zeros(n, np.float32), t.shape)
-            if rows and t.rows is not None:
-                curves[name] = better(curves[name], t.rows, n / self.ratio, ranks)
+            mean = np.zeros(n, np.float32) if t.mean is None else t.mean
+            shape = t.shape if n >= self.min_elements else (n,)
+            curves[name] = Curve.of(mean, shape)
+            if rows and not curves[name].flat and t.mean is not None:
+                by_rows = Curve.of_rows(mean, shape)
+                curves[name] = better(curves[name], by_rows, n / self.ratio, ranks)
         chosen = allocate(curves, int(elements / self.ratio), ranks)
         for name, tensor in new.items():
-            tensor.curve, tensor.rows, tensor.size = curves[name], None, chosen[name]
+            tensor.curve, tensor.size = curves[name], chosen[name]
             tensor.summable = self._summable(tensor, start=tensor.mean)
             tensor.mean = None
 
@@ -250,9 +249,6 @@ class SharedExchange:
             sides = tuple(int(size) for size in entry["sides"])
             shares = np.array(entry["shares"], np.float64)
             tensor.curve = Curve(sides, shares, bool(entry["sparse"]))
-            if "rows" in entry:
-                rows = np.array(entry["rows"], np.float64)
-                tensor.rows = Curve(sides, rows, sparse=True)
         if "mean" in entry:
             tensor.mean = np.array(entry["mean"], np.float32)
         if "summable" in entry:
@@ -267,8 +263,6 @@ def _dump(tensor: Tensor) -> dict[str, Any]:
     if tensor.curve is not None:
         entry["sides"], entry["shares"] = list(tensor.curve.shape), tensor.curve.shares.copy()
         entry["sparse"] = tensor.curve.sparse
-    if tensor.rows is not None:
-        entry["rows"] = tensor.rows.shares.copy()
     if tensor.mean is not None:
         entry["mean"] = tensor.mean.copy()
     if tensor.summable is not None:

@@ -29,6 +29,7 @@ import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from ..errors import CompressError
+from ..exchange.gather import wire_bytes
 from ..exchange.session import SMALLEST
 from ..settings import Settings
 from .traced import NO_VARIABLE, Traced
@@ -298,7 +299,7 @@ def _send(tensor: Any, call: Call, memory: Memory, shared: bool) -> tuple[Any, A
 
 def _gather(way: OnItsWay, values: Any) -> Gathering:
     payload = way.python(way.memory.encode, [values], tf.uint8)
-    payload.set_shape([way.memory.codec.payload_bytes(values.shape[0])])
+    payload.set_shape([wire_bytes(way.memory.codec.payload_bytes(values.shape[0]))])
     gathered = hvd.allgather(
         tf.identity(payload, name=f"{way.mark}_payload"),
         name=way.name("payload"),

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from ..contract import Bytes, Floats
 from ..errors import CompressError, PayloadError
 from ..exchange.digits import Words
-from ..exchange.gather import mean_of_gathered
+from ..exchange.gather import mean_of_gathered, on_wire, wire_bytes
 from ..exchange.session import SharedExchange
 from ..exchange.shared import Rounds
 from ..feedback import ErrorFeedback
@@ -98,13 +98,15 @@ class Traced:
         else:
             payload = self.feedback.encode(key, values)
         with self._lock:
-            saturated = self.traffic.payload(key, values.size, payload, extra=0)
+            saturated = self.traffic.payload(
+                key, values.size, payload, extra=wire_bytes(payload.nbytes) - payload.nbytes
+            )
         if saturated:
             _log.warning(
                 "%s: values beyond the fixed window were clipped; see `saturated` in the report",
                 key,
             )
-        return payload.buffer
+        return on_wire(payload.buffer)
 
     def mean(self, gathered: Bytes, *, ranks: int, n: int, factor: float) -> Floats:
         """The mean of the gathered payloads times a factor, [n] float32."""
