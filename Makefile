@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CONSTRAIN := $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
-CSRC := $(wildcard csrc/compress/*)
+CSRC := $(wildcard csrc/compress/* csrc/memory/*)
 HOROVOD_SCRIPTS := scripts/build_horovod.py $(wildcard scripts/horovod_*.py)
 
 .DELETE_ON_ERROR:
@@ -61,7 +61,7 @@ data: $(STAMPS)/venv
 
 # .cache holds the built Horovod and the data set: both are slow to get and valid in any .venv.
 clean:
-	rm -rf $(VENV) build dist *.egg-info sn_compress/*.so sn_compress/_core_missing.txt
+	rm -rf $(VENV) build dist *.egg-info sn_*/*.so sn_*/_core_missing.txt
 	rm -rf benchmarks/out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(STAMPS)/venv:
@@ -83,7 +83,7 @@ $(STAMPS)/packages: $(STAMPS)/frameworks pyproject.toml $(wildcard $(CONSTRAINTS
 	touch $@
 
 # Again when the C++ changes; the folder is listed too, so that a removed file counts.
-$(STAMPS)/extension: $(STAMPS)/packages setup.py csrc/compress $(CSRC)
+$(STAMPS)/extension: $(STAMPS)/packages setup.py csrc/compress csrc/memory $(CSRC)
 	$(PIP) install --quiet --no-build-isolation --no-deps --editable .
 	touch $@
 

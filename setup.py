@@ -1,8 +1,8 @@
-"""The part of the packaging that needs code: the C++ extension and the sources it ships.
+"""The part of the packaging that needs code: the C++ extensions and the sources they ship.
 
-The C++ back end is an accelerator with NumPy twins, so an install without a working compiler must
-succeed. pip hides what a build prints; the reason is therefore also left in the package, in
-`sn_compress/_core_missing.txt`, for `sn_compress.backends()` to show.
+The C++ back ends are accelerators with Python twins, so an install without a working compiler must
+succeed. pip hides what a build prints; the reason is therefore also left in each package, in
+`_core_missing.txt`, for `sn_compress.backends()` and `sn_memory/_native.py` to show.
 """
 
 from __future__ import annotations
@@ -16,11 +16,19 @@ from setuptools.errors import BaseError, CCompilerError, CompileError
 
 ROOT = Path(__file__).resolve().parent
 CSRC = Path("csrc", "compress")
+CSRC_MEMORY = Path("csrc", "memory")
 
 
-def sources(pattern: str) -> list[str]:
-    """Return files of csrc/compress, relative to the project as setuptools wants them."""
-    return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / CSRC).glob(pattern))
+def sources(pattern: str, folder: Path = CSRC) -> list[str]:
+    """Return files of a folder of csrc, relative to the project as setuptools wants them."""
+    return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / folder).glob(pattern))
+
+
+# What is slower without each extension.
+LOST = {
+    "sn_compress._core": "encoding and decoding on the CPU are several times slower",
+    "sn_memory._core": "packing buffers into an arena is some hundred times slower",
+}
 
 
 class OptionalBuildExt(build_ext):
@@ -35,8 +43,7 @@ class OptionalBuildExt(build_ext):
         except (BaseError, CCompilerError, CompileError) as error:
             text = (
                 f"The C++ back end {ext.name} was not built: {error}\n"
-                "Everything works without it, on NumPy and SciPy, but encoding and decoding on "
-                "the CPU are several times slower.\n"
+                f"Everything works without it, in Python, but {LOST[ext.name]}.\n"
                 "To get it: install a C++17 compiler (Debian: apt-get install g++ python3-dev) "
                 "and install again; `pip install -v` shows the compiler's own words.\n"
             )
@@ -47,32 +54,35 @@ class OptionalBuildExt(build_ext):
             raise
 
 
-def extensions() -> list[Extension]:
-    """Return the extension, or nothing where there is no source yet."""
-    files = sources("*.cpp")
+# Bytes must not depend on the machine that compiled: no -ffast-math, no -march, no contraction into
+# fused multiply-adds. The two -fno flags give up only errno and floating-point traps, which nothing
+# here reads, and let loops be vectorised.
+COMPILE = [
+    "-std=c++17",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+    "-pthread",
+    "-Wall",
+    "-Wextra",
+]
+
+
+def extension(name: str, folder: Path) -> list[Extension]:
+    """Return the extension of a folder, or nothing where there is no source yet."""
+    files = sources("*.cpp", folder)
     if not files:
         return []
     return [
         Extension(
-            "sn_compress._core",
+            name,
             sources=files,
-            depends=sources("*.h") + sources("*.hpp"),
+            depends=sources("*.h", folder) + sources("*.hpp", folder),
             language="c++",
             optional=True,
-            # Bytes must not depend on the machine that compiled: no -ffast-math, no -march, no
-            # contraction into fused multiply-adds. The two -fno flags give up only errno and
-            # floating-point traps, which nothing here reads, and let loops be vectorised.
-            extra_compile_args=[
-                "-std=c++17",
-                "-O3",
-                "-ffp-contract=off",
-                "-fno-math-errno",
-                "-fno-trapping-math",
-                "-fvisibility=hidden",
-                "-pthread",
-                "-Wall",
-                "-Wextra",
-            ],
+            extra_compile_args=COMPILE,
             extra_link_args=["-pthread"],
         )
     ]
@@ -92,10 +102,14 @@ def main() -> None:
         package_dir=package_dir,
         package_data={
             "sn_compress": ["py.typed"],
+            "sn_memory": ["py.typed"],
             "sn_compress._csrc": ["*.cu", "*.cuh", "*.cpp", "*.h", "*.hpp"],
         },
         include_package_data=False,
-        ext_modules=extensions(),
+        ext_modules=[
+            *extension("sn_compress._core", CSRC),
+            *extension("sn_memory._core", CSRC_MEMORY),
+        ],
         cmdclass={"build_ext": OptionalBuildExt},
     )
 

@@ -41,14 +41,14 @@ def convolutional() -> nn.Module:
 class Transformer(nn.Module):
     """Reads an image as 28 rows: each is projected, and looked up by a hash of its bright pixels.
 
-    Two layers, width 64; the hash table of 1,024 rows gives the sparse gradients of an embedding.
+    Two layers, width 64; the hash table of 2**bits rows gives the sparse gradients of an embedding.
     """
 
-    def __init__(self, width: int = 64, layers: int = 2, table: int = 1024) -> None:
+    def __init__(self, width: int = 64, layers: int = 2, bits: int = 10) -> None:
         super().__init__()
         self.rows = nn.Linear(28, width)
         self.place = nn.Parameter(0.02 * torch.randn(28, width))
-        self.table = nn.Embedding(table, width)
+        self.table = nn.Embedding(2**bits, width)
         layer = nn.TransformerEncoderLayer(
             width,
             nhead=4,
@@ -59,13 +59,13 @@ class Transformer(nn.Module):
         )
         self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.head = nn.Linear(width, 10)
-        planes = torch.randn(28, 10, generator=torch.Generator().manual_seed(0))
+        planes = torch.randn(28, bits, generator=torch.Generator().manual_seed(0))
         self.register_buffer("planes", planes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         rows = images[:, 0]  # [batch, 28, 28]
-        bits = (rows @ self.planes > 0).long()  # [batch, 28, 10], a locality-sensitive hash
-        codes = (bits << torch.arange(10)).sum(-1)
+        bits = (rows @ self.planes > 0).long()  # [batch, 28, bits], a locality-sensitive hash
+        codes = (bits << torch.arange(bits.shape[-1])).sum(-1)
         x = self.rows(rows) + self.place + self.table(codes)
         return self.head(self.layers(x).mean(1))
 

@@ -142,7 +142,10 @@ class Shared(Exchange):
             for session in self.sessions:
                 session.learn(self.name, mean)
             return mean
-        running = [session.exchange(self.name, vector, ranks=ranks) for session, vector in pairs]
+        running = [
+            session.exchange(self.name, vector, ranks=ranks, rank=rank)
+            for rank, (session, vector) in enumerate(pairs)
+        ]
         words = [next(rounds) for rounds in running]
         while True:
             total = sum_in_order(words)

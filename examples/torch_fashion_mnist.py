@@ -1,6 +1,6 @@
 """Fashion-MNIST on any number of ranks: Horovod's usual torch recipe, our lines marked `# <- sn`.
 
-horovodrun -np 2 python examples/torch_fashion_mnist.py --compression fft
+horovodrun -np 2 python examples/torch_fashion_mnist.py --compression auto
 """
 
 import argparse
@@ -24,9 +24,10 @@ URL = "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/
 HELP = "give a folder that holds it with --data, or apt-get install dataset-fashion-mnist"
 
 flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-flags.add_argument("--compression", choices=["none", "fp16", "fft"], default="none")
-flags.add_argument("--theta", type=float, default=0.9, help="fraction of the spectrum dropped")
-flags.add_argument("--block", type=int, default=4096, help="transform length; 0: whole gradient")
+flags.add_argument("--compression", choices=["none", "fp16", "auto", "fft"], default="none")
+flags.add_argument("--ratio", type=float, default=100, help="auto: how many times fewer bytes")
+flags.add_argument("--theta", type=float, default=0.9, help="fft: part of the spectrum dropped")
+flags.add_argument("--block", type=int, default=4096, help="fft: its length; 0: the gradient's")
 flags.add_argument("--epochs", type=int, default=4)
 flags.add_argument("--seed", type=int, default=0)
 flags.add_argument("--limit", type=int, help="use the first LIMIT images, 64 or more a rank")
@@ -62,10 +63,11 @@ conv = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
 conv += [nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
 model = nn.Sequential(*conv, nn.Linear(1568, 512), nn.ReLU(), nn.Dropout(), nn.Linear(512, 10))
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+auto = FFTCompression.using(ratio=args.ratio)  # <- sn
 fft = FFTCompression.using(theta=args.theta, block=args.block or None)  # <- sn
-codec = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16, "fft": fft}[args.compression]
+codecs = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16, "auto": auto, "fft": fft}
 opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
-opt = hvd.DistributedOptimizer(opt, named_parameters=model.named_parameters(), compression=codec)
+opt = hvd.DistributedOptimizer(opt, model.named_parameters(), codecs[args.compression])
 cosine = torch.optim.lr_scheduler.CosineAnnealingLR(opt, args.epochs * steps)
 
 shuffle = torch.Generator().manual_seed(args.seed)  # the same order on all ranks
@@ -74,10 +76,9 @@ for epoch in range(args.epochs):
     order = torch.randperm(len(x), generator=shuffle)[: steps * hvd.size() * 64]
     mine = order.view(steps, hvd.size(), 64)[:, hvd.rank()]
     for rows in tqdm(mine, f"epoch {epoch + 1}/{args.epochs}", disable=hvd.rank() > 0):
-        images, labels = x[rows], y[rows]
         start = time.perf_counter()
         opt.zero_grad()
-        loss = nn.functional.cross_entropy(model(images), labels)
+        loss = nn.functional.cross_entropy(model(x[rows]), y[rows])
         loss.backward()
         opt.step()
         cosine.step()
@@ -91,8 +92,8 @@ for epoch in range(args.epochs):
         print(f"epoch {epoch + 1}: loss {loss:.3f}, test accuracy {seen['accuracy'][-1]:.2f} %")
 if args.history and hvd.rank() == 0:
     values = sum(p.numel() for p in model.parameters())
-    seen["dense_bytes"] = 4 * values
-    seen["payload_bytes"] = values * (2 if args.compression == "fp16" else 4)
-    if args.compression == "fft":  # <- sn
+    half = args.compression == "fp16"
+    seen |= {"dense_bytes": 4 * values, "payload_bytes": values * (2 if half else 4)}
+    if args.compression in ("auto", "fft"):  # <- sn
         seen |= FFTCompression.report(opt)  # <- sn
     Path(args.history).write_text(json.dumps(seen))

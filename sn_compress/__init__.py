@@ -16,13 +16,16 @@ if TYPE_CHECKING:
     from .codecs.registry import presets as presets
     from .contract import Codec as Codec
     from .contract import Payload as Payload
+    from .cost import Link as Link
     from .errors import CompressError as CompressError
     from .errors import MissingExtra as MissingExtra
     from .errors import PayloadError as PayloadError
     from .errors import SaturationWarning as SaturationWarning
     from .feedback import ErrorFeedback as ErrorFeedback
     from .horovod import FFTCompression as FFTCompression
+    from .measure import measure_rates as measure_rates
     from .ops.quantize import RangeFloat as RangeFloat
+    from .prediction import predict as predict
 
 __version__ = "0.1.0"
 
@@ -32,6 +35,7 @@ _HOME = {
     "ErrorFeedback": ".feedback",
     "FFTCodec": ".codecs.fft",
     "FFTCompression": ".horovod",
+    "Link": ".cost",
     "MissingExtra": ".errors",
     "Payload": ".contract",
     "PayloadError": ".errors",
@@ -39,6 +43,8 @@ _HOME = {
     "SaturationWarning": ".errors",
     "backends": "._backends",
     "codec": ".codecs.registry",
+    "measure_rates": ".measure",
+    "predict": ".prediction",
     "presets": ".codecs.registry",
 }
 __all__ = sorted(_HOME)

@@ -96,6 +96,7 @@ class FFTState:
         **settings: Any,
     ) -> None:
         self.settings = Settings().changed(mode=mode, **settings)
+        self.settings.refuse_tuning("torch's DistributedDataParallel")
         self.codec = self.settings.codec(torch.get_num_threads())
         self.feedback = ErrorFeedback(self.codec, decay=self.settings.decay)
         self.process_group = process_group
@@ -119,6 +120,11 @@ class FFTState:
     def ranks(self) -> int:
         """How many take part."""
         return dist.get_world_size(self.process_group)
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank among them."""
+        return dist.get_rank(self.process_group)
 
     def report(self) -> dict[str, float]:
         """What this rank sent so far; see FFTCompression.report."""
@@ -244,7 +250,7 @@ class FFTState:
         if summable is not None and not values.any():  # as in _encode_on_host
             self._held[part.name] = summable.memory
             summable.memory = np.zeros_like(summable.memory)
-        return self.shared.exchange(part.name, values, ranks=self.ranks)
+        return self.shared.exchange(part.name, values, ranks=self.ranks, rank=self.rank)
 
     def _memory_put_back(self, name: str) -> None:
         summable = self.shared.tensors[name].summable

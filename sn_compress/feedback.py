@@ -153,6 +153,14 @@ class ErrorFeedback:
         for name, residual in residuals.items():
             self._set(name, residual.size, residual)
 
+    def release(self, name: str) -> npt.NDArray[np.float32]:
+        """The memory of `name` times decay, [n] float32, which now travels elsewhere."""
+        residual = self.residual(name) * np.float32(self.decay)
+        n, memory = self._memory.pop(name)
+        if self.undoable:
+            self._before[name] = n, memory
+        return residual
+
     def forget(self, name: str) -> None:
         """Drop the memory and the codec of `name`; no error if there are none."""
         self._memory.pop(name, None)

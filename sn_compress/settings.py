@@ -33,6 +33,7 @@ class Settings:
     ratio: float = 100.0
     warmup: int = 10
     every: int = 2000
+    tune: bool = False
 
     def changed(self, *, mode: Literal["paper"] | None = None, **changes: Any) -> Settings:
         """These settings with changes; CompressError names what is unknown or not legal."""
@@ -76,6 +77,14 @@ class Settings:
             return asked
         return fitting[0] if fitting else self.exchange
 
+    def refuse_tuning(self, where: str) -> None:
+        """Raise CompressError where tune=True would have no effect."""
+        if self.tune:
+            raise CompressError(
+                f"tune=True has no effect with {where}; it is for optimizers of Horovod's torch. "
+                "Leave it out, and ask sn_compress.predict whether compression pays."
+            )
+
     def schedule(self) -> Schedule:
         """Theta over time, for one optimizer: a schedule may learn."""
         return Constant(self.theta) if isinstance(self.theta, float | int) else deepcopy(self.theta)
@@ -97,4 +106,4 @@ class Settings:
 
 _SHARED_ONLY = {"ratio", "warmup", "every"}
 _SHARED = {"ratio", "warmup", "every", "min_elements", "feedback", "decay"}
-_CODEC = {field.name for field in fields(Settings)} - _SHARED - {"threads", "exchange"}
+_CODEC = {field.name for field in fields(Settings)} - _SHARED - {"threads", "exchange", "tune"}

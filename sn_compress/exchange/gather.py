@@ -31,15 +31,15 @@ def on_wire(buffer: Bytes) -> Bytes:
 def mean_of_gathered(codec: Codec, gathered: Bytes, ranks: int, n: int) -> Floats:
     """The mean of the ranks' vectors, [n] float32.
 
-    gathered : [ranks * wire_bytes(codec.payload_bytes(n))] uint8, what `on_wire` made of the
-        payloads, in order of rank; summed in that order, so that every rank gets the same bits.
+    gathered : uint8, the ranks' payloads, or what `on_wire` made of them, in order of rank; summed
+        in that order, so that every rank gets the same bits.
     Raises PayloadError if the bytes are not that.
     """
     size = codec.payload_bytes(n)
-    step = wire_bytes(size)
-    if gathered.size != ranks * step:
+    step = gathered.size // ranks
+    if gathered.size % ranks or step not in (size, wire_bytes(size)):
         raise PayloadError(
-            f"gathered {gathered.size} bytes from {ranks} ranks; expected {step} from each. Do "
+            f"gathered {gathered.size} bytes from {ranks} ranks; expected {size} from each. Do "
             "all ranks run the same version with the same settings?"
         )
     payloads = [Payload.from_bytes(gathered[r * step : r * step + size]) for r in range(ranks)]

@@ -1,7 +1,7 @@
-"""The shared exchange of a whole model: dense steps first, then a rank for every tensor.
+"""The shared exchange of a whole model: dense steps first, then a size for every tensor.
 
 A few dense steps begin the training: they are where compression hurts most, and they show every
-rank the same mean gradients, from which all choose the same ranks (`allocate.py`). Such a step
+rank the same mean gradients, from which all choose the same sizes (`allocate.py`). Such a step
 returns rarely, carries the memories along, and the choice is made anew.
 """
 
@@ -17,23 +17,23 @@ import numpy.typing as npt
 
 from ..contract import Floats
 from ..errors import CompressError
-from .allocate import Curve, allocate, summable
+from .allocate import Curve, allocate, better, summable
 from .shared import Rounds, Summable
 
 SMALLEST = 64  # elements; below, a head of two words is not worth it
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass
 class Tensor:
-    """One tensor's part: dense (`summable` is None) until its rank is chosen."""
+    """One tensor's part: dense (`summable` is None) until its size is chosen."""
 
     shape: tuple[int, ...]
     step: int = 0  # that the next gradient belongs to
-    curve: Curve | None = None
-    mean: Floats | None = None  # of the last dense step, to start from
+    curve: Curve | None = None  # by which its size was chosen
+    mean: Floats | None = None  # of the last dense step, until then
     summable: Summable | None = None
-    rank: int = 0
+    size: int = 0
     before: dict[str, Any] | None = None  # the fields above, before the last step
 
 
@@ -92,21 +92,24 @@ class SharedExchange:
         mean = np.asarray(mean).astype(np.float32).reshape(-1)
         if not np.isfinite(mean).all():
             return
-        large = mean.size >= self.min_elements
-        shape = tensor.shape if large else (mean.size,)
-        tensor.curve, tensor.mean = Curve.of(mean, shape), mean
+        tensor.mean = mean
         tensor.summable = None
 
-    def exchange(self, name: str, values: npt.ArrayLike, *, ranks: int) -> Rounds:
-        """The rounds of a step that is not dense; see Summable.exchange."""
+    def exchange(
+        self, name: str, values: npt.ArrayLike, *, ranks: int, rank: int | None = None
+    ) -> Rounds:
+        """The rounds of a step that is not dense; see Summable.exchange.
+
+        Without `rank`, on all ranks alike, no tensor is sent by rows.
+        """
         tensor = self._next(name)
         if tensor.summable is None:
-            self._choose(ranks)
+            self._choose(ranks, rows=rank is not None)
         assert tensor.summable is not None
-        return tensor.summable.exchange(values, ranks=ranks, decay=self.decay)
+        return tensor.summable.exchange(values, ranks=ranks, rank=rank, decay=self.decay)
 
     def words(self, name: str, ranks: int) -> list[int]:
-        """Words of 4 bytes that travel of a tensor in each round, once its rank is chosen."""
+        """Words of 4 bytes that travel of a tensor in each round, once its size is chosen."""
         last = self.tensors[name].summable
         return last.words(ranks) if last else []
 
@@ -116,6 +119,13 @@ class SharedExchange:
         for tensor in self.tensors.values():
             if tensor.summable is not None:
                 tensor.summable.undoable = True
+
+    def release(self, name: str) -> Floats:
+        """What was not sent of a tensor yet, [n], which now travels elsewhere; it begins anew."""
+        residual = self.residual(name) * np.float32(self.decay)
+        tensor = self._next(name)
+        tensor.summable = None
+        return residual
 
     def lost(self, name: str) -> tuple[float, float]:
         """Squared norms of what the last step held, memory included, and of what is left of it."""
@@ -138,22 +148,30 @@ class SharedExchange:
             )
         return tensor
 
-    def _choose(self, ranks: int) -> None:
-        """Ranks for all tensors that have none yet, from what the dense steps showed."""
+    def _choose(self, ranks: int, *, rows: bool) -> None:
+        """Sizes for all tensors that have none yet, from what the dense steps showed."""
         new = {name: t for name, t in self.tensors.items() if t.summable is None}
-        curves = {
-            name: t.curve or Curve.of(np.zeros(math.prod(t.shape), np.float32), t.shape)
-            for name, t in new.items()
-        }
         elements = sum(math.prod(t.shape) for t in new.values())
+        curves = {}
+        for name, t in new.items():
+            n = math.prod(t.shape)
+            mean = np.zeros(n, np.float32) if t.mean is None else t.mean
+            shape = t.shape if n >= self.min_elements else (n,)
+            curves[name] = Curve.of(mean, shape)
+            if rows and not curves[name].flat and t.mean is not None:
+                by_rows = Curve.of_rows(mean, shape)
+                curves[name] = better(curves[name], by_rows, n / self.ratio, ranks)
         chosen = allocate(curves, int(elements / self.ratio), ranks)
         for name, tensor in new.items():
-            shape = curves[name].shape
-            tensor.rank = chosen[name]
-            tensor.summable = summable(
-                shape, tensor.rank, start=tensor.mean, undoable=self.undoable
-            )
+            tensor.curve, tensor.size = curves[name], chosen[name]
+            tensor.summable = self._summable(tensor, start=tensor.mean)
             tensor.mean = None
+
+    def _summable(self, tensor: Tensor, start: Floats | None = None) -> Summable:
+        shape, sparse = tensor.shape, False
+        if tensor.curve is not None:
+            shape, sparse = tensor.curve.shape, tensor.curve.sparse
+        return summable(shape, tensor.size, sparse=sparse, start=start, undoable=self.undoable)
 
     def undo(self) -> None:
         """Take the last step of every tensor back; see Summable.undo."""
@@ -229,13 +247,13 @@ class SharedExchange:
         tensor = Tensor(shape, int(entry["step"]))
         if "shares" in entry:
             sides = tuple(int(size) for size in entry["sides"])
-            tensor.curve = Curve(sides, np.array(entry["shares"], np.float64))
+            shares = np.array(entry["shares"], np.float64)
+            tensor.curve = Curve(sides, shares, bool(entry["sparse"]))
         if "mean" in entry:
             tensor.mean = np.array(entry["mean"], np.float32)
         if "summable" in entry:
-            sides = tensor.curve.shape if tensor.curve else shape
-            tensor.rank = int(entry["rank"])
-            tensor.summable = summable(sides, tensor.rank, undoable=self.undoable)
+            tensor.size = int(entry["size"])
+            tensor.summable = self._summable(tensor)
             tensor.summable.load_state_dict(entry["summable"])
         return tensor
 
@@ -244,8 +262,9 @@ def _dump(tensor: Tensor) -> dict[str, Any]:
     entry: dict[str, Any] = {"shape": list(tensor.shape), "step": tensor.step}
     if tensor.curve is not None:
         entry["sides"], entry["shares"] = list(tensor.curve.shape), tensor.curve.shares.copy()
+        entry["sparse"] = tensor.curve.sparse
     if tensor.mean is not None:
         entry["mean"] = tensor.mean.copy()
     if tensor.summable is not None:
-        entry["rank"], entry["summable"] = tensor.rank, tensor.summable.state_dict()
+        entry["size"], entry["summable"] = tensor.size, tensor.summable.state_dict()
     return entry

@@ -28,7 +28,7 @@ Rounds = Generator[Words, Words, Floats]
 _FINENESS = 4  # exponents are kept in quarters of an octave
 _FLOOR, _TOP = -256, 255  # of exponents: scales from 2**-64 to 2**64
 _COUNT = 2**20  # in a word of the head, above the exponents' sum
-_PRIME = 2**20 - 3  # of checksums: the sum of 2047 of them fits a word
+PRIME = 2**20 - 3  # of checksums: the sum of 2047 of them fits a word
 _SPREAD = 2  # a rank's peak over that of the mean, for a first guess
 _MARGIN = 1  # quarters of an octave between the ranks' mean peak and the largest digit
 
@@ -66,7 +66,7 @@ class Scaled:
         words = np.zeros(self.words(ranks), np.int32)
         if part is None or not np.isfinite(part).all():
             words[0] = 1
-            words[1] = _checksum(words)
+            words[1] = checksum(words)
             return words, None
         digits = Digits.of(ranks, fine=self.fine)
         logs, some = _logs(np.abs(part).max(axis=0, initial=0.0))
@@ -74,7 +74,7 @@ class Scaled:
         unit = self._unit(digits)
         whole = np.rint(part / unit).clip(-digits.limit, digits.limit).astype(np.int32)
         words[self._head :] = digits.pack(whole.reshape(-1))
-        words[1] = _checksum(words)
+        words[1] = checksum(words)
         return words, whole.astype(np.float32) * unit
 
     def unpack(self, total: Words, ranks: int) -> tuple[Floats | None, npt.NDArray[np.int32]]:
@@ -84,7 +84,7 @@ class Scaled:
                 f"got {total.size} summed words; expected {self.words(ranks)}. Do all ranks run "
                 "the same version with the same settings?"
             )
-        if (_checksum(total) - int(total[1])) % _PRIME:
+        if (checksum(total) - int(total[1])) % PRIME:
             raise PayloadError(
                 "the summed words do not have the sum of their checksums: they were damaged on the "
                 "way, or ranks run with different settings. If it happens again, suspect memory "
@@ -107,14 +107,19 @@ class Scaled:
         return np.asarray(peak / digits.limit, np.float32)
 
 
-def _checksum(words: Words) -> int:
+def _quiet() -> np.errstate:
+    """Overflow ends as numbers that are not finite, and those are looked for."""
+    return np.errstate(all="ignore")
+
+
+def checksum(words: Words) -> int:
     """Sum of (2i + 1) * word_i, the checksum's own word left out, modulo a prime.
 
     Linear in the words; a prime, so that no change of a single bit goes unseen.
     """
-    factors = np.arange(1, 2 * words.size, 2, dtype=np.int64) % _PRIME
+    factors = np.arange(1, 2 * words.size, 2, dtype=np.int64) % PRIME
     factors[1] = 0
-    return int((words.astype(np.int64) % _PRIME * factors % _PRIME).sum() % _PRIME)
+    return int((words.astype(np.int64) % PRIME * factors % PRIME).sum() % PRIME)
 
 
 def _logs(peaks: Floats) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
@@ -145,6 +150,7 @@ class Summable(ABC):
 
     def __init__(self, n: int, *, undoable: bool = False) -> None:
         self.n, self.undoable = n, undoable
+        self.own_rank: int | None = None
         self.memory = np.zeros(n, np.float32)
         self._before: dict[str, Any] = {}
         self.energy = self.error = 0.0
@@ -164,24 +170,44 @@ class Summable(ABC):
     def _shared(self) -> dict[str, Array]:
         """The arrays all ranks share, by attribute name; replaced, never written into."""
 
-    def exchange(self, values: npt.ArrayLike, *, ranks: int, decay: float = 1.0) -> Rounds:
+    def exchange(
+        self,
+        values: npt.ArrayLike,
+        *,
+        ranks: int,
+        rank: int | None = None,
+        decay: float = 1.0,
+    ) -> Rounds:
         """Rounds of words to sum; returns the mean of the ranks' vectors, [n] float32.
 
         values : [n] float32, float16 or bfloat16
         ranks : how many may add to the sum
+        rank : which of them this is, from 0; only a Support has to know
         decay : factor on the memory before it is added
         """
         vector = as_vector(values).astype(np.float32)
         if vector.size != self.n:
             raise CompressError(f"exchange: got {vector.size} elements; expected {self.n}")
+        self.own_rank = rank
         before = {"memory": self.memory, **self._shared()} if self.undoable else {}
-        with np.errstate(all="ignore"):  # overflow ends as numbers that are not finite
+        with _quiet():
             vector += self.memory * np.float32(decay)
-            result = yield from self._steps(vector if np.isfinite(vector).all() else None, ranks)
-        if result is not None:
-            self.energy, self.error = float(vector @ vector), float(self.memory @ self.memory)
+            steps = self._steps(vector if np.isfinite(vector).all() else None, ranks)
+            words = next(steps)
+        while True:
+            total = yield words  # outside, or the caller would be silenced too
+            try:
+                with _quiet():
+                    words = steps.send(total)
+            except StopIteration as end:
+                result: Floats | None = end.value
+                break
         self._before = {} if result is None else before
-        return np.full(self.n, np.nan, np.float32) if result is None else result
+        if result is None:
+            return np.full(self.n, np.nan, np.float32)
+        with _quiet():
+            self.energy, self.error = float(vector @ vector), float(self.memory @ self.memory)
+        return result
 
     def undo(self) -> None:
         """Take the last step back, as a loss scaler does that found NaN in another tensor."""

@@ -17,7 +17,13 @@ from typing import Any, ClassVar, Literal
 from ..errors import CompressError, MissingExtra
 from ..settings import Settings
 
-_RIMS = {"torch": ".torch"}
+_RIMS = {"torch": ".torch", "keras": ".keras", "tensorflow": ".tensorflow"}
+
+
+def _as_written(method: Any) -> Any:
+    """Mark a method so that AutoGraph, which rewrites what Horovod traces, leaves it alone."""
+    method.autograph_info__ = {}  # what tf.autograph.experimental.do_not_convert sets
+    return method
 
 
 class FFTCompression:
@@ -51,6 +57,8 @@ class FFTCompression:
     min_elements : tensors below this size are not compressed, or, shared, only to 16 bits
         (default 1024)
     threads : threads of the codec; by default as many as the framework uses
+    tune : measure link and codec in the first steps, and go on as plain Horovod unless a step is
+        faster with compression (default False; torch only). docs/cost.md says how
 
     What it does not compress travels as with plain Horovod: sparse gradients (unless
     sparse_as_dense), float64 and integer tensors. What it cannot do it refuses: Adasum,
@@ -67,11 +75,13 @@ class FFTCompression:
         return type("FFTCompression", (cls,), {"settings": settings})
 
     @classmethod
+    @_as_written
     def compress(cls, tensor: Any) -> tuple[Any, Any]:
         """Called by Horovod."""
         return _rim(tensor).compress(tensor, cls.settings, sys._getframe(1))
 
     @classmethod
+    @_as_written
     def decompress(cls, tensor: Any, ctx: Any) -> Any:
         """Called by Horovod."""
         return tensor if ctx is None else ctx.finish(tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from ..exchange.pending import Pending
 from ..exchange.session import SharedExchange
 from ..feedback import ErrorFeedback
 from ..settings import Settings
+from ..tuning import SumOfRanks, Tuner
 from .theta import ThetaInTime
 from .traffic import Traffic
 
@@ -26,6 +28,7 @@ class Memory:
         self.shared = settings.shared()
         self.pending = Pending()
         self.traffic = Traffic()
+        self.tuner: Tuner | None = None  # with tune=True
         self.scaler: Any = None  # watched, see FFTCompression.watch
         self._scale = 1.0
         self._seen: set[str | None] = set()
@@ -66,6 +69,21 @@ class Memory:
             self.feedback.rescale(scale / self._scale)
             self.shared.rescale(scale / self._scale)
             self._scale = scale
+
+    def plain(self, name: str, shape: Sequence[int], *, ranks: int, total: SumOfRanks) -> bool:
+        """Whether the next gradient of a tensor travels as without compression."""
+        if not self.settings.tune:
+            return False
+        if self.tuner is None:
+            methods = (self.settings.exchange,)
+            self.tuner = Tuner(self.settings, ranks=ranks, total=total, methods=methods)
+        return self.tuner.method(name, shape) == "plain"
+
+    def release(self, name: str) -> Any:
+        """What was not sent of a tensor that travels plain from now on, [n]; None for nothing."""
+        if not self.exchange.remembers(name):
+            return None
+        return self.exchange.release(name)
 
     @property
     def exchange(self) -> ErrorFeedback | SharedExchange:

@@ -11,7 +11,7 @@ import copy
 import logging
 import weakref
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from types import FrameType
 from typing import Any
 
@@ -148,6 +148,10 @@ def compress(tensor: torch.Tensor, settings: Settings, frame: FrameType) -> tupl
     smallest = SMALLEST if shared else settings.min_elements
     if tensor.dtype not in _FLOATS or tensor.numel() < smallest or (shared and not caller.name):
         return _send_plain(tensor, caller, memory)
+    if caller.name and caller.optimizer is not None:
+        ranks, total = caller.process_set.size(), partial(_total, caller.process_set)
+        if memory.plain(caller.name, tensor.shape, ranks=ranks, total=total):
+            return _send_plain(_with_rest(tensor, caller.name, memory), caller, memory)
     return (_send_shared if shared else _send_payload)(tensor, caller, memory)
 
 
@@ -160,6 +164,20 @@ def _memory_for(caller: Caller, settings: Settings) -> Memory:
     if caller.optimizer not in _of_optimizer:
         _of_optimizer[caller.optimizer] = Memory(settings, torch.get_num_threads())
     return _of_optimizer[caller.optimizer]
+
+
+def _total(process_set: Any, name: str, values: Any) -> Any:
+    """The sum over the ranks, at once, for the tuner."""
+    wire = torch.from_numpy(values.copy())
+    return hvd.allreduce(wire, name=name, op=hvd.Sum, process_set=process_set).numpy()
+
+
+def _with_rest(tensor: torch.Tensor, name: str, memory: Memory) -> torch.Tensor:
+    """The gradient, and what the exchange it leaves has not sent of it yet."""
+    rest = memory.release(name)
+    if rest is None:
+        return tensor
+    return tensor + torch.from_numpy(rest).reshape(tensor.shape).to(tensor)
 
 
 def _send_plain(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[Any, Any]:
@@ -189,7 +207,7 @@ def _send_shared(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[
         wire = torch.from_numpy(words)
         return hvd.allreduce_async(wire, name=key, op=hvd.Sum, process_set=caller.process_set)
 
-    rounds = shared.exchange(name, values, ranks=ranks)
+    rounds = shared.exchange(name, values, ranks=ranks, rank=caller.process_set.rank())
     memory.pending.begin(name, rounds, start, lambda handle: hvd.synchronize(handle).numpy())
     # Grouped all-reduces want one dtype, that of the plain tensors beside it.
     dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
@@ -266,6 +284,7 @@ def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
 def synchronize(optimizer: Any, root_rank: int) -> None:
     """See FFTCompression.synchronize."""
     own, sets = _memory_of(optimizer).exchange, optimizer.process_set
+    _memory_of(optimizer).tuner = None  # it counted the steps of other ranks
     state = hvd.broadcast_object(own.state_dict(), root_rank=root_rank, process_set=sets)
     residuals = {}
     for name, n in sorted(own.sizes(state).items()):
@@ -296,6 +315,7 @@ class _ElasticHandler(StateHandler):
 
     def restore(self) -> None:
         _memory_of(self.value.optimizer).pending = Pending()
+        _memory_of(self.value.optimizer).tuner = None
         load_state_dict(self.value.optimizer, copy.deepcopy(self._saved))
 
     def sync(self) -> None:

@@ -15,6 +15,7 @@ class Traffic:
 
     def __init__(self) -> None:
         self._bytes: dict[str, tuple[int, int, bool]] = {}  # name -> elements, bytes, compressed
+        self._fixed: dict[str, tuple[int, int]] = {}  # the same in every step
         self._sent: set[str] = set()
         self._steps = 0
         self._dense_sum = self._sent_sum = 0  # bytes over all steps
@@ -25,6 +26,10 @@ class Traffic:
     def plain(self, name: str | None, elements: int, nbytes: int) -> None:
         """Count a tensor that travelled uncompressed."""
         self._count(name, elements, nbytes, compressed=False)
+
+    def fixed(self, name: str, elements: int, nbytes: int) -> None:
+        """Note a tensor that travels uncompressed in every step of a traced function."""
+        self._fixed[name] = elements, nbytes
 
     def payload(self, name: str | None, elements: int, payload: Payload, extra: int) -> bool:
         """Count a payload and `extra` bytes beside it; True when values saturated first."""
@@ -65,7 +70,8 @@ class Traffic:
         if self._energy > 0 and math.isfinite(self._energy):  # the step still open
             relative_sum, count = relative_sum + math.sqrt(self._error / self._energy), count + 1
         steps = max(self._steps, 1)
-        dense, sent = self._dense_sum / steps, self._sent_sum / steps
+        dense = self._dense_sum / steps + sum(4 * n for n, _ in self._fixed.values())
+        sent = self._sent_sum / steps + sum(nbytes for _, nbytes in self._fixed.values())
         compressed = [elements for elements, _, small in self._bytes.values() if small]
         return {
             "steps": self._steps,

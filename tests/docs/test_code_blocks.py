@@ -1,7 +1,8 @@
 """What the documents show is true: Python runs, shell commands and links name what exists.
 
 The Python blocks of a page are one program. Where a page uses Horovod, that program runs on two
-ranks, and may assume what every user of Horovod has: `hvd` (initialised), `torch`, `model`, `opt`.
+ranks, and may assume what every user of Horovod has: `hvd` (initialised), `torch`, `model`, `opt`;
+unless it imports a Horovod of its own.
 A block that cannot run has a line `<!-- not run: why -->` above it.
 """
 
@@ -65,8 +66,9 @@ def test_python_runs(page, request, tmp_path):
     run = f"exec(compile({source!r}, {str(page)!r}, 'exec'))\n"
     script = tmp_path / "page.py"
     if re.search(r"\bhvd\b|\bhorovod\b", source):
-        step = ONE_STEP if "hvd.DistributedOptimizer" in source else ""
-        script.write_text(HOROVOD_USER + run + step)
+        alone = "import horovod" in source
+        step = "" if alone or "hvd.DistributedOptimizer" not in source else ONE_STEP
+        script.write_text(("" if alone else HOROVOD_USER) + run + step)
         request.getfixturevalue("horovodrun")(2, script).check()
     else:
         script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{run}")

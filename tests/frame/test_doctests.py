@@ -8,19 +8,24 @@ import numpy as np
 import pytest
 
 import sn_compress
+import sn_memory
 
 RIMS = ("torch", "tensorflow", "keras", "ddp")
+PACKAGES = (sn_compress, sn_memory)
 PURE = [
     found.name
-    for found in pkgutil.walk_packages(sn_compress.__path__, "sn_compress.")
-    if found.name.rpartition(".")[2] not in RIMS and not found.name.endswith("._core")
+    for package in PACKAGES
+    for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    if found.name.rpartition(".")[2] not in RIMS
+    and not found.name.endswith(("._core", ".__main__"))
 ]
 
 
 @pytest.mark.parametrize("name", PURE)
 def test_examples_in_docstrings(name):
     module = importlib.import_module(name)
-    public = {key: getattr(sn_compress, key) for key in sn_compress.__all__}
+    package = importlib.import_module(name.partition(".")[0])
+    public = {key: getattr(package, key) for key in package.__all__}
     result = doctest.testmod(module, extraglobs={**public, "np": np})
     assert result.failed == 0, f"{result.failed} of {result.attempted} examples in {name}"
 

@@ -31,8 +31,22 @@ LAYERS = (
     ("sn_compress.feedback", "sn_compress.schedule", "sn_compress.cost"),
     ("sn_compress._backends",),
     ("sn_compress.exchange", "sn_compress.gossip"),
-    ("sn_compress.settings",),
+    ("sn_compress.settings", "sn_compress.layers"),
+    ("sn_compress.measure", "sn_compress.prediction", "sn_compress.tuning", "sn_compress.__main__"),
     ("sn_compress.horovod", "sn_compress.ddp"),
+)
+# The same for the planner: rims, report -> planner -> search -> the prices -> gaps -> graph.
+MEMORY_LAYERS = (
+    ("sn_memory.errors", "sn_memory.fields", "sn_memory.sizes"),
+    ("sn_memory.arrays",),
+    ("sn_memory.graph", "sn_memory.graph_file"),
+    ("sn_memory.plan", "sn_memory.liveness", "sn_memory.gaps"),
+    ("sn_memory.check", "sn_memory.lowering", "sn_memory.exact", "sn_memory.bound"),
+    ("sn_memory.offload", "sn_memory.recompute", "sn_memory.workspace"),
+    ("sn_memory.drafting", "sn_memory.blocks", "sn_memory.joint", "sn_memory.refine"),
+    ("sn_memory.chain", "sn_memory.policies"),
+    ("sn_memory.search",),
+    ("sn_memory.planner",),
 )
 CHECK_MAY_IMPORT = {"sn_memory.graph", "sn_memory.plan", "sn_memory.errors"}
 
@@ -154,8 +168,8 @@ def test_sn_compress_never_imports_sn_memory(path):
         assert not {name for name in imports(path) if name.startswith("sn_memory")}
 
 
-def layer(name: str) -> int | None:
-    for index, prefixes in enumerate(LAYERS):
+def layer(name: str, layers: tuple[tuple[str, ...], ...] = LAYERS) -> int | None:
+    for index, prefixes in enumerate(layers):
         if any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes):
             return index
     return None
@@ -174,6 +188,19 @@ def test_arrows_point_one_way(path):
             theirs = layer(below)
             assert theirs is not None, f"{name} imports {below}, which is in no layer"
             assert theirs <= mine, f"{name} imports {below}, which is above it"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_the_planner_stands_on_the_graph(path):
+    mine = layer(module_name(path), MEMORY_LAYERS)
+    if mine is None:
+        return
+    for target in imports(path):
+        below = own_module(target)
+        if below and below.startswith("sn_memory."):
+            theirs = layer(below, MEMORY_LAYERS)
+            assert theirs is not None, f"{module_name(path)} imports {below}, which is in no layer"
+            assert theirs <= mine, f"{module_name(path)} imports {below}, which is above it"
 
 
 def test_the_checker_shares_nothing_with_the_planner():

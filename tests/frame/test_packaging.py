@@ -38,7 +38,7 @@ def clone(tmp_path):
     """A copy of what packaging reads: builds leave droppings in the folder they run in."""
     tree = tmp_path / "clone"
     tree.mkdir()
-    for name in ("sn_compress", "csrc"):
+    for name in ("sn_compress", "sn_memory", "csrc"):
         ignore = shutil.ignore_patterns("*.so", "__pycache__", "_core_missing.txt")
         shutil.copytree(ROOT / name, tree / name, ignore=ignore)
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE"):
@@ -100,6 +100,7 @@ def test_a_broken_compiler_does_not_end_the_install(clone):
     with zipfile.ZipFile(build(clone, "wheel", **BROKEN)) as archive:
         names = archive.namelist()
         note = archive.read("sn_compress/_core_missing.txt").decode()
+        assert "hundred times slower" in archive.read("sn_memory/_core_missing.txt").decode()
     assert not [name for name in names if name.startswith("sn_compress/_core.")]
     assert "was not built" in note
     assert "several times slower" in note

@@ -35,7 +35,7 @@ def test_paper_mode_is_the_papers_pipeline():
         ({"min_elements": 0}, "min_elements"),
         ({"decay": 0.0}, "decay"),
         ({"mode": "best"}, "mode"),
-        ({"ratio": 3}, "no setting ratio"),
+        ({"topk": 3}, "no setting topk"),
     ],
 )
 def test_bad_settings_are_refused_when_given(change, word):

@@ -1,0 +1,214 @@
+"""Time against memory: `auto` and every planner of the literature on the generated networks.
+
+    python benchmarks/planner.py [--quick] [--json FILE] [--png FILE] [--models NAME ...]
+                                 [--budgets N] [--time-limit SECONDS]
+
+For every network the smallest feasible budget is searched first, then all planners plan at the
+same budgets from the unplanned peak down to it, and at a half and a third of what is not resident.
+Seconds come from the roofline of a stated device (graphs/device.py): nothing is measured here but
+the planning itself (`solve_s`), so the measured columns are empty. Every plan is replayed by
+`check_plan`. A planner of the literature that cannot keep a budget gives a row with `kept` false
+and the peak it needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from graphs import (
+    Net,
+    alexnet,
+    cifar_resnet,
+    densenet121,
+    inception_v4,
+    layered,
+    layers_for_ops,
+    resnet,
+    transformer,
+    unet,
+    vgg16,
+)
+from machine import commit, machine
+
+from sn_memory import BudgetError, Graph, Plan, check_plan, plan_front, plan_graph
+from sn_memory.liveness import baseline_seconds, peak
+from sn_memory.policies import names, policy
+
+# Batches that fill a good part of a 16 GB card without a plan.
+NETWORKS: dict[str, Callable[[], Net]] = {
+    "alexnet": lambda: alexnet(512),
+    "vgg16": lambda: vgg16(64),
+    "resnet50": lambda: resnet(64, 50),
+    "resnet152": lambda: resnet(32, 152),
+    "densenet121": lambda: densenet121(64),
+    "inception_v4": lambda: inception_v4(32),
+    "unet": lambda: unet(8),
+    "transformer12": lambda: transformer(4, 12),
+    "transformer_2500_ops": lambda: transformer(1, layers_for_ops(2500)),
+    "layered100": lambda: layered(100, seed=1),
+    "resnet1202": lambda: cifar_resnet(64, 1202),
+}
+QUICK = ("alexnet", "vgg16", "resnet50", "unet")
+# Steps of the search for the smallest feasible budget, each halving the interval.
+_BISECTIONS = 3
+
+
+def smallest(graph: Graph, time_limit_s: float) -> Plan:
+    """The plan of least peak that was found, to an eighth of what named planners leave to gain."""
+    best = min(
+        (policy(name)(graph, budget_bytes=None) for name in names()),
+        key=lambda plan: plan.peak_bytes,
+    )
+    low = graph.base_bytes
+    for step in range(_BISECTIONS + 2):
+        # The refusal of an impossible budget says below what no plan can be; that is tried next.
+        budget = low if step < 2 else (low + best.peak_bytes) // 2
+        if budget >= best.peak_bytes:
+            break
+        try:
+            best = plan_graph(graph, budget, time_limit_s=time_limit_s)
+        except BudgetError as refusal:
+            low = min(refusal.peak_bytes, best.peak_bytes) if step == 0 else budget
+    return best
+
+
+def front(graph: Graph, budgets: list[int], least: Plan, time_limit_s: float) -> Iterator[Plan]:
+    """What `auto` answers at each budget; `least` where it finds nothing."""
+    try:
+        yield from plan_front(graph, budgets, time_limit_s=time_limit_s)
+    except BudgetError:
+        for budget in budgets:
+            try:
+                yield plan_graph(graph, budget, time_limit_s=time_limit_s)
+            except BudgetError:
+                yield replace(least, budget_bytes=budget)
+
+
+def plans(
+    graph: Graph, budgets: list[int], least: Plan, time_limit_s: float
+) -> Iterator[tuple[str, int, Plan, float]]:
+    """Planner, budget, plan and seconds of planning."""
+    for budget, plan in zip(budgets, front(graph, budgets, least, time_limit_s), strict=True):
+        yield "auto", budget, plan, plan.solve_s
+    for name in names():
+        for budget in budgets:
+            began = time.perf_counter()
+            plan = policy(name)(graph, budget_bytes=budget)
+            yield name, budget, plan, time.perf_counter() - began
+
+
+def measure(model: str, net: Net, count: int, time_limit_s: float) -> list[dict[str, Any]]:
+    """All rows of one network."""
+    graph = net.graph()
+    top, base = peak(graph).bytes, graph.base_bytes
+    least = smallest(graph, time_limit_s / 2)
+    span = top - least.peak_bytes
+    even = {top - span * at // (count - 1) for at in range(count)}
+    # A half and a third of the memory are what people compare by.
+    named = {base + (top - base) // part for part in (2, 3)}
+    budgets = sorted(even | {size for size in named if size > least.peak_bytes}, reverse=True)
+    rows = []
+    for name, budget, plan, solve_s in plans(graph, budgets, least, time_limit_s):
+        kept = plan.peak_bytes <= budget
+        if not kept or name == "liveness":
+            plan = replace(plan, budget_bytes=None)
+        replay = check_plan(graph, plan)
+        rows.append(
+            {
+                "model": model,
+                "framework": "generated",
+                "planner": name,
+                "batch": net.batch,
+                "ops": len(graph.ops),
+                "budget_bytes": budget,
+                "kept": kept,
+                "predicted_peak_bytes": plan.peak_bytes,
+                "measured_peak_bytes": None,
+                "predicted_s": plan.seconds,
+                "measured_s": None,
+                "baseline_s": baseline_seconds(graph),
+                "baseline_peak_bytes": top,
+                "base_bytes": base,
+                "lower_bound_s": plan.lower_bound_seconds,
+                "gap": plan.gap,
+                "solve_s": solve_s,
+                "time_limit_s": time_limit_s,
+                "reruns": replay.reruns,
+                "host_peak_bytes": replay.host_peak_bytes,
+                "found_by": plan.planner,
+                "device": graph.device.name,
+            }
+        )
+    return rows
+
+
+def slower_than_named(rows: list[dict[str, Any]]) -> list[str]:
+    """Where `auto` lost against another planner at the same budget; should be empty."""
+    auto = {(r["model"], r["budget_bytes"]): r for r in rows if r["planner"] == "auto"}
+    return [
+        f"{r['model']} {r['planner']} at {r['budget_bytes']}"
+        for r in rows
+        if r["kept"]
+        and r["predicted_s"] < auto[r["model"], r["budget_bytes"]]["predicted_s"] * (1 - 1e-9)
+    ]
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print the extra time of each planner at each budget of a network."""
+    for model in dict.fromkeys(r["model"] for r in rows):
+        mine = [r for r in rows if r["model"] == model]
+        first = mine[0]
+        span = first["baseline_peak_bytes"] - first["base_bytes"]
+        budgets = list(dict.fromkeys(r["budget_bytes"] for r in mine))
+        sizes = f"{span / 2**30:.2f} GiB beside {first['base_bytes'] / 2**30:.2f} GiB resident"
+        print(f"\n{model}: {first['ops']} ops, batch {first['batch']}, {sizes}")
+        shares = [f"{(b - first['base_bytes']) / span:8.0%}" for b in budgets]
+        print(f"{'budget':>20}{''.join(shares)}")
+        for planner in dict.fromkeys(r["planner"] for r in mine):
+            cells = [
+                f"{r['predicted_s'] / r['baseline_s'] - 1:+8.1%}" if r["kept"] else f"{'-':>8}"
+                for r in mine
+                if r["planner"] == planner
+            ]
+            print(f"{planner:>20}{''.join(cells)}")
+        gaps = [f"{r['gap']:8.1%}" for r in mine if r["planner"] == "auto"]
+        print(f"{'gap of auto':>20}{''.join(gaps)}", flush=True)
+
+
+def main(argv: list[str]) -> int:
+    """Run, print, write; 1 if `auto` lost anywhere."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="four networks at four budgets")
+    parser.add_argument("--models", nargs="+", choices=list(NETWORKS), help="some networks only")
+    parser.add_argument("--budgets", type=int, default=10)
+    parser.add_argument("--time-limit", type=float, default=20.0, help="of auto, per budget")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--png", type=Path)
+    args = parser.parse_args(argv)
+    count, limit = (4, 4.0) if args.quick else (args.budgets, args.time_limit)
+    state = {"commit": commit(), "machine": machine()}
+    rows: list[dict[str, Any]] = []
+    for model in args.models or (QUICK if args.quick else NETWORKS):
+        made = [{**row, **state} for row in measure(model, NETWORKS[model](), count, limit)]
+        show(made)
+        rows += made
+        if args.json:
+            args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if args.png:
+        from planner_picture import fronts
+
+        fronts(rows, args.png)
+    lost = slower_than_named(rows)
+    print("\nslower than a named planner at the same budget:", lost or "never")
+    return bool(lost)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

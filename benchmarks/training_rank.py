@@ -1,0 +1,187 @@
+"""One rank of benchmarks/training.py: does the runs of a job file, writes a row for each.
+
+python training_rank.py JOB.json     (started by training.py, in a namespace of its own)
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from nets import NETS, fashion_mnist
+from torch import nn
+from travel import Script, Stamp, Travel, play
+from wire_methods import OURS, PAPER, method
+
+from sn_compress import FFTCompression
+from sn_compress.cost import BACKWARD, wire_bytes
+
+COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
+TESTED = 2000  # images
+IDLE_S = 1.0  # for which is counted what Horovod's ranks say to each other when there is nothing
+
+
+def sent_bytes() -> int:
+    """Bytes that have left this namespace, headers included."""
+    return int(COUNTER.read_text()) if COUNTER.exists() else 0
+
+
+def on_wire(sent: list[tuple[str, int]]) -> float:
+    """What the collectives of a rank should send."""
+    return sum(wire_bytes(kind, size, hvd.size()) for kind, size in sent)  # type: ignore[arg-type]
+
+
+def replay(run: dict[str, Any]) -> dict[str, Any]:
+    """Timed steps with compute and codec replaced by sleeps, collectives real."""
+    scripts = [Script(**entry) for entry in run["scripts"]]
+    forward = (1 - BACKWARD) * run["compute_s"]
+    backward = BACKWARD * run["compute_s"] / len(scripts)
+    travel = Travel(hvd, beside=run["overlap"])
+
+    def step() -> list[Stamp]:
+        stamps = [Stamp("compute", "forward", time.perf_counter(), 0.0)]
+        time.sleep(forward)
+        stamps[0].end = time.perf_counter()
+        held = []
+        for script in reversed(scripts):
+            start = time.perf_counter()
+            time.sleep(backward)
+            stamps.append(Stamp("compute", script.name, start, time.perf_counter()))
+            if run["overlap"]:
+                travel.begin(script.name, play(script, free=run["free"]))
+            else:
+                held.append(script)
+        for script in held:
+            travel.begin(script.name, play(script, free=run["free"]))
+        travel.wait()
+        return stamps
+
+    step()  # names are negotiated, buffers made
+    travel.sent.clear()
+    hvd.barrier()
+    before, seconds = sent_bytes(), []
+    for _ in range(run["steps"]):
+        travel.stamps.clear()
+        start = time.perf_counter()
+        stamps = step()
+        seconds.append(time.perf_counter() - start)
+    hvd.barrier()
+    after, steps = sent_bytes(), run["steps"]
+    time.sleep(IDLE_S)
+    idle = (sent_bytes() - after) / IDLE_S
+    return {
+        "step_s": statistics.median(seconds),
+        "steps_s": seconds,
+        "bytes_per_step": (after - before) / steps,
+        "idle_bytes_per_s": idle,
+        "reported_bytes_per_step": on_wire(travel.sent) / steps,
+        "sent_bytes": sum(size for _, size in travel.sent) / steps,
+        "stamps": [
+            (s.what, s.name, s.start - start, s.end - start) for s in stamps + travel.stamps
+        ],
+    }
+
+
+def train(run: dict[str, Any]) -> dict[str, Any]:
+    """Real training of a small net: what accuracy, after how many seconds."""
+    torch.manual_seed(0)
+    net = NETS[run["model"]]()
+    images, labels = fashion_mnist("train")
+    test_images, test_labels = (part[:TESTED] for part in fashion_mnist("t10k"))
+    if run["model"] == "cnn":
+        optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    else:
+        optimizer = torch.optim.Adam(net.parameters(), lr=2e-3)
+    stock = {"plain": hvd.Compression.none, "fp16": hvd.Compression.fp16}
+    ours = {
+        "gather": FFTCompression.using(exchange="gather"),
+        "paper": FFTCompression.using(mode="paper", theta=PAPER.theta),
+        "shared": FFTCompression.using(ratio=run["ratio"], warmup=10),
+    }
+    name = run["method"]
+    horovod = name in stock or name in ours
+    if horovod:
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, named_parameters=net.named_parameters(), compression={**stock, **ours}[name]
+        )
+    else:
+        travel = Travel(hvd)
+        way = method(name, ranks=hvd.size(), rank=hvd.rank())
+    batch, steps = run["batch"], run["steps"]
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    order = order.repeat(1 + steps * batch * hvd.size() // len(order))
+    clock, curve, reached = 0.0, [], None
+    for step in range(steps):
+        if step == 10:  # warm
+            hvd.barrier()
+            before, warm_s = sent_bytes(), clock
+        rows = order[(step * hvd.size() + hvd.rank()) * batch :][:batch]
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(net(images[rows]), labels[rows])
+        loss.backward()
+        if not horovod:
+            named = list(net.named_parameters())
+            for key, parameter in reversed(named):
+                grad = parameter.grad.numpy()
+                travel.begin(key, way(key, grad.shape, grad.reshape(-1)))
+            means = travel.wait()
+            for key, parameter in named:
+                parameter.grad.copy_(torch.from_numpy(means[key]).view_as(parameter))
+        optimizer.step()
+        clock += time.perf_counter() - start
+        if (step + 1) % run["every"] == 0 or step + 1 == steps:
+            with torch.inference_mode():
+                right = net(test_images).argmax(1) == test_labels
+            accuracy = 100 * right.double().mean().item()
+            curve.append((step + 1, clock, accuracy))
+            if reached is None and accuracy >= run["target"]:
+                reached = clock
+    hvd.barrier()
+    timed = steps - 10
+    result = {
+        "step_s": (clock - warm_s) / timed,
+        "bytes_per_step": (sent_bytes() - before) / timed,
+        "accuracy": curve[-1][2],
+        "seconds_to_target": reached,
+        "curve": curve,
+    }
+    dense = 4 * sum(p.numel() for p in net.parameters())
+    if name in OURS:
+        report = FFTCompression.report(optimizer)
+        result["sent_bytes"] = report["payload_bytes"]
+    elif name in stock:
+        result["sent_bytes"] = dense / (2 if name == "fp16" else 1)
+    else:
+        result["sent_bytes"] = sum(size for _, size in travel.sent) / steps
+        result["reported_bytes_per_step"] = on_wire(travel.sent) / steps
+    return result
+
+
+def main() -> None:
+    """Do all runs of the job; this rank's results go beside the job file."""
+    job_path = Path(sys.argv[1])
+    job = json.loads(job_path.read_text())
+    torch.set_num_threads(1)
+    hvd.init()
+    out = job_path.with_name(f"rank{hvd.rank()}.jsonl")
+    with out.open("w") as file:
+        for number, run in enumerate(job["runs"]):
+            if "scripts" in run:
+                run["scripts"] = json.loads(Path(run["scripts"]).read_text())
+            found = replay(run) if "scripts" in run else train(run)
+            file.write(json.dumps({"number": number, **found}) + "\n")
+            file.flush()
+            if hvd.rank() == 0:
+                print(f"done {number} {found['step_s']:.4f}", flush=True)
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Every method of the network bench as one protocol, so that all travel through the same ranks.
+
+An exchange of one tensor is a generator: it yields what is to be summed or gathered over the ranks,
+is sent the result, and returns the mean. `travel.py` carries them, and can also play a recorded
+exchange whose codec takes a known time.
+
+Settings of the rivals are those their authors name (`sn_compress.presets`), where there are any:
+QSGD with 4 bits in buckets of 512, TernGrad with 2 bits and a scale per tensor, both without memory
+as published; Top-k with 1 % and with 10 % ("topk10"), error feedback, 32-bit indices and values;
+PowerSGD of rank 4 with error feedback
+over two all-reduces of float32 (Vogels et al. 2019, algorithm 1); DeMo's coding of
+its momentum, 32 of 64 x 64 coefficients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+import sn_compress
+from sn_compress.codecs.lowrank import first_factor, matrix_shape
+from sn_compress.exchange.gather import mean_of_gathered, on_wire
+from sn_compress.settings import Settings
+
+SMALLEST = 1024  # elements; below, rivals send a tensor plain, as ours do
+
+
+@dataclass
+class Request:
+    """An array of this rank's, and what is to become of it."""
+
+    kind: str  # "allreduce" or "allgather"
+    array: np.ndarray
+
+
+Exchange = Generator[Request, np.ndarray, np.ndarray]
+# (name, shape, values [n] float32) -> Exchange
+Method = Callable[[str, tuple[int, ...], np.ndarray], Exchange]
+
+
+def plain(ranks: int) -> Method:
+    """As Horovod does it: float32."""
+
+    def exchange(name: str, shape: tuple[int, ...], values: np.ndarray) -> Exchange:
+        total = yield Request("allreduce", values)
+        return total / np.float32(ranks)
+
+    return exchange
+
+
+def fp16(ranks: int) -> Method:
+    """As Horovod's Compression.fp16, which sums in half precision and averages behind it."""
+
+    def exchange(name: str, shape: tuple[int, ...], values: np.ndarray) -> Exchange:
+        # NumPy casts tens of times slower than torch, and would make fp16 look bad.
+        total = yield Request("allreduce", torch.from_numpy(values).half().numpy())
+        return torch.from_numpy(total).float().div_(ranks).numpy()
+
+    return exchange
+
+
+def coded(
+    ranks: int, codec_for: Callable[[tuple[int, ...]], Any], *, feedback: bool, decay: float = 1.0
+) -> Method:
+    """A codec of the registry by gather: each rank its payload, all decode the mean."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    memory = sn_compress.ErrorFeedback(lambda name: codec_for(shapes[name]), decay=decay)
+    states: dict[str, Any] = {}  # of those without memory: they count steps
+    dense = plain(ranks)
+
+    def exchange(name: str, shape: tuple[int, ...], values: np.ndarray) -> Exchange:
+        if values.size < SMALLEST:
+            return (yield from dense(name, shape, values))
+        shapes[name] = shape
+        codec = memory.codec_of(name)
+        if feedback:
+            payload = memory.encode(name, values)
+        else:
+            state = states.setdefault(name, codec.new_state(values.size))
+            payload = codec.encode(values, state=state)
+        gathered = yield Request("allgather", on_wire(payload.buffer))
+        return mean_of_gathered(codec, gathered, ranks, values.size)
+
+    return exchange
+
+
+def powersgd(ranks: int, *, rank: int) -> Method:
+    """Two dependent all-reduces of float32 factors, with error feedback and warm start."""
+    memory: dict[str, np.ndarray] = {}
+    factors: dict[str, np.ndarray] = {}
+    dense = plain(ranks)
+
+    def exchange(name: str, shape: tuple[int, ...], values: np.ndarray) -> Exchange:
+        rows, columns = matrix_shape(shape)
+        r = min(rank, rows, columns)
+        if len(shape) < 2 or r * (rows + columns) >= rows * columns:
+            return (yield from dense(name, shape, values))
+        matrix = values.reshape(rows, columns) + memory.get(name, np.float32(0))
+        q = factors.get(name, first_factor(columns, r))
+        total = yield Request("allreduce", np.ascontiguousarray(matrix @ q))
+        p = np.linalg.qr(total.reshape(rows, r))[0]
+        total = yield Request("allreduce", np.ascontiguousarray(matrix.T @ p))
+        factors[name] = total.reshape(columns, r) / np.float32(ranks)
+        mean = p @ factors[name].T
+        memory[name] = matrix - mean
+        return mean.reshape(-1)
+
+    return exchange
+
+
+def shared(ranks: int, settings: Settings) -> Method:
+    """Ours over all-reduces of low-bit words; dense at first, as in training."""
+    session = settings.shared()
+
+    def exchange(name: str, shape: tuple[int, ...], values: np.ndarray) -> Exchange:
+        if session.dense(name, shape):
+            total = yield Request("allreduce", session.whole(name, values))
+            mean = total / np.float32(ranks)
+            session.learn(name, mean)
+            return mean
+        rounds = session.exchange(name, values, ranks=ranks)
+        words = next(rounds)
+        while True:
+            total = yield Request("allreduce", words)
+            try:
+                words = rounds.send(total)
+            except StopIteration as end:
+                return end.value
+
+    return exchange
+
+
+def gather(ranks: int, settings: Settings) -> Method:
+    """Ours by all-gather, the paper's way."""
+    codec = settings.codec(threads=1)
+    return coded(ranks, lambda shape: codec, feedback=settings.feedback, decay=settings.decay)
+
+
+def _named(name: str, *, shaped: bool = False, **settings: Any) -> Callable[..., Any]:
+    def make(shape: tuple[int, ...]) -> Any:
+        if shaped:
+            return sn_compress.codec(
+                name, shape=matrix_shape(shape) if len(shape) > 1 else None, **settings
+            )
+        return sn_compress.codec(name, **settings)
+
+    return make
+
+
+GATHER = Settings().changed(exchange="gather")
+PAPER = Settings().changed(mode="paper", theta=0.9)
+WARMUP = 1  # dense steps of `shared` in the bench: they are not what is timed
+
+
+def shared_settings(ratio: float = 100.0, warmup: int = WARMUP) -> Settings:
+    """The shared exchange of the bench."""
+    return Settings().changed(exchange="shared", ratio=ratio, warmup=warmup, every=10**9)
+
+
+def method(name: str, *, ranks: int, rank: int = 0, ratio: float = 100.0) -> Method:
+    """The method of this name, fresh; `rank` seeds what is random."""
+    table: dict[str, Callable[[], Method]] = {
+        "plain": lambda: plain(ranks),
+        "fp16": lambda: fp16(ranks),
+        "qsgd": lambda: coded(ranks, _named("qsgd", preset="paper", seed=rank), feedback=False),
+        "terngrad": lambda: coded(
+            ranks, _named("terngrad", preset="paper", seed=rank), feedback=False
+        ),
+        "topk": lambda: coded(ranks, _named("topk", theta=0.99, indices="int32"), feedback=True),
+        "topk10": lambda: coded(ranks, _named("topk", theta=0.9, indices="int32"), feedback=True),
+        "powersgd": lambda: powersgd(ranks, rank=4),
+        "demo": lambda: coded(
+            ranks, _named("demo", preset="paper", shaped=True), feedback=True, decay=1.0
+        ),
+        "paper": lambda: gather(ranks, PAPER),
+        "gather": lambda: gather(ranks, GATHER),
+        "shared": lambda: shared(ranks, shared_settings(ratio)),
+    }
+    return table[name]()
+
+
+METHODS = (
+    "plain", "fp16", "qsgd", "terngrad", "topk", "topk10", "powersgd", "demo", "paper", "gather",
+    "shared",
+)  # fmt: skip
+OURS = ("paper", "gather", "shared")

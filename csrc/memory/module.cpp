@@ -1,0 +1,210 @@
+// Python's door to the C++ packers: sn_memory._core. Arrays come as contiguous buffers of 64-bit
+// integers; their sizes and the ranges of indices are checked here, values by sn_memory/pool.py.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <algorithm>
+#include <memory>
+#include <new>
+
+#include "pool_greedy.h"
+#include "pool_search.h"
+
+namespace {
+
+constexpr const char* kProblem = "sn_memory._core.problem";
+constexpr const char* kSearch = "sn_memory._core.search";
+
+using ProblemPointer = std::shared_ptr<const sn::Indexed>;
+
+class Integers {
+ public:
+  ~Integers() {
+    if (view_.obj) PyBuffer_Release(&view_);
+  }
+  bool take(PyObject* object, bool writable = false) {
+    if (PyObject_GetBuffer(object, &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0)
+      return false;
+    if (view_.len % 8 == 0) return true;
+    PyErr_Format(PyExc_ValueError, "%zd bytes are not 64-bit integers", view_.len);
+    return false;
+  }
+  size_t count() const { return static_cast<size_t>(view_.len) / 8; }
+  int64_t* begin() const { return static_cast<int64_t*>(view_.buf); }
+  int64_t* end() const { return begin() + count(); }
+  // As 32-bit indices below `bound`; false with an exception set if one is not.
+  bool indices(std::vector<int32_t>* out, int64_t bound) const {
+    if (std::any_of(begin(), end(), [&](int64_t x) { return x < 0 || x >= bound; })) {
+      PyErr_Format(PyExc_ValueError, "an index is outside [0, %lld)",
+                   static_cast<long long>(bound));
+      return false;
+    }
+    out->assign(begin(), end());
+    return true;
+  }
+
+ private:
+  Py_buffer view_ = {};
+};
+
+bool read_problem(PyObject* first_arg, PyObject* last_arg, PyObject* size_arg, PyObject* align_arg,
+                  int sections, sn::Problem* problem) {
+  Integers first, last, size, align;
+  if (!first.take(first_arg) || !last.take(last_arg) || !size.take(size_arg) ||
+      !align.take(align_arg))
+    return false;
+  if (first.count() != size.count() || last.count() != size.count() ||
+      align.count() != size.count() || size.count() >= (1u << 31)) {
+    PyErr_SetString(PyExc_ValueError, "first, last, size and align do not have one length");
+    return false;
+  }
+  if (std::any_of(align.begin(), align.end(), [](int64_t x) { return x < 1; })) {
+    PyErr_SetString(PyExc_ValueError, "an alignment is below 1");
+    return false;
+  }
+  if (!first.indices(&problem->first, sections) ||
+      !last.indices(&problem->last, static_cast<int64_t>(sections) + 1))
+    return false;
+  for (size_t i = 0; i < size.count(); ++i)
+    if (problem->first[i] >= problem->last[i]) {
+      PyErr_SetString(PyExc_ValueError, "a buffer has no section");
+      return false;
+    }
+  problem->size.assign(size.begin(), size.end());
+  problem->align.assign(align.begin(), align.end());
+  problem->sections = sections;
+  return true;
+}
+
+void free_problem(PyObject* capsule) {
+  delete static_cast<ProblemPointer*>(PyCapsule_GetPointer(capsule, kProblem));
+}
+
+void free_search(PyObject* capsule) {
+  delete static_cast<sn::Search*>(PyCapsule_GetPointer(capsule, kSearch));
+}
+
+PyObject* first_fit(PyObject*, PyObject* args) {
+  PyObject *first, *last, *size, *align, *order_arg, *out_arg;
+  int sections;
+  if (!PyArg_ParseTuple(args, "OOOOiOO", &first, &last, &size, &align, &sections, &order_arg,
+                        &out_arg))
+    return nullptr;
+  try {
+    sn::Problem problem;
+    if (!read_problem(first, last, size, align, sections, &problem)) return nullptr;
+    Integers order, out;
+    std::vector<int32_t> indices;
+    if (!order.take(order_arg) || !out.take(out_arg, true) ||
+        !order.indices(&indices, problem.count()))
+      return nullptr;
+    if (out.count() != problem.size.size())
+      return PyErr_Format(PyExc_ValueError, "%zu offsets for %d buffers", out.count(),
+                          problem.count());
+    std::vector<int64_t> offsets;
+    bool out_of_memory = false;
+    Py_BEGIN_ALLOW_THREADS
+    try {
+      offsets = sn::first_fit(problem, indices);
+    } catch (const std::bad_alloc&) {
+      out_of_memory = true;
+    }
+    Py_END_ALLOW_THREADS
+    if (out_of_memory) return PyErr_NoMemory();
+    std::copy(offsets.begin(), offsets.end(), out.begin());
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  }
+  Py_RETURN_NONE;
+}
+
+PyObject* problem(PyObject*, PyObject* args) {
+  PyObject *first, *last, *size, *align;
+  int sections;
+  if (!PyArg_ParseTuple(args, "OOOOi", &first, &last, &size, &align, &sections)) return nullptr;
+  try {
+    sn::Problem plain;
+    if (!read_problem(first, last, size, align, sections, &plain)) return nullptr;
+    auto pointer = std::make_unique<ProblemPointer>(
+        std::make_shared<const sn::Indexed>(std::move(plain)));
+    PyObject* capsule = PyCapsule_New(pointer.get(), kProblem, free_problem);
+    if (capsule) pointer.release();
+    return capsule;
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  }
+}
+
+PyObject* search(PyObject*, PyObject* args) {
+  PyObject *problem_arg, *rank_arg, *weight_arg;
+  long long capacity;
+  int rule;
+  if (!PyArg_ParseTuple(args, "OLiOO", &problem_arg, &capacity, &rule, &rank_arg, &weight_arg))
+    return nullptr;
+  auto* shared = static_cast<ProblemPointer*>(PyCapsule_GetPointer(problem_arg, kProblem));
+  if (!shared) return nullptr;
+  const sn::Indexed& known = **shared;
+  try {
+    Integers rank, weight;
+    std::vector<int32_t> ranks;
+    if (!rank.take(rank_arg) || !weight.take(weight_arg) || !rank.indices(&ranks, known.count()))
+      return nullptr;
+    if (ranks.size() != known.size.size() ||
+        weight.count() != static_cast<size_t>(known.sections) || rule < 0 || rule > 1 ||
+        std::any_of(weight.begin(), weight.end(), [](int64_t x) { return x < 1; }))
+      return PyErr_Format(PyExc_ValueError, "rank, weight or rule do not suit %d buffers",
+                          known.count());
+    auto made = std::make_unique<sn::Search>(
+        *shared, capacity, static_cast<sn::Rule>(rule), std::move(ranks),
+        std::vector<int64_t>(weight.begin(), weight.end()));
+    PyObject* capsule = PyCapsule_New(made.get(), kSearch, free_search);
+    if (capsule) made.release();
+    return capsule;
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  }
+}
+
+// The interpreter lock is kept: a capsule may not be run by two threads, and slices are short.
+PyObject* run(PyObject*, PyObject* args) {
+  PyObject* capsule;
+  long long steps;
+  if (!PyArg_ParseTuple(args, "OL", &capsule, &steps)) return nullptr;
+  auto* search = static_cast<sn::Search*>(PyCapsule_GetPointer(capsule, kSearch));
+  if (!search) return nullptr;
+  try {
+    return PyLong_FromLong(static_cast<long>(search->run(steps)));
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  }
+}
+
+PyObject* read(PyObject*, PyObject* args) {
+  PyObject *capsule, *offset_arg, *weight_arg;
+  if (!PyArg_ParseTuple(args, "OOO", &capsule, &offset_arg, &weight_arg)) return nullptr;
+  auto* search = static_cast<sn::Search*>(PyCapsule_GetPointer(capsule, kSearch));
+  if (!search) return nullptr;
+  Integers offset, weight;
+  if (!offset.take(offset_arg, true) || !weight.take(weight_arg, true)) return nullptr;
+  if (offset.count() != search->offsets().size() || weight.count() != search->weights().size())
+    return PyErr_Format(PyExc_ValueError, "%zu offsets and %zu weights do not suit the search",
+                        offset.count(), weight.count());
+  std::copy(search->offsets().begin(), search->offsets().end(), offset.begin());
+  std::copy(search->weights().begin(), search->weights().end(), weight.begin());
+  Py_RETURN_NONE;
+}
+
+PyMethodDef methods[] = {
+    {"first_fit", first_fit, METH_VARARGS, "See sn_memory.pool_greedy.first_fit."},
+    {"problem", problem, METH_VARARGS, "A problem with its lists, for `search`."},
+    {"search", search, METH_VARARGS, "See sn_memory.pool_search.Search."},
+    {"run", run, METH_VARARGS, "See sn_memory.pool_search.Search.run."},
+    {"read", read, METH_VARARGS, "Copy the offsets and weights of a search out."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "_core", "C++ back end of sn_memory.pool.", -1,
+                      methods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__core() { return PyModule_Create(&module); }

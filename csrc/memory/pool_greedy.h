@@ -1,0 +1,14 @@
+// First fit in a given order; its twin is sn_memory/pool_greedy.py.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "pool_problem.h"
+
+namespace sn {
+
+// Puts each buffer, in the order given, at the lowest aligned offset that is free for its life.
+std::vector<int64_t> first_fit(const Problem& problem, const std::vector<int32_t>& order);
+
+}  // namespace sn

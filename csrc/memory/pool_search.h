@@ -1,0 +1,96 @@
+// Depth-first search for a packing within a capacity; its twin is sn_memory/pool_search.py, which
+// says how it works. Both take the same decisions in the same order.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "pool_problem.h"
+
+namespace sn {
+
+enum class Verdict { impossible = 0, found = 1, unfinished = 2 };
+enum class Rule { lowest = 0, weighted = 1 };
+
+// A problem with the lists a search asks for; shared by all its searches.
+struct Indexed : Problem {
+  explicit Indexed(Problem problem);
+  std::vector<std::vector<int32_t>> members;     // of each section, by number
+  std::vector<std::vector<int32_t>> neighbours;  // of each buffer: those alive with it
+};
+
+class Search {
+ public:
+  Search(std::shared_ptr<const Indexed> problem, int64_t capacity, Rule rule,
+         std::vector<int32_t> rank, std::vector<int64_t> weight);
+
+  // Goes on for at most `steps` decisions; asked again, it resumes.
+  Verdict run(int64_t steps);
+  const std::vector<int64_t>& offsets() const { return offset_; }
+  const std::vector<int64_t>& weights() const { return weight_; }
+
+ private:
+  enum class What : uint8_t { least, base, slack, lowest, placed };
+  struct Change {
+    What what;
+    int32_t index;
+    int64_t before;
+  };
+  struct Range {
+    size_t begin, end;
+  };
+  struct Pending {
+    int32_t component, next;
+    size_t choices;
+  };
+  struct Choice {
+    int32_t buffer, component, pending;
+    size_t trail, ids, components, agenda;
+  };
+
+  void set(What what, std::vector<int64_t>& values, int32_t index, int64_t value);
+  void mark(int32_t i);
+  void clear_marks();
+  bool raise(int32_t i, int64_t offset);
+  bool raise_onto_others(int32_t i);
+  bool infer(int32_t section);
+  bool propagate();
+  bool place(int32_t i);
+  bool forced(int32_t i) const;
+  void undo(size_t trail);
+  bool backtrack();
+  void split();
+  int32_t pick() const;
+  int32_t pick_section() const;
+  bool before(int32_t i, int32_t k) const;
+
+  std::shared_ptr<const Indexed> shared_;
+  const Indexed& problem_;
+  int64_t capacity_;
+  Rule rule_;
+  bool started_ = false;
+  bool refuted_ = false;
+  std::vector<int32_t> rank_;
+  std::vector<int64_t> weight_;  // [sections] how often each one ended a branch, times kUnit
+
+  std::vector<int64_t> offset_;  // [n] where a placed buffer lies
+  std::vector<int64_t> least_;   // [n] no packing of this branch puts the buffer lower
+  std::vector<int64_t> base_;    // [n] aligned top of the placed buffers beneath
+  std::vector<int64_t> slack_;   // [sections] bytes that may still be wasted
+  std::vector<int64_t> lowest_;  // [sections] least of the least offsets
+  std::vector<char> placed_, marked_;
+  std::vector<int32_t> queue_;
+  std::vector<std::pair<int64_t, int64_t>> row_;
+
+  std::vector<Change> trail_;
+  std::vector<Choice> choices_;
+  std::vector<int32_t> ids_;  // buffers of the components, by first section
+  std::vector<Range> components_;
+  std::vector<Pending> agenda_;
+  int32_t component_, pending_;
+};
+
+}  // namespace sn

@@ -1,0 +1,349 @@
+"""A DistributedOptimizer for Keras 3 which averages, and the callbacks that go with it.
+
+Horovod 0.28.1 hooks into methods that Keras 3 no longer calls: its Keras optimizer trains without
+an error and without averaging. Wrapping an optimizer in another one would hide its settings and
+variables. So the optimizer that is passed changes its class, to a subclass of its own class that
+averages where Keras is about to clip: after accumulation, after unscaling, before clipping,
+weight decay and update. All else, and what is saved, stays as it was.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ..errors import CompressError
+from .compression import FFTCompression
+from .tensorflow import Memory, refuse_xla
+from .tensorflow import memory_of as _memory_of_compression
+
+
+class Averaging:
+    """How the gradients of one optimizer are averaged; see DistributedOptimizer."""
+
+    def __init__(
+        self,
+        *,
+        compression: Any,
+        op: Any,
+        process_set: Any,
+        predivide: float,
+        groups: int | Sequence[Sequence[Any]] | None,
+        sparse_as_dense: bool,
+        missing_as_zeros: bool,
+    ) -> None:
+        self.compression, self.op, self.process_set = compression, op, process_set
+        self.scales = {"prescale_factor": 1 / predivide, "postscale_factor": predivide}
+        self.groups, self.sparse_as_dense = groups, sparse_as_dense
+        self.missing_as_zeros = missing_as_zeros
+        self.variables: list[Any] = []  # those of the gradients that Keras is about to apply
+        # Run one by one, eager collectives would never travel together.
+        self._traced = tf.function(self._average, autograph=False)
+
+    def alone(self) -> bool:
+        """Whether there is nobody to average with."""
+        if os.environ.get("HOROVOD_ELASTIC") == "1":
+            return False  # the number of ranks may change after the trace
+        return not self.process_set.included() or self.process_set.size() == 1
+
+    def average(self, gradients: Sequence[Any], optimizer: Any) -> list[Any]:
+        """The gradients of self.variables, averaged over the ranks."""
+        if self.alone():
+            return list(gradients)
+        if self.sparse_as_dense:
+            gradients = [
+                tf.ensure_shape(tf.convert_to_tensor(g), v.shape)
+                for g, v in zip(gradients, self.variables, strict=True)
+            ]
+        places = tuple(optimizer._get_variable_index(v) for v in self.variables)
+        run = self._traced if tf.executing_eagerly() else self._average
+        return list(run(list(gradients), places, self._parts(places, optimizer), optimizer.name))
+
+    def all_true(self, value: Any) -> Any:
+        """Whether a boolean is true on every rank."""
+        if self.alone():
+            return value
+        refuse_xla()
+        least = hvd.allreduce(
+            tf.cast(value, tf.int32), op=hvd.Min, name="finite", process_set=self.process_set
+        )
+        return tf.cast(least, tf.bool)
+
+    def _average(
+        self, gradients: list[Any], places: tuple[int, ...], parts: Any, scope: str
+    ) -> list[Any]:
+        refuse_xla()
+        how = {
+            "compression": self.compression,
+            "op": self.op,
+            "process_set": self.process_set,
+            **self.scales,
+        }
+        with tf.name_scope(scope):
+            if parts is None:
+                return [
+                    hvd.allreduce(gradient, name=f"gradient_{place}", **how)
+                    for gradient, place in zip(gradients, places, strict=True)
+                ]
+            for part in parts:
+                group = [gradients[i] for i in part]
+                means = hvd.grouped_allreduce(group, name=f"group_{places[part[0]]}", **how)
+                for i, mean in zip(part, means, strict=True):
+                    gradients[i] = mean
+            return gradients
+
+    def _parts(self, places: tuple[int, ...], optimizer: Any) -> Any:
+        """Indices of the gradients group by group, or None."""
+        if self.groups is None:
+            return None
+        if isinstance(self.groups, int):
+            split = np.array_split(range(len(places)), self.groups)
+            return tuple(tuple(map(int, part)) for part in split if len(part))
+        index = {place: i for i, place in enumerate(places)}
+        wanted = [[optimizer._get_variable_index(v) for v in group] for group in self.groups]
+        parts = [tuple(index.pop(p) for p in group if p in index) for group in wanted]
+        return (*filter(None, parts), *((i,) for i in index.values()))
+
+
+class _Averaged:
+    """What an optimizer gains; comes before its own class."""
+
+    _sn: Averaging
+
+    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
+        self._sn.variables = list(trainable_variables)
+        return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+
+    def _clip_gradients(self, grads: Any) -> Any:
+        return super()._clip_gradients(self._sn.average(grads, self))  # type: ignore[misc]
+
+    def _filter_empty_gradients(self, grads: Any, vars: Any) -> Any:  # noqa: A002 - Keras's name
+        if self._sn.missing_as_zeros:
+            grads = [
+                tf.zeros(v.shape, v.dtype) if g is None else g
+                for g, v in zip(grads, vars, strict=True)
+            ]
+        return super()._filter_empty_gradients(grads, vars)  # type: ignore[misc]
+
+    def _overwrite_variables_directly_with_gradients(self, grads: Any, vars: Any) -> Any:  # noqa: A002
+        if any(getattr(v, "overwrite_with_gradient", False) for v in vars):
+            raise CompressError(
+                "float8 training keeps scales that are set from each rank's own gradients, so "
+                "ranks would drift apart; expected variables with gradients to average. Train "
+                "in float32, bfloat16 or mixed_float16."
+            )
+        return super()._overwrite_variables_directly_with_gradients(grads, vars)  # type: ignore[misc]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "loss_scale_factor":
+            raise CompressError(
+                f"{name} of a distributed optimizer was set to {value!r}. LossScaleOptimizer does "
+                "so, which `compile` puts around the optimizer of a mixed_float16 model: there "
+                "each rank would judge by its own gradients whether to skip a step. Put it inside: "
+                "DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)). A constant "
+                "loss_scale_factor is set before DistributedOptimizer."
+            )
+        super().__setattr__(name, value)
+
+
+class _ScaledTogether:
+    """What a LossScaleOptimizer gains: all ranks skip a step, or none does.
+
+    A step that is skipped sends no gradient, and so changes no error memory.
+    """
+
+    _sn: Averaging
+
+    def check_finite(self, grads: Any) -> Any:
+        return self._sn.all_true(super().check_finite(grads))  # type: ignore[misc]
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name for it
+    optimizer: Any,
+    *,
+    compression: Any = None,
+    op: Any = hvd.Average,
+    backward_passes_per_step: int = 1,
+    gradient_predivide_factor: float = 1.0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    sparse_as_dense: bool = False,
+    missing_as_zeros: bool = False,
+    process_set: Any = hvd.global_process_set,
+) -> Any:
+    """Make a Keras 3 optimizer average its gradients over all ranks.
+
+    Parameters
+    ----------
+    optimizer : a Keras optimizer. It is changed in place, keeps its variables and settings, and
+        is what is returned. Saved with a model, it is saved as what it was, and has to be made
+        distributed again after loading. Mixed precision:
+        `DistributedOptimizer(LossScaleOptimizer(optimizer))`.
+    compression : FFTCompression, hvd.Compression.fp16, or None
+    op : hvd.Average or hvd.Sum; with `compression` as that allows, hvd.Min and the like
+    backward_passes_per_step : average the mean of so many steps' gradients, and update only
+        then: Keras's own gradient_accumulation_steps
+    gradient_predivide_factor : divide by this before summing, by the rest after; for hvd.Average
+    groups : reduce gradients together: in so many groups, or in these lists of variables
+    sparse_as_dense : make dense what tf.IndexedSlices the gradients hold
+    missing_as_zeros : take a missing gradient for zeros, where it may be missing on some ranks
+        only; otherwise its variable is left out, which has to be so on every rank
+    process_set : average over these ranks only
+
+    Raises CompressError if the optimizer is not one of Keras 3, is distributed already, or was
+    built before accumulation could be set up.
+    """
+    _check(optimizer, op, backward_passes_per_step, gradient_predivide_factor)
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        inner = DistributedOptimizer(
+            optimizer.inner_optimizer,
+            compression=compression,
+            op=op,
+            backward_passes_per_step=backward_passes_per_step,
+            gradient_predivide_factor=gradient_predivide_factor,
+            groups=groups,
+            sparse_as_dense=sparse_as_dense,
+            missing_as_zeros=missing_as_zeros,
+            process_set=process_set,
+        )
+        return _become(optimizer, _ScaledTogether, inner._sn)
+    if backward_passes_per_step > 1:
+        optimizer.gradient_accumulation_steps = backward_passes_per_step
+    if isinstance(compression, type) and issubclass(compression, FFTCompression):
+        compression = compression.using()  # a memory of its own
+    averaging = Averaging(
+        compression=hvd.Compression.none if compression is None else compression,
+        op=op,
+        process_set=process_set,
+        predivide=gradient_predivide_factor,
+        groups=groups,
+        sparse_as_dense=sparse_as_dense,
+        missing_as_zeros=missing_as_zeros,
+    )
+    return _become(optimizer, _Averaged, averaging)
+
+
+def _check(optimizer: Any, op: Any, passes: int, predivide: float) -> None:
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    if not isinstance(optimizer, keras.optimizers.Optimizer) or isinstance(optimizer, tf.Module):
+        raise CompressError(
+            f"got a {kind}; expected an optimizer of Keras 3 (keras.optimizers) on TensorFlow"
+        )
+    if hasattr(optimizer, "_sn"):
+        raise CompressError(f"this {kind} is distributed already; call DistributedOptimizer once")
+    if hasattr(optimizer, "_inner_optimizers"):
+        raise CompressError(
+            f"got a {kind}; expected a single optimizer. Make each of its inner optimizers "
+            "distributed instead."
+        )
+    if passes < 1 or (passes > 1 and (optimizer.built or optimizer.gradient_accumulation_steps)):
+        raise CompressError(
+            f"backward_passes_per_step={passes!r}; expected at least 1, and above 1 an optimizer "
+            "that is not built yet and has no gradient_accumulation_steps. Set it at one place."
+        )
+    if predivide != 1.0 and op != hvd.Average:
+        raise CompressError(
+            f"gradient_predivide_factor={predivide!r} needs op=hvd.Average; got another operation"
+        )
+
+
+def _become(optimizer: Any, gained: type, averaging: Averaging) -> Any:
+    """Change the optimizer's class to a subclass of it, under the same name."""
+    own = type(optimizer)
+    # Keras saves an optimizer under the module and name of its class.
+    same_name = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    # Past Keras's own __setattr__, which would track what it is given.
+    object.__setattr__(optimizer, "_sn", averaging)
+    object.__setattr__(optimizer, "__class__", type(own.__name__, (gained, own), same_name))
+    return optimizer
+
+
+def memory_of(optimizer: Any) -> Memory:
+    """The error memory of a distributed optimizer, for tf.train.Checkpoint; one per rank."""
+    averaging = getattr(optimizer, "_sn", None)
+    if not isinstance(averaging, Averaging) or not hasattr(averaging.compression, "settings"):
+        raise CompressError(
+            f"{type(optimizer).__name__} has no error memory; expected what "
+            "sn_compress.horovod.keras.DistributedOptimizer(..., compression=FFTCompression) "
+            "returned"
+        )
+    return _memory_of_compression(averaging.compression)
+
+
+def report(optimizer: Any) -> dict[str, float]:
+    """See FFTCompression.report."""
+    return memory_of(optimizer).report()
+
+
+def state_dict(optimizer: Any) -> dict[str, Any]:
+    """See FFTCompression.state_dict; by the place of the variable in the optimizer."""
+    return memory_of(optimizer).state_dict()
+
+
+def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
+    """Take over what state_dict returned."""
+    memory_of(optimizer).load_state_dict(state)
+
+
+def synchronize(optimizer: Any, root_rank: int) -> None:
+    """See FFTCompression.synchronize."""
+    memory_of(optimizer).synchronize(root_rank, process_set=optimizer._sn.process_set)
+
+
+def watch(optimizer: Any, scaler: Any) -> NoReturn:
+    """Always CompressError: Keras's loss scaler is an optimizer."""
+    raise CompressError(
+        f"got a {type(optimizer).__name__} and a {type(scaler).__name__}; expected optimizers of "
+        "torch. In Keras: DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)), "
+        "and nothing else."
+    )
+
+
+def Elastic(optimizer: Any) -> NoReturn:  # noqa: N802 - as in the rim of torch
+    """Always CompressError: Horovod's elastic state for Keras is of Keras 2."""
+    raise CompressError(
+        f"got a {type(optimizer).__name__}; expected an optimizer of torch. In Keras, save the "
+        "state, and call FFTCompression.synchronize when ranks have come or gone."
+    )
+
+
+class BroadcastVariables(keras.callbacks.Callback):  # type: ignore[misc]
+    """Begin every `fit` with the weights and optimizer variables of one rank.
+
+    Seeds of random layers stay as they are: ranks should drop out different units.
+    """
+
+    def __init__(self, root_rank: int = 0, *, process_set: Any = hvd.global_process_set) -> None:
+        super().__init__()
+        self.root_rank, self.process_set = root_rank, process_set
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Called by Keras."""
+        optimizer = self.model.optimizer
+        if not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+        variables = [v.value for v in (*self.model.weights, *optimizer.variables)]
+        if self.process_set.included():
+            hvd.broadcast_variables(variables, self.root_rank, process_set=self.process_set)
+
+
+class AverageMetrics(keras.callbacks.Callback):  # type: ignore[misc]
+    """Average an epoch's metrics over the ranks; put it before callbacks that read them."""
+
+    def __init__(self, *, process_set: Any = hvd.global_process_set) -> None:
+        super().__init__()
+        self.process_set = process_set
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Called by Keras."""
+        if not logs or not self.process_set.included():
+            return
+        names = sorted(logs)
+        values = tf.constant([float(logs[name]) for name in names], tf.float64)
+        means = hvd.allreduce(values, name="metrics", process_set=self.process_set).numpy()
+        logs.update(zip(names, map(float, means), strict=True))

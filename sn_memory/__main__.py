@@ -1,0 +1,7 @@
+"""`python -m sn_memory`: plan, check and report on the command line."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,6 @@
+"""Benchmarks are scripts beside each other: tests import them as they import one another."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))

@@ -1,0 +1,182 @@
+"""The tuner: all ranks decide alike, trust the clock over the model, and look again."""
+
+import itertools
+import logging
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from sn_compress import CompressError
+from sn_compress.cost import Link, collective_s
+from sn_compress.measure import FREE, Rates
+from sn_compress.settings import Settings
+from sn_compress.tuning import Tuner
+
+RANKS = 4
+SHAPES = {"a": (512, 1024), "b": (512,), "c": (1000, 512)}
+SLOW = Rates(*[1e-5] * 7)
+CHOSEN = Settings().changed(exchange="shared", warmup=3)
+
+
+class World:
+    """Ranks as threads: an all-reduce that blocks, and a clock of its own for each."""
+
+    def __init__(self, link, *, ranks=RANKS):
+        self.link, self.ranks = link, ranks
+        self.now = [0.0] * ranks
+        self.names = [[] for _ in range(ranks)]
+        self._values = [None] * ranks
+        self._barrier = threading.Barrier(ranks, timeout=20)
+
+    def total(self, rank):
+        def add(name, values):
+            self.names[rank].append(name)
+            self._values[rank] = values
+            self._barrier.wait()
+            found = np.sum(self._values, axis=0)
+            self._barrier.wait()
+            # Ranks measure slightly different times.
+            took = collective_s("allreduce", values.nbytes, self.ranks, self.link)
+            self.now[rank] += took * (1 + 0.01 * rank)
+            return found
+
+        return add
+
+    def run(self, body):
+        """body(rank) on a thread for each rank; what they return."""
+        found, failed = [None] * self.ranks, []
+
+        def work(rank):
+            try:
+                found[rank] = body(rank)
+            except Exception as error:  # noqa: BLE001  (raised again below)
+                failed.append(error)
+                self._barrier.abort()
+
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(self.ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failed:
+            raise failed[0]
+        return found
+
+    def tuner(self, rank, **settings):
+        return Tuner(
+            CHOSEN, ranks=self.ranks, total=self.total(rank), clock=lambda: self.now[rank],
+            **settings,
+        )  # fmt: skip
+
+
+def train(world, count, seconds_of, **settings):
+    """Methods of "a" step by step, by rank, and the tuners."""
+
+    def body(rank):
+        tuner = world.tuner(rank, **settings)
+        seen = []
+        for _ in range(count):
+            # Ranks finish their tensors in different orders.
+            names = sorted(SHAPES, reverse=bool(rank % 2))
+            methods = {name: tuner.method(name, SHAPES[name]) for name in names}
+            seen.append(methods)
+            world.now[rank] += seconds_of(methods) * (1 + 0.02 * rank)
+        return seen, tuner
+
+    return world.run(body)
+
+
+def by_bytes(link):
+    """Seconds of a step in which only plain tensors cost anything."""
+
+    def seconds(methods):
+        size = sum(4 * int(np.prod(SHAPES[n])) for n, way in methods.items() if way == "plain")
+        return 0.01 + collective_s("allreduce", size, RANKS, link)
+
+    return seconds
+
+
+def test_a_slow_link_is_compressed_on_all_ranks_alike(caplog):
+    caplog.set_level(logging.INFO, "sn_compress.tuning")
+    link = Link.of_gbit(0.1)
+    found = train(World(link), 40, by_bytes(link), rates=FREE)
+    first, tuner = found[0]
+    assert all(seen == first for seen, _ in found)
+    assert first[0] == dict.fromkeys(SHAPES, "plain")
+    assert first[-1]["a"] != "plain"
+    assert tuner.settled
+    assert tuner.decision.link.bytes_per_s == pytest.approx(link.bytes_per_s, rel=0.03)
+    said = [r.message for r in caplog.records if "ms a step" in r.message]
+    assert len(said) == RANKS  # one line a rank
+
+
+def test_a_fast_link_stays_plain_and_nothing_is_tried():
+    link = Link.of_gbit(100, latency_s=1e-6, operation_s=1e-5)
+    for seen, tuner in train(World(link), 30, by_bytes(link), rates=SLOW):
+        assert all(methods["a"] == "plain" for methods in seen)
+        assert tuner.settled
+
+
+def test_what_the_clock_does_not_confirm_is_given_up(caplog):
+    caplog.set_level(logging.INFO, "sn_compress.tuning")
+    link = Link.of_gbit(0.1)
+
+    def seconds(methods):
+        return 0.2 if methods["a"] == "plain" else 0.199
+
+    for seen, tuner in train(World(link), 40, seconds, rates=FREE):
+        tried = Counter(methods["a"] for methods in seen)
+        assert tried["shared"] + tried["gather"] > 0
+        assert seen[-1] == dict.fromkeys(SHAPES, "plain")
+        assert tuner.settled
+    assert "plain Horovod is faster here" in caplog.text
+
+
+def test_the_trial_waits_for_the_dense_steps_of_the_shared_exchange():
+    link = Link.of_gbit(0.1)
+    settings = {"rates": FREE, "steps": 4, "skip": 2, "methods": ("shared",)}
+    seen, tuner = train(World(link), 60, by_bytes(link), **settings)[0]
+    assert tuner.settled
+    # What is timed in a trial would else be the dense steps, as slow as plain.
+    assert seen[-1]["a"] == "shared"
+
+
+def test_it_looks_again():
+    link = Link.of_gbit(0.1)
+    world = World(link)
+    seen, _ = train(world, 90, by_bytes(link), rates=FREE, again=30)[0]
+    changes = sum(a["a"] != b["a"] for a, b in itertools.pairwise(seen))
+    assert changes >= 3  # plain, compressed, plain, compressed
+    assert sum(name.startswith("sn.tune.rates") for name in world.names[0]) >= 2
+
+
+def test_settled_steps_send_nothing_of_the_tuner():
+    link = Link.of_gbit(0.1)
+    world = World(link)
+
+    def body(rank):
+        tuner = world.tuner(rank, rates=FREE)
+        while not tuner.settled:
+            tuner.method("a", SHAPES["a"])
+            world.now[rank] += 0.1
+        before = len(world.names[rank])
+        for _ in range(50):
+            tuner.method("a", SHAPES["a"])
+        return len(world.names[rank]) - before
+
+    assert world.run(body) == [0] * RANKS
+
+
+def test_the_codec_is_measured_where_no_rates_are_given():
+    link = Link.of_gbit(0.1)
+    found = train(World(link, ranks=2), 12, by_bytes(link))
+    one, two = (tuner.decision for _, tuner in found)
+    assert one == two
+    assert all(value > 0 for value in vars(one.rates).values())
+
+
+def test_legal_settings_or_an_error():
+    with pytest.raises(CompressError, match="steps=0"):
+        Tuner(CHOSEN, ranks=2, total=World(Link(1e9)).total(0), steps=0)

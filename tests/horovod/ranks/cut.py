@@ -1,0 +1,42 @@
+"""One rank whose link is cut in mid-run: `cut.py gather|shared FOLDER`.
+
+Says in a file where it is, so that the test knows when to cut, and ends with the sum of its
+weights, or with Horovod's error.
+"""
+
+import hashlib
+import sys
+import time
+from pathlib import Path
+
+import horovod.torch as hvd
+import torch
+from torch import nn
+
+from sn_compress import FFTCompression
+
+torch.set_num_threads(1)
+exchange, folder = sys.argv[1], Path(sys.argv[2])
+hvd.init()
+torch.manual_seed(0)
+model = nn.Linear(128, 128)
+settings = {"warmup": 3, "ratio": 10} if exchange == "shared" else {"theta": 0.9}
+optimizer = hvd.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.01),
+    named_parameters=model.named_parameters(),
+    compression=FFTCompression.using(exchange=exchange, **settings),
+)
+mine = folder / f"rank{hvd.rank()}"
+for step in range(60):
+    torch.manual_seed(100 * step + hvd.rank())
+    optimizer.zero_grad()
+    model(torch.randn(8, 128)).square().mean().backward()
+    try:
+        optimizer.step()
+    except hvd.mpi_ops.HorovodInternalError:
+        mine.write_text("error")
+        raise
+    mine.write_text(f"step {step}")
+    time.sleep(0.05)
+flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+mine.write_text("weights " + hashlib.sha256(flat.numpy().tobytes()).hexdigest())

@@ -1,0 +1,316 @@
+"""One rank: what FFTCompression does in TensorFlow at the edges, one function a case.
+
+Run as `tensorflow_behave.py`; prints "ok CASE" on every rank, or fails with an assertion.
+"""
+
+import sys
+import tempfile
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+from sn_compress import ErrorFeedback, FFTCodec, FFTCompression
+from sn_compress.horovod.tensorflow import memory_of
+
+SHARED = FFTCompression.using(exchange="shared", ratio=40, warmup=2)
+EXACT = FFTCompression.using(theta=0.0, values="fp16")
+
+
+def gradients_of(values, compression, *, graph=False, **options):
+    """What a tape makes of variables whose gradients on this rank are `values`, one step each."""
+    variables = [tf.Variable(np.zeros_like(step)) for step in values[0]]
+
+    def step(*wanted):
+        with hvd.DistributedGradientTape(
+            tf.GradientTape(), compression=compression, **options
+        ) as tape:
+            loss = tf.add_n([tf.reduce_sum(v * w) for v, w in zip(variables, wanted, strict=True)])
+        return tape.gradient(loss, variables)
+
+    run = tf.function(step) if graph else step
+    return [[g.numpy() for g in run(*map(tf.constant, step))] for step in values]
+
+
+def noise(*shape, seed=0):
+    return np.random.default_rng([hvd.rank(), seed]).standard_normal(shape).astype(np.float32)
+
+
+def mean_of(values):
+    return np.mean(hvd.allgather_object(values), axis=0)
+
+
+def mean_is_the_mean():
+    """Keeping every bin at half precision, the result is the plain mean up to rounding."""
+    gradient = noise(64, 64)
+    for op, factor in ((hvd.Average, 1), (hvd.Sum, hvd.size())):
+        for graph in (False, True):
+            (((reduced,)),) = gradients_of([[gradient]], EXACT, op=op, graph=graph)
+            # Half precision rounds each coefficient by 2**-11 relative; the transform keeps norms.
+            error = np.linalg.norm(reduced - factor * mean_of(gradient))
+            assert error <= factor * 2**-10 * np.linalg.norm(gradient), error
+
+
+def what_is_applied_and_what_is_kept():
+    """Over the steps, the averages and the mean memory add up to the plain averages."""
+    fft = FFTCompression.using(theta=0.9)
+    steps = [[noise(64, 64, seed=t), noise(5000, seed=t)] for t in range(20)]
+    applied = gradients_of(steps, fft)
+    memory = memory_of(fft)
+    for place in range(2):
+        total = np.sum([step[place] for step in applied], axis=0)
+        plain = np.sum([mean_of(step[place]) for step in steps], axis=0)
+        kept = memory.feedback.residual(f"{place}:Variable").reshape(plain.shape)
+        # Sums of 20 float32 numbers of size about 1, in the two orders.
+        assert abs(total + mean_of(kept) - plain).max() < 1e-4
+        assert np.linalg.norm(total - plain) > 0.1 * np.linalg.norm(plain), "nothing was dropped?"
+
+
+def constant_gradients_are_encoded_each_step():
+    """A gradient known when tracing is not folded into a constant: the memory lives on."""
+    fft = FFTCompression.using(theta=0.9)
+    variable = tf.Variable(noise(64, 64))
+    ramp = tf.constant(np.arange(4096, dtype=np.float32).reshape(64, 64) ** 0.5)
+
+    @tf.function
+    def step():
+        with hvd.DistributedGradientTape(tf.GradientTape(), compression=fft) as tape:
+            loss = tf.reduce_sum(variable * ramp)
+        return tape.gradient(loss, [variable])[0]
+
+    seen = [step().numpy() for _ in range(3)]
+    assert memory_of(fft).report()["steps"] == 3
+    assert not np.array_equal(seen[0], seen[1])
+
+
+def models_of_one_shape_keep_apart():
+    """An eager tape's trace serves other variables of the same shapes; their memories differ."""
+    fft = FFTCompression.using(theta=0.9)
+    gradients = [noise(64, 64, seed=s) for s in range(2)]
+    together = [[], []]
+    nets = [tf.Variable(np.zeros((64, 64), np.float32), name="w") for _ in range(2)]
+    for _ in range(4):
+        for i, net in enumerate(nets):
+            with hvd.DistributedGradientTape(tf.GradientTape(), compression=fft) as tape:
+                loss = tf.reduce_sum(net * gradients[i])
+            together[i].append(tape.gradient(loss, [net])[0].numpy())
+    for i in range(2):
+        alone = gradients_of([[gradients[i]]] * 4, FFTCompression.using(theta=0.9))
+        assert np.array_equal(together[i], [step[0] for step in alone])
+    assert list(memory_of(fft).state_dict()["memory"]) == ["0:w", "1:w"]
+
+
+def retracing_keeps_the_memory():
+    """A tf.function traced again, for a batch of another size, goes on with the same memory."""
+    fft = FFTCompression.using(theta=0.9)
+    variable = tf.Variable(noise(64, 64))
+
+    @tf.function
+    def step(x):
+        with hvd.DistributedGradientTape(tf.GradientTape(), compression=fft) as tape:
+            loss = tf.reduce_mean((x @ variable) ** 2)
+        return tape.gradient(loss, [variable])[0]
+
+    for rows in (8, 8, 5, 8):
+        step(tf.constant(noise(rows, 64)))
+    assert step.experimental_get_tracing_count() > 1, "this test was to trace twice"
+    assert list(memory_of(fft).state_dict()["memory"]) == ["0:Variable"]
+
+
+def not_a_number_reaches_all():
+    for bad in (np.nan, np.inf, -np.inf):
+        fft = FFTCompression.using(theta=0.9)
+        good, poor = np.ones((64, 64), np.float32), np.ones((64, 64), np.float32)
+        if hvd.rank() == hvd.size() - 1:
+            poor[3, 3] = bad
+        (first,), (after,) = gradients_of([[poor], [good]], fft)
+        assert not np.isfinite(first).any(), "every rank has to see it"
+        assert np.isfinite(after).all(), "and it has to be gone afterwards"
+        assert np.isfinite(memory_of(fft).feedback.residual("0:Variable")).all()
+
+
+def zeros_stay_zero():
+    (((zeros,)),) = gradients_of([[np.zeros((64, 64), np.float32)]], FFTCompression)
+    assert not zeros.any()
+
+
+def sparse_travels_as_plain():
+    for sparse_as_dense in (False, True):
+        for graph in (False, True):
+            fft = EXACT.using()
+            table = tf.Variable(np.zeros((512, 64), np.float32))
+
+            def step(table=table, fft=fft, dense=sparse_as_dense):
+                with hvd.DistributedGradientTape(
+                    tf.GradientTape(), compression=fft, sparse_as_dense=dense
+                ) as tape:
+                    loss = tf.reduce_sum(tf.gather(table, [hvd.rank(), 100]))
+                return tf.convert_to_tensor(tape.gradient(loss, [table])[0])
+
+            gradient = (tf.function(step) if graph else step)().numpy()
+            assert np.allclose(gradient[100], 1, atol=2e-3)
+            assert np.allclose(gradient[hvd.rank()], 1 / hvd.size(), atol=2e-3)
+            report = memory_of(fft).report()
+            assert report["steps"] == int(sparse_as_dense), (report, graph)
+
+
+def doubles_and_small_tensors_travel_as_plain():
+    for plain in (np.full((64, 64), 1 / 3), np.full(7, 1 / 3, np.float32)):
+        fft = FFTCompression.using()
+        (((mean,)),) = gradients_of([[plain]], fft)
+        assert np.allclose(mean, plain, rtol=1e-7, atol=0)  # one rounding of float32
+        report = memory_of(fft).report()
+        assert report["payload_bytes"] == plain.nbytes
+        assert report["tensors"] == 0
+
+
+def missing_gradients_are_left_out():
+    a, b = (tf.Variable(noise(64, 64)) for _ in range(2))
+    with hvd.DistributedGradientTape(tf.GradientTape(), compression=FFTCompression) as tape:
+        loss = tf.reduce_sum(a)
+    gradients = tape.gradient(loss, [a, b])
+    assert gradients[1] is None
+    assert gradients[0] is not None
+
+
+def plain_allreduce():
+    """The same object serves hvd.allreduce; a named one has a memory."""
+    tensor = tf.constant(noise(3, 4000))
+    expected = mean_of(tensor.numpy())
+    reduce = tf.function(lambda t, name, **how: hvd.allreduce(t, name=name, **how))
+    for call in (hvd.allreduce, reduce):
+        for dtype in (tf.float32, tf.float16, tf.bfloat16):
+            kind = f"ours_{dtype.name}_{call is reduce}"
+            mean = call(tf.cast(tensor, dtype), name=kind, compression=EXACT)
+            assert mean.dtype == dtype
+            assert mean.shape == tensor.shape
+            error = np.linalg.norm(tf.cast(mean, tf.float32) - expected)
+            assert error < 2**-7 * np.linalg.norm(expected), error
+    assert "ours_float32_True" in memory_of(EXACT).state_dict()["memory"]
+    scaled = hvd.allreduce(tensor, compression=EXACT, op=hvd.Sum, prescale_factor=0.5)
+    assert np.allclose(scaled, expected * hvd.size() / 2, atol=0.01)
+    group = hvd.grouped_allreduce([tensor, tensor + 1], name="group", compression=EXACT)
+    assert np.allclose(group[1], expected + 1, atol=0.01)
+    watched = tf.Variable(tensor)
+    weights = tf.constant(np.arange(12000, dtype=np.float32).reshape(3, 4000))
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(hvd.allreduce(watched, name="watched", compression=EXACT) * weights)
+    assert np.allclose(tape.gradient(loss, watched), weights), "gradients flow as in plain"
+
+
+def refusals():
+    tensor = tf.ones(4096)
+
+    @tf.function(jit_compile=True)
+    def compiled():
+        with hvd.DistributedGradientTape(tf.GradientTape(), compression=FFTCompression) as tape:
+            loss = tf.reduce_sum(variable**2)
+        return tape.gradient(loss, [variable])
+
+    variable = tf.Variable(tensor)
+    calls = (
+        (lambda: hvd.reducescatter(tensor, compression=FFTCompression), "reducescatter"),
+        (lambda: hvd.allreduce(tensor, op=hvd.Min, compression=FFTCompression), "hvd.Average"),
+        (lambda: hvd.allreduce(tensor, op=hvd.Adasum, compression=FFTCompression), "Adasum"),
+        (lambda: gradients_of([[tensor.numpy()]], FFTCompression, op=hvd.Adasum), "Adasum"),
+        (lambda: FFTCompression.compress(tensor), "not called by Horovod"),
+        (lambda: FFTCompression.report(tf.GradientTape()), "memory_of"),
+        (lambda: memory_of("fft"), "FFTCompression"),
+        (compiled, "jit_compile"),
+    )
+    for call, word in calls:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001
+            # From inside a trace AutoGraph raises an error of its own, which holds ours.
+            message = f"{type(error).__name__}: {error}"
+            assert "CompressError" in message, message
+            assert word in message, message
+        else:
+            raise AssertionError(f"CompressError about {word} was to be raised")
+
+
+def damaged_payload_is_an_error():
+    """A payload changed on its way ends the step on every rank, with the reason."""
+
+    class Damaging(FFTCodec):
+        def encode(self, values, **how):
+            payload = super().encode(values, **how)
+            if hvd.rank() == 0:
+                payload.buffer[100] ^= 1
+            return payload
+
+    for graph in (False, True):
+        fft = FFTCompression.using(theta=0.9)
+        memory_of(fft).feedback = ErrorFeedback(Damaging(theta=0.9))
+        try:
+            gradients_of([[noise(64, 64)]], fft, graph=graph)
+        except tf.errors.OpError as error:
+            assert "PayloadError" in str(error), error  # noqa: PT017
+            assert "checksum" in str(error)  # noqa: PT017
+        else:
+            raise AssertionError("the damage was to be seen")
+
+
+def resume():
+    """A run continued from its checkpoint gives the bits of the uninterrupted one."""
+    steps = [[noise(64, 64, seed=t)] for t in range(8)]
+    whole = gradients_of(steps, FFTCompression.using(theta=0.9))
+    first, second = (FFTCompression.using(theta=0.9) for _ in range(2))
+    half = gradients_of(steps[:4], first)
+    with tempfile.TemporaryDirectory() as folder:
+        path = tf.train.Checkpoint(memory=memory_of(first)).save(f"{folder}/rank{hvd.rank()}")
+        restored = tf.train.Checkpoint(memory=memory_of(second)).restore(path)
+        restored.assert_existing_objects_matched()
+    assert np.array_equal(whole, half + gradients_of(steps[4:], second, graph=True))
+
+
+def synchronize():
+    """After it every rank has the mean memory, and what is yet to be sent is what it was."""
+    for fft in (FFTCompression.using(theta=0.9), SHARED.using()):
+        gradients_of([[noise(64, 64, seed=t)] for t in range(3)], fft)
+        memory = memory_of(fft)
+        own = memory.exchange().residual("0:Variable")
+        assert own.any()
+        memory.synchronize()
+        ours = hvd.allgather_object(memory.exchange().residual("0:Variable"))
+        assert all(np.array_equal(ours[0], other) for other in ours)
+        # Spectra and their inverses in float32, of numbers of size about 1.
+        assert abs(ours[0] - mean_of(own)).max() < 1e-5
+
+
+def shared_exchange_with_a_rank_that_joined():
+    """With the shared exchange a rank may run out of data: the others go on, and stay equal."""
+    fft = SHARED.using()
+    variable = tf.Variable(noise(64, 64, seed=7) * 0 + 1)
+    steps = 4 if hvd.rank() == 0 else 7
+
+    @tf.function
+    def step(x):
+        with hvd.DistributedGradientTape(tf.GradientTape(), compression=fft) as tape:
+            loss = tf.reduce_mean((x @ variable) ** 2)
+        variable.assign_sub(0.1 * tape.gradient(loss, [variable])[0])
+
+    for t in range(steps):
+        step(tf.constant(noise(8, 64, seed=t)))
+    hvd.join()
+    everyone = hvd.allgather_object(variable.numpy())[1:]
+    assert all(np.array_equal(everyone[0], other) for other in everyone)
+    assert np.isfinite(everyone).all()
+
+
+CASES = [
+    mean_is_the_mean, what_is_applied_and_what_is_kept, constant_gradients_are_encoded_each_step,
+    models_of_one_shape_keep_apart, retracing_keeps_the_memory, not_a_number_reaches_all,
+    zeros_stay_zero, sparse_travels_as_plain, doubles_and_small_tensors_travel_as_plain,
+    missing_gradients_are_left_out, plain_allreduce, refusals, damaged_payload_is_an_error, resume,
+    synchronize, shared_exchange_with_a_rank_that_joined,
+]  # fmt: skip
+
+if __name__ == "__main__":
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    hvd.init()
+    for case in CASES:
+        if not sys.argv[1:] or case.__name__ in sys.argv[1:]:
+            case()
+            print(f"ok {case.__name__}", flush=True)

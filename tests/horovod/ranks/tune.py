@@ -1,0 +1,95 @@
+"""One rank: train with tune=True; the clock says that compression pays, or that it does not."""
+
+import logging
+import sys
+from functools import partial
+
+import horovod.torch as hvd
+import torch
+from torch import nn
+
+import sn_compress.tuning as tuning
+from sn_compress import FFTCompression
+from sn_compress.horovod import torch as rim
+from sn_compress.measure import FREE
+
+STEPS = 40
+lines = []
+handler = logging.Handler()
+handler.emit = lambda record: lines.append(record.getMessage())
+logging.getLogger("sn_compress.tuning").addHandler(handler)
+logging.getLogger("sn_compress.tuning").setLevel(logging.INFO)
+
+
+class Clock:
+    """Each step of this training takes as long as it is told to."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def train(way, trial_s):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 10))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        named_parameters=model.named_parameters(),
+        compression=way,
+    )
+    clock, memory = Clock(), rim._memory_of(optimizer)
+    if trial_s is not None:
+        memory.tuner = tuning.Tuner(
+            way.settings,
+            ranks=hvd.size(),
+            total=partial(rim._total, hvd.global_process_set),
+            methods=(way.settings.exchange,),
+            rates=FREE,
+            clock=clock,
+        )
+    torch.manual_seed(1 + hvd.rank())
+    seen = set()
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        x, y = torch.randn(8, 64), torch.randint(0, 10, (8,))
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        chosen = set(memory.tuner._methods.values())
+        seen |= chosen
+        clock.now += trial_s if trial_s and chosen - {"plain"} else 1.0
+    assert memory.tuner.settled
+    for value in model.state_dict().values():
+        everywhere = hvd.allgather(value.reshape(1, -1))
+        assert torch.equal(everywhere[:1].expand_as(everywhere), everywhere)
+    return memory, seen
+
+
+def always(method, options, **_):
+    return list(options[method])
+
+
+hvd.init()
+for exchange in ("shared", "gather"):
+    way = FFTCompression.using(exchange=exchange, tune=True)
+    lines.clear()
+    memory, _ = train(way, None)  # a real clock: nobody knows what it says
+    assert len([line for line in lines if "predicted" in line]) == 1, lines
+
+    tuning.choose = partial(always, exchange)
+    lines.clear()
+    memory, seen = train(way, 0.5)
+    assert exchange in seen
+    assert memory.exchange.remembers("0.weight")
+    assert "500.0 ms a step, 1000.0 ms plain" in lines[-1], lines
+
+    memory, seen = train(way, 2.0)
+    assert exchange in seen
+    assert not memory.exchange.remembers("0.weight"), "what was left went along with a plain step"
+    assert "plain Horovod is faster here" in lines[-1], lines
+    from sn_compress.cost import choose
+
+    tuning.choose = choose
+    print(f"ok {exchange}", flush=True)
+hvd.shutdown()
+sys.stdout.flush()

@@ -1,0 +1,51 @@
+"""FFTCompression for TensorFlow in the real, unpatched Horovod: several processes."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+RANKS = Path(__file__).parent / "ranks"
+pytestmark = [pytest.mark.horovod, pytest.mark.slow]
+
+WAYS = [
+    "fp32", "fp16", "bf16", "paper", "sum", "predivide", "groups", "groups-listed", "groups-bf16",
+    "shared", "shared-sum", "shared-groups", "generic-names", "process-sets",
+    "process-sets-traced",
+]  # fmt: skip
+
+
+FOR_FOUR = ["bf16", "sum", "groups", "shared", "process-sets", "process-sets-traced"]
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [(2, WAYS), (4, FOR_FOUR)])
+def test_ranks_stay_bit_identical_over_20_steps(horovodrun, ranks, cases):
+    """The cases share one launch: starting horovodrun takes longer than any of them."""
+    run = horovodrun(ranks, RANKS / "tensorflow_train.py", *cases, timeout=280).check()
+    for case in cases:
+        assert run.stdout.count(f"ok {case}\n") == ranks, f"{case}\n{run.stdout}"
+
+
+def test_edges(horovodrun):
+    source = (RANKS / "tensorflow_behave.py").read_text()
+    cases = len(re.findall(r"^def \w+\(\):", source, re.MULTILINE))
+    run = horovodrun(2, RANKS / "tensorflow_behave.py", timeout=280).check()
+    assert run.stdout.count(">:ok ") == 2 * cases, run.stdout
+
+
+@pytest.mark.parametrize("how", ["kill", "join"])
+def test_a_rank_that_is_gone_ends_the_run_with_an_error(horovodrun, how):
+    """Never a silent wrong gradient, and soon: Horovod's Gloo waits 30 s for a peer."""
+    start = time.monotonic()
+    run = horovodrun(3, RANKS / "tensorflow_fail.py", how, timeout=120)
+    assert not run.timed_out, run.stdout
+    assert run.returncode != 0
+    assert run.stdout.count("reached step 5") == 3, run.stdout
+    assert "all steps done" not in run.stdout
+    # The survivors learn it in their own step, not only from the launcher's signal.
+    told = ("Horovod has been shut down", "HorovodInternalError", "another rank called hvd.join()")
+    assert any(text in run.stdout for text in told), run.stdout
+    assert time.monotonic() - start < 100

@@ -1,0 +1,26 @@
+"""tune=True on real ranks: all decide alike, and nothing is lost on the way back to plain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sn_compress import CompressError
+from sn_compress.settings import Settings
+
+RANKS = Path(__file__).parent / "ranks"
+
+
+@pytest.mark.horovod
+@pytest.mark.slow
+def test_ranks_take_up_compression_and_give_it_up_together(horovodrun):
+    run = horovodrun(2, RANKS / "tune.py", timeout=240).check()
+    for exchange in ("shared", "gather"):
+        assert run.stdout.count(f"ok {exchange}\n") == 2, run.stdout
+
+
+def test_where_it_would_have_no_effect_it_is_an_error():
+    Settings().refuse_tuning("anything")
+    with pytest.raises(CompressError, match="Keras"):
+        Settings().changed(tune=True).refuse_tuning("TensorFlow and Keras")

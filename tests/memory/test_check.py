@@ -1,0 +1,260 @@
+"""The checker: takes what can be carried out, and names the first thing that cannot."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from random_graphs import random_graph, training_chain
+
+from sn_memory import (
+    Compressed,
+    Decision,
+    Device,
+    Graph,
+    Op,
+    Plan,
+    PlanError,
+    Step,
+    Storage,
+    Workspace,
+    check_plan,
+    plan_from_decisions,
+)
+
+STORAGES = [
+    Storage("x", 10, "input"),
+    Storage("h1", 100),
+    Storage("h2", 100),
+    Storage("loss", 4, keep=True),
+    Storage("g2", 100, "gradient"),
+    Storage("g1", 10, "gradient", keep=True),
+]
+OPS = [
+    Op("f1", ("x",), ("h1",), seconds=1.0),
+    Op("f2", ("h1",), ("h2",), seconds=1.0),
+    Op("f3", ("h2",), ("loss",), seconds=1.0),
+    Op("b3", ("h2",), ("g2",), seconds=1.0, phase="backward"),
+    Op("b2", ("h1", "g2"), ("g1",), seconds=1.0, phase="backward"),
+]
+LANES = Device(to_host_bytes_per_s=50.0, to_device_bytes_per_s=100.0, transfer_latency_s=0.5)
+
+
+def plan(*steps, peak=0, seconds=0.0, bound=0.0, **fields):
+    parsed = tuple(Step(*step.split()[:2]) for step in steps)
+    return Plan(parsed, (), "test", peak, seconds, bound, **fields)
+
+
+def replay(graph, *steps, peak, seconds):
+    return check_plan(graph, plan(*steps, peak=peak, seconds=seconds))
+
+
+def refused(graph, said, *steps, **fields):
+    with pytest.raises(PlanError) as caught:
+        check_plan(graph, plan(*steps, **fields))
+    assert said in str(caught.value), str(caught.value)
+
+
+RUNS = ("run f1", "run f2", "run f3", "run b3", "run b2")
+
+
+def test_the_plain_run():
+    found = replay(Graph(STORAGES, OPS), *RUNS, peak=324, seconds=5.0)
+    assert found.live_bytes.tolist() == [110, 210, 214, 314, 324]
+    assert found.peak_step == 4
+    assert found.reruns == 0
+
+
+def test_predictions_are_held_to():
+    graph = Graph(STORAGES, OPS)
+    refused(graph, "peak_bytes: the plan says 300", *RUNS, peak=300, seconds=5.0)
+    refused(graph, "seconds: the plan says 4.0", *RUNS, peak=324, seconds=4.0)
+    refused(graph, "lower_bound_seconds", *RUNS, peak=324, seconds=5.0, bound=5.1)
+    refused(graph, "the budget is 320", *RUNS, peak=324, seconds=5.0, budget_bytes=320)
+
+
+@pytest.mark.parametrize(
+    ("said", "steps"),
+    [
+        ("no op of this name", ("run f9",)),
+        ("no storage of this name", ("free h9",)),
+        ("it is resident", ("free x",)),
+        ("no step has made yet", ("run f2",)),
+        ("which step 1 freed", ("run f1", "free h1", "run f2")),
+        ("'b2' is never run", RUNS[:-1]),
+        ("'loss' must be on the device at the end", (*RUNS, "free loss")),
+        ("which step 3 freed", ("run f1", "run f2", "run f3", "free h2", "run b3")),
+        ("expected run", ("swap h1",)),
+        ("states no transfer speeds", ("run f1", "offload h1")),
+        ("no host copy", ("run f1", "prefetch h1")),
+        ("allows no compressed form", ("run f1", "compress h1")),
+        ("not compressed", ("run f1", "decompress h1")),
+    ],
+)
+def test_the_first_violation_is_named(said, steps):
+    refused(Graph(STORAGES, OPS), said, *steps)
+
+
+def test_lanes_run_beside_the_ops():
+    #   ops        f1 f2 f3 b3 ..b2         h1 leaves at 1.0 and is gone at 3.5 (0.5 + 100 / 50),
+    #   to host       h1hhhh                so its free waits until then; back takes 0.5 + 100 / 100
+    #   to device            h1hh
+    graph = Graph(STORAGES, OPS, device=LANES)
+    steps = ("run f1", "offload h1", "run f2", "run f3", "free h1", "prefetch h1", "run b3")
+    found = replay(graph, *steps, "run b2", peak=324, seconds=6.0)
+    assert found.start_s.tolist() == [0, 1, 1, 2, 3.5, 3.5, 3.5, 5.0]
+    assert found.end_s.tolist() == [1, 3.5, 2, 3, 3.5, 5.0, 4.5, 6.0]
+    assert found.host_peak_bytes == 100
+
+
+def test_a_small_host_is_respected():
+    device = replace(LANES, pinned_bytes=99)
+    refused(Graph(STORAGES, OPS, device=device), "device.pinned_bytes", "run f1", "offload h1")
+
+
+def test_what_is_on_the_host_is_not_used_or_changed():
+    graph = Graph(STORAGES, OPS, device=LANES)
+    refused(graph, "prefetch it first", "run f1", "offload h1", "free h1", "run f2")
+    writes = [*OPS[:1], Op("w", writes=("h1",), seconds=1.0), *OPS[1:]]
+    refused(Graph(STORAGES, writes, device=LANES), "host copy", "run f1", "offload h1", "run w")
+
+
+def test_compressed_storages_take_their_bytes():
+    storages = [
+        replace(s, compressed=Compressed(20, 0.5, 0.25)) if s.name == "h1" else s for s in STORAGES
+    ]
+    graph = Graph(storages, OPS)
+    steps = ("run f1", "run f2", "compress h1", "run f3", "run b3", "free h2", "decompress h1")
+    found = replay(graph, *steps, "run b2", peak=234, seconds=5.75)
+    assert found.live_bytes.tolist() == [110, 210, 230, 134, 234, 234, 234, 224]
+
+
+def test_versions_of_what_is_changed_in_place():
+    storages = [Storage("x", 1, "input"), Storage("h", 10), Storage("y", 1), Storage("z", 1)]
+    ops = [
+        Op("make", ("x",), ("h",), seconds=1.0),
+        Op("first", ("h",), ("y",), seconds=1.0),
+        Op("change", writes=("h",), seconds=1.0),
+        Op("second", ("h",), ("z",), seconds=1.0),
+    ]
+    graph = Graph(storages, ops)
+    rebuilt = ("run make", "run first", "run change", "free h", "run make", "run change")
+    assert replay(graph, *rebuilt, "run second", peak=13, seconds=6.0).reruns == 2
+    refused(graph, "after 1 in-place writes; it has had 0", *rebuilt[:-1], "run second")
+    refused(graph, "after 0 in-place writes; it has had 1", *rebuilt[:4][:3], "run first")
+
+
+def test_a_state_is_changed_once():
+    graph = Graph(
+        [Storage("x", 1, "input"), Storage("mean", 1, "state"), Storage("y", 1, keep=True)],
+        [Op("norm", ("x",), ("y",), ("mean",), seconds=1.0)],
+    )
+    refused(graph, "it has had 1", "run norm", "free y", "run norm")
+
+
+@pytest.mark.parametrize("flag", ["effect", "collective", "once", "random"])
+def test_some_ops_run_once(flag):
+    ops = [replace(OPS[0], **{flag: True}), *OPS[1:]]
+    refused(Graph(STORAGES, ops), "may not run twice", "run f1", "run f1")
+
+
+def test_replayable_random_ops_run_twice():
+    ops = [replace(OPS[0], random=True, replayable=True), *OPS[1:]]
+    found = replay(Graph(STORAGES, ops), "run f1", *RUNS, peak=324, seconds=6.0)
+    # The second h1 is made beside the first, for the time of the run.
+    assert found.live_bytes.tolist()[:2] == [110, 210]
+
+
+def test_order_of_what_keeps_its_order():
+    ops = [
+        Op("a", ("x",), seconds=1.0, effect=True),
+        Op("b", ("x",), seconds=1.0),
+        Op("c", ("x",), seconds=1.0, collective=True),
+    ]
+    storages = [Storage("x", 1, "input")]
+    graph = Graph(storages, ops)
+    replay(graph, "run b", "run a", "run c", peak=1, seconds=3.0)
+    refused(graph, "keep the order", "run c", "run a", "run b")
+    fixed = Graph(storages, [replace(ops[1], name="z"), replace(ops[0], fixed=True), *ops[1:]])
+    refused(fixed, "moved past it", "run a", "run z", "run b", "run c")
+    refused(fixed, "moved past it", "run z", "run b", "run a", "run c")
+    replay(fixed, "run z", "run a", "run c", "run b", peak=1, seconds=4.0)
+
+
+def test_ways_and_workspaces():
+    ops = [replace(OPS[0], workspaces=(Workspace(7, 3.0), Workspace(0, 9.0))), *OPS[1:]]
+    graph = Graph(STORAGES, ops)
+    assert replay(graph, *RUNS, peak=324, seconds=7.0).live_bytes[0] == 117
+    slow = Plan((Step("run", "f1", 1), *plan(*RUNS[1:]).steps), (), "test", 324, 13.0, 0.0)
+    assert check_plan(graph, slow).live_bytes[0] == 110
+    with pytest.raises(PlanError, match="way 2 of 2"):
+        check_plan(graph, replace(slow, steps=(Step("run", "f1", 2),)))
+
+
+def mutations(graph, good, rng):
+    """Plans that differ from a good one in one step, or in one prediction."""
+    steps = list(good.steps)
+    at = rng.randrange(len(steps))
+    yield "dropped", replace(good, steps=(*steps[:at], *steps[at + 1 :]))
+    yield "doubled", replace(good, steps=(*steps[: at + 1], *steps[at:]))
+    other = rng.randrange(len(steps))
+    swapped = list(steps)
+    swapped[at], swapped[other] = swapped[other], swapped[at]
+    yield "swapped", replace(good, steps=tuple(swapped))
+    yield "peak", replace(good, peak_bytes=good.peak_bytes + 1)
+    yield "seconds", replace(good, seconds=good.seconds * 1.01 + 0.01)
+    yield "bound", replace(good, lower_bound_seconds=good.seconds * 1.01 + 0.01)
+    yield "budget", replace(good, budget_bytes=good.peak_bytes - 1)
+
+
+def test_mutated_plans_are_refused_or_do_the_same():
+    rng = random.Random(0)
+    refusals = 0
+    for seed in range(300):
+        graph = random_graph(seed)
+        good = plan_from_decisions(graph, {}, planner="test")
+        replayed = check_plan(graph, good)
+        for what, bad in mutations(graph, good, rng):
+            try:
+                again = check_plan(graph, bad)
+            except PlanError:
+                refusals += 1
+                continue
+            # A step moved among steps it does not meet changes nothing that was promised; a free
+            # left out may be one that the peak never sees.
+            assert what in ("dropped", "swapped", "doubled"), f"{what} accepted, seed {seed}"
+            assert again.peak_bytes == replayed.peak_bytes
+            assert again.seconds == pytest.approx(replayed.seconds, rel=1e-9)
+    assert refusals > 1200
+
+
+def test_plan_round_trip(tmp_path):
+    graph = training_chain(4)
+    made = plan_from_decisions(graph, {"a1": "recompute", "c2": "recompute_each"}, planner="test")
+    made = replace(made, budget_bytes=10**6)
+    path = tmp_path / "plan.json"
+    made.to_json(path)
+    assert Plan.from_json(path) == made
+    assert made.decided("recompute") == ("a1", "c2")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('"format": "sn_memory.plan.v1"', '"format": "v9"', "plan.format"),
+        ('"peak_bytes": 324', '"peak_bytes": "324"', "plan.peak_bytes"),
+        ('"peak_bytes": 324', '"peak_bytes": -1', "plan.peak_bytes"),
+        ('["run", "f2"]', '["fly", "f2"]', "steps[1][0]"),
+        ('["run", "f2"]', '["run"]', "steps[1]"),
+        ('["run", "f2"]', '["run", "f2", -1]', "steps[1][2]"),
+        ('"action": "keep"', '"action": "lose"', "decisions[0].action"),
+        ('"planner": "test",', "", "the key 'planner' is missing"),
+        ('"planner"', "planner", "line 4"),
+    ],
+)
+def test_malformed_plans_name_the_key_or_line(old, new, said):
+    good = replace(plan(*RUNS, peak=324, seconds=5.0), decisions=(Decision("h1", "keep"),))
+    text = good.to_json()
+    assert old in text
+    with pytest.raises(PlanError) as caught:
+        Plan.from_json(text.replace(old, new, 1))
+    assert said in str(caught.value)

@@ -1,0 +1,135 @@
+"""The graph's door: what comes in comes out again, and what makes no sense is named."""
+
+import json
+
+import pytest
+from random_graphs import random_graph
+
+from sn_memory import Compressed, Device, Graph, GraphError, Op, Storage, Workspace
+
+GRAPH = {
+    "format": "sn_memory.graph.v1",
+    "storages": [{"name": "x", "bytes": 4, "role": "input"}, {"name": "y", "bytes": 4}],
+    "ops": [{"name": "f", "inputs": ["x"], "outputs": ["y"]}],
+}
+
+
+def test_json_round_trip():
+    for seed in range(100):
+        graph = random_graph(seed)
+        assert Graph.from_json(graph.to_json()) == graph
+
+
+def test_json_round_trip_of_everything(tmp_path):
+    graph = Graph(
+        [Storage("x", 5, "state"), Storage("y", 6, compressed=Compressed(2, 0.5, 0.25))],
+        [Op("f", ("v",), ("y",), ("x",), ("y",), flops=3.0, workspaces=(Workspace(1, 2.0, "a"),))],
+        name="all",
+        device=Device("d", 1e12, 1e9, 1e9, 2e9, 1e-5, 100),
+        allocator="torch",
+        aliases={"v": "x"},
+    )
+    path = tmp_path / "graph.json"
+    graph.to_json(path)
+    assert Graph.from_json(path) == graph
+    assert Graph.from_json(str(path)) == graph
+
+
+def change(path, value):
+    data = json.loads(json.dumps(GRAPH))
+    place = data
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (["format"], "v0", "graph.format"),
+        (["color"], 1, "unknown key 'color'"),
+        (["storages", 0, "bytes"], "4", "storages[0].bytes"),
+        (["storages", 0, "bytes"], -4, "storages[0] (x).bytes"),
+        (["storages", 0, "bytes"], True, "storages[0].bytes"),
+        (["storages", 0, "role"], "weight", "storages[0] (x).role"),
+        (["storages", 1, "name"], "x", "'x' is there twice"),
+        (["storages", 1, "kep"], True, "storages[1]: unknown key 'kep'"),
+        (["ops", 0, "inputs"], ["z"], "ops[0] (f).inputs: there is no storage or alias named 'z'"),
+        (["ops", 0, "inputs"], "x", "ops[0].inputs"),
+        (["ops", 0, "inputs"], [1], "ops[0].inputs[0]"),
+        (["ops", 0, "inputs"], ["y"], "no op has made yet"),
+        (["ops", 0, "outputs"], ["x"], "'x' is resident"),
+        (["ops", 0, "outputs"], [], "storages[1] (y): no op makes it"),
+        (["ops", 0, "seconds"], -1, "ops[0] (f).seconds"),
+        (["ops", 0, "seconds"], float("nan"), "ops[0].seconds"),
+        (["ops", 0, "phase"], "sideways", "ops[0] (f).phase"),
+        (["ops", 0, "releases"], ["x"], "cannot be released"),
+        (["ops", 0, "workspaces"], [{"bytes": -1}], "ops[0] (f).workspaces[0]"),
+        (["ops"], {}, "graph.ops"),
+        (["ops", 0], 3, "ops[0]"),
+        (["aliases"], {"v": "z"}, "aliases.v"),
+        (["aliases"], {"y": "x"}, "aliases.y"),
+        (["allocator"], "slab", "'slab'"),
+        (["device"], {"flops_per_s": 0}, "device.flops_per_s"),
+    ],
+)
+def test_what_makes_no_sense_is_named(path, value, said):
+    with pytest.raises(GraphError) as caught:
+        Graph.from_json(change(path, value))
+    assert said in str(caught.value)
+
+
+def test_text_that_is_not_json_names_the_line():
+    with pytest.raises(GraphError, match="line 3"):
+        Graph.from_json('{\n"format": 1,\n oops}')
+
+
+def test_use_after_release_is_refused():
+    ops = [
+        Op("f", ("x",), ("h",)),
+        Op("g", ("h",), ("y",), releases=("h",)),
+        Op("k", ("h",), ("z",)),
+    ]
+    storages = [Storage("x", 1, "input"), Storage("h", 1), Storage("y", 1), Storage("z", 1)]
+    with pytest.raises(GraphError, match="'g' released"):
+        Graph(storages, ops)
+
+
+@pytest.mark.parametrize(
+    ("allocator", "size", "expected"),
+    [
+        ("none", 1000, 1000),
+        ("torch", 1000, 1024),
+        ("torch", 0, 0),
+        ("torch_segments", (10 << 20) + 1, 12 << 20),
+        ("torch_segments", (10 << 20) - 1, 10 << 20),
+        ("tensorflow", 1000, 1024),
+        ("tensorflow", 257, 512),
+    ],
+)
+def test_allocators_round(allocator, size, expected):
+    graph = Graph([Storage("x", size, "input")], [], allocator=allocator)
+    assert graph.base_bytes == expected
+
+
+def test_seconds_come_from_measurement_then_roofline_then_flops():
+    def graph(device, **op):
+        return Graph(
+            [Storage("x", 100, "input"), Storage("y", 100)],
+            [Op("f", ("x",), ("y",), **op)],
+            device=device,
+        )
+
+    fast = Device(flops_per_s=100.0, bytes_per_s=10.0)
+    for made, seconds, source in (
+        (graph(fast, seconds=3.0, flops=1e9), 3.0, "measured"),
+        (graph(fast, flops=5000.0), 50.0, "roofline"),
+        (graph(fast, flops=5.0), 20.0, "roofline"),
+        (graph(fast, flops=5.0, traffic_bytes=1), 0.1, "roofline"),
+        (graph(None, flops=1e12), 1.0, "flops"),
+        (graph(Device(flops_per_s=10.0), flops=50.0), 5.0, "flops"),
+        (graph(fast, workspaces=(Workspace(1, 7.0), Workspace(0, 9.0))), 7.0, "measured"),
+    ):
+        assert made.arrays.seconds[0][0] == pytest.approx(seconds)
+        assert made.seconds_sources == {source: 1}

@@ -1,0 +1,248 @@
+"""The generated networks against their papers, and the tape against small nets done by hand."""
+
+from collections import Counter
+
+import pytest
+from graphs import (
+    V100_LIKE,
+    Net,
+    alexnet,
+    cifar_resnet,
+    deep_stages,
+    densenet121,
+    inception_v4,
+    layered,
+    layers_for_ops,
+    resnet,
+    transformer,
+    unet,
+    vgg16,
+)
+from graphs.layers import add, classify, concat, conv, flatten, linear, max_pool, norm, relu
+
+from sn_memory import Graph
+from sn_memory.liveness import lifetimes, peak
+
+# Millions of parameters and 10^9 multiply-adds per image: the papers' tables and, where they only
+# round, the counts that the reference implementations print.
+KNOWN = [
+    (lambda: alexnet(1), 62.378344, 1.135),
+    (lambda: alexnet(1, groups=2), 60.965224, 0.72),
+    (lambda: vgg16(1), 138.357544, 15.47),
+    (lambda: resnet(1, 50), 25.557032, 4.09),
+    (lambda: resnet(1, 101), 44.549160, 7.80),
+    (lambda: resnet(1, 152), 60.192808, 11.51),
+    (lambda: densenet121(1), 7.978856, 2.83),
+    (lambda: inception_v4(1), 42.679816, 12.27),
+    (lambda: cifar_resnet(1, 110), 1.727962, 0.253),
+    (lambda: unet(1), 31.030658, None),
+]
+EVERY = [
+    lambda: alexnet(2),
+    lambda: vgg16(2, inplace_relu=True, optimizer="momentum"),
+    lambda: resnet(2, workspaces=True, optimizer="adam"),
+    lambda: densenet121(2, early_update=True),
+    lambda: inception_v4(2, optimizer="none"),
+    lambda: unet(1, inplace_relu=True, workspaces=True),
+    lambda: cifar_resnet(2, 56),
+    lambda: transformer(1, 2, drop=True),
+    lambda: layered(30, seed=3),
+]
+
+
+@pytest.mark.parametrize(("build", "parameters", "macs"), KNOWN)
+def test_parameters_and_arithmetic_are_those_of_the_papers(build, parameters, macs):
+    net = build()
+    assert net.parameter_count == round(parameters * 1e6)
+    if macs is not None:
+        # The papers leave out everything but convolutions and matrix products.
+        heavy = sum(op.flops for op in net.ops if op.kind in ("conv", "linear"))
+        forward = sum(
+            op.flops for op in net.ops if op.phase == "forward" and op.kind in ("conv", "linear")
+        )
+        assert heavy == forward
+        assert forward / 2e9 == pytest.approx(macs, rel=0.01)
+
+
+@pytest.mark.parametrize("build", EVERY)
+def test_every_graph_is_valid_and_live(build):
+    net = build()
+    graph = net.graph()
+    arrays, spans, top = graph.arrays, lifetimes(graph), peak(graph)
+    assert top.bytes > graph.base_bytes
+    assert set(arrays.source) <= {"roofline", "measured"}
+    # Whatever is made is read, or stays.
+    unread = [
+        storage.name
+        for storage, start, end in zip(graph.storages, spans.start, spans.end, strict=True)
+        if not storage.resident and not storage.keep and end == start + 1
+    ]
+    assert unread == []
+
+
+@pytest.mark.parametrize("build", EVERY[:7])
+def test_every_parameter_has_one_gradient_that_reaches_its_update(build):
+    net = build()
+    made = Counter(name for op in net.ops for name in op.outputs)
+    assert set(made.values()) == {1}
+    gradients = {
+        name
+        for op in net.ops
+        if op.phase == "update"
+        for name in op.inputs
+        if net.storages[name].role == "gradient"
+    } or {s.name for s in net.storages.values() if s.keep and s.role == "gradient"}
+    parameters = [p for group in net.parameters.values() for p in group]
+    assert len(gradients) == len(parameters)
+    assert sorted(net.storages[g].bytes for g in gradients) == sorted(p.nbytes for p in parameters)
+
+
+@pytest.mark.parametrize("build", [lambda: vgg16(1), lambda: resnet(1), lambda: unet(1)])
+def test_the_backward_pass_costs_twice_the_forward_pass(build):
+    net = build()
+    flops = Counter()
+    for op in net.ops:
+        flops[op.phase] += op.flops
+    # The first convolution needs no gradient of the image; elementwise ops are a percent or two.
+    assert flops["backward"] / flops["forward"] == pytest.approx(2, rel=0.03)
+
+
+def test_counts_of_ops():
+    kinds = Counter(op.kind for op in resnet(1).ops)
+    assert kinds["conv"] == kinds["conv_backward"] == 53
+    assert kinds["bn"] == kinds["bn_backward"] == 53
+    assert kinds["relu"] == kinds["relu_backward"] == 49
+    # 16 joins; each block's input has two readers, so two gradients to add, once per block.
+    assert kinds["join"] == kinds["add"] == 16
+    assert kinds["update"] == 53 + 53 + 1
+
+
+def test_depth_by_the_rule_of_superneurons():
+    assert deep_stages(1922) == (6, 32, 596, 6)
+    assert 3 * sum(deep_stages(2501)) + 2 == 2501
+    assert 3 * sum(deep_stages(2500)) + 2 == 2501
+    with pytest.raises(ValueError, match="137"):
+        deep_stages(100)
+
+
+def test_transformer_of_so_many_ops():
+    layers = layers_for_ops(2500)
+    small = {"width": 8, "heads": 1, "length": 2, "words": 2}
+    assert len(transformer(1, layers, **small).ops) >= 2500
+    assert len(transformer(1, layers - 1, **small).ops) < 2500
+
+
+def test_what_each_layer_keeps():
+    net = Net("keeps", 2)
+    image = net.input(2, 3, 8, 8)
+    a = conv(image, 4, 3, pad=1)
+    b = norm(a)
+    c = relu(b)
+    d = max_pool(c, 2, 2)
+    net.finish(classify(linear(flatten(d), 5)))
+    reads = {op.name: set(op.inputs) for op in net.ops}
+    forward = {name: s for name, s in net.storages.items() if s.role != "gradient"}
+    kept = {name: ops & forward.keys() for name, ops in reads.items() if name.endswith(".back")}
+    assert kept == {
+        "softmax.back": {"softmax", "labels"},
+        "linear1.back": {"pool1", "linear1.weight"},
+        "pool1.back": {"pool1.index"},
+        "relu1.back": {"relu1"},
+        "bn1.back": {"conv1", "bn1.stats", "bn1.weight"},
+        "conv1.back": {"input", "conv1.weight"},
+    }
+    # The image needs no gradient.
+    assert not any("d(input)" in name for op in net.ops for name in op.outputs)
+
+
+def test_a_join_shares_its_gradient_until_somebody_changes_it():
+    net = Net("join", 1)
+    x = linear(net.input(1, 4), 4)
+    left, right = relu(x), relu(x)
+    net.finish(classify(linear(add(left, right), 4)))
+    by_name = {op.name: op for op in net.ops}
+    shared = by_name["linear2.back"].outputs[0]
+    assert shared in by_name["relu1.back"].inputs
+    assert shared in by_name["relu2.back"].inputs
+    # x was read twice: the second gradient is added to the first, in place.
+    total = by_name["sum1"]
+    assert total.outputs == ()
+    assert total.writes == by_name["relu2.back"].outputs
+
+    net = Net("join with itself", 1)
+    x = linear(net.input(1, 4), 4)
+    net.finish(classify(linear(add(x, relu(x)), 4)))
+    by_name = {op.name: op for op in net.ops}
+    # The sum's gradient is the skip's gradient too; by then nobody else needs it.
+    assert by_name["sum1"].writes == by_name["linear2.back"].outputs[:1]
+
+
+def test_concat_hands_each_part_its_slice():
+    net = Net("concat", 1)
+    x = conv(net.input(1, 3, 4, 4), 2, 1)
+    y = concat([x, conv(x, 6, 1)])
+    net.finish(classify(linear(flatten(y), 2)))
+    split = next(op for op in net.ops if op.kind == "split")
+    assert [net.storages[name].bytes for name in split.outputs] == [4 * 2 * 16, 4 * 6 * 16]
+    with pytest.raises(ValueError, match="sizes differ"):
+        concat([x, conv(x, 1, 2)])
+
+
+def test_densenet_splits_what_it_joined():
+    ops = {op.name: op for op in densenet121(1).ops}
+    joins = [op for op in ops.values() if op.kind == "concat"]
+    # Each layer but the first of its block, and the end of each block.
+    assert len(joins) == (6 + 12 + 24 + 16 - 4) + 4
+    for op in joins:
+        assert len(ops[f"{op.name}.back"].outputs) == len(op.inputs)
+
+
+def test_in_place_relu_and_early_updates_save_memory():
+    assert peak(vgg16(8, inplace_relu=True).graph()).bytes <= peak(vgg16(8).graph()).bytes
+    late, early = resnet(1).graph(), resnet(1, early_update=True).graph()
+    assert peak(early).bytes < peak(late).bytes
+    assert sorted(op.name for op in early.ops) == sorted(op.name for op in late.ops)
+
+
+def test_workspaces_buy_time():
+    graph = vgg16(4, workspaces=True).graph()
+    found = 0
+    for op in graph.ops:
+        ways = op.workspaces
+        if op.kind in ("conv", "conv_backward"):
+            found += any(way.name == "winograd" for way in ways)
+            assert ways[0].bytes == 0
+            assert all(way.bytes > 0 for way in ways[1:])
+            assert min(way.seconds for way in ways) > 0
+    # Every convolution of VGG-16 is 3x3 at stride 1.
+    assert found == 26
+    assert all(not op.workspaces for op in vgg16(4).graph().ops)
+
+
+def test_layered_graphs_repeat_by_seed():
+    assert layered(40, seed=1).graph() == layered(40, seed=1).graph()
+    assert layered(40, seed=1).graph() != layered(40, seed=2).graph()
+    net = layered(40, seed=1)
+    # One more op ties the loose ends together to a loss.
+    assert sum(op.phase == "forward" for op in net.ops) == 41
+    assert net.device is V100_LIKE
+
+
+def test_graphs_survive_their_file(tmp_path):
+    graph = resnet(2, workspaces=True).graph()
+    path = tmp_path / "graph.json"
+    graph.to_json(path)
+    assert Graph.from_json(path) == graph
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    net = Net("bad", 1)
+    x = net.input(1, 3, 4, 4)
+    with pytest.raises(ValueError, match="does not fit"):
+        conv(x, 1, 7)
+    with pytest.raises(ValueError, match="sizes differ"):
+        net.view(x, 7)
+    with pytest.raises(ValueError, match="already"):
+        net.input(1)
+    with pytest.raises(ValueError, match="6n"):
+        cifar_resnet(1, 100)

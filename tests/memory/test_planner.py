@@ -1,0 +1,178 @@
+"""The planner: within the budget, accepted by the checker, optimal where that can be known."""
+
+import itertools
+import math
+
+import pytest
+from exhaustive import optimum
+from graphs import resnet, transformer
+from random_graphs import random_graph, training_chain
+
+from sn_memory import BudgetError, PlanError, check_plan, plan_front, plan_graph
+from sn_memory.gaps import gaps
+from sn_memory.liveness import peak
+from sn_memory.lowering import lower
+from sn_memory.policies import names, policy
+
+RECOMPUTE = ("keep", "recompute")
+
+
+def budgets(graph, *shares):
+    whole = peak(graph).bytes
+    return [graph.base_bytes + int((whole - graph.base_bytes) * share) for share in shares]
+
+
+def test_small_graphs_are_planned_optimally():
+    planned = refused = 0
+    for seed in range(40):
+        graph = random_graph(seed, most_ops=6)
+        for budget in budgets(graph, 0.6, 0.8, 1.0):
+            best = optimum(graph, budget)
+            if math.isinf(best):
+                refused += 1
+                with pytest.raises(BudgetError):
+                    plan_graph(graph, budget, actions=RECOMPUTE)
+                continue
+            planned += 1
+            plan = plan_graph(graph, budget, actions=RECOMPUTE)
+            assert plan.seconds == pytest.approx(best, rel=1e-12), f"seed {seed}"
+            assert plan.gap == pytest.approx(0, abs=1e-9)
+            check_plan(graph, plan)
+    assert planned > 30
+    assert refused > 10
+
+
+def test_refusals_of_small_graphs_name_the_smallest_peak():
+    for seed in range(15):
+        graph = random_graph(seed, most_ops=6)
+        (budget,) = budgets(graph, 0.5)
+        if math.isfinite(optimum(graph, budget)):
+            continue
+        with pytest.raises(BudgetError) as caught:
+            plan_graph(graph, budget, actions=RECOMPUTE)
+        error = caught.value
+        assert error.budget_bytes == budget
+        assert error.op in graph.op_index
+        assert math.isfinite(optimum(graph, error.peak_bytes))
+        assert math.isinf(optimum(graph, error.peak_bytes - 1))
+
+
+@pytest.mark.parametrize(
+    "actions", [RECOMPUTE, ("keep", "offload"), ("keep", "recompute", "offload")]
+)
+def test_plans_are_accepted_and_within_the_budget(actions):
+    made = 0
+    for seed in range(200, 220):
+        graph = random_graph(seed, most_ops=25, plain=seed % 2 == 0)
+        for budget in budgets(graph, 0.7, 0.85):
+            try:
+                plan = plan_graph(graph, budget, actions=actions, time_limit_s=5)
+            except BudgetError:
+                continue
+            made += 1
+            replay = check_plan(graph, plan)
+            assert replay.peak_bytes <= budget
+            if "recompute" not in actions:
+                assert replay.reruns == 0
+            if "offload" not in actions:
+                assert replay.host_peak_bytes == 0
+    assert made > 5
+
+
+def test_the_bound_is_below_every_plan():
+    # On small graphs the optimum is known; the relaxation must stay below it.
+    from sn_memory.search import Search
+
+    for seed in range(80):
+        graph = random_graph(seed, most_ops=6)
+        (budget,) = budgets(graph, 0.75)
+        best = optimum(graph, budget)
+        search = Search(gaps(graph, lean=True), offload=False, recompute=True, deadline=math.inf)
+        assert search.bound(budget, range(len(graph.ops))) <= best * (1 + 1e-9), f"seed {seed}"
+
+
+def test_auto_is_never_slower_than_a_named_planner():
+    graph = resnet(batch=2, depth=50).graph()
+    for budget in budgets(graph, 0.6, 0.4):
+        auto = plan_graph(graph, budget, time_limit_s=20)
+        check_plan(graph, auto)
+        for name in names():
+            try:
+                other = policy(name)(graph, budget_bytes=budget)
+            except BudgetError:
+                continue
+            if other.peak_bytes > budget:
+                continue
+            assert auto.seconds <= other.seconds * (1 + 1e-12), name
+
+
+def test_fronts_are_monotone():
+    graph = training_chain(10)
+    shares = [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3]
+    plans = plan_front(graph, budgets(graph, *shares), actions=RECOMPUTE, time_limit_s=5)
+    for more, less in itertools.pairwise(plans):
+        assert more.seconds <= less.seconds
+        assert more.peak_bytes >= less.peak_bytes
+    assert plans[0].overhead == 0
+
+
+def test_half_memory_is_planned_close_to_the_bound():
+    for graph in (
+        resnet(batch=4, depth=50).graph(),
+        transformer(batch=32, layers=4, length=256, words=1000).graph(),
+    ):
+        (budget,) = budgets(graph, 0.5)
+        plan = plan_graph(graph, budget, actions=RECOMPUTE, time_limit_s=20)
+        check_plan(graph, plan)
+        assert plan.gap < 0.05
+
+
+def test_cheap_ops_are_rebuilt_first():
+    graph = training_chain(8)
+    (budget,) = budgets(graph, 0.75)
+    plan = plan_graph(graph, budget, actions=RECOMPUTE)
+    rebuilt = plan.decided("recompute")
+    assert rebuilt
+    assert all(name.startswith("a") for name in rebuilt)
+
+
+def test_budgets_as_people_write_them():
+    graph = training_chain(3)
+    whole = peak(graph).bytes
+    assert plan_graph(graph, f"{whole} B").budget_bytes == whole
+    assert plan_graph(graph, "100%").budget_bytes == whole
+    for wrong in ("much", -1, 1.5, "5 XB"):
+        with pytest.raises(ValueError, match="expected bytes or text"):
+            plan_graph(graph, wrong)
+
+
+def test_what_there_is_not_is_refused():
+    graph = training_chain(3)
+    with pytest.raises(PlanError, match="'magic'"):
+        plan_graph(graph, 10**9, planner="magic")
+    with pytest.raises(PlanError, match="'pray'"):
+        plan_graph(graph, 10**9, actions=("pray",))
+    with pytest.raises(PlanError, match="time_limit_s"):
+        plan_graph(graph, 10**9, time_limit_s=0)
+
+
+def test_progress_is_told():
+    told = []
+    graph = training_chain(6)
+    (budget,) = budgets(graph, 0.6)
+    plan_graph(graph, budget, progress=lambda what, best: told.append((what, best)))
+    assert told
+    assert told[-1][1] is not None
+
+
+def test_lowering_holds_what_it_is_told_to_hold():
+    # a0 is let go; held from op 0 on, one rebuild serves both later uses, else each pays its own.
+    graph = training_chain(2)
+    shape = gaps(graph)
+    storage = graph.storage_index["c0"]
+    turn = shape.main(storage)
+    for held, reruns in ((0, 1), (len(graph.ops), 1)):
+        choice = shape.natural()
+        choice[turn] = held
+        schedule = lower(shape, choice)
+        assert len(schedule.ops) == len(graph.ops) + reruns

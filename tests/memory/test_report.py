@@ -1,0 +1,241 @@
+"""Reports: what they say adds up, whatever the plan does; the page stands on its own."""
+
+import builtins
+import re
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sn_memory import (
+    Compressed,
+    Decision,
+    Device,
+    Graph,
+    MissingExtra,
+    Op,
+    Plan,
+    PlanError,
+    Step,
+    Storage,
+    Workspace,
+    policies,
+)
+from sn_memory.cli import main
+from sn_memory.report import owner_groups, report, show_seconds, top_owners
+
+from .random_graphs import random_graph
+
+CHAIN = Graph(
+    [
+        Storage("w", 100, "parameter"),
+        Storage("a", 1000, compressed=Compressed(200, 0.1, 0.1)),
+        Storage("b", 500),
+        Storage("c", 700),
+        Storage("g<1>", 300, "gradient", keep=True),
+    ],
+    [
+        Op("f1", ("w",), ("a",), kind="conv", seconds=1.0),
+        Op("f2", ("a",), ("b",), kind="relu", seconds=0.5),
+        Op("f3", ("b",), ("c",), kind="conv", seconds=2.0, workspaces=(Workspace(250),)),
+        Op("b1", ("a", "c"), ("g<1>",), phase="backward", kind="conv", seconds=3.0),
+    ],
+    name="chain",
+    device=Device(to_host_bytes_per_s=1000.0, to_device_bytes_per_s=1000.0),
+)
+RUN = {op.name: Step("run", op.name) for op in CHAIN.ops}
+
+
+def plan_of(steps, peak, seconds, decisions=(), **fields):
+    usual = {
+        "planner": "by hand",
+        "lower_bound_seconds": 6.5,
+        "baseline_peak_bytes": 2550,
+        "baseline_seconds": 6.5,
+    }
+    return Plan(
+        steps=tuple(steps),
+        decisions=tuple(decisions),
+        peak_bytes=peak,
+        seconds=seconds,
+        **(usual | fields),
+    )
+
+
+RECOMPUTE = plan_of(
+    [
+        RUN["f1"],
+        RUN["f2"],
+        Step("free", "a"),
+        RUN["f3"],
+        Step("free", "b"),
+        RUN["f1"],
+        RUN["b1"],
+        Step("free", "a"),
+        Step("free", "c"),
+    ],
+    # f1 again: w + c + a = 1800; b1: w + a + c + g<1> = 2100.
+    2100,
+    7.5,
+    [Decision("a", "recompute", "cheap & <quick>", 1000, 1.0), Decision("b", "keep")],
+    budget_bytes=2200,
+)
+COMPRESS = plan_of(
+    [
+        RUN["f1"],
+        RUN["f2"],
+        Step("compress", "a"),
+        RUN["f3"],
+        Step("free", "b"),
+        Step("decompress", "a"),
+        RUN["b1"],
+        Step("free", "a"),
+        Step("free", "c"),
+    ],
+    2100,
+    6.7,
+    [Decision("a", "compress", "", 800, 0.2)],
+)
+
+
+def test_peaks_and_owners_of_a_chain():
+    made = report(CHAIN, RECOMPUTE)
+    assert made.before.peak_bytes == 2550
+    assert made.before.peak_at == "f3"
+    assert dict(made.before.owners) == {
+        "a": 1000, "c": 700, "b": 500, "workspace": 250, "resident": 100,
+    }  # fmt: skip
+    assert made.after.peak_bytes == 2100
+    assert made.after.peak_at == "run b1"
+    assert dict(made.after.owners) == {"a": 1000, "c": 700, "g<1>": 300, "resident": 100}
+    assert dict(owner_groups(made, made.after)) == {
+        "2 conv outputs": 1700, "1 gradient": 300, "resident": 100,
+    }  # fmt: skip
+
+
+def test_curve_steps_with_the_replay():
+    made = report(CHAIN, RECOMPUTE)
+    assert made.before.time_s.tolist() == [0.0, 1.0, 1.5, 3.5, 6.5]
+    assert made.before.bytes.tolist() == [1100, 1600, 2550, 2100, 2100]
+    assert made.after.time_s[-1] == 7.5
+    assert np.all(np.diff(made.after.time_s) >= 0)
+
+
+def test_a_compressed_storage_is_an_owner_of_its_own():
+    steps = list(COMPRESS.steps)
+    made = report(CHAIN, COMPRESS)
+    assert made.after.peak_bytes == 2100
+    # With a larger workspace the peak moves to f3, where only the small form of a is held.
+    ops = [replace(op, workspaces=(Workspace(900),)) if op.name == "f3" else op for op in CHAIN.ops]
+    graph = Graph(CHAIN.storages, ops, device=CHAIN.device)
+    made = report(graph, plan_of(steps, 2400, 6.7))
+    assert dict(made.after.owners) == {
+        "workspace": 900, "c": 700, "b": 500, "a (compressed)": 200, "resident": 100,
+    }  # fmt: skip
+
+
+def test_text_names_decisions_reasons_and_others():
+    text = report(CHAIN, RECOMPUTE, others=[COMPRESS]).text()
+    assert text.startswith("chain: 2.49 KiB → 2.051 KiB (18% less memory) for +15.4% time\n")
+    assert re.search(r"a +1000 B +recompute +1 s +cheap & <quick>", text)
+    assert "keep" not in text.split("decisions")[1].split("beside")[0]
+    assert re.search(r"by hand +- +2.051 KiB +6.7 s +\+3.1%", text)
+    assert str(report(CHAIN, RECOMPUTE, others=[COMPRESS])) == text
+
+
+def test_long_lists_are_cut_and_summed_up():
+    decisions = [Decision("a", "recompute", "", size) for size in range(1, 101)]
+    made = report(CHAIN, replace(RECOMPUTE, decisions=tuple(decisions)))
+    assert "and 95 smaller ones, 4.453 KiB together" in made.text(rows=5)
+    assert top_owners(made.after, 2)[-1] == ("2 others", 400)
+    assert sum(size for _, size in top_owners(made.after, 2)) == 2100
+
+
+def test_a_plan_that_breaks_its_promise_gets_no_report():
+    with pytest.raises(PlanError, match="peak_bytes"):
+        report(CHAIN, replace(RECOMPUTE, peak_bytes=2099))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(policies.names()))
+def test_owners_sum_to_the_peak_whatever_the_plan(seed, name):
+    graph = random_graph(seed)
+    plan = policies.policy(name)(graph, budget_bytes=None)
+    made = report(graph, plan)
+    assert sum(size for _, size in made.after.owners) == made.after.peak_bytes == plan.peak_bytes
+    assert sum(size for _, size in made.before.owners) == made.before.peak_bytes
+    for curve in (made.before, made.after):
+        assert curve.bytes.max() == curve.peak_bytes
+        assert sum(size for _, size in owner_groups(made, curve)) == curve.peak_bytes
+    assert made.text()
+
+
+def test_picture_and_page(tmp_path):
+    made = report(CHAIN, RECOMPUTE, others=[COMPRESS, replace(COMPRESS, planner="again")])
+    made.write_png(tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    made.write_html(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text("utf-8")
+    assert "cheap &amp; &lt;quick&gt;" in page
+    assert "g&lt;1&gt;" in page
+    # Nothing is loaded from anywhere: the only source is the picture itself, no scripts, no styles.
+    assert re.findall(r'(?:src|href)="([^"]{0,22})', page) == ["data:image/png;base64,"]
+    assert "<script" not in page
+    assert "<link" not in page
+    assert "url(" not in page
+
+
+def test_picture_of_a_graph_without_ops(tmp_path):
+    graph = Graph([Storage("w", 8, "parameter")], [])
+    plan = plan_of([], 8, 0.0, lower_bound_seconds=0.0, baseline_peak_bytes=8, baseline_seconds=0.0)
+    report(graph, plan).write_png(tmp_path / "memory.png")
+
+
+def test_long_curves_keep_their_peak():
+    storages = [Storage(f"s{at}", 1 + at % 97) for at in range(9000)]
+    ops = [Op(f"o{at}", (), (f"s{at}",), seconds=1.0) for at in range(9000)]
+    graph = Graph(storages, ops)
+    made = report(graph, policies.policy("liveness")(graph, budget_bytes=None))
+    assert len(made.before.time_s) <= 2000
+    assert made.before.bytes.max() == 97 == made.before.peak_bytes
+
+
+def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
+    real = builtins.__import__
+
+    def missing(name, *args, **kwargs):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    for name in [name for name in sys.modules if name.startswith("matplotlib")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(builtins, "__import__", missing)
+    made = report(CHAIN, RECOMPUTE)
+    assert made.text()
+    with pytest.raises(MissingExtra, match=r"superneurons\[report\]"):
+        made.write_png(tmp_path / "memory.png")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0 s"), (2.5, "2.5 s"), (0.0123, "12.3 ms"), (4e-6, "4 us")]
+)
+def test_times_for_people(seconds, text):
+    assert show_seconds(seconds) == text
+
+
+def test_command_writes_page_and_picture(tmp_path, capsys):
+    CHAIN.to_json(tmp_path / "graph.json")
+    RECOMPUTE.to_json(tmp_path / "plan.json")
+    files = [str(tmp_path / name) for name in ("graph.json", "plan.json", "r.html", "r.png")]
+    asked = ["report", files[0], files[1], "-o", files[2], "--png", files[3]]
+    assert main([*asked, "--against", "liveness,dtr"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("chain: 2.49 KiB")
+    assert "liveness" in shown
+    assert (tmp_path / "r.html").stat().st_size > (tmp_path / "r.png").stat().st_size > 1000
+    assert main(["report", files[0], files[1], "--against", "nobody"]) == 1
+    assert "got planner 'nobody'" in capsys.readouterr().err
