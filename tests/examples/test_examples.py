@@ -118,7 +118,7 @@ def test_demo_ends_with_table_and_picture(horovodrun, data, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     row = r"^{} +\d+\.\d\d % +\d+\.\d +[\d,]+ +{} +\d\.\d{{3}}$"
     assert re.search(row.format("plain Horovod", r"1\.0"), done.stdout, re.MULTILINE)
-    assert re.search(row.format("FFTCompression", r"2\d\.\d"), done.stdout, re.MULTILINE)
+    assert re.search(row.format("FFTCompression", r"[12]\.\d"), done.stdout, re.MULTILINE)
     assert "not what fewer bytes gain" in done.stdout
     picture = (tmp_path / "demo.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
