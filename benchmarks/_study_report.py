@@ -34,8 +34,6 @@ TICKS = (2, 5, 10, 20, 50, 100, 200)
 LOOKS = {
     "auto": ("#d55e00", "o"),
     "auto gather": ("#e69f00", "s"),
-    "auto, memory x 0.9": ("#e69f00", "p"),
-    "auto, no memory": ("#e69f00", "X"),
     "powersgd": ("#0072b2", "D"),
     "top-k": ("#009e73", "^"),
     "sparseloco": ("#56b4e9", "v"),
@@ -92,7 +90,7 @@ def table(rows: list[Row]) -> str:
     for group in groups(rows):
         method = group[0]["method"]
         lines.append((
-            f"**{method}**" if method.startswith("auto") else method,
+            f"**{method}**" if method == "auto" else method,
             group[0]["exchange"],
             f"{_ratio(group):.1f}",
             f"{statistics.fmean(r['ratio_with_small'] for r in group):.1f}",
@@ -140,20 +138,21 @@ def _draw(ax: Any, rows: list[Row]) -> dict[str, Any]:
     points = defaultdict(list)
     for group in groups(rows):
         method = group[0]["method"]
-        if method != "plain" and (found := gaps(group, rows)):
+        shown = method != "plain" and "memory" not in method  # those are in the table
+        if shown and (found := gaps(group, rows)):
             points[method.split()[0] if "powersgd" in method else method].append(
                 (_ratio(group), statistics.fmean(found), min(found), max(found))
             )
     handles = {}
     for method in sorted(points, key=list(LOOKS).index, reverse=True):
         colour, mark = LOOKS[method]
-        shown = [point for point in points[method] if point[1] >= LOWEST]
+        inside = [point for point in points[method] if point[1] >= LOWEST]
         ours = method == "auto"
-        ratio, mean, low, high = zip(*shown, strict=True) if shown else ((), (), (), ())
+        ratio, mean, low, high = zip(*inside, strict=True) if inside else ((), (), (), ())
         bars = [[m - v for m, v in zip(mean, low, strict=True)],
                 [v - m for m, v in zip(mean, high, strict=True)]]  # fmt: skip
         handles[method] = ax.errorbar(
-            ratio, mean, yerr=bars if shown else None, color=colour, marker=mark,
+            ratio, mean, yerr=bars if inside else None, color=colour, marker=mark,
             ms=9 if ours else 7, capsize=3, lw=2.5 if ours else 1.3, elinewidth=1, mec="white",
             zorder=3 if ours else 2,
         )  # fmt: skip
