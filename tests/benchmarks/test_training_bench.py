@@ -215,8 +215,10 @@ def test_real_ranks_send_the_bytes_they_report(namespaces, tmp_path):
     for results in (found[0], found[2]):
         for rank in results:
             told = rank["reported_bytes_per_step"]
-            # As of published rows: ranks talk in every cycle, up to 0.2 MB a second.
-            assert told <= rank["bytes_per_step"] <= 1.05 * told + 2e5 * rank["step_s"]
+            # As of published rows, ranks talk in every cycle, up to 0.2 MB a second; and each of a
+            # step's six collectives is agreed on in a few messages: less than 20 kB together.
+            most = 1.05 * told + 2e5 * rank["step_s"] + 2e4
+            assert told <= rank["bytes_per_step"] <= most
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks/results").glob("training*.json")))
