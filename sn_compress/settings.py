@@ -71,7 +71,7 @@ class Settings:
                 raise CompressError(
                     f"{', '.join(own[name])} belongs to the {name} exchange; got it together "
                     f"with {asked if asked != 'auto' else 'settings'} of the other one. "
-                    "docs/horovod.md has the settings of both."
+                    "docs/exchange.md has the settings of both."
                 )
         if asked != "auto":
             return asked
@@ -89,9 +89,9 @@ class Settings:
         """Theta over time, for one optimizer: a schedule may learn."""
         return Constant(self.theta) if isinstance(self.theta, float | int) else deepcopy(self.theta)
 
-    def codec(self, threads: int, *, step: int = 0) -> FFTCodec:
-        """The codec of a step; `threads` is used where the settings leave it open."""
-        return self.codec_of(self.schedule().theta(step), threads)
+    def codec(self, threads: int) -> FFTCodec:
+        """The codec of the first step; `threads` is used where the settings leave it open."""
+        return self.codec_of(self.schedule().theta(0), threads)
 
     def codec_of(self, theta: float, threads: int) -> FFTCodec:
         """The codec of these settings at a theta."""

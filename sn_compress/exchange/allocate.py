@@ -19,9 +19,8 @@ import numpy.typing as npt
 
 from ..codecs.lowrank import matrix_shape
 from ..contract import Floats
-from .digits import Digits
 from .factors import Factors, leading
-from .shared import Halved, Summable
+from .shared import Halved, Summable, scaled_words
 from .support import Support
 from .support import words_of as support_words
 
@@ -137,11 +136,10 @@ def summable(
 def words_of(shape: Sequence[int], size: int, ranks: int, *, sparse: bool = False) -> list[int]:
     """Words a tensor sends in each round at a size; 0 is whole."""
     if size == 0:
-        return [3 + Digits.of(ranks, fine=True).words(math.prod(shape))]
+        return [scaled_words(math.prod(shape), 1, ranks, fine=True)]
     if sparse:
         return [support_words(*matrix_shape(shape), size, ranks)]
-    digits = Digits.of(ranks)
-    return [2 + size + digits.words(side * size) for side in matrix_shape(shape)]
+    return [scaled_words(side, size, ranks) for side in matrix_shape(shape)]
 
 
 def _words(curve: Curve, size: int, ranks: int) -> int:

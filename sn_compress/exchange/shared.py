@@ -29,6 +29,7 @@ _FINENESS = 4  # exponents are kept in quarters of an octave
 _FLOOR, _TOP = -256, 255  # of exponents: scales from 2**-64 to 2**64
 _COUNT = 2**20  # in a word of the head, above the exponents' sum
 PRIME = 2**20 - 3  # of checksums: the sum of 2047 of them fits a word
+_HEAD = 2  # words: ranks that are lost, and the checksum
 _SPREAD = 2  # a rank's peak over that of the mean, for a first guess
 _MARGIN = 1  # quarters of an octave between the ranks' mean peak and the largest digit
 
@@ -47,7 +48,7 @@ class Scaled:
 
     @property
     def _head(self) -> int:
-        return 2 + self.columns
+        return _HEAD + self.columns
 
     def expect(self, part: Floats) -> None:
         """Begin with scales for numbers like these, [side, columns]; zeros say nothing."""
@@ -56,7 +57,7 @@ class Scaled:
 
     def words(self, ranks: int) -> int:
         """Words that travel."""
-        return self._head + Digits.of(ranks, fine=self.fine).words(self.side * self.columns)
+        return scaled_words(self.side, self.columns, ranks, fine=self.fine)
 
     def pack(self, part: Floats | None, ranks: int) -> tuple[Words, Floats | None]:
         """[words] int32 for [side, columns] numbers, and what they will be read as.
@@ -105,6 +106,11 @@ class Scaled:
         """What one digit stands for, [columns]."""
         peak = np.exp2((self.exponents + _MARGIN) / _FINENESS)
         return np.asarray(peak / digits.limit, np.float32)
+
+
+def scaled_words(side: int, columns: int, ranks: int, *, fine: bool = False) -> int:
+    """Words in which `Scaled` columns travel: head, a scale for each, and the digits."""
+    return _HEAD + columns + Digits.of(ranks, fine=fine).words(side * columns)
 
 
 def _quiet() -> np.errstate:

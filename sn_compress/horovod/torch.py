@@ -80,10 +80,7 @@ class InFlight:
                 raise self._joined() from error
             raise
         self.memory.check(mean)
-        if self.factor != 1.0:
-            mean *= self.factor
-        # A fresh tensor each time: Horovod makes it the storage of p.grad.
-        return torch.from_numpy(mean).reshape(self.like.shape).to(self.like)
+        return _gradient(mean, self.factor, self.like)
 
     def _joined(self) -> CompressError:
         return CompressError(
@@ -123,9 +120,7 @@ class InRounds:
         self.memory.check(mean)
         lost = self.memory.shared.lost(self.name)
         self.memory.traffic.shared(self.name, self.like.numel(), self.sent, *lost)
-        if self.factor != 1.0:
-            mean *= self.factor
-        return torch.from_numpy(mean).reshape(self.like.shape).to(self.like)
+        return _gradient(mean, self.factor, self.like)
 
 
 def compress(tensor: torch.Tensor, settings: Settings, frame: FrameType) -> tuple[Any, Any]:
@@ -188,11 +183,23 @@ def _send_plain(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[A
     return wire, ctx
 
 
-def _send_shared(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[Any, Any]:
+def _gradient(mean: Any, factor: float, like: torch.Tensor) -> torch.Tensor:
+    """The mean times the factor, as a fresh tensor: Horovod makes it the storage of p.grad."""
+    if factor != 1.0:
+        mean *= factor
+    return torch.from_numpy(mean).reshape(like.shape).to(like)
+
+
+def _on_host(tensor: torch.Tensor) -> Any:
+    """The tensor's values, [n] float32."""
     if tensor.device.type != "cpu":
         _say_host_once(tensor.device.type)
+    return tensor.detach().to("cpu", torch.float32).reshape(-1).numpy()
+
+
+def _send_shared(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[Any, Any]:
     name, shared = str(caller.name), memory.shared
-    values = tensor.detach().to("cpu", torch.float32).reshape(-1).numpy()
+    values = _on_host(tensor)
     ranks = caller.process_set.size()
     factor = caller.scale * (ranks if caller.op == hvd.Sum else 1)
     if shared.dense(name, tensor.shape):
@@ -217,10 +224,7 @@ def _send_shared(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[
 
 
 def _send_payload(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[Any, Any]:
-    if tensor.device.type != "cpu":
-        _say_host_once(tensor.device.type)
-    values = tensor.detach().to("cpu", torch.float32).reshape(-1).numpy()
-    codec, payload = memory.encode(caller.name, values)
+    codec, payload = memory.encode(caller.name, _on_host(tensor))
     ranks = caller.process_set.size()
     name = None if caller.name is None else f"sn.{caller.name}"
     handle = hvd.allgather_async(
