@@ -107,8 +107,8 @@ def source(rows: list[Row], flags: str) -> str:
     """Where the numbers come from, in one paragraph."""
     commits, machines = (", ".join(sorted({r[f] for r in rows})) for f in ("commit", "machine"))
     return (
-        f"From `python benchmarks/study.py{flags}`: mean ± standard deviation over seeds, differences taken"
-        f" seed by seed. Commit {commits}; {machines}."
+        f"From `python benchmarks/study.py{flags}`: mean ± standard deviation over seeds, "
+        f"differences taken seed by seed. Commit {commits}; {machines}."
     )
 
 

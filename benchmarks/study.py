@@ -161,7 +161,7 @@ def plan(seeds: Sequence[int], steps: int | None) -> list[Run]:
 
 
 def long_plan() -> list[Run]:
-    """What is left of a difference when training goes on four times as long?"""
+    """The main rows once more, four times as long: what is left of a difference then."""
     methods: list[tuple[str, float | None]] = [("plain", None), ("auto", 50.0), ("auto", 150.0)]
     methods += [("top-k", 50.0), ("top-k", 150.0), ("powersgd 1", None)]
     return [
