@@ -146,7 +146,10 @@ def compress(tensor: torch.Tensor, settings: Settings, frame: FrameType) -> tupl
     if caller.name and caller.optimizer is not None:
         ranks, total = caller.process_set.size(), partial(_total, caller.process_set)
         if memory.plain(caller.name, tensor.shape, ranks=ranks, total=total):
-            return _send_plain(_with_rest(tensor, caller.name, memory), caller, memory)
+            sent = _send_plain(_with_rest(tensor, caller.name, memory), caller, memory)
+            if all(p.dtype != torch.bfloat16 for p in caller.optimizer._requires_update):
+                memory.stand_aside(caller.optimizer)  # Horovod reduces all of it as it is
+            return sent
     return (_send_shared if shared else _send_payload)(tensor, caller, memory)
 
 
@@ -265,7 +268,9 @@ def _memory_of(optimizer: Any) -> Memory:
 
 def report(optimizer: Any) -> dict[str, float]:
     """See FFTCompression.report."""
-    return _memory_of(optimizer).traffic.report()
+    memory = _memory_of(optimizer)
+    memory.count()
+    return memory.traffic.report()
 
 
 def watch(optimizer: Any, scaler: Any) -> None:
@@ -282,12 +287,14 @@ def state_dict(optimizer: Any) -> dict[str, Any]:
 def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
     """Take over what state_dict returned."""
     arrays = saving.each(torch.Tensor, lambda tensor: tensor.cpu().numpy(), state)
+    _memory_of(optimizer).come_back()
     _memory_of(optimizer).exchange.load_state_dict(arrays)
 
 
 def synchronize(optimizer: Any, root_rank: int) -> None:
     """See FFTCompression.synchronize."""
     own, sets = _memory_of(optimizer).exchange, optimizer.process_set
+    _memory_of(optimizer).come_back()
     _memory_of(optimizer).tuner = None  # it counted the steps of other ranks
     state = hvd.broadcast_object(own.state_dict(), root_rank=root_rank, process_set=sets)
     residuals = {}
@@ -319,6 +326,7 @@ class _ElasticHandler(StateHandler):
 
     def restore(self) -> None:
         _memory_of(self.value.optimizer).pending = Pending()
+        _memory_of(self.value.optimizer).come_back()
         _memory_of(self.value.optimizer).tuner = None
         load_state_dict(self.value.optimizer, copy.deepcopy(self._saved))
 
