@@ -3,10 +3,11 @@
     OMP_NUM_THREADS=1 horovodrun --gloo -np 2 python benchmarks/tuned.py [--json FILE]
 
 On a link that is as fast as memory compression loses, and the tuner should see it. Two optimizers
-train the same net in one process. A pair is four blocks of steps, plain, tuned, tuned, plain (every
-second pair the other way round), so that a machine that gets slower or faster meets both alike.
-The tuner has settled before the first pair; what it took until then is a column of its own.
-`--aa` measures plain against plain: how far a ratio can be from 1 for no reason at all.
+train the same net in one process and take turns step by step: plain, tuned, tuned, plain, so that
+what else runs on the machine meets both alike. A pair is the medians of so many steps of each; a
+row has the median of the pairs' ratios. The tuner has settled before the first pair; what it took
+until then is a column of its own. `--aa` measures plain against plain: how far a ratio can be from
+1 for no reason at all.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import math
 import os
 import statistics
 import time
@@ -30,7 +30,7 @@ from torch import nn
 from sn_compress import FFTCompression
 from sn_compress.horovod import torch as rim
 
-PAIRS, BLOCK_S, BATCH, LEARN = 9, 0.5, 32, 80
+PAIRS, STEPS, BATCH, LEARN = 9, 60, 32, 80
 
 
 def mlp() -> nn.Module:
@@ -42,7 +42,7 @@ def mlp() -> nn.Module:
 
 
 def trainer(make: Any, compression: Any) -> Any:
-    """A function that does steps and returns their seconds, and its optimizer."""
+    """A function that does a step and returns its seconds, and its optimizer."""
     torch.manual_seed(0)
     net = make()
     optimizer = hvd.DistributedOptimizer(
@@ -52,16 +52,14 @@ def trainer(make: Any, compression: Any) -> Any:
     )
     images, labels = torch.randn(BATCH, 1, 28, 28), torch.randint(0, 10, (BATCH,))
 
-    def steps(count: int) -> float:
-        hvd.barrier()
+    def step() -> float:
         start = time.perf_counter()
-        for _ in range(count):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(net(images), labels).backward()
-            optimizer.step()
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(images), labels).backward()
+        optimizer.step()
         return time.perf_counter() - start
 
-    return steps, optimizer
+    return step, optimizer
 
 
 def same(value: float) -> float:
@@ -69,29 +67,27 @@ def same(value: float) -> float:
     return float(hvd.allreduce(torch.tensor([value], dtype=torch.float64), name="bench")[0])
 
 
-def compare(name: str, make: Any, *, pairs: int, block_s: float, aa: bool) -> dict[str, Any]:
+def compare(name: str, make: Any, *, pairs: int, steps: int, aa: bool) -> dict[str, Any]:
     """One row: the median of the pairs' ratios, and the middle half of them."""
     plain, _ = trainer(make, hvd.Compression.none)
     tuned, optimizer = trainer(
         make, hvd.Compression.none if aa else FFTCompression.using(tune=True)
     )
-    step_s = same(plain(LEARN)) / LEARN
-    learning_s = same(tuned(LEARN)) - LEARN * step_s
+    step_s = statistics.median(plain() for _ in range(LEARN))
+    learning_s = sum(tuned() for _ in range(LEARN)) - LEARN * step_s
     tuner = None if aa else rim._memory_of(optimizer).tuner
     methods = {"plain"}
     if tuner is not None:
         if not tuner.settled:
             raise SystemExit(f"{name}: the tuner has not settled after {LEARN} steps")
         methods = set(tuner._methods.values()) or methods
-    # Ranks do the same number of steps.
-    count = math.ceil(same(block_s / (same(plain(LEARN)) / LEARN)))
     found = []
-    for number in range(pairs):
-        order = (plain, tuned, tuned, plain) if number % 2 else (tuned, plain, plain, tuned)
-        seconds = dict.fromkeys((plain, tuned), 0.0)
-        for way in order:
-            seconds[way] += same(way(count)) / (2 * count)
-        found.append((seconds[plain], seconds[tuned]))
+    for _ in range(pairs):
+        seconds: dict[Any, list[float]] = {plain: [], tuned: []}
+        for number in range(steps):
+            for way in (plain, tuned) if number % 2 else (tuned, plain):
+                seconds[way].append(way())
+        found.append(tuple(same(statistics.median(seconds[way])) for way in (plain, tuned)))
     ratios = sorted(b / a for a, b in found)
     low, _, high = statistics.quantiles(ratios, n=4) if pairs > 1 else ratios * 3
     return {
@@ -99,7 +95,7 @@ def compare(name: str, make: Any, *, pairs: int, block_s: float, aa: bool) -> di
         "ranks": hvd.size(),
         "against": "plain" if aa else "tuned",
         "pairs": pairs,
-        "steps_per_pair": 2 * count,
+        "steps_per_pair": steps,
         "plain_s": statistics.median(a for a, _ in found),
         "tuned_s": statistics.median(b for _, b in found),
         "tuned_over_plain": statistics.median(ratios),
@@ -121,11 +117,11 @@ def main() -> None:
     flags.add_argument("--json", type=Path)
     flags.add_argument("--quick", action="store_true", help="three short pairs of each")
     flags.add_argument("--pairs", type=int, default=PAIRS)
-    flags.add_argument("--block", type=float, default=BLOCK_S, help="seconds of a block")
+    flags.add_argument("--steps", type=int, default=STEPS, help="of each, in a pair")
     flags.add_argument("--aa", action="store_true", help="plain against plain as well")
     args = flags.parse_args()
     if args.quick:
-        args.pairs, args.block = 3, 0.2
+        args.pairs, args.steps = 3, 8
     torch.set_num_threads(1)
     hvd.init()
     if hvd.rank() == 0:
@@ -134,7 +130,7 @@ def main() -> None:
     rows = []
     for name, make in {"mlp": mlp, **NETS}.items():
         for aa in (False, True) if args.aa else (False,):
-            rows.append(compare(name, make, pairs=args.pairs, block_s=args.block, aa=aa))
+            rows.append(compare(name, make, pairs=args.pairs, steps=args.steps, aa=aa))
             if hvd.rank() == 0:
                 row = rows[-1]
                 print(

@@ -10,9 +10,9 @@ seconds is never quite right. So the tuner asks the model first and the clock la
 3. *trial*: as many steps by those methods are timed. If their median is not below that of the plain
    steps by `margin`, all tensors go back to plain for good.
 
-After `again` steps it starts over, or later if what it took would by then be more than `share` of the
-time. Ranks see different times, so whatever is decided is decided from integers that an all-reduce
-has summed: they are the same bits on all ranks.
+After `again` steps it starts over, or later if what it took would by then be more than `share` of
+the time. Ranks see different times, so whatever is decided is decided from integers that an
+all-reduce has summed: they are the same bits on all ranks.
 """
 
 from __future__ import annotations
