@@ -56,22 +56,21 @@ class Pending:
 
         What fails in the thread is raised by the next `finish`.
         """
-
-        def work() -> None:
-            opened = rounds()
-            words = next(opened)
-            self._underway[name] = _Underway(opened, wire, wire.start(f"sn0.{name}", words))
-
-        def work_beside() -> None:
-            work()
-            for other, tensor in list(self._underway.items()):
-                if tensor.mean is None and wire.arrived(tensor.handle):
-                    self._advance(other)
-
         if thread is None:
-            work()
+            self._first(name, rounds, wire)
         else:
-            self._jobs.append(thread.submit(work_beside))
+            self._jobs.append(thread.submit(self._first_beside, name, rounds, wire))
+
+    def _first(self, name: str, rounds: Callable[[], Rounds], wire: Wire) -> None:
+        opened = rounds()
+        words = next(opened)
+        self._underway[name] = _Underway(opened, wire, wire.start(f"sn0.{name}", words))
+
+    def _first_beside(self, name: str, rounds: Callable[[], Rounds], wire: Wire) -> None:
+        self._first(name, rounds, wire)
+        for other, tensor in self._underway.items():
+            if tensor.mean is None and wire.arrived(tensor.handle):
+                self._advance(other)
 
     def finish(self, name: str) -> Floats:
         """The mean of a tensor, [n]; takes all others as far as it has to."""
