@@ -25,8 +25,8 @@ from sn_compress.horovod import torch as rim
 
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 TESTED = 2000  # images
-IDLE_S = 1.0  # at least, for which is counted what ranks tell each other when there is nothing
-IDLE_SHARE = 0.1  # of the time that is measured
+IDLE_S = 1.0  # for which is counted what ranks tell each other when there is nothing to do
+SETTLE_S = 0.2
 WARM = 10  # steps of training before bytes and seconds are counted
 
 
@@ -35,12 +35,30 @@ def sent_bytes() -> int:
     return int(COUNTER.read_text()) if COUNTER.exists() else 0
 
 
-def idle_rate(seconds: float) -> float:
-    """Bytes a second that leave while no rank has anything to send."""
-    hvd.barrier()
-    before, start = sent_bytes(), time.perf_counter()
-    time.sleep(max(IDLE_S, seconds))
-    return (sent_bytes() - before) / (time.perf_counter() - start)
+class Idle:
+    """Bytes a second that leave while no rank has anything to send.
+
+    How often ranks talk depends on what else the machine does, so a replayed step counts while it
+    computes, and the same seconds are measured as predicted.
+    """
+
+    def __init__(self) -> None:
+        self.bytes, self.seconds = 0, 0.0
+
+    def sleep(self, seconds: float) -> None:
+        """Wait, and count, but not at first, when the link may still have something to send."""
+        settling = min(SETTLE_S, seconds / 4)
+        time.sleep(settling)
+        before, start = sent_bytes(), time.perf_counter()
+        time.sleep(seconds - settling)
+        self.bytes += sent_bytes() - before
+        self.seconds += time.perf_counter() - start
+
+    def rate(self) -> float:
+        """Counted so far, and for a second from now on."""
+        hvd.barrier()
+        self.sleep(IDLE_S)
+        return self.bytes / self.seconds
 
 
 def on_wire(sent: list[tuple[str, int]]) -> float:
@@ -53,16 +71,18 @@ def replay(run: dict[str, Any]) -> dict[str, Any]:
     scripts = [Script(**entry) for entry in run["scripts"]]
     forward = (1 - BACKWARD) * run["compute_s"]
     backward = BACKWARD * run["compute_s"] / len(scripts)
-    travel = Travel(hvd, beside=run["overlap"])
+    travel, idle = Travel(hvd, beside=run["overlap"]), Idle()
 
     def step(*, timed: bool) -> list[Stamp]:
         stamps = [Stamp("compute", "forward", time.perf_counter(), 0.0)]
-        time.sleep(forward * timed)
+        if timed:
+            idle.sleep(forward)
         stamps[0].end = time.perf_counter()
         held = []
         for script in reversed(scripts):
             start = time.perf_counter()
-            time.sleep(backward * timed)
+            if timed:  # with overlap the link is in use from the first tensor on
+                (time.sleep if run["overlap"] else idle.sleep)(backward)
             stamps.append(Stamp("compute", script.name, start, time.perf_counter()))
             if run["overlap"]:
                 travel.begin(script.name, play(script, free=run["free"] or not timed))
@@ -75,8 +95,6 @@ def replay(run: dict[str, Any]) -> dict[str, Any]:
 
     step(timed=False)  # names are negotiated, buffers made
     travel.sent.clear()
-    share = IDLE_SHARE * run["steps"] * run["compute_s"]
-    idle = idle_rate(share)
     hvd.barrier()
     before, seconds = sent_bytes(), []
     for _ in range(run["steps"]):
@@ -86,12 +104,11 @@ def replay(run: dict[str, Any]) -> dict[str, Any]:
         seconds.append(time.perf_counter() - start)
     hvd.barrier()
     after, steps = sent_bytes(), run["steps"]
-    idle = (idle + idle_rate(share)) / 2
     return {
         "step_s": statistics.median(seconds),
         "steps_s": seconds,
         "bytes_per_step": (after - before) / steps,
-        "idle_bytes_per_s": idle,
+        "idle_bytes_per_s": idle.rate(),
         "reported_bytes_per_step": on_wire(travel.sent) / steps,
         "sent_bytes": sum(size for _, size in travel.sent) / steps,
         "stamps": [
@@ -162,7 +179,7 @@ def train(run: dict[str, Any]) -> dict[str, Any]:
     return {
         "step_s": (clock - warm_s) / timed,
         "bytes_per_step": counted / timed,
-        "idle_bytes_per_s": idle_rate(IDLE_S),
+        "idle_bytes_per_s": Idle().rate(),
         "reported_bytes_per_step": on_wire(sent),
         "sent_bytes": sum(size for _, size in sent),
         "accuracy": curve[-1][2],
