@@ -10,12 +10,12 @@ tells how.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 from . import policies
 from .bound import smallest_peak
+from .clock import now
 from .drafting import decisions_of, draft
 from .errors import BudgetError, PlanError
 from .exact import solve as solve_exactly
@@ -111,7 +111,7 @@ def plan_front(
 
 def _named(graph: Graph, planner: str, budget_bytes: int) -> Plan:
     """Return a historical planner's plan; raises BudgetError where it does not keep the budget."""
-    began = time.monotonic()
+    began = now()
     plan = policies.policy(planner)(graph, budget_bytes=budget_bytes)
     if plan.peak_bytes > budget_bytes:
         raise BudgetError(
@@ -121,7 +121,7 @@ def _named(graph: Graph, planner: str, budget_bytes: int) -> Plan:
             budget_bytes=budget_bytes,
             op=graph.ops[peak(graph).op].name,
         )
-    return replace(plan, budget_bytes=budget_bytes, solve_s=time.monotonic() - began)
+    return replace(plan, budget_bytes=budget_bytes, solve_s=now() - began)
 
 
 class _Auto:
@@ -135,7 +135,7 @@ class _Auto:
         progress: Progress | None,
     ) -> None:
         self.graph, self.limit_s = graph, time_limit_s
-        self.began = time.monotonic()
+        self.began = now()
         self.search = Search(
             gaps(graph, lean=True),
             offload="offload" in actions,
@@ -149,10 +149,10 @@ class _Auto:
     def front(self, budgets: Sequence[int]) -> list[Plan]:
         spent: dict[int, float] = {}
         for budget in sorted(set(budgets), reverse=True):
-            began = time.monotonic()
+            began = now()
             self.search.deadline = began + self.limit_s
             self.look(budget)
-            spent[budget] = time.monotonic() - began
+            spent[budget] = now() - began
         return [self.answer(budget, spent[budget]) for budget in budgets]
 
     def look(self, budget_bytes: int) -> None:
@@ -205,9 +205,9 @@ class _Auto:
         own = self.search.best(budget_bytes)
         if own is not None and own.origin == "keep":
             return
-        began = time.monotonic()
+        began = now()
         for name in policies.names():
-            if time.monotonic() > began + self.limit_s / 3:
+            if now() > began + self.limit_s / 3:
                 log.warning("no time for the planner %s and those after it", name)
                 return
             try:
@@ -267,7 +267,7 @@ class _Auto:
 
     def refusal(self, budget_bytes: int) -> BudgetError:
         """Return the error that says what the smallest peak is, as far as it can be found."""
-        self.search.deadline = time.monotonic() + self.limit_s
+        self.search.deadline = now() + self.limit_s
         if self.floor[0] <= budget_bytes or self.small:
             self.shrink(max(budget_bytes, self.floor[0]))
         smallest: Candidate = min(self.search.archive, key=lambda item: item.peak_bytes)

@@ -9,17 +9,18 @@ out not to be needed.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import numpy as np
 
 from .arrays import Floats, Ints
+from .clock import after, now
 from .gaps import KEEP, Gaps
-from .lowering import Impossible, Schedule, lower
+from .lowering import lower
+from .schedule import Impossible, Schedule
 
 # Graphs of up to this many ops are lowered for every decision that `trim` might take back.
-TRY_ALL = 1500
+TRY_ALL = 6000
 
 
 class Presence:
@@ -96,6 +97,24 @@ def fit(
 
     Returns the choice and its schedule, or None if this way leads nowhere or time is over.
     """
+    if gaps.compiled is None:
+        return fit_in_python(
+            gaps, choice, budget_bytes, deadline=deadline, moves=moves, rounds=rounds
+        )
+    found = gaps.compiled.fit(choice, budget_bytes, after(deadline), moves, rounds)
+    return None if found is None else (found, lower(gaps, found, moves))
+
+
+def fit_in_python(
+    gaps: Gaps,
+    choice: Sequence[int],
+    budget_bytes: int,
+    *,
+    deadline: float,
+    moves: dict[int, tuple[int, int]] | None = None,
+    rounds: int = 200,
+) -> tuple[list[int], Schedule] | None:
+    """Do what `fit` does without the compiled extension."""
     current = list(choice)
     banned: set[int] = set(moves or ())
     schedule = _lowered(gaps, current, moves)
@@ -105,7 +124,7 @@ def fit(
         over = excess(gaps, schedule, budget_bytes)
         if not over.any():
             return current, schedule
-        if time.monotonic() > deadline:
+        if now() > deadline:
             return None
         changes = _changes(gaps, current, schedule, over, banned)
         if not changes:
@@ -217,10 +236,23 @@ def trim(
     gap is tried; that misses cases where fewer rebuilds make the room.
     """
     filtered = len(gaps.graph.ops) > TRY_ALL
-    current, best = list(choice), schedule
+    order = _dearest(gaps, choice)
+    if gaps.compiled is None:
+        return trim_in_python(
+            gaps, choice, schedule, order, budget_bytes,
+            deadline=deadline, moves=moves, filtered=filtered,
+        )  # fmt: skip
+    found = gaps.compiled.trim(
+        choice, order, budget_bytes, after(deadline), moves, filtered=filtered
+    )
+    return found, lower(gaps, found, moves)
+
+
+def _dearest(gaps: Gaps, choice: Sequence[int]) -> list[int]:
+    """Return the gaps let go before a later use, dearest per byte first."""
     inner = [
         gap
-        for gap, held in enumerate(current)
+        for gap, held in enumerate(choice)
         if held != KEEP and gap + 1 < gaps.first[gaps.storage[gap] + 1]
     ]
     price = {
@@ -228,9 +260,25 @@ def trim(
         / max(1, gaps.bytes[gaps.storage[gap]])
         for gap in inner
     }
+    return sorted(inner, key=lambda gap: -price[gap])
+
+
+def trim_in_python(
+    gaps: Gaps,
+    choice: Sequence[int],
+    schedule: Schedule,
+    order: Sequence[int],
+    budget_bytes: int,
+    *,
+    deadline: float,
+    moves: dict[int, tuple[int, int]] | None,
+    filtered: bool,
+) -> tuple[list[int], Schedule]:
+    """Do what `trim` does, gaps in this order, without the compiled extension."""
+    current, best = list(choice), schedule
     room = _room(gaps, best, budget_bytes)
-    for gap in sorted(inner, key=lambda it: -price[it]):
-        if time.monotonic() > deadline:
+    for gap in order:
+        if now() > deadline:
             break
         size = gaps.bytes[gaps.storage[gap]]
         until = _back(best, gaps, gap)
@@ -242,12 +290,12 @@ def trim(
             continue
         before = current[gap]
         current[gap] = KEEP
-        try:
-            trial = lower(gaps, current, moves)
-        except Impossible:
-            current[gap] = before
-            continue
-        if trial.peak_bytes <= budget_bytes and trial.run_seconds <= best.run_seconds:
+        trial = _lowered(gaps, current, moves)
+        if (
+            trial is not None
+            and trial.peak_bytes <= budget_bytes
+            and trial.run_seconds <= best.run_seconds
+        ):
             best = trial
             room = _room(gaps, best, budget_bytes)
         else:

@@ -9,12 +9,12 @@ the same plan.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence
 
+from .clock import now
 from .gaps import KEEP, Gaps
-from .lowering import Schedule
 from .recompute import fit, trim
+from .schedule import Schedule
 
 
 def refine(
@@ -36,7 +36,7 @@ def refine(
     natural = gaps.natural()
     count = len(gaps.graph.ops)
     idle = 0
-    while idle < tries and time.monotonic() < deadline and found.run_seconds > enough_s:
+    while idle < tries and now() < deadline and found.run_seconds > enough_s:
         idle += 1
         trial = list(best)
         length = max(2, int(count * draw.uniform(0.02, 0.4)))

@@ -9,20 +9,21 @@ the fastest of all candidates within it.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from .bound import Relaxed, moments, relax
 from .chain import Chain
+from .clock import now
 from .gaps import KEEP, Gaps
 from .joint import Joint, from_relaxed, improve
-from .lowering import Impossible, Schedule, lower
+from .lowering import lower
 from .offload import host_peak_bytes, lane_seconds
 from .plan import Plan
 from .recompute import fit, trim
 from .refine import refine
+from .schedule import Impossible, Schedule
 from .workspace import equip
 
 log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class Search:
     recompute
         Whether ops may run twice.
     deadline
-        Moment of time.monotonic() after which no new attempt starts.
+        Moment of now() after which no new attempt starts.
     progress
         Called with a line of text and the seconds of the best candidate so far, after each attempt.
     """
@@ -89,7 +90,7 @@ class Search:
 
     @property
     def late(self) -> bool:
-        return time.monotonic() > self.deadline
+        return now() > self.deadline
 
     def add(self, choice: Sequence[int], schedule: Schedule, origin: str) -> Candidate | None:
         """Put a candidate into the archive, unless it breaks the host's limit."""
@@ -142,7 +143,7 @@ class Search:
         """Return the relaxation at an op, solved once per budget."""
         key = (at, budget_bytes)
         if key not in self.bounds:
-            limit = max(1.0, self.deadline - time.monotonic())
+            limit = max(1.0, self.deadline - now())
             self.bounds[key] = relax(
                 self.shape,
                 at,
@@ -162,13 +163,13 @@ class Search:
     ) -> Candidate | None:
         """Fit a choice under a budget and trim it; what results goes into the archive."""
         # No attempt takes more than a part of what is left, so that the others get their turn.
-        now = time.monotonic()
-        part = now + (self.deadline - now) / 4
+        began = now()
+        part = began + (self.deadline - began) / 4
         fitted = fit(self.shape, choice, budget_bytes, deadline=part, moves=moves)
         if fitted is None:
             return None
         self.add(*fitted, origin)
-        part += (self.deadline - now) / 8
+        part += (self.deadline - began) / 8
         trimmed = trim(self.shape, *fitted, budget_bytes, deadline=part, moves=moves)
         found = self.add(*trimmed, f"{origin}, trimmed")
         self.report(origin, budget_bytes)
@@ -268,7 +269,7 @@ class Search:
                 offload=True,
                 recompute=self.recompute,
                 lanes=lanes,
-                time_limit_s=max(1.0, self.deadline - time.monotonic()),
+                time_limit_s=max(1.0, self.deadline - now()),
             )
             start = None
             if relaxed is not None:
@@ -286,7 +287,7 @@ class Search:
         if not starts:
             return
         # Half of what time is left: the ways without lanes want a turn as well.
-        half = time.monotonic() + (self.deadline - time.monotonic()) / 2
+        half = now() + (self.deadline - now()) / 2
         best = min(starts, key=lambda item: item.seconds)
         found = improve(self.shape, best, budget_bytes, recompute=self.recompute, deadline=half)
         self.add(found.choice, found.schedule, "lanes, improved")
@@ -295,7 +296,7 @@ class Search:
     @cached_property
     def chain(self) -> Chain:
         """The blocks of the graph and their table, made at first need."""
-        half = time.monotonic() + (self.deadline - time.monotonic()) / 2
+        half = now() + (self.deadline - now()) / 2
         return Chain(self.shape, self.archive[0].peak_bytes, deadline=half)
 
     def from_chain(self, budget_bytes: int) -> None:
