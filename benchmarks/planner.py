@@ -41,19 +41,21 @@ from sn_memory import BudgetError, Graph, Plan, check_plan, plan_front, plan_gra
 from sn_memory.liveness import baseline_seconds, peak
 from sn_memory.policies import names, policy
 
-# Batches that fill a good part of a 16 GB card without a plan.
+# What frameworks call, with gradients in buffers: see graphs/net.py and docs/planner.md.
+SETTINGS: dict[str, Any] = {"granularity": "call", "gradients": "buffers", "inplace_relu": True}
+# Batches that fill a good part of a 16 GB card without a plan; cheap ones first.
 NETWORKS: dict[str, Callable[[], Net]] = {
-    "alexnet": lambda: alexnet(512),
-    "vgg16": lambda: vgg16(64),
-    "resnet50": lambda: resnet(64, 50),
-    "resnet152": lambda: resnet(32, 152),
-    "densenet121": lambda: densenet121(64),
-    "inception_v4": lambda: inception_v4(32),
-    "unet": lambda: unet(8),
-    "transformer12": lambda: transformer(4, 12),
-    "transformer_2500_ops": lambda: transformer(1, layers_for_ops(2500)),
+    "alexnet": lambda: alexnet(512, **SETTINGS),
+    "vgg16": lambda: vgg16(64, **SETTINGS),
+    "unet": lambda: unet(8, **SETTINGS),
     "layered100": lambda: layered(100, seed=1),
-    "resnet1202": lambda: cifar_resnet(64, 1202),
+    "resnet50": lambda: resnet(64, 50, **SETTINGS),
+    "transformer12": lambda: transformer(4, 12, **SETTINGS),
+    "inception_v4": lambda: inception_v4(32, **SETTINGS),
+    "resnet152": lambda: resnet(32, 152, **SETTINGS),
+    "densenet121": lambda: densenet121(64, **SETTINGS),
+    "transformer_2500_ops": lambda: transformer(1, layers_for_ops(2500), **SETTINGS),
+    "resnet1202": lambda: cifar_resnet(64, 1202, **SETTINGS),
 }
 QUICK = ("alexnet", "vgg16", "resnet50", "unet")
 # Steps of the search for the smallest feasible budget, each halving the interval.

@@ -33,7 +33,7 @@ ENOUGH = 1e-4
 LARGE = 4000
 # Up to this many ops, ruin and repair is worth its time; this many attempts times ops.
 SMALL = 1500
-TRIES = 20_000
+TRIES = 600_000
 
 Progress = Callable[[str, float | None], None]
 
@@ -46,6 +46,7 @@ class Candidate:
     schedule: Schedule = field(repr=False)
     seconds: float
     origin: str
+    moved: frozenset[int] = frozenset()
 
     @property
     def peak_bytes(self) -> int:
@@ -64,7 +65,7 @@ class Search:
     recompute
         Whether ops may run twice.
     deadline
-        Moment of now() after which no new attempt starts.
+        Moment of `clock.now()` after which no new attempt starts.
     progress
         Called with a line of text and the seconds of the best candidate so far, after each attempt.
     """
@@ -92,13 +93,19 @@ class Search:
     def late(self) -> bool:
         return now() > self.deadline
 
-    def add(self, choice: Sequence[int], schedule: Schedule, origin: str) -> Candidate | None:
+    def add(
+        self,
+        choice: Sequence[int],
+        schedule: Schedule,
+        origin: str,
+        moved: frozenset[int] = frozenset(),
+    ) -> Candidate | None:
         """Put a candidate into the archive, unless it breaks the host's limit."""
         pinned = self.shape.graph.device.pinned_bytes
         if pinned is not None and host_peak_bytes(self.shape, schedule) > pinned:
             return None
         seconds = lane_seconds(self.shape, schedule)
-        candidate = Candidate(list(choice), schedule, seconds, origin)
+        candidate = Candidate(list(choice), schedule, seconds, origin, moved)
         self.archive.append(candidate)
         return candidate
 
@@ -198,7 +205,11 @@ class Search:
         return self.best(budget_bytes)
 
     def from_plan(self, plan: Plan, budget_bytes: int) -> None:
-        """Start from what another planner rebuilds; what it moves to the host is kept here."""
+        """Start from what another planner rebuilds; what it moves to the host is kept here.
+
+        Twice: with storages held after their last use for what is rebuilt from them, as those
+        planners do, and without.
+        """
         shape, choice = self.shape, self.shape.natural()
         for decision in plan.decisions:
             storage = shape.graph.storage_index[decision.storage]
@@ -211,29 +222,31 @@ class Search:
                     choice[gap] = len(shape.graph.ops) if each else 0
                     if not each:
                         break
-        if self.lowered(choice) is not None:
-            self.attempt(choice, budget_bytes, plan.planner)
+        last = [first - 1 for first in shape.first[1:]]
+        held = list(choice)
+        for gap in last:
+            if gap >= 0 and held[gap] == 0:
+                held[gap] = KEEP
+        for start in (held, choice):
+            if self.lowered(start) is not None:
+                self.attempt(start, budget_bytes, plan.planner)
 
     def refined(self, budget_bytes: int, target: float) -> None:
-        """Improve the best candidate without transfers by ruin and repair."""
-        within = [
-            item
-            for item in self.archive
-            if item.peak_bytes <= budget_bytes and not item.schedule.trips
-        ]
+        """Improve the best candidate by ruin and repair."""
+        within = [item for item in self.archive if item.peak_bytes <= budget_bytes]
         best = min(within, key=lambda item: item.seconds, default=None)
         if best is None or best.seconds <= target:
             return
         found = refine(
             self.shape,
-            best.choice,
-            best.schedule,
+            Joint(best.choice, best.moved, best.schedule, best.seconds),
             budget_bytes,
+            offload=self.offload,
             enough_s=target,
             tries=max(10, TRIES // len(self.shape.graph.ops)),
             deadline=self.deadline,
         )
-        self.add(*found, "ruin and repair")
+        self.add(found.choice, found.schedule, "ruin and repair", found.moved)
         self.report("ruin and repair", budget_bytes)
 
     def _ways(self, budget_bytes: int) -> list[Callable[[], object]]:
@@ -282,7 +295,7 @@ class Search:
                 )
             if start is not None:
                 starts.append(start)
-                self.add(start.choice, start.schedule, "lanes")
+                self.add(start.choice, start.schedule, "lanes", start.moved)
                 self.report(f"lanes at {lanes:.0%}", budget_bytes)
         if not starts:
             return
@@ -290,7 +303,7 @@ class Search:
         half = now() + (self.deadline - now()) / 2
         best = min(starts, key=lambda item: item.seconds)
         found = improve(self.shape, best, budget_bytes, recompute=self.recompute, deadline=half)
-        self.add(found.choice, found.schedule, "lanes, improved")
+        self.add(found.choice, found.schedule, "lanes, improved", found.moved)
         self.report("lanes, improved", budget_bytes)
 
     @cached_property
