@@ -97,11 +97,13 @@ class Compiled:
         late: Callable[[], bool],
         moves: Moves | None,
         rounds: int,
+        factors: Sequence[float],
     ) -> list[int] | None:
         """Return the choice that `recompute.fit` finds."""
         held = _column(choice)
+        weights = np.array(factors, np.float64)
         found = self._core.fit(
-            self._tables, held, _moves(moves), budget_bytes, self._dear, rounds, late
+            self._tables, held, _moves(moves), weights, budget_bytes, self._dear, rounds, late
         )
         return held.tolist() if found else None
 

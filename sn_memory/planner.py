@@ -121,6 +121,7 @@ def _named(graph: Graph, planner: str, budget_bytes: int) -> Plan:
             peak_bytes=plan.peak_bytes,
             budget_bytes=budget_bytes,
             op=graph.ops[peak(graph).op].name,
+            plan=plan,
         )
     return replace(plan, budget_bytes=budget_bytes, solve_s=now() - began)
 
@@ -156,8 +157,8 @@ class _Auto:
 
     def look(self, budget_bytes: int) -> None:
         """Fill the archives with what can be found for a budget."""
-        if self.small:
-            self.exactly(budget_bytes)
+        if self.exactly(budget_bytes) and not self.search.offload:
+            return
         if self.floor[0] > budget_bytes:
             return
         self.from_policies(budget_bytes)
@@ -173,14 +174,19 @@ class _Auto:
         """Whether the graph is small enough to be solved exactly."""
         return len(self.graph.ops) <= EXACT_OPS and self.search.recompute
 
-    def exactly(self, budget_bytes: int) -> None:
-        """Put an optimal plan without transfers among the plans."""
+    def exactly(self, budget_bytes: int) -> bool:
+        """Put an optimal plan without transfers, if there is one, among the plans.
+
+        False where the graph is too large for that.
+        """
+        if not self.small:
+            return False
         try:
             found = solve_exactly(self.graph, budget_bytes)
         except MemoryError:
-            return
+            return False
         if found is None:
-            return
+            return True
         self.plans.append(
             Plan(
                 steps=found.steps,
@@ -195,6 +201,7 @@ class _Auto:
                 graph_name=self.graph.name,
             )
         )
+        return True
 
     def from_policies(self, budget_bytes: int) -> None:
         """Take the plans of the historical planners in, those that keep the budget.
@@ -241,14 +248,8 @@ class _Auto:
                 solve_s=solve_s,
             )
         else:
-            plan = draft(
-                self.search.shape,
-                found.schedule,
-                planner="auto",
-                budget_bytes=budget_bytes,
-                lower_bound_seconds=bound,
-                solve_s=solve_s,
-            )
+            plan = self.drafted(found, budget_bytes)
+            plan = replace(plan, lower_bound_seconds=min(bound, plan.seconds), solve_s=solve_s)
         log.info(
             "%s: peak %s -> %s, %+.1f %% time, gap %.1f %%, %.1f s of planning",
             self.graph.name or "graph",
@@ -260,17 +261,21 @@ class _Auto:
         )
         return plan
 
+    def drafted(self, found: Candidate, budget_bytes: int | None) -> Plan:
+        return draft(self.search.shape, found.schedule, planner="auto", budget_bytes=budget_bytes)
+
     def refusal(self, budget_bytes: int) -> BudgetError:
         """Return the error that says what the smallest peak is, as far as it can be found."""
         self.search.deadline = now() + self.limit_s
-        if self.floor[0] <= budget_bytes or self.small:
-            self.shrink(max(budget_bytes, self.floor[0]))
+        self.shrink(max(budget_bytes, self.floor[0]))
         smallest: Candidate = min(self.search.archive, key=lambda item: item.peak_bytes)
         run = int(smallest.schedule.live_bytes.argmax())
         size, name = smallest.peak_bytes, self.graph.ops[smallest.schedule.ops[run]].name
         least = min(self.plans, key=lambda plan: plan.peak_bytes, default=None)
         if least is not None and least.peak_bytes < size:
             size, name = least.peak_bytes, self.graph.ops[self.floor[1]].name
+        else:
+            least = self.drafted(smallest, None)
         floor, op = self.floor[0], self.graph.ops[self.floor[1]].name
         return BudgetError(
             f"the smallest peak found is {show_bytes(size)}, set by {name!r}; no plan can go below "
@@ -279,18 +284,20 @@ class _Auto:
             peak_bytes=size,
             budget_bytes=budget_bytes,
             op=name,
+            plan=least,
         )
 
     def shrink(self, low: int) -> None:
-        """Fill the archives with plans of ever smaller peaks, by bisection."""
+        """Fill the archives with plans of ever smaller peaks: a descent, then bisection."""
+        if self.search.recompute and not self.small:
+            self.search.descend(low)
         high = min(item.peak_bytes for item in self.search.archive)
-        for _ in range(20 if self.small else 6):
+        for _ in range(20 if self.small else 3):
             if self.search.late or high <= low:
                 return
             middle = (low + high) // 2
-            if self.small:
-                self.exactly(middle)
-            if not any(plan.peak_bytes <= middle for plan in self.plans):
+            done = self.exactly(middle) and not self.search.offload
+            if not done and not any(plan.peak_bytes <= middle for plan in self.plans):
                 self.search.solve(middle)
             peaks = [item.peak_bytes for item in self.search.archive]
             peaks += [plan.peak_bytes for plan in self.plans]

@@ -92,16 +92,19 @@ def fit(
     deadline: float,
     moves: dict[int, tuple[int, int]] | None = None,
     rounds: int = 200,
+    factors: Sequence[float] = (),
 ) -> tuple[list[int], Schedule] | None:
     """Let storages go until the true peak is within the budget.
 
+    `factors`, one per gap, are multiplied to the prices: other factors, another order.
     Returns the choice and its schedule, or None if this way leads nowhere or time is over.
     """
     if gaps.compiled is None:
         return fit_in_python(
-            gaps, choice, budget_bytes, deadline=deadline, moves=moves, rounds=rounds
-        )
-    found = gaps.compiled.fit(choice, budget_bytes, after(deadline), moves, rounds)
+            gaps, choice, budget_bytes,
+            deadline=deadline, moves=moves, rounds=rounds, factors=factors,
+        )  # fmt: skip
+    found = gaps.compiled.fit(choice, budget_bytes, after(deadline), moves, rounds, factors)
     return None if found is None else (found, lower(gaps, found, moves))
 
 
@@ -113,6 +116,7 @@ def fit_in_python(
     deadline: float,
     moves: dict[int, tuple[int, int]] | None = None,
     rounds: int = 200,
+    factors: Sequence[float] = (),
 ) -> tuple[list[int], Schedule] | None:
     """Do what `fit` does without the compiled extension."""
     current = list(choice)
@@ -126,7 +130,7 @@ def fit_in_python(
             return current, schedule
         if now() > deadline:
             return None
-        changes = _changes(gaps, current, schedule, over, banned)
+        changes = _changes(gaps, current, schedule, over, banned, factors)
         if not changes:
             return None
         trial = list(current)
@@ -156,7 +160,12 @@ def _lowered(
 
 
 def _changes(
-    gaps: Gaps, choice: list[int], schedule: Schedule, over: Ints, banned: set[int]
+    gaps: Gaps,
+    choice: list[int],
+    schedule: Schedule,
+    over: Ints,
+    banned: set[int],
+    factors: Sequence[float],
 ) -> list[tuple[int, int]]:
     """Pick gaps to let go, cheapest per relieved byte first, until nothing is over by estimate.
 
@@ -197,6 +206,8 @@ def _changes(
     )
     # What costs a whole step to rebuild is a mistake, even where nothing else is left to take.
     alive = np.isfinite(prices) & (prices <= dear)
+    if factors:
+        prices *= np.array([factors[gap] for gap, _, _ in rows])
     weight = np.array([gaps.bytes[storage] for storage in storages], np.int64)
     over = over.copy()
     changes = []

@@ -4,6 +4,9 @@ Greedy fitting decides in one order and cannot take a group of decisions back. U
 in a random stretch of the execution, or a random part of everything, and fitting again from there
 visits other orders (Schrimpf et al., 2000). What is undone may come back as a stay on the host. The
 random numbers are fixed, so the same search gives the same plan.
+
+`descend` leads from a plan that needs too much to one within a budget, in steps, and improves each:
+what is cheap to give up is given up while there is still room to move.
 """
 
 from __future__ import annotations
@@ -18,7 +21,11 @@ from .recompute import fit, trim
 
 # A trial this much slower than the best is still gone on from, at first; the less, the more
 # attempts have failed (record-to-record travel, Dueck, 1993).
-SLACK = 0.003
+SLACK = 0.02
+# A descent begins with so many steps; they are halved where it is stuck.
+STEPS = 8
+# How far prices are off in an attempt, in doublings (standard deviation).
+NOISE = (0.0, 0.3, 1.0)
 
 
 def refine(
@@ -44,7 +51,8 @@ def refine(
         ruined = _ruined(gaps, here, natural, draw, offload=offload)
         if ruined is None:
             continue
-        found = _repaired(gaps, here, *ruined, budget_bytes, deadline)
+        noise = draw.choice(NOISE)
+        found = _repaired(gaps, *ruined, budget_bytes, draw, noise, deadline)
         if found is None:
             continue
         if found.seconds < here.seconds or found.seconds < best.seconds * (
@@ -54,6 +62,40 @@ def refine(
         if found.seconds < best.seconds * (1 - 1e-9):
             best, idle = found, 0
     return best
+
+
+def descend(
+    gaps: Gaps,
+    start: Joint,
+    budget_bytes: int,
+    *,
+    offload: bool,
+    tries: int,
+    deadline: float,
+) -> list[Joint]:
+    """Return what was found on the way down to a budget; the last is within it, or it is stuck."""
+    draw = random.Random(0)
+    found, here = [], start
+    least = (start.schedule.peak_bytes - budget_bytes) / STEPS
+    step, high = least, start.schedule.peak_bytes
+    while high > budget_bytes and now() < deadline:
+        target = max(budget_bytes, int(high - step))
+        after = None
+        for noise in NOISE:
+            after = after or _repaired(
+                gaps, list(here.choice), set(here.moved), target, draw, noise, deadline
+            )
+        if after is None:
+            step /= 2
+            if step < least / 8:
+                break
+            continue
+        here = refine(
+            gaps, after, target, offload=offload, enough_s=0.0, tries=tries, deadline=deadline
+        )
+        high = min(target, here.schedule.peak_bytes)
+        found.append(here)
+    return found
 
 
 def _ruined(
@@ -71,7 +113,9 @@ def _ruined(
         if not begin <= gaps.end[gap] < begin + length:
             continue
         if (held != natural[gap] or gap in moved) and draw.random() < part:
-            choice[gap] = natural[gap]
+            # A rebuild on the way to something else may be dropped again, up to some moment.
+            later = held != KEEP and draw.random() < 0.15
+            choice[gap] = draw.randint(gaps.start[gap], count) if later else natural[gap]
             moved.discard(gap)
             if leaving and _free(gaps, gap) and draw.random() < leaving:
                 moved.add(gap)
@@ -87,17 +131,22 @@ def _ruined(
 
 def _repaired(
     gaps: Gaps,
-    here: Joint,
     choice: list[int],
     moved: set[int],
     budget_bytes: int,
+    draw: random.Random,
+    noise: float,
     deadline: float,
 ) -> Joint | None:
+    """Return a choice within the budget that starts from this one; None if none was found."""
     for gap in moved:
         choice[gap] = KEEP
     moves = windows(gaps, sorted(moved))
-    fitted = fit(gaps, choice, budget_bytes, deadline=deadline, moves=moves, rounds=20)
-    if fitted is None or fitted[1].run_seconds > here.schedule.run_seconds * 1.2:
+    factors = [2 ** draw.gauss(0, noise) for _ in choice] if noise else ()
+    fitted = fit(
+        gaps, choice, budget_bytes, deadline=deadline, moves=moves, rounds=20, factors=factors
+    )
+    if fitted is None:
         return None
     trimmed, _ = trim(gaps, *fitted, budget_bytes, deadline=deadline, moves=moves)
     found = carried(gaps, trimmed, moved)

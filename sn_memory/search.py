@@ -22,18 +22,20 @@ from .lowering import lower
 from .offload import host_peak_bytes, lane_seconds
 from .plan import Plan
 from .recompute import fit, trim
-from .refine import refine
+from .refine import descend, refine
 from .schedule import Impossible, Schedule
 from .workspace import equip
 
 log = logging.getLogger(__name__)
 # A candidate this close to the bound ends the search.
 ENOUGH = 1e-4
+# One this close to it needs no other start.
+NEAR = 0.01
 # Above this many ops a single lowering takes so long that the order of the ways matters.
 LARGE = 4000
-# Up to this many ops, ruin and repair is worth its time; this many attempts times ops.
-SMALL = 1500
-TRIES = 600_000
+# Up to this many ops, ruin and repair is worth its time; attempts times ops, and attempts at most.
+SMALL = 6000
+TRIES, MOST_TRIES = 600_000, 600
 
 Progress = Callable[[str, float | None], None]
 
@@ -88,6 +90,11 @@ class Search:
         self.choosy = any(len(ways) > 1 for ways in shape.graph.arrays.seconds)
         natural = shape.natural()
         self.add(natural, lower(shape, natural), "keep")
+
+    @property
+    def tries(self) -> int:
+        """Attempts without gain after which ruin and repair ends."""
+        return min(MOST_TRIES, max(50, TRIES // max(1, len(self.shape.graph.ops))))
 
     @property
     def late(self) -> bool:
@@ -201,8 +208,31 @@ class Search:
             if self.late or (best is not None and best.seconds <= target):
                 break
         if self.recompute and len(self.shape.graph.ops) <= SMALL:
+            best = self.best(budget_bytes)
+            if best is None or best.seconds > target * (1 + NEAR):
+                self.descend(budget_bytes)
             self.refined(budget_bytes, target)
         return self.best(budget_bytes)
+
+    def descend(self, budget_bytes: int) -> None:
+        """Go down from the candidate that is fastest for what it needs above the budget."""
+        above = [item for item in self.archive if item.peak_bytes > budget_bytes]
+        start = min(above, key=lambda item: (item.seconds, item.peak_bytes), default=None)
+        lower = [item for item in above if item.origin == "descent"]
+        start = min(lower, key=lambda item: item.peak_bytes, default=start)
+        if start is None:
+            return
+        part = now() + (self.deadline - now()) / 3
+        for found in descend(
+            self.shape,
+            Joint(start.choice, start.moved, start.schedule, start.seconds),
+            budget_bytes,
+            offload=self.offload,
+            tries=self.tries // 5,
+            deadline=part,
+        ):
+            self.add(found.choice, found.schedule, "descent", found.moved)
+        self.report("descent", budget_bytes)
 
     def from_plan(self, plan: Plan, budget_bytes: int) -> None:
         """Start from what another planner rebuilds; what it moves to the host is kept here.
@@ -243,7 +273,7 @@ class Search:
             budget_bytes,
             offload=self.offload,
             enough_s=target,
-            tries=max(10, TRIES // len(self.shape.graph.ops)),
+            tries=self.tries,
             deadline=self.deadline,
         )
         self.add(found.choice, found.schedule, "ruin and repair", found.moved)

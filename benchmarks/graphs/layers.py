@@ -250,9 +250,7 @@ def _simple(x: Tensor, out: Tensor, name: str, kind: str, kept: Sequence[Tensor]
     x.net.record(out, lambda grad: _back(x, out, name, kind, kept, grad))
 
 
-def _back(
-    x: Tensor, out: Tensor, name: str, kind: str, kept: Sequence[Tensor], grad: str
-) -> None:
+def _back(x: Tensor, out: Tensor, name: str, kind: str, kept: Sequence[Tensor], grad: str) -> None:
     net, layer = x.net, f"{name}.back"
     dx = net.grad(x, layer)
     net.run(layer, f"{kind}_backward", [grad, *kept], [dx], flops=2 * max(x.size, out.size))

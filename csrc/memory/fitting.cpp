@@ -82,9 +82,10 @@ struct Change {
 
 class Fitter {
  public:
-  Fitter(const Tables& tables, Lowering& lowering, int64_t budget, double dear)
-      : t_(tables), schedule_(lowering), presence_(tables), budget_(budget), dear_(dear),
-        banned_(tables.gaps(), 0), over_(tables.ops()), total_(tables.ops() + 1) {}
+  Fitter(const Tables& tables, Lowering& lowering, const std::vector<double>& factors,
+         int64_t budget, double dear)
+      : t_(tables), schedule_(lowering), presence_(tables), factors_(factors), budget_(budget),
+        dear_(dear), banned_(tables.gaps(), 0), over_(tables.ops()), total_(tables.ops() + 1) {}
 
   bool run(Choice& choice, const std::vector<Move>& moves, int rounds, const Late& late) {
     for (const Move& move : moves) banned_[move.gap] = 1;
@@ -170,7 +171,7 @@ class Fitter {
       // What costs a whole step to rebuild is a mistake, even where nothing else is left to take.
       if (!(price <= dear_)) continue;
       rows_[kept] = row;
-      rows_[kept++].price = price;
+      rows_[kept++].price = factors_.empty() ? price : price * factors_[row.gap];
     }
     rows_.resize(kept);
     pick(choice, last_over);
@@ -205,6 +206,7 @@ class Fitter {
   const Tables& t_;
   Lowering& schedule_;
   Presence presence_;
+  const std::vector<double>& factors_;
   int64_t budget_;
   double dear_;
   std::vector<char> banned_;
@@ -233,8 +235,9 @@ void backs(const Tables& t, const Lowering& schedule, std::vector<int32_t>& back
 }  // namespace
 
 bool fit(const Tables& tables, Lowering& lowering, Choice& choice, const std::vector<Move>& moves,
-         int64_t budget, double dear, int rounds, const Late& late) {
-  return Fitter(tables, lowering, budget, dear).run(choice, moves, rounds, late);
+         const std::vector<double>& factors, int64_t budget, double dear, int rounds,
+         const Late& late) {
+  return Fitter(tables, lowering, factors, budget, dear).run(choice, moves, rounds, late);
 }
 
 void trim(const Tables& t, Lowering& lowering, Choice& choice, const std::vector<Move>& moves,

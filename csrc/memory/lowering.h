@@ -99,7 +99,8 @@ using Late = std::function<bool()>;
 
 // sn_memory.recompute.fit and trim: both change the choice; fit says whether it found one.
 bool fit(const Tables& tables, Lowering& lowering, Choice& choice, const std::vector<Move>& moves,
-         int64_t budget, double dear, int rounds, const Late& late);
+         const std::vector<double>& factors, int64_t budget, double dear, int rounds,
+         const Late& late);
 void trim(const Tables& tables, Lowering& lowering, Choice& choice, const std::vector<Move>& moves,
           const std::vector<int32_t>& order, int64_t budget, bool filtered, const Late& late);
 

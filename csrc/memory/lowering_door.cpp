@@ -87,6 +87,15 @@ bool sizes(PyObject* arg, size_t count, std::vector<int64_t>* out) {
   return out->size() == count ? true : wrong("sizes");
 }
 
+// Doubles come as a buffer of eight bytes each, like everything else.
+bool doubles(PyObject* arg, std::vector<double>* out) {
+  Integers values;
+  if (!values.take(arg)) return false;
+  const auto* first = reinterpret_cast<const double*>(values.begin());
+  out->assign(first, first + values.count());
+  return true;
+}
+
 // The gaps of a storage are `first[s]` to `first[s + 1]`, in the order of its uses.
 bool consistent(const Tables& t) {
   if (t.first.front() != 0 || t.first.back() != t.gaps()) return wrong("gaps");
@@ -176,17 +185,15 @@ PyObject* tables(PyObject*, PyObject* args) {
   return guarded([&]() -> PyObject* {
     auto bench = std::make_unique<Bench>();
     Tables& t = bench->tables;
-    Integers sized, priced, gapped;
-    if (!sized.take(bytes) || !priced.take(seconds) || !gapped.take(storage)) return nullptr;
-    size_t storages = sized.count(), ops = priced.count(), gaps = gapped.count();
+    Integers sized, gapped;
+    if (!sized.take(bytes) || !doubles(seconds, &t.seconds) || !gapped.take(storage))
+      return nullptr;
+    size_t storages = sized.count(), ops = t.seconds.size(), gaps = gapped.count();
     if (storages >= (1u << 30) || ops >= (1u << 30) || gaps >= (1u << 30)) {
       wrong("sizes");
       return nullptr;
     }
     auto all = static_cast<int64_t>(ops);
-    // Seconds come as the bits of doubles.
-    const auto* prices = reinterpret_cast<const double*>(priced.begin());
-    t.seconds.assign(prices, prices + ops);
     t.base = base;
     auto held = static_cast<int64_t>(storages);
     if (!ragged(reads[0], reads[1], ops, held, &t.reads) ||
@@ -231,12 +238,12 @@ PyObject* lower(PyObject*, PyObject* args) {
 }
 
 PyObject* fit_choice(PyObject*, PyObject* args) {
-  PyObject *capsule, *choice_arg, *moves_arg, *late;
+  PyObject *capsule, *choice_arg, *moves_arg, *factors_arg, *late;
   long long budget;
   double dear;
   int rounds;
-  if (!PyArg_ParseTuple(args, "OOOLdiO", &capsule, &choice_arg, &moves_arg, &budget, &dear,
-                        &rounds, &late))
+  if (!PyArg_ParseTuple(args, "OOOOLdiO", &capsule, &choice_arg, &moves_arg, &factors_arg,
+                        &budget, &dear, &rounds, &late))
     return nullptr;
   Bench* bench = bench_of(capsule);
   if (!bench) return nullptr;
@@ -248,7 +255,13 @@ PyObject* fit_choice(PyObject*, PyObject* args) {
     if (!read_choice(choice_arg, bench->tables, &choice) ||
         !read_moves(moves_arg, bench->tables, &moves))
       return nullptr;
-    bool found = fit(bench->tables, *bench->lowering, choice, moves, budget, dear, rounds,
+    std::vector<double> factors;
+    if (!doubles(factors_arg, &factors)) return nullptr;
+    if (!factors.empty() && factors.size() != choice.size()) {
+      wrong("factors");
+      return nullptr;
+    }
+    bool found = fit(bench->tables, *bench->lowering, choice, moves, factors, budget, dear, rounds,
                      asking(late));
     if (PyErr_Occurred() || !write_choice(choice_arg, choice)) return nullptr;
     return PyBool_FromLong(found);
