@@ -19,10 +19,10 @@ import numpy as np
 
 from .bound import relax
 from .clock import now
+from .fitting import fit, trim
 from .gaps import KEEP, Gaps, gaps
 from .graph import Graph, Op, Storage
 from .lowering import lower
-from .recompute import fit, trim
 from .schedule import Impossible, Schedule
 
 REST = "later blocks"

@@ -1,6 +1,6 @@
 """The loops of the search in C++: the same answers as their Python twins, some fifty times faster.
 
-`lowering.lower_in_python`, `recompute.fit_in_python` and `recompute.trim_in_python` are the twins;
+`lowering.lower_in_python`, `fitting.fit_in_python` and `fitting.trim_in_python` are the twins;
 the tests compare them with what comes from here.
 """
 
@@ -99,7 +99,7 @@ class Compiled:
         rounds: int,
         factors: Sequence[float],
     ) -> list[int] | None:
-        """Return the choice that `recompute.fit` finds."""
+        """Return the choice that `fitting.fit` finds."""
         held = _column(choice)
         weights = np.array(factors, np.float64)
         found = self._core.fit(
@@ -117,7 +117,7 @@ class Compiled:
         *,
         filtered: bool,
     ) -> list[int]:
-        """Return the choice that `recompute.trim` ends with, gaps tried in this order."""
+        """Return the choice that `fitting.trim` ends with, gaps tried in this order."""
         held = _column(choice)
         self._core.trim(
             self._tables, held, _moves(moves), _column(order), budget_bytes, filtered, late

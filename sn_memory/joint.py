@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 from .bound import Relaxed
 from .clock import now
+from .fitting import fit
 from .gaps import KEEP, Gaps
 from .offload import host_peak_bytes, lane_seconds, lower_moved
-from .recompute import Presence, fit
+from .recompute import Presence
 from .schedule import Impossible, Schedule
 
 

@@ -14,10 +14,10 @@ from __future__ import annotations
 import random
 
 from .clock import now
+from .fitting import fit, trim
 from .gaps import KEEP, Gaps
 from .joint import Joint, carried
 from .offload import windows
-from .recompute import fit, trim
 
 # A trial this much slower than the best is still gone on from, at first; the less, the more
 # attempts have failed (record-to-record travel, Dueck, 1993).

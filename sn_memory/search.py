@@ -16,14 +16,15 @@ from functools import cached_property, partial
 from .bound import Relaxed, moments, relax
 from .chain import Chain
 from .clock import now
-from .gaps import KEEP, Gaps
+from .fitting import fit, trim
+from .gaps import Gaps
 from .joint import Joint, from_relaxed, improve
 from .lowering import lower
 from .offload import host_peak_bytes, lane_seconds
 from .plan import Plan
-from .recompute import fit, trim
 from .refine import descend, refine
 from .schedule import Impossible, Schedule
+from .starts import start_from_relaxed, starts_from_plan
 from .workspace import equip
 
 log = logging.getLogger(__name__)
@@ -92,6 +93,11 @@ class Search:
         self.add(natural, lower(shape, natural), "keep")
 
     @property
+    def patience_s(self) -> float:
+        """Limit of one linear program: it counts the clock on the wall, so it must not decide."""
+        return 10 * max(1.0, self.deadline - now())
+
+    @property
     def tries(self) -> int:
         """Attempts without gain after which ruin and repair ends."""
         return min(MOST_TRIES, max(50, TRIES // max(1, len(self.shape.graph.ops))))
@@ -157,14 +163,13 @@ class Search:
         """Return the relaxation at an op, solved once per budget."""
         key = (at, budget_bytes)
         if key not in self.bounds:
-            limit = max(1.0, self.deadline - now())
             self.bounds[key] = relax(
                 self.shape,
                 at,
                 budget_bytes,
                 offload=self.offload,
                 recompute=self.recompute,
-                time_limit_s=limit,
+                time_limit_s=self.patience_s,
             )
         return self.bounds[key]
 
@@ -235,29 +240,8 @@ class Search:
         self.report("descent", budget_bytes)
 
     def from_plan(self, plan: Plan, budget_bytes: int) -> None:
-        """Start from what another planner rebuilds; what it moves to the host is kept here.
-
-        Twice: with storages held after their last use for what is rebuilt from them, as those
-        planners do, and without.
-        """
-        shape, choice = self.shape, self.shape.natural()
-        for decision in plan.decisions:
-            storage = shape.graph.storage_index[decision.storage]
-            if not shape.rebuildable[storage] or not decision.action.startswith("recompute"):
-                continue
-            for gap in shape.of(storage):
-                after = shape.start[gap] >= shape.start[shape.main(storage)]
-                if after and not shape.stays[gap]:
-                    each = decision.action == "recompute_each"
-                    choice[gap] = len(shape.graph.ops) if each else 0
-                    if not each:
-                        break
-        last = [first - 1 for first in shape.first[1:]]
-        held = list(choice)
-        for gap in last:
-            if gap >= 0 and held[gap] == 0:
-                held[gap] = KEEP
-        for start in (held, choice):
+        """Start from what another planner rebuilds."""
+        for start in starts_from_plan(self.shape, plan):
             if self.lowered(start) is not None:
                 self.attempt(start, budget_bytes, plan.planner)
 
@@ -312,7 +296,7 @@ class Search:
                 offload=True,
                 recompute=self.recompute,
                 lanes=lanes,
-                time_limit_s=max(1.0, self.deadline - now()),
+                time_limit_s=self.patience_s,
             )
             start = None
             if relaxed is not None:
@@ -383,12 +367,7 @@ class Search:
         relaxed = relax(self.shape, at, room, offload=False)
         if relaxed is None:
             return
-        choice = self.shape.natural()
-        for storage, kept in relaxed.kept.items():
-            for gap in self.shape.of(storage):
-                spans = self.shape.start[gap] < at < self.shape.end[gap]
-                if spans and self.shape.rebuildable[storage] and not self.shape.stays[gap]:
-                    choice[gap] = KEEP if kept > 0.5 else 0
+        choice = start_from_relaxed(self.shape, relaxed)
         if self.lowered(choice) is None:
             return
         self.attempt(choice, budget_bytes, f"relaxation at {share:.0%}")

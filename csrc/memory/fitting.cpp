@@ -1,4 +1,4 @@
-// fit and trim of sn_memory/recompute.py: the same decisions in the same order.
+// fit and trim of sn_memory/fitting.py: the same decisions in the same order.
 #include <algorithm>
 #include <cmath>
 #include <limits>

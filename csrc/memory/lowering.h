@@ -1,4 +1,4 @@
-// From decisions to runs, peak and seconds: sn_memory/lowering.py and recompute.py say what and why;
+// From decisions to runs, peak and seconds: sn_memory/lowering.py and fitting.py say what and why;
 // this is the same, to the last bit of every sum, some fifty times faster. A search carries a choice
 // out thousands of times, so all scratch memory is kept between calls.
 #pragma once
@@ -97,7 +97,7 @@ class Lowering {
 // Asked now and then; true ends the work.
 using Late = std::function<bool()>;
 
-// sn_memory.recompute.fit and trim: both change the choice; fit says whether it found one.
+// sn_memory.fitting.fit and trim: both change the choice; fit says whether it found one.
 bool fit(const Tables& tables, Lowering& lowering, Choice& choice, const std::vector<Move>& moves,
          const std::vector<double>& factors, int64_t budget, double dear, int rounds,
          const Late& late);

@@ -176,8 +176,8 @@ PyMethodDef methods[] = {
     {"read", read, METH_VARARGS, "Copy the offsets and weights of a search out."},
     {"tables", sn::tables, METH_VARARGS, "The gaps of a graph, for `lower`, `fit` and `trim`."},
     {"lower", sn::lower, METH_VARARGS, "See sn_memory.lowering.lower."},
-    {"fit", sn::fit_choice, METH_VARARGS, "See sn_memory.recompute.fit."},
-    {"trim", sn::trim_choice, METH_VARARGS, "See sn_memory.recompute.trim."},
+    {"fit", sn::fit_choice, METH_VARARGS, "See sn_memory.fitting.fit."},
+    {"trim", sn::trim_choice, METH_VARARGS, "See sn_memory.fitting.trim."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_core", "C++ back end of sn_memory.", -1,

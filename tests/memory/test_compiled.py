@@ -8,10 +8,10 @@ from graphs import resnet
 from random_graphs import random_graph
 
 from sn_memory import _native
+from sn_memory.fitting import fit, fit_in_python, trim, trim_in_python
 from sn_memory.gaps import KEEP, gaps
 from sn_memory.liveness import peak
 from sn_memory.lowering import lower, lower_in_python
-from sn_memory.recompute import fit, fit_in_python, trim, trim_in_python
 from sn_memory.schedule import Impossible
 
 pytestmark = pytest.mark.skipif(_native.core() is None, reason=_native.load()[1])
@@ -40,7 +40,7 @@ def random_moves(shape, draw):
 
 def test_choices_lead_to_the_same_schedules():
     possible = impossible = 0
-    for seed in range(400):
+    for seed in range(250):
         shape, draw = (
             gaps(random_graph(seed, most_ops=14, plain=seed % 3 == 0)),
             random.Random(seed),
@@ -57,12 +57,12 @@ def test_choices_lead_to_the_same_schedules():
             assert ours.live_bytes.tolist() == twin.live_bytes.tolist(), f"seed {seed}"
             for name in ("ops", "at", "intervals", "trips", "run_seconds", "peak_bytes"):
                 assert getattr(ours, name) == getattr(twin, name), f"seed {seed}, {name}"
-    assert possible > 400
-    assert impossible > 100
+    assert possible > 250
+    assert impossible > 60
 
 
 def shapes():
-    for seed in range(120):
+    for seed in range(90):
         yield gaps(random_graph(seed, most_ops=25, plain=seed % 3 == 0), lean=True)
     yield gaps(resnet(2, stages=(1, 1, 1, 1), inplace_relu=True, granularity="call").graph())
 
@@ -92,7 +92,7 @@ def test_fitting_and_trimming_decide_the_same():
                 shape, *twin, order, budget, deadline=math.inf, moves=None, filtered=filtered
             )
             assert choice == same, f"graph {number}, filtered {filtered}"
-    assert fitted > 20
+    assert fitted > 15
 
 
 def test_a_deadline_ends_both():
