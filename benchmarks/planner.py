@@ -130,6 +130,8 @@ def measure(model: str, net: Net, count: int, time_limit_s: float) -> list[dict[
                 "framework": "generated",
                 "planner": name,
                 "batch": net.batch,
+                "granularity": net.granularity,
+                "gradients": net.gradients,
                 "ops": len(graph.ops),
                 "budget_bytes": budget,
                 "kept": kept,

@@ -84,8 +84,8 @@ class Compiled:
             [(a, b, c) for a, b, c in np.frombuffer(intervals, np.int32).reshape(-1, 3).tolist()],
             np.frombuffer(live, np.int64),
             [
-                (s, *times)
-                for _, s, *times in np.frombuffer(trips, np.int32).reshape(-1, 5).tolist()
+                (s, a, b, c)
+                for _, s, a, b, c in np.frombuffer(trips, np.int32).reshape(-1, 5).tolist()
             ],
             seconds,
         )
@@ -122,7 +122,7 @@ class Compiled:
         self._core.trim(
             self._tables, held, _moves(moves), _column(order), budget_bytes, filtered, late
         )
-        return held.tolist()
+        return list(held.tolist())
 
 
 def _column(values: Iterable[int]) -> Ints:
