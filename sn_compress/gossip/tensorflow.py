@@ -200,9 +200,11 @@ class _Gossiping:
             grads = [g + tf.cast(d, g.dtype) for g, d in zip(grads, deltas, strict=True)]
             super().apply(grads, trainable_variables)  # type: ignore[misc]
             return
-        deltas = gossip.deltas(variables, step, "w") if gossip.overlap else None
-        super().apply(grads, trainable_variables)  # type: ignore[misc]
-        if deltas is None:
+        if gossip.overlap:
+            deltas = gossip.deltas(variables, step, "w")
+            super().apply(grads, trainable_variables)  # type: ignore[misc]
+        else:
+            super().apply(grads, trainable_variables)  # type: ignore[misc]
             deltas = gossip.deltas(variables, step, "w")
         for variable, delta in zip(variables, deltas, strict=True):
             variable.assign(variable.value + tf.cast(delta, variable.dtype))

@@ -97,7 +97,7 @@ class Gossip:
         self.optimizer, self.peers, self.topology = optimizer, peers, topology
         self.average, self.momentum, self.overlap = average, momentum, overlap
         self.pull, self.limit, self.every = pull if codec else 1.0, limit, every
-        self.steps = self.sent_bytes = self.averages = 0
+        self.steps = self.sent_bytes = self.turns = self.averages = 0
         self.spread: float | None = None
         self._measured: Wait | None = None
         self._agreed = False
@@ -279,6 +279,7 @@ class Gossip:
             else:
                 wire = torch.empty(0, dtype=torch.uint8)
         self.sent_bytes += wire.numel() if away else 0
+        self.turns += bucket is self.buckets[0]
         bucket.wait = self.peers.exchange(f"{self._prefix}.{bucket.name}", wire, partner)
 
     def _receive(self, bucket: _Bucket, step: int) -> None:
@@ -474,10 +475,9 @@ class _Gossiping:
         return self._sn.spread
 
     def report(self) -> dict[str, float]:
-        steps = max(self._sn.steps, 1)
         return {
             "steps": self._sn.steps,
-            "bytes_per_step": self._sn.sent_bytes / steps,
+            "bytes_per_step": self._sn.sent_bytes / max(self._sn.turns, 1),
             "averages": self._sn.averages,
         }
 
