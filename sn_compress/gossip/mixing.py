@@ -63,11 +63,11 @@ def _rounding(topology: Topology, steps: int) -> float:
     return 4 * topology.ranks * (steps + 1) * float(np.finfo(float).eps)
 
 
-def consensus_distance(replicas: npt.ArrayLike) -> float:
-    """Root of the mean squared distance between the replicas, [r, n], and their mean.
+def consensus_distance(weights: npt.ArrayLike) -> float:
+    """Root of the mean squared distance between the ranks' weights, [r, n], and their mean.
 
     >>> consensus_distance([[1.0, 0.0], [-1.0, 0.0]])
     1.0
     """
-    values = np.asarray(replicas, np.float64)
+    values = np.asarray(weights, np.float64)
     return float(np.sqrt(((values - values.mean(0)) ** 2).sum(1).mean()))

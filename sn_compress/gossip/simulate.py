@@ -1,4 +1,4 @@
-"""Simulated training of up to 1,024 ranks: how far replicas drift apart, and what it costs.
+"""Simulated training of up to 1,024 ranks: how far ranks drift apart, and what it costs.
 
 Every rank descends the same quadratic, half the sum of eigenvalue * x**2 with eigenvalues from
 1e-3 to 1, with a gradient that carries noise of its own. All schemes get the same noise, so they

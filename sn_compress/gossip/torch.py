@@ -513,7 +513,7 @@ def GossipOptimizer(  # noqa: N802 - named as Horovod names its own
     ----------
     optimizer : of torch; it keeps its state, schedulers may be made before or after
     topology : a name (see sn_compress.gossip.topology), or a Topology for as many ranks
-    average : "weights" keeps replicas together; "gradients", for comparison, does not
+    average : "weights" keeps ranks together; "gradients", for comparison, does not
     momentum : 0, or every how many steps the optimizer's own tensors, such as momentum, are
         averaged with the partner's as well; `consensus()` always does
     overlap : True sends weights while the next gradient is computed, or gradients during the
