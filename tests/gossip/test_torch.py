@@ -10,10 +10,10 @@ import pytest
 RANKS = Path(__file__).parent / "ranks"
 CASES = [
     "weights", "gradients", "momentum", "buckets", "kinds", "consensus", "coded", "resume",
-    "limit", "differ", "scaler",
+    "limit", "differ", "scaler", "ring",
 ]  # fmt: skip
 # What a transport could get wrong: both must give the bits of the reference.
-REAL = ["weights", "gradients", "idle-ranks", "consensus", "coded", "differ"]
+REAL = ["weights", "gradients", "idle-ranks", "consensus", "coded", "differ", "ring"]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -7,6 +7,7 @@ GossipOptimizer.
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 
 from sn_compress import CompressError, codec
 from sn_compress.gossip import topology
-from sn_compress.gossip.torch import GossipOptimizer
+from sn_compress.gossip.torch import GossipOptimizer, ring_shuffle
 
 STEPS = 9
 
@@ -301,6 +302,27 @@ def scaler(world):
     assert 0 < (flat(model) - flat(expected)).norm() < 0.2 * flat(expected).norm()
 
 
+def ring(world):
+    """Samples go round while gossip does: none is lost, each is on every rank once."""
+    counts = [10 + rank for rank in range(world.size)]
+    start = sum(counts[: world.rank])
+    for place in world.places:
+        stage = ring_shuffle(torch.arange(start, start + counts[world.rank]), batch_size=4, **place)
+        loader = torch.utils.data.DataLoader(stage, batch_size=None)
+        model = net()
+        optimizer = GossipOptimizer(sgd(model), **place)
+        mine = []
+        for _ in range(world.size):
+            used = []
+            for step, (numbers,) in enumerate(loader):
+                used += numbers.tolist()
+                backward(model, optimizer, step, world.rank)
+                optimizer.step()
+            assert sorted(chain(*world.gather(used))) == list(range(sum(counts)))
+            mine += used
+        assert sorted(mine) == list(range(sum(counts)))
+
+
 CASES = {
     "weights": lambda world: rules(world, "weights"),
     "gradients": lambda world: rules(world, "gradients"),
@@ -313,4 +335,5 @@ CASES = {
     "limit": limit,
     "differ": differ,
     "scaler": scaler,
+    "ring": ring,
 }
