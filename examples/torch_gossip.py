@@ -63,7 +63,7 @@ for epoch in range(args.epochs):
     if hvd.rank() == 0:
         accuracy = 100 * (answers == test_y).double().mean().item()
         print(f"epoch {epoch + 1}: test accuracy {accuracy:.2f} %, spread {spread:.4f}")
-if hvd.rank() == 0:
+if hvd.rank() == 0 and hvd.size() > 1:
     dense = 4 * sum(p.numel() for p in model.parameters())
     sent = opt.report()["bytes_per_step"]
     print(f"{sent / 1e6:.3f} MB a step, {dense / sent:.1f} times fewer than the model has")
