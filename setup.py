@@ -27,7 +27,7 @@ def sources(pattern: str, folder: Path = CSRC) -> list[str]:
 # What is slower without each extension.
 LOST = {
     "sn_compress._core": "encoding and decoding on the CPU are several times slower",
-    "sn_memory._core": "packing buffers into an arena is some hundred times slower",
+    "sn_memory._core": "planning and packing into an arena are some fifty times slower",
 }
 
 

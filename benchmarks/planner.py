@@ -8,7 +8,9 @@ same budgets from the unplanned peak down to it, and at a half and a third of wh
 Seconds come from the roofline of a stated device (graphs/device.py): nothing is measured here but
 the planning itself (`solve_s`), so the measured columns are empty. Every plan is replayed by
 `check_plan`. A planner of the literature that cannot keep a budget gives a row with `kept` false
-and the peak it needs.
+and the peak it needs. `auto_recompute` is `auto` without transfers, at the half and the third.
+
+A file that is there is gone on with: networks it has are left out, unless `--models` names them.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,83 +41,85 @@ from machine import commit, machine
 
 from sn_memory import BudgetError, Graph, Plan, check_plan, plan_front, plan_graph
 from sn_memory.liveness import baseline_seconds, peak
+from sn_memory.planner import ACTIONS
 from sn_memory.policies import names, policy
 
-# Batches that fill a good part of a 16 GB card without a plan.
+# What frameworks call, with gradients in buffers: see graphs/net.py and docs/planner.md.
+SETTINGS: dict[str, Any] = {"granularity": "call", "gradients": "buffers", "inplace_relu": True}
+# Batches that fill a good part of a 16 GB card without a plan; cheap ones first.
 NETWORKS: dict[str, Callable[[], Net]] = {
-    "alexnet": lambda: alexnet(512),
-    "vgg16": lambda: vgg16(64),
-    "resnet50": lambda: resnet(64, 50),
-    "resnet152": lambda: resnet(32, 152),
-    "densenet121": lambda: densenet121(64),
-    "inception_v4": lambda: inception_v4(32),
-    "unet": lambda: unet(8),
-    "transformer12": lambda: transformer(4, 12),
-    "transformer_2500_ops": lambda: transformer(1, layers_for_ops(2500)),
+    "alexnet": lambda: alexnet(512, **SETTINGS),
+    "vgg16": lambda: vgg16(64, **SETTINGS),
+    "unet": lambda: unet(8, **SETTINGS),
     "layered100": lambda: layered(100, seed=1),
-    "resnet1202": lambda: cifar_resnet(64, 1202),
+    "resnet50": lambda: resnet(64, 50, **SETTINGS),
+    "transformer12": lambda: transformer(4, 12, **SETTINGS),
+    "inception_v4": lambda: inception_v4(32, **SETTINGS),
+    "resnet152": lambda: resnet(32, 152, **SETTINGS),
+    "densenet121": lambda: densenet121(64, **SETTINGS),
+    "transformer_2500_ops": lambda: transformer(1, layers_for_ops(2500), **SETTINGS),
+    "resnet1202": lambda: cifar_resnet(64, 1202, **SETTINGS),
 }
 QUICK = ("alexnet", "vgg16", "resnet50", "unet")
-# Steps of the search for the smallest feasible budget, each halving the interval.
-_BISECTIONS = 3
+RECOMPUTE = ("keep", "recompute")
 
 
 def smallest(graph: Graph, time_limit_s: float) -> Plan:
-    """The plan of least peak that was found, to an eighth of what named planners leave to gain."""
-    best = min(
-        (policy(name)(graph, budget_bytes=None) for name in names()),
-        key=lambda plan: plan.peak_bytes,
-    )
-    low = graph.base_bytes
-    for step in range(_BISECTIONS + 2):
-        # The refusal of an impossible budget says below what no plan can be; that is tried next.
-        budget = low if step < 2 else (low + best.peak_bytes) // 2
-        if budget >= best.peak_bytes:
-            break
-        try:
-            best = plan_graph(graph, budget, time_limit_s=time_limit_s)
-        except BudgetError as refusal:
-            low = min(refusal.peak_bytes, best.peak_bytes) if step == 0 else budget
-    return best
-
-
-def front(graph: Graph, budgets: list[int], least: Plan, time_limit_s: float) -> Iterator[Plan]:
-    """What `auto` answers at each budget; `least` where it finds nothing."""
+    """The plan of least peak that was found by anyone."""
+    found = [policy(name)(graph, budget_bytes=None) for name in names()]
     try:
-        yield from plan_front(graph, budgets, time_limit_s=time_limit_s)
-    except BudgetError:
-        for budget in budgets:
-            try:
-                yield plan_graph(graph, budget, time_limit_s=time_limit_s)
-            except BudgetError:
-                yield replace(least, budget_bytes=budget)
+        plan_graph(graph, graph.base_bytes, time_limit_s=time_limit_s)
+    except BudgetError as refusal:
+        found += [refusal.plan] if refusal.plan else []
+    return min(found, key=lambda plan: (plan.peak_bytes, plan.seconds))
+
+
+def front(
+    graph: Graph, budgets: list[int], least: Plan, time_limit_s: float, actions: Sequence[str]
+) -> list[Plan]:
+    """What `auto` answers at each budget, the smallest last; `least` where it finds nothing."""
+    for count in range(len(budgets), 0, -1):
+        try:
+            found = plan_front(graph, budgets[:count], actions=actions, time_limit_s=time_limit_s)
+        except BudgetError:
+            continue
+        return [*found, *(replace(least, budget_bytes=size) for size in budgets[count:])]
+    raise AssertionError("the unplanned peak is a budget that everyone keeps")
 
 
 def plans(
-    graph: Graph, budgets: list[int], least: Plan, time_limit_s: float
+    graph: Graph, budgets: list[int], fixed: list[int], least: Plan, time_limit_s: float
 ) -> Iterator[tuple[str, int, Plan, float]]:
-    """Planner, budget, plan and seconds of planning."""
-    for budget, plan in zip(budgets, front(graph, budgets, least, time_limit_s), strict=True):
-        yield "auto", budget, plan, plan.solve_s
+    """Planner, budget, plan and seconds of planning; rebuilds alone at some budgets only."""
+    for plan in front(graph, budgets, least, time_limit_s, ACTIONS):
+        assert plan.budget_bytes is not None
+        yield "auto", plan.budget_bytes, plan, plan.solve_s
+    for budget in fixed:
+        try:
+            plan = plan_graph(graph, budget, actions=RECOMPUTE, time_limit_s=time_limit_s)
+        except BudgetError:
+            continue
+        yield "auto_recompute", budget, plan, plan.solve_s
     for name in names():
         for budget in budgets:
-            began = time.perf_counter()
+            began = time.thread_time()
             plan = policy(name)(graph, budget_bytes=budget)
-            yield name, budget, plan, time.perf_counter() - began
+            yield name, budget, plan, time.thread_time() - began
 
 
 def measure(model: str, net: Net, count: int, time_limit_s: float) -> list[dict[str, Any]]:
     """All rows of one network."""
     graph = net.graph()
     top, base = peak(graph).bytes, graph.base_bytes
-    least = smallest(graph, time_limit_s / 2)
+    least = smallest(graph, time_limit_s)
     span = top - least.peak_bytes
     even = {top - span * at // (count - 1) for at in range(count)}
     # A half and a third of the memory are what people compare by.
-    named = {base + (top - base) // part for part in (2, 3)}
-    budgets = sorted(even | {size for size in named if size > least.peak_bytes}, reverse=True)
+    fixed = [base + (top - base) // part for part in (2, 3)]
+    fixed = [size for size in fixed if size > least.peak_bytes]
+    budgets = sorted(even | set(fixed), reverse=True)
     rows = []
-    for name, budget, plan, solve_s in plans(graph, budgets, least, time_limit_s):
+    for name, budget, plan, solve_s in plans(graph, budgets, fixed, least, time_limit_s):
         kept = plan.peak_bytes <= budget
         if not kept or name == "liveness":
             plan = replace(plan, budget_bytes=None)
@@ -126,6 +130,8 @@ def measure(model: str, net: Net, count: int, time_limit_s: float) -> list[dict[
                 "framework": "generated",
                 "planner": name,
                 "batch": net.batch,
+                "granularity": net.granularity,
+                "gradients": net.gradients,
                 "ops": len(graph.ops),
                 "budget_bytes": budget,
                 "kept": kept,
@@ -156,6 +162,7 @@ def slower_than_named(rows: list[dict[str, Any]]) -> list[str]:
         f"{r['model']} {r['planner']} at {r['budget_bytes']}"
         for r in rows
         if r["kept"]
+        and r["planner"] != "auto_recompute"
         and r["predicted_s"] < auto[r["model"], r["budget_bytes"]]["predicted_s"] * (1 - 1e-9)
     ]
 
@@ -172,10 +179,12 @@ def show(rows: list[dict[str, Any]]) -> None:
         shares = [f"{(b - first['base_bytes']) / span:8.0%}" for b in budgets]
         print(f"{'budget':>20}{''.join(shares)}")
         for planner in dict.fromkeys(r["planner"] for r in mine):
+            own = {r["budget_bytes"]: r for r in mine if r["planner"] == planner and r["kept"]}
             cells = [
-                f"{r['predicted_s'] / r['baseline_s'] - 1:+8.1%}" if r["kept"] else f"{'-':>8}"
-                for r in mine
-                if r["planner"] == planner
+                f"{own[b]['predicted_s'] / own[b]['baseline_s'] - 1:+8.1%}"
+                if b in own
+                else f"{'-':>8}"
+                for b in budgets
             ]
             print(f"{planner:>20}{''.join(cells)}")
         gaps = [f"{r['gap']:8.1%}" for r in mine if r["planner"] == "auto"]
@@ -188,17 +197,24 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="four networks at four budgets")
     parser.add_argument("--models", nargs="+", choices=list(NETWORKS), help="some networks only")
     parser.add_argument("--budgets", type=int, default=10)
-    parser.add_argument("--time-limit", type=float, default=20.0, help="of auto, per budget")
+    parser.add_argument("--time-limit", type=float, default=8.0, help="of auto, per budget")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--png", type=Path)
     args = parser.parse_args(argv)
     count, limit = (4, 4.0) if args.quick else (args.budgets, args.time_limit)
     state = {"commit": commit(), "machine": machine()}
     rows: list[dict[str, Any]] = []
-    for model in args.models or (QUICK if args.quick else NETWORKS):
+    wanted = list(args.models or (QUICK if args.quick else NETWORKS))
+    if args.json and args.json.exists() and not args.quick:
+        # Networks that were not named, and are there, are done.
+        rows = [
+            r for r in json.loads(args.json.read_text()) if r["model"] not in (args.models or ())
+        ]
+        wanted = [model for model in wanted if model not in {r["model"] for r in rows}]
+    for model in wanted:
         made = [{**row, **state} for row in measure(model, NETWORKS[model](), count, limit)]
         show(made)
-        rows += made
+        rows = sorted([*rows, *made], key=lambda row: list(NETWORKS).index(row["model"]))
         if args.json:
             args.json.write_text(json.dumps(rows, indent=1) + "\n")
     if args.png:

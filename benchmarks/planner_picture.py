@@ -22,6 +22,7 @@ LOOKS = {
     "offload_conv": ("#8c564b", "P"),
     "dtr": ("#2ca02c", "D"),
     "knapsack": ("#e377c2", "X"),
+    "auto_recompute": ("black", "*"),
     "auto": ("black", "."),
 }
 # Percent of extra time shown; what is slower is left out of the picture, not of the file.

@@ -38,10 +38,18 @@ def cell(rows: list[Row], budget: int | None) -> list[str]:
     own = [row for row in at if row["planner"] == "auto"]
     if not own:
         return ["not reached", ""]
-    named = [row for row in at if row["planner"] != "auto"]
+    named = [row for row in at if not row["planner"].startswith("auto")]
     best = min(named, key=lambda row: row["predicted_s"], default=None)
     gap = f"{extra(own[0])} (gap {100 * own[0]['gap']:.1f})"
+    alone = [row for row in own_actions(rows, budget) if row["kept"]]
+    if alone:
+        gap += f"; {extra(alone[0])} without transfers"
     return [gap, f"{extra(best)} {best['planner']}" if best else "none"]
+
+
+def own_actions(rows: list[Row], budget: int | None) -> list[Row]:
+    """Rows of `auto` with rebuilds alone, at a budget."""
+    return [r for r in rows if r["budget_bytes"] == budget and r["planner"] == "auto_recompute"]
 
 
 def networks(rows: list[Row]) -> str:
@@ -58,11 +66,11 @@ def networks(rows: list[Row]) -> str:
         share = f"{100 * (least - base) / (top - base):.0f}"
         seconds = max(row["solve_s"] for row in mine if row["planner"] == "auto")
         lines.append(
-            [model, str(first["batch"]), str(first["ops"]), f"{base / 2**30:.2f}",
-             f"{(top - base) / 2**30:.2f}", *cells[0], *cells[1], share, last[0],
-             f"{seconds:.1f}"]
+            [model, first.get("granularity", "op"), str(first["batch"]), str(first["ops"]),
+             f"{base / 2**30:.2f}", f"{(top - base) / 2**30:.2f}", *cells[0], *cells[1], share,
+             last[0], f"{seconds:.1f}"]
         )  # fmt: skip
-    head = ["network", "batch", "ops", "resident, GiB", "beside it, GiB", "auto at 1/2, %",
+    head = ["network", "by", "batch", "ops", "resident, GiB", "beside it, GiB", "auto at 1/2, %",
             "best other", "auto at 1/3, %", "best other", "least, %", "auto there, %",
             "most planning, s"]  # fmt: skip
     return table(head, lines)
@@ -106,9 +114,9 @@ def stages(rows: list[Row]) -> str:
 def source(rows: list[Row], command: str) -> str:
     """Which command, commit and machine a table is from."""
     commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
-    if "time_limit_s" in rows[0]:
-        command += f" --time-limit {rows[0]['time_limit_s']:g}"
-    return f"From `{command}`. Commit {commits}; {rows[0]['machine']}; {rows[0]['device']}."
+    limits = dict.fromkeys(f"{row['time_limit_s']:g}" for row in rows if "time_limit_s" in row)
+    spent = f" (`--time-limit` {', '.join(limits)})" if limits else ""
+    return f"From `{command}`{spent}. Commit {commits}; {rows[0]['machine']}; {rows[0]['device']}."
 
 
 def put(text: str, name: str, body: str) -> str:

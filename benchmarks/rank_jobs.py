@@ -26,11 +26,11 @@ def run_ranks(
     links: ShapedLinks,
     *,
     timeout_s: float,
-    done: Callable[[int, float], object] = lambda number, step_s: None,
+    done: Callable[[int, list[dict[str, Any]]], object] = lambda number, results: None,
 ) -> list[list[dict[str, Any]]]:
     """Do the runs on one rank per namespace; for each run, the results of all ranks.
 
-    done : called by number and seconds of a step whenever rank 0 has finished a run
+    done : called with its number and the results of all ranks whenever a run has ended
 
     Raises RuntimeError, with what the ranks said, if one fails or time is up; all are ended then.
     """
@@ -64,8 +64,9 @@ def run_ranks(
                         stderr=subprocess.STDOUT,
                     )
                 )
-            _follow(processes, logs, time.monotonic() + timeout_s, done)
-            return _collect(Path(folder), links.ranks, len(runs))
+            found = _Found(Path(folder), links.ranks, done)
+            _follow(processes, logs, time.monotonic() + timeout_s, found)
+            return found.runs
         finally:
             # A rank whose peer is gone waits on; the peer's end is theirs.
             for process in processes:
@@ -78,18 +79,28 @@ def run_ranks(
             server._httpd.server_close()  # stop() leaves the socket open
 
 
-def _follow(
-    processes: list[Any], logs: list[Any], until: float, done: Callable[[int, float], object]
-) -> None:
-    seen = 0
+class _Found:
+    """What ranks have written so far, one line for each run."""
+
+    def __init__(
+        self, folder: Path, ranks: int, done: Callable[[int, list[dict[str, Any]]], object]
+    ) -> None:
+        self.runs: list[list[dict[str, Any]]] = []
+        self._files = [folder / f"rank{rank}.jsonl" for rank in range(ranks)]
+        self._done = done
+
+    def look(self) -> None:
+        """Take in the runs that have ended on all ranks."""
+        lines = [path.read_text().split("\n")[:-1] if path.exists() else [] for path in self._files]
+        for number in range(len(self.runs), min(map(len, lines))):
+            self.runs.append([json.loads(of_rank[number]) for of_rank in lines])
+            self._done(number, self.runs[-1])
+
+
+def _follow(processes: list[Any], logs: list[Any], until: float, found: _Found) -> None:
     while True:
         codes = [process.poll() for process in processes]
-        text = _text(logs[0])
-        lines = [line.split() for line in text[: text.rfind("\n") + 1].splitlines()]
-        finished = [line for line in lines if len(line) == 3 and line[0] == "done"]
-        for _, number, step_s in finished[seen:]:
-            done(int(number), float(step_s))
-        seen = len(finished)
+        found.look()
         if all(code == 0 for code in codes):
             return
         bad = [rank for rank, code in enumerate(codes) if code]
@@ -102,11 +113,3 @@ def _follow(
 
 def _text(log: Any) -> str:
     return Path(log.name).read_text(errors="replace")
-
-
-def _collect(folder: Path, ranks: int, count: int) -> list[list[dict[str, Any]]]:
-    by_rank = []
-    for rank in range(ranks):
-        lines = (folder / f"rank{rank}.jsonl").read_text().splitlines()
-        by_rank.append([json.loads(line) for line in lines])
-    return [[rows[number] for rows in by_rank] for number in range(count)]

@@ -45,13 +45,18 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
         axes.set_yticks(range(len(LANES)), [NAMES[lane] for lane in LANES])
         axes.set_ylim(len(LANES) - 0.5, -0.5)
         axes.set_title(
-            f"{run['method']}: {step:.1f} s   ({run['model']}, {run['ranks']} ranks, replayed, "
-            f"{run['gbit']:g} Gbit/s, {'beside' if run['overlap'] else 'after'} the backward pass)",
+            f"{run['method']}: {step:.{1 if step > 5 else 2}f} s   ({run['model']}, {run['ranks']} "
+            f"ranks, {link_of(run)}{'beside' if run['overlap'] else 'after'} the backward pass)",
             loc="left",
         )
     panels[-1, 0].set(xlabel="seconds", xlim=(0, 1.02 * longest))
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def link_of(run: dict[str, Any]) -> str:
+    """The rate of a shaped link; nothing for ranks that are not behind one."""
+    return f"replayed, {run['gbit']:g} Gbit/s, " if run["gbit"] else ""
 
 
 def main() -> None:

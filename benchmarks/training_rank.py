@@ -21,15 +21,44 @@ from wire_methods import OURS, PAPER, method
 
 from sn_compress import FFTCompression
 from sn_compress.cost import BACKWARD, wire_bytes
+from sn_compress.horovod import torch as rim
 
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 TESTED = 2000  # images
-IDLE_S = 1.0  # for which is counted what Horovod's ranks say to each other when there is nothing
+IDLE_S = 1.0  # for which is counted what ranks tell each other when there is nothing to do
+SETTLE_S = 0.2
+WARM = 10  # steps of training before bytes and seconds are counted
 
 
 def sent_bytes() -> int:
     """Bytes that have left this namespace, headers included."""
     return int(COUNTER.read_text()) if COUNTER.exists() else 0
+
+
+class Idle:
+    """Bytes a second that leave while no rank has anything to send.
+
+    How often ranks talk depends on what else the machine does, so a replayed step counts while it
+    computes, and the same seconds are measured as predicted.
+    """
+
+    def __init__(self) -> None:
+        self.bytes, self.seconds = 0, 0.0
+
+    def sleep(self, seconds: float) -> None:
+        """Wait, and count, but not at first, when the link may still have something to send."""
+        settling = min(SETTLE_S, seconds / 4)
+        time.sleep(settling)
+        before, start = sent_bytes(), time.perf_counter()
+        time.sleep(seconds - settling)
+        self.bytes += sent_bytes() - before
+        self.seconds += time.perf_counter() - start
+
+    def rate(self) -> float:
+        """Counted so far, and for a second from now on."""
+        hvd.barrier()
+        self.sleep(IDLE_S)
+        return self.bytes / self.seconds
 
 
 def on_wire(sent: list[tuple[str, int]]) -> float:
@@ -42,44 +71,44 @@ def replay(run: dict[str, Any]) -> dict[str, Any]:
     scripts = [Script(**entry) for entry in run["scripts"]]
     forward = (1 - BACKWARD) * run["compute_s"]
     backward = BACKWARD * run["compute_s"] / len(scripts)
-    travel = Travel(hvd, beside=run["overlap"])
+    travel, idle = Travel(hvd, beside=run["overlap"]), Idle()
 
-    def step() -> list[Stamp]:
+    def step(*, timed: bool) -> list[Stamp]:
         stamps = [Stamp("compute", "forward", time.perf_counter(), 0.0)]
-        time.sleep(forward)
+        if timed:
+            idle.sleep(forward)
         stamps[0].end = time.perf_counter()
         held = []
         for script in reversed(scripts):
             start = time.perf_counter()
-            time.sleep(backward)
+            if timed:  # with overlap the link is in use from the first tensor on
+                (time.sleep if run["overlap"] else idle.sleep)(backward)
             stamps.append(Stamp("compute", script.name, start, time.perf_counter()))
             if run["overlap"]:
-                travel.begin(script.name, play(script, free=run["free"]))
+                travel.begin(script.name, play(script, free=run["free"] or not timed))
             else:
                 held.append(script)
         for script in held:
-            travel.begin(script.name, play(script, free=run["free"]))
+            travel.begin(script.name, play(script, free=run["free"] or not timed))
         travel.wait()
         return stamps
 
-    step()  # names are negotiated, buffers made
+    step(timed=False)  # names are negotiated, buffers made
     travel.sent.clear()
     hvd.barrier()
     before, seconds = sent_bytes(), []
     for _ in range(run["steps"]):
         travel.stamps.clear()
         start = time.perf_counter()
-        stamps = step()
+        stamps = step(timed=True)
         seconds.append(time.perf_counter() - start)
     hvd.barrier()
     after, steps = sent_bytes(), run["steps"]
-    time.sleep(IDLE_S)
-    idle = (sent_bytes() - after) / IDLE_S
     return {
         "step_s": statistics.median(seconds),
         "steps_s": seconds,
         "bytes_per_step": (after - before) / steps,
-        "idle_bytes_per_s": idle,
+        "idle_bytes_per_s": idle.rate(),
         "reported_bytes_per_step": on_wire(travel.sent) / steps,
         "sent_bytes": sum(size for _, size in travel.sent) / steps,
         "stamps": [
@@ -102,7 +131,7 @@ def train(run: dict[str, Any]) -> dict[str, Any]:
     ours = {
         "gather": FFTCompression.using(exchange="gather"),
         "paper": FFTCompression.using(mode="paper", theta=PAPER.theta),
-        "shared": FFTCompression.using(ratio=run["ratio"], warmup=10),
+        "shared": FFTCompression.using(ratio=run["ratio_asked"], warmup=WARM),
     }
     name = run["method"]
     horovod = name in stock or name in ours
@@ -117,12 +146,13 @@ def train(run: dict[str, Any]) -> dict[str, Any]:
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     order = order.repeat(1 + steps * batch * hvd.size() // len(order))
     clock, curve, reached = 0.0, [], None
+    counted = 0  # bytes while the clock runs
     for step in range(steps):
-        if step == 10:  # warm
+        if step == WARM:
             hvd.barrier()
-            before, warm_s = sent_bytes(), clock
+            counted, warm_s = 0, clock
         rows = order[(step * hvd.size() + hvd.rank()) * batch :][:batch]
-        start = time.perf_counter()
+        before, start = sent_bytes(), time.perf_counter()
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(net(images[rows]), labels[rows])
         loss.backward()
@@ -136,6 +166,7 @@ def train(run: dict[str, Any]) -> dict[str, Any]:
                 parameter.grad.copy_(torch.from_numpy(means[key]).view_as(parameter))
         optimizer.step()
         clock += time.perf_counter() - start
+        counted += sent_bytes() - before
         if (step + 1) % run["every"] == 0 or step + 1 == steps:
             with torch.inference_mode():
                 right = net(test_images).argmax(1) == test_labels
@@ -143,25 +174,32 @@ def train(run: dict[str, Any]) -> dict[str, Any]:
             curve.append((step + 1, clock, accuracy))
             if reached is None and accuracy >= run["target"]:
                 reached = clock
-    hvd.barrier()
-    timed = steps - 10
-    result = {
+    timed = steps - WARM
+    sent = sent_of(optimizer, name) if horovod else travel.sent[-len(travel.sent) // steps :]
+    return {
         "step_s": (clock - warm_s) / timed,
-        "bytes_per_step": (sent_bytes() - before) / timed,
+        "bytes_per_step": counted / timed,
+        "idle_bytes_per_s": Idle().rate(),
+        "reported_bytes_per_step": on_wire(sent),
+        "sent_bytes": sum(size for _, size in sent),
         "accuracy": curve[-1][2],
         "seconds_to_target": reached,
         "curve": curve,
     }
-    dense = 4 * sum(p.numel() for p in net.parameters())
-    if name in OURS:
-        report = FFTCompression.report(optimizer)
-        result["sent_bytes"] = report["payload_bytes"]
-    elif name in stock:
-        result["sent_bytes"] = dense / (2 if name == "fp16" else 1)
-    else:
-        result["sent_bytes"] = sum(size for _, size in travel.sent) / steps
-        result["reported_bytes_per_step"] = on_wire(travel.sent) / steps
-    return result
+
+
+def sent_of(optimizer: Any, name: str) -> list[tuple[str, int]]:
+    """Collective and bytes of what an optimizer of Horovod sends in a step."""
+    if name not in OURS:
+        width = 2 if name == "fp16" else 4
+        return [("allreduce", width * p.numel()) for p in optimizer._requires_update]
+    # By tensor, as of the last step: the report's mean has the dense steps in it.
+    counted = rim._memory_of(optimizer).traffic._bytes.values()
+    gathers = optimizer._compression.settings.exchange == "gather"
+    return [
+        ("allgather" if gathers and compressed else "allreduce", nbytes)
+        for _, nbytes, compressed in counted
+    ]
 
 
 def main() -> None:
@@ -178,8 +216,6 @@ def main() -> None:
             found = replay(run) if "scripts" in run else train(run)
             file.write(json.dumps({"number": number, **found}) + "\n")
             file.flush()
-            if hvd.rank() == 0:
-                print(f"done {number} {found['step_s']:.4f}", flush=True)
     hvd.shutdown()
 
 

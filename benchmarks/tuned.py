@@ -1,16 +1,21 @@
 """Is tune=True ever slower than plain Horovod? Paired runs of small nets, no shaped links.
 
-    horovodrun -np 2 python benchmarks/tuned.py [--json FILE]
+    OMP_NUM_THREADS=1 horovodrun --gloo -np 2 python benchmarks/tuned.py [--json FILE]
 
 On a link that is as fast as memory compression loses, and the tuner should see it. Two optimizers
-train the same net in one process: blocks of plain steps and of tuned ones take turns, so that what
-else runs on the machine meets both. The tuner has settled before the first pair.
+train the same net in one process and take turns step by step: plain, tuned, tuned, plain, so that
+what else runs on the machine meets both alike. A pair is the medians of so many steps of each; a
+row has the median of the pairs' ratios. The tuner has settled before the first pair; what it took
+until then is a column of its own. `--aa` measures plain against plain: how far a ratio can be from
+1 for no reason at all.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
+import os
 import statistics
 import time
 from pathlib import Path
@@ -25,7 +30,7 @@ from torch import nn
 from sn_compress import FFTCompression
 from sn_compress.horovod import torch as rim
 
-PAIRS, STEPS, BATCH = 9, 20, 32
+PAIRS, STEPS, BATCH, LEARN = 9, 60, 32, 80
 
 
 def mlp() -> nn.Module:
@@ -37,7 +42,7 @@ def mlp() -> nn.Module:
 
 
 def trainer(make: Any, compression: Any) -> Any:
-    """A function that does steps and returns the seconds of one, and its optimizer."""
+    """A function that does a step and returns its seconds, and its optimizer."""
     torch.manual_seed(0)
     net = make()
     optimizer = hvd.DistributedOptimizer(
@@ -47,40 +52,60 @@ def trainer(make: Any, compression: Any) -> Any:
     )
     images, labels = torch.randn(BATCH, 1, 28, 28), torch.randint(0, 10, (BATCH,))
 
-    def steps(count: int) -> float:
+    def step() -> float:
         start = time.perf_counter()
-        for _ in range(count):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(net(images), labels).backward()
-            optimizer.step()
-        return (time.perf_counter() - start) / count
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(images), labels).backward()
+        optimizer.step()
+        return time.perf_counter() - start
 
-    return steps, optimizer
+    return step, optimizer
 
 
-def compare(name: str, make: Any, pairs: int) -> dict[str, Any]:
-    """One row: the median of the pairs' ratios."""
+def same(value: float) -> float:
+    """The mean over the ranks."""
+    return float(hvd.allreduce(torch.tensor([value], dtype=torch.float64), name="bench")[0])
+
+
+def compare(name: str, make: Any, *, pairs: int, steps: int, aa: bool) -> dict[str, Any]:
+    """One row: the median of the pairs' ratios, and the middle half of them."""
     plain, _ = trainer(make, hvd.Compression.none)
-    tuned, optimizer = trainer(make, FFTCompression.using(tune=True))
-    plain(10)
-    tuned(60)  # plain steps, a trial with the dense steps of the shared exchange, and some more
-    tuner = rim._memory_of(optimizer).tuner
-    assert tuner is not None
-    assert tuner.settled
+    tuned, optimizer = trainer(
+        make, hvd.Compression.none if aa else FFTCompression.using(tune=True)
+    )
+    step_s = statistics.median(plain() for _ in range(LEARN))
+    learning_s = sum(tuned() for _ in range(LEARN)) - LEARN * step_s
+    tuner = None if aa else rim._memory_of(optimizer).tuner
+    methods = {"plain"}
+    if tuner is not None:
+        if not tuner.settled:
+            raise SystemExit(f"{name}: the tuner has not settled after {LEARN} steps")
+        methods = set(tuner._methods.values()) or methods
     found = []
-    for number in range(pairs):
-        order = (plain, tuned) if number % 2 else (tuned, plain)
-        seconds = {way: way(STEPS) for way in order}
-        found.append((seconds[plain], seconds[tuned]))
-    methods = sorted(set(tuner._methods.values()) or {"plain"})
+    for _ in range(pairs):
+        seconds: dict[Any, list[float]] = {plain: [], tuned: []}
+        for number in range(steps):
+            for way in (plain, tuned) if number % 2 else (tuned, plain):
+                seconds[way].append(way())
+        found.append(tuple(same(statistics.median(seconds[way])) for way in (plain, tuned)))
+    ratios = sorted(b / a for a, b in found)
+    low, _, high = statistics.quantiles(ratios, n=4) if pairs > 1 else ratios * 3
     return {
         "model": name,
         "ranks": hvd.size(),
+        "against": "plain" if aa else "tuned",
         "pairs": pairs,
+        "steps_per_pair": steps,
         "plain_s": statistics.median(a for a, _ in found),
         "tuned_s": statistics.median(b for _, b in found),
-        "tuned_over_plain": statistics.median(b / a for a, b in found),
-        "methods": methods,
+        "tuned_over_plain": statistics.median(ratios),
+        "lower_quartile": low,
+        "upper_quartile": high,
+        "least": ratios[0],
+        "most": ratios[-1],
+        "methods": sorted(methods),
+        "learning_s": learning_s,
+        "load": os.getloadavg()[0],
         "commit": commit(),
         "machine": machine(),
     }
@@ -90,22 +115,33 @@ def main() -> None:
     """A row for each net."""
     flags = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     flags.add_argument("--json", type=Path)
-    flags.add_argument("--quick", action="store_true", help="three pairs of each")
+    flags.add_argument("--quick", action="store_true", help="three short pairs of each")
+    flags.add_argument("--pairs", type=int, default=PAIRS)
+    flags.add_argument("--steps", type=int, default=STEPS, help="of each, in a pair")
+    flags.add_argument("--aa", action="store_true", help="plain against plain as well")
     args = flags.parse_args()
+    if args.quick:
+        args.pairs, args.steps = 3, 8
     torch.set_num_threads(1)
     hvd.init()
+    if hvd.rank() == 0:
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("sn_compress.tuning").setLevel(logging.INFO)
     rows = []
     for name, make in {"mlp": mlp, **NETS}.items():
-        rows.append(compare(name, make, 3 if args.quick else PAIRS))
-        if hvd.rank() == 0:
-            row = rows[-1]
-            print(
-                f"{name}: plain {1e3 * row['plain_s']:.1f} ms, tuned {1e3 * row['tuned_s']:.1f} "
-                f"ms, ratio {row['tuned_over_plain']:.3f}, {', '.join(row['methods'])}",
-                flush=True,
-            )
-    if args.json and hvd.rank() == 0:
-        args.json.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+        for aa in (False, True) if args.aa else (False,):
+            rows.append(compare(name, make, pairs=args.pairs, steps=args.steps, aa=aa))
+            if hvd.rank() == 0:
+                row = rows[-1]
+                print(
+                    f"{name}: plain {1e3 * row['plain_s']:.2f} ms, {row['against']} "
+                    f"{1e3 * row['tuned_s']:.2f} ms, ratio {row['tuned_over_plain']:.3f} "
+                    f"({row['lower_quartile']:.3f} to {row['upper_quartile']:.3f}), "
+                    f"{', '.join(row['methods'])}",
+                    flush=True,
+                )
+                if args.json:
+                    args.json.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
     hvd.shutdown()
 
 

@@ -96,7 +96,7 @@ class FFTState:
         **settings: Any,
     ) -> None:
         self.settings = Settings().changed(mode=mode, **settings)
-        self.settings.refuse_tuning("torch's DistributedDataParallel")
+        self.settings.refuse_torch_only("torch's DistributedDataParallel")
         self.codec = self.settings.codec(torch.get_num_threads())
         self.feedback = ErrorFeedback(self.codec, decay=self.settings.decay)
         self.process_group = process_group

@@ -10,13 +10,15 @@ seconds is never quite right. So the tuner asks the model first and the clock la
 3. *trial*: as many steps by those methods are timed. If their median is not below that of the plain
    steps by `margin`, all tensors go back to plain for good.
 
-Every `again` steps it starts over. Ranks see different times, so whatever is decided is decided
-from integers that an all-reduce has summed: they are the same bits on all ranks.
+After `again` steps it starts over, or later if what it took would by then be more than `share` of
+the time. Ranks see different times, so whatever is decided is decided from integers that an
+all-reduce has summed: they are the same bits on all ranks.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 import time
 from collections import Counter
@@ -82,7 +84,8 @@ class Tuner:
     steps : plain steps, and steps of a trial, that are timed
     skip : steps before each of them that are not: names are negotiated, `shared` warms up
     margin : fraction of a step by which a trial must be faster
-    again : steps until everything is measured anew
+    again : steps until everything is measured anew, at least
+    share : most of the time that measuring and trials may take in the long run
     rates : None measures the codec
     clock : seconds; a test gives its own
     """
@@ -98,18 +101,22 @@ class Tuner:
         skip: int = 2,
         margin: float = 0.02,
         again: int = 5000,
+        share: float = 0.005,
         rates: Rates | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if ranks < 1 or steps < 1 or skip < 1 or again < 1 or not 0 <= margin < 1:
+        counts = (ranks, steps, skip, again)
+        if min(counts) < 1 or not 0 <= margin < 1 or not share > 0:
             raise CompressError(
                 f"Tuner: ranks={ranks!r}, steps={steps!r}, skip={skip!r}, again={again!r}, "
-                f"margin={margin!r}; expected one or more of each, and a margin from 0 to below 1"
+                f"margin={margin!r}, share={share!r}; expected one or more of each, a margin from "
+                "0 to below 1, and a share above 0"
             )
         self.settings, self.ranks = settings, ranks
         self.decision: Decision | None = None
         self._total, self._allowed, self._rates = total, tuple(methods), rates
-        self._steps, self._skip, self._margin, self._again = steps, skip, margin, again
+        self._steps, self._skip, self._margin = steps, skip, margin
+        self._again, self._share = again, share
         self._clock = clock
         self._layers: dict[str, Layer] = {}
         self._seen: set[str] = set()
@@ -117,7 +124,9 @@ class Tuner:
         self._phase, self._in_phase = "plain", 0
         self._times: list[float] = []
         self._plain_s = 0.0
-        self._began = 0.0
+        self._began = self._opened = clock()
+        self._steps_since = -1  # `_opened`, when it began to measure: none has ended yet
+        self._rest = again
 
     def method(self, name: str, shape: Sequence[int]) -> Method:
         """How the next gradient of this tensor travels; the same on every rank."""
@@ -134,18 +143,34 @@ class Tuner:
         """Whether nothing is being timed at the moment."""
         return self._phase == "settled"
 
+    @property
+    def idle_steps(self) -> int:
+        """Steps from the next one on that need not ask: all plain, nothing timed; see `pass_by`."""
+        first = self._in_phase < 1  # in which what the exchange owed still leaves
+        idle = self.settled and not first and set(self._methods.values()) <= {"plain"}
+        return max(self._rest - self._in_phase, 0) if idle else 0
+
+    def pass_by(self, steps: int) -> None:
+        """Take note of steps that have not asked; the next gradient begins another one."""
+        self._in_phase += steps
+        self._seen.clear()
+
     def _step(self) -> None:
         """A step begins."""
         now = self._clock()
-        if self._in_phase > self._skip:
-            self._times.append(now - self._began)
-        self._in_phase += 1
-        if self._phase == "settled":
-            if self._in_phase > self._again:
+        if self.settled:
+            self._in_phase += 1
+            if self._in_phase > self._rest:
                 self._methods = {}
+                self._opened, self._steps_since = now, 0
                 self._enter("plain")
-        elif len(self._times) == self._steps:
-            self._judge()
+        else:
+            if self._in_phase > self._skip:
+                self._times.append(now - self._began)
+            self._in_phase += 1
+            self._steps_since += 1
+            if len(self._times) == self._steps:
+                self._judge()
         # What judging took belongs to no step.
         self._began = self._clock()
 
@@ -156,9 +181,11 @@ class Tuner:
             self.decision = self._decide()
             self._methods = self.decision.methods
             trial = any(method != "plain" for method in self._methods.values())
-            self._enter("trial" if trial else "settled")
-            if not trial:
+            if trial:
+                self._enter("trial")
+            else:
                 _log.info("plain Horovod is fastest here: %s", self._why())
+                self._settle(self._plain_s)
             return
         if median > (1 - self._margin) * self._plain_s:
             _log.info(
@@ -168,6 +195,7 @@ class Tuner:
                 self._why(),
             )
             self._methods = {}
+            self._settle(self._plain_s)
         else:
             count = Counter(self._methods.values())
             _log.info(
@@ -177,6 +205,12 @@ class Tuner:
                 1e3 * self._plain_s,
                 self._why(),
             )
+            self._settle(median)
+
+    def _settle(self, step_s: float) -> None:
+        spent_s = self._clock() - self._opened - self._steps_since * self._plain_s
+        lost_s = max(self._mean(spent_s), 0.0)
+        self._rest = max(self._again, math.ceil(lost_s / (self._share * max(step_s, _NANO))))
         self._enter("settled")
 
     def _enter(self, phase: str) -> None:

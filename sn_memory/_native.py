@@ -1,8 +1,8 @@
 """The compiled extension `sn_memory._core`, if it is there.
 
-`pool` asks `core()` and takes its Python twins where the answer is None: the extension was not
-built, or SN_MEMORY_BACKEND=python says so. The twins find the same packings, about a hundred times
-slower, so the choice is logged once.
+`pool` and the planner ask `core()` and take their Python twins where the answer is None: the
+extension was not built, or SN_MEMORY_BACKEND=python says so. The twins give the same answers, some
+fifty to a hundred times slower, so the choice is logged once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def load() -> tuple[Any, str]:
         reason = f"the compiled extension is not there ({why}); reinstall with a C++17 compiler"
         if wish == "cpp":
             raise ImportError(f"SN_MEMORY_BACKEND=cpp, but {reason}") from missing
-        logging.getLogger(__name__).warning("packing in Python, many times slower: %s", reason)
+        logging.getLogger(__name__).warning(
+            "planning and packing in Python, many times slower: %s", reason
+        )
         return None, f"python: {reason}"
 
 

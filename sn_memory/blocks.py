@@ -13,16 +13,17 @@ own turn, and how many seconds its rebuilds cost.
 from __future__ import annotations
 
 import itertools
-import time
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from .bound import relax
+from .clock import now
+from .fitting import fit, trim
 from .gaps import KEEP, Gaps, gaps
 from .graph import Graph, Op, Storage
-from .lowering import Impossible, Schedule, lower
-from .recompute import fit, trim
+from .lowering import lower
+from .schedule import Impossible, Schedule
 
 REST = "later blocks"
 
@@ -286,7 +287,7 @@ def options(block: Block, *, deadline: float, points: int = 8) -> list[Option]:
     held = found[0].held_bytes
     least = sum(shape.bytes[storage] for storage in shape.graph.arrays.reads[rest])
     for point in range(points):
-        if time.monotonic() > deadline:
+        if now() > deadline:
             break
         room = least + (held - least) * point // points
         relaxed = relax(shape, rest, base + incoming + room, offload=False)
@@ -301,7 +302,7 @@ def options(block: Block, *, deadline: float, points: int = 8) -> list[Option]:
         _consider(block, choice, found)
     low = max(_working_set(shape), base)
     for point in range(1, points):
-        if time.monotonic() > deadline:
+        if now() > deadline:
             break
         target = low + (start.peak_bytes - low) * point // points
         fitted = fit(shape, natural, target, deadline=deadline, rounds=30)

@@ -13,9 +13,10 @@ from .errors import PlanError
 from .gaps import KEEP, Gaps, gaps
 from .graph import Graph
 from .liveness import baseline_seconds, peak
-from .lowering import Impossible, Schedule, lower, steps
+from .lowering import lower
 from .offload import lane_seconds, windows
 from .plan import DECISIONS, Decision, Plan, Step
+from .schedule import Impossible, Schedule, steps
 
 
 def draft(

@@ -12,6 +12,11 @@ Every message has four parts: what failed, what was got, what was expected, what
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
 
 class GraphError(ValueError):
     """A graph, or the file it is read from, that says something impossible."""
@@ -32,13 +37,18 @@ class BudgetError(RuntimeError):
         The budget that was asked for.
     op
         The name of the op whose working set makes that smallest peak.
+    plan
+        The plan of that peak, where the raiser has one.
     """
 
-    def __init__(self, message: str, *, peak_bytes: int, budget_bytes: int, op: str) -> None:
+    def __init__(
+        self, message: str, *, peak_bytes: int, budget_bytes: int, op: str, plan: Plan | None = None
+    ) -> None:
         super().__init__(message)
         self.peak_bytes = peak_bytes
         self.budget_bytes = budget_bytes
         self.op = op
+        self.plan = plan
 
 
 class PackError(ValueError):

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final
 
+from .compiled import Compiled
 from .graph import Graph
 
 KEEP: Final = -1
@@ -59,6 +61,11 @@ class Gaps:
     stays: list[bool] = field(repr=False)
     needs: list[tuple[int, ...]] = field(repr=False)
     touched: list[tuple[int, ...]] = field(repr=False)
+
+    @cached_property
+    def compiled(self) -> Compiled | None:
+        """The same in the compiled extension; None where its Python twins are to run."""
+        return Compiled.of(self)
 
     @property
     def count(self) -> int:

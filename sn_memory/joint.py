@@ -8,15 +8,16 @@ replayed time of ops and lanes falls.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from .bound import Relaxed
+from .clock import now
+from .fitting import fit
 from .gaps import KEEP, Gaps
-from .lowering import Impossible, Schedule
 from .offload import host_peak_bytes, lane_seconds, lower_moved
-from .recompute import Presence, fit
+from .recompute import Presence
+from .schedule import Impossible, Schedule
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def improve(
     for _ in range(4):
         before = best.seconds
         for gap in _dearest(shape, best):
-            if time.monotonic() > deadline:
+            if now() > deadline:
                 return best
             for choice, moved in _sides(shape, best, gap, recompute):
                 trial = carried(shape, choice, moved)

@@ -19,75 +19,13 @@ the intervals between first and last touch alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 import numpy as np
 
 from .arrays import Ints
 from .gaps import KEEP, Gaps
-from .plan import Step
-
-
-@dataclass(frozen=True)
-class Trip:
-    """One stay on the host, in run numbers.
-
-    Copied out after `left`, its device memory given back after `freed`, taken again before
-    `fetched`.
-    """
-
-    storage: int
-    left: int
-    freed: int
-    fetched: int
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """What a choice leads to.
-
-    Parameters
-    ----------
-    ops
-        [runs] op numbers in the order they run.
-    at
-        [runs] the op of the graph's order before which (or as which) each run happens.
-    intervals
-        (storage, first run, last run) during which it is on the device.
-    live_bytes
-        [runs] int64.
-    run_seconds
-        Summed seconds of all runs; waits for transfers come on top.
-    trips
-        The stays on the host.
-    ways
-        [runs] the way each op is carried out; empty: all by default.
-    """
-
-    ops: list[int]
-    at: list[int]
-    intervals: list[tuple[int, int, int]]
-    live_bytes: Ints
-    run_seconds: float
-    trips: tuple[Trip, ...] = ()
-    ways: tuple[int, ...] = ()
-
-    @cached_property
-    def peak_bytes(self) -> int:
-        return int(self.live_bytes.max(initial=0))
-
-    @cached_property
-    def starts(self) -> dict[int, list[int]]:
-        """Per storage, the runs at which its intervals begin."""
-        found: dict[int, list[int]] = {}
-        for storage, first, _ in self.intervals:
-            found.setdefault(storage, []).append(first)
-        return found
-
-
-class Impossible(Exception):  # noqa: N818 - says what the choice is; caught by every caller
-    """A choice that cannot be carried out: a rebuild would need what cannot be made again."""
+from .schedule import Impossible, Schedule, Trip
 
 
 def lower(
@@ -103,6 +41,19 @@ def lower(
     Raises Impossible if a rebuild would have to run an op whose inputs have changed since, or would
     need what cannot be made again.
     """
+    if gaps.compiled is None:
+        return lower_in_python(gaps, choice, moves)
+    found = gaps.compiled.lower(choice, moves)
+    if found is None:
+        raise Impossible
+    ops, at, intervals, live, trips, seconds = found
+    return Schedule(ops, at, intervals, live, seconds, tuple(Trip(*trip) for trip in trips))
+
+
+def lower_in_python(
+    gaps: Gaps, choice: Sequence[int], moves: Mapping[int, tuple[int, int]] | None = None
+) -> Schedule:
+    """Do what `lower` does without the compiled extension: the same schedule, many times slower."""
     reads, outputs = gaps.graph.arrays.reads, gaps.graph.arrays.outputs
     resident = gaps.graph.arrays.resident.tolist()
     seconds, touched, needs = gaps.seconds, gaps.touched, gaps.needs
@@ -279,25 +230,3 @@ def _live(
     for run, size in extra.items():
         live[run] += size
     return live + gaps.graph.base_bytes
-
-
-def steps(gaps: Gaps, schedule: Schedule) -> tuple[Step, ...]:
-    """Write a schedule down as the steps of a plan."""
-    graph = gaps.graph
-    ways = schedule.ways or (0,) * len(schedule.ops)
-    names = [storage.name for storage in graph.storages]
-    after: list[list[Step]] = [[] for _ in schedule.ops]
-    before: list[list[Step]] = [[] for _ in schedule.ops]
-    end = len(schedule.ops) - 1
-    for trip in schedule.trips:
-        after[trip.left].append(Step("offload", names[trip.storage]))
-        before[trip.fetched].append(Step("prefetch", names[trip.storage]))
-    for storage, _, run in schedule.intervals:
-        if run != end or not graph.storages[storage].keep:
-            after[run].append(Step("free", names[storage]))
-    result: list[Step] = []
-    for run, op in enumerate(schedule.ops):
-        result += before[run]
-        result.append(Step("run", graph.ops[op].name, ways[run]))
-        result += after[run]
-    return tuple(result)

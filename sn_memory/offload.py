@@ -12,7 +12,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 
 from .gaps import Gaps
-from .lowering import Schedule, lower
+from .lowering import lower
+from .schedule import Schedule
 
 
 def windows(

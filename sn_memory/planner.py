@@ -10,12 +10,12 @@ tells how.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 from . import policies
 from .bound import smallest_peak
+from .clock import now
 from .drafting import decisions_of, draft
 from .errors import BudgetError, PlanError
 from .exact import solve as solve_exactly
@@ -56,7 +56,8 @@ def plan_graph(
         What `auto` may do: `keep` always, `recompute`, `offload` (where the device states transfer
         speeds).
     time_limit_s
-        After this many seconds `auto` answers with the best it has.
+        After this many seconds of work `auto` answers with the best it has. The CPU time of the
+        calling thread counts, so plans do not depend on what else the machine does.
     progress
         Called with a line of text and the best seconds so far (or None) after each attempt.
 
@@ -111,7 +112,7 @@ def plan_front(
 
 def _named(graph: Graph, planner: str, budget_bytes: int) -> Plan:
     """Return a historical planner's plan; raises BudgetError where it does not keep the budget."""
-    began = time.monotonic()
+    began = now()
     plan = policies.policy(planner)(graph, budget_bytes=budget_bytes)
     if plan.peak_bytes > budget_bytes:
         raise BudgetError(
@@ -120,8 +121,9 @@ def _named(graph: Graph, planner: str, budget_bytes: int) -> Plan:
             peak_bytes=plan.peak_bytes,
             budget_bytes=budget_bytes,
             op=graph.ops[peak(graph).op].name,
+            plan=plan,
         )
-    return replace(plan, budget_bytes=budget_bytes, solve_s=time.monotonic() - began)
+    return replace(plan, budget_bytes=budget_bytes, solve_s=now() - began)
 
 
 class _Auto:
@@ -135,12 +137,11 @@ class _Auto:
         progress: Progress | None,
     ) -> None:
         self.graph, self.limit_s = graph, time_limit_s
-        self.began = time.monotonic()
         self.search = Search(
             gaps(graph, lean=True),
             offload="offload" in actions,
             recompute="recompute" in actions,
-            deadline=self.began + time_limit_s,
+            deadline=now() + time_limit_s,
             progress=progress,
         )
         self.plans: list[Plan] = []
@@ -149,19 +150,19 @@ class _Auto:
     def front(self, budgets: Sequence[int]) -> list[Plan]:
         spent: dict[int, float] = {}
         for budget in sorted(set(budgets), reverse=True):
-            began = time.monotonic()
-            self.search.deadline = began + self.limit_s
+            began = now()
             self.look(budget)
-            spent[budget] = time.monotonic() - began
+            spent[budget] = now() - began
         return [self.answer(budget, spent[budget]) for budget in budgets]
 
     def look(self, budget_bytes: int) -> None:
         """Fill the archives with what can be found for a budget."""
-        if self.small:
-            self.exactly(budget_bytes)
+        if self.exactly(budget_bytes) and not self.search.offload:
+            return
         if self.floor[0] > budget_bytes:
             return
         self.from_policies(budget_bytes)
+        self.search.deadline = now() + self.limit_s
         within = [plan for plan in self.plans if plan.peak_bytes <= budget_bytes]
         best = min(within, key=lambda plan: plan.seconds, default=None)
         if best is not None and best.planner != "exact" and self.search.recompute:
@@ -173,14 +174,19 @@ class _Auto:
         """Whether the graph is small enough to be solved exactly."""
         return len(self.graph.ops) <= EXACT_OPS and self.search.recompute
 
-    def exactly(self, budget_bytes: int) -> None:
-        """Put an optimal plan without transfers among the plans."""
+    def exactly(self, budget_bytes: int) -> bool:
+        """Put an optimal plan without transfers, if there is one, among the plans.
+
+        False where the graph is too large for that.
+        """
+        if not self.small:
+            return False
         try:
             found = solve_exactly(self.graph, budget_bytes)
         except MemoryError:
-            return
+            return False
         if found is None:
-            return
+            return True
         self.plans.append(
             Plan(
                 steps=found.steps,
@@ -195,28 +201,24 @@ class _Auto:
                 graph_name=self.graph.name,
             )
         )
+        return True
 
     def from_policies(self, budget_bytes: int) -> None:
         """Take the plans of the historical planners in, those that keep the budget.
 
-        First, so that `auto` is not slower than any of them; but where they take more than a third
-        of the time, the rest of them is left out.
+        All of them, whatever time they take, so that `auto` is not slower than any of them on any
+        machine: seconds for a thousand ops, a minute for twenty thousand.
         """
         own = self.search.best(budget_bytes)
         if own is not None and own.origin == "keep":
             return
-        began = time.monotonic()
         for name in policies.names():
-            if time.monotonic() > began + self.limit_s / 3:
-                log.warning("no time for the planner %s and those after it", name)
-                return
             try:
                 plan = policies.policy(name)(self.graph, budget_bytes=budget_bytes)
             except BudgetError:
                 continue
-            if not self.allowed(plan):
-                continue
-            self.plans.append(plan)
+            if self.allowed(plan):
+                self.plans.append(plan)
 
     def allowed(self, plan: Plan) -> bool:
         """Whether a plan does only what this search may do."""
@@ -246,14 +248,8 @@ class _Auto:
                 solve_s=solve_s,
             )
         else:
-            plan = draft(
-                self.search.shape,
-                found.schedule,
-                planner="auto",
-                budget_bytes=budget_bytes,
-                lower_bound_seconds=bound,
-                solve_s=solve_s,
-            )
+            plan = self.drafted(found, budget_bytes)
+            plan = replace(plan, lower_bound_seconds=min(bound, plan.seconds), solve_s=solve_s)
         log.info(
             "%s: peak %s -> %s, %+.1f %% time, gap %.1f %%, %.1f s of planning",
             self.graph.name or "graph",
@@ -265,17 +261,21 @@ class _Auto:
         )
         return plan
 
+    def drafted(self, found: Candidate, budget_bytes: int | None) -> Plan:
+        return draft(self.search.shape, found.schedule, planner="auto", budget_bytes=budget_bytes)
+
     def refusal(self, budget_bytes: int) -> BudgetError:
         """Return the error that says what the smallest peak is, as far as it can be found."""
-        self.search.deadline = time.monotonic() + self.limit_s
-        if self.floor[0] <= budget_bytes or self.small:
-            self.shrink(max(budget_bytes, self.floor[0]))
+        self.search.deadline = now() + self.limit_s
+        self.shrink(max(budget_bytes, self.floor[0]))
         smallest: Candidate = min(self.search.archive, key=lambda item: item.peak_bytes)
         run = int(smallest.schedule.live_bytes.argmax())
         size, name = smallest.peak_bytes, self.graph.ops[smallest.schedule.ops[run]].name
         least = min(self.plans, key=lambda plan: plan.peak_bytes, default=None)
         if least is not None and least.peak_bytes < size:
             size, name = least.peak_bytes, self.graph.ops[self.floor[1]].name
+        else:
+            least = self.drafted(smallest, None)
         floor, op = self.floor[0], self.graph.ops[self.floor[1]].name
         return BudgetError(
             f"the smallest peak found is {show_bytes(size)}, set by {name!r}; no plan can go below "
@@ -284,18 +284,20 @@ class _Auto:
             peak_bytes=size,
             budget_bytes=budget_bytes,
             op=name,
+            plan=least,
         )
 
     def shrink(self, low: int) -> None:
-        """Fill the archives with plans of ever smaller peaks, by bisection."""
+        """Fill the archives with plans of ever smaller peaks: a descent, then bisection."""
+        if self.search.recompute and not self.small:
+            self.search.descend(low)
         high = min(item.peak_bytes for item in self.search.archive)
-        for _ in range(20 if self.small else 6):
+        for _ in range(20 if self.small else 3):
             if self.search.late or high <= low:
                 return
             middle = (low + high) // 2
-            if self.small:
-                self.exactly(middle)
-            if not any(plan.peak_bytes <= middle for plan in self.plans):
+            done = self.exactly(middle) and not self.search.offload
+            if not done and not any(plan.peak_bytes <= middle for plan in self.plans):
                 self.search.solve(middle)
             peaks = [item.peak_bytes for item in self.search.archive]
             peaks += [plan.peak_bytes for plan in self.plans]

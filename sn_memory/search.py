@@ -9,30 +9,34 @@ the fastest of all candidates within it.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from .bound import Relaxed, moments, relax
 from .chain import Chain
-from .gaps import KEEP, Gaps
+from .clock import now
+from .fitting import fit, trim
+from .gaps import Gaps
 from .joint import Joint, from_relaxed, improve
-from .lowering import Impossible, Schedule, lower
+from .lowering import lower
 from .offload import host_peak_bytes, lane_seconds
 from .plan import Plan
-from .recompute import fit, trim
-from .refine import refine
+from .refine import descend, refine
+from .schedule import Impossible, Schedule
+from .starts import start_from_relaxed, starts_from_plan
 from .workspace import equip
 
 log = logging.getLogger(__name__)
 # A candidate this close to the bound ends the search.
 ENOUGH = 1e-4
+# One this close to it needs no other start.
+NEAR = 0.01
 # Above this many ops a single lowering takes so long that the order of the ways matters.
 LARGE = 4000
-# Up to this many ops, ruin and repair is worth its time; this many attempts times ops.
-SMALL = 1500
-TRIES = 20_000
+# Up to this many ops, ruin and repair is worth its time; attempts times ops, and attempts at most.
+SMALL = 6000
+TRIES, MOST_TRIES = 600_000, 600
 
 Progress = Callable[[str, float | None], None]
 
@@ -45,6 +49,7 @@ class Candidate:
     schedule: Schedule = field(repr=False)
     seconds: float
     origin: str
+    moved: frozenset[int] = frozenset()
 
     @property
     def peak_bytes(self) -> int:
@@ -63,7 +68,7 @@ class Search:
     recompute
         Whether ops may run twice.
     deadline
-        Moment of time.monotonic() after which no new attempt starts.
+        Moment of `clock.now()` after which no new attempt starts.
     progress
         Called with a line of text and the seconds of the best candidate so far, after each attempt.
     """
@@ -88,16 +93,32 @@ class Search:
         self.add(natural, lower(shape, natural), "keep")
 
     @property
-    def late(self) -> bool:
-        return time.monotonic() > self.deadline
+    def patience_s(self) -> float:
+        """Limit of one linear program: it counts the clock on the wall, so it must not decide."""
+        return 10 * max(1.0, self.deadline - now())
 
-    def add(self, choice: Sequence[int], schedule: Schedule, origin: str) -> Candidate | None:
+    @property
+    def tries(self) -> int:
+        """Attempts without gain after which ruin and repair ends."""
+        return min(MOST_TRIES, max(50, TRIES // max(1, len(self.shape.graph.ops))))
+
+    @property
+    def late(self) -> bool:
+        return now() > self.deadline
+
+    def add(
+        self,
+        choice: Sequence[int],
+        schedule: Schedule,
+        origin: str,
+        moved: frozenset[int] = frozenset(),
+    ) -> Candidate | None:
         """Put a candidate into the archive, unless it breaks the host's limit."""
         pinned = self.shape.graph.device.pinned_bytes
         if pinned is not None and host_peak_bytes(self.shape, schedule) > pinned:
             return None
         seconds = lane_seconds(self.shape, schedule)
-        candidate = Candidate(list(choice), schedule, seconds, origin)
+        candidate = Candidate(list(choice), schedule, seconds, origin, moved)
         self.archive.append(candidate)
         return candidate
 
@@ -142,14 +163,13 @@ class Search:
         """Return the relaxation at an op, solved once per budget."""
         key = (at, budget_bytes)
         if key not in self.bounds:
-            limit = max(1.0, self.deadline - time.monotonic())
             self.bounds[key] = relax(
                 self.shape,
                 at,
                 budget_bytes,
                 offload=self.offload,
                 recompute=self.recompute,
-                time_limit_s=limit,
+                time_limit_s=self.patience_s,
             )
         return self.bounds[key]
 
@@ -162,13 +182,13 @@ class Search:
     ) -> Candidate | None:
         """Fit a choice under a budget and trim it; what results goes into the archive."""
         # No attempt takes more than a part of what is left, so that the others get their turn.
-        now = time.monotonic()
-        part = now + (self.deadline - now) / 4
+        began = now()
+        part = began + (self.deadline - began) / 4
         fitted = fit(self.shape, choice, budget_bytes, deadline=part, moves=moves)
         if fitted is None:
             return None
         self.add(*fitted, origin)
-        part += (self.deadline - now) / 8
+        part += (self.deadline - began) / 8
         trimmed = trim(self.shape, *fitted, budget_bytes, deadline=part, moves=moves)
         found = self.add(*trimmed, f"{origin}, trimmed")
         self.report(origin, budget_bytes)
@@ -193,46 +213,54 @@ class Search:
             if self.late or (best is not None and best.seconds <= target):
                 break
         if self.recompute and len(self.shape.graph.ops) <= SMALL:
+            best = self.best(budget_bytes)
+            if best is None or best.seconds > target * (1 + NEAR):
+                self.descend(budget_bytes)
             self.refined(budget_bytes, target)
         return self.best(budget_bytes)
 
+    def descend(self, budget_bytes: int) -> None:
+        """Go down from the candidate that is fastest for what it needs above the budget."""
+        above = [item for item in self.archive if item.peak_bytes > budget_bytes]
+        start = min(above, key=lambda item: (item.seconds, item.peak_bytes), default=None)
+        lower = [item for item in above if item.origin == "descent"]
+        start = min(lower, key=lambda item: item.peak_bytes, default=start)
+        if start is None:
+            return
+        part = now() + (self.deadline - now()) / 3
+        for found in descend(
+            self.shape,
+            Joint(start.choice, start.moved, start.schedule, start.seconds),
+            budget_bytes,
+            offload=self.offload,
+            tries=self.tries // 5,
+            deadline=part,
+        ):
+            self.add(found.choice, found.schedule, "descent", found.moved)
+        self.report("descent", budget_bytes)
+
     def from_plan(self, plan: Plan, budget_bytes: int) -> None:
-        """Start from what another planner rebuilds; what it moves to the host is kept here."""
-        shape, choice = self.shape, self.shape.natural()
-        for decision in plan.decisions:
-            storage = shape.graph.storage_index[decision.storage]
-            if not shape.rebuildable[storage] or not decision.action.startswith("recompute"):
-                continue
-            for gap in shape.of(storage):
-                after = shape.start[gap] >= shape.start[shape.main(storage)]
-                if after and not shape.stays[gap]:
-                    each = decision.action == "recompute_each"
-                    choice[gap] = len(shape.graph.ops) if each else 0
-                    if not each:
-                        break
-        if self.lowered(choice) is not None:
-            self.attempt(choice, budget_bytes, plan.planner)
+        """Start from what another planner rebuilds."""
+        for start in starts_from_plan(self.shape, plan):
+            if self.lowered(start) is not None:
+                self.attempt(start, budget_bytes, plan.planner)
 
     def refined(self, budget_bytes: int, target: float) -> None:
-        """Improve the best candidate without transfers by ruin and repair."""
-        within = [
-            item
-            for item in self.archive
-            if item.peak_bytes <= budget_bytes and not item.schedule.trips
-        ]
+        """Improve the best candidate by ruin and repair."""
+        within = [item for item in self.archive if item.peak_bytes <= budget_bytes]
         best = min(within, key=lambda item: item.seconds, default=None)
         if best is None or best.seconds <= target:
             return
         found = refine(
             self.shape,
-            best.choice,
-            best.schedule,
+            Joint(best.choice, best.moved, best.schedule, best.seconds),
             budget_bytes,
+            offload=self.offload,
             enough_s=target,
-            tries=max(10, TRIES // len(self.shape.graph.ops)),
+            tries=self.tries,
             deadline=self.deadline,
         )
-        self.add(*found, "ruin and repair")
+        self.add(found.choice, found.schedule, "ruin and repair", found.moved)
         self.report("ruin and repair", budget_bytes)
 
     def _ways(self, budget_bytes: int) -> list[Callable[[], object]]:
@@ -268,7 +296,7 @@ class Search:
                 offload=True,
                 recompute=self.recompute,
                 lanes=lanes,
-                time_limit_s=max(1.0, self.deadline - time.monotonic()),
+                time_limit_s=self.patience_s,
             )
             start = None
             if relaxed is not None:
@@ -281,21 +309,21 @@ class Search:
                 )
             if start is not None:
                 starts.append(start)
-                self.add(start.choice, start.schedule, "lanes")
+                self.add(start.choice, start.schedule, "lanes", start.moved)
                 self.report(f"lanes at {lanes:.0%}", budget_bytes)
         if not starts:
             return
         # Half of what time is left: the ways without lanes want a turn as well.
-        half = time.monotonic() + (self.deadline - time.monotonic()) / 2
+        half = now() + (self.deadline - now()) / 2
         best = min(starts, key=lambda item: item.seconds)
         found = improve(self.shape, best, budget_bytes, recompute=self.recompute, deadline=half)
-        self.add(found.choice, found.schedule, "lanes, improved")
+        self.add(found.choice, found.schedule, "lanes, improved", found.moved)
         self.report("lanes, improved", budget_bytes)
 
     @cached_property
     def chain(self) -> Chain:
         """The blocks of the graph and their table, made at first need."""
-        half = time.monotonic() + (self.deadline - time.monotonic()) / 2
+        half = now() + (self.deadline - now()) / 2
         return Chain(self.shape, self.archive[0].peak_bytes, deadline=half)
 
     def from_chain(self, budget_bytes: int) -> None:
@@ -339,12 +367,7 @@ class Search:
         relaxed = relax(self.shape, at, room, offload=False)
         if relaxed is None:
             return
-        choice = self.shape.natural()
-        for storage, kept in relaxed.kept.items():
-            for gap in self.shape.of(storage):
-                spans = self.shape.start[gap] < at < self.shape.end[gap]
-                if spans and self.shape.rebuildable[storage] and not self.shape.stays[gap]:
-                    choice[gap] = KEEP if kept > 0.5 else 0
+        choice = start_from_relaxed(self.shape, relaxed)
         if self.lowered(choice) is None:
             return
         self.attempt(choice, budget_bytes, f"relaxation at {share:.0%}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .gaps import Gaps
-from .lowering import Schedule
+from .schedule import Schedule
 
 
 def equip(gaps: Gaps, schedule: Schedule, budget_bytes: int | None) -> Schedule:

@@ -9,7 +9,10 @@ left out: two numbers per channel, changed once per step whatever the plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from sn_memory import Workspace
 
 from .convolution import ways
 from .net import Tensor
@@ -33,7 +36,7 @@ def conv(
     groups: int = 1,
     bias: bool = False,
 ) -> Tensor:
-    """Convolution; one backward op makes the gradients of input, weight and bias."""
+    """Convolution; its backward pass is one op, or one call per gradient, the weight's first."""
     net, (batch, depth, height, width) = x.net, x.shape
     (kh, kw), (ph, pw) = ((v, v) if isinstance(v, int) else v for v in (kernel, pad))
     name = net.layer("conv")
@@ -47,25 +50,12 @@ def conv(
     spaces = ways(net.device, x.shape, out.shape, (kh, kw), stride, groups, flops, traffic)
     net.run(name, "conv", [x, weight, *extra], [out], flops=flops, workspaces=spaces)
 
-    def backward(grad: str) -> None:
-        layer = f"{name}.back"
-        made = [net.grad(p, layer) for p in (weight, *extra)]
-        wanted = [net.grad(x, layer)] if x.needs_grad else []
-        # The weight's and the input's gradient are a convolution each, one after the other.
-        passes = 1 + len(wanted)
-        net.run(
-            layer, "conv_backward", [grad, x, weight], [*wanted, *made], flops=passes * flops,
-            traffic=passes * traffic,
-            workspaces=ways(
-                net.device, x.shape, out.shape, (kh, kw), stride, groups, flops, traffic, passes
-            ),
-        )  # fmt: skip
-        for p, g in zip((weight, *extra), made, strict=True):
-            net.send(p, g)
-        if wanted:
-            net.send(x, wanted[0])
+    def spaces_for(passes: int) -> tuple[Workspace, ...]:
+        return ways(
+            net.device, x.shape, out.shape, (kh, kw), stride, groups, flops, traffic, passes
+        )
 
-    net.record(out, backward)
+    _weighted(x, weight, extra, out, name, "conv", flops, spaces_for)
     return out
 
 
@@ -78,16 +68,7 @@ def upconv(x: Tensor, channels: int) -> Tensor:
     out = net.new(name, batch, channels, 2 * height, 2 * width)
     flops = 2 * out.size * depth
     net.run(name, "conv", [x, weight, bias], [out], flops=flops)
-
-    def backward(grad: str) -> None:
-        layer = f"{name}.back"
-        dx, dw, db = (net.grad(t, layer) for t in (x, weight, bias))
-        net.run(layer, "conv_backward", [grad, x, weight], [dx, dw, db], flops=2 * flops,
-                traffic=2 * (x.nbytes + weight.nbytes + out.nbytes))  # fmt: skip
-        for t, g in ((weight, dw), (bias, db), (x, dx)):
-            net.send(t, g)
-
-    net.record(out, backward)
+    _weighted(x, weight, [bias], out, name, "conv", flops)
     return out
 
 
@@ -99,18 +80,7 @@ def linear(x: Tensor, features: int, *, bias: bool = True) -> Tensor:
     out = net.new(name, *x.shape[:-1], features)
     flops = 2 * out.size * x.shape[-1]
     net.run(name, "linear", [x, weight, *extra], [out], flops=flops)
-
-    def backward(grad: str) -> None:
-        layer = f"{name}.back"
-        wanted = [t for t in (x, weight, *extra) if t.needs_grad]
-        made = [net.grad(t, layer) for t in wanted]
-        passes = 1 + x.needs_grad
-        net.run(layer, "linear_backward", [grad, x, weight], made, flops=passes * flops,
-                traffic=passes * (x.nbytes + weight.nbytes + out.nbytes))  # fmt: skip
-        for t, g in zip(wanted, made, strict=True):
-            net.send(t, g)
-
-    net.record(out, backward)
+    _weighted(x, weight, extra, out, name, "linear", flops)
     return out
 
 
@@ -122,16 +92,17 @@ def norm(x: Tensor, *, kind: str = "bn") -> Tensor:
     scale, shift = (net.parameter(name, p, width) for p in ("weight", "bias"))
     out = net.new(name, *x.shape)
     stats = net.new(f"{name}.stats", 2, groups, needs_grad=False)
-    # Two passes over the input: one for the statistics, one to apply them.
-    net.run(name, kind, [x, scale, shift], [out, stats], flops=8 * x.size, traffic=3 * x.nbytes)
+    # Two passes over the input: one for the statistics, one to apply them. By call they are two
+    # kernels, and the output is rebuilt from statistics that are still there.
+    if net.by_call and kind == "bn":
+        net.run(f"{name}.stats", f"{kind}_stats", [x], [stats], flops=4 * x.size)
+        net.run(name, kind, [x, stats, scale, shift], [out], flops=4 * x.size)
+    else:
+        net.run(name, kind, [x, scale, shift], [out, stats], flops=8 * x.size, traffic=3 * x.nbytes)
 
     def backward(grad: str) -> None:
-        layer = f"{name}.back"
-        made = [net.grad(t, layer) for t in (x, scale, shift)]
-        net.run(layer, f"{kind}_backward", [grad, x, stats, scale], made, flops=12 * x.size,
-                traffic=5 * x.nbytes)  # fmt: skip
-        for t, g in zip((x, scale, shift), made, strict=True):
-            net.send(t, g)
+        net.back(f"{name}.back", f"{kind}_backward", [grad, x, stats, scale], (x, scale, shift),
+                 flops=12 * x.size, traffic=5 * x.nbytes)  # fmt: skip
 
     net.record(out, backward)
     return out
@@ -146,7 +117,15 @@ def relu(x: Tensor) -> Tensor:
     else:
         out = net.new(name, *x.shape)
         net.run(name, "relu", [x], [out], flops=x.size)
-    _simple(x, out, name, "relu", [out])
+
+    def backward(grad: str) -> None:
+        if not (net.by_call and net.owned(grad)):
+            _back(x, out, name, "relu", [out], grad)
+            return
+        net.run(f"{name}.back", "relu_backward", [out], changes=[grad], flops=2 * x.size)
+        net.send(x, grad)
+
+    net.record(out, backward)
     return out
 
 
@@ -231,10 +210,18 @@ def concat(parts: Sequence[Tensor], *, crop: bool = False) -> Tensor:
     def backward(grad: str) -> None:
         layer = f"{name}.back"
         distinct = [p for p in dict.fromkeys(parts) if p.needs_grad]
-        made = [net.grad(p, layer) for p in distinct]
-        net.run(layer, "split", [grad], made)
-        for p, g in zip(distinct, made, strict=True):
-            net.send(p, g)
+        # By call, what was cut off is filled up with zeros by a kernel of its own.
+        cut = [p for p in distinct if net.by_call and p.shape[2:] != last[2:]]
+        made = {p: net.grad(p, layer) for p in distinct if p not in cut}
+        small = {
+            p: net.grad(replace(p, shape=(*p.shape[:2], *last[2:])), f"{layer}.cut") for p in cut
+        }
+        net.run(layer, "split", [grad], [*made.values(), *small.values()])
+        for p in distinct:
+            if p in small:
+                made[p] = net.grad(p, layer)
+                net.run(f"{layer}.pad({p.storage})", "pad", [small[p]], [made[p]])
+            net.send(p, made[p])
 
     net.record(out, backward)
     return out
@@ -260,12 +247,42 @@ def classify(x: Tensor) -> Tensor:
 
 def _simple(x: Tensor, out: Tensor, name: str, kind: str, kept: Sequence[Tensor]) -> None:
     # One gradient in, what was kept, one gradient out.
-    net = x.net
+    x.net.record(out, lambda grad: _back(x, out, name, kind, kept, grad))
+
+
+def _back(x: Tensor, out: Tensor, name: str, kind: str, kept: Sequence[Tensor], grad: str) -> None:
+    net, layer = x.net, f"{name}.back"
+    dx = net.grad(x, layer)
+    net.run(layer, f"{kind}_backward", [grad, *kept], [dx], flops=2 * max(x.size, out.size))
+    net.send(x, dx)
+
+
+def _weighted(
+    x: Tensor,
+    weight: Tensor,
+    extra: Sequence[Tensor],
+    out: Tensor,
+    name: str,
+    kind: str,
+    flops: float,
+    spaces: Callable[[int], tuple[Workspace, ...]] = lambda _: (),
+) -> None:
+    """Record the backward pass of a layer with a weight, each gradient as dear as the layer."""
+    net, layer = x.net, f"{name}.back"
+    traffic = x.nbytes + weight.nbytes + out.nbytes
 
     def backward(grad: str) -> None:
-        layer = f"{name}.back"
-        dx = net.grad(x, layer)
-        net.run(layer, f"{kind}_backward", [grad, *kept], [dx], flops=2 * max(x.size, out.size))
-        net.send(x, dx)
+        def call(suffix: str, reads: Sequence[Tensor], wanted: Sequence[Tensor], n: int) -> None:
+            net.back(f"{layer}{suffix}", f"{kind}_backward", [grad, *reads], wanted,
+                     flops=n * flops, traffic=n * traffic, workspaces=spaces(n))  # fmt: skip
+
+        inputs = [x] if x.needs_grad else []
+        if not net.by_call:
+            call("", [x, weight], [*inputs, weight, *extra], 1 + len(inputs))
+            return
+        # The input's buffer is read for the last time before its gradient's is made.
+        call(".weight", [x], [weight, *extra], 1)
+        if inputs:
+            call(".input", [weight], inputs, 1)
 
     net.record(out, backward)

@@ -49,6 +49,15 @@ class Net:
         Samples per step.
     inplace_relu : bool
         ReLU overwrites its input, as torchvision's models do.
+    granularity : "op" or "call"
+        "op": one op for each op of a framework, one backward op for it. "call": one for each call
+        that a framework makes to its libraries: the gradients of weight and input are two calls,
+        batch norm is statistics and then normalisation, ReLU's backward works on the gradient in
+        place where nobody else holds it.
+    gradients : "fresh" or "buffers"
+        Gradients of parameters are made by the backward pass and live until the update, or are
+        buffers that are always there (`zero_grad(set_to_none=False)`, the flat buckets of data
+        parallel training), and backward ops write into them, as library calls with beta = 1 do.
     workspaces : bool
         Convolutions offer several algorithms with their workspaces; else one without.
     early_update : bool
@@ -60,6 +69,8 @@ class Net:
     name: str
     batch: int
     inplace_relu: bool = False
+    granularity: str = "op"
+    gradients: str = "fresh"
     workspaces: bool = False
     early_update: bool = False
     device: Device = V100_LIKE
@@ -70,6 +81,15 @@ class Net:
     _grads: dict[Tensor, str] = field(default_factory=dict)
     _counts: Counter[str] = field(default_factory=Counter)
     _phase: str = "forward"
+
+    def __post_init__(self) -> None:
+        for name, known in (("granularity", ("op", "call")), ("gradients", ("fresh", "buffers"))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, expected one of {known}")
+
+    @property
+    def by_call(self) -> bool:
+        return self.granularity == "call"
 
     def layer(self, kind: str) -> str:
         """Return a fresh name for a layer of this kind."""
@@ -156,6 +176,37 @@ class Net:
         """Return a storage for a gradient of `x` that an op is about to create."""
         return self._store(f"{layer}.d({x.storage})", x.size * 4, "gradient")
 
+    def back(
+        self,
+        layer: str,
+        kind: str,
+        reads: Sequence[Tensor | str],
+        wanted: Sequence[Tensor],
+        *,
+        flops: float,
+        traffic: float,
+        workspaces: tuple[Workspace, ...] = (),
+    ) -> None:
+        """Append a backward op that makes the gradients of `wanted`, and send them."""
+        # Only parameters have buffers; what is summed from several readers has none.
+        known = {p for group in self.parameters.values() for p in group}
+        made, changed = [], []
+        for x in wanted:
+            if self.gradients == "buffers" and x in known:
+                changed.append((x, self._store(f"{x.storage}.grad", x.nbytes, "state")))
+            else:
+                made.append((x, self.grad(x, layer)))
+        self.run(
+            layer, kind, reads, [g for _, g in made], [g for _, g in changed],
+            flops=flops, traffic=traffic, workspaces=workspaces,
+        )  # fmt: skip
+        for x, grad in (*changed, *made):
+            self.send(x, grad)
+
+    def owned(self, grad: str) -> bool:
+        """Whether nobody else waits for a gradient, so that it may be overwritten."""
+        return grad not in self._grads.values()
+
     def send(self, x: Tensor, grad: str) -> None:
         """Add a gradient to what `x` has received so far."""
         if not x.needs_grad:
@@ -190,7 +241,7 @@ class Net:
                 continue
             start = len(self.ops)
             backward(grad)
-            for layer in [op.name.removesuffix(".back") for op in self.ops[start:]]:
+            for layer in [op.name.partition(".back")[0] for op in self.ops[start:]]:
                 if self.early_update and layer in waiting:
                     self._update(layer, waiting.pop(layer), optimizer)
         self._tape.clear()
@@ -202,7 +253,8 @@ class Net:
         grads = [self._grads.pop(p) for p in group]
         if optimizer == "none":
             for grad in grads:
-                self._keep(grad)
+                if not self.storages[grad].resident:
+                    self._keep(grad)
             return
         moments = {"sgd": 0, "momentum": 1, "adam": 2}[optimizer]
         nbytes = sum(p.nbytes for p in group)

@@ -21,10 +21,8 @@ def embedding(tokens: Tensor, words: int, width: int) -> Tensor:
     net.run(name, "embedding", [tokens, table], [out], traffic=2 * out.nbytes)
 
     def backward(grad: str) -> None:
-        made = net.grad(table, f"{name}.back")
-        net.run(f"{name}.back", "embedding_backward", [grad, tokens], [made],
-                traffic=2 * out.nbytes + table.nbytes)  # fmt: skip
-        net.send(table, made)
+        net.back(f"{name}.back", "embedding_backward", [grad, tokens], [table], flops=0,
+                 traffic=2 * out.nbytes + table.nbytes)  # fmt: skip
 
     net.record(out, backward)
     return out

@@ -1,5 +1,6 @@
-// Python's door to the C++ packers: sn_memory._core. Arrays come as contiguous buffers of 64-bit
-// integers; their sizes and the ranges of indices are checked here, values by sn_memory/pool.py.
+// Python's door to the C++ of sn_memory: sn_memory._core. Arrays come as contiguous buffers of 64-bit
+// integers; their sizes and the ranges of indices are checked here, values by sn_memory/pool.py. The
+// searches of the planner come in through lowering_door.cpp.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -7,6 +8,8 @@
 #include <memory>
 #include <new>
 
+#include "buffers.h"
+#include "lowering_door.h"
 #include "pool_greedy.h"
 #include "pool_search.h"
 
@@ -15,37 +18,8 @@ namespace {
 constexpr const char* kProblem = "sn_memory._core.problem";
 constexpr const char* kSearch = "sn_memory._core.search";
 
+using sn::Integers;
 using ProblemPointer = std::shared_ptr<const sn::Indexed>;
-
-class Integers {
- public:
-  ~Integers() {
-    if (view_.obj) PyBuffer_Release(&view_);
-  }
-  bool take(PyObject* object, bool writable = false) {
-    if (PyObject_GetBuffer(object, &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0)
-      return false;
-    if (view_.len % 8 == 0) return true;
-    PyErr_Format(PyExc_ValueError, "%zd bytes are not 64-bit integers", view_.len);
-    return false;
-  }
-  size_t count() const { return static_cast<size_t>(view_.len) / 8; }
-  int64_t* begin() const { return static_cast<int64_t*>(view_.buf); }
-  int64_t* end() const { return begin() + count(); }
-  // As 32-bit indices below `bound`; false with an exception set if one is not.
-  bool indices(std::vector<int32_t>* out, int64_t bound) const {
-    if (std::any_of(begin(), end(), [&](int64_t x) { return x < 0 || x >= bound; })) {
-      PyErr_Format(PyExc_ValueError, "an index is outside [0, %lld)",
-                   static_cast<long long>(bound));
-      return false;
-    }
-    out->assign(begin(), end());
-    return true;
-  }
-
- private:
-  Py_buffer view_ = {};
-};
 
 bool read_problem(PyObject* first_arg, PyObject* last_arg, PyObject* size_arg, PyObject* align_arg,
                   int sections, sn::Problem* problem) {
@@ -200,9 +174,13 @@ PyMethodDef methods[] = {
     {"search", search, METH_VARARGS, "See sn_memory.pool_search.Search."},
     {"run", run, METH_VARARGS, "See sn_memory.pool_search.Search.run."},
     {"read", read, METH_VARARGS, "Copy the offsets and weights of a search out."},
+    {"tables", sn::tables, METH_VARARGS, "The gaps of a graph, for `lower`, `fit` and `trim`."},
+    {"lower", sn::lower, METH_VARARGS, "See sn_memory.lowering.lower."},
+    {"fit", sn::fit_choice, METH_VARARGS, "See sn_memory.fitting.fit."},
+    {"trim", sn::trim_choice, METH_VARARGS, "See sn_memory.fitting.trim."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyModuleDef module = {PyModuleDef_HEAD_INIT, "_core", "C++ back end of sn_memory.pool.", -1,
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "_core", "C++ back end of sn_memory.", -1,
                       methods, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace

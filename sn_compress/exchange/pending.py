@@ -2,47 +2,79 @@
 
 Ranks finish their tensors in different orders. One that waited for the second round of one
 tensor, and had not begun that of another for which a second rank waits, would wait for ever.
+
+Encoding can have a thread of its own, beside whatever computes the gradients. It takes tensors in
+the order in which they come, and behind each one the rounds of others that have arrived. It never
+waits for a rank, so `finish` can wait for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from concurrent.futures import Executor, Future, wait
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from ..contract import Floats
 from .digits import Words
 from .shared import Rounds
 
-# (name of the all-reduce, words) -> handle
-Start = Callable[[str, Words], Any]
-Wait = Callable[[Any], Words]
+
+class Wire(Protocol):
+    """The rim's all-reduce, without waiting."""
+
+    def start(self, name: str, words: Words) -> Any:
+        """Send words off; the handle of their sum."""
+
+    def arrived(self, handle: Any) -> bool:
+        """Whether `wait` would return at once."""
+
+    def wait(self, handle: Any) -> Words:
+        """The sum."""
 
 
 @dataclass
 class _Underway:
     rounds: Rounds
-    start: Start
-    wait: Wait
+    wire: Wire
     handle: Any
     round: int = 0
     mean: Floats | None = None
 
 
+@dataclass
 class Pending:
     """The tensors of one optimizer that are on their way, by name."""
 
-    def __init__(self) -> None:
-        self._underway: dict[str, _Underway] = {}
+    _underway: dict[str, _Underway] = field(default_factory=dict)
+    _jobs: list[Future[None]] = field(default_factory=list)
 
-    def begin(self, name: str, rounds: Rounds, start: Start, wait: Wait) -> int:
-        """Start the first round; its bytes."""
-        words = next(rounds)
-        self._underway[name] = _Underway(rounds, start, wait, start(f"sn0.{name}", words))
-        return words.nbytes
+    def begin(
+        self, name: str, rounds: Callable[[], Rounds], wire: Wire, thread: Executor | None = None
+    ) -> None:
+        """Start the first round of what `rounds` returns; with a thread, do so there.
+
+        What fails in the thread is raised by the next `finish`.
+        """
+        if thread is None:
+            self._first(name, rounds, wire)
+        else:
+            self._jobs.append(thread.submit(self._first_beside, name, rounds, wire))
+
+    def _first(self, name: str, rounds: Callable[[], Rounds], wire: Wire) -> None:
+        opened = rounds()
+        words = next(opened)
+        self._underway[name] = _Underway(opened, wire, wire.start(f"sn0.{name}", words))
+
+    def _first_beside(self, name: str, rounds: Callable[[], Rounds], wire: Wire) -> None:
+        self._first(name, rounds, wire)
+        for other, tensor in self._underway.items():
+            if tensor.mean is None and wire.arrived(tensor.handle):
+                self._advance(other)
 
     def finish(self, name: str) -> Floats:
         """The mean of a tensor, [n]; takes all others as far as it has to."""
+        self.settle()
         while any(other.mean is None for other in self._underway.values()):
             for each in sorted(self._underway):
                 self._advance(each)
@@ -50,15 +82,28 @@ class Pending:
         assert mean is not None
         return mean
 
+    def settle(self) -> None:
+        """Wait until the thread has done what it was given; raises what failed there."""
+        jobs, self._jobs = self._jobs, []
+        wait(jobs)
+        for job in jobs:
+            job.result()
+
+    def drop(self) -> None:
+        """Forget what is on its way, after a step that failed."""
+        wait(self._jobs)
+        self._jobs.clear()
+        self._underway.clear()
+
     def _advance(self, name: str) -> None:
         tensor = self._underway[name]
         if tensor.mean is not None:
             return
-        total = tensor.wait(tensor.handle)
+        total = tensor.wire.wait(tensor.handle)
         try:
             words = tensor.rounds.send(total)
         except StopIteration as end:
             tensor.mean = end.value
         else:
             tensor.round += 1
-            tensor.handle = tensor.start(f"sn{tensor.round}.{name}", words)
+            tensor.handle = tensor.wire.start(f"sn{tensor.round}.{name}", words)

@@ -150,7 +150,7 @@ class SharedExchange:
 
     def _choose(self, ranks: int, *, rows: bool) -> None:
         """Sizes for all tensors that have none yet, from what the dense steps showed."""
-        new = {name: t for name, t in self.tensors.items() if t.summable is None}
+        new = {name: t for name, t in list(self.tensors.items()) if t.summable is None}
         elements = sum(math.prod(t.shape) for t in new.values())
         curves = {}
         for name, t in new.items():

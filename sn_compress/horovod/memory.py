@@ -14,6 +14,7 @@ from ..exchange.session import SharedExchange
 from ..feedback import ErrorFeedback
 from ..settings import Settings
 from ..tuning import SumOfRanks, Tuner
+from .aside import Aside
 from .theta import ThetaInTime
 from .traffic import Traffic
 
@@ -29,6 +30,7 @@ class Memory:
         self.pending = Pending()
         self.traffic = Traffic()
         self.tuner: Tuner | None = None  # with tune=True
+        self.aside: Aside | None = None  # where the tuner has settled on plain
         self.scaler: Any = None  # watched, see FFTCompression.watch
         self._scale = 1.0
         self._seen: set[str | None] = set()
@@ -78,6 +80,36 @@ class Memory:
             methods = (self.settings.exchange,)
             self.tuner = Tuner(self.settings, ranks=ranks, total=total, methods=methods)
         return self.tuner.method(name, shape) == "plain"
+
+    def stand_aside(self, optimizer: Any) -> None:
+        """Leave the optimizer to stock Horovod for as long as the tuner has nothing to do.
+
+        Called when a tensor goes plain by the tuner's choice.
+        """
+        steps = self.tuner.idle_steps if self.tuner and self.aside is None else 0
+        tensors, under_way = self.traffic.tensors
+        # A tensor that only some steps ask about would make ranks lose count of each other.
+        if steps and tensors == len(optimizer._requires_update):
+            self.aside = Aside(
+                optimizer, tensors=tensors, under_way=under_way, steps=steps, wake=self._awake
+            )
+            self.traffic.finish_step()
+
+    def _awake(self, steps: int) -> None:
+        self.count()
+        self.aside = None
+        if self.tuner:
+            self.tuner.pass_by(steps)
+
+    def count(self) -> None:
+        """Take into the traffic what has been sent while standing aside."""
+        if self.aside:
+            self.traffic.plain_steps(self.aside.take())
+
+    def come_back(self) -> None:
+        """Before a state is loaded or shared: ask about every tensor again."""
+        if self.aside:
+            self.aside.end()
 
     def release(self, name: str) -> Any:
         """What was not sent of a tensor that travels plain from now on, [n]; None for nothing."""

@@ -1,16 +1,18 @@
-"""FFTCompression for torch tensors in stock Horovod: the gather exchange.
+"""FFTCompression for torch tensors in stock Horovod.
 
-Per gradient: encode with error feedback, start an all-gather named "sn.<parameter>", hand
-Horovod a single zero to all-reduce under the parameter's own name. When Horovod is done with
-that zero, `InFlight.finish` waits for the payloads and decodes their mean.
+Per gradient: encode with error feedback, start a collective of our own named after the parameter,
+hand Horovod a single zero to all-reduce under the parameter's own name. When Horovod is done with
+that zero, what `underway` has of the gradient waits for the others and decodes their mean.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+import os
 import weakref
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache, partial
 from types import FrameType
 from typing import Any
@@ -21,14 +23,13 @@ import torch
 from horovod.torch.elastic.state import StateHandler, get_handler_registry
 
 from ..codecs import saving
-from ..codecs.fft import FFTCodec
-from ..errors import CompressError, PayloadError
-from ..exchange.gather import mean_of_gathered, on_wire, wire_bytes
-from ..exchange.pending import Pending
+from ..errors import CompressError
+from ..exchange.gather import on_wire, wire_bytes
 from ..exchange.session import SMALLEST
 from ..settings import Settings
 from .caller import Caller, find_caller
 from .memory import Memory
+from .underway.torch import Cast, InFlight, InRounds, Reducer, Shown
 
 _log = logging.getLogger(__name__)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -37,90 +38,6 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # Optimizers are held weakly: a dropped optimizer takes its memory along.
 _of_optimizer: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
 _of_calls: dict[tuple[Settings, int], Memory] = {}  # plain hvd.allreduce(compression=...)
-
-
-@dataclass
-class Cast:
-    """A small tensor that went uncompressed in a type Horovod can reduce."""
-
-    dtype: torch.dtype
-
-    def finish(self, reduced: torch.Tensor) -> torch.Tensor:
-        return reduced.to(self.dtype)
-
-
-@dataclass
-class InFlight:
-    """A payload on its way."""
-
-    handle: int
-    name: str
-    memory: Memory
-    codec: FFTCodec
-    ranks: int
-    factor: float  # on the mean: the number of ranks for a sum
-    like: torch.Tensor  # shape, dtype and device of the result
-
-    def finish(self, token: torch.Tensor) -> torch.Tensor:
-        self.memory.theta.observe(self.name, *token.tolist())
-        try:
-            gathered = hvd.synchronize(self.handle).numpy()
-        except hvd.mpi_ops.HorovodInternalError as error:
-            if "join" in str(error).lower():
-                raise self._joined() from error
-            error.add_note(f"while gathering {self.name}; a rank has ended, or called hvd.join()")
-            raise
-        try:
-            mean = mean_of_gathered(self.codec, gathered, self.ranks, self.like.numel())
-        except PayloadError as error:
-            # Once the gather is in its response cache, Horovod runs it without asking and puts
-            # zeros in the place of a rank that has joined.
-            parts = np.array_split(gathered, self.ranks)
-            if not all(part.any() for part in parts):
-                raise self._joined() from error
-            raise
-        self.memory.check(mean)
-        return _gradient(mean, self.factor, self.like)
-
-    def _joined(self) -> CompressError:
-        return CompressError(
-            f"{self.name}: another rank called hvd.join(), after which Horovod gathers nothing. "
-            "Give all ranks equally many batches (drop_last=True), or train without compression."
-        )
-
-
-@dataclass
-class Shown:
-    """A gradient on its way uncompressed, of whose mean the shared exchange takes note."""
-
-    memory: Memory
-    name: str
-    factor: float  # from the mean to what was asked for
-    dtype: torch.dtype
-
-    def finish(self, reduced: torch.Tensor) -> torch.Tensor:
-        mean = reduced.detach().to("cpu", torch.float32).numpy() / np.float32(self.factor)
-        self.memory.check(mean)
-        self.memory.shared.learn(self.name, mean)
-        return reduced.to(self.dtype)
-
-
-@dataclass
-class InRounds:
-    """A gradient on its way in the rounds of the shared exchange."""
-
-    memory: Memory
-    name: str
-    factor: float
-    like: torch.Tensor
-    sent: int  # bytes
-
-    def finish(self, _: torch.Tensor) -> torch.Tensor:
-        mean = self.memory.pending.finish(self.name)
-        self.memory.check(mean)
-        lost = self.memory.shared.lost(self.name)
-        self.memory.traffic.shared(self.name, self.like.numel(), self.sent, *lost)
-        return _gradient(mean, self.factor, self.like)
 
 
 def compress(tensor: torch.Tensor, settings: Settings, frame: FrameType) -> tuple[Any, Any]:
@@ -146,8 +63,21 @@ def compress(tensor: torch.Tensor, settings: Settings, frame: FrameType) -> tupl
     if caller.name and caller.optimizer is not None:
         ranks, total = caller.process_set.size(), partial(_total, caller.process_set)
         if memory.plain(caller.name, tensor.shape, ranks=ranks, total=total):
-            return _send_plain(_with_rest(tensor, caller.name, memory), caller, memory)
+            sent = _send_plain(_with_rest(tensor, caller.name, memory), caller, memory)
+            if all(p.dtype != torch.bfloat16 for p in caller.optimizer._requires_update):
+                memory.stand_aside(caller.optimizer)  # Horovod reduces all of it as it is
+            return sent
     return (_send_shared if shared else _send_payload)(tensor, caller, memory)
+
+
+@cache
+def _thread() -> ThreadPoolExecutor:
+    """The one in which tensors of all optimizers are encoded."""
+    return ThreadPoolExecutor(1, thread_name_prefix="sn_compress-encode")
+
+
+# Threads do not survive a fork; the child makes its own.
+os.register_at_fork(after_in_child=_thread.cache_clear)
 
 
 def _memory_for(caller: Caller, settings: Settings) -> Memory:
@@ -183,13 +113,6 @@ def _send_plain(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[A
     return wire, ctx
 
 
-def _gradient(mean: Any, factor: float, like: torch.Tensor) -> torch.Tensor:
-    """The mean times the factor, as a fresh tensor: Horovod makes it the storage of p.grad."""
-    if factor != 1.0:
-        mean *= factor
-    return torch.from_numpy(mean).reshape(like.shape).to(like)
-
-
 def _on_host(tensor: torch.Tensor) -> Any:
     """The tensor's values, [n] float32."""
     if tensor.device.type != "cpu":
@@ -210,17 +133,15 @@ def _send_shared(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[
         memory.traffic.plain(name, tensor.numel(), wire.numel() * wire.element_size())
         return wire, Shown(memory, name, factor, tensor.dtype)
 
-    def start(key: str, words: Any) -> int:
-        wire = torch.from_numpy(words)
-        return hvd.allreduce_async(wire, name=key, op=hvd.Sum, process_set=caller.process_set)
-
-    rounds = shared.exchange(name, values, ranks=ranks, rank=caller.process_set.rank())
-    memory.pending.begin(name, rounds, start, lambda handle: hvd.synchronize(handle).numpy())
+    rank = caller.process_set.rank()
+    rounds = partial(shared.exchange, name, values, ranks=ranks, rank=rank)
+    beside = memory.settings.beside and caller.optimizer is not None
+    wire = Reducer(caller.process_set)
+    memory.pending.begin(name, rounds, wire, _thread() if beside else None)
     # Grouped all-reduces want one dtype, that of the plain tensors beside it.
     dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
     token = torch.zeros(1, dtype=dtype, device=tensor.device)
-    sent = 4 * sum(shared.words(name, ranks)) + token.element_size()
-    return token, InRounds(memory, name, factor, tensor.detach(), sent)
+    return token, InRounds(memory, name, factor, tensor.detach(), ranks)
 
 
 def _send_payload(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[Any, Any]:
@@ -263,9 +184,18 @@ def _memory_of(optimizer: Any) -> Memory:
     return _of_optimizer[optimizer]
 
 
+def _exchange_of(optimizer: Any) -> Any:
+    """Where the memories are, with nothing still being encoded."""
+    memory = _memory_of(optimizer)
+    memory.pending.settle()
+    return memory.exchange
+
+
 def report(optimizer: Any) -> dict[str, float]:
     """See FFTCompression.report."""
-    return _memory_of(optimizer).traffic.report()
+    memory = _memory_of(optimizer)
+    memory.count()
+    return memory.traffic.report()
 
 
 def watch(optimizer: Any, scaler: Any) -> None:
@@ -275,19 +205,21 @@ def watch(optimizer: Any, scaler: Any) -> None:
 
 def state_dict(optimizer: Any) -> dict[str, Any]:
     """As torch tensors, so that torch.save and torch.load(weights_only=True) take it."""
-    state = _memory_of(optimizer).exchange.state_dict()
+    state = _exchange_of(optimizer).state_dict()
     return saving.each(np.ndarray, torch.from_numpy, state)  # type: ignore[no-any-return]
 
 
 def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
     """Take over what state_dict returned."""
     arrays = saving.each(torch.Tensor, lambda tensor: tensor.cpu().numpy(), state)
-    _memory_of(optimizer).exchange.load_state_dict(arrays)
+    _memory_of(optimizer).come_back()
+    _exchange_of(optimizer).load_state_dict(arrays)
 
 
 def synchronize(optimizer: Any, root_rank: int) -> None:
     """See FFTCompression.synchronize."""
-    own, sets = _memory_of(optimizer).exchange, optimizer.process_set
+    own, sets = _exchange_of(optimizer), optimizer.process_set
+    _memory_of(optimizer).come_back()
     _memory_of(optimizer).tuner = None  # it counted the steps of other ranks
     state = hvd.broadcast_object(own.state_dict(), root_rank=root_rank, process_set=sets)
     residuals = {}
@@ -318,11 +250,12 @@ class _ElasticHandler(StateHandler):
         self._saved = copy.deepcopy(state_dict(self.value.optimizer))
 
     def restore(self) -> None:
-        _memory_of(self.value.optimizer).pending = Pending()
+        _memory_of(self.value.optimizer).pending.drop()
+        _memory_of(self.value.optimizer).come_back()
         _memory_of(self.value.optimizer).tuner = None
         load_state_dict(self.value.optimizer, copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        _memory_of(self.value.optimizer).pending = Pending()
+        _memory_of(self.value.optimizer).pending.drop()
         synchronize(self.value.optimizer, 0)
         self.save()

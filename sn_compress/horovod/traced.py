@@ -50,7 +50,7 @@ class Traced:
     """
 
     def __init__(self, settings: Settings, threads: int) -> None:
-        settings.refuse_tuning("TensorFlow and Keras")
+        settings.refuse_torch_only("TensorFlow and Keras")
         self.settings = settings
         self.codec = settings.codec(threads)
         self.traffic = Traffic()

@@ -16,7 +16,8 @@ class Traffic:
     def __init__(self) -> None:
         self._bytes: dict[str, tuple[int, int, bool]] = {}  # name -> elements, bytes, compressed
         self._fixed: dict[str, tuple[int, int]] = {}  # the same in every step
-        self._sent: set[str] = set()
+        self._sent: set[str] = set()  # in the step still open
+        self._before = 0  # tensors in the one before
         self._steps = 0
         self._dense_sum = self._sent_sum = 0  # bytes over all steps
         self._energy = self._error = 0.0
@@ -30,6 +31,26 @@ class Traffic:
     def fixed(self, name: str, elements: int, nbytes: int) -> None:
         """Note a tensor that travels uncompressed in every step of a traced function."""
         self._fixed[name] = elements, nbytes
+
+    def finish_step(self) -> None:
+        """Count the rest of the open step as it was in the one before."""
+        for name, (elements, nbytes, compressed) in self._bytes.items():
+            if name not in self._sent:
+                self._count(name, elements, nbytes, compressed=compressed)
+
+    def plain_steps(self, steps: int) -> None:
+        """Count steps in which all tensors of the last one travelled uncompressed again."""
+        if steps:
+            self._close_step()
+            self._sent.clear()
+            self._steps += steps
+            self._dense_sum += steps * sum(4 * n for n, _, _ in self._bytes.values())
+            self._sent_sum += steps * sum(nbytes for _, nbytes, _ in self._bytes.values())
+
+    @property
+    def tensors(self) -> tuple[int, int]:
+        """In the step before, and so far in the one still open."""
+        return self._before, len(self._sent)
 
     def payload(self, name: str | None, elements: int, payload: Payload, extra: int) -> bool:
         """Count a payload and `extra` bytes beside it; True when values saturated first."""
@@ -52,6 +73,7 @@ class Traffic:
         if key in self._sent or not self._sent:
             self._close_step()
             self._steps += 1
+            self._before = len(self._sent) or self._before  # empty after `plain_steps`
             self._sent.clear()
         self._sent.add(key)
         self._dense_sum += 4 * elements

@@ -17,6 +17,7 @@ ALWAYS = [
 CASES = {
     "gather": [*ALWAYS, "paper", "without-names", "two-optimizers"],
     "shared": [*ALWAYS, "join"],
+    "beside": [*ALWAYS, "join"],
 }
 
 

@@ -21,6 +21,10 @@ def test_ranks_take_up_compression_and_give_it_up_together(horovodrun):
 
 
 def test_where_it_would_have_no_effect_it_is_an_error():
-    Settings().refuse_tuning("anything")
-    with pytest.raises(CompressError, match="Keras"):
-        Settings().changed(tune=True).refuse_tuning("TensorFlow and Keras")
+    Settings().refuse_torch_only("anything")
+    for setting in ("tune", "beside"):
+        settings = Settings().changed(**{setting: True})
+        with pytest.raises(CompressError, match=f"{setting}=True has no effect with.*Keras"):
+            settings.refuse_torch_only("TensorFlow and Keras")
+    with pytest.raises(CompressError, match="beside belongs to the shared exchange"):
+        Settings().changed(exchange="gather", beside=True)

@@ -47,6 +47,8 @@ EVERY = [
     lambda: cifar_resnet(2, 56),
     lambda: transformer(1, 2, drop=True),
     lambda: layered(30, seed=3),
+    lambda: resnet(2, granularity="call", gradients="buffers", inplace_relu=True),
+    lambda: unet(1, granularity="call", inplace_relu=True, optimizer="none"),
 ]
 
 
@@ -226,6 +228,58 @@ def test_layered_graphs_repeat_by_seed():
     # One more op ties the loose ends together to a loss.
     assert sum(op.phase == "forward" for op in net.ops) == 41
     assert net.device is V100_LIKE
+
+
+CALLS = {"granularity": "call", "gradients": "buffers", "inplace_relu": True}
+
+
+def test_by_call_a_net_keeps_its_arithmetic_and_holds_less():
+    for build in (vgg16, resnet, unet):
+        coarse, fine = build(2), build(2, **CALLS)
+        # A convolution's backward pass is two calls for the same arithmetic.
+        flops = [sum(op.flops for op in net.ops if "conv" in op.kind) for net in (coarse, fine)]
+        assert flops[0] == flops[1]
+        assert len(fine.ops) > len(coarse.ops)
+        before, after = coarse.graph(), fine.graph()
+        # Gradients of parameters are resident now: as much again as the parameters.
+        assert after.base_bytes - before.base_bytes == 4 * fine.parameter_count
+        assert peak(after).bytes - after.base_bytes < peak(before).bytes - before.base_bytes
+
+
+def test_by_call_each_backward_call_reads_what_it_needs():
+    net = Net("calls", 2, **CALLS)
+    a = norm(conv(net.input(2, 3, 8, 8), 4, 3, pad=1))
+    b = conv(relu(a), 4, 3, pad=1)
+    net.finish(classify(linear(flatten(b), 5)))
+    ops = {op.name: op for op in net.ops}
+    assert {ops["bn1.stats"].outputs, ops["bn1"].inputs} == {
+        ("bn1.stats",),
+        ("conv1", "bn1.stats", "bn1.weight", "bn1.bias"),
+    }
+    weight, data = ops["conv2.back.weight"], ops["conv2.back.input"]
+    assert (weight.outputs, weight.writes) == ((), ("conv2.weight.grad",))
+    assert "bn1" in weight.inputs
+    assert "bn1" not in data.inputs
+    # ReLU works over its input, and its backward over the gradient.
+    assert ops["relu1"].writes == ("bn1",)
+    assert ops["relu1.back"].writes == data.outputs
+    assert "conv1.back.input" not in ops
+
+
+def test_a_shared_gradient_is_not_overwritten():
+    net = Net("join", 1, **CALLS)
+    x = linear(net.input(1, 4), 4)
+    net.finish(classify(linear(add(relu(x), relu(linear(x, 4))), 4)))
+    back = [op for op in net.ops if op.kind == "relu_backward"]
+    # The sum's gradient belongs to both; who comes last may have it.
+    assert [len(op.outputs) for op in back] == [1, 0]
+
+
+def test_unknown_settings_of_a_net_are_refused():
+    with pytest.raises(ValueError, match="granularity: got 'kernel'"):
+        Net("bad", 1, granularity="kernel")
+    with pytest.raises(ValueError, match="gradients: got 'none'"):
+        Net("bad", 1, gradients="none")
 
 
 def test_graphs_survive_their_file(tmp_path):

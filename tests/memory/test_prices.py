@@ -1,7 +1,6 @@
 """Prices and ways: workspaces, transfer windows, nested checkpoints, ruin and repair."""
 
 import math
-import time
 
 import pytest
 from random_graphs import random_graph, training_chain
@@ -9,12 +8,13 @@ from random_graphs import random_graph, training_chain
 from sn_memory import Device, Graph, Op, Storage, Workspace, check_plan, plan_graph
 from sn_memory.chain import Chain
 from sn_memory.drafting import draft
+from sn_memory.fitting import fit, trim
 from sn_memory.gaps import KEEP, gaps
+from sn_memory.joint import carried
 from sn_memory.liveness import peak
 from sn_memory.lowering import lower
 from sn_memory.offload import lane_seconds, lower_moved, windows
-from sn_memory.recompute import fit, trim
-from sn_memory.refine import refine
+from sn_memory.refine import descend, refine
 from sn_memory.workspace import equip
 
 
@@ -131,7 +131,7 @@ def test_the_chain_nests_checkpoints_where_memory_is_short():
     graph = training_chain(40, seed=1)
     shape = gaps(graph)
     natural = lower(shape, shape.natural())
-    chain = Chain(shape, natural.peak_bytes, deadline=time.monotonic() + 60)
+    chain = Chain(shape, natural.peak_bytes, deadline=math.inf)
     assert len(chain.blocks) > 10
     before = math.inf
     smallest = chain.smallest_budget()
@@ -150,7 +150,7 @@ def test_the_chain_nests_checkpoints_where_memory_is_short():
 
 
 def test_fit_trim_and_refine_keep_the_budget_and_do_not_get_worse():
-    late = time.monotonic() + 60
+    late = math.inf
     fitted_any = 0
     for seed in range(40):
         graph = random_graph(seed, most_ops=20, plain=True)
@@ -161,13 +161,37 @@ def test_fit_trim_and_refine_keep_the_budget_and_do_not_get_worse():
             continue
         fitted_any += 1
         trimmed = trim(shape, *fitted, budget, deadline=late)
-        refined = refine(shape, *trimmed, budget, enough_s=0.0, tries=5, deadline=late)
-        seconds = [made.run_seconds for _, made in (fitted, trimmed, refined)]
-        assert seconds == sorted(seconds, reverse=True)
-        for _, made in (fitted, trimmed, refined):
-            assert made.peak_bytes <= budget
-            accepted(shape, made)
+        start = carried(shape, trimmed[0], ())
+        assert start is not None
+        for offload in (False, True):
+            refined = refine(
+                shape, start, budget, offload=offload, enough_s=0.0, tries=5, deadline=late
+            )
+            assert refined.seconds <= start.seconds <= fitted[1].run_seconds
+            assert refined.seconds == lane_seconds(shape, refined.schedule)
+            assert offload or not refined.moved
+            for made in (fitted[1], trimmed[1], refined.schedule):
+                assert made.peak_bytes <= budget
+                accepted(shape, made)
     assert fitted_any > 5
+
+
+def test_a_descent_ends_within_the_budget_or_stuck_above_it():
+    graph = training_chain(12)
+    shape = gaps(graph)
+    start = carried(shape, shape.natural(), ())
+    assert start is not None
+    whole, base = peak(graph).bytes, graph.base_bytes
+    found = descend(
+        shape, start, base + (whole - base) // 2, offload=False, tries=10, deadline=math.inf
+    )
+    peaks = [item.schedule.peak_bytes for item in found]
+    assert peaks[-1] <= base + (whole - base) // 2
+    assert peaks == sorted(peaks, reverse=True)
+    stuck = descend(shape, start, base, offload=False, tries=10, deadline=math.inf)
+    assert stuck[-1].schedule.peak_bytes > base
+    for item in (*found, *stuck):
+        accepted(shape, item.schedule)
 
 
 def test_the_natural_choice_is_the_graph_itself():

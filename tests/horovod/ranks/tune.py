@@ -30,6 +30,40 @@ class Clock:
         return self.now
 
 
+def watch_standing_aside(way, model, optimizer, memory, clock):
+    """Stock Horovod's calls while plain is settled; then all ranks measure again, together."""
+    assert memory.aside is not None
+    assert optimizer._compression is memory.aside
+    before = FFTCompression.report(optimizer)
+    assert before["steps"] == STEPS
+    memory.aside.end()  # a short rest in the place of 5000 steps
+    memory.tuner._rest = memory.tuner._in_phase + 4
+    for step in range(20):
+        optimizer.zero_grad()
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+        clock.now += 1.0
+        away = optimizer._compression is not way
+        # A step that asks, three idle ones, and then it measures for some.
+        assert away == (memory.aside is not None)
+        assert away == (step < 4), (step, away)
+        if step == 10:
+            break
+    report = FFTCompression.report(optimizer)
+    assert report["steps"] == STEPS + 11
+    assert report["dense_bytes"] == before["dense_bytes"]
+    state = FFTCompression.state_dict(optimizer)
+    FFTCompression.load_state_dict(optimizer, state)
+    for _ in range(40):  # a trial that is given up, again
+        optimizer.zero_grad()
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+        clock.now += 2.0 if set(memory.tuner._methods.values()) - {"plain"} else 1.0
+    assert memory.aside is not None
+    FFTCompression.load_state_dict(optimizer, state)
+    assert optimizer._compression is way
+
+
 def train(way, trial_s):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 10))
@@ -58,6 +92,8 @@ def train(way, trial_s):
         chosen = set(memory.tuner._methods.values())
         seen |= chosen
         clock.now += trial_s if trial_s and chosen - {"plain"} else 1.0
+    if trial_s is not None and trial_s > 1:
+        watch_standing_aside(way, model, optimizer, memory, clock)
     assert memory.tuner.settled
     for value in model.state_dict().values():
         everywhere = hvd.allgather(value.reshape(1, -1))

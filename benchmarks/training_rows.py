@@ -1,0 +1,114 @@
+"""Rows of benchmarks/training.py: made, kept in a file that a stopped run goes on with, shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+from machine import commit, machine
+from nets import NETS
+from wire_traffic import predicted_bytes
+
+from sn_compress.layers import layers
+
+KEYS = ("model", "method", "ranks", "gbit", "replayed", "codec", "overlap")
+SETTINGS = ("compute_s", "ratio_asked", "steps", "batch", "target")
+
+
+def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells runs, and their rows, apart."""
+    return tuple(row.get(name) for name in KEYS + SETTINGS)
+
+
+def load(path: Path | None) -> list[dict[str, Any]]:
+    """The rows an earlier run has left."""
+    if path is None or not path.exists():
+        return []
+    rows: list[dict[str, Any]] = json.loads(path.read_text())
+    return rows
+
+
+def save(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the rows, so that a stop at any time leaves the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".part")
+    draft.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+    os.replace(draft, path)
+
+
+def row_of(run: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
+    """A flat row from what all ranks of a run found."""
+    if run["replayed"]:
+        elements = sum(layer.elements for layer in layers(run["model"]))
+    else:
+        elements = sum(p.numel() for p in NETS[run["model"]]().parameters())
+    first = results[0]
+
+    def mean(name: str) -> float:
+        return statistics.fmean(result[name] for result in results)
+
+    step_s = max(result["step_s"] for result in results)
+    predicted = predicted_bytes(
+        mean("reported_bytes_per_step"),
+        idle_bytes_per_s=mean("idle_bytes_per_s"),
+        step_s=step_s,
+        gbit=run["gbit"],
+    )
+    return {
+        **{name: run.get(name) for name in KEYS + SETTINGS},
+        "ratio": 4 * elements / first["sent_bytes"],
+        "sent_bytes": round(first["sent_bytes"]),
+        "bytes_per_step": round(mean("bytes_per_step")),
+        "reported_bytes_per_step": round(mean("reported_bytes_per_step")),
+        "predicted_wire_bytes_per_step": round(predicted),
+        "idle_bytes_per_s": round(mean("idle_bytes_per_s")),
+        "step_s": step_s,
+        "steps_s": first.get("steps_s"),
+        "accuracy": first.get("accuracy"),
+        "seconds_to_target": first.get("seconds_to_target"),
+        "load": os.getloadavg()[0],
+        "commit": commit(),
+        "machine": machine(),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as people read them, with what each is to plain."""
+    lines = []
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[k] for k in ("model", "ranks", "gbit", "overlap")), []).append(
+            row
+        )
+    for (model, ranks, gbit, overlap), group in groups.items():
+        kind = "replayed" if group[0]["replayed"] else "trained"
+        lines += [
+            f"\n{model}, {ranks} ranks, {gbit:g} Gbit/s, {kind}"
+            f"{', exchange beside the backward pass' if overlap else ''}",
+            f"{'method':10} {'codec':6} {'s/step':>8} {'x plain':>8} {'ratio':>7} {'MB/step':>9} "
+            f"{'predicted':>9} {'accuracy':>9} {'s to target':>12}",
+        ]
+        plain = [row["step_s"] for row in rows if row["method"] == "plain" and _same(row, group[0])]
+        for row in group:
+            faster = f"{plain[0] / row['step_s']:8.2f}" if plain else " " * 8
+            told = row["predicted_wire_bytes_per_step"]
+            lines.append(
+                f"{row['method']:10} {row['codec']:6} {row['step_s']:8.3f} {faster} "
+                f"{row['ratio']:7.1f} {row['bytes_per_step'] / 1e6:9.2f} "
+                f"{told / 1e6:9.2f} {_text(row['accuracy'], 1):>9} "
+                f"{_text(row['seconds_to_target'], 1):>12}"
+            )
+    return "\n".join(lines)
+
+
+def _text(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _same(row: dict[str, Any], other: dict[str, Any]) -> bool:
+    keys = ["model", "ranks", "gbit", "replayed"]
+    keys += ["overlap"] if row["replayed"] else []
+    return all(row[key] == other[key] for key in keys)

@@ -1,0 +1,275 @@
+// fit and trim of sn_memory/fitting.py: the same decisions in the same order.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "lowering.h"
+
+namespace sn {
+
+namespace {
+
+constexpr double kNever = std::numeric_limits<double>::infinity();
+
+// sn_memory.recompute.Presence: what is there when, and what runs again when.
+class Presence {
+ public:
+  explicit Presence(const Tables& tables)
+      : t_(tables), begin_(tables.storages() + 1), again_(tables.ops()),
+        seen_(tables.storages(), 0) {}
+
+  void take(const Lowering& schedule) {
+    std::fill(begin_.begin(), begin_.end(), 0);
+    for (const Interval& it : schedule.intervals) ++begin_[it.storage + 1];
+    for (size_t s = 1; s < begin_.size(); ++s) begin_[s] += begin_[s - 1];
+    fill_ = begin_;
+    spans_.resize(schedule.intervals.size());
+    for (const Interval& it : schedule.intervals)
+      spans_[fill_[it.storage]++] = {schedule.at[it.first], schedule.at[it.last]};
+    std::fill(again_.begin(), again_.end(), -1);
+    for (size_t run = 0; run < schedule.ops.size(); ++run)
+      if (schedule.ops[run] != schedule.at[run]) again_[schedule.ops[run]] = schedule.at[run];
+  }
+
+  bool there(int32_t storage, int32_t at) const {
+    for (int32_t n = begin_[storage]; n < begin_[storage + 1]; ++n)
+      if (spans_[n].first < at && at <= spans_[n].second) return true;
+    return false;
+  }
+
+  double closure_seconds(int32_t storage, int32_t at) {
+    ++stamp_;
+    double total = 0;
+    missing_.assign(1, storage);
+    seen_[storage] = stamp_;
+    while (!missing_.empty()) {
+      int32_t here = missing_.back();
+      missing_.pop_back();
+      if (!t_.rebuildable[here]) return kNever;
+      for (int32_t op : t_.chain[here]) {
+        if (op >= at) break;
+        if (again_[op] >= at) continue;
+        if (t_.expires[op] < at) return kNever;
+        total += t_.seconds[op];
+        for (int32_t source : t_.reads[op]) {
+          auto chain = t_.chain[source];
+          if (seen_[source] == stamp_ || chain.begin() == chain.end()) continue;
+          seen_[source] = stamp_;
+          if (!there(source, at)) missing_.push_back(source);
+        }
+      }
+    }
+    return total;
+  }
+
+ private:
+  const Tables& t_;
+  std::vector<int32_t> begin_, fill_;
+  std::vector<std::pair<int32_t, int32_t>> spans_;
+  std::vector<int32_t> again_, seen_, missing_;
+  int32_t stamp_ = 0;
+};
+
+struct Row {
+  int32_t gap, left, right;
+  int64_t weight;
+  double price;
+};
+
+struct Change {
+  int32_t gap, held;
+};
+
+class Fitter {
+ public:
+  Fitter(const Tables& tables, Lowering& lowering, const std::vector<double>& factors,
+         int64_t budget, double dear)
+      : t_(tables), schedule_(lowering), presence_(tables), factors_(factors), budget_(budget),
+        dear_(dear), banned_(tables.gaps(), 0), over_(tables.ops()), total_(tables.ops() + 1) {}
+
+  bool run(Choice& choice, const std::vector<Move>& moves, int rounds, const Late& late) {
+    for (const Move& move : moves) banned_[move.gap] = 1;
+    bool possible = schedule_.run(choice, moves);
+    for (int round = 0; round < rounds; ++round) {
+      if (!possible) return false;
+      if (!excess()) return true;
+      if (late()) return false;
+      find(choice);
+      if (changes_.empty()) return false;
+      Choice trial = choice;
+      for (const Change& change : changes_) trial[change.gap] = change.held;
+      possible = schedule_.run(trial, moves);
+      if (!possible) {
+        // Some of them do not go together; find out which, one by one.
+        trial = choice;
+        for (const Change& change : changes_) {
+          int32_t before = trial[change.gap];
+          trial[change.gap] = change.held;
+          if (schedule_.run(trial, moves)) continue;
+          trial[change.gap] = before;
+          banned_[change.gap] = 1;
+        }
+        possible = schedule_.run(trial, moves);
+      }
+      choice = std::move(trial);
+    }
+    return false;
+  }
+
+ private:
+  bool excess() {
+    std::fill(over_.begin(), over_.end(), 0);
+    bool any = false;
+    for (size_t run = 0; run < schedule_.live.size(); ++run) {
+      int64_t& here = over_[schedule_.at[run]];
+      here = std::max(here, schedule_.live[run] - budget_);
+      any = any || here > 0;
+    }
+    return any;
+  }
+
+  void count() {
+    total_[0] = 0;
+    for (int32_t op = 0; op < t_.ops(); ++op) total_[op + 1] = total_[op] + (over_[op] > 0);
+  }
+
+  int32_t gap_at(int32_t storage, int32_t at) const {
+    for (int32_t gap = t_.first[storage]; gap < t_.first[storage + 1]; ++gap)
+      if (t_.end[gap] >= at) return gap;
+    return t_.first[storage + 1] - 1;
+  }
+
+  void add(int32_t gap, int32_t left, int32_t right) {
+    if (right > left && !banned_[gap] && total_[right] > total_[left])
+      rows_.push_back({gap, left, right, t_.bytes[t_.storage[gap]], 0});
+  }
+
+  void find(const Choice& choice) {
+    changes_.clear();
+    rows_.clear();
+    count();
+    int32_t last_over = t_.ops() - 1;
+    while (last_over > 0 && over_[last_over] <= 0) --last_over;
+    for (int32_t gap = 0; gap < t_.gaps(); ++gap) {
+      int32_t storage = t_.storage[gap];
+      if (choice[gap] == kKeep && t_.inner(gap) && t_.rebuildable[storage] && t_.bytes[storage])
+        add(gap, t_.start[gap] + 1, t_.end[gap]);
+    }
+    for (const Interval& it : schedule_.intervals) {
+      if (!t_.rebuildable[it.storage] || !t_.bytes[it.storage]) continue;
+      int32_t begun = schedule_.at[it.first];
+      if (begun == schedule_.ops[it.first]) continue;
+      int32_t gap = gap_at(it.storage, begun);
+      // At the op of the rebuild itself, what is dropped may make room for the rest of it.
+      if (!t_.stays[gap] && kKeep < choice[gap] && choice[gap] <= begun)
+        add(gap, begun, std::min(t_.end[gap], schedule_.at[it.last]));
+    }
+    presence_.take(schedule_);
+    size_t kept = 0;
+    for (const Row& row : rows_) {
+      double price = presence_.closure_seconds(t_.storage[row.gap], row.right);
+      // What costs a whole step to rebuild is a mistake, even where nothing else is left to take.
+      if (!(price <= dear_)) continue;
+      rows_[kept] = row;
+      rows_[kept++].price = factors_.empty() ? price : price * factors_[row.gap];
+    }
+    rows_.resize(kept);
+    pick(choice, last_over);
+  }
+
+  void pick(const Choice& choice, int32_t last_over) {
+    while (!rows_.empty()) {
+      size_t best = rows_.size();
+      double least = kNever;
+      for (size_t n = 0; n < rows_.size(); ++n) {
+        const Row& row = rows_[n];
+        int64_t relief = (total_[row.right] - total_[row.left]) * row.weight;
+        if (relief <= 0) continue;
+        double score = (row.price + 1e-12) / static_cast<double>(relief);
+        if (score < least) {
+          least = score;
+          best = n;
+        }
+      }
+      if (best == rows_.size()) return;
+      Row row = rows_[best];
+      rows_.erase(rows_.begin() + static_cast<std::ptrdiff_t>(best));
+      bool kept = choice[row.gap] == kKeep;
+      changes_.push_back({row.gap, kept ? 0 : std::min(row.right, last_over + 1)});
+      for (int32_t op = row.left; op < row.right; ++op)
+        over_[op] = std::max<int64_t>(over_[op] - row.weight, 0);
+      count();
+      if (total_.back() == 0) return;
+    }
+  }
+
+  const Tables& t_;
+  Lowering& schedule_;
+  Presence presence_;
+  const std::vector<double>& factors_;
+  int64_t budget_;
+  double dear_;
+  std::vector<char> banned_;
+  std::vector<int64_t> over_, total_;
+  std::vector<Row> rows_;
+  std::vector<Change> changes_;
+};
+
+// The most live bytes at each op, its rebuilds included.
+void peaks(const Lowering& schedule, std::vector<int64_t>& most) {
+  std::fill(most.begin(), most.end(), 0);
+  for (size_t run = 0; run < schedule.live.size(); ++run)
+    most[schedule.at[run]] = std::max(most[schedule.at[run]], schedule.live[run]);
+}
+
+// Per gap that is let go, the op before which its storage is there again; its end if it is not.
+void backs(const Tables& t, const Lowering& schedule, std::vector<int32_t>& back) {
+  back = t.end;
+  for (const Interval& it : schedule.intervals) {
+    int32_t at = schedule.at[it.first];
+    for (int32_t gap = t.first[it.storage]; gap < t.first[it.storage + 1]; ++gap)
+      if (t.start[gap] < at && at <= t.end[gap]) back[gap] = std::min(back[gap], at);
+  }
+}
+
+}  // namespace
+
+bool fit(const Tables& tables, Lowering& lowering, Choice& choice, const std::vector<Move>& moves,
+         const std::vector<double>& factors, int64_t budget, double dear, int rounds,
+         const Late& late) {
+  return Fitter(tables, lowering, factors, budget, dear).run(choice, moves, rounds, late);
+}
+
+void trim(const Tables& t, Lowering& lowering, Choice& choice, const std::vector<Move>& moves,
+          const std::vector<int32_t>& order, int64_t budget, bool filtered, const Late& late) {
+  if (!lowering.run(choice, moves)) return;
+  double best = lowering.seconds;
+  std::vector<int64_t> most(t.ops());
+  std::vector<int32_t> back;
+  auto note = [&] {
+    if (!filtered) return;
+    peaks(lowering, most);
+    backs(t, lowering, back);
+  };
+  note();
+  for (int32_t gap : order) {
+    if (late()) return;
+    if (filtered) {
+      int32_t from = t.start[gap] + 1;
+      if (back[gap] > from) {
+        int64_t highest = *std::max_element(most.begin() + from, most.begin() + back[gap]);
+        if (budget - highest < t.bytes[t.storage[gap]]) continue;
+      }
+    }
+    int32_t before = choice[gap];
+    choice[gap] = kKeep;
+    if (lowering.run(choice, moves) && lowering.peak() <= budget && lowering.seconds <= best) {
+      best = lowering.seconds;
+      note();
+    } else {
+      choice[gap] = before;
+    }
+  }
+}
+
+}  // namespace sn

@@ -1,0 +1,14 @@
+// What sn_memory/lowering.py and fitting.py call. Every size and index that comes in is checked.
+#pragma once
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+namespace sn {
+
+PyObject* tables(PyObject*, PyObject* args);
+PyObject* lower(PyObject*, PyObject* args);
+PyObject* fit_choice(PyObject*, PyObject* args);
+PyObject* trim_choice(PyObject*, PyObject* args);
+
+}  // namespace sn

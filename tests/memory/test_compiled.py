@@ -1,0 +1,132 @@
+"""The loops of the search in C++ give what their Python twins give, to the last bit."""
+
+import math
+import random
+
+import pytest
+from graphs import resnet
+from random_graphs import random_graph
+
+from sn_memory import _native
+from sn_memory.fitting import fit, fit_in_python, trim, trim_in_python
+from sn_memory.gaps import KEEP, gaps
+from sn_memory.liveness import peak
+from sn_memory.lowering import lower, lower_in_python
+from sn_memory.schedule import Impossible
+
+pytestmark = pytest.mark.skipif(_native.core() is None, reason=_native.load()[1])
+
+
+def attempt(function, *args):
+    try:
+        return function(*args)
+    except Impossible:
+        return None
+
+
+def random_choice(shape, draw):
+    ops = len(shape.graph.ops)
+    return [draw.choice([KEEP, KEEP, 0, draw.randint(0, ops)]) for _ in range(shape.count)]
+
+
+def random_moves(shape, draw):
+    moves = {}
+    for gap in range(shape.count):
+        if shape.end[gap] - shape.start[gap] > 1 and draw.random() < 0.4:
+            out = draw.randint(shape.start[gap], shape.end[gap] - 1)
+            moves[gap] = (out, draw.randint(out + 1, shape.end[gap]))
+    return moves
+
+
+def test_choices_lead_to_the_same_schedules():
+    possible = impossible = 0
+    for seed in range(250):
+        shape, draw = (
+            gaps(random_graph(seed, most_ops=14, plain=seed % 3 == 0)),
+            random.Random(seed),
+        )
+        for moves in ({}, {}, random_moves(shape, draw)):
+            choice = random_choice(shape, draw)
+            ours, twin = attempt(lower, shape, choice, moves), None
+            twin = attempt(lower_in_python, shape, choice, moves)
+            if ours is None or twin is None:
+                assert ours is twin is None, f"seed {seed}"
+                impossible += 1
+                continue
+            possible += 1
+            assert ours.live_bytes.tolist() == twin.live_bytes.tolist(), f"seed {seed}"
+            for name in ("ops", "at", "intervals", "trips", "run_seconds", "peak_bytes"):
+                assert getattr(ours, name) == getattr(twin, name), f"seed {seed}, {name}"
+    assert possible > 250
+    assert impossible > 60
+
+
+def shapes():
+    for seed in range(90):
+        yield gaps(random_graph(seed, most_ops=25, plain=seed % 3 == 0), lean=True)
+    yield gaps(resnet(2, stages=(1, 1, 1, 1), inplace_relu=True, granularity="call").graph())
+
+
+def test_fitting_and_trimming_decide_the_same():
+    fitted = 0
+    for number, shape in enumerate(shapes()):
+        draw, base = random.Random(number), shape.graph.base_bytes
+        factors = [draw.uniform(0.5, 2) for _ in range(shape.count)] if number % 2 else ()
+        budget = base + int((peak(shape.graph).bytes - base) * 0.85)
+        settings = {"deadline": math.inf, "factors": factors}
+        ours = fit(shape, shape.natural(), budget, **settings)
+        twin = fit_in_python(shape, shape.natural(), budget, **settings)
+        assert (ours is None) == (twin is None), f"graph {number}"
+        if ours is None or twin is None:
+            continue
+        fitted += 1
+        assert ours[0] == twin[0], f"graph {number}"
+        order = [gap for gap, held in enumerate(ours[0]) if held != KEEP]
+        draw.shuffle(order)
+        for filtered in (False, True):
+            assert shape.compiled is not None
+            choice = shape.compiled.trim(
+                ours[0], order, budget, lambda: False, None, filtered=filtered
+            )
+            same, _ = trim_in_python(
+                shape, *twin, order, budget, deadline=math.inf, moves=None, filtered=filtered
+            )
+            assert choice == same, f"graph {number}, filtered {filtered}"
+    assert fitted > 15
+
+
+def test_a_deadline_ends_both():
+    shape = gaps(resnet(2, 50).graph())
+    base = shape.graph.base_bytes
+    budget = base + (peak(shape.graph).bytes - base) * 2 // 3
+    assert fit(shape, shape.natural(), budget, deadline=-1.0) is None
+    found = fit(shape, shape.natural(), budget, deadline=math.inf)
+    assert found is not None
+    assert trim(shape, *found, budget, deadline=-1.0)[0] == found[0]
+
+
+def test_what_does_not_suit_is_refused():
+    core, shape = _native.core(), gaps(random_graph(3))
+    compiled = shape.compiled
+    for wrong in ([KEEP] * (shape.count + 1), [len(shape.graph.ops) + 1] * shape.count):
+        with pytest.raises(ValueError, match="choices"):
+            compiled.lower(wrong, None)
+    with pytest.raises(ValueError, match="moves"):
+        compiled.lower(shape.natural(), {0: (5, 2)})
+    with pytest.raises(ValueError, match="factors"):
+        compiled.fit(shape.natural(), 10, lambda: False, None, 3, [1.0])
+    with pytest.raises(ZeroDivisionError):
+        compiled.fit(shape.natural(), 0, lambda: 1 / 0, None, 3, ())
+    with pytest.raises(ValueError, match="PyCapsule"):
+        core.lower(None, b"", b"")
+
+
+def test_one_search_at_a_time():
+    shape = gaps(random_graph(3))
+    compiled = shape.compiled
+
+    def meanwhile():
+        compiled.lower(shape.natural(), None)
+
+    with pytest.raises(RuntimeError, match="another thread"):
+        compiled.fit(shape.natural(), 0, meanwhile, None, 3, ())

@@ -1,0 +1,78 @@
+"""What the planner promises, on many random graphs.
+
+SN_TEST_GRAPHS sets how many: 100 as a rule, which takes seconds; 10,000 for the acceptance run
+(`SN_TEST_GRAPHS=10000 pytest tests/memory/test_promises.py`).
+"""
+
+import itertools
+import os
+from contextlib import suppress
+
+import pytest
+from graphs import layered
+from random_graphs import random_graph, training_chain
+
+from sn_memory import BudgetError, check_plan, plan_front, plan_graph
+from sn_memory.liveness import peak
+from sn_memory.policies import names, policy
+
+GRAPHS = int(os.environ.get("SN_TEST_GRAPHS", "100"))
+
+
+def budgets(graph, *shares):
+    whole, base = peak(graph).bytes, graph.base_bytes
+    return [base + int((whole - base) * share) for share in shares]
+
+
+def test_the_checker_accepts_every_plan_of_every_planner():
+    planned = 0
+    for seed in range(GRAPHS):
+        graph = random_graph(seed, most_ops=9, plain=seed % 2 == 0)
+        (budget,) = budgets(graph, 0.8)
+        found = [policy(name)(graph, budget_bytes=budget) for name in names()]
+        with suppress(BudgetError):
+            found.append(plan_graph(graph, budget, time_limit_s=0.02))
+            planned += 1
+            assert found[-1].peak_bytes <= budget
+        for plan in found:
+            replay = check_plan(graph, plan)
+            assert replay.peak_bytes == plan.peak_bytes, f"seed {seed}, {plan.planner}"
+    assert planned > GRAPHS / 10
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_auto_is_never_slower_and_fronts_are_monotone_on_layered_graphs(seed):
+    graph = layered(24, seed=seed, largest=1 << 16).graph()
+    sizes, plans = budgets(graph, 1.0, 0.85, 0.7, 0.6), []
+    while not plans:
+        try:
+            plans = plan_front(graph, sizes, time_limit_s=0.5)
+        except BudgetError:
+            sizes.pop()
+    for more, less in itertools.pairwise(plans):
+        assert more.seconds <= less.seconds
+        assert more.peak_bytes >= less.peak_bytes
+    for budget, plan in zip(sizes, plans, strict=True):
+        check_plan(graph, plan)
+        assert plan.lower_bound_seconds <= plan.seconds
+        for name in names():
+            other = policy(name)(graph, budget_bytes=budget)
+            if other.peak_bytes <= budget:
+                assert plan.seconds <= other.seconds * (1 + 1e-12), f"{name} at {budget}"
+
+
+def test_the_same_search_gives_the_same_plan():
+    graph = training_chain(4)
+    (budget,) = budgets(graph, 0.75)
+    first, second = (plan_graph(graph, budget, time_limit_s=600) for _ in range(2))
+    assert first.steps == second.steps
+
+
+def test_refusals_carry_the_plan_of_the_smallest_peak():
+    graph = training_chain(6)
+    with pytest.raises(BudgetError) as caught:
+        plan_graph(graph, graph.base_bytes, time_limit_s=1)
+    plan = caught.value.plan
+    assert plan is not None
+    assert check_plan(graph, plan).peak_bytes == caught.value.peak_bytes
+    assert plan.peak_bytes < peak(graph).bytes
