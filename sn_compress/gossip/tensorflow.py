@@ -10,6 +10,9 @@ before the step, so TensorFlow runs it beside the forward and backward pass.
 
 The optimizer that is passed changes its class to a subclass of its own, as in
 sn_compress.horovod.keras: its settings, variables and what Keras saves stay as they were.
+
+One file of this length: the rules, what the optimizer gains and the checks of its settings belong
+together, and only rims may name TensorFlow.
 """
 
 from __future__ import annotations
