@@ -195,3 +195,12 @@ def test_study_fills_a_page_and_draws(modules, tmp_path):
         curves += [key | {"epoch": epoch, "accuracy": 80.0 + epoch} for epoch in (1, 2, 3)]
     report.picture(rows, curves, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.horovod
+@pytest.mark.slow
+def test_gossip_learns_on_two_ranks(horovodrun, data):
+    example = ROOT / "examples" / "torch_gossip.py"
+    run = horovodrun(2, example, "--codec", "--epochs", "2", "--data", data).check()
+    assert float(re.search(r"epoch 2: test accuracy ([\d.]+) %", run.stdout)[1]) > 90
+    assert float(re.search(r"([\d.]+) times fewer", run.stdout)[1]) > 20

@@ -1,0 +1,201 @@
+"""What does gossip cost in accuracy? A convolutional net on Fashion-MNIST, 4 and 8 ranks, 3 seeds.
+
+    python benchmarks/gossip.py            what is missing of the whole study
+    python benchmarks/gossip.py --quick    one short run of each method: does it all run?
+
+Ranks are threads of one process with the optimizer's own code (benchmarks/local_peers.py); every
+message is real. All methods see the same images in the same order, 64 a step, shared among the
+ranks. The consensus model is tested, the mean of all replicas, and one worker beside it. A finished
+run is saved at once and not done again. The whole study also draws docs/gossip.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import gossip_report as report
+import numpy as np
+import torch
+from accuracy import load, save
+from local_peers import Hall, LocalPeers
+from machine import commit, machine
+from nets import NETS, fashion_mnist
+from study import learning_rate
+
+import sn_compress
+from sn_compress.gossip import consensus_distance
+from sn_compress.gossip.torch import GossipOptimizer
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks/results/gossip.json"
+BATCH = 64  # images per step, of all ranks together
+RATE, STEPS, LOOKS = 0.05, 600, 50  # the rate that benchmarks/study.py found for this net
+
+
+def _topk(shape: tuple[int, ...]) -> sn_compress.Codec:
+    return sn_compress.codec("topk", theta=0.98)
+
+
+def _fft(shape: tuple[int, ...]) -> sn_compress.Codec:
+    return sn_compress.codec("fft", theta=0.9, bits=4)
+
+
+def _auto(shape: tuple[int, ...]) -> sn_compress.Codec:
+    return sn_compress.codec("auto", ratio=22, shape=shape)
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "all-reduce": {},
+    "weights": {"average": "weights"},
+    "weights, top-k": {"average": "weights", "codec": _topk},
+    "gradients": {"average": "gradients"},
+    "weights, fft": {"average": "weights", "codec": _fft},
+    "weights, auto": {"average": "weights", "codec": _auto},
+    "weights, not overlapped": {"average": "weights", "overlap": False},
+}
+STUDIED = ("all-reduce", "weights", "weights, top-k", "gradients")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run is; two runs with equal fields give equal results."""
+
+    method: str
+    ranks: int
+    seed: int
+    steps: int
+    pull: float = 1.0
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Do one run and return it as a flat row."""
+    torch.set_num_threads(1)
+    images, labels = fashion_mnist("train")
+    shuffle = torch.Generator().manual_seed(run.seed)
+    passes = -(-run.steps * BATCH // len(images))
+    order = torch.cat([torch.randperm(len(images), generator=shuffle) for _ in range(passes)])
+    share = BATCH // run.ranks
+    torch.manual_seed(run.seed)
+    first = NETS["cnn"]()
+    hall = Hall(run.ranks)
+    looks = set(np.linspace(1, run.steps, min(LOOKS, run.steps)).astype(int).tolist())
+    curve: list[tuple[int, float, float]] = []
+
+    def work(peers: LocalPeers) -> tuple[Any, float]:
+        net = NETS["cnn"]()
+        net.load_state_dict(first.state_dict())
+        net.to(memory_format=torch.channels_last)
+        optimizer = torch.optim.SGD(net.parameters(), lr=RATE, momentum=0.9)
+        gossip = run.method != "all-reduce"
+        if gossip:
+            settings = METHODS[run.method]
+            GossipOptimizer(optimizer, group=peers, pull=run.pull, **settings)
+        parameters = list(net.parameters())
+        for step in range(run.steps):
+            rows = order[(step * run.ranks + peers.rank) * share :][:share]
+            for group in optimizer.param_groups:
+                group["lr"] = RATE * learning_rate(step, run.steps)
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(net(images[rows]), labels[rows]).backward()
+            if not gossip:
+                flat = torch.cat([p.grad.reshape(-1) for p in parameters])
+                mean = peers.sum("gradients", flat)() / run.ranks
+                sizes = [p.numel() for p in parameters]
+                for p, part in zip(parameters, mean.split(sizes), strict=True):
+                    p.grad = part.view_as(p)
+            optimizer.step()
+            if step + 1 in looks:
+                own = torch.cat([p.detach().reshape(-1) for p in parameters])
+                replicas = peers.gather(own.numpy())
+                if peers.rank == 0:
+                    norm = float(np.linalg.norm(np.mean(replicas, 0, np.float64)))
+                    curve.append((step + 1, consensus_distance(replicas), norm))
+        worker = accuracy(net) if peers.rank == 0 else 0.0
+        sent = optimizer.report()["bytes_per_step"] if gossip else math.nan
+        if gossip:
+            optimizer.consensus()
+        return net, worker, sent
+
+    start = time.process_time()
+    results = hall.run(work)
+    net, worker, sent = results[0]
+    dense = 4 * sum(p.numel() for p in net.parameters())
+    if run.method == "all-reduce":
+        sent = 2 * (run.ranks - 1) / run.ranks * dense
+    return asdict(run) | {
+        "accuracy": accuracy(net),
+        "worker_accuracy": worker,
+        "bytes_per_step": sent,
+        "ratio": round(dense / sent, 2),
+        "steps_seen": [step for step, _, _ in curve],
+        "distance": [round(distance, 6) for _, distance, _ in curve],
+        "norm": [round(norm, 4) for _, _, norm in curve],
+        "seconds": round(time.process_time() - start, 1),  # of one core
+    }
+
+
+def accuracy(net: torch.nn.Module) -> float:
+    """Of the test images, in per cent."""
+    images, labels = fashion_mnist("t10k")
+    with torch.inference_mode():
+        answers = torch.cat([net(part).argmax(1) for part in images.split(500)])
+    return round(100 * (answers == labels).double().mean().item(), 2)
+
+
+def plan(
+    methods: Sequence[str], seeds: Sequence[int], ranks: Sequence[int], steps: int
+) -> list[Run]:
+    """All runs, seed by seed."""
+    return [
+        Run(method, r, seed, steps, pull=0.5 if "codec" in METHODS[method] else 1.0)
+        for seed in seeds
+        for r in ranks
+        for method in methods
+    ]
+
+
+def main() -> None:
+    """Do the runs that are missing, then write what they say."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="rows go there and are continued there")
+    parser.add_argument("--quick", action="store_true", help="few steps, 4 ranks, one seed")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 4])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(STUDIED))
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--workers", type=int, default=2, help="processes")
+    parser.add_argument("--png", type=Path, help="picture of all rows there are")
+    args = parser.parse_args()
+    path = args.json or (ROOT / "benchmarks/out/gossip.json" if args.quick else RESULTS)
+    runs = plan(args.methods, args.seeds, args.ranks, args.steps)
+    if args.quick:
+        runs = plan(list(METHODS), [0], [4], 20)
+    rows = [] if args.quick else load(path)
+    fields = tuple(asdict(runs[0]))
+    done = {tuple(row[field] for field in fields) for row in rows}
+    missing = [run for run in runs if tuple(asdict(run).values()) not in done]
+    about = {"commit": commit(), "machine": machine()}
+    print(f"{len(missing)} of {len(runs)} runs are missing", flush=True)
+    with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
+        for row in pool.imap_unordered(train, missing):
+            rows.append(row | about)
+            save(path, rows)
+            told = [str(row[f]) for f in (*fields, "ratio", "accuracy", "worker_accuracy")]
+            print(" ".join(told), f"{row['distance'][-1]:.4f} ({row['seconds']} s)", flush=True)
+    print(f"\n{report.table(rows)}\n\nrows: {path}")
+    if args.png or path == RESULTS:
+        report.picture(rows, args.png or ROOT / "docs/gossip.png")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("\nstopped; the same command does what is missing") from None

@@ -1,0 +1,109 @@
+"""What the rows of benchmarks/gossip.py say: a table and a picture."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+COLUMNS = (
+    "method",
+    "ranks",
+    "accuracy of the consensus model, %",
+    "against all-reduce, points",
+    "one worker, %",
+    "distance, relative",
+    "growth",
+    "times fewer bytes than a model",
+    "seeds",
+)
+# Okabe and Ito's palette, as in the simulator.
+LOOKS = {
+    "gradients": "#d55e00",
+    "weights": "#009e73",
+    "weights, not overlapped": "#0072b2",
+    "weights, top-k": "#cc79a7",
+    "weights, fft": "#e69f00",
+    "weights, auto": "#56b4e9",
+}
+
+
+def _groups(rows: list[Row]) -> dict[tuple[int, str], list[Row]]:
+    found = defaultdict(list)
+    for row in sorted(rows, key=lambda r: (r["ranks"], r["seed"])):
+        found[row["ranks"], row["method"]].append(row)
+    return found
+
+
+def relative(row: Row) -> list[float]:
+    """Consensus distance over the norm of the mean model, look by look."""
+    return [d / n for d, n in zip(row["distance"], row["norm"], strict=True)]
+
+
+def growth(row: Row) -> float:
+    """Mean relative distance over the last quarter of the run, over that of the quarter before."""
+    values = relative(row)
+    quarter = max(1, len(values) // 4)
+    before = statistics.fmean(values[-2 * quarter : -quarter] or values)
+    return statistics.fmean(values[-quarter:]) / before if before else 1.0
+
+
+def _mean(values: list[float], form: str) -> str:
+    spread = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):{form}}{spread}"
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as a Markdown table, a line for each method and number of ranks."""
+    plain = {(r["ranks"], r["seed"]): r["accuracy"] for r in rows if r["method"] == "all-reduce"}
+    lines = [COLUMNS, ("---",) * len(COLUMNS)]
+    for (ranks, method), group in _groups(rows).items():
+        gaps = [
+            r["accuracy"] - plain[ranks, r["seed"]] for r in group if (ranks, r["seed"]) in plain
+        ]
+        talks = method != "all-reduce"
+        lines.append(
+            (
+                method,
+                str(ranks),
+                _mean([r["accuracy"] for r in group], ".2f"),
+                _mean(gaps, "+.2f").replace("± +", "± ") if talks and gaps else "",
+                _mean([r["worker_accuracy"] for r in group], ".2f") if talks else "",
+                _mean([relative(r)[-1] for r in group], ".3f") if talks else "0",
+                _mean([growth(r) for r in group], ".2f") if talks else "",
+                f"{statistics.fmean(r['ratio'] for r in group):.1f}",
+                str(len(group)),
+            )
+        )
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def picture(rows: list[Row], path: Path) -> None:
+    """Consensus distance over the run, a panel for each number of ranks."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+    counts = sorted({row["ranks"] for row in rows})
+    figure, panels = plt.subplots(
+        1, len(counts), figsize=(6 * len(counts), 4.2), layout="constrained", sharey=True,
+        squeeze=False,
+    )  # fmt: skip
+    for axes, ranks in zip(panels[0], counts, strict=True):
+        for (count, method), group in _groups(rows).items():
+            if count != ranks or method == "all-reduce":
+                continue
+            for number, row in enumerate(group):
+                axes.plot(
+                    row["steps_seen"], relative(row), color=LOOKS[method], linewidth=1.5,
+                    label=None if number else method,
+                )  # fmt: skip
+        axes.set(yscale="log", xlabel="step", xlim=(0, None))
+        axes.set_title(f"{ranks} ranks: consensus distance over the norm of the model", loc="left")
+        axes.legend(frameon=False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

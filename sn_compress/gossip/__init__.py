@@ -1,0 +1,20 @@
+"""Gossip training: a rank exchanges with one other per step, whatever their number.
+
+The rims are `sn_compress.gossip.torch` and `sn_compress.gossip.tensorflow`; what is here is pure.
+"""
+
+from .mixing import consensus_distance, is_doubly_stochastic, product, spectral_gap, steps_to_exact
+from .topology import NAMES, Meeting, Partner, Topology, topology
+
+__all__ = [
+    "NAMES",
+    "Meeting",
+    "Partner",
+    "Topology",
+    "consensus_distance",
+    "is_doubly_stochastic",
+    "product",
+    "spectral_gap",
+    "steps_to_exact",
+    "topology",
+]

@@ -1,0 +1,171 @@
+"""Weights in few bytes: what has changed since a partner was last told.
+
+A codec that drops most of a vector is no use for weights: what it drops is lost. The difference to
+what the partner already holds is small and, sent again and again, goes to zero. So both ends of
+every directed pair keep the same copy of the sender's weights, and add to it what the payload says;
+what a payload drops is part of the next difference, an error memory for nothing (CHOCO-SGD:
+Koloskova, Stich, Jaggi 2019). A topology in which a rank has log2(ranks) targets and as many
+sources costs two copies of the model for each, on the host, as soon as it is used.
+
+All copies begin as the weights that all ranks held at the last exact average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..contract import Bytes, Codec, Floats, Payload
+from ..errors import CompressError, PayloadError
+
+SMALLEST = 1024  # elements; smaller tensors travel as they are
+_FORMAT = 1
+
+Shape = tuple[int, ...]
+
+
+class Differences:
+    """The copies of one bucket of tensors, end to end in one vector of n elements.
+
+    Parameters
+    ----------
+    shapes : of the tensors, in the order in which they lie in the vector
+    codec : for the differences of tensors of SMALLEST elements or more; or a function from a shape
+        to one. Settings and shapes must be the same on all ranks.
+    """
+
+    def __init__(self, shapes: Sequence[Shape], codec: Codec | Callable[[Shape], Codec]) -> None:
+        self.sizes = [prod(shape) for shape in shapes]
+        self.n = sum(self.sizes)
+        make = (lambda shape: codec) if isinstance(codec, Codec) else codec
+        self.codecs = [
+            make(shape) if size >= SMALLEST else None
+            for shape, size in zip(shapes, self.sizes, strict=True)
+        ]
+        self.base: Floats | None = None
+        self._told: dict[int, Floats] = {}  # by target: what it holds of this rank
+        self._heard: dict[int, Floats] = {}  # by source: what this rank holds of it
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of a message, the same at every step."""
+        return sum(
+            4 * size if codec is None else codec.payload_bytes(size)
+            for size, codec in zip(self.sizes, self.codecs, strict=True)
+        )
+
+    def restart(self, values: Floats | None) -> None:
+        """Begin all copies as these values, [n] float32, that every rank holds; None: later."""
+        self.base = None if values is None else values.copy()
+        self._told.clear()
+        self._heard.clear()
+
+    def told(self, target: int) -> Floats:
+        """What `target` holds of this rank, [n] float32."""
+        return self._of(self._told, target)
+
+    def heard(self, source: int) -> Floats:
+        """What this rank holds of `source`, [n] float32."""
+        return self._of(self._heard, source)
+
+    def _of(self, copies: dict[int, Floats], rank: int) -> Floats:
+        if self.base is None:
+            raise CompressError(
+                "differences to nothing: expected restart(values) with weights that all ranks hold"
+            )
+        if rank not in copies:
+            copies[rank] = self.base.copy()
+        return copies[rank]
+
+    def pack(self, values: Floats, target: int) -> Bytes:
+        """The message to `target` that brings its copy nearer to `values`, [n] float32.
+
+        NaN and Inf travel, so that the target learns of them, and enter no copy.
+        """
+        copy = self.told(target)
+        parts: list[Bytes] = []
+        for stretch, codec in self._stretches():
+            if codec is None:
+                parts.append(values[stretch].view(np.uint8))
+                _replace(copy[stretch], values[stretch])
+            else:
+                payload = codec.encode(values[stretch] - copy[stretch])
+                _replace(copy[stretch], copy[stretch] + codec.decode(payload))
+                parts.append(payload.buffer)
+        return np.concatenate(parts)
+
+    def unpack(self, wire: Bytes, source: int) -> Floats:
+        """What `source` holds by its message, [n] float32.
+
+        Raises PayloadError if the bytes are not a message of the same tensors and codecs.
+        """
+        if wire.size != self.wire_bytes:
+            raise PayloadError(
+                f"rank {source} sent {wire.size} bytes; expected {self.wire_bytes}. Do all ranks "
+                "run the same version with the same codec?"
+            )
+        copy = self.heard(source)
+        found, start = np.empty_like(copy), 0
+        for stretch, codec in self._stretches():
+            size = stretch.stop - stretch.start
+            if codec is None:
+                part = wire[start : start + 4 * size]
+                found[stretch] = np.frombuffer(part.tobytes(), np.float32)
+            else:
+                part = wire[start : start + codec.payload_bytes(size)]
+                payload = Payload.from_bytes(part)
+                if payload.n != size:
+                    raise PayloadError(f"rank {source} sent {payload.n} elements; expected {size}")
+                found[stretch] = copy[stretch] + codec.decode(payload)
+            start += part.size
+            _replace(copy[stretch], found[stretch])
+        return found
+
+    def _stretches(self) -> list[tuple[slice, Codec | None]]:
+        ends = np.cumsum(self.sizes).tolist()
+        return [
+            (slice(end - size, end), codec)
+            for end, size, codec in zip(ends, self.sizes, self.codecs, strict=True)
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The copies, as arrays by rank."""
+        return {
+            "format": _FORMAT,
+            "base": None if self.base is None else self.base.copy(),
+            "told": {rank: copy.copy() for rank, copy in self._told.items()},
+            "heard": {rank: copy.copy() for rank, copy in self._heard.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over saved copies; CompressError, and no change, if they are of other tensors."""
+        if state.get("format") != _FORMAT:
+            raise CompressError(
+                f"saved differences of format {state.get('format')!r}; expected {_FORMAT}"
+            )
+        base = None if state["base"] is None else _vector(state["base"], self.n)
+        told, heard = (
+            {int(rank): _vector(copy, self.n) for rank, copy in state[key].items()}
+            for key in ("told", "heard")
+        )
+        self.base, self._told, self._heard = base, told, heard
+
+
+def _replace(copy: Floats, values: npt.NDArray[Any]) -> None:
+    """Update a copy in place; a copy that held NaN once would hold it for ever."""
+    if np.isfinite(values).all():
+        copy[:] = values
+
+
+def _vector(saved: Any, n: int) -> Floats:
+    array = np.array(saved, np.float32)
+    if array.shape != (n,):
+        raise CompressError(
+            f"a saved copy has shape {array.shape}; expected ({n},). Load what was saved for this "
+            "model and bucket_bytes, or call consensus() to begin anew."
+        )
+    return array

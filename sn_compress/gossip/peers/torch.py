@@ -1,0 +1,159 @@
+"""Messages between partners for torch: Horovod's alltoall, or torch.distributed point to point.
+
+Horovod has no send and receive. Its alltoall with splits that are zero but for one partner moves
+the same bytes; all ranks agree on it first, so one that is late holds up all. Process sets of two
+would make one communicator per pair, and cannot do what is not a pair. torch.distributed sends and
+receives, and asks nobody but the partner.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from ...errors import CompressError
+from ..topology import Partner
+
+Wait = Callable[[], Any]
+
+
+@runtime_checkable
+class Peers(Protocol):
+    """All ranks of a run, as seen from one. Every rank makes the same calls in the same order."""
+
+    rank: int
+    ranks: int
+
+    def exchange(self, name: str, wire: Any, partner: Partner) -> Wait:
+        """Start sending [m] uint8 to a target; the function returned waits for the source's."""
+
+    def sum(self, name: str, tensor: Any) -> Wait:
+        """Start a sum over the ranks; the function returned waits for it."""
+
+    def broadcast(self, name: str, tensor: Any, root: int) -> None:
+        """Give a tensor, in place, the values it has on rank `root`."""
+
+
+class HorovodPeers:
+    """The ranks of a process set of Horovod."""
+
+    def __init__(self, process_set: Any = None) -> None:
+        import horovod.torch as hvd
+
+        self._hvd = hvd
+        self._set = hvd.global_process_set if process_set is None else process_set
+        if not self._set.included():
+            raise CompressError(
+                f"this rank is not in {self._set}; expected a process set that has it. Make the "
+                "GossipOptimizer on the ranks of the set only."
+            )
+        self.rank, self.ranks = self._set.rank(), self._set.size()
+
+    def exchange(self, name: str, wire: Any, partner: Partner) -> Wait:
+        """See Peers. A rank that sits out takes part, with nothing."""
+        splits = torch.zeros(self.ranks, dtype=torch.int32)
+        if partner.target != self.rank:
+            splits[partner.target] = wire.numel()
+        else:
+            wire = wire[:0]
+        if wire.numel() >= 2**31:
+            raise CompressError(
+                f"{name} has {wire.numel()} bytes; Horovod's alltoall counts up to 2**31 - 1. "
+                "A tensor that large needs transport over torch.distributed."
+            )
+        handle = self._hvd.alltoall_async(wire, splits, name=name, process_set=self._set)
+        return lambda: self._hvd.synchronize(handle)[0]
+
+    def sum(self, name: str, tensor: Any) -> Wait:
+        """See Peers."""
+        handle = self._hvd.allreduce_async(
+            tensor, name=name, op=self._hvd.Sum, process_set=self._set
+        )
+        return lambda: self._hvd.synchronize(handle)
+
+    def broadcast(self, name: str, tensor: Any, root: int) -> None:
+        """See Peers."""
+        root = self._set.ranks[root] if self._set.ranks is not None else root
+        self._hvd.broadcast_(tensor, root_rank=root, name=name, process_set=self._set)
+
+
+class GroupPeers:
+    """The ranks of a group of torch.distributed.
+
+    Messages have a group of their own unless one is given: NCCL would run them in one line with the
+    collectives of other libraries.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        import torch.distributed as dist
+
+        self._dist = dist
+        self._group = dist.new_group() if group is None else group
+        self.rank, self.ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
+        # NCCL makes a group's communicator at its first use, which must have all ranks in it.
+        dist.barrier(self._group)
+
+    def exchange(self, name: str, wire: Any, partner: Partner) -> Wait:
+        """See Peers. Both directions in one batch, or NCCL could wait for ever."""
+        if partner.target == self.rank:
+            return lambda: wire[:0]
+        dist, received = self._dist, torch.empty_like(wire)
+        source, target = (
+            dist.get_global_rank(self._group, r) for r in (partner.source, partner.target)
+        )
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, wire, target, self._group),
+                dist.P2POp(dist.irecv, received, source, self._group),
+            ]
+        )
+
+        def wait() -> Any:
+            for work in works:
+                work.wait()
+            return received
+
+        return wait
+
+    def sum(self, name: str, tensor: Any) -> Wait:
+        """See Peers."""
+        total = tensor.clone()
+        work = self._dist.all_reduce(total, group=self._group, async_op=True)
+
+        def wait() -> Any:
+            work.wait()
+            return total
+
+        return wait
+
+    def broadcast(self, name: str, tensor: Any, root: int) -> None:
+        """See Peers."""
+        root = self._dist.get_global_rank(self._group, root)
+        self._dist.broadcast(tensor, root, group=self._group)
+
+
+def find_peers(process_set: Any, group: Any) -> Peers:
+    """Those of what is given, else of what has been initialised.
+
+    Raises CompressError if that is neither Horovod nor torch.distributed, or both.
+    """
+    if isinstance(group, Peers):
+        return group
+    if process_set is not None and group is not None:
+        raise CompressError("got process_set and group; expected one: Horovod's, or torch's")
+    # Not imported here: who uses the one need not have the other.
+    hvd = sys.modules.get("horovod.torch")
+    horovod = hvd is not None and hvd.is_initialized()
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if process_set is not None or (group is None and horovod and not distributed):
+        return HorovodPeers(process_set)
+    if group is not None or (distributed and not horovod):
+        return GroupPeers(group)
+    raise CompressError(
+        f"{'both' if horovod else 'neither'} of Horovod and torch.distributed initialised; "
+        "expected one. Call hvd.init() or dist.init_process_group() first, or pass process_set= or "
+        "group=."
+    )

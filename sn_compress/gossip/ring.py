@@ -1,0 +1,136 @@
+"""Samples that travel around a ring of ranks: used here now, on the next rank in the next epoch.
+
+Ranks with fixed shards see their own samples only. A shuffle of all samples would send most of them
+across the network at once; here each batch, when it is used, goes to the next rank while it is
+being computed with (Daily et al. 2018). After as many epochs as ranks every sample has been on
+every rank, and in every epoch each is used exactly once.
+
+Pure: a Ring says what to send, and takes what has come; somebody else carries it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..contract import Bytes
+from ..errors import CompressError, PayloadError
+
+Array = npt.NDArray[Any]
+
+
+class Ring:
+    """The shard of one rank.
+
+    Parameters
+    ----------
+    fields : arrays with the samples along their first axis, such as images and labels
+    counts : samples of every rank's shard, in order of rank
+    rank : whose shard this is
+    batch_size : largest number of samples of a batch
+    seed : of the order within each epoch
+
+    Attributes
+    ----------
+    epoch : how many are over
+    steps : batches of an epoch, the same on all ranks: smaller shards have smaller batches
+    """
+
+    def __init__(
+        self,
+        fields: Sequence[Array],
+        *,
+        counts: Sequence[int],
+        rank: int,
+        batch_size: int,
+        seed: int = 0,
+    ) -> None:
+        own = [len(field) for field in fields]
+        if not fields or set(own) != {counts[rank]}:
+            raise CompressError(
+                f"fields of {own} samples where {counts[rank]} were agreed on; expected one field "
+                "or more, all of as many samples"
+            )
+        if batch_size < 1 or min(counts) < 1:
+            raise CompressError(
+                f"batch_size={batch_size} and shards of {list(counts)}; expected 1 or more each"
+            )
+        self.fields = [np.ascontiguousarray(field) for field in fields]
+        self.counts, self.rank, self.seed = list(counts), rank, seed
+        self.epoch = 0
+        self.steps = -(-max(counts) // batch_size)
+        if min(counts) < self.steps:
+            raise CompressError(
+                f"shards of {list(counts)} samples make up to {self.steps} batches; expected a "
+                "sample for every batch. Make the shards more equal, or batch_size larger."
+            )
+        self._sample_bytes = [f.itemsize * prod(f.shape[1:]) for f in self.fields]
+        self.wire_bytes = -(-max(counts) // self.steps) * sum(self._sample_bytes)
+        self._parts: list[npt.NDArray[np.int64]] = []
+        self._arrived: list[list[Array]] = []
+
+    def begin(self) -> None:
+        """Put the samples into the order of this epoch; what an unfinished one has sent is void."""
+        generator = np.random.default_rng((self.seed, self.epoch, self.rank))
+        self._parts = np.array_split(generator.permutation(len(self.fields[0])), self.steps)
+        self._arrived = []
+
+    def batch(self, step: int) -> list[Array]:
+        """The samples of a step, field by field."""
+        return [field[self._parts[step]] for field in self.fields]
+
+    def pack(self, batch: Sequence[Array]) -> Bytes:
+        """A batch as bytes for the next rank, [wire_bytes] uint8 on all ranks at all steps."""
+        wire = np.zeros(self.wire_bytes, np.uint8)
+        start = 0
+        for field in batch:
+            wire[start : start + field.nbytes] = np.frombuffer(field.tobytes(), np.uint8)
+            start += field.nbytes
+        return wire
+
+    def take(self, step: int, wire: Bytes) -> None:
+        """Keep, for the next epoch, what the rank before sent at a step."""
+        if wire.size != self.wire_bytes or step != len(self._arrived):
+            raise PayloadError(
+                f"{wire.size} bytes for step {step}; expected {self.wire_bytes} for step "
+                f"{len(self._arrived)}. Do all ranks iterate alike, over fields of one kind?"
+            )
+        count = len(np.array_split(np.arange(self._count(-1)), self.steps)[step])
+        found, start = [], 0
+        for field, size in zip(self.fields, self._sample_bytes, strict=True):
+            part = wire[start : start + count * size].tobytes()
+            found.append(np.frombuffer(part, field.dtype).reshape(count, *field.shape[1:]))
+            start += count * size
+        self._arrived.append(found)
+
+    def end(self) -> None:
+        """The epoch is over: what has come is the shard."""
+        if len(self._arrived) != self.steps:
+            raise CompressError(
+                f"the epoch ended after {len(self._arrived)} of {self.steps} batches had come"
+            )
+        self.fields = [np.concatenate(parts) for parts in zip(*self._arrived, strict=True)]
+        self._arrived = []
+        self.epoch += 1
+
+    def _count(self, offset: int) -> int:
+        """Samples that the rank `offset` further on has in this epoch."""
+        return self.counts[(self.rank + offset - self.epoch) % len(self.counts)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Shard and epoch, between epochs: what an unfinished epoch sent is not kept."""
+        return {"epoch": self.epoch, "fields": [field.copy() for field in self.fields]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a saved shard; CompressError, and no change, if it is not one of this ring."""
+        count = self.counts[(self.rank - state["epoch"]) % len(self.counts)]
+        fields = [np.asarray(field) for field in state["fields"]]
+        found = [(f.shape, f.dtype) for f in fields]
+        expected = [((count, *f.shape[1:]), f.dtype) for f in self.fields]
+        if found != expected:
+            raise CompressError(f"a saved shard of {found}; expected {expected} at that epoch")
+        self.fields, self.epoch, self._arrived = fields, state["epoch"], []

@@ -1,0 +1,138 @@
+"""Simulated training of up to 1,024 ranks: how far ranks drift apart, and what it costs.
+
+Every rank descends the same quadratic, half the sum of eigenvalue * x**2 with eigenvalues from
+1e-3 to 1, with a gradient that carries noise of its own. All schemes get the same noise, so they
+differ in nothing but how ranks talk:
+
+    all-reduce   every rank steps along the mean gradient
+    alone        nobody talks
+    gradients    a rank averages its gradient with its partner's    (the way of torchdistx)
+    weights      step, then average the weights with the partner's
+    overlapped   (own + partner's)/2 - step, both from before the step: they may travel during it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import CompressError
+from .mixing import consensus_distance
+from .topology import Topology
+
+SCHEMES = ("all-reduce", "alone", "gradients", "weights", "overlapped")
+RECORDED = 200  # points of a curve
+SETTLED = 0.25  # the last part of a run, over which a result is averaged
+MOST_RANKS = 1024
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What happened under one scheme; lists over `steps`.
+
+    Attributes
+    ----------
+    distance : consensus distance, the root mean square over the ranks
+    mean_loss : of the mean model
+    worker_loss : of a worker, mean over the ranks
+    """
+
+    scheme: str
+    steps: tuple[int, ...]
+    distance: tuple[float, ...]
+    mean_loss: tuple[float, ...]
+    worker_loss: tuple[float, ...]
+
+    def settled(self, what: str) -> float:
+        """Mean of "distance", "mean_loss" or "worker_loss" over the last quarter."""
+        values = getattr(self, what)
+        return float(np.mean(values[-max(1, int(SETTLED * len(values))) :]))
+
+    def growth(self) -> float:
+        """Consensus distance of the last quarter over that of the third; 1 is bounded."""
+        quarter = len(self.distance) // 4
+        before = np.mean(self.distance[-2 * quarter : -quarter])
+        return float(np.mean(self.distance[-quarter:]) / before) if before else 1.0
+
+
+def simulate(
+    topology: Topology,
+    *,
+    steps: int = 2000,
+    n: int = 200,
+    rate: float = 0.1,
+    noise: float = 1.0,
+    momentum: float = 0.0,
+    seed: int = 0,
+    progress: Callable[[int], object] = lambda step: None,
+) -> list[Curve]:
+    """Train under all SCHEMES; a curve for each.
+
+    Parameters
+    ----------
+    steps : of training, 8 or more
+    n : parameters of the model
+    rate, momentum : of plain SGD, the same for all schemes
+    noise : standard deviation of each gradient entry
+    progress : called with the number of steps done, after each
+    """
+    ranks = topology.ranks
+    if ranks > MOST_RANKS or steps < 8 or n < 1:
+        raise CompressError(
+            f"{ranks} ranks, {steps} steps, n={n}; expected up to {MOST_RANKS} ranks, 8 steps or "
+            "more and n of 1 or more"
+        )
+    generator = np.random.default_rng(seed)
+    curvature = np.geomspace(1e-3, 1, n)
+    start = generator.normal(size=n)
+    replicas = {scheme: np.tile(start, (ranks, 1)) for scheme in SCHEMES}
+    speeds = {scheme: np.zeros((ranks, n)) for scheme in SCHEMES}
+    recorded = np.unique(np.linspace(1, steps, min(steps, RECORDED)).astype(int))
+    seen: dict[str, list[tuple[float, float, float]]] = {scheme: [] for scheme in SCHEMES}
+    wanted = set(recorded.tolist())
+    for step in range(steps):
+        meeting = topology.at(step)
+        spoken = noise * generator.standard_normal((ranks, n))
+        for scheme, values in replicas.items():
+            gradients = curvature * values + spoken
+            if scheme == "all-reduce":
+                gradients[:] = gradients.mean(0)
+            elif scheme == "gradients":
+                gradients = meeting.mix(gradients)
+            speed = speeds[scheme]
+            speed *= momentum
+            speed += gradients
+            if scheme == "overlapped":
+                values = meeting.mix(values)
+            values = values - rate * speed
+            replicas[scheme] = meeting.mix(values) if scheme == "weights" else values
+            if step + 1 in wanted:
+                seen[scheme].append(_look(replicas[scheme], curvature))
+        progress(step + 1)
+    return [
+        Curve(scheme, tuple(recorded.tolist()), *zip(*points, strict=True))
+        for scheme, points in seen.items()
+    ]
+
+
+def _look(values: Array, curvature: Array) -> tuple[float, float, float]:
+    """Consensus distance, loss of the mean model, mean loss of a worker."""
+    mean_loss = 0.5 * float(curvature @ values.mean(0) ** 2)
+    worker_loss = 0.5 * float((values**2 @ curvature).mean())
+    return consensus_distance(values), mean_loss, worker_loss
+
+
+def table(curves: list[Curve]) -> str:
+    """The last quarter of each curve, as text."""
+    lines = ["scheme       distance  growth  loss of the mean  loss of a worker"]
+    for curve in curves:
+        distance, mean, worker = map(curve.settled, ("distance", "mean_loss", "worker_loss"))
+        # What all-reduce leaves is rounding, whose growth says nothing.
+        growth = f"{curve.growth():.2f}" if distance > 1e-9 else "-"
+        lines.append(f"{curve.scheme:<12}{distance:>9.4f}{growth:>8}{mean:>18.4f}{worker:>18.4f}")
+    return "\n".join(lines)

@@ -1,0 +1,353 @@
+"""GossipOptimizer for Keras 3 on TensorFlow: each rank averages with one other per step.
+
+    optimizer = GossipOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
+    model.compile(optimizer, loss, jit_compile=False)
+    model.fit(shard_of_this_rank, callbacks=[Consensus()])
+
+The rules are those of sn_compress.gossip.torch. Messages are Horovod's alltoall with splits that
+are zero but for one partner: an op of the graph. With overlap it needs nothing but the weights from
+before the step, so TensorFlow runs it beside the forward and backward pass.
+
+The optimizer that is passed changes its class to a subclass of its own, as in
+sn_compress.horovod.keras: its settings, variables and what Keras saves stay as they were.
+
+One file of this length: the rules, what the optimizer gains and the checks of its settings belong
+together, and only rims may name TensorFlow.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+
+from ..contract import Codec
+from ..errors import CompressError
+from .differences import Differences, Shape
+from .loaders.tensorflow import ring_shuffle
+from .topology import Topology
+from .topology import topology as make_topology
+
+__all__ = ["Consensus", "GossipOptimizer", "ring_shuffle"]
+
+PULL = 0.5  # as for torch
+_numbers = itertools.count()  # optimizers are made in the same order on all ranks
+
+
+class Gossip:
+    """How one optimizer gossips: tables by step, and the copies that a codec needs."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        *,
+        average: str,
+        momentum: int,
+        overlap: bool,
+        codec: Codec | Callable[[Shape], Codec] | None,
+        pull: float,
+        limit: float | None,
+        every: int,
+        process_set: Any,
+    ) -> None:
+        self.topology, self.average, self.momentum = topology, average, momentum
+        self.overlap, self.codec, self.pull = overlap, codec, pull if codec else 1.0
+        self.limit, self.every, self.process_set = limit, every, process_set
+        self.rank, self.ranks = process_set.rank(), process_set.size()
+        own = [topology.partner(self.rank, step) for step in range(topology.steps)]
+        self._sources = np.array([partner.source for partner in own])
+        self._targets = np.array([partner.target for partner in own])
+        self._weights = np.array([partner.weight for partner in own], np.float32)
+        self.copies: Differences | None = None
+        # Made where no trace is under way, and past Keras, which would save them.
+        self.spread = tf.Variable(np.nan, dtype=tf.float64, trainable=False)
+        self.averages = tf.Variable(0, dtype=tf.int64, trainable=False)
+        self._prefix = f"gossip.{next(_numbers)}"
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """All ranks get the weights of rank 0."""
+        if self.ranks > 1:
+            hvd.broadcast_variables([v.value for v in variables], 0, process_set=self.process_set)
+        if self.codec is not None:
+            self.copies = Differences([tuple(v.shape) for v in variables], self.codec)
+            self.copies.restart(_flat(variables).numpy())
+
+    # In the graph.
+
+    def deltas(self, tensors: Sequence[Any], step: Any, kind: str) -> list[Any]:
+        """What mixing adds to each tensor, float32: weight * (partner's - own)."""
+        flat = _flat(tensors)
+        n = sum(int(np.prod(t.shape)) for t in tensors)
+        turn = tf.cast(step % self.topology.steps, tf.int32)
+        source, target = tf.gather(self._sources, turn), tf.gather(self._targets, turn)
+        weight = tf.gather(self._weights, turn)
+        coded = self.copies is not None and kind == "w"
+        if coded:
+            wire, own = tf.numpy_function(self._pack, [flat, target], (tf.uint8, tf.float32))
+        else:
+            wire, own = flat, flat
+        active = tf.cast(target != self.rank, tf.int32)
+        wire = wire[: tf.size(wire) * active]
+        splits = tf.one_hot(target, self.ranks, dtype=tf.int32) * tf.size(wire)
+        received, _ = hvd.alltoall(
+            wire, splits, name=f"{self._prefix}.{kind}", process_set=self.process_set
+        )
+        if coded:
+            received = tf.numpy_function(self._unpack, [received, source], tf.float32)
+        # Who sits out hears nothing, and nothing is added.
+        received = tf.cond(tf.size(received) > 0, lambda: received, lambda: own)
+        delta = weight * self.pull * (tf.reshape(received, [n]) - tf.reshape(own, [n]))
+        sizes = [int(np.prod(t.shape)) for t in tensors]
+        parts = tf.split(delta, sizes)
+        return [tf.reshape(part, t.shape) for part, t in zip(parts, tensors, strict=True)]
+
+    def _pack(self, values: Any, target: Any) -> tuple[Any, Any]:
+        copies = self.copies
+        assert copies is not None
+        if target == self.rank:
+            return np.empty(0, np.uint8), values
+        return copies.pack(values, int(target)), copies.told(int(target)).copy()
+
+    def _unpack(self, wire: Any, source: Any) -> Any:
+        assert self.copies is not None
+        return self.copies.unpack(wire, int(source)) if wire.size else np.empty(0, np.float32)
+
+    def measure(self, deltas: Sequence[Any], variables: Sequence[Any], step: Any) -> None:
+        """Every so many steps, the spread by distances to partners; the mean if over the limit."""
+        if not self.every:
+            return
+        turn = tf.cast(step % self.topology.steps, tf.int32)
+        weight = tf.cast(tf.gather(self._weights, turn), tf.float64) * self.pull
+
+        def measured() -> Any:
+            apart = tf.add_n([tf.reduce_sum(tf.cast(d, tf.float64) ** 2) for d in deltas])
+            count = tf.cast(weight > 0, tf.float64)
+            norm = tf.add_n([tf.reduce_sum(tf.cast(v, tf.float64) ** 2) for v in variables])
+            own = tf.stack([tf.math.divide_no_nan(apart, weight**2), count, norm])
+            total = hvd.allreduce(
+                own, name=f"{self._prefix}.spread", op=hvd.Sum, process_set=self.process_set
+            )
+            squared = tf.math.divide_no_nan(total[0] * self.ranks, 2 * total[1] * total[2])
+            self.spread.assign(tf.sqrt(squared))
+            if self.limit is None:
+                return tf.constant(False)
+            return self.spread > self.limit
+
+        over = tf.cond(step % self.every == 0, measured, lambda: tf.constant(False))
+        if self.limit is not None:
+            tf.cond(over, lambda: self.consensus(variables), lambda: tf.constant(0))
+
+    def consensus(self, variables: Sequence[Any]) -> Any:
+        """Give all ranks the mean of these variables."""
+        values = [tf.cast(tf.convert_to_tensor(v), _wide(v)) for v in variables]
+        means = hvd.grouped_allreduce(
+            values, name=f"{self._prefix}.mean.{len(values)}", op=hvd.Average,
+            process_set=self.process_set,
+        )  # fmt: skip
+        for variable, mean in zip(variables, means, strict=True):
+            variable.assign(tf.cast(mean, variable.dtype))
+        self.averages.assign_add(1)
+        return tf.constant(0)
+
+
+def _wide(variable: Any) -> Any:
+    return tf.float64 if variable.dtype in ("float64", tf.float64) else tf.float32
+
+
+def _flat(tensors: Sequence[Any]) -> Any:
+    """All values as float32, [n]."""
+    return tf.concat(
+        [tf.reshape(tf.cast(tf.convert_to_tensor(t), tf.float32), [-1]) for t in tensors], 0
+    )
+
+
+class _Gossiping:
+    """What an optimizer gains; comes before its own class."""
+
+    _sn: Gossip
+
+    def build(self, variables: Any) -> None:
+        super().build(variables)  # type: ignore[misc]
+        with tf.init_scope():
+            self._sn.build(self._trainable_variables)  # type: ignore[attr-defined]
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+            raise CompressError(
+                "gossip in a function that XLA compiles (jit_compile=True); expected a plain "
+                "tf.function. In Keras: model.compile(jit_compile=False)."
+            )
+        gossip = self._sn
+        if gossip.ranks == 1:
+            super().apply(grads, trainable_variables)  # type: ignore[misc]
+            return
+        if not self.built:  # type: ignore[has-type]
+            with tf.init_scope():
+                self.build(list(trainable_variables))
+            self.built = True
+        variables = list(self._trainable_variables)  # type: ignore[attr-defined]
+        # As Keras counts calls: the same on all ranks, and saved with the optimizer.
+        step = tf.identity(self._iterations.value)  # type: ignore[attr-defined]
+        if gossip.average == "gradients":
+            grads = [
+                tf.zeros(v.shape, v.dtype) if g is None else tf.convert_to_tensor(g)
+                for g, v in zip(grads, trainable_variables or variables, strict=True)
+            ]
+            deltas = gossip.deltas(grads, step, "g")
+            grads = [g + tf.cast(d, g.dtype) for g, d in zip(grads, deltas, strict=True)]
+            super().apply(grads, trainable_variables)  # type: ignore[misc]
+            return
+        if gossip.overlap:
+            deltas = gossip.deltas(variables, step, "w")
+            super().apply(grads, trainable_variables)  # type: ignore[misc]
+        else:
+            super().apply(grads, trainable_variables)  # type: ignore[misc]
+            deltas = gossip.deltas(variables, step, "w")
+        for variable, delta in zip(variables, deltas, strict=True):
+            variable.assign(variable.value + tf.cast(delta, variable.dtype))
+        if gossip.momentum:
+            tf.cond(step % gossip.momentum == 0, lambda: self._mix_momenta(step), lambda: step)
+        gossip.measure(deltas, variables, step)
+
+    def _momenta(self) -> list[Any]:
+        """The optimizer's own variables of the shapes of its parameters, such as momentum."""
+        shapes = {tuple(v.shape) for v in self._trainable_variables}  # type: ignore[attr-defined]
+        own = self.variables  # type: ignore[attr-defined]
+        return [
+            v for v in own if len(v.shape) and tuple(v.shape) in shapes and "float" in str(v.dtype)
+        ]
+
+    def _mix_momenta(self, step: Any) -> Any:
+        momenta = self._momenta()
+        if momenta:
+            deltas = self._sn.deltas(momenta, step, "m")
+            for variable, delta in zip(momenta, deltas, strict=True):
+                variable.assign(variable.value + tf.cast(delta, variable.dtype))
+        return step
+
+    def consensus(self, also: Sequence[Any] = ()) -> None:
+        if self._sn.ranks == 1:
+            return
+        own = list(self._trainable_variables)  # type: ignore[attr-defined]
+        floats = [v for v in also if "float" in str(v.dtype)]
+        self._sn.consensus([*own, *self._momenta(), *floats])
+        if self._sn.copies is not None:
+            self._sn.copies.restart(_flat(own).numpy())
+
+    @property
+    def spread(self) -> float | None:
+        found = float(self._sn.spread.numpy())
+        return None if np.isnan(found) else found
+
+    def report(self) -> dict[str, float]:
+        sizes = [int(np.prod(v.shape)) for v in self._trainable_variables]  # type: ignore[attr-defined]
+        copies, share = self._sn.copies, float(np.mean(self._sn._targets != self._sn.rank))
+        once = 4 * sum(sizes) if copies is None else copies.wire_bytes
+        return {
+            "steps": int(self._iterations.numpy()),  # type: ignore[attr-defined]
+            "bytes_per_step": share * once,
+            "averages": int(self._sn.averages.numpy()),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._sn.copies is None else self._sn.copies.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if (self._sn.copies is None) != (not state):
+            raise CompressError(
+                "a state with copies for an optimizer without a codec, or the other way round; "
+                "expected one saved with the same codec, and an optimizer that is built"
+            )
+        if self._sn.copies is not None:
+            self._sn.copies.load_state_dict(state)
+
+
+class Consensus(keras.callbacks.Callback):  # type: ignore[misc]
+    """Take the exact mean of all ranks before each validation and at the end of each epoch.
+
+    Put it before callbacks that save the model. The averages of batch normalisation are averaged.
+    """
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Called by Keras."""
+        self._take()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Called by Keras."""
+        self._take()
+
+    def _take(self) -> None:
+        optimizer = self.model.optimizer
+        if optimizer.built:
+            optimizer.consensus(also=self.model.non_trainable_variables)
+
+
+def GossipOptimizer(  # noqa: N802 - named as Horovod names its own
+    optimizer: Any,
+    *,
+    topology: str | Topology = "dissemination",
+    average: Literal["weights", "gradients"] = "weights",
+    momentum: int = 0,
+    overlap: bool = True,
+    codec: Codec | Callable[[Shape], Codec] | None = None,
+    pull: float = PULL,
+    limit: float | None = None,
+    every: int = 10,
+    process_set: Any = None,
+) -> Any:
+    """Make a Keras optimizer average with one other rank per step. It is returned, changed.
+
+    Parameters, and what the optimizer gains, are those of sn_compress.gossip.torch.GossipOptimizer;
+    there is one message a step for all weights. With a codec and `limit`, or a topology that
+    rotates, CompressError: the one would have to change copies within the graph, the other a table
+    without an end. `state_dict()` holds the copies of a codec; all else is in Keras's variables.
+    """
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    if not isinstance(optimizer, keras.optimizers.Optimizer) or isinstance(optimizer, _Gossiping):
+        raise CompressError(f"got a {kind}; expected an optimizer of Keras 3 on TensorFlow, once")
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or optimizer.built:
+        raise CompressError(
+            f"got a {kind}{', built already' * optimizer.built}; expected one that is new and does "
+            "not scale the loss: ranks would skip different steps. Train in float32 or bfloat16."
+        )
+    if average not in ("weights", "gradients"):
+        raise CompressError(f"average={average!r}; expected 'weights' or 'gradients'")
+    if average == "gradients" and (codec or momentum or limit is not None):
+        raise CompressError(
+            "average='gradients' with codec, momentum or limit; these are of weights. Leave them, "
+            "or average weights."
+        )
+    if momentum < 0 or every < 0 or not 0 < pull <= 1 or (limit is not None and not limit > 0):
+        raise CompressError(
+            f"momentum={momentum}, every={every}, pull={pull}, limit={limit}; expected 0 or more, "
+            "0 or more, (0, 1] and above 0"
+        )
+    if codec and (momentum or limit is not None):
+        raise CompressError(
+            "codec with momentum or limit: momentum would travel in full, and the limit's mean "
+            "would leave the copies behind. Leave them to consensus()."
+        )
+    peers = hvd.global_process_set if process_set is None else process_set
+    if not peers.included():
+        raise CompressError(f"this rank is not in {peers}; expected a process set that has it")
+    graph = make_topology(topology, peers.size()) if isinstance(topology, str) else topology
+    if graph.ranks != peers.size() or graph.rotate:
+        raise CompressError(
+            f"{graph!r} for {peers.size()} ranks; expected one of as many that does not rotate"
+        )
+    own = type(optimizer)
+    gossip = Gossip(
+        graph, average=average, momentum=momentum, overlap=overlap, codec=codec, pull=pull,
+        limit=limit, every=every, process_set=peers,
+    )  # fmt: skip
+    # Past Keras's own __setattr__, which would track what it is given.
+    object.__setattr__(optimizer, "_sn", gossip)
+    same_name = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    object.__setattr__(optimizer, "__class__", type(own.__name__, (_Gossiping, own), same_name))
+    return optimizer

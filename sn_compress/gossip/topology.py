@@ -1,0 +1,255 @@
+"""Topology: who hears from whom, step by step, and with what mixing weight.
+
+All-reduce hands everybody everything. In gossip a rank sends one message and takes one, so a step
+costs the same at 8 ranks and at 8,000. What one step leaves undone the next ones do: partners
+change so that after about log2(ranks) steps every update has reached every rank.
+
+    dissemination   from r - 2**s    Daily et al. 2018 (GossipGraD); Hensgen, Finkel, Manber 1988
+    exponential     from r + 2**s    one-peer exponential graph, Ying et al. 2021: its mirror image
+    hypercube       with r XOR 2**s  pairs; ranks must be a power of two
+    ring            from r - 1       for comparison: news need ranks - 1 steps
+    exact           pairs            any number of ranks, the exact mean after `steps` steps; in the
+                                     way of the Base-2 graph of Takezawa et al. 2023, sections 4, 5
+
+Pure: nothing here sends anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import CompressError
+
+NAMES = ("dissemination", "exponential", "hypercube", "ring", "exact")
+
+
+@dataclass(frozen=True)
+class Partner:
+    """One rank's part in one step.
+
+    Attributes
+    ----------
+    source, target : the ranks it hears from and sends to; itself where it sits the step out
+    weight : mixing weight of what it hears, in [0, 1]; its own value has 1 - weight
+    """
+
+    source: int
+    target: int
+    weight: float
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """One step of all ranks.
+
+    Attributes
+    ----------
+    sources : whom each rank hears from; a permutation, so each is heard by exactly one
+    weights : mixing weight of what each rank hears, in [0, 1]
+    """
+
+    sources: tuple[int, ...]
+    weights: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if sorted(self.sources) != list(range(len(self.weights))):
+            raise CompressError(
+                f"sources {self.sources} of {len(self.weights)} ranks; expected each rank once"
+            )
+        given = [self.weights[source] for source in self.sources]
+        if min(given) < 0 or max(given) > 1 or given != list(self.weights):
+            raise CompressError(
+                f"weights {self.weights} for sources {self.sources}; expected numbers in [0, 1] "
+                "with which what a rank gives away equals what it takes in"
+            )
+
+    @cached_property
+    def targets(self) -> tuple[int, ...]:
+        """Whom each rank sends to."""
+        return tuple(np.argsort(self.sources).tolist())
+
+    @property
+    def matrix(self) -> npt.NDArray[np.float64]:
+        """The mixing matrix [r, r], doubly stochastic: new values are matrix @ old values."""
+        ranks = np.arange(len(self.sources))
+        matrix = np.zeros((len(ranks), len(ranks)))
+        np.add.at(matrix, (ranks, ranks), 1 - np.array(self.weights))
+        np.add.at(matrix, (ranks, np.array(self.sources)), self.weights)
+        return matrix
+
+    def mix(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The matrix times values [r, n], in time and memory that do not grow with r * r."""
+        weights = np.array(self.weights)[:, None]
+        return values + weights * (values[list(self.sources)] - values)
+
+
+@dataclass(frozen=True, eq=False)
+class Topology:
+    """The meetings of a period, which repeat; made by `topology`.
+
+    Attributes
+    ----------
+    name : one of NAMES
+    ranks : how many take part
+    meetings : those of one period
+    exact : whether a whole period leaves the mean, up to rounding, on every rank
+    rotate : whether every further period has the ranks in another order
+    seed : of these orders
+
+    Examples
+    --------
+    >>> ring = topology("ring", 4)
+    >>> ring.partner(0, step=7)
+    Partner(source=3, target=1, weight=0.5)
+    >>> topology("exact", 6).steps
+    4
+    """
+
+    name: str
+    ranks: int
+    meetings: tuple[Meeting, ...]
+    exact: bool
+    rotate: bool = False
+    seed: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Steps of one period."""
+        return len(self.meetings)
+
+    def at(self, step: int) -> Meeting:
+        """The meeting of a step, counted from 0."""
+        cycle, place = divmod(step, self.steps)
+        return _cycle(self, cycle if self.rotate else 0)[place]
+
+    def partner(self, rank: int, step: int) -> Partner:
+        """What one rank does at a step."""
+        meeting = self.at(step)
+        return Partner(meeting.sources[rank], meeting.targets[rank], meeting.weights[rank])
+
+    def matrix(self, step: int) -> npt.NDArray[np.float64]:
+        """The mixing matrix of a step, [r, r]."""
+        return self.at(step).matrix
+
+    def __repr__(self) -> str:
+        more = f", rotate=True, seed={self.seed}" if self.rotate else ""
+        return f"topology({self.name!r}, {self.ranks}{more})"
+
+
+def topology(name: str, ranks: int, *, rotate: bool = False, seed: int = 0) -> Topology:
+    """The topology of this name for so many ranks.
+
+    Parameters
+    ----------
+    name : one of NAMES
+    ranks : 1 or more; for "hypercube" a power of two
+    rotate : shuffle the ranks after each period, as GossipGraD does. In our runs it gave nothing
+        (docs/gossip.md), and each rank then talks to all others in time.
+    seed : of these orders; the same on all ranks
+
+    Raises CompressError for an unknown name or a number of ranks it cannot serve.
+    """
+    if name not in NAMES:
+        raise CompressError(f"topology {name!r}; expected one of {', '.join(NAMES)}")
+    if ranks < 1:
+        raise CompressError(f"topology {name!r} for {ranks} ranks; expected 1 or more")
+    two_to = ranks & (ranks - 1) == 0
+    if name == "hypercube" and not two_to:
+        raise CompressError(
+            f"a hypercube of {ranks} ranks; expected a power of two. Use 'exact' or "
+            "'dissemination', which take any number."
+        )
+    hops = [2**s for s in range((ranks - 1).bit_length())]
+    if name == "exact":
+        meetings = _exact(ranks)
+    elif name == "hypercube":
+        meetings = [_paired(ranks, ((r, r ^ hop, 0.5) for r in range(ranks))) for hop in hops]
+    else:
+        shifts = {"dissemination": [-hop for hop in hops], "exponential": hops, "ring": [-1]}
+        meetings = [_shifted(ranks, shift) for shift in shifts[name]]
+    exact = ranks <= 2 or name == "exact" or (two_to and name != "ring")
+    # Alone, a rank still has a step to count.
+    idle = Meeting(tuple(range(ranks)), (0.0,) * ranks)
+    return Topology(name, ranks, tuple(meetings) or (idle,), exact, rotate, seed)
+
+
+def _shifted(ranks: int, shift: int) -> Meeting:
+    """Everyone hears from the rank that is `shift` further on."""
+    sources = tuple((r + shift) % ranks for r in range(ranks))
+    return Meeting(sources, tuple(0.0 if source == r else 0.5 for r, source in enumerate(sources)))
+
+
+def _paired(ranks: int, pairs: Iterable[tuple[int, int, float]]) -> Meeting:
+    """Pairs (a, b, weight) exchange; the others sit out."""
+    sources, weights = list(range(ranks)), [0.0] * ranks
+    for a, b, weight in pairs:
+        sources[a], sources[b] = b, a
+        weights[a] = weights[b] = weight
+    return Meeting(tuple(sources), tuple(weights))
+
+
+def _exact(ranks: int) -> list[Meeting]:
+    """Odd part first, in as many groups as the power of two in it; then a hypercube of groups."""
+    groups = ranks & -ranks
+    odd = ranks // groups
+    meetings = [
+        _paired(
+            ranks,
+            [(g * odd + a, g * odd + b, w) for g in range(groups) for a, b, w in pairs],
+        )
+        for pairs in _exact_pairs(odd)
+    ]
+    hops = [2**s for s in range(groups.bit_length() - 1)]
+    cube = [
+        [(g * odd + i, (g ^ hop) * odd + i, 0.5) for g in range(groups) for i in range(odd)]
+        for hop in hops
+    ]
+    return meetings + [_paired(ranks, pairs) for pairs in cube]
+
+
+def _exact_pairs(n: int) -> list[list[tuple[int, int, float]]]:
+    """Pairs, step by step, after which each of n has the mean; 2 * floor(log2 n) + 1 steps.
+
+    n is a sum of powers of two, the sizes of blocks. 1: each block takes its own mean. 2: block by
+    block, the largest first, all later ranks meet one of the block each, with the weight that makes
+    the block's mean that of all: size of the block over what is left. 3: the block takes its mean
+    again, while the later ones go on.
+    """
+    if n == 1:
+        return []
+    sizes = [2**bit for bit in reversed(range(n.bit_length())) if n >> bit & 1]
+    starts = np.cumsum([0, *sizes]).tolist()
+    largest = sizes[0].bit_length() - 1
+    steps: list[list[tuple[int, int, float]]] = [[] for _ in range(2 * largest + 1)]
+    for number, (start, size) in enumerate(zip(starts, sizes, strict=False)):
+        rest = range(start + size, n)
+        for bit in range(size.bit_length() - 1):
+            pairs = [(start + i, start + (i ^ 2**bit), 0.5) for i in range(size)]
+            steps[bit] += pairs
+            # The last block, of one, needs none; nor would it have the time.
+            steps[largest + number + 1 + bit] += pairs
+        if rest:
+            weight = size / (size + len(rest))
+            steps[largest + number] += [(start + i, r, weight) for i, r in enumerate(rest)]
+    return steps
+
+
+@lru_cache(maxsize=8)
+def _cycle(topology: Topology, cycle: int) -> tuple[Meeting, ...]:
+    """The meetings of one period; from the second one on in the order of that period."""
+    if cycle == 0:
+        return topology.meetings
+    place = np.random.default_rng((topology.seed, cycle)).permutation(topology.ranks)
+    rank = np.argsort(place)
+    return tuple(
+        Meeting(
+            tuple(rank[np.array(meeting.sources)[place]].tolist()),
+            tuple(np.array(meeting.weights)[place].tolist()),
+        )
+        for meeting in topology.meetings
+    )

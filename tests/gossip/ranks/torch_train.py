@@ -1,0 +1,53 @@
+"""One rank under horovodrun: `torch_train.py FOLDER CASE...`; prints "ok CASE" on every rank.
+
+Horovod and torch.distributed are both there, and every case that compares runs compares them too.
+"""
+
+import sys
+import warnings
+from pathlib import Path
+
+import horovod.torch as hvd
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from torch_cases import CASES, STEPS, World, backward, flat, net, reference, sgd
+
+from sn_compress.gossip import topology
+from sn_compress.gossip.torch import GossipOptimizer
+
+
+def idle_ranks(world):
+    """Three ranks of more: one of them sits out in every step of the exact graph."""
+    size = min(3, world.size)
+    graph = topology("exact", size)
+    group = dist.new_group(list(range(size)))
+    sets = hvd.add_process_set(list(range(size))) if size < world.size else hvd.global_process_set
+    if world.rank < size:
+        expected = reference(graph, overlap=True)
+        for place in ({"group": group}, {"process_set": sets}):
+            model = net()
+            optimizer = GossipOptimizer(sgd(model), topology=graph, **place)
+            for step in range(STEPS):
+                backward(model, optimizer, step, world.rank)
+                optimizer.step()
+            assert torch.equal(flat(model), expected[world.rank])
+    hvd.barrier()
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    hvd.init(process_sets="dynamic")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{sys.argv[1]}/store", rank=hvd.rank(), world_size=hvd.size()
+    )
+    places = [{"process_set": hvd.global_process_set}, {"group": dist.group.WORLD}]
+    world = World(hvd.rank(), hvd.size(), places, hvd.allgather_object, Path(sys.argv[1]))
+    for case in sys.argv[2:]:
+        (idle_ranks if case == "idle-ranks" else CASES[case])(world)
+        print(f"ok {case}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()

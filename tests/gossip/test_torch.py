@@ -1,0 +1,56 @@
+"""GossipOptimizer for torch: by threads in many ways, on real ranks where the wire matters."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+RANKS = Path(__file__).parent / "ranks"
+CASES = [
+    "weights", "gradients", "momentum", "buckets", "kinds", "consensus", "coded", "resume",
+    "limit", "differ", "scaler", "ring",
+]  # fmt: skip
+# What a transport could get wrong: both must give the bits of the reference.
+REAL = ["weights", "gradients", "idle-ranks", "consensus", "coded", "differ", "ring"]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_threads_follow_the_rules(tmp_path, ranks, case):
+    pytest.importorskip("torch")
+    from local_peers import Hall
+    from torch_cases import CASES, World
+
+    def work(peers):
+        world = World(peers.rank, peers.ranks, [{"group": peers}], peers.gather, tmp_path)
+        CASES[case](world)
+
+    Hall(ranks).run(work)
+
+
+@pytest.mark.horovod
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_follow_the_rules(horovodrun, tmp_path, ranks):
+    """The cases share one launch: starting horovodrun takes longer than any of them."""
+    script = RANKS / "torch_train.py"
+    run = horovodrun(ranks, script, tmp_path, *REAL, timeout=280).check()
+    for case in REAL:
+        assert run.stdout.count(f"ok {case}\n") == ranks, f"{case}\n{run.stdout}"
+
+
+@pytest.mark.horovod
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["horovod", "distributed"])
+def test_a_dead_rank_ends_the_run_with_an_error_on_the_others(horovodrun, tmp_path, transport):
+    """Horovod's Gloo waits 30 s for a peer; torch's Gloo sees the connection close."""
+    start = time.monotonic()
+    run = horovodrun(4, RANKS / "fail.py", tmp_path, transport, timeout=120)
+    assert not run.timed_out, run.stdout
+    assert run.returncode != 0
+    assert run.stdout.count("reached the bad step") == 4, run.stdout
+    assert "all steps done" not in run.stdout
+    assert " was told: " in run.stdout, run.stdout
+    assert time.monotonic() - start < 90

@@ -1,0 +1,339 @@
+"""What GossipOptimizer has to do, rank by rank: run by threads and by real ranks.
+
+The reference trains all ranks in one place, with the mixing matrix of each step and nothing of
+GossipOptimizer.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sn_compress import CompressError, codec
+from sn_compress.gossip import topology
+from sn_compress.gossip.torch import GossipOptimizer, ring_shuffle
+
+STEPS = 9
+
+
+@dataclass
+class World:
+    """The ranks of a run as seen from one.
+
+    places : arguments of GossipOptimizer, one for each transport
+    gather : from what this rank has to a list of what all have
+    folder : for files
+    """
+
+    rank: int
+    size: int
+    places: list[dict[str, Any]]
+    gather: Callable[[Any], list[Any]]
+    folder: Path
+
+
+torch.manual_seed(0)
+FIRST = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 16))
+
+
+def net(dtype=torch.float32):
+    return copy.deepcopy(FIRST).to(dtype)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+def batch(step, rank, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(8, 64, generator=generator).to(dtype)
+    return x, torch.randint(0, 16, (8,), generator=generator)
+
+
+def backward(model, optimizer, step, rank):
+    optimizer.zero_grad()
+    x, y = batch(step, rank, next(model.parameters()).dtype)
+    nn.functional.cross_entropy(model(x).float(), y).backward()
+
+
+def trained(world, steps=STEPS, make=sgd, dtype=torch.float32, place=None, **settings):
+    model = net(dtype)
+    optimizer = GossipOptimizer(make(model), **(place or world.places[0]), **settings)
+    for step in range(steps):
+        backward(model, optimizer, step, world.rank)
+        optimizer.step()
+    return model, optimizer
+
+
+def flat(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def everyone(world, model):
+    """Weights of all ranks, [ranks, n]."""
+    return torch.stack(world.gather(flat(model)))
+
+
+def reference(graph, *, overlap, average="weights", make=sgd, momentum=0):
+    """Weights of all ranks after STEPS, [ranks, n]."""
+    models = [net() for _ in range(graph.ranks)]
+    optimizers = [make(model) for model in models]
+
+    def mixed(vectors, meeting):
+        """What mixing adds to each rank's vector."""
+        return [
+            w * (vectors[source] - v)
+            for v, source, w in zip(vectors, meeting.sources, meeting.weights, strict=True)
+        ]
+
+    def add(tensors, delta):
+        for tensor, part in zip(tensors, delta.split([t.numel() for t in tensors]), strict=True):
+            tensor.data.add_(part.view_as(tensor))
+
+    def each(what):
+        return [torch.cat([t.detach().reshape(-1) for t in what(i)]) for i in range(graph.ranks)]
+
+    def buffers(i):
+        states = [optimizers[i].state.get(p, {}) for p in models[i].parameters()]
+        return [s["momentum_buffer"] for s in states if "momentum_buffer" in s]
+
+    for step in range(STEPS):
+        meeting = graph.at(step)
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            backward(model, optimizer, step, rank)
+        if average == "gradients":
+            deltas = mixed(each(lambda i: [p.grad for p in models[i].parameters()]), meeting)
+            for model, delta in zip(models, deltas, strict=True):
+                add([p.grad for p in model.parameters()], delta)
+        turn = momentum and step % momentum == 0
+        parts = [lambda i: list(models[i].parameters())] + [buffers] * bool(turn)
+        before = [each(part) for part in parts if part(0)]
+        for optimizer in optimizers:
+            optimizer.step()
+        if average == "gradients":
+            continue
+        if not overlap:
+            before = [each(part) for part in parts]
+        for part, vectors in zip(parts, before, strict=False):
+            for i, delta in enumerate(mixed(vectors, meeting)):
+                add(part(i), delta)
+    return torch.stack([flat(model) for model in models])
+
+
+def rules(world, average, **settings):
+    """Both transports, both orders, every topology: the same bits as the reference."""
+    names = ["dissemination", "exact"]
+    if world.size in (2, 4):
+        names += ["exponential", "hypercube", "ring"]
+    for name in names if average == "weights" and not settings else names[:1]:
+        for overlap in (True, False) if name == names[0] else (True,):
+            expected = reference(
+                topology(name, world.size), overlap=overlap, average=average, **settings
+            )
+            for place in world.places:
+                model, _ = trained(
+                    world, topology=name, average=average, overlap=overlap, place=place, **settings
+                )
+                assert torch.equal(flat(model), expected[world.rank]), (name, overlap, place)
+    if average == "weights":
+        assert not torch.equal(expected[0], expected[1]), "replicas were to differ"
+
+
+def buckets(world):
+    """Many small messages are as one."""
+    whole, _ = trained(world)
+    parts, optimizer = trained(world, bucket_bytes=1000)
+    assert len(optimizer._sn.buckets) > 2
+    assert torch.equal(flat(whole), flat(parts))
+
+
+def kinds(world):
+    """Other optimizers, half precision, a scheduler; the overlapped learning rate is the whole."""
+    for make in (lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3), sgd):
+        model, optimizer = trained(world, make=make, momentum=1)
+        assert torch.isfinite(flat(model)).all()
+        assert isinstance(optimizer, torch.optim.Optimizer)
+    model, optimizer = trained(world, dtype=torch.bfloat16, limit=1e-9, every=2)
+    assert flat(model).dtype == torch.bfloat16
+    assert optimizer.report()["averages"] > 0
+    # All ranks the same data: gossip must then change nothing at all.
+    alone, model = net(), net()
+    plain, gossip = sgd(alone), GossipOptimizer(sgd(model), **world.places[0])
+    schedule = torch.optim.lr_scheduler.StepLR(gossip, 3, 0.5)
+    other = torch.optim.lr_scheduler.StepLR(plain, 3, 0.5)
+    for step in range(STEPS):
+        for who, optimizer in ((alone, plain), (model, gossip)):
+            backward(who, optimizer, step, 0)
+            optimizer.step()
+        schedule.step()
+        other.step()
+    assert torch.equal(flat(alone), flat(model))
+
+
+def consensus(world):
+    """All ranks get the exact mean, buffers too, and go on from there."""
+    for place in world.places:
+        model, optimizer = trained(world, place=place)
+        norm = nn.BatchNorm1d(4)
+        norm.running_mean.fill_(world.rank)
+        expected = everyone(world, model).double().mean(0)
+        optimizer.consensus(also=norm.buffers())
+        found = everyone(world, model)
+        assert torch.equal(found, found[:1].expand_as(found))
+        # A sum of up to four floats, and a division: an ulp each.
+        torch.testing.assert_close(found[0].double(), expected, rtol=5e-7, atol=1e-7)
+        assert torch.equal(norm.running_mean, torch.full((4,), (world.size - 1) / 2))
+        momentum = optimizer.state[next(model.parameters())]["momentum_buffer"]
+        momenta = torch.stack(world.gather(momentum))
+        assert torch.equal(momenta, momenta[:1].expand_as(momenta))
+        backward(model, optimizer, STEPS, world.rank)
+        optimizer.step()
+        assert optimizer.report()["averages"] == 1
+
+
+def coded(world):
+    """Differences by codec: few bytes, replicas stay together, both transports the same bits."""
+    settings = {"codec": codec("topk", theta=0.9), "steps": 40}
+    model, optimizer = trained(world, **settings)
+    for place in world.places[1:]:
+        assert torch.equal(flat(model), flat(trained(world, place=place, **settings)[0]))
+    dense = 4 * flat(model).numel()
+    assert optimizer.report()["bytes_per_step"] < dense / 4
+    spread = everyone(world, model)
+    apart = (spread - spread.mean(0)).norm(dim=1).mean() / spread.mean(0).norm()
+    alone = everyone(world, trained_alone(world, 40))
+    lonely = (alone - alone.mean(0)).norm(dim=1).mean() / alone.mean(0).norm()
+    assert apart < 0.7 * lonely, (apart, lonely)
+    optimizer.consensus()
+    backward(model, optimizer, 40, world.rank)
+    optimizer.step()
+
+
+def trained_alone(world, steps):
+    model = net()
+    optimizer = sgd(model)
+    for step in range(steps):
+        backward(model, optimizer, step, world.rank)
+        optimizer.step()
+    return model
+
+
+def resume(world):
+    """A run saved and loaded in the middle has the bits of one that was not."""
+    for settings in (
+        {},
+        {"overlap": False},
+        {"momentum": 2},
+        {"average": "gradients"},
+        {"codec": codec("topk", theta=0.9)},
+        {"codec": codec("topk", theta=0.9), "overlap": False},
+    ):
+        whole, _ = trained(world, **settings)
+        model, optimizer = trained(world, steps=4, **settings)
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        path = f"{world.folder}/rank{world.rank}.pt"
+        torch.save(saved, path)
+        saved = torch.load(path, weights_only=True)
+        later = net()
+        resumed = GossipOptimizer(sgd(later), **world.places[0], **settings)
+        later.load_state_dict(saved[0])
+        resumed.load_state_dict(saved[1])
+        for who, optimizer_ in ((later, resumed), (model, optimizer)):  # saving disturbs nothing
+            for step in range(4, STEPS):
+                backward(who, optimizer_, step, world.rank)
+                optimizer_.step()
+            assert torch.equal(flat(who), flat(whole)), settings
+
+
+def limit(world):
+    """The spread is measured; above the limit all ranks take the mean, at the same step."""
+    _, optimizer = trained(world, every=2)
+    assert optimizer.report()["averages"] == 0
+    spreads = world.gather(optimizer.spread)
+    assert spreads[0] > 0
+    assert len(set(spreads)) == 1
+    for overlap in (True, False):
+        _, optimizer = trained(world, every=2, limit=spreads[0] / 3, overlap=overlap)
+        counts = world.gather(optimizer.report()["averages"])
+        assert counts[0] > 0
+        assert len(set(counts)) == 1
+
+
+def differ(world):
+    """What differs among ranks is an error on all of them; what it says, can be done."""
+    model = net()
+    optimizer = GossipOptimizer(sgd(model), **world.places[0])
+    with torch.no_grad():
+        model[0].bias.add_(world.rank)
+    backward(model, optimizer, 0, world.rank)
+    with pytest.raises(CompressError, match="different weights"):
+        optimizer.step()
+    optimizer.consensus()
+    optimizer.step()
+    other = GossipOptimizer(sgd(net()), overlap=world.rank == 0, **world.places[0])
+    with pytest.raises(CompressError, match="different settings"):
+        other.step()
+
+
+def scaler(world):
+    """One rank finds Inf: it skips its own step, and its partner still gets its weights."""
+    model = net()
+    optimizer = GossipOptimizer(sgd(model), overlap=False, **world.places[0])
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x, y = batch(step, world.rank)
+        loss = nn.functional.cross_entropy(model(x), y)
+        if step == 4 and world.rank == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert torch.isfinite(everyone(world, model)).all()
+    assert scaler.get_scale() == (32 if world.rank == 1 else 64)
+    expected, _ = trained(world, overlap=False)
+    # The step that was lost was one of nine of one rank.
+    assert 0 < (flat(model) - flat(expected)).norm() < 0.2 * flat(expected).norm()
+
+
+def ring(world):
+    """Samples go round while gossip does: none is lost, each is on every rank once."""
+    counts = [10 + rank for rank in range(world.size)]
+    start = sum(counts[: world.rank])
+    for place in world.places:
+        stage = ring_shuffle(torch.arange(start, start + counts[world.rank]), batch_size=4, **place)
+        loader = torch.utils.data.DataLoader(stage, batch_size=None)
+        model = net()
+        optimizer = GossipOptimizer(sgd(model), **place)
+        mine = []
+        for _ in range(world.size):
+            used = []
+            for step, (numbers,) in enumerate(loader):
+                used += numbers.tolist()
+                backward(model, optimizer, step, world.rank)
+                optimizer.step()
+            assert sorted(chain(*world.gather(used))) == list(range(sum(counts)))
+            mine += used
+        assert sorted(mine) == list(range(sum(counts)))
+
+
+CASES = {
+    "weights": lambda world: rules(world, "weights"),
+    "gradients": lambda world: rules(world, "gradients"),
+    "momentum": lambda world: rules(world, "weights", momentum=2),
+    "buckets": buckets,
+    "kinds": kinds,
+    "consensus": consensus,
+    "coded": coded,
+    "resume": resume,
+    "limit": limit,
+    "differ": differ,
+    "scaler": scaler,
+    "ring": ring,
+}
