@@ -7,7 +7,6 @@ passed in stays as it is; both share parameters, buffers and modules.
 
 from __future__ import annotations
 
-import copyreg
 import logging
 import warnings
 from collections.abc import Hashable, Sequence
@@ -159,7 +158,7 @@ def plan(
     check_plan(traced.graph, made)
     replay = Replay(traced.captured, Program(traced.named, traced.captured, made))
     replays = {**(before.replays if before else {}), key: replay}
-    twin = object.__new__(_planned_class(type(plain)))
+    twin = _bare(_planned_class(type(plain)))
     twin.__dict__.update(plain.__dict__)
     twin.__dict__[RECORD] = Planned(traced, made, "graph", replays)
     return twin
@@ -185,7 +184,7 @@ def plain_model(model: torch.nn.Module) -> torch.nn.Module:
     """Return a planned model as it was before; any other as it is."""
     if RECORD not in model.__dict__:
         return model
-    plain = object.__new__(type(model).__mro__[2])
+    plain = _bare(type(model).__mro__[2])
     plain.__dict__.update({key: it for key, it in model.__dict__.items() if key != RECORD})
     return plain
 
@@ -260,7 +259,12 @@ class _PlannedForward:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = plain_model(self)  # type: ignore[arg-type]
-        return copyreg.__newobj__, (type(plain),), dict(plain.__dict__)  # type: ignore[attr-defined]
+        return _bare, (type(plain),), dict(plain.__dict__)
+
+
+def _bare(kind: type[torch.nn.Module]) -> torch.nn.Module:
+    made: torch.nn.Module = object.__new__(kind)
+    return made
 
 
 def _planned_class(kind: type) -> type:

@@ -30,6 +30,9 @@ from .errors import TraceError
 from .recorder import Recorder, Recording, View
 from .tidy import added_in_place, without_unused
 
+# The generator behind np.random.rand and its like, which models draw from.
+_legacy: Any = np.random.mtrand._rand
+
 
 @dataclass(frozen=True)
 class Captured:
@@ -74,8 +77,8 @@ def capture(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     """Record a training step of a model; raises TraceError (see `trace`)."""
     if isinstance(model, torch.jit.ScriptModule):
         raise TraceError(
-            "the model is a ScriptModule, whose parts cannot be swapped. Pass the nn.Module that it "
-            "was made from."
+            "the model is a ScriptModule, whose parts cannot be swapped. Pass the nn.Module it was "
+            "made from."
         )
     with _as_it_was(model), _no_chance():
         try:
@@ -96,8 +99,8 @@ def fake_of(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
     """Return a fake leaf like a tensor; one on the meta device counts as one on the CPU."""
     if is_traceable_wrapper_subclass(tensor):
         raise TraceError(
-            f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} is among parameters, buffers "
-            "or inputs; only plain tensors can be planned. Plan the model before it is sharded or "
+            f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} is a parameter, a buffer or "
+            "an input; only plain tensors can be planned. Plan the model before it is sharded or "
             "quantised."
         )
     if tensor.device.type != "meta":
@@ -135,8 +138,10 @@ class _Capture:
                 if _is_tensor(arg) and arg.requires_grad
             ]
             # A tensor passed twice has one gradient.
-            wanted = {id(it): (name, it) for name, it in reversed(leaves)}.values()
-            wanted = list(reversed(wanted))
+            first: dict[int, tuple[str, torch.Tensor]] = {}
+            for name, leaf in leaves:
+                first.setdefault(id(leaf), (name, leaf))
+            wanted = list(first.values())
             tangents, gradients = self.backward(outputs, [it for _, it in wanted])
         self.check_inputs({view.storage for view in views if view is not None})
         view = self.recorder.view
@@ -233,8 +238,8 @@ class _Capture:
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None and id(tensor) not in known:
                     raise TraceError(
-                        f"the forward pass puts a new tensor in the place of {path}.{name}. Change "
-                        "it in place (copy_, mul_)."
+                        f"the forward pass puts a new tensor in the place of "
+                        f"{f'{path}.{name}' if path else name}. Change it in place (copy_, mul_)."
                     )
 
     def check_inputs(self, inputs: set[int]) -> None:
@@ -286,8 +291,8 @@ def _as_it_was(model: torch.nn.Module) -> Iterator[None]:
         torch.clear_autocast_cache()
     if changed:
         raise TraceError(
-            f"the forward pass sets {', '.join(changed[:5])}; a replay of its calls would not. Keep "
-            "that in a buffer changed in place."
+            f"the forward pass sets {', '.join(changed[:5])}; a replay of its calls would not. "
+            "Keep that in a buffer changed in place."
         )
 
 
@@ -301,7 +306,7 @@ def _differences(
     names = [
         name
         for name in now.keys() | attributes.keys()
-        if name != "_flat_weights" and now.get(name) is not attributes.get(name)
+        if not name.startswith("_flat_weight") and now.get(name) is not attributes.get(name)
     ]
     for slot in ("_parameters", "_buffers"):
         held = getattr(module, slot)
@@ -312,14 +317,14 @@ def _differences(
 @contextmanager
 def _no_chance() -> Iterator[None]:
     """Refuse a forward that draws random numbers outside torch: a replay would go one way only."""
-    python, arrays = random.getstate(), np.random.get_state(legacy=False)
+    python, arrays = random.getstate(), _legacy.get_state(legacy=False)
     yield
     drawn = []
     if random.getstate() != python:
         random.setstate(python)
         drawn.append("random")
-    if repr(np.random.get_state(legacy=False)) != repr(arrays):
-        np.random.set_state(arrays)
+    if repr(_legacy.get_state(legacy=False)) != repr(arrays):
+        _legacy.set_state(arrays)
         drawn.append("numpy.random")
     if drawn:
         raise TraceError(

@@ -140,9 +140,9 @@ def _storage_names(captured: Captured, ops: list[str]) -> dict[int, str]:
     names: dict[int, str] = {}
     for name, view in (*captured.parameters, *captured.buffers):
         names.setdefault(view.storage, name)
-    for place, view in enumerate(captured.inputs):
-        if view is not None:
-            names.setdefault(view.storage, f"input {place}")
+    for place, given in enumerate(captured.inputs):
+        if given is not None:
+            names.setdefault(given.storage, f"input {place}")
     for number in captured.recording.constants:
         names.setdefault(number, f"constant {number}")
     for place, view in enumerate(captured.tangents):

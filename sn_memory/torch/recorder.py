@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .errors import TraceError
 
-
 _FORM_ONLY = {
     getattr(torch.ops.aten, name)
     for name in (
@@ -229,7 +228,8 @@ class Recorder(TorchDispatchMode):
             form = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="meta")
         asked = {**kwargs, "device": kwargs.get("device") or like.device}
         result = func(*args, **kwargs)
-        self._note(func, *tree_flatten(((form, *args[1:]), asked)), result)
+        flat, spec = tree_flatten(((form, *args[1:]), asked))
+        self._note(func, flat, spec, result)
         return result
 
     def _argument(self, arg: Any, func: Any) -> Any:

@@ -83,7 +83,7 @@ def added_in_place(captured: Captured) -> Captured:
         if call.phase == "backward" and call.target is torch.ops.aten.add.Tensor:
             first, second = call.flat[:2]
             out = call.outputs[0]
-            if gives_way(first, second, out, at):
+            if out is not None and gives_way(first, second, out, at):
                 heir[out.storage] = first.storage
                 last[first.storage] = last[out.storage]
                 if out.storage in held:

@@ -1,4 +1,4 @@
-"""verify: run a planned model and the plain one side by side; what was predicted, what came true."""
+"""verify: a planned model and the plain one side by side; what was predicted, what came true."""
 
 from __future__ import annotations
 
@@ -139,14 +139,9 @@ def _step(model: torch.nn.Module, sample: Any, replay: Replay) -> _Step:
     """Run one step from the present state of random numbers and buffers; put both back."""
     args, kwargs = call_arguments(sample)
     device = main_device(replay.captured)
-    for parameter in model.parameters():
-        parameter.grad = None
+    inputs = _drop_gradients(model, sample)
     chance = torch.get_rng_state()
     buffers = {name: it.clone() for name, it in model.named_buffers()}
-    inputs = [it for it in tree_flatten((args, kwargs))[0] if isinstance(it, torch.Tensor)]
-    for tensor in inputs:
-        if tensor.is_leaf:
-            tensor.grad = None
     known = [*model.parameters(), *model.buffers(), *inputs]
     known += list(replay.captured.recording.constants.values())
     tracker = StorageTracker(
@@ -172,9 +167,18 @@ def _step(model: torch.nn.Module, sample: Any, replay: Replay) -> _Step:
     return _Step(results, tracker.peak_bytes, tracker.peak_op)
 
 
+def _drop_gradients(model: torch.nn.Module, sample: Any) -> list[torch.Tensor]:
+    """Drop all gradients, not fill them: others may hold the tensors. Returns the input tensors."""
+    inputs = [it for it in tree_flatten(call_arguments(sample))[0] if _is_tensor(it)]
+    for leaf in (*model.parameters(), *inputs):
+        if leaf.is_leaf:
+            leaf.grad = None
+    return inputs
+
+
 def _seconds(model: torch.nn.Module, sample: Any, replay: Replay) -> float:
     args, kwargs = call_arguments(sample)
-    model.zero_grad()
+    _drop_gradients(model, sample)
     began = _now(replay)
     ends, tangents = _tangents(tree_flatten(model(*args, **kwargs))[0])
     torch.autograd.backward(ends, tangents)
