@@ -26,7 +26,9 @@ class DenseLayer(nn.Module):
         return torch.cat([x, self.layers(x)], 1)
 
 
-def densenet121(*, growth: int = 32, classes: int = 1000) -> nn.Module:
+def densenet121(
+    *, growth: int = 32, blocks: tuple[int, ...] = BLOCKS, classes: int = 1000
+) -> nn.Module:
     """The whole network, for images of any size."""
     channels = 2 * growth
     layers: list[nn.Module] = [
@@ -35,7 +37,7 @@ def densenet121(*, growth: int = 32, classes: int = 1000) -> nn.Module:
         nn.ReLU(inplace=True),
         nn.MaxPool2d(3, 2, 1),
     ]
-    for number, count in enumerate(BLOCKS):
+    for number, count in enumerate(blocks):
         if number:
             layers += [
                 nn.BatchNorm2d(channels),

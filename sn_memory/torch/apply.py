@@ -213,14 +213,26 @@ def signature(
         str(spec),
         tuple(leaves),
         tuple(casts),
-        tuple(module.training for module in model.modules()),
         tuple(it.requires_grad for it in model.parameters()),
+        tuple(_settings(module) for module in model.modules()),
     )
     try:
         hash(key)
     except TypeError:
         return None
     return key
+
+
+def _settings(module: torch.nn.Module) -> tuple[Any, ...]:
+    """What a forward may read from a module beside tensors it registers: modes, rates, numbers.
+
+    A dropout rate that is changed between steps is in the recorded calls with its old value.
+    """
+    return tuple(
+        id(value) if isinstance(value, torch.Tensor) else value
+        for value in module.__dict__.values()
+        if isinstance(value, bool | int | float | str | torch.Tensor)
+    )
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -246,12 +258,14 @@ class _PlannedForward:
         record: Planned = self.__dict__[RECORD]
         key = signature(self, args, kwargs)  # type: ignore[arg-type]
         replay = record.replays.get(key) if key is not None else None
-        if replay is None and self.training and key not in record.refused:  # type: ignore[attr-defined]
-            record.refused.add(key)
+        form = key[1:3] if isinstance(key, tuple) else None
+        if replay is None and self.training and form not in record.refused:  # type: ignore[attr-defined]
+            record.refused.add(form)
             warnings.warn(
-                f"a training step of {type(self).__name__} runs without its plan: shapes, types, "
-                "modes or autocast are not those of the sample it was planned for. Plan it for "
-                "this input too: model = sn_memory.torch.plan(model, sample, budget).",
+                f"a training step of {type(self).__name__} runs without its plan: the input's "
+                "shapes or types, autocast, or modes and numbers in the model's modules are not "
+                "those it was planned with. Plan it for these too: model = "
+                "sn_memory.torch.plan(model, sample, budget).",
                 PlanWarning,
                 stacklevel=4,
             )

@@ -3,12 +3,10 @@
 import pytest
 import torch
 from models import Bert, Gpt2, InceptionV3, Llama, UNet, densenet121, resnet, vgg16
+from models.resnet import ResNet
 
-from sn_memory.liveness import peak
 from sn_memory.policies import policy
-from sn_memory.torch import trace
-from sn_memory.torch.apply import plan
-from sn_memory.torch.verify import verify
+from sn_memory.torch import plan, verify
 
 # From the papers' tables or the authors' and frameworks' published models. U-Net's paper states
 # none: the sum over its layers by hand.
@@ -41,9 +39,12 @@ def tokens(length):
 
 
 TINY = {
-    "resnet": (lambda: resnet(50, width=2), lambda: torch.randn(2, 3, 32, 32)),
+    "resnet": (lambda: ResNet((1, 2, 1, 1), width=4), lambda: torch.randn(2, 3, 64, 64)),
     "vgg16": (lambda: vgg16(size=32, shrink=16, hidden=16), lambda: torch.randn(8, 3, 32, 32)),
-    "densenet": (lambda: densenet121(growth=2), lambda: torch.randn(2, 3, 32, 32)),
+    "densenet": (
+        lambda: densenet121(growth=4, blocks=(2, 3, 2)),
+        lambda: torch.randn(2, 3, 32, 32),
+    ),
     "unet": (lambda: UNet(width=4), lambda: torch.randn(2, 1, 32, 32)),
     "inception": (lambda: InceptionV3(classes=2), lambda: torch.randn(2, 3, 75, 75)),
     "gpt2": (
@@ -55,23 +56,26 @@ TINY = {
         lambda: tokens(32),
     ),
     "llama": (
-        lambda: Llama(vocabulary=50, width=16, layers=3, heads=4, groups=2, hidden=32),
+        lambda: Llama(vocabulary=50, width=16, layers=2, heads=4, groups=2, hidden=32),
         lambda: tokens(32),
     ),
 }
 
 
-@pytest.mark.parametrize("name", TINY)
+NETWORKS = [pytest.param(it, marks=pytest.mark.slow if it == "inception" else ()) for it in TINY]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
 def test_exact_to_the_byte(name):
-    """At the full peak, and at the smallest that a planner of the literature reaches at once."""
+    """Unplanned, and at the memory that SuperNeurons' memory-centric rule reaches."""
     make, sample_of = TINY[name]
     model, sample = make(), sample_of()
-    graph = trace(model, sample, profile=False).graph
-    budgets = {peak(graph).bytes: "liveness"}
-    for planner in ("sqrt_n", "superneurons_memory"):
-        budgets[policy(planner)(graph, budget_bytes=None).peak_bytes] = planner
-    for budget, planner in budgets.items():
-        planned = plan(model, sample, budget, planner=planner, profile=False)
+    whole = plan(model, sample, "100%", planner="liveness", profile=False)
+    graph = whole.sn_memory.trace.graph
+    least = policy("superneurons_memory")(graph, budget_bytes=None).peak_bytes
+    assert least < whole.sn_memory.plan.peak_bytes
+    small = plan(model, sample, least, planner="superneurons_memory", profile=False)
+    for planned in (whole, small):
         found = verify(planned, sample)
         assert found.measured_peak_bytes == found.predicted_peak_bytes
         assert found.equal, found.different

@@ -231,6 +231,15 @@ def test_frozen_parameters_are_part_of_the_plan():
         planned(sample)
 
 
+def test_a_rate_changed_between_steps():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5), nn.Linear(32, 32))
+    planned = plan(model, torch.ones(4, 32), "100%", **SETTINGS)
+    model[1].p = 0.0
+    with pytest.warns(PlanWarning, match="modes and numbers"):
+        out = planned(torch.ones(4, 32))
+    assert torch.equal(out, model(torch.ones(4, 32)))
+
+
 def test_autocast_is_replayed():
     model, sample = mlp(4), torch.randn(16, 32)
     with torch.autocast("cpu", torch.bfloat16):
