@@ -5,9 +5,10 @@
 
 For each network and budget the model is planned, then run with the plan and without: peaks of live
 storages counted by StorageTracker, outputs, gradients and buffers compared bit by bit, seconds of
-the step. Budgets are shares of what is not resident; `least` is the smallest peak a plan was found
-for. Rows already in FILE are kept, so a run that was cut off goes on. `--quick` takes narrow
-networks. `estimate` rows say how long a definition on the meta device takes.
+the step. Budgets are shares of what is not resident; where no plan keeps one, the smallest peak found
+is taken instead, so share 0 is the least. Rows already in FILE are kept, so a run that was cut off
+goes on. `--quick` takes narrow networks. `estimate` rows tell how long a definition on the meta
+device takes.
 """
 
 from __future__ import annotations
