@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
 from ..graph import Device, Graph, Op, Storage
@@ -87,20 +88,23 @@ def neutral(
 
 
 def statistics(call: Call) -> tuple[int, ...]:
-    """Places among the arguments of running statistics that a call updates without saying so.
+    """Places among the flat arguments of running statistics that a call updates unsaid.
 
     Batch norm changes them in place, but its schema names no write. Given None there instead, it
     returns the same and changes nothing, which is how it is run again.
     """
-    values, places = _by_name(call)
-    if not values.get("training", values.get("train", False)):
+    schema = call.target._schema.arguments
+    args, kwargs = tree_unflatten(list(range(len(call.flat))), call.spec)
+    places = dict(zip((it.name for it in schema), args, strict=False)) | kwargs
+    modes = [call.flat[places[name]] for name in ("training", "train") if name in places]
+    if not any(modes):
         return ()
     return tuple(
-        place
-        for name in ("running_mean", "running_var")
-        if isinstance(values.get(name), View)
-        and not _declared(call, name)
-        and isinstance(place := places[name], int)
+        places[it.name]
+        for it in schema
+        if it.name in places.keys() & {"running_mean", "running_var"}
+        and it.alias_info is None
+        and isinstance(call.flat[places[it.name]], View)
     )
 
 
@@ -112,19 +116,6 @@ def flops(call: Call) -> float:
     args, kwargs = call.arguments(lambda view: torch.Size(view.size))
     shapes = [torch.Size(out.size) if out is not None else None for out in call.outputs]
     return float(count(*args, **kwargs, out_val=shapes[0] if len(shapes) == 1 else tuple(shapes)))
-
-
-def _by_name(call: Call) -> tuple[dict[str, Any], dict[str, int]]:
-    """Arguments of a call by their names in the schema, and their places."""
-    args, kwargs = call.arguments(lambda view: view)
-    names = [argument.name for argument in call.target._schema.arguments]
-    values = dict(zip(names, args, strict=False)) | kwargs
-    return values, {name: place for place, name in enumerate(names[: len(args)])}
-
-
-def _declared(call: Call, name: str) -> bool:
-    arguments = {argument.name: argument for argument in call.target._schema.arguments}
-    return arguments[name].alias_info is not None
 
 
 def _is_view(value: Any) -> bool:

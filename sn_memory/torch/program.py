@@ -8,49 +8,27 @@ move one to the host or back. Nothing else holds a tensor, so what is live is wh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..plan import Plan
 from .capture import Captured
 from .errors import ReplayError
-from .neutral import LOSS, Named, main_device, statistics
+from .instructions import (
+    Instruction,
+    Memory,
+    free_storage,
+    offload_storage,
+    prefetch_storage,
+    run_call,
+    take,
+)
+from .neutral import LOSS, Named, main_device
 from .offload import HostArena, Trip
 from .recorder import Call, View, form_of
-
-Instruction = Callable[["Memory"], None]
-
-
-class Memory:
-    """What is held between instructions.
-
-    Attributes
-    ----------
-    held
-        Per storage, a tensor that holds it; None where it is not on the device.
-    chance
-        State of the random number generator before a call that will run again, per call.
-    arena
-        Where storages on the host lie; None where the plan moves none.
-    """
-
-    def __init__(self, storages: int, arena: HostArena | None) -> None:
-        self.held: list[torch.Tensor | None] = [None] * storages
-        self.chance: dict[int, torch.Tensor] = {}
-        self.arena = arena
-
-    @property
-    def spent(self) -> bool:
-        """Whether its backward pass has run."""
-        return not self.held
-
-    def clear(self) -> None:
-        """Let go of everything."""
-        self.held, self.chance, self.arena = [], {}, None
 
 
 class Program:
@@ -87,7 +65,7 @@ class Program:
 
     def taken(self, view: View) -> Callable[[list[Any]], torch.Tensor]:
         """Return the function that takes a view of what is held."""
-        return _taken(view, self.forms[view.storage])
+        return take(view, self.forms[view.storage])
 
     @property
     def arenas(self) -> list[HostArena]:
@@ -172,7 +150,7 @@ class _Writer:
                 self.forms[view.storage] = view
             results.append((place, view, fresh))
         touched = (*call.makes, *call.writes)
-        return _run(
+        return run_call(
             call,
             self.forms,
             results,
@@ -186,159 +164,14 @@ class _Writer:
     def move(self, at: int, action: str, storage: int) -> Instruction:
         if action == "free":
             self.held.discard(storage)
-            return _free(storage)
+            return free_storage(storage)
         if action == "offload":
             self.leaving[storage] = (at, len(self.trips))
             nbytes = self.captured.recording.nbytes[storage]
             # Its end is known when it comes back; one that never does stays to the end.
             self.trips.append(Trip(at, len(self.plan.steps), nbytes))
-            return _offload(storage, len(self.trips) - 1)
+            return offload_storage(storage, len(self.trips) - 1)
         start, trip = self.leaving.pop(storage)
         self.trips[trip] = replace(self.trips[trip], start=start, end=at + 1)
         self.held.add(storage)
-        return _prefetch(storage, trip, self.forms[storage])
-
-
-def _free(storage: int) -> Instruction:
-    def free(memory: Memory) -> None:
-        memory.held[storage] = None
-
-    return free
-
-
-def _offload(storage: int, trip: int) -> Instruction:
-    def offload(memory: Memory) -> None:
-        tensor = memory.held[storage]
-        assert memory.arena is not None
-        assert tensor is not None
-        memory.arena.take(trip, tensor)
-
-    return offload
-
-
-def _prefetch(storage: int, trip: int, form: View) -> Instruction:
-    def prefetch(memory: Memory) -> None:
-        assert memory.arena is not None
-        memory.held[storage] = memory.arena.give(trip, form)
-
-    return prefetch
-
-
-def _run(
-    call: Call,
-    forms: dict[int, View],
-    results: Sequence[tuple[int, View, bool]],
-    *,
-    number: int,
-    again: bool,
-    replayed: bool,
-    device: torch.device,
-) -> Instruction:
-    """Return the instruction that runs a call.
-
-    results : place among the flat results, View, and whether it is to be held
-    replayed : it draws random numbers, and the plan runs it more than once
-    """
-    target = call.target
-    arguments = _arguments(call, forms, without=statistics(call) if again else ())
-
-    def run(memory: Memory) -> None:
-        args, kwargs = arguments(memory.held)
-        if replayed and again:
-            now = _chance(device)
-            _set_chance(device, memory.chance[number])
-            result = target(*args, **kwargs)
-            _set_chance(device, now)
-        else:
-            if replayed:
-                memory.chance[number] = _chance(device)
-            result = target(*args, **kwargs)
-        if not results:
-            return
-        flat = (result,) if isinstance(result, torch.Tensor) else tree_flatten(result)[0]
-        for place, view, fresh in results:
-            tensor = flat[place]
-            if not view.shows(tensor):
-                raise ReplayError(
-                    f"{target} returned a tensor of size {tuple(tensor.size())}, stride "
-                    f"{tensor.stride()} and type {tensor.dtype}; traced were {view.size}, "
-                    f"{view.stride} and {view.dtype}. Its rule for fake tensors is wrong: report "
-                    "it to its owner; this model cannot be planned."
-                )
-            if fresh:
-                memory.held[view.storage] = tensor
-
-    return run
-
-
-def _arguments(
-    call: Call, forms: dict[int, View], *, without: tuple[int, ...]
-) -> Callable[[list[Any]], tuple[list[Any], dict[str, Any]]]:
-    """Return the function that fills a call's arguments from what is held."""
-    flat = [None if place in without else arg for place, arg in enumerate(call.flat)]
-    args, kwargs = tree_unflatten(flat, call.spec)
-    args = list(args)
-    plain = all(isinstance(arg, View) or not _has_view(arg) for arg in (*args, *kwargs.values()))
-    if plain:
-        places = [
-            (place, _taken(arg, forms[arg.storage]))
-            for place, arg in enumerate(args)
-            if isinstance(arg, View)
-        ]
-        keys = [
-            (key, _taken(arg, forms[arg.storage]))
-            for key, arg in kwargs.items()
-            if isinstance(arg, View)
-        ]
-
-        def fill(held: list[Any]) -> tuple[list[Any], dict[str, Any]]:
-            filled = args.copy()
-            for place, take in places:
-                filled[place] = take(held)
-            return filled, {**kwargs, **{key: take(held) for key, take in keys}} if keys else kwargs
-
-        return fill
-    takes = [_taken(arg, forms[arg.storage]) if isinstance(arg, View) else None for arg in flat]
-    spec = call.spec
-
-    def fill_nested(held: list[Any]) -> tuple[list[Any], dict[str, Any]]:
-        values = [
-            arg if take is None else take(held) for arg, take in zip(flat, takes, strict=True)
-        ]
-        made: tuple[list[Any], dict[str, Any]] = tree_unflatten(values, spec)
-        return made
-
-    return fill_nested
-
-
-def _taken(view: View, form: View) -> Callable[[list[Any]], torch.Tensor]:
-    """Return the function that takes a view of what is held in a form."""
-    storage, size, stride, offset = view.storage, view.size, view.stride, view.offset
-    if view == form:
-        return lambda held: held[storage]
-    if view.dtype == form.dtype:
-        return lambda held: held[storage].as_strided(size, stride, offset)
-
-    def other_type(held: list[Any]) -> torch.Tensor:
-        base = held[storage]
-        empty = torch.empty(0, dtype=view.dtype, device=base.device)
-        return empty.set_(base.untyped_storage(), offset, size, stride)
-
-    return other_type
-
-
-def _has_view(value: Any) -> bool:
-    return any(isinstance(leaf, View) for leaf in tree_flatten(value)[0])
-
-
-def _chance(device: torch.device) -> torch.Tensor:
-    if device.type == "cuda":
-        return torch.cuda.get_rng_state(device)
-    return torch.get_rng_state()
-
-
-def _set_chance(device: torch.device, state: torch.Tensor) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
+        return prefetch_storage(storage, trip, self.forms[storage])

@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_unflatten
 
 from .capture import Captured
 from .errors import ReplayError
+from .instructions import Memory
 from .neutral import main_device
-from .program import Memory, Program
+from .program import Program
 from .recorder import View
 
 
