@@ -112,7 +112,7 @@ def _fixed(
     return _gather(make, shapes, ranks, seeds=seeds, feedback=feedback, headers=False)
 
 
-def _dgc(shapes: Shapes, ranks: int, _: float | None, *, warmup: int) -> Exchanges:
+def _dgc(shapes: Shapes, ranks: int, _: float | None, *, warmup: int = 1) -> Exchanges:
     """Its first four phases keep 25, 6.3, 1.6 and 0.4 %, and count."""
 
     def make(shape: tuple[int, ...]) -> Codec:
@@ -149,6 +149,7 @@ BUILD: dict[str, tuple[str, Build]] = {
         partial(_topk, chunk=4096, indices="packed", values="2bit", decay=0.95),
     ),
     "demo": ("gather", _demo),
+    "dgc": ("gather", _dgc),
     "qsgd": ("gather", partial(_fixed, "qsgd", "paper", seeds=True)),
     "terngrad": ("gather", partial(_fixed, "terngrad", "paper", seeds=True)),
     "paper": ("gather", partial(_fixed, "fft", "paper", feedback=False, theta=0.9)),

@@ -97,7 +97,7 @@ class Gather(Exchange):
         headers: bool = True, at: Callable[[Any, int], Codec] | None = None,
     ) -> None:  # fmt: skip
         self.codecs, self.headers, self.at, self.step = list(codecs), headers, at, 0
-        self.memories = [ErrorFeedback(codec, decay=decay) for codec in codecs]  # type: ignore[arg-type]
+        self.memories = [ErrorFeedback(codec, decay=decay) for codec in codecs]
         self.feedback = feedback
 
     def mean(self, vectors: Sequence[Floats]) -> Floats:
@@ -105,9 +105,10 @@ class Gather(Exchange):
         self.step += 1
         payloads = []
         for codec, memory, vector in zip(codecs, self.memories, vectors, strict=True):
-            memory.codec = codec  # type: ignore[assignment]
             payloads.append(
-                memory.encode("tensor", vector) if self.feedback else codec.encode(vector)
+                memory.encode("tensor", vector, codec=codec)
+                if self.feedback
+                else codec.encode(vector)
             )
         gathered = np.concatenate([on_wire(payload.buffer) for payload in payloads])
         bare = payloads[0].nbytes - HEADER_BYTES
