@@ -131,9 +131,9 @@ def plan(
     >>> import sn_memory.torch
     >>> layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()) for _ in range(8)]
     >>> sample = torch.zeros(512, 64)
-    >>> model = sn_memory.torch.plan(torch.nn.Sequential(*layers), sample, "60%", profile=False)
+    >>> model = sn_memory.torch.plan(torch.nn.Sequential(*layers), sample, "80%", profile=False)
     >>> model(torch.randn(512, 64)).sum().backward()
-    >>> model.sn_memory.plan.peak_bytes <= 0.6 * model.sn_memory.plan.baseline_peak_bytes
+    >>> model.sn_memory.plan.peak_bytes <= 0.8 * model.sn_memory.plan.baseline_peak_bytes
     True
     """
     if backend not in BACKENDS:
