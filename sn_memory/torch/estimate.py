@@ -114,7 +114,7 @@ def estimate(model: torch.nn.Module, sample: Any, *, optimizer: Any = None) -> E
     >>> with torch.device("meta"):
     ...     model, sample = torch.nn.Linear(1000, 1000), torch.empty(64, 1000)
     >>> found = sn_memory.torch.estimate(model, sample, optimizer=torch.optim.Adam)
-    >>> found.parameters_bytes, found.optimizer_bytes, found.fits("20MB")
+    >>> found.parameters_bytes, found.optimizer_bytes, found.fits("1GB")
     (4004000, 8008008, True)
     """
     traced = trace(model, sample, profile=False)
