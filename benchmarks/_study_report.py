@@ -10,7 +10,7 @@ from typing import Any
 Row = dict[str, Any]
 Panel = tuple[str, str]
 
-CAPTION = "Accuracy lost against received bytes, for each method on three trainings"
+CAPTION = "Accuracy lost against received bytes, for each method and training"
 COLUMNS = (
     "method",
     "exchange",
@@ -47,9 +47,9 @@ LOOKS = {
 
 
 def panels(rows: list[Row]) -> dict[Panel, list[Row]]:
-    """Rows by net and optimizer, in the order of TITLES."""
+    """Rows by net and optimizer, in the order of TITLES, where there is more than plain."""
     found = {p: [r for r in rows if (r["net"], r["optimizer"]) == p] for p in TITLES}
-    return {panel: group for panel, group in found.items() if group}
+    return {p: group for p, group in found.items() if {r["method"] for r in group} - {"plain"}}
 
 
 def groups(rows: list[Row]) -> list[list[Row]]:
@@ -103,29 +103,29 @@ def table(rows: list[Row]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def source(rows: list[Row]) -> str:
+def source(rows: list[Row], flags: str) -> str:
     """Where the numbers come from, in one paragraph."""
     commits, machines = (", ".join(sorted({r[f] for r in rows})) for f in ("commit", "machine"))
     return (
-        "From `python benchmarks/study.py`: mean ± standard deviation over seeds, differences taken"
+        f"From `python benchmarks/study.py{flags}`: mean ± standard deviation over seeds, differences taken"
         f" seed by seed. Commit {commits}; {machines}."
     )
 
 
-def text(rows: list[Row]) -> str:
-    """All tables, and where they come from."""
+def text(rows: list[Row], flags: str = "") -> str:
+    """All tables, and where they come from; `flags` of the command, behind a blank."""
     parts = []
     for panel, group in panels(rows).items():
         steps = ", ".join(str(s) for s in sorted({r["steps"] for r in group}))
         rate = ", ".join(str(s) for s in sorted({r["rate"] for r in group}))
         parts += [f"### {TITLES[panel]}", f"{steps} steps, learning rate {rate}."]
         parts.append(table(group))
-    return "\n\n".join([*parts, source(rows)])
+    return "\n\n".join([*parts, source(rows, flags)])
 
 
-def put_into(page: Path, new: str) -> None:
-    """Replace what stands between the two markers of a page."""
-    start, end = "<!-- study:start -->", "<!-- study:end -->"
+def put_into(page: Path, name: str, new: str) -> None:
+    """Replace what stands between the two markers of that name in a page."""
+    start, end = f"<!-- {name}:start -->", f"<!-- {name}:end -->"
     before, has_start, rest = page.read_text(encoding="utf-8").partition(start)
     _, has_end, after = rest.partition(end)
     if not (has_start and has_end):

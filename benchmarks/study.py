@@ -2,6 +2,7 @@
 
     python benchmarks/study.py            what is missing of the whole study, hours on two cores
     python benchmarks/study.py --quick    one short run of most methods: does it all run?
+    python benchmarks/study.py --long     few methods, one seed, four times the steps
 
 Every rank's gradient and every payload is real; the ranks are simulated (benchmarks/simulated.py).
 A finished run is saved at once and not done again, so the study may be stopped and started at
@@ -31,6 +32,7 @@ from simulated import SMALLEST, Exchange, Plain, exchange_gradients, rank_gradie
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/study.json"
+LONG_RESULTS = ROOT / "benchmarks/results/study_long.json"
 RANKS, BATCH = 8, 8  # images per rank and step
 # Chosen on plain runs only, by the loss at the end of a run and by seed 3, which is not studied.
 RATES = {("cnn", "sgd"): 0.05, ("cnn", "adam"): 2e-3, ("transformer", "adam"): 4e-3}
@@ -158,6 +160,17 @@ def plan(seeds: Sequence[int], steps: int | None) -> list[Run]:
     return runs
 
 
+def long_plan() -> list[Run]:
+    """What is left of a difference when training goes on four times as long?"""
+    methods: list[tuple[str, float | None]] = [("plain", None), ("auto", 50.0), ("auto", 150.0)]
+    methods += [("top-k", 50.0), ("top-k", 150.0), ("powersgd 1", None)]
+    return [
+        Run(net, optimizer, method, ratio, 0, 4 * STEPS[net], RATES[net, optimizer])
+        for net, optimizer in (("cnn", "sgd"), ("transformer", "adam"))
+        for method, ratio in methods
+    ]
+
+
 def headline(net: str) -> list[tuple[str, float | None]]:
     """Ours at the ratios aimed at and beside each rank of PowerSGD; the strongest rivals."""
     pairs: list[tuple[str, float | None]] = [("plain", None), ("auto", 50.0), ("auto", 150.0)]
@@ -191,12 +204,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="rows go there and are continued there")
     parser.add_argument("--quick", action="store_true", help="few methods, few steps")
+    parser.add_argument("--long", action="store_true", help="few methods, four times the steps")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--png", type=Path, help="picture of all rows there are")
     args = parser.parse_args()
-    path = args.json or (ROOT / "benchmarks/out/study.json" if args.quick else RESULTS)
-    runs = plan([0], 40) if args.quick else plan(args.seeds, None)
+    path, runs = RESULTS, plan(args.seeds, None)
+    if args.quick:
+        path, runs = ROOT / "benchmarks/out/study.json", plan([0], 40)
+    elif args.long:
+        path, runs = LONG_RESULTS, long_plan()
+    path = args.json or path
     if args.quick:
         runs = [r for r in runs if r.method in QUICK and r.ratio_asked in (None, 50.0)]
     rows = [] if args.quick else load(path)
@@ -215,11 +233,14 @@ def main() -> None:
             save(path, rows)
             told = [str(row[f]) for f in (*fields[:5], "ratio_received", "accuracy", "train_loss")]
             print(" ".join(told), f"({row['seconds']} s)", flush=True)
-    text = report.text(rows)
+    text = report.text(rows, " --long" if args.long else "")
     print(f"\n{text}\n\nrows: {path}")
-    if path == RESULTS:
+    page = ROOT / "docs/accuracy.md"
+    if path == LONG_RESULTS:
+        report.put_into(page, "study-long", text)
+    elif path == RESULTS:
         report.picture(rows, ROOT / "docs/study.png")
-        report.put_into(ROOT / "docs/accuracy.md", f"![{report.CAPTION}](study.png)\n\n{text}")
+        report.put_into(page, "study", f"![{report.CAPTION}](study.png)\n\n{text}")
     elif args.png:
         report.picture(rows, args.png)
 

@@ -101,8 +101,8 @@ def test_report_pairs_seeds_and_names_what_diverged(study, tmp_path):
 def test_report_goes_between_its_markers(study, tmp_path):
     page = tmp_path / "page.md"
     page.write_text("a\n<!-- study:start -->\nold\n<!-- study:end -->\nz\n")
-    study.report.put_into(page, "new")
+    study.report.put_into(page, "study", "new")
     assert page.read_text() == "a\n<!-- study:start -->\nnew\n<!-- study:end -->\nz\n"
     page.write_text("no place\n")
     with pytest.raises(SystemExit, match="study:start"):
-        study.report.put_into(page, "new")
+        study.report.put_into(page, "study", "new")
