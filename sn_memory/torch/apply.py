@@ -1,0 +1,286 @@
+"""plan: a model that keeps a budget. It is the model: same class, parameters, state dict, modes.
+
+What changes is its forward. Where gradients are wanted and the input is like the sample, the
+planned steps run (replay.py); otherwise the model's own forward, as when evaluating. The model
+passed in stays as it is; both share parameters, buffers and modules.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from ..check import check_plan
+from ..graph import Device
+from ..plan import Plan
+from ..planner import plan_graph
+from .errors import TraceError
+from .program import Program
+from .replay import Replay
+from .trace import Trace, call_arguments, trace
+
+log = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "graph")
+RECORD = "sn_memory"
+_WRAPPERS = (
+    "DistributedDataParallel",
+    "DataParallel",
+    "FullyShardedDataParallel",
+    "OptimizedModule",
+)
+
+
+class PlanWarning(UserWarning):
+    """A planned model ran without its plan."""
+
+
+@dataclass
+class Planned:
+    """What a planned model carries as `model.sn_memory`.
+
+    Parameters
+    ----------
+    trace, plan
+        What was planned last, and how.
+    backend
+        What carries the plan out: `graph`.
+    replays
+        The planned steps, per kind of input.
+    refused
+        Kinds of input that were run plainly; each is warned about once.
+    """
+
+    trace: Trace
+    plan: Plan
+    backend: str
+    replays: dict[Hashable, Replay]
+    refused: set[Hashable] = field(default_factory=set)
+
+    def report(self, path: str | Path) -> None:
+        """Write one HTML page with pictures and tables; needs matplotlib."""
+        from ..report import report
+
+        report(self.trace.graph, self.plan).write_html(path)
+
+
+def plan(
+    model: torch.nn.Module,
+    sample: Any,
+    budget: int | str,
+    *,
+    planner: str = "auto",
+    actions: Sequence[str] = ("keep", "recompute"),
+    backend: str = "auto",
+    profile: bool = True,
+    device: Device | None = None,
+    optimizer: Any = None,
+    time_limit_s: float = 60.0,
+) -> torch.nn.Module:
+    """Return the model as one that trains within a budget of bytes, with the same gradients.
+
+    Parameters
+    ----------
+    model
+        In the modes it is to be trained in. It stays as it is. One that is planned already keeps
+        its plans for other inputs.
+    sample
+        An input like those of training: a tensor, a tuple of positional arguments, or a mapping of
+        keyword arguments. Other shapes, types or modes run without the plan; a warning says so
+        once for each.
+    budget
+        The most live bytes: a number, "6GiB", or "60%" of the unplanned peak. Parameters, buffers,
+        gradients and the input count.
+    planner, actions, time_limit_s
+        As in `sn_memory.plan_graph`. The action `offload` moves storages to the host.
+    backend
+        `graph` runs the recorded calls one by one as planned; `auto` is the same.
+    profile, device
+        As in `trace`.
+    optimizer
+        An optimizer or its class; its state counts as well.
+
+    Returns
+    -------
+    A module of the same class that shares parameters, buffers and modules with `model`. Its
+    `sn_memory` tells trace and plan and writes the report. Copies and pickles of it are plain
+    models.
+
+    Raises
+    ------
+    TraceError
+        For a model that cannot be traced; the message says where.
+    BudgetError
+        If no plan keeps the budget; carries the smallest peak found and its op.
+
+    Notes
+    -----
+    Loss and gradients are bit-equal to the unplanned run, dropout and batch norm included, where
+    kernels are deterministic. All gradients arrive when the backward pass has ended.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import sn_memory.torch
+    >>> layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()) for _ in range(8)]
+    >>> sample = torch.zeros(512, 64)
+    >>> model = sn_memory.torch.plan(torch.nn.Sequential(*layers), sample, "80%", profile=False)
+    >>> model(torch.randn(512, 64)).sum().backward()
+    >>> model.sn_memory.plan.peak_bytes <= 0.8 * model.sn_memory.plan.baseline_peak_bytes
+    True
+    """
+    if backend not in BACKENDS:
+        raise ValueError(
+            f"got backend {backend!r}, expected one of {', '.join(BACKENDS)}. There is no back end "
+            "for torch.compile and none by module."
+        )
+    _check_model(model)
+    before = model.__dict__.get(RECORD)
+    plain = plain_model(model)
+    args, kwargs = call_arguments(sample)
+    key = signature(plain, args, kwargs)
+    if key is None:
+        raise TraceError(
+            "an argument of the sample is neither a tensor nor hashable, so it cannot be told "
+            "whether later inputs are like it. Pass tensors, numbers, strings or tuples."
+        )
+    traced = trace(plain, sample, profile=profile, device=device, optimizer=optimizer)
+    made = plan_graph(
+        traced.graph, budget, planner=planner, actions=actions, time_limit_s=time_limit_s
+    )
+    check_plan(traced.graph, made)
+    replay = Replay(traced.captured, Program(traced.named, traced.captured, made))
+    replays = {**(before.replays if before else {}), key: replay}
+    twin = _bare(_planned_class(type(plain)))
+    twin.__dict__.update(plain.__dict__)
+    twin.__dict__[RECORD] = Planned(traced, made, "graph", replays)
+    return twin
+
+
+def _check_model(model: torch.nn.Module) -> None:
+    kind = type(model)
+    if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
+        raise TraceError(
+            f"the model is a {kind.__name__}. Plan the module inside it first, then wrap what plan "
+            "returns."
+        )
+    if "forward" in model.__dict__:
+        raise TraceError(
+            "the model's forward was replaced on the instance, so that of its class would not be "
+            "the whole of it. Put the change into a subclass."
+        )
+    if len({it.device for it in model.parameters()}) > 1:
+        raise TraceError("the parameters lie on several devices; a plan is for the memory of one.")
+
+
+def plain_model(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a planned model as it was before; any other as it is."""
+    if RECORD not in model.__dict__:
+        return model
+    plain = _bare(type(model).__mro__[2])
+    plain.__dict__.update({key: it for key, it in model.__dict__.items() if key != RECORD})
+    return plain
+
+
+def signature(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Hashable | None:
+    """What a plan depends on beside the values of tensors; None if that cannot be compared."""
+    flat, spec = tree_flatten((args, kwargs))
+    first: dict[int, int] = {}
+    leaves: list[Any] = []
+    for place, leaf in enumerate(flat):
+        if not isinstance(leaf, torch.Tensor):
+            leaves.append(leaf)
+            continue
+        # Which inputs are the same tensor, or share memory, is part of the trace.
+        same = first.setdefault(id(leaf), place)
+        shared = first.setdefault(_memory(leaf), place)
+        form = (tuple(leaf.size()), leaf.stride(), leaf.storage_offset(), leaf.dtype)
+        leaves.append((*form, leaf.requires_grad, same, shared))
+    kinds = ("cpu", "cuda")
+    casts = [
+        (kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)
+    ]
+    key = (
+        str(spec),
+        tuple(leaves),
+        tuple(casts),
+        tuple(it.requires_grad for it in model.parameters()),
+        tuple(_settings(module) for module in model.modules()),
+    )
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _settings(module: torch.nn.Module) -> tuple[Any, ...]:
+    """What a forward may read from a module beside tensors it registers: modes, rates, numbers.
+
+    A dropout rate that is changed between steps is in the recorded calls with its old value.
+    """
+    return tuple(
+        id(value) if isinstance(value, torch.Tensor) else value
+        for value in module.__dict__.values()
+        if isinstance(value, bool | int | float | str | torch.Tensor)
+    )
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    # Negative, so that it is no id; tensors without memory (meta) share nothing.
+    return -(tensor.untyped_storage()._cdata) if tensor.device.type != "meta" else -id(tensor)
+
+
+class _PlannedForward:
+    """What a planned model does otherwise than its class."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        replay = self._replay(args, kwargs) if torch.is_grad_enabled() else None
+        if replay is None:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        flat = tree_flatten((args, kwargs))[0]
+        tensors = [it for it in flat if isinstance(it, torch.Tensor)]
+        parameters = list(self.parameters())  # type: ignore[attr-defined]
+        given = [*parameters, *self.buffers(), *tensors]  # type: ignore[attr-defined]
+        wanted = {id(it): it for it in (*parameters, *tensors) if it.requires_grad}
+        return replay(given, list(wanted.values()))
+
+    def _replay(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Replay | None:
+        record: Planned = self.__dict__[RECORD]
+        key = signature(self, args, kwargs)  # type: ignore[arg-type]
+        replay = record.replays.get(key) if key is not None else None
+        form = key[1:3] if isinstance(key, tuple) else None
+        if replay is None and self.training and form not in record.refused:  # type: ignore[attr-defined]
+            record.refused.add(form)
+            warnings.warn(
+                f"a training step of {type(self).__name__} runs without its plan: the input's "
+                "shapes or types, autocast, or modes and numbers in the model's modules are not "
+                "those it was planned with. Plan it for these too: model = "
+                "sn_memory.torch.plan(model, sample, budget).",
+                PlanWarning,
+                stacklevel=4,
+            )
+        return replay
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = plain_model(self)  # type: ignore[arg-type]
+        return _bare, (type(plain),), dict(plain.__dict__)
+
+
+def _bare(kind: type[torch.nn.Module]) -> torch.nn.Module:
+    made: torch.nn.Module = object.__new__(kind)
+    return made
+
+
+def _planned_class(kind: type) -> type:
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (_PlannedForward, kind), names)

@@ -1,0 +1,49 @@
+"""Models that are small and awkward: in place, random, with statistics, several outputs."""
+
+import torch
+from torch import nn
+from torch.nn.functional import dropout, max_pool2d, scaled_dot_product_attention
+
+
+class Everything(nn.Module):
+    """Convolutions, batch norm, ReLU in place, dropout, a skip, attention, a constant."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, width, 3, padding=1)
+        self.norm = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1)
+        self.linear = nn.Linear(width, width)
+        self.layer_norm = nn.LayerNorm(width)
+        self.scale = torch.linspace(0.5, 1.5, width)
+
+    def forward(self, x):
+        x = torch.relu_(self.norm(self.conv1(x)))
+        x = x + torch.relu_(self.norm(self.conv2(dropout(x, 0.5, self.training))))
+        x = max_pool2d(x, 2).flatten(2).transpose(1, 2)
+        x = self.layer_norm(self.linear(x))
+        y = scaled_dot_product_attention(x, x, x)
+        return (x + y) * self.scale.to(x.device) * torch.tensor([2.0])
+
+
+class SeveralOutputs(nn.Module):
+    """A mapping with logits, a count that takes no gradient, and something that is no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x, *, offset):
+        h = torch.tanh(self.linear(x + offset))
+        left, right = h.chunk(2, -1)
+        return {"logits": left, "count": (right > 0).sum(), "rest": [right, 7]}
+
+
+def mlp(layers=8, width=32):
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers))
+    )
+
+
+def images(batch=4, size=16):
+    return torch.randn(batch, 3, size, size)

@@ -1,0 +1,92 @@
+"""Bytes by category before anything is allocated."""
+
+import pytest
+import torch
+from small_models import Everything, images, mlp
+from torch import nn
+
+from sn_memory import BudgetError
+from sn_memory.torch import StorageTracker, estimate
+
+
+def test_categories_of_a_chain():
+    found = estimate(mlp(3, 16), torch.zeros(10, 16), optimizer=torch.optim.Adam)
+    weights = 3 * (16 * 16 + 16) * 4
+    assert found.parameters_bytes == found.gradients_bytes == weights
+    # Two moments for each weight, one step count for each of the six parameters.
+    assert found.optimizer_bytes == 2 * weights + 6 * 4
+    assert found.inputs_bytes == 10 * 16 * 4
+    # GELU keeps its input and the next layer keeps that of GELU; the last is the output.
+    assert found.activations_bytes == 3 * 2 * 10 * 16 * 4
+    assert found.batch == 10
+    assert found.fits(found.peak_bytes)
+    assert not found.fits(found.peak_bytes - 1)
+
+
+def test_the_step_is_what_is_measured():
+    model, sample = Everything(), images()
+    found = estimate(model, sample)
+    known = [*model.parameters(), *model.buffers(), sample, model.scale]
+    with StorageTracker(known) as tracker:
+        out = model(sample)
+    tangent = torch.ones_like(out)
+    tracker.meet(tangent)
+    with tracker:
+        out.backward(tangent)
+    # The constant torch.tensor([2.0]) is made anew in each plain step; traced, it stays.
+    assert abs(found.step_bytes - tracker.peak_bytes) <= 4
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_state_of_optimizers(kind):
+    model = mlp(2)
+    found = estimate(model, torch.zeros(4, 32), optimizer=kind(model.parameters(), lr=0.1))
+    optimizer = kind(model.parameters(), lr=0.1)
+    model(torch.zeros(4, 32)).sum().backward()
+    optimizer.step()
+    held = [it for state in optimizer.state.values() for it in state.values()]
+    assert found.optimizer_bytes == sum(it.nbytes for it in held if isinstance(it, torch.Tensor))
+
+
+def test_the_users_optimizer_is_not_touched():
+    model = mlp(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    found = estimate(model, torch.zeros(4, 32), optimizer=optimizer)
+    assert found.optimizer_bytes == found.parameters_bytes
+    assert not optimizer.state
+    assert all(it.grad is None for it in model.parameters())
+
+
+@pytest.mark.parametrize("room", [60_000, 123_456])
+def test_largest_batch_is_the_largest(room):
+    model = mlp(2)
+    batch = estimate(model, torch.zeros(2, 32)).largest_batch(room)
+    assert estimate(model, torch.zeros(batch, 32)).fits(room)
+    assert not estimate(model, torch.zeros(batch + 1, 32)).fits(room)
+
+
+def test_no_batch_fits():
+    with pytest.raises(BudgetError, match="a batch of 1 needs") as caught:
+        estimate(mlp(1), torch.zeros(2, 32)).largest_batch(1000)
+    assert caught.value.peak_bytes > 1000
+
+
+def test_a_batch_that_cannot_be_told():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x, y):
+            return self.linear(x) @ y
+
+    found = estimate(Two(), (torch.zeros(4, 3), torch.zeros(3, 7)))
+    assert found.batch is None
+    with pytest.raises(ValueError, match="differ in their first dimension"):
+        found.largest_batch("1GB")
+
+
+def test_it_reads_like_a_table():
+    text = str(estimate(mlp(1), torch.zeros(2, 32)))
+    assert "parameters" in text
+    assert "KiB" in text

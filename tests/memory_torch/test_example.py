@@ -1,0 +1,47 @@
+"""The example and the benchmark run as a user runs them, if briefly."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*arguments):
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_example_says_what_it_saved():
+    said = run("examples/torch_memory.py", "--steps", 2, "--batch", 4)
+    assert "bit-equal" in said
+    assert "the same to the bit" in said
+    assert "largest batch in 1 GiB" in said
+
+
+def test_the_benchmark_writes_rows_and_goes_on(tmp_path):
+    file = tmp_path / "rows.json"
+    flags = ["--models", "unet/8", "--planner", "superneurons_memory", "--json", file]
+    run("benchmarks/planner_torch.py", *flags)
+    rows = json.loads(file.read_text())
+    assert [row["share"] for row in rows] == [1.0, 0.6, 0.3, 0.0]
+    assert all(row["equal"] for row in rows)
+    assert all(row["measured_peak_bytes"] == row["predicted_peak_bytes"] for row in rows)
+    assert rows[3]["measured_peak_bytes"] < rows[3]["baseline_peak_bytes"]
+    assert not run("benchmarks/planner_torch.py", *flags)

@@ -1,0 +1,349 @@
+"""A planned model is the model, within its budget: same bits, same statistics, same hooks."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from small_models import Everything, SeveralOutputs, images, mlp
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sn_memory import BudgetError, Device, PlanError
+from sn_memory.torch import PlanWarning, ReplayError, TraceError, plan, trace, verify
+
+# A planner that answers at once: what is tested is that plans are obeyed, not how good they are.
+SETTINGS = {"profile": False, "planner": "greedy"}
+
+
+def step(model, *args, **kwargs):
+    """One step from a fixed state of chance; returns output, gradients, buffers, chance after."""
+    torch.manual_seed(7)
+    out = model(*args, **kwargs)
+    out.backward(torch.sin(torch.arange(out.numel()).float()).view_as(out).to(out.dtype))
+    gradients = [None if it.grad is None else it.grad.clone() for it in model.parameters()]
+    buffers = [it.clone() for it in model.buffers()]
+    return [out.detach(), *gradients, *buffers, torch.get_rng_state()]
+
+
+def same(left, right):
+    return all(
+        (a is None and b is None) or torch.equal(a, b) for a, b in zip(left, right, strict=True)
+    )
+
+
+@pytest.mark.parametrize("budget", ["100%", "85%", "70%", "60%"])
+def test_bits_and_bytes(budget):
+    model, sample = Everything(), images()
+    planned = plan(copy.deepcopy(model), sample, budget, **SETTINGS)
+    assert same(step(planned, sample), step(model, sample))
+    found = verify(planned, sample)
+    assert found.measured_peak_bytes == found.predicted_peak_bytes
+    assert found.equal, found.different
+    made = planned.sn_memory.plan
+    reruns = sum(it.action == "run" for it in made.steps) - len(planned.sn_memory.trace.graph.ops)
+    assert (reruns > 0) == (budget != "100%")
+
+
+def test_dropout_and_batch_norm_are_run_again():
+    """The property of the test above is worth nothing if the plan rebuilds neither."""
+    planned = plan(Everything(), images(), "60%", **SETTINGS)
+    runs = [it.target for it in planned.sn_memory.plan.steps if it.action == "run"]
+    twice = {name.partition("#")[0] for name in runs if runs.count(name) > 1}
+    assert "norm/native_batch_norm" in twice
+    assert "forward/bernoulli_" in twice
+
+
+def test_the_smallest_budget():
+    model, sample = mlp(8), torch.randn(64, 32)
+    with pytest.raises(BudgetError) as refusal:
+        plan(model, sample, "1%", profile=False)
+    planned = plan(model, sample, refusal.value.peak_bytes, profile=False)
+    found = verify(planned, sample)
+    assert found.measured_peak_bytes == found.predicted_peak_bytes <= refusal.value.peak_bytes
+    assert found.equal
+
+
+def test_several_steps_of_training():
+    model, sample = Everything(), images()
+    planned = plan(copy.deepcopy(model), sample, "65%", **SETTINGS)
+    for it in (model, planned):
+        torch.manual_seed(3)
+        optimizer = torch.optim.SGD(it.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(3):
+            optimizer.zero_grad()
+            it(images()).square().mean().backward()
+            optimizer.step()
+    assert same(model.state_dict().values(), planned.state_dict().values())
+
+
+def test_it_is_the_model():
+    model, sample = Everything(), images()
+    planned = plan(model, sample, "70%", **SETTINGS)
+    assert isinstance(planned, Everything)
+    assert planned is not model
+    assert all(a is b for a, b in zip(planned.parameters(), model.parameters(), strict=True))
+    assert list(planned.state_dict()) == list(model.state_dict())
+    assert type(model) is Everything
+    assert "sn_memory" not in model.__dict__
+
+
+def test_evaluation_is_plain():
+    model, sample = Everything(), images()
+    planned = plan(model, sample, "70%", **SETTINGS)
+    planned.eval()
+    assert torch.equal(planned(sample), copy.deepcopy(planned)(sample))
+    with torch.no_grad():
+        assert not planned(images(2)).requires_grad
+
+
+def test_other_inputs_run_plainly_and_say_so_once():
+    planned = plan(mlp(3), torch.zeros(8, 32), "100%", **SETTINGS)
+    with pytest.warns(PlanWarning, match="without its plan"):
+        planned(torch.zeros(5, 32))
+    planned(torch.zeros(5, 32))
+    both = plan(planned, torch.zeros(5, 32), "100%", **SETTINGS)
+    both = plan(both, torch.zeros(6, 32), "100%", **SETTINGS)
+    for batch in (5, 6, 8):
+        assert both(torch.zeros(batch, 32)).grad_fn.name() == "_PlannedBackward"
+
+
+def test_copies_and_pickles_are_plain():
+    planned = plan(mlp(2), torch.zeros(8, 32), "100%", **SETTINGS)
+    for made in (copy.deepcopy(planned), pickle.loads(pickle.dumps(planned))):
+        assert type(made) is nn.Sequential
+        assert same(made.state_dict().values(), planned.state_dict().values())
+
+
+def test_hooks_of_parameters_fire_once():
+    model, sample = mlp(4), torch.randn(64, 32)
+    fired = []
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda grad, name=name: fired.append(name))
+        parameter.register_post_accumulate_grad_hook(lambda it, name=name: fired.append(name))
+    plan(model, sample, "80%", **SETTINGS)(sample).sum().backward()
+    assert sorted(fired) == sorted(2 * [name for name, _ in model.named_parameters()])
+
+
+def test_gradients_are_handed_over_not_copied():
+    planned = plan(mlp(2), torch.randn(4, 32), "100%", **SETTINGS)
+    seen = {}
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                seen[result.data_ptr()] = str(func)
+            return result
+
+    out = planned(torch.randn(4, 32)).sum()
+    with Watch():
+        out.backward()
+    assert all("clone" not in seen[it.grad.data_ptr()] for it in planned.parameters())
+
+
+def test_distributed_data_parallel(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        model, sample = mlp(4), torch.randn(64, 32)
+        expected = step(copy.deepcopy(model), sample)
+        planned = plan(model, sample, "80%", **SETTINGS)
+        wrapped = nn.parallel.DistributedDataParallel(planned)
+        assert same(step(wrapped, sample), expected)
+        with pytest.raises(TraceError, match="Plan the module inside"):
+            plan(wrapped, sample, "80%", **SETTINGS)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_steps_run_in_the_planned_order():
+    model, sample = mlp(4), torch.randn(64, 32)
+    planned = plan(model, sample, "80%", **SETTINGS)
+    record, ran = planned.sn_memory, []
+
+    class Listen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            ran.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    out = planned(sample)
+    tangent = torch.ones_like(out)
+    with Listen():
+        out = planned(sample)
+        out.backward(tangent)
+    wanted = [
+        record.trace.graph.ops[record.trace.graph.op_index[it.target]].kind
+        for it in record.plan.steps
+        if it.action == "run" and it.target != "loss"
+    ]
+    views = {"as_strided", "detach", "set_", "empty", "view", "device"}
+    assert [it for it in ran if it not in views] == wanted
+
+
+def test_outputs_of_all_kinds():
+    model, sample = SeveralOutputs(), {"x": torch.randn(4, 6), "offset": 1.5}
+    planned = plan(model, sample, "100%", **SETTINGS)
+    out, expected = planned(**sample), model(**sample)
+    assert torch.equal(out["logits"], expected["logits"])
+    assert torch.equal(out["count"], expected["count"])
+    assert out["rest"][1] == 7
+    assert not out["count"].requires_grad
+    found = verify(planned, sample)
+    assert found.equal, found.different
+    with pytest.warns(PlanWarning):
+        planned(x=sample["x"], offset=2.5)
+
+
+def test_gradients_of_inputs():
+    sample = torch.randn(64, 32, requires_grad=True)
+    model = mlp(4)
+    assert verify(plan(model, sample, "80%", **SETTINGS), sample).equal
+
+
+def test_one_tensor_passed_twice():
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x, y):
+            return self.linear(x) * y
+
+    x = torch.randn(3, 4, requires_grad=True)
+    planned = plan(Sum(), (x, x), "100%", **SETTINGS)
+    assert verify(planned, (x, x)).equal
+    with pytest.warns(PlanWarning):
+        planned(x, x.detach().clone().requires_grad_())
+
+
+def test_frozen_parameters_are_part_of_the_plan():
+    model, sample = mlp(3), torch.randn(8, 32)
+    model[0].requires_grad_(False)
+    planned = plan(model, sample, "100%", **SETTINGS)
+    assert verify(planned, sample).equal
+    assert model[0][0].weight.grad is None
+    model[0].requires_grad_(True)
+    with pytest.warns(PlanWarning):
+        planned(sample)
+
+
+def test_a_rate_changed_between_steps():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5), nn.Linear(32, 32))
+    planned = plan(model, torch.ones(4, 32), "100%", **SETTINGS)
+    model[1].p = 0.0
+    with pytest.warns(PlanWarning, match="modes and numbers"):
+        out = planned(torch.ones(4, 32))
+    assert torch.equal(out, model(torch.ones(4, 32)))
+
+
+def test_autocast_is_replayed():
+    model, sample = mlp(4), torch.randn(16, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        planned = plan(model, sample, "100%", **SETTINGS)
+        expected = step(copy.deepcopy(model), sample)
+        assert expected[0].dtype == torch.bfloat16
+        assert same(step(planned, sample), expected)
+    with pytest.warns(PlanWarning):
+        planned(sample)
+
+
+def test_two_forwards_before_one_backward():
+    # Each parameter is used once per pass: more uses would be summed in another order.
+    model, sample = mlp(4), torch.randn(64, 32)
+    planned = plan(copy.deepcopy(model), sample, "80%", **SETTINGS)
+    for it in (model, planned):
+        (it(sample).sum() * 2 + it(sample * 2).square().sum()).backward()
+    for mine, plain in zip(planned.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine.grad, plain.grad)
+
+
+def test_a_gradient_that_lies_otherwise():
+    """`sum` hands its gradient over as one number, expanded."""
+    model, sample = mlp(3), torch.randn(8, 32)
+    planned = plan(copy.deepcopy(model), sample, "100%", **SETTINGS)
+    for it in (model, planned):
+        it(sample).sum().backward()
+    for mine, plain in zip(planned.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine.grad, plain.grad)
+
+
+def test_backward_twice_and_changes_in_between():
+    planned = plan(mlp(2), torch.randn(4, 32), "100%", **SETTINGS)
+    out = planned(torch.randn(4, 32)).sum()
+    out.backward(retain_graph=True)
+    with pytest.raises(ReplayError, match="second time"):
+        out.backward()
+    out = planned(torch.randn(4, 32)).sum()
+    with torch.no_grad():
+        next(planned[1].parameters()).add_(1)
+    with pytest.raises(ReplayError, match="changed in place"):
+        out.backward()
+
+
+def test_nothing_stays_behind():
+    planned = plan(mlp(4), torch.randn(64, 32), "80%", **SETTINGS)
+    gc.collect()
+    gc.disable()
+    try:
+        out = planned(torch.randn(64, 32))
+        held = weakref.ref(out.grad_fn)
+        del out
+        # No cycle: the node dies with the output, and all it held with it.
+        assert held() is None
+    finally:
+        gc.enable()
+
+
+def test_the_optimizer_counts():
+    model, sample = mlp(2), torch.randn(4, 32)
+    bare = trace(model, sample, profile=False).graph
+    loaded = trace(model, sample, profile=False, optimizer=torch.optim.Adam).graph
+    weights = sum(it.nbytes for it in model.parameters())
+    assert loaded.base_bytes - bare.base_bytes == 2 * weights + 4 * 4
+
+
+FAST_LINK = Device("fast link", 1e9, 1e9, 1e12, 1e12, 0.0)
+
+
+def test_offloading_to_the_host():
+    model, sample = mlp(8), torch.randn(64, 32)
+    planned = plan(
+        model, sample, "75%", actions=("keep", "offload"), device=FAST_LINK, profile=False
+    )
+    assert planned.sn_memory.plan.decided("offload")
+    for _ in range(2):
+        found = verify(planned, sample)
+        assert found.measured_peak_bytes == found.predicted_peak_bytes
+        assert found.equal, found.different
+
+
+def test_refusals():
+    model, sample = mlp(2), torch.randn(4, 32)
+    before = dict(model.__dict__)
+    with pytest.raises(BudgetError):
+        plan(model, sample, 1000, **SETTINGS)
+    with pytest.raises(ValueError, match="expected one of auto, graph"):
+        plan(model, sample, "100%", backend="compile", **SETTINGS)
+    with pytest.raises(PlanError, match="no plan for this sample"):
+        verify(model, sample)
+    with pytest.raises(TraceError, match="hashable"):
+        plan(SeveralOutputs(), {"x": torch.zeros(2, 6), "offset": {1}}, "100%", **SETTINGS)
+    assert model.__dict__ == before
+
+
+def test_moved_parameters_are_told_apart():
+    model, sample = mlp(2), torch.randn(4, 32)
+    planned = plan(model, sample, "100%", **SETTINGS)
+    model.double()
+    with pytest.raises(ReplayError, match="Plan the model as"):
+        planned(sample)
+
+
+def test_the_report(tmp_path):
+    planned = plan(mlp(4), torch.randn(64, 32), "80%", **SETTINGS)
+    planned.sn_memory.report(tmp_path / "report.html")
+    assert "recompute" in (tmp_path / "report.html").read_text()

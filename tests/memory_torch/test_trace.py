@@ -1,0 +1,208 @@
+"""What a traced step says, and which models are refused."""
+
+import random
+
+import pytest
+import torch
+from small_models import Everything, images, mlp
+from torch import nn
+
+from sn_memory import plan_graph
+from sn_memory.liveness import peak
+from sn_memory.torch import TraceError, trace
+
+
+def kinds(graph, phase):
+    return [op.kind for op in graph.ops if op.phase == phase]
+
+
+def test_a_chain_is_what_runs():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    graph = trace(model, torch.zeros(3, 4), profile=False).graph
+    assert kinds(graph, "forward") == ["addmm", "relu", "addmm"]
+    # Each linear layer: gradient of its input but for the first, of its weight, of its bias.
+    assert kinds(graph, "backward") == [
+        *("loss", "mm", "mm", "sum"),
+        *("threshold_backward", "mm", "sum"),
+    ]
+    roles = {it.name: (it.role, it.bytes) for it in graph.storages}
+    assert roles["0.weight"] == ("parameter", 4 * 8 * 4)
+    assert roles["input 0"] == ("input", 3 * 4 * 4)
+    assert sum(it.bytes for it in graph.storages if it.role == "gradient" and it.keep) == (
+        4 * sum(it.numel() for it in model.parameters()) + 3 * 2 * 4
+    )
+
+
+def test_what_is_in_place_random_or_a_statistic():
+    graph = trace(Everything(), images(), profile=False).graph
+    ops = {op.kind: op for op in graph.ops}
+    assert ops["relu_"].writes
+    assert not ops["relu_"].outputs
+    assert ops["bernoulli_"].random
+    assert ops["bernoulli_"].replayable
+    assert not ops["native_batch_norm"].writes
+    assert not [op for op in graph.ops if op.random and op.kind != "bernoulli_"]
+    assert not {"view", "transpose", "t", "detach", "expand"} & {op.kind for op in graph.ops}
+
+
+def test_the_loss_stands_between_and_outputs_are_not_made_twice():
+    graph = trace(mlp(2), torch.zeros(3, 32), profile=False).graph
+    place = graph.op_index["loss"]
+    loss = graph.ops[place]
+    assert loss.fixed
+    assert loss.effect
+    assert {op.phase for op in graph.ops[:place]} == {"forward"}
+    assert {op.phase for op in graph.ops[place:]} == {"backward"}
+    (maker,) = (op for op in graph.ops if set(op.outputs) & set(loss.inputs))
+    assert maker.once
+
+
+def test_names_tell_the_module():
+    graph = trace(Everything(), images(), profile=False).graph
+    assert graph.ops[0].name == "conv1/convolution#0"
+
+
+def test_gradients_are_added_in_place():
+    graph = trace(Everything(), images(), profile=False).graph
+    added = [op for op in graph.ops if op.phase == "backward" and op.kind in ("add", "add_")]
+    assert added
+    assert {op.kind for op in added} == {"add_"}
+
+
+def test_the_meta_device_will_do():
+    there = trace(Everything(), images(), profile=False).graph
+    with torch.device("meta"):
+        model = Everything()
+    model.scale = torch.ones(8)  # no buffer, so a tensor of its own
+    nowhere = trace(model, images().to("meta"), profile=False).graph
+    assert [op.kind for op in nowhere.ops] == [op.kind for op in there.ops]
+    assert peak(nowhere).bytes == peak(there).bytes
+
+
+def test_shared_weights_are_one_storage():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
+    model[2].weight = model[0].weight
+    graph = trace(model, torch.zeros(2, 4), profile=False).graph
+    assert [it.name for it in graph.storages if it.role == "parameter"] == ["0.weight"]
+
+
+def test_recurrent_layers_get_their_gradients():
+    captured = trace(nn.LSTM(4, 5), torch.zeros(3, 2, 4), profile=False).captured
+    assert len(captured.gradients) == 4
+    assert all(view is not None for _, view in captured.gradients)
+
+
+def test_times_are_measured_and_kept(tmp_path):
+    model, sample = mlp(2), torch.zeros(3, 32)
+    graph = trace(model, sample).graph
+    assert graph.seconds_sources == {"measured": len(graph.ops)}
+    (file,) = (tmp_path / "sn_memory").iterdir()
+    written = file.stat().st_mtime_ns
+    assert [op.seconds for op in trace(model, sample).graph.ops] == [op.seconds for op in graph.ops]
+    assert file.stat().st_mtime_ns == written
+
+
+def test_without_profile_a_roofline():
+    graph = trace(mlp(1), torch.zeros(3, 32), profile=False).graph
+    assert set(graph.seconds_sources) == {"roofline", "measured"}
+    assert graph.seconds_sources["measured"] == 1  # the loss, which is outside
+    # Two operations per multiply-add: 3 rows, 32 by 32.
+    assert graph.ops[0].flops == 2 * 3 * 32 * 32
+
+
+def test_the_graph_can_be_planned_and_written(tmp_path):
+    graph = trace(mlp(), torch.zeros(64, 32), profile=False).graph
+    text = graph.to_json(tmp_path / "graph.json")
+    assert type(graph).from_json(text) == graph
+    assert plan_graph(graph, "90%", planner="greedy").peak_bytes <= 0.9 * peak(graph).bytes
+
+
+class Odd(nn.Module):
+    """A linear layer and, after it, something that cannot be replayed."""
+
+    def __init__(self, odd):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(4))
+        self.count = 0
+        self.odd = odd
+
+    def forward(self, x):
+        return self.odd(self, self.linear(x.clone()), x)
+
+
+def looks(model, h, x):
+    return h * 2 if h.sum() > 0 else h
+
+
+def selects(model, h, x):
+    return h[h > 0]
+
+
+def counts(model, h, x):
+    model.count += 1
+    return h
+
+
+def replaces(model, h, x):
+    model.seen = model.seen + h.detach().mean(0)
+    return h + model.seen
+
+
+def gambles(model, h, x):
+    return h if random.random() < 2 else -h
+
+
+def writes(model, h, x):
+    x.add_(1)
+    return h
+
+
+def checkpoints(model, h, x):
+    return torch.utils.checkpoint.checkpoint(
+        lambda it: nn.functional.dropout(it).exp(), h, use_reentrant=False
+    )
+
+
+def detaches(model, h, x):
+    return h.detach()
+
+
+def own_chance(model, h, x):
+    return h + torch.rand(4, generator=torch.Generator())
+
+
+@pytest.mark.parametrize(
+    ("odd", "says"),
+    [
+        (looks, "depend on values"),
+        (selects, "depend on values"),
+        (counts, "sets count"),
+        (replaces, "in the place of seen"),
+        (gambles, "draws from random"),
+        (writes, "changes an input"),
+        (checkpoints, "in the backward pass"),
+        (detaches, "no backward pass"),
+        (own_chance, "generator"),
+    ],
+)
+def test_refused_and_left_as_it_was(odd, says):
+    model = Odd(odd)
+    before = dict(model.__dict__)
+    tensors = {name: (id(it), it.clone()) for name, it in model.state_dict(keep_vars=True).items()}
+    with pytest.raises(TraceError, match=says):
+        trace(model, torch.zeros(2, 4), profile=False)
+    assert model.__dict__ == before
+    for name, it in model.state_dict(keep_vars=True).items():
+        assert id(it) == tensors[name][0]
+        assert torch.equal(it, tensors[name][1])
+
+
+def test_the_place_is_named():
+    with pytest.raises(TraceError, match=r"test_trace\.py:\d+"):
+        trace(Odd(looks), torch.zeros(2, 4), profile=False)
+
+
+def test_sparse_gradients_are_refused():
+    with pytest.raises(TraceError, match="sparse"):
+        trace(nn.Embedding(5, 3, sparse=True), torch.zeros(2, dtype=torch.long), profile=False)
