@@ -1,4 +1,4 @@
-"""Encoding in the hook against encoding in a thread beside the backward pass (beside=True).
+"""Encoding in the hook against encoding in a thread beside the backward pass (overlap=True).
 
     OMP_NUM_THREADS=1 horovodrun --gloo -np 2 python benchmarks/beside.py [--json FILE]
 
@@ -101,7 +101,7 @@ def compare(name: str, pairs: int) -> tuple[dict[str, Any], list[dict[str, Any]]
     make = Replayed if name == "replayed" else NETS[name]
     way = FFTCompression.using(warmup=WARMUP, every=10**9)
     hook, one = trainer(make, way)
-    thread, other = trainer(make, way.using(beside=True))
+    thread, other = trainer(make, way.using(overlap=True))
     for _ in range(WARMUP + 2):
         hook(), thread()
     found = []

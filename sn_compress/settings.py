@@ -34,7 +34,7 @@ class Settings:
     warmup: int = 10
     every: int = 2000
     tune: bool = False
-    beside: bool = False
+    overlap: bool = False
 
     def changed(self, *, mode: Literal["paper"] | None = None, **changes: Any) -> Settings:
         """These settings with changes; CompressError names what is unknown or not legal."""
@@ -79,15 +79,15 @@ class Settings:
         return fitting[0] if fitting else self.exchange
 
     def refuse_torch_only(self, where: str) -> None:
-        """Raise CompressError where tune=True or beside=True would have no effect."""
+        """Raise CompressError where tune=True or overlap=True would have no effect."""
         if self.tune:
             raise CompressError(
                 f"tune=True has no effect with {where}; it is for optimizers of Horovod's torch. "
                 "Leave it out, and ask sn_compress.predict whether compression pays."
             )
-        if self.beside:
+        if self.overlap:
             raise CompressError(
-                f"beside=True has no effect with {where}; it is for optimizers of Horovod's torch. "
+                f"overlap=True has no effect with {where}; it is for optimizers of Horovod's torch. "
                 "Leave it out."
             )
 
@@ -110,7 +110,7 @@ class Settings:
         return SharedExchange(**chosen, undoable=undoable)
 
 
-_SHARED_ONLY = {"ratio", "warmup", "every", "beside"}
+_SHARED_ONLY = {"ratio", "warmup", "every", "overlap"}
 _SHARED = {"ratio", "warmup", "every", "min_elements", "feedback", "decay"}
-_RIM = {"threads", "exchange", "tune", "beside"}
+_RIM = {"threads", "exchange", "tune", "overlap"}
 _CODEC = {field.name for field in fields(Settings)} - _SHARED - _RIM

@@ -135,7 +135,7 @@ def _send_shared(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[
 
     rank = caller.process_set.rank()
     rounds = partial(shared.exchange, name, values, ranks=ranks, rank=rank)
-    beside = memory.settings.beside and caller.optimizer is not None
+    beside = memory.settings.overlap and caller.optimizer is not None
     wire = Reducer(caller.process_set)
     memory.pending.begin(name, rounds, wire, _thread() if beside else None)
     # Grouped all-reduces want one dtype, that of the plain tensors beside it.

@@ -23,11 +23,11 @@ HOROVOD_USER = """
 import horovod.torch as hvd, torch
 hvd.init()
 torch.manual_seed(0)
-model = torch.nn.Linear(64, 64)
+model, sample = torch.nn.Linear(64, 64), torch.ones(2, 64)
 opt = torch.optim.SGD(model.parameters(), lr=0.1)
 """
 ONE_STEP = """
-model(torch.ones(2, 64)).sum().backward()
+model(sample).sum().backward()
 opt.step()
 """
 

@@ -12,9 +12,8 @@ pytestmark = [pytest.mark.horovod, pytest.mark.slow]
 CASES = ["rules", "idle-ranks", "consensus", "limit", "coded", "refused", "ring"]
 
 
-# With four ranks what two cannot show; importing TensorFlow so often is most of the time.
-@pytest.mark.parametrize(("ranks", "cases"), [(2, CASES), (4, ["rules", "idle-ranks"])])
-def test_ranks_follow_the_rules(horovodrun, ranks, cases):
-    run = horovodrun(ranks, RANKS / "tensorflow_train.py", *cases, timeout=280).check()
-    for case in cases:
-        assert run.stdout.count(f"ok {case}\n") == ranks, f"{case}\n{run.stdout}"
+def test_ranks_follow_the_rules(horovodrun):
+    """Two ranks: to import TensorFlow in four of them on two cores is a minute of its own."""
+    run = horovodrun(2, RANKS / "tensorflow_train.py", *CASES, timeout=280).check()
+    for case in CASES:
+        assert run.stdout.count(f"ok {case}\n") == 2, f"{case}\n{run.stdout}"

@@ -17,7 +17,7 @@ ALWAYS = [
 CASES = {
     "gather": [*ALWAYS, "paper", "without-names", "two-optimizers"],
     "shared": [*ALWAYS, "join"],
-    "beside": [*ALWAYS, "join"],
+    "overlap": [*ALWAYS, "join"],
 }
 
 
@@ -31,7 +31,7 @@ def test_ranks_stay_bit_identical_over_20_steps(horovodrun, ranks, exchange):
         assert run.stdout.count(f"ok {case}\n") == ranks, f"{case}\n{run.stdout}"
 
 
-@pytest.mark.parametrize("exchange", list(CASES))
+@pytest.mark.parametrize("exchange", ["gather", "shared"])
 def test_a_skipped_step_is_as_if_it_had_never_been(horovodrun, exchange):
     """To the bit, on four ranks too. Fused tensors are summed in an order that depends on when they
     came, and a last bit decides which values are kept: two runs are alike only with nothing fused.

@@ -22,9 +22,9 @@ def test_ranks_take_up_compression_and_give_it_up_together(horovodrun):
 
 def test_where_it_would_have_no_effect_it_is_an_error():
     Settings().refuse_torch_only("anything")
-    for setting in ("tune", "beside"):
+    for setting in ("tune", "overlap"):
         settings = Settings().changed(**{setting: True})
         with pytest.raises(CompressError, match=f"{setting}=True has no effect with.*Keras"):
             settings.refuse_torch_only("TensorFlow and Keras")
     with pytest.raises(CompressError, match="beside belongs to the shared exchange"):
-        Settings().changed(exchange="gather", beside=True)
+        Settings().changed(exchange="gather", overlap=True)

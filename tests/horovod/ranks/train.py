@@ -240,8 +240,8 @@ if __name__ == "__main__":
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     hvd.init(process_sets="dynamic")
-    beside = SHARED.using(beside=True)
-    way = {"gather": GATHER, "shared": SHARED, "beside": beside}[sys.argv[1]]
+    overlap = SHARED.using(overlap=True)
+    way = {"gather": GATHER, "shared": SHARED, "overlap": overlap}[sys.argv[1]]
     for case in sys.argv[2:]:
         CASES[case](way)
         print(f"ok {case}", flush=True)
