@@ -87,8 +87,8 @@ class Settings:
             )
         if self.overlap:
             raise CompressError(
-                f"overlap=True has no effect with {where}; it is for optimizers of Horovod's torch. "
-                "Leave it out."
+                f"overlap=True has no effect with {where}; it is for optimizers of Horovod's "
+                "torch. Leave it out."
             )
 
     def schedule(self) -> Schedule:
