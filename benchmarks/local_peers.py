@@ -7,6 +7,7 @@ bits (tests/gossip/test_torch.py).
 
 from __future__ import annotations
 
+import copy
 import queue
 import threading
 from collections import defaultdict
@@ -86,7 +87,7 @@ class LocalPeers:
 
     def sum(self, name: str, tensor: Any) -> Callable[[], Any]:
         """All wait for all."""
-        first, *others = self.gather(tensor.clone())
+        first, *others = self.gather(tensor)
         total = first.clone()
         for other in others:
             total += other
@@ -94,7 +95,8 @@ class LocalPeers:
 
     def gather(self, value: Any) -> list[Any]:
         """What all ranks hand over, in order of rank."""
-        self.hall.posted[self.rank] = value
+        # Copied, as others still read it when this one has gone on.
+        self.hall.posted[self.rank] = copy.deepcopy(value)
         self.hall.barrier.wait()
         found = list(self.hall.posted)
         self.hall.barrier.wait()
