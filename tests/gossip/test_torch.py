@@ -32,12 +32,14 @@ def test_threads_follow_the_rules(tmp_path, ranks, case):
 
 @pytest.mark.horovod
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_follow_the_rules(horovodrun, tmp_path, ranks):
-    """The cases share one launch: starting horovodrun takes longer than any of them."""
+@pytest.mark.parametrize(("ranks", "cases"), [(2, REAL), (4, ["weights", "idle-ranks"])])
+def test_ranks_follow_the_rules(horovodrun, tmp_path, ranks, cases):
+    """The cases share one launch: starting horovodrun takes longer than most of them. What four
+    ranks share with two is left out, as four on two cores mostly wait for each other.
+    """
     script = RANKS / "torch_train.py"
-    run = horovodrun(ranks, script, tmp_path, *REAL, timeout=280).check()
-    for case in REAL:
+    run = horovodrun(ranks, script, tmp_path, *cases, timeout=280).check()
+    for case in cases:
         assert run.stdout.count(f"ok {case}\n") == ranks, f"{case}\n{run.stdout}"
 
 
