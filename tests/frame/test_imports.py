@@ -37,13 +37,31 @@ LAYERS = (
 )
 # The same for the planner: rims, report -> planner -> search -> the prices -> gaps -> graph.
 MEMORY_LAYERS = (
-    ("sn_memory.errors", "sn_memory.fields", "sn_memory.sizes"),
+    (
+        "sn_memory.errors",
+        "sn_memory.fields",
+        "sn_memory.sizes",
+        "sn_memory.clock",
+        "sn_memory._native",
+    ),
     ("sn_memory.arrays",),
     ("sn_memory.graph", "sn_memory.graph_file"),
-    ("sn_memory.plan", "sn_memory.liveness", "sn_memory.gaps"),
+    (
+        "sn_memory.plan",
+        "sn_memory.liveness",
+        "sn_memory.gaps",
+        "sn_memory.schedule",
+        "sn_memory.compiled",
+    ),
     ("sn_memory.check", "sn_memory.lowering", "sn_memory.exact", "sn_memory.bound"),
-    ("sn_memory.offload", "sn_memory.recompute", "sn_memory.workspace"),
-    ("sn_memory.drafting", "sn_memory.blocks", "sn_memory.joint", "sn_memory.refine"),
+    ("sn_memory.offload", "sn_memory.recompute", "sn_memory.workspace", "sn_memory.fitting"),
+    (
+        "sn_memory.drafting",
+        "sn_memory.blocks",
+        "sn_memory.joint",
+        "sn_memory.refine",
+        "sn_memory.starts",
+    ),
     ("sn_memory.chain", "sn_memory.policies"),
     ("sn_memory.search",),
     ("sn_memory.planner",),

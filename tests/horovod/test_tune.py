@@ -26,5 +26,5 @@ def test_where_it_would_have_no_effect_it_is_an_error():
         settings = Settings().changed(**{setting: True})
         with pytest.raises(CompressError, match=f"{setting}=True has no effect with.*Keras"):
             settings.refuse_torch_only("TensorFlow and Keras")
-    with pytest.raises(CompressError, match="beside belongs to the shared exchange"):
+    with pytest.raises(CompressError, match="overlap belongs to the shared exchange"):
         Settings().changed(exchange="gather", overlap=True)
