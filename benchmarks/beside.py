@@ -25,7 +25,7 @@ import torch
 from machine import commit, machine
 from nets import NETS
 from torch import nn
-from tuned import BATCH, same
+from tuned import same, trainer
 
 from sn_compress import FFTCompression
 from sn_compress.exchange.pending import Pending
@@ -33,7 +33,7 @@ from sn_compress.horovod import torch as rim
 
 LAYERS, SIDE, LAYER_S = 10, 1000, 0.03
 PAIRS, STEPS = 9, {"replayed": 2, "cnn": 15, "transformer": 8}
-WARMUP = 2
+WARMUP, RATE = 2, 1e-4
 
 
 class Asleep(torch.autograd.Function):
@@ -69,27 +69,6 @@ class Replayed(nn.Module):
         return x
 
 
-def trainer(make: Any, way: Any) -> Any:
-    """A function that does a step and returns its seconds, and the net."""
-    torch.manual_seed(0)
-    net = make()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(net.parameters(), lr=1e-4),
-        named_parameters=net.named_parameters(),
-        compression=way,
-    )
-    images, labels = torch.randn(BATCH, 1, 28, 28), torch.randint(0, 10, (BATCH,))
-
-    def step() -> float:
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(net(images), labels).backward()
-        optimizer.step()
-        return time.perf_counter() - start
-
-    return step, net
-
-
 def equal(one: nn.Module, other: nn.Module) -> bool:
     """Whether all weights are, to the bit."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)
@@ -100,8 +79,8 @@ def compare(name: str, pairs: int) -> tuple[dict[str, Any], list[dict[str, Any]]
     """A row, and what happened in one step of each."""
     make = Replayed if name == "replayed" else NETS[name]
     way = FFTCompression.using(warmup=WARMUP, every=10**9)
-    hook, one = trainer(make, way)
-    thread, other = trainer(make, way.using(overlap=True))
+    hook, one, _ = trainer(make, way, rate=RATE)
+    thread, other, _ = trainer(make, way.using(overlap=True), rate=RATE)
     for _ in range(WARMUP + 2):
         hook(), thread()
     found = []

@@ -41,12 +41,12 @@ def mlp() -> nn.Module:
     )  # fmt: skip
 
 
-def trainer(make: Any, compression: Any) -> Any:
-    """A function that does a step and returns its seconds, and its optimizer."""
+def trainer(make: Any, compression: Any, *, rate: float = 0.01) -> Any:
+    """A function that does a step and returns its seconds; the net and its optimizer."""
     torch.manual_seed(0)
     net = make()
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(net.parameters(), lr=0.01),
+        torch.optim.SGD(net.parameters(), lr=rate),
         named_parameters=net.named_parameters(),
         compression=compression,
     )
@@ -59,7 +59,7 @@ def trainer(make: Any, compression: Any) -> Any:
         optimizer.step()
         return time.perf_counter() - start
 
-    return step, optimizer
+    return step, net, optimizer
 
 
 def same(value: float) -> float:
@@ -69,8 +69,8 @@ def same(value: float) -> float:
 
 def compare(name: str, make: Any, *, pairs: int, steps: int, aa: bool) -> dict[str, Any]:
     """One row: the median of the pairs' ratios, and the middle half of them."""
-    plain, _ = trainer(make, hvd.Compression.none)
-    tuned, optimizer = trainer(
+    plain, _, _ = trainer(make, hvd.Compression.none)
+    tuned, _, optimizer = trainer(
         make, hvd.Compression.none if aa else FFTCompression.using(tune=True)
     )
     step_s = statistics.median(plain() for _ in range(LEARN))

@@ -150,6 +150,7 @@ class SharedExchange:
 
     def _choose(self, ranks: int, *, rows: bool) -> None:
         """Sizes for all tensors that have none yet, from what the dense steps showed."""
+        # A copy: where a thread encodes, a hook may add a tensor meanwhile.
         new = {name: t for name, t in list(self.tensors.items()) if t.summable is None}
         elements = sum(math.prod(t.shape) for t in new.values())
         curves = {}

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture(scope="module")
 def simulated():
-    """Import from benchmarks/, which is no package."""
+    """The script, where torch is."""
     pytest.importorskip("torch")
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        import simulated
+    import simulated
 
-        yield simulated
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
+    return simulated
 
 
 @pytest.mark.horovod

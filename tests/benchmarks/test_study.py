@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
 
 from sn_compress.contract import HEADER_BYTES
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture(scope="module")
 def study():
-    """Import from benchmarks/, which is no package."""
+    """The script, where torch is."""
     pytest.importorskip("torch")
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        import study
+    import study
 
-        yield study
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
+    return study
 
 
 @pytest.mark.parametrize("ratio", [50.0, 150.0])
