@@ -2,7 +2,7 @@
 
     python benchmarks/study.py            what is missing of the whole study, hours on two cores
     python benchmarks/study.py --quick    one short run of most methods: does it all run?
-    python benchmarks/study.py --long     few methods, one seed, four times the steps
+    python benchmarks/study.py --long     few methods, four times the steps
 
 Every rank's gradient and every payload is real; the ranks are simulated (benchmarks/simulated.py).
 A finished run is saved at once and not done again, so the study may be stopped and started at
@@ -160,13 +160,14 @@ def plan(seeds: Sequence[int], steps: int | None) -> list[Run]:
     return runs
 
 
-def long_plan() -> list[Run]:
-    """The main rows once more, four times as long: what is left of a difference then."""
+def long_plan(seeds: Sequence[int], times: int) -> list[Run]:
+    """The main rows once more, so many times as long: what is left of a difference then."""
     methods: list[tuple[str, float | None]] = [("plain", None), ("auto", 50.0), ("auto", 150.0)]
     methods += [("top-k", 50.0), ("top-k", 150.0), ("powersgd 1", None)]
     return [
-        Run(net, optimizer, method, ratio, 0, 4 * STEPS[net], RATES[net, optimizer])
-        for net, optimizer in (("cnn", "sgd"), ("transformer", "adam"))
+        Run(net, optimizer, method, ratio, seed, times * STEPS[net], RATES[net, optimizer])
+        for seed in seeds
+        for net, optimizer in (("transformer", "adam"), ("cnn", "sgd"))
         for method, ratio in methods
     ]
 
@@ -205,6 +206,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="rows go there and are continued there")
     parser.add_argument("--quick", action="store_true", help="few methods, few steps")
     parser.add_argument("--long", action="store_true", help="few methods, four times the steps")
+    parser.add_argument("--times", type=int, default=4, help="as many steps, with --long")
+    parser.add_argument("--only", nargs="+", metavar="METHOD", help="no other methods, now")
+    parser.add_argument("--nets", nargs="+", metavar="NET", help="no other nets, now")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--png", type=Path, help="picture of all rows there are")
@@ -213,8 +217,10 @@ def main() -> None:
     if args.quick:
         path, runs = ROOT / "benchmarks/out/study.json", plan([0], 40)
     elif args.long:
-        path, runs = LONG_RESULTS, long_plan()
+        path, runs = LONG_RESULTS, long_plan(args.seeds, args.times)
     path = args.json or path
+    runs = [r for r in runs if not args.only or r.method in args.only]
+    runs = [r for r in runs if not args.nets or r.net in args.nets]
     if args.quick:
         runs = [r for r in runs if r.method in QUICK and r.ratio_asked in (None, 50.0)]
     rows = [] if args.quick else load(path)
