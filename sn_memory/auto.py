@@ -188,7 +188,8 @@ class Auto:
         if self.search.recompute:
             self.from_policies(floor)
         ended = self.shrink(max(budget_bytes, floor))
-        found = self.drafted(self.search.archive.smallest(), None)
+        smallest = self.search.archive.smallest()
+        found = self.drafted(self.search.archive.equipped(smallest, smallest.peak_bytes), None)
         least = min([found, *self.plans], key=lambda plan: (plan.peak_bytes, plan.seconds))
         size, name = least.peak_bytes, self.peak_op(least)
         if self.small and not self.search.offload:
