@@ -187,7 +187,9 @@ class Search:
 
     @property
     def first_tries(self) -> int:
-        return max(1, min(LONGEST, ROUND // len(self.shape.graph.ops)))
+        """Tries of the first round of annealing; its Python twin is some fifty times slower."""
+        part = 50 if self.shape.compiled is None else 1
+        return max(1, min(LONGEST, ROUND // len(self.shape.graph.ops)) // part)
 
     def anneal(
         self,
