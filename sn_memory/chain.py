@@ -17,8 +17,9 @@ from __future__ import annotations
 import numpy as np
 
 from .arrays import Floats
-from .blocks import Block, Option, options, signature, split
+from .blocks import Block, signature, split
 from .gaps import KEEP, Gaps
+from .options import Option, options
 
 UNITS = 400
 

@@ -124,6 +124,26 @@ class Compiled:
         )
         return list(held.tolist())
 
+    def anneal(
+        self,
+        choice: Sequence[int],
+        moved: Sequence[bool],
+        budget_bytes: int,
+        late: Callable[[], bool],
+        lanes: tuple[float, float, float, int],
+        heat: tuple[float, float],
+        *,
+        tries: int,
+        seed: int,
+        recompute: bool,
+    ) -> tuple[list[int], list[bool]]:
+        """Return the choice, and per gap whether it is moved, that `annealing.anneal` ends with."""
+        held, away = _column(choice), _column(moved)
+        self._core.anneal(
+            self._tables, held, away, budget_bytes, tries, seed, recompute, lanes, heat, late
+        )
+        return held.tolist(), [bool(it) for it in away.tolist()]
+
 
 def _column(values: Iterable[int]) -> Ints:
     return np.array(list(values), np.int64)

@@ -36,19 +36,30 @@ class BudgetError(RuntimeError):
     budget_bytes
         The budget that was asked for.
     op
-        The name of the op whose working set makes that smallest peak.
+        The name of the op at which that smallest peak is reached.
     plan
         The plan of that peak, where the raiser has one.
+    floor_bytes
+        No plan has a smaller peak than this; equal to `peak_bytes` where that is proven to be the
+        smallest. None where the raiser has proven nothing.
     """
 
     def __init__(
-        self, message: str, *, peak_bytes: int, budget_bytes: int, op: str, plan: Plan | None = None
+        self,
+        message: str,
+        *,
+        peak_bytes: int,
+        budget_bytes: int,
+        op: str,
+        plan: Plan | None = None,
+        floor_bytes: int | None = None,
     ) -> None:
         super().__init__(message)
         self.peak_bytes = peak_bytes
         self.budget_bytes = budget_bytes
         self.op = op
         self.plan = plan
+        self.floor_bytes = floor_bytes
 
 
 class PackError(ValueError):

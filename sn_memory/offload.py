@@ -38,7 +38,7 @@ def windows(
     chosen = [gap for gap in ending if ending[gap] - gaps.start[gap] > 1]
     out: dict[int, int] = {}
     lane = 0.0
-    for gap in sorted(chosen, key=lambda it: gaps.start[it]):
+    for gap in sorted(chosen, key=lambda it: (gaps.start[it], it)):
         size = gaps.bytes[gaps.storage[gap]]
         copy = device.transfer_latency_s + size / device.to_host_bytes_per_s
         lane = max(lane, ends[gaps.start[gap]]) + copy
@@ -46,7 +46,7 @@ def windows(
         out[gap] = min(place, ending[gap] - 2)
     result: dict[int, tuple[int, int]] = {}
     lane = float("inf")
-    for gap in sorted(chosen, key=lambda it: -ending[it]):
+    for gap in sorted(chosen, key=lambda it: (-ending[it], it)):
         size = gaps.bytes[gaps.storage[gap]]
         copy = device.transfer_latency_s + size / device.to_device_bytes_per_s
         need = starts[ending[gap]] if ending[gap] < len(starts) else clock

@@ -4,9 +4,6 @@ Greedy fitting decides in one order and cannot take a group of decisions back. U
 in a random stretch of the execution, or a random part of everything, and fitting again from there
 visits other orders (Schrimpf et al., 2000). What is undone may come back as a stay on the host. The
 random numbers are fixed, so the same search gives the same plan.
-
-`descend` leads from a plan that needs too much to one within a budget, in steps, and improves each:
-what is cheap to give up is given up while there is still room to move.
 """
 
 from __future__ import annotations
@@ -22,8 +19,6 @@ from .offload import windows
 # A trial this much slower than the best is still gone on from, at first; the less, the more
 # attempts have failed (record-to-record travel, Dueck, 1993).
 SLACK = 0.02
-# A descent begins with so many steps; they are halved where it is stuck.
-STEPS = 8
 # How far prices are off in an attempt, in doublings (standard deviation).
 NOISE = (0.0, 0.3, 1.0)
 
@@ -62,40 +57,6 @@ def refine(
         if found.seconds < best.seconds * (1 - 1e-9):
             best, idle = found, 0
     return best
-
-
-def descend(
-    gaps: Gaps,
-    start: Joint,
-    budget_bytes: int,
-    *,
-    offload: bool,
-    tries: int,
-    deadline: float,
-) -> list[Joint]:
-    """Return what was found on the way down to a budget; the last is within it, or it is stuck."""
-    draw = random.Random(0)
-    found, here = [], start
-    least = (start.schedule.peak_bytes - budget_bytes) / STEPS
-    step, high = least, start.schedule.peak_bytes
-    while high > budget_bytes and now() < deadline:
-        target = max(budget_bytes, int(high - step))
-        after = None
-        for noise in NOISE:
-            after = after or _repaired(
-                gaps, list(here.choice), set(here.moved), target, draw, noise, deadline
-            )
-        if after is None:
-            step /= 2
-            if step < least / 8:
-                break
-            continue
-        here = refine(
-            gaps, after, target, offload=offload, enough_s=0.0, tries=tries, deadline=deadline
-        )
-        high = min(target, here.schedule.peak_bytes)
-        found.append(here)
-    return found
 
 
 def _ruined(

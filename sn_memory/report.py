@@ -4,6 +4,7 @@ A plan that only says "peak 5.8 GiB" has to be believed. The report shows what i
 and after; who owns the peak; what was decided for each storage, with the reason; and where the plan
 stands, in time and memory, beside others. All of it comes from a replay by `check_plan`, not from
 what the planner says of itself.
+Longer than most files: all tables are views of the one record that is made here.
 """
 
 from __future__ import annotations

@@ -1,18 +1,20 @@
 """One search: the candidates found so far for a graph, and the ways to find more.
 
 Each way starts from another idea of what to keep (nothing, what the linear relaxation keeps, what
-the chain of blocks keeps), is repaired against the true peak and trimmed. All that was found stays
-in an archive, so a front over many budgets is monotone by construction: for each budget it takes
-the fastest of all candidates within it.
+the chain of blocks keeps), is repaired against the true peak and trimmed. What they found is then
+improved by annealing (`annealing.py`) and by ruin and repair (`refine.py`).
+
+Longer than most files: the ways share one clock, one archive and one state of what was solved.
 """
 
 from __future__ import annotations
 
-import logging
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
+from .annealing import Rules, anneal
+from .archive import Archive, Candidate
 from .bound import Relaxed, moments, relax
 from .chain import Chain
 from .clock import now
@@ -20,40 +22,26 @@ from .fitting import fit, trim
 from .gaps import Gaps
 from .joint import Joint, from_relaxed, improve
 from .lowering import lower
-from .offload import host_peak_bytes, lane_seconds
 from .plan import Plan
-from .refine import descend, refine
+from .refine import refine
 from .schedule import Impossible, Schedule
 from .starts import start_from_relaxed, starts_from_plan
-from .workspace import equip
 
-log = logging.getLogger(__name__)
 # A candidate this close to the bound ends the search.
 ENOUGH = 1e-4
-# One this close to it needs no other start.
-NEAR = 0.01
 # Above this many ops a single lowering takes so long that the order of the ways matters.
 LARGE = 4000
 # Up to this many ops, ruin and repair is worth its time; attempts times ops, and attempts at most.
 SMALL = 6000
 TRIES, MOST_TRIES = 600_000, 600
+# Annealing: tries times ops of the first round and of all rounds, and tries of a round at most.
+ROUND, ALL_ROUNDS, LONGEST = 8_000_000, 64_000_000, 50_000
+# Heat of a first round, of one from the graph as it stands, and of all later ones.
+WARM, FRESH, COOL = 1e-3, 3e-3, 3e-4
+# A round that gains less than this part of the seconds is one without gain.
+GAIN = 5e-4
 
 Progress = Callable[[str, float | None], None]
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A choice that can be carried out, and what it leads to."""
-
-    choice: list[int] = field(repr=False)
-    schedule: Schedule = field(repr=False)
-    seconds: float
-    origin: str
-    moved: frozenset[int] = frozenset()
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.schedule.peak_bytes
 
 
 class Search:
@@ -85,12 +73,8 @@ class Search:
         self.shape, self.deadline, self.progress = shape, deadline, progress
         self.recompute = recompute
         self.offload = offload and shape.graph.device.can_offload
-        self.archive: list[Candidate] = []
+        self.archive = Archive(shape)
         self.bounds: dict[tuple[int, int], Relaxed | None] = {}
-        self.with_ways: dict[tuple[int, int], Candidate] = {}
-        self.choosy = any(len(ways) > 1 for ways in shape.graph.arrays.seconds)
-        natural = shape.natural()
-        self.add(natural, lower(shape, natural), "keep")
 
     @property
     def patience_s(self) -> float:
@@ -98,54 +82,14 @@ class Search:
         return 10 * max(1.0, self.deadline - now())
 
     @property
-    def tries(self) -> int:
-        """Attempts without gain after which ruin and repair ends."""
-        return min(MOST_TRIES, max(50, TRIES // max(1, len(self.shape.graph.ops))))
-
-    @property
     def late(self) -> bool:
         return now() > self.deadline
-
-    def add(
-        self,
-        choice: Sequence[int],
-        schedule: Schedule,
-        origin: str,
-        moved: frozenset[int] = frozenset(),
-    ) -> Candidate | None:
-        """Put a candidate into the archive, unless it breaks the host's limit."""
-        pinned = self.shape.graph.device.pinned_bytes
-        if pinned is not None and host_peak_bytes(self.shape, schedule) > pinned:
-            return None
-        seconds = lane_seconds(self.shape, schedule)
-        candidate = Candidate(list(choice), schedule, seconds, origin, moved)
-        self.archive.append(candidate)
-        return candidate
-
-    def best(self, budget_bytes: int) -> Candidate | None:
-        """Return the fastest candidate within a budget; among equals the smallest peak.
-
-        Where ops can be carried out in several ways, each candidate uses what it leaves free.
-        """
-        within = [item for item in self.archive if item.peak_bytes <= budget_bytes]
-        if self.choosy:
-            within = [self.equipped(item, budget_bytes) for item in within]
-        return min(within, key=lambda item: (item.seconds, item.peak_bytes), default=None)
-
-    def equipped(self, item: Candidate, budget_bytes: int) -> Candidate:
-        key = (id(item), budget_bytes)
-        if key not in self.with_ways:
-            schedule = equip(self.shape, item.schedule, budget_bytes)
-            self.with_ways[key] = replace(
-                item, schedule=schedule, seconds=lane_seconds(self.shape, schedule)
-            )
-        return self.with_ways[key]
 
     def bound(self, budget_bytes: int, places: Sequence[int] | None = None) -> float:
         """Return the lower bound on the seconds of any plan within a budget."""
         shape = self.shape
         least = sum(min(options) for options in shape.graph.arrays.seconds)
-        if self.archive[0].peak_bytes <= budget_bytes and not self.choosy:
+        if self.archive.items[0].peak_bytes <= budget_bytes and not self.archive.choosy:
             return least
         if not self.recompute and not self.offload:
             return least
@@ -173,35 +117,33 @@ class Search:
             )
         return self.bounds[key]
 
-    def attempt(
-        self,
-        choice: Sequence[int],
-        budget_bytes: int,
-        origin: str,
-        moves: dict[int, tuple[int, int]] | None = None,
-    ) -> Candidate | None:
+    def attempt(self, choice: Sequence[int], budget_bytes: int, origin: str) -> None:
         """Fit a choice under a budget and trim it; what results goes into the archive."""
         # No attempt takes more than a part of what is left, so that the others get their turn.
         began = now()
         part = began + (self.deadline - began) / 4
-        fitted = fit(self.shape, choice, budget_bytes, deadline=part, moves=moves)
+        fitted = fit(self.shape, choice, budget_bytes, deadline=part)
         if fitted is None:
-            return None
-        self.add(*fitted, origin)
+            return
+        self.archive.add(*fitted, origin)
         part += (self.deadline - began) / 8
-        trimmed = trim(self.shape, *fitted, budget_bytes, deadline=part, moves=moves)
-        found = self.add(*trimmed, f"{origin}, trimmed")
+        trimmed = trim(self.shape, *fitted, budget_bytes, deadline=part)
+        self.archive.add(*trimmed, f"{origin}, trimmed")
         self.report(origin, budget_bytes)
-        return found
+
+    def take(self, found: Joint, origin: str, budget_bytes: int) -> None:
+        """Put what was found into the archive, and say so."""
+        self.archive.add(found.choice, found.schedule, origin, found.moved)
+        self.report(origin, budget_bytes)
 
     def report(self, origin: str, budget_bytes: int) -> None:
-        best = self.best(budget_bytes)
+        best = self.archive.best(budget_bytes)
         if self.progress is not None:
             self.progress(origin, None if best is None else best.seconds)
 
     def solve(self, budget_bytes: int) -> Candidate | None:
         """Look for a fast candidate within a budget, by all ways; return the best."""
-        best = self.best(budget_bytes)
+        best = self.archive.best(budget_bytes)
         if best is not None and best.origin == "keep":
             return best
         if not self.recompute and not self.offload:
@@ -209,59 +151,92 @@ class Search:
         target = self.bound(budget_bytes) * (1 + ENOUGH)
         for way in self._ways(budget_bytes):
             way()
-            best = self.best(budget_bytes)
+            best = self.archive.best(budget_bytes)
             if self.late or (best is not None and best.seconds <= target):
-                break
+                return best
+        self.annealed(budget_bytes, target)
         if self.recompute and len(self.shape.graph.ops) <= SMALL:
-            best = self.best(budget_bytes)
-            if best is None or best.seconds > target * (1 + NEAR):
-                self.descend(budget_bytes)
             self.refined(budget_bytes, target)
-        return self.best(budget_bytes)
+        return self.archive.best(budget_bytes)
 
-    def descend(self, budget_bytes: int) -> None:
-        """Go down from the candidate that is fastest for what it needs above the budget."""
-        above = [item for item in self.archive if item.peak_bytes > budget_bytes]
-        start = min(above, key=lambda item: (item.seconds, item.peak_bytes), default=None)
-        lower = [item for item in above if item.origin == "descent"]
-        start = min(lower, key=lambda item: item.peak_bytes, default=start)
-        if start is None:
+    def annealed(self, budget_bytes: int, target: float) -> None:
+        """Improve by annealing, in ever longer rounds, until two of them bring nothing.
+
+        Rounds are counted in tries, not in seconds, so that what they find does not depend on the
+        machine, as long as the time suffices.
+        """
+        ops = len(self.shape.graph.ops)
+        tries, left, idle, number = self.first_tries, ALL_ROUNDS // ops, 0, 0
+        while tries <= left and idle < 2 and not self.late:
+            start = self.archive.start(budget_bytes)
+            fits = start.peak_bytes <= budget_bytes
+            if fits and start.seconds <= target:
+                return
+            # The second round has ideas of its own: it starts from the graph as it stands.
+            fresh = number == 1 and ops <= LARGE // 4
+            begin = self.archive.items[0] if fresh else start
+            warm = FRESH if fresh else WARM if number == 0 else COOL
+            self.anneal(begin, budget_bytes, tries, warm, number, deadline=self.deadline)
+            after = self.archive.start(budget_bytes)
+            if fits:
+                gained = after.seconds < start.seconds * (1 - GAIN)
+            else:
+                gained = after.peak_bytes < start.peak_bytes
+            idle = 0 if gained else idle + 1
+            left, number, tries = left - tries, number + 1, tries if gained else 2 * tries
+
+    @property
+    def first_tries(self) -> int:
+        """Tries of the first round of annealing; its Python twin is some fifty times slower."""
+        part = 50 if self.shape.compiled is None else 1
+        return max(1, min(LONGEST, ROUND // len(self.shape.graph.ops)) // part)
+
+    def anneal(
+        self,
+        start: Candidate,
+        budget_bytes: int,
+        tries: int,
+        warm: float,
+        seed: int,
+        *,
+        deadline: float,
+    ) -> None:
+        """Put what one annealing finds into the archive."""
+        rules = Rules(budget_bytes, self.offload, self.recompute, tries, warm, seed)
+        found = anneal(self.shape, start.joint, rules, deadline=deadline)
+        if found is not None:
+            self.take(found, "annealing", budget_bytes)
+
+    def least(self, budget_bytes: int) -> None:
+        """Look for the smallest peak, down to a budget.
+
+        One short annealing comes whatever the clock says, so that something is always found.
+        """
+        if not self.recompute and not self.offload:
             return
-        part = now() + (self.deadline - now()) / 3
-        for found in descend(
-            self.shape,
-            Joint(start.choice, start.moved, start.schedule, start.seconds),
-            budget_bytes,
-            offload=self.offload,
-            tries=self.tries // 5,
-            deadline=part,
-        ):
-            self.add(found.choice, found.schedule, "descent", found.moved)
-        self.report("descent", budget_bytes)
-
-    def from_plan(self, plan: Plan, budget_bytes: int) -> None:
-        """Start from what another planner rebuilds."""
-        for start in starts_from_plan(self.shape, plan):
-            if self.lowered(start) is not None:
-                self.attempt(start, budget_bytes, plan.planner)
+        start = self.archive.smallest()
+        tries = 1 + self.first_tries // 4
+        self.anneal(start, budget_bytes, tries, FRESH, 0, deadline=math.inf)
+        if self.recompute:
+            self.attempt(self.shape.natural(), budget_bytes, "greedy")
+            self.from_chain(budget_bytes)
+        self.annealed(budget_bytes, 0.0)
 
     def refined(self, budget_bytes: int, target: float) -> None:
         """Improve the best candidate by ruin and repair."""
-        within = [item for item in self.archive if item.peak_bytes <= budget_bytes]
-        best = min(within, key=lambda item: item.seconds, default=None)
-        if best is None or best.seconds <= target:
+        best = self.archive.start(budget_bytes)
+        if best.peak_bytes > budget_bytes or best.seconds <= target or self.late:
             return
         found = refine(
             self.shape,
-            Joint(best.choice, best.moved, best.schedule, best.seconds),
+            best.joint,
             budget_bytes,
             offload=self.offload,
             enough_s=target,
-            tries=self.tries,
+            tries=min(MOST_TRIES, max(50, TRIES // max(1, len(self.shape.graph.ops)))),
             deadline=self.deadline,
         )
-        self.add(found.choice, found.schedule, "ruin and repair", found.moved)
-        self.report("ruin and repair", budget_bytes)
+        self.take(found, "ruin and repair", budget_bytes)
 
     def _ways(self, budget_bytes: int) -> list[Callable[[], object]]:
         """Return the ways to look, those first that most often end the search.
@@ -281,6 +256,12 @@ class Search:
         elif self.recompute:
             ways += [greedy, *relaxed[:1], chain, *relaxed[1:]]
         return ways
+
+    def from_plan(self, plan: Plan, budget_bytes: int) -> None:
+        """Start from what another planner rebuilds."""
+        for start in starts_from_plan(self.shape, plan):
+            if self.lowered(start) is not None:
+                self.attempt(start, budget_bytes, plan.planner)
 
     def with_lanes(self, budget_bytes: int) -> None:
         """Start from relaxations that may use the lanes, at some shares of their speed."""
@@ -309,22 +290,20 @@ class Search:
                 )
             if start is not None:
                 starts.append(start)
-                self.add(start.choice, start.schedule, "lanes", start.moved)
-                self.report(f"lanes at {lanes:.0%}", budget_bytes)
+                self.take(start, f"lanes at {lanes:.0%}", budget_bytes)
         if not starts:
             return
         # Half of what time is left: the ways without lanes want a turn as well.
         half = now() + (self.deadline - now()) / 2
         best = min(starts, key=lambda item: item.seconds)
         found = improve(self.shape, best, budget_bytes, recompute=self.recompute, deadline=half)
-        self.add(found.choice, found.schedule, "lanes, improved", found.moved)
-        self.report("lanes, improved", budget_bytes)
+        self.take(found, "lanes, improved", budget_bytes)
 
     @cached_property
     def chain(self) -> Chain:
         """The blocks of the graph and their table, made at first need."""
         half = now() + (self.deadline - now()) / 2
-        return Chain(self.shape, self.archive[0].peak_bytes, deadline=half)
+        return Chain(self.shape, self.archive.items[0].peak_bytes, deadline=half)
 
     def from_chain(self, budget_bytes: int) -> None:
         """Start from the chain's checkpoints, for the largest table budget that really fits.
@@ -332,7 +311,7 @@ class Search:
         The table rounds up and adds peaks that do not meet, so what it calls a larger budget often
         fits; which one is found by bisection on the true peak.
         """
-        low, high = budget_bytes, self.archive[0].peak_bytes
+        low, high = budget_bytes, self.archive.items[0].peak_bytes
         first: list[int] | None = None
         for _ in range(8):
             if self.late and first is not None:
@@ -343,15 +322,14 @@ class Search:
             if choice is not None and schedule is not None and first is None:
                 first = choice
             if choice is not None and schedule is not None:
-                self.add(choice, schedule, "chain")
+                self.archive.add(choice, schedule, "chain")
             fits = schedule is not None and schedule.peak_bytes <= budget_bytes
             if middle == low and not fits:
                 break
             low, high = (middle, high) if fits else (low, middle)
-        starts = [self.chain.choice(low)]
-        for start in starts:
-            if start is not None:
-                self.attempt(start, budget_bytes, "chain")
+        start = self.chain.choice(low)
+        if start is not None:
+            self.attempt(start, budget_bytes, "chain")
 
     def lowered(self, choice: Sequence[int]) -> Schedule | None:
         try:

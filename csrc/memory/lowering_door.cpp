@@ -3,6 +3,7 @@
 #include <memory>
 #include <new>
 
+#include "annealing.h"
 #include "buffers.h"
 #include "lowering.h"
 
@@ -291,6 +292,44 @@ PyObject* trim_choice(PyObject*, PyObject* args) {
     trim(bench->tables, *bench->lowering, choice, moves, order, budget, filtered != 0,
          asking(late));
     if (PyErr_Occurred() || !write_choice(choice_arg, choice)) return nullptr;
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* anneal_choice(PyObject*, PyObject* args) {
+  PyObject *capsule, *choice_arg, *moved_arg, *late;
+  long long budget, tries, pinned;
+  unsigned long long seed;
+  int recompute;
+  Lanes lanes;
+  Settings settings;
+  if (!PyArg_ParseTuple(args, "OOOLLKp(dddL)(dd)O", &capsule, &choice_arg, &moved_arg, &budget,
+                        &tries, &seed, &recompute, &lanes.out, &lanes.back, &lanes.latency,
+                        &pinned, &settings.warm, &settings.cold, &late))
+    return nullptr;
+  Bench* bench = bench_of(capsule);
+  if (!bench) return nullptr;
+  return guarded([&]() -> PyObject* {
+    Turn turn(bench);
+    if (!turn) return nullptr;
+    Choice choice;
+    std::vector<char> moved;
+    if (!read_choice(choice_arg, bench->tables, &choice) ||
+        !flags(moved_arg, choice.size(), &moved))
+      return nullptr;
+    if (!(settings.warm > 0) || !(settings.cold > 0)) {
+      wrong("settings");
+      return nullptr;
+    }
+    lanes.pinned = pinned;
+    settings.budget = budget;
+    settings.tries = tries;
+    settings.seed = seed;
+    settings.recompute = recompute != 0;
+    anneal(bench->tables, *bench->lowering, lanes, settings, choice, moved, asking(late));
+    Choice flags(moved.begin(), moved.end());
+    if (PyErr_Occurred() || !write_choice(choice_arg, choice) || !write_choice(moved_arg, flags))
+      return nullptr;
     Py_RETURN_NONE;
   });
 }

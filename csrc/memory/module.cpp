@@ -178,6 +178,7 @@ PyMethodDef methods[] = {
     {"lower", sn::lower, METH_VARARGS, "See sn_memory.lowering.lower."},
     {"fit", sn::fit_choice, METH_VARARGS, "See sn_memory.fitting.fit."},
     {"trim", sn::trim_choice, METH_VARARGS, "See sn_memory.fitting.trim."},
+    {"anneal", sn::anneal_choice, METH_VARARGS, "See sn_memory.annealing.anneal."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_core", "C++ back end of sn_memory.", -1,

@@ -62,8 +62,15 @@ MEMORY_LAYERS = (
         "sn_memory.refine",
         "sn_memory.starts",
     ),
-    ("sn_memory.chain", "sn_memory.policies"),
+    (
+        "sn_memory.annealing",
+        "sn_memory.archive",
+        "sn_memory.chain",
+        "sn_memory.options",
+        "sn_memory.policies",
+    ),
     ("sn_memory.search",),
+    ("sn_memory.auto",),
     ("sn_memory.planner",),
 )
 CHECK_MAY_IMPORT = {"sn_memory.graph", "sn_memory.plan", "sn_memory.errors"}

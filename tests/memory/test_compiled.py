@@ -2,14 +2,17 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from graphs import resnet
 from random_graphs import random_graph
 
 from sn_memory import _native
+from sn_memory.annealing import Rules, anneal
 from sn_memory.fitting import fit, fit_in_python, trim, trim_in_python
 from sn_memory.gaps import KEEP, gaps
+from sn_memory.joint import carried
 from sn_memory.liveness import peak
 from sn_memory.lowering import lower, lower_in_python
 from sn_memory.schedule import Impossible
@@ -130,3 +133,24 @@ def test_one_search_at_a_time():
 
     with pytest.raises(RuntimeError, match="another thread"):
         compiled.fit(shape.natural(), 0, meanwhile, None, 3, ())
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_annealing_makes_the_same_choices(offload):
+    changed = 0
+    for number in range(12):
+        shape = gaps(random_graph(number, most_ops=16, plain=number % 3 == 0), lean=True)
+        twin = replace(shape)
+        twin.__dict__["compiled"] = None
+        base = shape.graph.base_bytes
+        rules = Rules(
+            budget_bytes=base + int((peak(shape.graph).bytes - base) * 0.8),
+            offload=offload, recompute=True, tries=300, warm=0.01, seed=number,
+        )  # fmt: skip
+        start = carried(shape, shape.natural(), ())
+        ours = anneal(shape, start, rules, deadline=math.inf)
+        theirs = anneal(twin, start, rules, deadline=math.inf)
+        assert (ours.choice, ours.moved) == (theirs.choice, theirs.moved), f"graph {number}"
+        assert ours.seconds == theirs.seconds
+        changed += ours.choice != start.choice or bool(ours.moved)
+    assert changed > 5

@@ -24,9 +24,9 @@ def budgets(graph, *shares):
 
 def test_small_graphs_are_planned_optimally():
     planned = refused = 0
-    for seed in range(40):
-        graph = random_graph(seed, most_ops=6)
-        for budget in budgets(graph, 0.6, 0.8, 1.0):
+    for seed in range(60):
+        graph = random_graph(seed, most_ops=10, plain=seed % 3 == 0)
+        for budget in budgets(graph, 0.7, 0.85, 1.0):
             best = optimum(graph, budget)
             if math.isinf(best):
                 refused += 1
@@ -38,13 +38,13 @@ def test_small_graphs_are_planned_optimally():
             assert plan.seconds == pytest.approx(best, rel=1e-12), f"seed {seed}"
             assert plan.gap == pytest.approx(0, abs=1e-9)
             check_plan(graph, plan)
-    assert planned > 30
-    assert refused > 10
+    assert planned > 60
+    assert refused > 30
 
 
 def test_refusals_of_small_graphs_name_the_smallest_peak():
     for seed in range(15):
-        graph = random_graph(seed, most_ops=6)
+        graph = random_graph(seed, most_ops=8)
         (budget,) = budgets(graph, 0.5)
         if math.isfinite(optimum(graph, budget)):
             continue
@@ -53,8 +53,29 @@ def test_refusals_of_small_graphs_name_the_smallest_peak():
         error = caught.value
         assert error.budget_bytes == budget
         assert error.op in graph.op_index
+        assert error.floor_bytes == error.peak_bytes
+        assert "no plan has a peak below" in str(error)
         assert math.isfinite(optimum(graph, error.peak_bytes))
         assert math.isinf(optimum(graph, error.peak_bytes - 1))
+
+
+def test_refusals_are_the_same_whatever_the_time_and_say_what_is_proven():
+    graph = training_chain(8)
+    found = []
+    for limit in (30, 30, 1e-9):
+        with pytest.raises(BudgetError) as caught:
+            plan_graph(graph, graph.base_bytes, time_limit_s=limit)
+        found.append(caught.value)
+    full, again, short = found
+    assert str(full) == str(again)
+    assert "cut" in str(short)
+    assert "cut" not in str(full)
+    for error in found:
+        assert graph.base_bytes < error.floor_bytes <= error.peak_bytes < peak(graph).bytes
+        replay = check_plan(graph, error.plan)
+        assert replay.peak_bytes == error.peak_bytes
+        assert error.plan.steps[replay.peak_step].target == error.op
+        assert error.floor_bytes == full.floor_bytes
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 from random_graphs import random_graph, training_chain
 
 from sn_memory import Device, Graph, Op, Storage, Workspace, check_plan, plan_graph
+from sn_memory.annealing import Rules, anneal
 from sn_memory.chain import Chain
 from sn_memory.drafting import draft
 from sn_memory.fitting import fit, trim
@@ -14,7 +15,7 @@ from sn_memory.joint import carried
 from sn_memory.liveness import peak
 from sn_memory.lowering import lower
 from sn_memory.offload import lane_seconds, lower_moved, windows
-from sn_memory.refine import descend, refine
+from sn_memory.refine import refine
 from sn_memory.workspace import equip
 
 
@@ -176,22 +177,21 @@ def test_fit_trim_and_refine_keep_the_budget_and_do_not_get_worse():
     assert fitted_any > 5
 
 
-def test_a_descent_ends_within_the_budget_or_stuck_above_it():
+@pytest.mark.parametrize("offload", [False, True])
+def test_annealing_keeps_the_budget_or_comes_close(offload):
     graph = training_chain(12)
     shape = gaps(graph)
     start = carried(shape, shape.natural(), ())
     assert start is not None
     whole, base = peak(graph).bytes, graph.base_bytes
-    found = descend(
-        shape, start, base + (whole - base) // 2, offload=False, tries=10, deadline=math.inf
-    )
-    peaks = [item.schedule.peak_bytes for item in found]
-    assert peaks[-1] <= base + (whole - base) // 2
-    assert peaks == sorted(peaks, reverse=True)
-    stuck = descend(shape, start, base, offload=False, tries=10, deadline=math.inf)
-    assert stuck[-1].schedule.peak_bytes > base
-    for item in (*found, *stuck):
-        accepted(shape, item.schedule)
+    for budget, kept in ((base + (whole - base) // 2, True), (base, False)):
+        rules = Rules(budget, offload, recompute=True, tries=3000, warm=1e-3)
+        found = anneal(shape, start, rules, deadline=math.inf)
+        assert found is not None
+        assert (found.schedule.peak_bytes <= budget) == kept
+        assert found.schedule.peak_bytes < whole
+        assert offload or not found.moved
+        accepted(shape, found.schedule)
 
 
 def test_the_natural_choice_is_the_graph_itself():

@@ -1,0 +1,193 @@
+#include "annealing.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace sn {
+
+namespace {
+
+// splitmix64 (Steele et al., 2014): the same numbers in C++ and Python.
+class Draw {
+ public:
+  explicit Draw(uint64_t seed) : state_(seed) {}
+  uint64_t next() {
+    uint64_t z = state_ += 0x9e3779b97f4a7c15u;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+  }
+  int32_t below(size_t count) { return static_cast<int32_t>(next() % count); }
+  double part() { return static_cast<double>(next() >> 11) * 0x1p-53; }
+
+ private:
+  uint64_t state_;
+};
+
+class Annealer {
+ public:
+  Annealer(const Tables& tables, Lowering& lowering, const Lanes& lanes, const Settings& settings,
+           Choice& choice, std::vector<char>& moved)
+      : t_(tables), carrier_(tables, lowering, lanes), lanes_(lanes), set_(settings),
+        draw_(settings.seed), choice_(choice), moved_(moved) {
+    for (int32_t gap = 0; gap < t_.gaps(); ++gap) {
+      int32_t storage = t_.storage[gap];
+      bool leaves = lanes_.open() && t_.inner(gap) && t_.end[gap] - t_.start[gap] > 1;
+      bool again = set_.recompute && t_.rebuildable[storage] && !t_.stays[gap];
+      leaves_.push_back(leaves && t_.bytes[storage] > 0);
+      again_.push_back(again);
+      if (leaves_.back() || again) free_.push_back(gap);
+    }
+  }
+
+  void run(const Late& late) {
+    if (free_.empty() || !carrier_.run(choice_, moved_)) return;
+    take();
+    note();
+    double scale = seconds_, price = scale;
+    for (int64_t tried = 0; tried < set_.tries; ++tried) {
+      if (tried % 32 == 0) {
+        if (late()) break;
+        double gone = static_cast<double>(tried) / static_cast<double>(set_.tries);
+        heat_ = scale * set_.warm * std::pow(set_.cold / set_.warm, gone);
+        // The price of a byte too many swings about the one at which choices just fit.
+        price *= over_ > 0 ? 1.05 : 0.95;
+        price = std::min(std::max(price, 1e-3 * scale), 1e4 * scale);
+      }
+      propose();
+      if (undo_.empty()) continue;
+      if (!carrier_.run(choice_, moved_)) {
+        restore();
+        continue;
+      }
+      double over = excess();
+      double worse = carrier_.seconds - seconds_ + price * (over - over_);
+      if (worse > 0 && draw_.part() >= std::exp(-worse / heat_)) {
+        restore();
+        continue;
+      }
+      take();
+      note();
+    }
+    choice_ = best_choice_;
+    moved_ = best_moved_;
+  }
+
+ private:
+  double excess() const {
+    double over = 0;
+    for (int64_t live : carrier_.made().live)
+      if (live > set_.budget) over += static_cast<double>(live - set_.budget);
+    return over / static_cast<double>(std::max<int64_t>(1, set_.budget - t_.base));
+  }
+
+  // What was just carried out is where the search stands.
+  void take() {
+    seconds_ = carrier_.seconds;
+    over_ = excess();
+    hot_.clear();
+    const Lowering& made = carrier_.made();
+    for (size_t run = 0; run < made.live.size(); ++run)
+      if (made.live[run] > set_.budget) hot_.push_back(made.at[run]);
+  }
+
+  void note() {
+    int64_t above = std::max<int64_t>(0, carrier_.made().peak() - set_.budget);
+    if (above > best_above_ || (above == best_above_ && seconds_ >= best_seconds_)) return;
+    best_above_ = above;
+    best_seconds_ = seconds_;
+    best_choice_ = choice_;
+    best_moved_ = moved_;
+  }
+
+  void propose() {
+    undo_.clear();
+    double many = draw_.part();
+    int32_t gap = first();
+    alter(gap);
+    for (double limit : {0.5, 0.2}) {
+      if (many >= limit) break;
+      gap = draw_.below(2) ? near(gap) : free_[draw_.below(free_.size())];
+      alter(gap);
+    }
+  }
+
+  // Where it is over the budget, a gap there; else rather one that costs something.
+  int32_t first() {
+    bool aimed = draw_.below(4) != 0;
+    int32_t hot = aimed && !hot_.empty() ? hot_[draw_.below(hot_.size())] : -1;
+    int32_t gap = free_[draw_.below(free_.size())];
+    for (int tries = 0; aimed && tries < 12; ++tries) {
+      bool there = choice_[gap] == kKeep && !moved_[gap];
+      if (hot < 0 ? !there : t_.start[gap] < hot && hot <= t_.end[gap]) break;
+      gap = free_[draw_.below(free_.size())];
+    }
+    return gap;
+  }
+
+  // A gap of something that this gap's storage is made from, at the time it is made again.
+  int32_t near(int32_t gap) {
+    auto chain = t_.chain[t_.storage[gap]];
+    if (chain.begin() == chain.end()) return gap;
+    int32_t op = chain.begin()[draw_.below(static_cast<size_t>(chain.end() - chain.begin()))];
+    auto reads = t_.reads[op];
+    if (reads.begin() == reads.end()) return gap;
+    int32_t source = reads.begin()[draw_.below(static_cast<size_t>(reads.end() - reads.begin()))];
+    for (int32_t other = t_.first[source]; other < t_.first[source + 1]; ++other)
+      if (t_.end[other] >= t_.end[gap]) return leaves_[other] || again_[other] ? other : gap;
+    return gap;
+  }
+
+  void alter(int32_t gap) {
+    int32_t way = draw_.below(8), held = kKeep;
+    bool moved = leaves_[gap] && way >= 6;
+    if (!moved && again_[gap] && way >= 2) {
+      held = 0;
+      if (way == 4) held = t_.ops();
+      if (way == 5)
+        held = t_.start[gap] + 1 + draw_.below(static_cast<size_t>(t_.end[gap] - t_.start[gap]));
+    }
+    if (held == choice_[gap] && moved == static_cast<bool>(moved_[gap])) return;
+    undo_.push_back({gap, choice_[gap], moved_[gap]});
+    choice_[gap] = held;
+    moved_[gap] = moved;
+  }
+
+  void restore() {
+    for (size_t n = undo_.size(); n-- > 0;) {
+      choice_[undo_[n].gap] = undo_[n].held;
+      moved_[undo_[n].gap] = undo_[n].moved;
+    }
+  }
+
+  struct Undo {
+    int32_t gap, held;
+    char moved;
+  };
+
+  const Tables& t_;
+  Carrier carrier_;
+  Lanes lanes_;
+  Settings set_;
+  Draw draw_;
+  Choice& choice_;
+  std::vector<char>& moved_;
+  std::vector<char> leaves_, again_;
+  std::vector<int32_t> free_, hot_;
+  std::vector<Undo> undo_;
+  double seconds_ = 0, over_ = 0, heat_ = 0;
+  int64_t best_above_ = std::numeric_limits<int64_t>::max();
+  double best_seconds_ = 0;
+  Choice best_choice_;
+  std::vector<char> best_moved_;
+};
+
+}  // namespace
+
+void anneal(const Tables& tables, Lowering& lowering, const Lanes& lanes, const Settings& settings,
+            Choice& choice, std::vector<char>& moved, const Late& late) {
+  Annealer(tables, lowering, lanes, settings, choice, moved).run(late);
+}
+
+}  // namespace sn

@@ -1,0 +1,53 @@
+// Search by simulated annealing over choices and stays on the host: sn_memory/annealing.py says what
+// and why; this is the same, decision for decision.
+#pragma once
+
+#include "lowering.h"
+
+namespace sn {
+
+// The two transfer lanes; closed where a speed is 0. `pinned` below 0 is no limit.
+struct Lanes {
+  double out = 0, back = 0, latency = 0;
+  int64_t pinned = -1;
+  bool open() const { return out > 0 && back > 0; }
+};
+
+// sn_memory.offload: carries out choices whose moved gaps get windows on the lanes.
+class Carrier {
+ public:
+  Carrier(const Tables& tables, Lowering& lowering, const Lanes& lanes);
+
+  // False if the choice cannot be carried out, or the host is too small for it.
+  bool run(const Choice& choice, const std::vector<char>& moved);
+  double seconds = 0;
+  const Lowering& made() const { return lowering_; }
+
+ private:
+  void windows();
+  bool early();
+  double lanes();
+  int64_t host_peak();
+
+  const Tables& t_;
+  Lowering& lowering_;
+  Lanes lanes_;
+  std::vector<double> starts_, ends_, copied_, ready_;
+  std::vector<Move> moves_;
+  // Per gap, the op by which its copy is back: its end, or an earlier one for a rebuild.
+  std::vector<int32_t> ending_, chosen_, back_;
+  std::vector<std::pair<int32_t, int32_t>> leave_, free_, fetch_;
+};
+
+struct Settings {
+  int64_t budget = 0, tries = 0;
+  uint64_t seed = 0;
+  bool recompute = true;
+  double warm = 0, cold = 0;
+};
+
+// Changes choice and moved to the fastest found within the budget, or else to the least peak found.
+void anneal(const Tables& tables, Lowering& lowering, const Lanes& lanes, const Settings& settings,
+            Choice& choice, std::vector<char>& moved, const Late& late);
+
+}  // namespace sn
