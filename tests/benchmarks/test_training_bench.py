@@ -277,7 +277,9 @@ def test_published_rows_agree_with_their_bytes_and_with_the_model(path):
         told, seconds = row["reported_bytes_per_step"], row["step_s"]
         assert told <= row["bytes_per_step"]
         if predicted := row.get("predicted_wire_bytes_per_step"):
-            assert abs(row["bytes_per_step"] / predicted - 1) < 0.05
+            # Talk is counted while nothing is sent; ranks whose cores are busy talk less.
+            talk = predicted - told if row["gbit"] >= 10 else 0
+            assert abs(row["bytes_per_step"] - predicted) < 0.05 * predicted + 0.3 * talk
         else:
             # Horovod's ranks talk in every cycle of a millisecond, whether there is work or not: up
             # to 0.2 MB a second. Rows before that was counted.
@@ -286,5 +288,6 @@ def test_published_rows_agree_with_their_bytes_and_with_the_model(path):
             link_s = told / (row["gbit"] * 1e9 / 8)
             # The bucket lets 256 KiB through at once; nothing else can be faster than the link.
             assert seconds > 0.99 * (row["compute_s"] + link_s) - 0.1
-            # Above it: codec (a few seconds at most), latencies, and what a busy machine takes.
-            assert seconds < 1.3 * (row["compute_s"] + link_s) + 3
+            # Above it: codec (the paper's 5 s, ours 1.5), latencies, and what a busy machine takes.
+            codec_s = 5 if row["method"] == "paper" else 3
+            assert seconds < 1.3 * (row["compute_s"] + link_s) + codec_s
