@@ -9,6 +9,7 @@ plan says; inductor fuses and reorders what they hold, so there the plan is what
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,12 +28,16 @@ from .partition import partitioned
 from .trace import Trace, operations
 
 COMPILERS = ("inductor", "eager")
-_HOOKS = (
-    ("torch._dynamo.backends.common", "aot_autograd"),
-    ("torch._dynamo.backends.debugging", "boxed_nop"),
-    ("torch._inductor.compile_fx", "compile_fx"),
-    ("torch._inductor.custom_graph_pass", "CustomPartitionerFn"),
-)
+_HOOKS = {
+    "eager": (
+        ("torch._dynamo.backends.common", "aot_autograd"),
+        ("torch._dynamo.backends.debugging", "boxed_nop"),
+    ),
+    "inductor": (
+        ("torch._inductor.compile_fx", "compile_fx"),
+        ("torch._inductor.custom_graph_pass", "CustomPartitionerFn"),
+    ),
+}
 
 
 class _Ready(Exception):  # noqa: N818 - says that the compiled step is there and was not run
@@ -79,12 +84,15 @@ class CompiledStep:
         kwargs: dict[str, Any],
         settings: Settings,
     ) -> None:
-        hooks = {name: _hook(module, name) for module, name in _HOOKS}
+        hooks = {name: _hook(module, name) for module, name in _HOOKS[settings.compiler]}
         self.settings = settings
         self.made: tuple[Trace, Plan] | None = None
         self.dry = True
+        # A twin: torch.compile leaves a mark on the module it is given.
+        twin = object.__new__(type(model))
+        twin.__dict__.update(model.__dict__)
         self.compiled = torch.compile(
-            model, backend=self._backend(hooks), fullgraph=True, dynamic=False
+            twin, backend=self._backend(hooks), fullgraph=True, dynamic=False
         )
         self._prepare(args, kwargs)
 
@@ -212,7 +220,10 @@ class CompiledStep:
 
 def _hook(module: str, name: str) -> Any:
     try:
-        return getattr(importlib.import_module(module), name)
+        with warnings.catch_warnings():
+            # torch's own modules use what torch has deprecated.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise TraceError(
             f"torch {torch.__version__} has no {module}.{name}, which backend='compile' needs; it "

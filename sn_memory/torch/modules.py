@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import BudgetError
 from ..sizes import parse_bytes, show_bytes
-from .errors import ReplayError, TraceError
+from .errors import TraceError
 from .probe import Probe
 from .step import Measured, put_back, run_step, tensors
 
@@ -76,11 +76,15 @@ class ModulePlan:
         return tuple(it.name for it in self.choices if it.action == action)
 
 
-class _OverwrittenError(ReplayError):
-    """A unit's input is not what it was when the unit ran."""
+# A unit's name, a tensor it was given, and the tensor's version then.
+_Input = tuple[str, torch.Tensor, int]
 
-    def __init__(self, unit: str, message: str) -> None:
-        super().__init__(message)
+
+class _OverwrittenError(Exception):
+    """A unit's input is not what it was when the unit ran; autograd would refuse to go on."""
+
+    def __init__(self, unit: str) -> None:
+        super().__init__(unit)
         self.unit = unit
 
 
@@ -125,8 +129,11 @@ class ModuleStep:
         # Of the plain class: the planned model's own would come back here.
         self._forward = type(model).forward
         self._again: dict[str, _Unit] = {}
+        # While planning: what units were given, with its version then.
+        self.inputs: list[_Input] | None = None
         search = _Search(self, model, (args, kwargs))
         self.plan = search.plan(budget)
+        self.inputs = None
 
     @property
     def known(self) -> list[torch.Tensor]:
@@ -141,7 +148,8 @@ class ModuleStep:
     def run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model's own forward pass, with the chosen modules checkpointed."""
         modules = dict(model.named_modules())
-        with _forwards({modules[name]: unit for name, unit in self._again.items()}):
+        units = {modules[name]: unit for name, unit in self._again.items()}
+        with _forwards(units, self.inputs):
             return self._forward(model, *args, **kwargs)
 
     def choose(self, units: Sequence[_Unit]) -> None:
@@ -175,11 +183,11 @@ class _Unit:
 
 
 @contextmanager
-def _forwards(units: dict[torch.nn.Module, _Unit]) -> Iterator[None]:
+def _forwards(units: dict[torch.nn.Module, _Unit], inputs: list[_Input] | None) -> Iterator[None]:
     """Put checkpointed forwards in the place of the modules' own for one forward pass."""
     before = {module: module.__dict__.get("forward") for module in units}
     for module, unit in units.items():
-        module.__dict__["forward"] = _checkpointed(module.forward, unit)
+        module.__dict__["forward"] = _checkpointed(module.forward, unit, inputs)
     try:
         yield
     finally:
@@ -190,14 +198,16 @@ def _forwards(units: dict[torch.nn.Module, _Unit]) -> Iterator[None]:
                 module.__dict__["forward"] = own
 
 
-def _checkpointed(forward: Callable[..., Any], unit: _Unit) -> Callable[..., Any]:
+def _checkpointed(
+    forward: Callable[..., Any], unit: _Unit, inputs: list[_Input] | None
+) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         buffers = unit.buffers()
         earlier = [it.clone() for it in buffers]
-        given = tensors((args, kwargs))
-        versions = [it._version for it in given]
+        if inputs is not None:
+            inputs.extend((unit.name, it, it._version) for it in tensors((args, kwargs)))
         first = True
 
         def once_more(*args: Any) -> Any:
@@ -205,12 +215,6 @@ def _checkpointed(forward: Callable[..., Any], unit: _Unit) -> Callable[..., Any
             if first:
                 first = False
                 return forward(*args, **kwargs)
-            if [it._version for it in given] != versions:
-                raise _OverwrittenError(
-                    unit.name,
-                    f"an input of {unit.name} was changed in place since it ran, so it cannot be "
-                    "run again. Do that out of place.",
-                )
             # It sees its statistics as they were, and leaves them as they are.
             now = [it.clone() for it in buffers]
             _fill(buffers, earlier)
@@ -327,7 +331,13 @@ class _Search:
         self.step.choose(again)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return self.step.run(self.model, args, kwargs)
+            self.step.inputs = []
+            outputs = self.step.run(self.model, args, kwargs)
+            for unit, tensor, version in self.step.inputs:
+                if tensor._version != version:
+                    raise _OverwrittenError(unit)
+            self.step.inputs = []
+            return outputs
 
         with put_back(self.model, self.arguments):
             found = run_step(forward, self.model, self.arguments)
