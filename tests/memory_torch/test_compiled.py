@@ -27,7 +27,7 @@ def step(model, sample):
     return [out.detach(), *gradients, *(it.clone() for it in model.buffers())]
 
 
-@pytest.mark.parametrize("budget", ["100%", "65%"])
+@pytest.mark.parametrize("budget", ["100%", "75%"])
 def test_bits_are_those_of_torch_compile(budget):
     """The reference is torch's own eager back end, whose dropout draws otherwise than eager."""
     model, sample = Everything(), images()
@@ -38,7 +38,7 @@ def test_bits_are_those_of_torch_compile(budget):
         assert torch.equal(mine, expected)
 
 
-@pytest.mark.parametrize("budget", ["100%", "75%", "60%"])
+@pytest.mark.parametrize("budget", ["100%", "80%", "70%"])
 def test_the_peak_is_as_planned(budget):
     model, sample = mlp(8), torch.randn(64, 32)
     planned = plan(model, sample, budget, **SETTINGS)
