@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+import sn_memory.torch  # <- sn
 from sn_compress import FFTCompression  # <- sn
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # of `apt-get install dataset-fashion-mnist`
@@ -28,7 +29,9 @@ flags.add_argument("--compression", choices=["none", "fp16", "auto", "fft"], def
 flags.add_argument("--ratio", type=float, default=100, help="auto: how many times fewer bytes")
 flags.add_argument("--theta", type=float, default=0.9, help="fft: part of the spectrum dropped")
 flags.add_argument("--block", type=int, default=4096, help="fft: its length; 0: the gradient's")
+flags.add_argument("--budget", help="most memory of a step, as 80%% or 20MiB; default: no plan")
 flags.add_argument("--epochs", type=int, default=4)
+flags.add_argument("--stop", type=int, help="end after so many of these epochs")
 flags.add_argument("--seed", type=int, default=0)
 flags.add_argument("--limit", type=int, help="use the first LIMIT images, 64 or more a rank")
 flags.add_argument("--data", help="folder of the four .gz files; or set FASHION_MNIST_DIR")
@@ -63,6 +66,8 @@ conv = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
 conv += [nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
 model = nn.Sequential(*conv, nn.Linear(1568, 512), nn.ReLU(), nn.Dropout(), nn.Linear(512, 10))
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+if args.budget:  # <- sn
+    model = sn_memory.torch.plan(model, x[:64], args.budget, profile=False, overlap=True)  # <- sn
 auto = FFTCompression.using(ratio=args.ratio)  # <- sn
 fft = FFTCompression.using(theta=args.theta, block=args.block or None)  # <- sn
 codecs = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16, "auto": auto, "fft": fft}
@@ -72,7 +77,7 @@ cosine = torch.optim.lr_scheduler.CosineAnnealingLR(opt, args.epochs * steps)
 
 shuffle = torch.Generator().manual_seed(args.seed)  # the same order on all ranks
 seen = {**vars(args), "ranks": hvd.size(), "seconds": 0.0, "loss": [], "accuracy": []}
-for epoch in range(args.epochs):
+for epoch in range(args.stop or args.epochs):
     order = torch.randperm(len(x), generator=shuffle)[: steps * hvd.size() * 64]
     mine = order.view(steps, hvd.size(), 64)[:, hvd.rank()]
     for rows in tqdm(mine, f"epoch {epoch + 1}/{args.epochs}", disable=hvd.rank() > 0):
@@ -96,4 +101,7 @@ if args.history and hvd.rank() == 0:
     seen |= {"dense_bytes": 4 * values, "payload_bytes": values * (2 if half else 4)}
     if args.compression in ("auto", "fft"):  # <- sn
         seen |= FFTCompression.report(opt)  # <- sn
+    if args.budget:  # <- sn
+        plan = model.sn_memory.plan  # <- sn
+        seen |= {"peak_bytes": plan.peak_bytes, "unplanned_bytes": plan.baseline_peak_bytes}
     Path(args.history).write_text(json.dumps(seen))

@@ -12,23 +12,27 @@ import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_flatten
 
 from ..check import check_plan
-from ..graph import Device
+from ..errors import PlanError
+from ..graph import Device, Graph
 from ..plan import Plan
 from ..planner import plan_graph
+from ..sizes import show_bytes
+from .compiled import COMPILERS, CompiledStep, Settings
+from .convolutions import Measure
 from .errors import TraceError
-from .program import Program
+from .modules import ModulePlan, ModuleStep
 from .replay import Replay
-from .trace import Trace, call_arguments, trace
+from .trace import Trace, beside, call_arguments, trace
 
 log = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "graph")
+BACKENDS = ("auto", "graph", "compile", "modules")
 RECORD = "sn_memory"
 _WRAPPERS = (
     "DistributedDataParallel",
@@ -42,30 +46,71 @@ class PlanWarning(UserWarning):
     """A planned model ran without its plan."""
 
 
+class Step(Protocol):
+    """What carries the forward pass of a planned model out, for one kind of input."""
+
+    @property
+    def plan(self) -> Plan | ModulePlan:
+        """What was decided."""
+
+    @property
+    def trace(self) -> Trace | None:
+        """The graph it was decided on; None where there is none."""
+
+    @property
+    def known(self) -> list[torch.Tensor]:
+        """Tensors it holds between steps, beside the model's; they count as live."""
+
+    @property
+    def ignored(self) -> list[torch.Tensor]:
+        """Tensors it holds that lie on the host."""
+
+    @property
+    def beside_bytes(self) -> int:
+        """What is resident and no part of the step: the optimizer's state."""
+
+    def run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward pass; the rest of the plan happens in the backward pass."""
+
+
 @dataclass
 class Planned:
     """What a planned model carries as `model.sn_memory`.
 
     Parameters
     ----------
-    trace, plan
-        What was planned last, and how.
     backend
-        What carries the plan out: `graph`.
-    replays
-        The planned steps, per kind of input.
+        What carries the plan out: `graph`, `compile` or `modules`.
+    steps
+        What runs in place of the forward pass, per kind of input.
+    latest
+        The one planned last.
     refused
         Kinds of input that were run plainly; each is warned about once.
     """
 
-    trace: Trace
-    plan: Plan
     backend: str
-    replays: dict[Hashable, Replay]
+    steps: dict[Hashable, Step]
+    latest: Step
     refused: set[Hashable] = field(default_factory=set)
 
+    @property
+    def plan(self) -> Any:
+        """The plan made last: a Plan, or with `modules` a ModulePlan."""
+        return self.latest.plan
+
+    @property
+    def trace(self) -> Trace:
+        """The trace planned last. Raises PlanError with `modules`, which needs none."""
+        if self.latest.trace is None:
+            raise PlanError(
+                "the model was planned by modules, because it cannot be traced, so there is no "
+                "graph of it. Its plan lists the modules."
+            )
+        return self.latest.trace
+
     def report(self, path: str | Path) -> None:
-        """Write one HTML page with pictures and tables; needs matplotlib."""
+        """Write one HTML page with pictures and tables; needs matplotlib and a trace."""
         from ..report import report
 
         report(self.trace.graph, self.plan).write_html(path)
@@ -83,6 +128,9 @@ def plan(
     device: Device | None = None,
     optimizer: Any = None,
     time_limit_s: float = 60.0,
+    compiler: str = "inductor",
+    overlap: bool = False,
+    workspaces: bool | Measure = False,
 ) -> torch.nn.Module:
     """Return the model as one that trains within a budget of bytes, with the same gradients.
 
@@ -101,29 +149,42 @@ def plan(
     planner, actions, time_limit_s
         As in `sn_memory.plan_graph`. The action `offload` moves storages to the host.
     backend
-        `graph` runs the recorded calls one by one as planned; `auto` is the same.
+        `graph` runs the recorded calls one by one as planned. `compile` runs the model under
+        torch.compile, cut where the plan of its joint graph says. `modules` runs chosen modules
+        again in the backward pass; it takes any model, and a real sample, on which it measures.
+        `auto` is `graph`, and `modules` with a warning for a model that cannot be traced.
     profile, device
         As in `trace`.
     optimizer
         An optimizer or its class; its state counts as well.
+    compiler
+        With `compile`: `inductor`, or `eager`, which runs the planned graphs call by call.
+    overlap
+        With `graph`: hand each gradient to its parameter when it is ready, so that DDP or Horovod
+        exchanges it beside the rest of the backward pass. Then `torch.autograd.grad` does not see
+        the parameters. The other back ends always do.
+    workspaces
+        With `graph`: let the plan choose how each convolution runs, by the workspace it has room
+        for, as in `trace`. Other algorithms round otherwise, so bits may differ.
 
     Returns
     -------
     A module of the same class that shares parameters, buffers and modules with `model`. Its
-    `sn_memory` tells trace and plan and writes the report. Copies and pickles of it are plain
-    models.
+    `sn_memory` tells back end, trace and plan and writes the report. Copies and pickles of it are
+    plain models.
 
     Raises
     ------
     TraceError
-        For a model that cannot be traced; the message says where.
+        For a model that cannot be traced, with another back end than `auto` and `modules`; the
+        message says where.
     BudgetError
         If no plan keeps the budget; carries the smallest peak found and its op.
 
     Notes
     -----
     Loss and gradients are bit-equal to the unplanned run, dropout and batch norm included, where
-    kernels are deterministic. All gradients arrive when the backward pass has ended.
+    kernels are deterministic; under inductor, to what inductor computes.
 
     Examples
     --------
@@ -137,10 +198,9 @@ def plan(
     True
     """
     if backend not in BACKENDS:
-        raise ValueError(
-            f"got backend {backend!r}, expected one of {', '.join(BACKENDS)}. There is no back end "
-            "for torch.compile and none by module."
-        )
+        raise ValueError(f"got backend {backend!r}, expected one of {', '.join(BACKENDS)}.")
+    if compiler not in COMPILERS:
+        raise ValueError(f"got compiler {compiler!r}, expected one of {', '.join(COMPILERS)}.")
     _check_model(model)
     before = model.__dict__.get(RECORD)
     plain = plain_model(model)
@@ -151,17 +211,63 @@ def plan(
             "an argument of the sample is neither a tensor nor hashable, so it cannot be told "
             "whether later inputs are like it. Pass tensors, numbers, strings or tuples."
         )
-    traced = trace(plain, sample, profile=profile, device=device, optimizer=optimizer)
-    made = plan_graph(
-        traced.graph, budget, planner=planner, actions=actions, time_limit_s=time_limit_s
-    )
-    check_plan(traced.graph, made)
-    replay = Replay(traced.captured, Program(traced.named, traced.captured, made))
-    replays = {**(before.replays if before else {}), key: replay}
+
+    def make(graph: Graph) -> Plan:
+        made = plan_graph(
+            graph, budget, planner=planner, actions=actions, time_limit_s=time_limit_s
+        )
+        check_plan(graph, made)
+        return made
+
+    def by_graph() -> Step:
+        traced = trace(
+            plain,
+            sample,
+            profile=profile,
+            device=device,
+            optimizer=optimizer,
+            workspaces=workspaces,
+        )
+        return Replay(traced, make(traced.graph), overlap=overlap)
+
+    def by_compiler() -> Step:
+        settings = Settings(make, profile, device, beside(plain, optimizer), compiler)
+        return CompiledStep(plain, args, kwargs, settings)
+
+    def by_modules() -> Step:
+        held = sum(it.bytes for it in beside(plain, optimizer))
+        return ModuleStep(plain, args, kwargs, budget, resident_bytes=held)
+
+    backends = {"graph": by_graph, "compile": by_compiler, "modules": by_modules}
+    name, step, refusal = backend, None, None
+    try:
+        name = "graph" if backend == "auto" else backend
+        step = backends[name]()
+    except TraceError as error:
+        if backend != "auto":
+            raise
+        refusal = error
+    if step is None:
+        name, step = "modules", by_modules()
+        warnings.warn(
+            f"{type(plain).__name__} is planned by modules, which saves less than a plan of its "
+            f"ops, because it cannot be traced: {refusal}",
+            PlanWarning,
+            stacklevel=2,
+        )
+    log.info("%s planned by %s: %s", type(plain).__name__, name, summary(step.plan))
     twin = _bare(_planned_class(type(plain)))
     twin.__dict__.update(plain.__dict__)
-    twin.__dict__[RECORD] = Planned(traced, made, "graph", replays)
+    steps = {**(before.steps if before else {}), key: step}
+    twin.__dict__[RECORD] = Planned(name, steps, step)
     return twin
+
+
+def summary(plan: Plan | ModulePlan) -> str:
+    """One line: peaks and what it costs."""
+    extra = plan.seconds / plan.baseline_seconds - 1 if plan.baseline_seconds else 0.0
+    peaks = f"{show_bytes(plan.baseline_peak_bytes)} -> {show_bytes(plan.peak_bytes)}"
+    return f"peak {peaks}, {extra:+.1%} time"
 
 
 def _check_model(model: torch.nn.Module) -> None:
@@ -244,22 +350,20 @@ class _PlannedForward:
     """What a planned model does otherwise than its class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        replay = self._replay(args, kwargs) if torch.is_grad_enabled() else None
-        if replay is None:
+        step = self._step(args, kwargs) if torch.is_grad_enabled() else None
+        if step is None:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        flat = tree_flatten((args, kwargs))[0]
-        tensors = [it for it in flat if isinstance(it, torch.Tensor)]
-        parameters = list(self.parameters())  # type: ignore[attr-defined]
-        given = [*parameters, *self.buffers(), *tensors]  # type: ignore[attr-defined]
-        wanted = {id(it): it for it in (*parameters, *tensors) if it.requires_grad}
-        return replay(given, list(wanted.values()))
+        return step.run(self, args, kwargs)  # type: ignore[arg-type]
 
-    def _replay(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Replay | None:
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
         record: Planned = self.__dict__[RECORD]
         key = signature(self, args, kwargs)  # type: ignore[arg-type]
-        replay = record.replays.get(key) if key is not None else None
+        step = record.steps.get(key) if key is not None else None
         form = key[1:3] if isinstance(key, tuple) else None
-        if replay is None and self.training and form not in record.refused:  # type: ignore[attr-defined]
+        if step is None and record.backend == "modules" and self.training:  # type: ignore[attr-defined]
+            # Running modules again is right for any input; the budget was kept on the sample.
+            return record.latest
+        if step is None and self.training and form not in record.refused:  # type: ignore[attr-defined]
             record.refused.add(form)
             warnings.warn(
                 f"a training step of {type(self).__name__} runs without its plan: the input's "
@@ -269,7 +373,7 @@ class _PlannedForward:
                 PlanWarning,
                 stacklevel=4,
             )
-        return replay
+        return step
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = plain_model(self)  # type: ignore[arg-type]

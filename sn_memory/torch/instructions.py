@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from .convolutions import carried_out
 from .errors import ReplayError
 from .neutral import statistics
 from .offload import HostArena
@@ -31,12 +32,16 @@ class Memory:
         State of the random number generator before a call that will run again, per call.
     arena
         Where storages on the host lie; None where the plan moves none.
+    receive
+        What takes gradients as they become ready, given their numbers and a list of them, which
+        it empties; None where they are returned in the end.
     """
 
     def __init__(self, storages: int, arena: HostArena | None) -> None:
         self.held: list[torch.Tensor | None] = [None] * storages
         self.chance: dict[int, torch.Tensor] = {}
         self.arena = arena
+        self.receive: Callable[[list[int], list[torch.Tensor]], None] | None = None
 
     @property
     def spent(self) -> bool:
@@ -45,7 +50,7 @@ class Memory:
 
     def clear(self) -> None:
         """Let go of everything."""
-        self.held, self.chance, self.arena = [], {}, None
+        self.held, self.chance, self.arena, self.receive = [], {}, None, None
 
 
 def free_storage(storage: int) -> Instruction:
@@ -58,7 +63,7 @@ def free_storage(storage: int) -> Instruction:
 
 
 def offload_storage(storage: int, trip: int) -> Instruction:
-    """Return the instruction that copies a storage to the host, to the place of a trip."""
+    """Return the instruction that starts copying a storage to the host, to the place of a trip."""
 
     def offload(memory: Memory) -> None:
         tensor = memory.held[storage]
@@ -69,14 +74,55 @@ def offload_storage(storage: int, trip: int) -> Instruction:
     return offload
 
 
+def leave_device(storage: int, trip: int) -> Instruction:
+    """Return the instruction that gives a storage back when its copy out has ended."""
+
+    def leave(memory: Memory) -> None:
+        assert memory.arena is not None
+        memory.arena.left(trip)
+        memory.held[storage] = None
+
+    return leave
+
+
 def prefetch_storage(storage: int, trip: int, form: View) -> Instruction:
-    """Return the instruction that makes a storage anew from its copy on the host."""
+    """Return the instruction that makes a storage anew and starts copying into it."""
 
     def prefetch(memory: Memory) -> None:
         assert memory.arena is not None
         memory.held[storage] = memory.arena.give(trip, form)
 
     return prefetch
+
+
+def await_storage(trip: int) -> Instruction:
+    """Return the instruction after which what a trip brought back can be used."""
+
+    def arrived(memory: Memory) -> None:
+        assert memory.arena is not None
+        memory.arena.arrived(trip)
+
+    return arrived
+
+
+def hand_over(ready: Sequence[tuple[int, View, View]]) -> Instruction:
+    """Return the instruction that hands gradients over that nothing uses any more.
+
+    ready : number of the gradient, its View, and the form its storage is held in
+    """
+    places = [place for place, _, _ in ready]
+    takes = [take(view, form) for _, view, form in ready]
+    storages = [view.storage for _, view, _ in ready]
+
+    def hand(memory: Memory) -> None:
+        if memory.receive is None:
+            return
+        box = [take(memory.held) for take in takes]
+        for storage in storages:
+            memory.held[storage] = None
+        memory.receive(places, box)
+
+    return hand
 
 
 def run_call(
@@ -88,13 +134,15 @@ def run_call(
     again: bool,
     replayed: bool,
     device: torch.device,
+    way: str | None = None,
 ) -> Instruction:
     """Return the instruction that runs a call.
 
     results : place among the flat results, View, and whether it is to be held
     replayed : it draws random numbers, and the plan runs it more than once
+    way : how to carry it out; None where there is no choice
     """
-    target = call.target
+    target = call.target if way is None else _in_way(call.target, way)
     arguments = _arguments(call, forms, without=statistics(call) if again else ())
 
     def run(memory: Memory) -> None:
@@ -115,13 +163,21 @@ def run_call(
             tensor = flat[place]
             if not view.shows(tensor):
                 raise ReplayError(
-                    f"{target} returned a tensor of size {tuple(tensor.size())}, stride "
+                    f"{call.target} returned a tensor of size {tuple(tensor.size())}, stride "
                     f"{tensor.stride()} and type {tensor.dtype}; traced were {view.size}, "
                     f"{view.stride} and {view.dtype}. Its rule for fake tensors is wrong: report "
                     "it to its owner; this model cannot be planned."
                 )
             if fresh:
                 memory.held[view.storage] = tensor
+
+    return run
+
+
+def _in_way(target: Any, way: str) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with carried_out(way):
+            return target(*args, **kwargs)
 
     return run
 

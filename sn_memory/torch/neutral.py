@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
-from ..graph import Device, Graph, Op, Storage
+from ..graph import Device, Graph, Op, Storage, Workspace
 from .capture import Captured
 from .recorder import Call, View
 
@@ -44,6 +44,8 @@ def neutral(
     seconds: Sequence[float | None],
     allocator: str = "none",
     extra: Sequence[Storage] = (),
+    replayable: bool = True,
+    ways: Sequence[tuple[Workspace, ...]] | None = None,
 ) -> Named:
     """Return the graph of a capture.
 
@@ -55,6 +57,10 @@ def neutral(
         How the device rounds sizes.
     extra
         Resident storages that are no part of the step, as the optimizer's state.
+    replayable
+        Whether random ops can be run again from the state they were run from.
+    ways
+        Per call, the ways to carry it out; none where there is no choice.
     """
     recording = captured.recording
     ops = [
@@ -64,9 +70,11 @@ def neutral(
     storages = _storages(captured, names)
     handed_out = _handed_out(captured)
     rows = [
-        _op(call, ops[at], names, handed_out, captured, seconds[at])
+        _op(call, ops[at], names, handed_out, captured, seconds[at], replayable)
         for at, call in enumerate(recording.calls)
     ]
+    if ways is not None:
+        rows = [replace(row, workspaces=it) for row, it in zip(rows, ways, strict=True)]
     results = dict.fromkeys(names[view.storage] for view in captured.outputs if _is_view(view))
     loss = Op(
         LOSS,
@@ -91,13 +99,14 @@ def statistics(call: Call) -> tuple[int, ...]:
     """Places among the flat arguments of running statistics that a call updates unsaid.
 
     Batch norm changes them in place, but its schema names no write. Given None there instead, it
-    returns the same and changes nothing, which is how it is run again.
+    returns the same and changes nothing, which is how it is run again. Its functional form returns
+    new statistics instead.
     """
     schema = call.target._schema.arguments
     args, kwargs = tree_unflatten(list(range(len(call.flat))), call.spec)
     places = dict(zip((it.name for it in schema), args, strict=False)) | kwargs
     modes = [call.flat[places[name]] for name in ("training", "train") if name in places]
-    if not any(modes):
+    if not any(modes) or call.name.endswith("_functional"):
         return ()
     return tuple(
         places[it.name]
@@ -170,6 +179,7 @@ def _op(
     handed_out: set[int],
     captured: Captured,
     seconds: float | None,
+    replayable: bool,
 ) -> Op:
     hidden = [call.flat[place].storage for place in statistics(call)]
     writes = [*call.writes, *(it for it in hidden if it not in captured.recording.given)]
@@ -183,7 +193,7 @@ def _op(
         seconds=seconds,
         flops=flops(call) if seconds is None else 0.0,
         random=call.random,
-        replayable=call.random,
+        replayable=call.random and replayable,
         effect=not call.makes and not call.writes,
         collective="c10d" in call.target.namespace,
         # The caller holds what is handed out: giving it back would free nothing.

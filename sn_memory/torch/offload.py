@@ -1,9 +1,9 @@
-"""The host arena: where storages wait that a plan moves off the device.
+"""The pool of storages that leave the device: a block on the host, places, trips there and back.
 
-One block, laid out before the first step: which storage is on the host when is in the plan, so the
-places are packed ahead and nothing is allocated while training. On the CPU a move is a plain copy
-within the same memory, so that the logic runs everywhere; on a GPU the block is pinned and copies
-are queued on the current stream.
+SuperNeurons' unified tensor pool (Wang et al., PPoPP 2018, section 3.3) allocates on the host up
+front and moves when memory runs out, least recently used first. A plan knows ahead who is away
+when: so the places are packed ahead, copies start where the plan says, and of the trips that the
+planned peak has room for none is made (`needless`). Nothing is allocated while training.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from ..arrays import Ints
 from ..pool import arrange
+from .lanes import Lanes, Ticket, lanes_for
 from .recorder import View
 
 _ALIGNMENT = 64
@@ -21,45 +24,100 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Trip:
-    """One stay on the host: from step `start` to step `end`, `nbytes` long."""
+    """One stay on the host, in steps of the plan.
 
+    Parameters
+    ----------
+    storage
+        Its number.
+    start, freed, end
+        It is copied out from `start`; its device memory is free from `freed` until `end`, where
+        it is taken again. A trip without return ends with the plan.
+    nbytes
+        Its size.
+    """
+
+    storage: int
     start: int
+    freed: int
     end: int
     nbytes: int
 
 
-class HostArena:
-    """One block on the host, with a place for each trip of a plan.
+def needless(trips: Sequence[Trip], live_bytes: Ints, room_bytes: int) -> set[int]:
+    """Return the trips whose storages may as well stay: there is room for them all the while.
 
     Parameters
     ----------
     trips
-        Those that overlap in time get places that do not overlap.
+        Those of a plan.
+    live_bytes
+        [steps] on the device, with all trips made.
+    room_bytes
+        What may be live: the plan's peak.
+
+    Notes
+    -----
+    The smallest and shortest stays come first, as most of those fit. The least recently used leave
+    first in SuperNeurons because they are needed last; here that is in the length of the stay.
+    """
+    live = np.array(live_bytes, dtype=np.int64)
+    staying: set[int] = set()
+    cost = {at: trip.nbytes * (trip.end - trip.freed) for at, trip in enumerate(trips)}
+    for at in sorted(cost, key=lambda it: (cost[it], it)):
+        trip = trips[at]
+        away = live[trip.freed : trip.end]
+        if away.size == 0 or int(away.max()) + trip.nbytes <= room_bytes:
+            away += trip.nbytes
+            staying.add(at)
+    return staying
+
+
+class HostArena:
+    """One block on the host, with a place for each trip that is made.
+
+    Parameters
+    ----------
+    trips
+        By number. Those that overlap in time get places that do not overlap.
     device
         Where storages come from and return to.
+    lanes
+        What copies; default: streams on a GPU, plain copies on the CPU.
     """
 
-    def __init__(self, trips: Sequence[Trip], device: torch.device) -> None:
-        self.trips, self.device = tuple(trips), device
-        rows = [(trip.start, trip.end, max(1, trip.nbytes), _ALIGNMENT) for trip in trips]
+    def __init__(
+        self, trips: dict[int, Trip], device: torch.device, lanes: Lanes | None = None
+    ) -> None:
+        self.trips, self.device = dict(trips), device
+        self.lanes = lanes_for(device) if lanes is None else lanes
+        rows = [(it.start, it.end + 1, max(1, it.nbytes), _ALIGNMENT) for it in trips.values()]
         packed = arrange(rows)
-        self.offsets = packed.offsets
+        self.offsets = dict(zip(trips, packed.offsets, strict=True))
         self.block = torch.empty(packed.height, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._left: dict[int, Ticket] = {}
+        self._arriving: dict[int, Ticket] = {}
 
     def take(self, trip: int, tensor: torch.Tensor) -> None:
-        """Copy the storage of a tensor to the place of a trip."""
-        self._place(trip).copy_(_bytes(tensor.untyped_storage(), tensor.device), non_blocking=True)
+        """Start to copy the storage of a tensor to the place of a trip."""
+        memory = tensor.untyped_storage()
+        here = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
+        self._left[trip] = self.lanes.leave(here, self._place(trip))
+
+    def left(self, trip: int) -> None:
+        """Let ops wait until a trip's copy out has ended: its device memory is given back now."""
+        self.lanes.wait(self._left[trip])
 
     def give(self, trip: int, form: View) -> torch.Tensor:
-        """Return a new tensor of a form with what a trip took."""
+        """Return a new tensor of a form, into which what a trip took is being copied."""
         here = torch.empty(self.trips[trip].nbytes, dtype=torch.uint8, device=self.device)
-        here.copy_(self._place(trip), non_blocking=True)
+        self._arriving[trip] = self.lanes.arrive(self._place(trip), here, self._left.pop(trip))
         empty = torch.empty(0, dtype=form.dtype, device=self.device)
         return empty.set_(here.untyped_storage(), form.offset, form.size, form.stride)
 
+    def arrived(self, trip: int) -> None:
+        """Let ops wait until a trip's copy back has ended: it is used next."""
+        self.lanes.wait(self._arriving.pop(trip))
+
     def _place(self, trip: int) -> torch.Tensor:
         return self.block[self.offsets[trip] : self.offsets[trip] + self.trips[trip].nbytes]
-
-
-def _bytes(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

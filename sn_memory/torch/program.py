@@ -9,25 +9,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
+from ..arrays import Ints
 from ..plan import Plan
 from .capture import Captured
 from .errors import ReplayError
 from .instructions import (
     Instruction,
     Memory,
+    await_storage,
     free_storage,
+    hand_over,
+    leave_device,
     offload_storage,
     prefetch_storage,
     run_call,
     take,
 )
 from .neutral import LOSS, Named, main_device
-from .offload import HostArena, Trip
+from .offload import HostArena, Trip, needless
 from .recorder import Call, View, form_of
 
 
@@ -58,7 +63,11 @@ class Program:
         self.gradients = [
             None if view is None else self.taken(view) for _, view in captured.gradients
         ]
-        self._trips, self._device = writer.trips, main_device(captured)
+        self.journeys = writer.journeys
+        self._trips = {
+            at: trip for at, trip in enumerate(writer.journeys.trips) if at in writer.made
+        }
+        self._device = main_device(captured)
         self._arenas: list[HostArena] = []
         if self._trips:
             self._arenas.append(HostArena(self._trips, self._device))
@@ -98,8 +107,19 @@ class _Writer:
         self.held: set[int] = set(captured.recording.given)
         self.forms: dict[int, View] = {}
         self.read_later: set[int] = set()
-        self.trips: list[Trip] = []
-        self.leaving: dict[int, tuple[int, int]] = {}
+        self.journeys = _journeys(named, captured, plan)
+        self.made = set(range(len(self.journeys.trips))) - needless(
+            self.journeys.trips, _live_bytes(named, plan), plan.peak_bytes
+        )
+        # Parameters come first among the gradients; the rest are of inputs.
+        self.parameter_gradients = [
+            (place, view)
+            for place, (name, view) in enumerate(captured.gradients)
+            if view is not None and not name.startswith("input ")
+        ]
+        self.last = self.last_steps()
+        # Storages on their way back, with the trip that brings them.
+        self.arriving: dict[int, int] = {}
         for view in (
             *(view for _, view in (*captured.parameters, *captured.buffers)),
             *(view for view in captured.inputs if view is not None),
@@ -116,7 +136,7 @@ class _Writer:
         outside |= {view.storage for view in self.captured.tangents}
         changeable = outside | set(self.captured.recording.given)
         current = before
-        for at, (action, target, _) in enumerate(self.plan.steps):
+        for at, (action, target, way) in enumerate(self.plan.steps):
             if action == "run" and target == LOSS:
                 current = after
                 self.held |= {view.storage for view in self.captured.tangents}
@@ -125,7 +145,10 @@ class _Writer:
                 call = self.calls[self.named.call_of[target]]
                 if current is after:
                     self.read_later |= {*call.reads, *call.writes} & changeable
-                current.append(self.run(target, call))
+                current += self.arrivals({*call.reads, *call.writes})
+                current.append(self.run(target, call, way))
+                if current is after:
+                    current += self.ready(at)
                 continue
             storage = self.named.storage_of[target]
             if storage in outside or action in ("compress", "decompress"):
@@ -134,10 +157,46 @@ class _Writer:
                     "and their gradients belong to the caller, and nothing is compressed here. "
                     "Plan with the actions keep and recompute."
                 )
-            current.append(self.move(at, action, storage))
+            current += self.move(at, action, storage)
+            if current is after:
+                current += self.ready(at)
+        after += self.arrivals(set(self.arriving))
+        # Those that no step of the backward pass touches: of views of what is given.
+        after += self.ready(-1)
         return before, after
 
-    def run(self, name: str, call: Call) -> Instruction:
+    def ready(self, at: int) -> list[Instruction]:
+        """Hand over the gradients whose last step this was."""
+        items = [
+            (place, view, self.forms[view.storage])
+            for place, view in self.parameter_gradients
+            if self.last.get(view.storage, -1) == at
+        ]
+        return (
+            [*self.arrivals({view.storage for _, view, _ in items}), hand_over(items)]
+            if items
+            else []
+        )
+
+    def last_steps(self) -> dict[int, int]:
+        """Per storage, the last step of the backward pass that touches it."""
+        last: dict[int, int] = {}
+        loss = self.plan.steps.index(("run", LOSS, 0))
+        for at, (action, target, _) in enumerate(self.plan.steps):
+            if at <= loss:
+                continue
+            if action == "run":
+                call = self.calls[self.named.call_of[target]]
+                last |= dict.fromkeys((*call.reads, *call.makes, *call.writes), at)
+            else:
+                last[self.named.storage_of[target]] = at
+        return last
+
+    def arrivals(self, storages: set[int]) -> list[Instruction]:
+        """Wait for those of these storages that are on their way back."""
+        return [await_storage(self.arriving.pop(it)) for it in sorted(storages & {*self.arriving})]
+
+    def run(self, name: str, call: Call, way: int) -> Instruction:
         again = name in self.ran
         self.ran.add(name)
         results = []
@@ -150,6 +209,7 @@ class _Writer:
                 self.forms[view.storage] = view
             results.append((place, view, fresh))
         touched = (*call.makes, *call.writes)
+        ways = self.named.graph.ops[self.named.graph.op_index[name]].workspaces
         return run_call(
             call,
             self.forms,
@@ -159,19 +219,75 @@ class _Writer:
             replayed=call.random and name in self.again,
             # Effects make and write nothing, and draw nothing either.
             device=self.captured.recording.device[touched[0] if touched else 0],
+            way=ways[way].name if ways else None,
         )
 
-    def move(self, at: int, action: str, storage: int) -> Instruction:
+    def move(self, at: int, action: str, storage: int) -> list[Instruction]:
+        trip = self.journeys.at.get(at)
+        made = trip in self.made
         if action == "free":
+            if trip is not None and not made:
+                return []
             self.held.discard(storage)
-            return free_storage(storage)
+            if trip is not None:
+                return [leave_device(storage, trip)]
+            return [*self.arrivals({storage}), free_storage(storage)]
+        if trip is None or not made:
+            return []
         if action == "offload":
-            self.leaving[storage] = (at, len(self.trips))
-            nbytes = self.captured.recording.nbytes[storage]
-            # Its end is known when it comes back; one that never does stays to the end.
-            self.trips.append(Trip(at, len(self.plan.steps), nbytes))
-            return offload_storage(storage, len(self.trips) - 1)
-        start, trip = self.leaving.pop(storage)
-        self.trips[trip] = replace(self.trips[trip], start=start, end=at + 1)
+            return [*self.arrivals({storage}), offload_storage(storage, trip)]
         self.held.add(storage)
-        return prefetch_storage(storage, trip, self.forms[storage])
+        self.arriving[storage] = trip
+        return [prefetch_storage(storage, trip, self.forms[storage])]
+
+
+@dataclass(frozen=True)
+class _Journeys:
+    """The trips of a plan, and per step that is part of one, which."""
+
+    trips: list[Trip]
+    at: dict[int, int]
+
+
+def _journeys(named: Named, captured: Captured, plan: Plan) -> _Journeys:
+    trips: list[Trip] = []
+    at: dict[int, int] = {}
+    away: dict[int, int] = {}
+    for place, (action, target, _) in enumerate(plan.steps):
+        if action not in ("offload", "free", "prefetch"):
+            continue
+        storage = named.storage_of[target]
+        if action == "offload":
+            away[storage] = at[place] = len(trips)
+            nbytes = captured.recording.nbytes[storage]
+            # Where it is freed and comes back is told by later steps; it may never come back.
+            trips.append(Trip(storage, place, place, len(plan.steps), nbytes))
+        elif action == "free" and storage in away:
+            at[place] = away[storage]
+            trips[away[storage]] = replace(trips[away[storage]], freed=place)
+        elif action == "prefetch":
+            at[place] = trip = away.pop(storage)
+            trips[trip] = replace(trips[trip], end=place)
+    return _Journeys(trips, at)
+
+
+def _live_bytes(named: Named, plan: Plan) -> Ints:
+    """Bytes on the device at each step of a plan, with all its trips made."""
+    graph = named.graph
+    size = {
+        it.name: int(nbytes) for it, nbytes in zip(graph.storages, graph.arrays.bytes, strict=True)
+    }
+    outputs = {op.name: op.outputs for op in graph.ops}
+    held = {it.name for it in graph.storages if it.resident}
+    live, curve = graph.base_bytes, []
+    for action, target, _ in plan.steps:
+        made = set(outputs[target]) if action == "run" else set()
+        if action == "prefetch":
+            made = {target}
+        live += sum(size[it] for it in made - held)
+        held |= made
+        curve.append(live)
+        if action == "free":
+            held.discard(target)
+            live -= size[target]
+    return np.array(curve, dtype=np.int64)

@@ -196,12 +196,12 @@ class Recorder(TorchDispatchMode):
             self._view(out) if isinstance(out, torch.Tensor) else None
             for out in tree_flatten(result)[0]
         )
-        writes = _written(func, views, spec)
+        writes = written(func, views, spec)
         random = torch.Tag.nondeterministic_seeded in func.tags and not _no_dropout(
             func, views, spec
         )
         makes = tuple(range(known, len(self.recording.nbytes)))
-        if not makes and not writes and not random and _is_view(func, views, outputs):
+        if not makes and not writes and not random and is_view(views, outputs):
             return
         if random and self.phase == "backward":
             raise TraceError(
@@ -270,13 +270,13 @@ class Recorder(TorchDispatchMode):
         return form_of(tensor, self._storage(tensor))
 
 
-def _is_view(func: Any, views: tuple[Any, ...], outputs: tuple[View | None, ...]) -> bool:
+def is_view(views: tuple[Any, ...], outputs: tuple[View | None, ...]) -> bool:
     """Whether a call does nothing but look at its arguments another way."""
     read = {arg.storage for arg in views if isinstance(arg, View)}
     return bool(outputs) and all(out is not None and out.storage in read for out in outputs)
 
 
-def _written(func: Any, views: tuple[Any, ...], spec: Any) -> tuple[int, ...]:
+def written(func: Any, views: tuple[Any, ...], spec: Any) -> tuple[int, ...]:
     """Storages that the schema says are changed."""
     args, kwargs = tree_unflatten(list(views), spec)
     found: dict[int, None] = {}

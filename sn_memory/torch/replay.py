@@ -1,24 +1,27 @@
 """One autograd node for the whole model: its forward and its backward are a plan's instructions.
 
 Its inputs are the parameters themselves, so their gradients are accumulated, and hooks on them
-(DistributedDataParallel, Horovod) fire, as ever; all of them when the node has ended.
+(DistributedDataParallel, Horovod) fire, as ever; all of them when the node has ended. With
+`overlap` each gradient is handed to its parameter when no later step needs it, so that its exchange
+runs beside the rest of the backward pass; the node then hangs on an anchor, not on the parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from .capture import Captured
+from ..plan import Plan
 from .errors import ReplayError
 from .instructions import Memory
 from .neutral import main_device
 from .program import Program
 from .recorder import View
+from .trace import Trace
 
 
 class Replay:
@@ -26,14 +29,18 @@ class Replay:
 
     Parameters
     ----------
-    captured
+    trace
         The traced step.
-    program
-        Its plan.
+    plan
+        A plan of its graph.
+    overlap
+        Hand gradients over as they become ready.
     """
 
-    def __init__(self, captured: Captured, program: Program) -> None:
-        self.captured, self.program = captured, program
+    def __init__(self, trace: Trace, plan: Plan, *, overlap: bool = False) -> None:
+        self.trace, self.plan, self.overlap = trace, plan, overlap
+        self.captured = captured = trace.captured
+        self.program = Program(trace.named, captured, plan)
         self.device = main_device(captured)
         # Per output that is a tensor, whether a gradient comes back for it.
         self.differentiable = [
@@ -44,21 +51,34 @@ class Replay:
         self._given = [view for _, view in (*captured.parameters, *captured.buffers)]
         self._given += [view for view in captured.inputs if view is not None]
 
-    def __call__(self, given: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> Any:
-        """Run the forward pass.
+    @property
+    def known(self) -> list[torch.Tensor]:
+        """Tensors that belong to nobody, which the trace holds."""
+        return list(self.captured.recording.constants.values())
 
-        Parameters
-        ----------
-        given
-            Parameters, buffers and flat input tensors, in the order of the capture.
-        wanted
-            Those of them that require gradients, in the order of its gradients.
+    @property
+    def ignored(self) -> list[torch.Tensor]:
+        """Arenas on the host."""
+        return [arena.block for arena in self.program.arenas]
 
-        Returns
-        -------
-        What the model returns.
-        """
-        results = iter(_Planned.apply(self, given, *wanted))
+    @property
+    def beside_bytes(self) -> int:
+        """The optimizer's state."""
+        return self.trace.beside_bytes
+
+    def run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward pass of a model; returns what it returns."""
+        tensors = [it for it in tree_leaves((args, kwargs)) if isinstance(it, torch.Tensor)]
+        parameters = list(model.parameters())
+        given = [*parameters, *model.buffers(), *tensors]
+        leaves = {id(it): it for it in parameters if it.requires_grad}
+        others = {id(it): it for it in tensors if it.requires_grad and id(it) not in leaves}
+        wanted = [*leaves.values(), *others.values()]
+        early: list[torch.Tensor] = []
+        if self.overlap:
+            early = list(leaves.values())
+            wanted = [torch.empty(0, requires_grad=True), *others.values()]
+        results = iter(_Planned.apply(self, given, early, *wanted))
         flat = [next(results) if isinstance(out, View) else out for out in self.captured.outputs]
         return tree_unflatten(flat, self.captured.output_spec)
 
@@ -83,7 +103,9 @@ class Replay:
 
 class _Planned(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, replay: Replay, given: Any, *wanted: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, replay: Replay, given: Any, early: list[torch.Tensor], *wanted: torch.Tensor
+    ) -> Any:
         memory = replay.start(given)
         with _as_recorded(replay.device):
             for instruction in replay.program.forward:
@@ -93,14 +115,14 @@ class _Planned(torch.autograd.Function):
         ctx.mark_non_differentiable(
             *(it for it, again in zip(results, replay.differentiable, strict=True) if not again)
         )
-        ctx.replay, ctx.memory = replay, memory
+        ctx.replay, ctx.memory, ctx.early = replay, memory, early
         ctx.versions = _versions(replay.program, memory)
         return results
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *incoming: torch.Tensor) -> Any:
-        replay, memory = ctx.replay, ctx.memory
+        replay, memory, early = ctx.replay, ctx.memory, ctx.early
         if memory.spent:
             raise ReplayError(
                 "backward runs a second time through a planned model, whose storages are gone. Run "
@@ -113,6 +135,9 @@ class _Planned(torch.autograd.Function):
             )
         captured = replay.captured
         arrived = [it for it, again in zip(incoming, replay.differentiable, strict=True) if again]
+        del incoming
+        if early:
+            memory.receive = _receiver(early)
         try:
             with _as_recorded(replay.device):
                 for view, tangent in zip(captured.tangents, arrived, strict=True):
@@ -120,11 +145,36 @@ class _Planned(torch.autograd.Function):
                 for instruction in replay.program.backward:
                     instruction(memory)
                 gradients = [
-                    None if take is None else take(memory.held) for take in replay.program.gradients
+                    None if take is None else take(memory.held)
+                    for take in replay.program.gradients[len(early) :]
                 ]
         finally:
             replay.program.end(memory)
-        return None, None, *gradients
+        anchor = (None,) if early else ()
+        return None, None, None, *anchor, *gradients
+
+
+class _Deliver(torch.autograd.Function):
+    """A node whose backward pass gives gradients to their leaves, hooks and all."""
+
+    @staticmethod
+    def forward(ctx: Any, box: list[torch.Tensor], *leaves: torch.Tensor) -> torch.Tensor:
+        ctx.box = box
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        # Nobody else holds them, so they become `.grad` and are not copied.
+        return None, *(ctx.box.pop(0) for _ in range(len(ctx.box)))
+
+
+def _receiver(leaves: list[torch.Tensor]) -> Callable[[list[int], list[torch.Tensor]], None]:
+    def receive(places: list[int], box: list[torch.Tensor]) -> None:
+        with torch.enable_grad():
+            token = _Deliver.apply(box, *(leaves[it] for it in places))
+        torch.autograd.backward(token)
+
+    return receive
 
 
 def _versions(program: Program, memory: Memory) -> list[int]:

@@ -14,6 +14,7 @@ import logging
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,20 +76,21 @@ def measured_device(device: torch.device) -> Device:
     """Return the speeds of a device, measured: matrix products, copies, transfers."""
     side = 1024 if device.type == "cpu" else 8192
     left = torch.rand(side, side, device=device)
-    product_s = _best(lambda: left @ left, device)
+    product_s = best_seconds(lambda: left @ left, device)
     block = torch.rand(1 << 24, device=device)
     target = torch.empty_like(block)
-    copy_s = _best(lambda: target.copy_(block), device)
+    copy_s = best_seconds(lambda: target.copy_(block), device)
     host = torch.empty(1 << 24, pin_memory=device.type == "cuda")
-    up_s = _best(lambda: host.copy_(block), device)
-    down_s = _best(lambda: block.copy_(host), device)
+    up_s = best_seconds(lambda: host.copy_(block), device)
+    down_s = best_seconds(lambda: block.copy_(host), device)
     size = block.nbytes
     return Device(
         str(device), 2 * side**3 / product_s, 2 * size / copy_s, size / up_s, size / down_s, 1e-5
     )
 
 
-def _time(call: Call, recording: Recording, device: torch.device) -> float | None:
+def rebuilt(call: Call, recording: Recording) -> Callable[[], Any]:
+    """Return a call on tensors made anew in the form of those it was recorded with."""
     storages: dict[int, torch.UntypedStorage] = {}
 
     def made(view: View) -> torch.Tensor:
@@ -98,10 +100,14 @@ def _time(call: Call, recording: Recording, device: torch.device) -> float | Non
         empty = torch.empty(0, dtype=view.dtype, device=place)
         return empty.set_(storages[view.storage], view.offset, view.size, view.stride)
 
+    args, kwargs = call.arguments(made)
+    return lambda: call.target(*args, **kwargs)
+
+
+def _time(call: Call, recording: Recording, device: torch.device) -> float | None:
     try:
         with torch.no_grad():
-            args, kwargs = call.arguments(made)
-            return _best(lambda: call.target(*args, **kwargs), device)
+            return best_seconds(rebuilt(call, recording), device)
     except (RuntimeError, IndexError, ValueError, NotImplementedError) as error:
         log.info("%s could not be timed (%s); a roofline stands in", call.target, error)
         return None
@@ -116,7 +122,7 @@ def _filled(nbytes: int, dtype: torch.dtype, device: torch.device) -> torch.Unty
     return torch.zeros(count, dtype=dtype, device=device).untyped_storage()
 
 
-def _best(work: Any, device: torch.device) -> float:
+def best_seconds(work: Any, device: torch.device) -> float:
     """Seconds of the quickest of a few runs, after one to warm up."""
     work()
     best, spent = float("inf"), 0.0

@@ -14,6 +14,7 @@ import torch
 
 from ..graph import Device, Graph, Storage
 from .capture import Captured, capture
+from .convolutions import Measure, measured_on, ways_of
 from .neutral import Named, neutral
 from .optimizer import optimizer_memory
 from .seconds import NOMINAL, measured_device, measured_seconds
@@ -41,6 +42,11 @@ class Trace:
         """The neutral graph, for `plan_graph`, `check_plan` and the reports."""
         return self.named.graph
 
+    @property
+    def beside_bytes(self) -> int:
+        """Resident bytes that are no part of the step: the optimizer's state."""
+        return sum(it.bytes for it in self.graph.storages if it.name == OPTIMIZER)
+
 
 def call_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return (args, kwargs) of a sample: a tuple is args, a mapping kwargs, the rest one arg."""
@@ -56,6 +62,7 @@ def trace(
     profile: bool = True,
     device: Device | None = None,
     optimizer: Any = None,
+    workspaces: bool | Measure = False,
 ) -> Trace:
     """Record a training step of a model as a graph. The model is left as it was.
 
@@ -77,6 +84,9 @@ def trace(
         Speeds for the roofline and for transfers; default: measured, or nominal where nothing is.
     optimizer
         An optimizer, or its class; its state is counted as resident.
+    workspaces
+        Offer the planner several ways to carry convolutions out, timed on the GPU; or a function
+        of a call and the name of a way that returns seconds and workspace bytes.
 
     Raises
     ------
@@ -95,21 +105,41 @@ def trace(
     args, kwargs = call_arguments(sample)
     captured = capture(model, args, kwargs)
     place = next(iter(model.parameters())).device
+    speeds, seconds = operations(captured, place, profile=profile, device=device)
+    ways = None
+    if workspaces:
+        if workspaces is True and place.type != "cuda":
+            raise ValueError(
+                f"workspaces=True measures on a GPU, and the model is on {place}. Pass a function "
+                "that tells seconds and workspace bytes, or leave workspaces out."
+            )
+        measure = measured_on(captured.recording, place) if workspaces is True else workspaces
+        ways = ways_of(captured.recording, measure)
+    named = neutral(
+        captured,
+        name=type(model).__name__,
+        device=speeds,
+        seconds=seconds,
+        allocator="torch" if place.type == "cuda" else "none",
+        extra=beside(model, optimizer),
+        ways=ways,
+    )
+    return Trace(named, captured)
+
+
+def operations(
+    captured: Captured, place: torch.device, *, profile: bool, device: Device | None
+) -> tuple[Device, list[float | None]]:
+    """Return the speeds of a device and the seconds of each call on it; None is left to speeds."""
     profile = profile and place.type != "meta"
     if device is None:
         device = measured_device(place) if profile else NOMINAL
     calls = captured.recording.calls
-    seconds = measured_seconds(captured.recording, place) if profile else [None] * len(calls)
-    extra = []
-    if optimizer is not None:
-        state = optimizer_memory(model, optimizer).state_bytes
-        extra.append(Storage(OPTIMIZER, state, "state"))
-    named = neutral(
-        captured,
-        name=type(model).__name__,
-        device=device,
-        seconds=seconds,
-        allocator="torch" if place.type == "cuda" else "none",
-        extra=extra,
-    )
-    return Trace(named, captured)
+    return device, measured_seconds(captured.recording, place) if profile else [None] * len(calls)
+
+
+def beside(model: torch.nn.Module, optimizer: Any) -> tuple[Storage, ...]:
+    """Return what is resident and no part of the step: the optimizer's state."""
+    if optimizer is None:
+        return ()
+    return (Storage(OPTIMIZER, optimizer_memory(model, optimizer).state_bytes, "state"),)

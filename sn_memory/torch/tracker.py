@@ -69,6 +69,11 @@ class StorageTracker(TorchDispatchMode):
             self.meet(tensor)
         self.start_bytes = self.peak_bytes = self.live_bytes
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Tell torch.compile that compiled code runs under it as any other."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:

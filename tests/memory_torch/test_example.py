@@ -45,3 +45,10 @@ def test_the_benchmark_writes_rows_and_goes_on(tmp_path):
     assert all(row["measured_peak_bytes"] == row["predicted_peak_bytes"] for row in rows)
     assert rows[3]["measured_peak_bytes"] < rows[3]["baseline_peak_bytes"]
     assert not run("benchmarks/planner_torch.py", *flags)
+
+
+def test_the_largest_batch_is_larger_with_a_plan():
+    said = run("examples/torch_largest_batch.py", "--memory", "6MiB")
+    plain, batch = (int(word) for word in said.replace(",", "").split() if word.isdigit())
+    assert batch > plain > 0
+    assert "the same to the bit" in said

@@ -327,7 +327,7 @@ def test_refusals():
     with pytest.raises(BudgetError):
         plan(model, sample, 1000, **SETTINGS)
     with pytest.raises(ValueError, match="expected one of auto, graph"):
-        plan(model, sample, "100%", backend="compile", **SETTINGS)
+        plan(model, sample, "100%", backend="xla", **SETTINGS)
     with pytest.raises(PlanError, match="no plan for this sample"):
         verify(model, sample)
     with pytest.raises(TraceError, match="hashable"):

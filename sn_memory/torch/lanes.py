@@ -1,0 +1,75 @@
+"""Copies beside the ops: one lane to the host, one back, tied to the ops by events.
+
+A copy on the stream of the ops delays them; a synchronisation stops the program. On a GPU each lane
+is a stream of its own: a copy waits, on the device, for what was queued before it, and ops wait, on
+the device, for the copy they need. On the CPU a copy is done when it is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+# What a copy gives back to wait for.
+Ticket = Any
+
+
+class Lanes(Protocol):
+    """Two lanes between a device and the host."""
+
+    def leave(self, here: torch.Tensor, host: torch.Tensor) -> Ticket:
+        """Copy from the device to the host, after all ops so far."""
+
+    def arrive(self, host: torch.Tensor, here: torch.Tensor, after: Ticket) -> Ticket:
+        """Copy back into new memory, after the copy that `after` stands for."""
+
+    def wait(self, ticket: Ticket) -> None:
+        """Let ops from now on wait for a copy; the program does not."""
+
+
+class PlainLanes:
+    """Copies at once: for the CPU, where host and device are the same memory."""
+
+    def leave(self, here: torch.Tensor, host: torch.Tensor) -> Ticket:
+        """Copy now."""
+        host.copy_(here)
+
+    def arrive(self, host: torch.Tensor, here: torch.Tensor, after: Ticket) -> Ticket:
+        """Copy now."""
+        here.copy_(host)
+
+    def wait(self, ticket: Ticket) -> None:
+        """Nothing to wait for."""
+
+
+class StreamLanes:
+    """A CUDA stream for each direction."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def leave(self, here: torch.Tensor, host: torch.Tensor) -> Ticket:
+        """Queue the copy behind the ops so far."""
+        self.out.wait_event(torch.cuda.current_stream(self.device).record_event())
+        with torch.cuda.stream(self.out):
+            host.copy_(here, non_blocking=True)
+        return self.out.record_event()
+
+    def arrive(self, host: torch.Tensor, here: torch.Tensor, after: Ticket) -> Ticket:
+        """Queue the copy behind its way out, and behind ops that used this memory before."""
+        self.back.wait_event(after)
+        self.back.wait_event(torch.cuda.current_stream(self.device).record_event())
+        with torch.cuda.stream(self.back):
+            here.copy_(host, non_blocking=True)
+        return self.back.record_event()
+
+    def wait(self, ticket: Ticket) -> None:
+        """Queue a wait for the event on the stream of the ops."""
+        torch.cuda.current_stream(self.device).wait_event(ticket)
+
+
+def lanes_for(device: torch.device) -> Lanes:
+    """Return streams for a GPU, plain copies for the CPU."""
+    return StreamLanes(device) if device.type == "cuda" else PlainLanes()

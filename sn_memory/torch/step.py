@@ -1,0 +1,160 @@
+"""One training step, run and measured; and everything it changes put back afterwards.
+
+Whoever compares (verify) or chooses by measurement (modules) runs steps that must leave no mark:
+gradients, buffers, attributes and all states of chance are as before.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves
+
+from .tracker import StorageTracker
+
+# What stands for the forward pass of a model: a planned one, or the model itself.
+Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A step's results by name, its peak, the op that reached it, and its seconds."""
+
+    results: dict[str, torch.Tensor | None]
+    peak_bytes: int
+    peak_op: str
+    seconds: float
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested lists, tuples and mappings."""
+    return [it for it in tree_leaves(tree) if isinstance(it, torch.Tensor)]
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Return where the parameters lie."""
+    return next(iter(model.parameters())).device
+
+
+def run_step(
+    forward: Forward,
+    model: torch.nn.Module,
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    *,
+    known: Sequence[torch.Tensor] = (),
+    ignored: Sequence[torch.Tensor] = (),
+    count: bool = True,
+) -> Measured:
+    """Run forward and backward; count live storages unless told not to.
+
+    In place of a loss, the outputs' gradients are random (1 for a scalar), always the same.
+
+    Parameters
+    ----------
+    forward
+        Called with the arguments.
+    model
+        Whose parameters and buffers are looked at.
+    arguments
+        Positional and by keyword.
+    known, ignored
+        Tensors that are there beside the model's, and those that are not counted.
+    """
+    args, kwargs = arguments
+    device = device_of(model)
+    inputs = tensors(arguments)
+    for leaf in (*model.parameters(), *inputs):
+        # Dropped, not filled: others may hold the tensors.
+        if leaf.is_leaf:
+            leaf.grad = None
+    tracker = StorageTracker(
+        [*model.parameters(), *model.buffers(), *inputs, *known],
+        device=device,
+        allocator="torch" if device.type == "cuda" else "none",
+        ignored=ignored,
+    )
+    began = _now(device)
+    with _counted(tracker, count):
+        outputs = tree_leaves(forward(*args, **kwargs))
+    ends, tangents = _tangents(outputs)
+    for tangent in tangents:
+        tracker.meet(tangent)
+    with _counted(tracker, count):
+        torch.autograd.backward(ends, tangents)
+    seconds = _now(device) - began
+    results: dict[str, torch.Tensor | None] = {
+        f"output {place}": it for place, it in enumerate(outputs) if isinstance(it, torch.Tensor)
+    }
+    results |= {f"gradient of {name}": it.grad for name, it in model.named_parameters()}
+    results |= {
+        f"gradient of input {place}": it.grad for place, it in enumerate(inputs) if it.is_leaf
+    }
+    results |= {f"buffer {name}": it.clone() for name, it in model.named_buffers()}
+    return Measured(results, tracker.peak_bytes, tracker.peak_op, seconds)
+
+
+@contextmanager
+def put_back(model: torch.nn.Module, inputs: Any) -> Iterator[None]:
+    """Put gradients, buffers, attributes and the states of chance back as they were."""
+    leaves = [it for it in (*model.parameters(), *tensors(inputs)) if it.is_leaf]
+    gradients = [(it, it.grad) for it in leaves]
+    buffers = [(it, it.clone()) for it in model.buffers()]
+    attributes = [(module, dict(module.__dict__)) for module in model.modules()]
+    with chance_put_back():
+        try:
+            yield
+        finally:
+            for module, before in attributes:
+                module.__dict__.clear()
+                module.__dict__.update(before)
+            for leaf, gradient in gradients:
+                leaf.grad = gradient
+            for buffer, value in buffers:
+                # Beside autograd: a version that counts up would look like a change.
+                buffer.data.copy_(value)
+
+
+@contextmanager
+def chance_put_back() -> Iterator[None]:
+    """Put the random number generators of torch, Python and NumPy back as they were."""
+    ours, arrays = random.getstate(), np.random.mtrand._rand.get_state(legacy=False)  # type: ignore[attr-defined]
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(ours)
+        np.random.mtrand._rand.set_state(arrays)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _counted(tracker: StorageTracker, count: bool) -> Iterator[None]:
+    if not count:
+        yield
+        return
+    with tracker:
+        yield
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _tangents(outputs: list[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the outputs that take gradients, and gradients for them, always the same."""
+    ends = [it for it in outputs if isinstance(it, torch.Tensor) and it.requires_grad]
+    tangents = []
+    for place, end in enumerate(ends):
+        tangent = torch.empty_like(end)
+        generator = torch.Generator(end.device).manual_seed(place)
+        tangents.append(tangent.normal_(generator=generator) if end.dim() else tangent.fill_(1.0))
+    return ends, tangents

@@ -1,0 +1,98 @@
+"""The back end for torch.compile: its own joint graph, cut by a plan."""
+
+import copy
+
+import pytest
+import torch
+from small_models import Everything, images, mlp
+from torch import nn
+
+from sn_memory import BudgetError
+from sn_memory.torch import TraceError, plan, verify
+from sn_memory.torch import compiled as back_end
+
+SETTINGS = {"profile": False, "planner": "greedy", "backend": "compile", "compiler": "eager"}
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+
+
+def step(model, sample):
+    torch.manual_seed(7)
+    out = model(sample)
+    out.backward(torch.sin(torch.arange(out.numel()).float()).view_as(out))
+    gradients = [it.grad.clone() for it in model.parameters()]
+    return [out.detach(), *gradients, *(it.clone() for it in model.buffers())]
+
+
+@pytest.mark.parametrize("budget", ["100%", "75%"])
+def test_bits_are_those_of_torch_compile(budget):
+    """The reference is torch's own eager back end, whose dropout draws otherwise than eager."""
+    model, sample = Everything(), images()
+    theirs = torch.compile(copy.deepcopy(model), backend="aot_eager_default_partitioner")
+    planned = plan(model, sample, budget, **SETTINGS)
+    assert planned.sn_memory.backend == "compile"
+    for mine, expected in zip(step(planned, sample), step(theirs, sample), strict=True):
+        assert torch.equal(mine, expected)
+
+
+@pytest.mark.parametrize("budget", ["100%", "80%", "70%"])
+def test_the_peak_is_as_planned(budget):
+    model, sample = mlp(8), torch.randn(64, 32)
+    planned = plan(model, sample, budget, **SETTINGS)
+    found = verify(planned, sample)
+    assert found.measured_peak_bytes == found.predicted_peak_bytes
+    assert found.equal, found.different
+    made = planned.sn_memory.plan
+    assert made.peak_bytes <= made.budget_bytes
+    assert bool(made.decided("recompute")) == (budget != "100%")
+
+
+def test_an_impossible_budget_is_refused_when_planning():
+    model, sample = mlp(4), torch.randn(64, 32)
+    before = {name: it.clone() for name, it in model.state_dict().items()}
+    with pytest.raises(BudgetError) as refusal:
+        plan(model, sample, 1000, **SETTINGS)
+    assert refusal.value.budget_bytes == 1000
+    assert all(torch.equal(it, before[name]) for name, it in model.state_dict().items())
+
+
+class Undecided(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x) if x.sum().item() > 0 else x
+
+
+def test_a_model_that_breaks_into_graphs():
+    with pytest.raises(TraceError, match="one graph"):
+        plan(Undecided(), torch.randn(2, 4), "100%", **SETTINGS)
+
+
+def test_nothing_to_differentiate():
+    model = mlp(2).requires_grad_(False)
+    with pytest.raises(TraceError, match="no backward pass"):
+        plan(model, torch.randn(4, 32), "100%", **SETTINGS)
+
+
+def test_a_torch_without_the_hooks(monkeypatch):
+    gone = ("torch._functorch.partitioners", "of_another_version")
+    monkeypatch.setitem(back_end._HOOKS, "eager", (gone,))
+    with pytest.raises(TraceError, match=r"written for torch 2\.13"):
+        plan(mlp(2), torch.randn(4, 32), "100%", **SETTINGS)
+    with pytest.raises(ValueError, match="expected one of inductor, eager"):
+        plan(mlp(2), torch.randn(4, 32), "100%", backend="compile", compiler="gcc")
+
+
+@pytest.mark.slow
+def test_under_inductor():
+    """Fusion sums in another order: a few roundings of sums over 64 terms, all below 8."""
+    model, sample = mlp(2), torch.randn(64, 32)
+    plain = copy.deepcopy(model)
+    planned = plan(model, sample, "100%", **{**SETTINGS, "compiler": "inductor"})
+    for mine, expected in zip(step(planned, sample), step(plain, sample), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=64 * 8 * 2**-24)

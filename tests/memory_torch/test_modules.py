@@ -1,0 +1,171 @@
+"""Models that cannot be traced are planned by modules: measured, bit-equal, within the budget."""
+
+import logging
+import random
+
+import pytest
+import torch
+from small_models import mlp
+from torch import nn
+
+from sn_memory import BudgetError, PlanError
+from sn_memory.torch import PlanWarning, TraceError, plan, verify
+
+
+class Block(nn.Module):
+    """Everything that a second run could do wrong: statistics, masks, a changing buffer."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, padding=1)
+        self.norm = nn.BatchNorm2d(width)
+        self.drop = nn.Dropout(0.3)
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x):
+        # The second run must see the scale of the first, and must not change it again.
+        self.scale.data.mul_(1.5)
+        return self.drop(torch.relu(self.norm(self.conv(x)))) * self.scale
+
+
+class Early(nn.Module):
+    """Stops when a value says so; uses its first block twice."""
+
+    def __init__(self, width=8, blocks=4):
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+            if x.mean().item() > 100:
+                break
+        return self.head(self.blocks[0](x).mean((2, 3)))
+
+
+SAMPLE = torch.randn(4, 3, 24, 24, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def early():
+    torch.manual_seed(0)
+    return Early()
+
+
+def test_auto_falls_back_and_says_why(early, caplog):
+    with (
+        pytest.warns(PlanWarning, match=r"by modules.*test_modules\.py:\d+"),
+        caplog.at_level(logging.INFO, "sn_memory.torch"),
+    ):
+        planned = plan(early, SAMPLE, "60%")
+    assert planned.sn_memory.backend == "modules"
+    assert "planned by modules" in caplog.text
+    with pytest.raises(TraceError, match="values"):
+        plan(early, SAMPLE, "60%", backend="graph")
+    with pytest.raises(PlanError, match="cannot be traced"):
+        planned.sn_memory.report("nowhere.html")
+
+
+@pytest.mark.parametrize("budget", ["100%", "75%", "55%"])
+def test_bits_and_bytes(early, budget):
+    planned = plan(early, SAMPLE, budget, backend="modules")
+    made = planned.sn_memory.plan
+    assert made.peak_bytes <= made.budget_bytes
+    assert bool(made.decided("recompute")) == (budget != "100%")
+    for _ in range(2):
+        found = verify(planned, SAMPLE)
+        # Statistics, the scale and all gradients are among what is compared.
+        assert found.equal, found.different
+        assert found.measured_peak_bytes == made.peak_bytes
+
+
+def test_more_budget_recomputes_no_more(early):
+    seconds = []
+    for budget in ("55%", "70%", "85%", "100%"):
+        made = plan(early, SAMPLE, budget, backend="modules").sn_memory.plan
+        seconds.append(len(made.decided("recompute")))
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_planning_leaves_no_mark(early):
+    state = {name: it.clone() for name, it in early.state_dict().items()}
+    attributes = {name: dict(it.__dict__) for name, it in early.named_modules()}
+    chance, python = torch.get_rng_state(), random.getstate()
+    with pytest.raises(BudgetError) as refusal:
+        plan(early, SAMPLE, 10_000, backend="modules")
+    planned = plan(early, SAMPLE, refusal.value.peak_bytes, backend="modules")
+    assert planned.sn_memory.plan.peak_bytes == refusal.value.peak_bytes
+    assert all(torch.equal(it, state[name]) for name, it in early.state_dict().items())
+    assert {name: dict(it.__dict__) for name, it in early.named_modules()} == attributes
+    assert all(it.grad is None for it in early.parameters())
+    assert torch.equal(torch.get_rng_state(), chance)
+    assert random.getstate() == python
+
+
+def test_another_input_is_planned_as_well(early):
+    planned = plan(early, SAMPLE, "60%", backend="modules")
+    other = torch.randn(2, 3, 16, 16)
+    ran = []
+    early.blocks[1].conv.register_forward_hook(lambda *_: ran.append(1))
+    planned(other).sum().backward()
+    assert len(ran) == 1 + ("blocks.1" in planned.sn_memory.plan.decided("recompute"))
+    planned.eval()
+    with torch.no_grad():
+        assert not planned(other).requires_grad
+
+
+class Moody(nn.Module):
+    """Draws from Python's chance and counts: neither would be the same when run again."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = mlp(4)
+        self.steps = 0
+
+    def forward(self, x):
+        self.steps += 1
+        return self.inner(x) * (1 + random.random())
+
+
+def test_what_cannot_run_again_is_not_run_again():
+    model = nn.Sequential(Moody(), mlp(4))
+    sample = torch.randn(256, 32)
+    made = plan(model, sample, "80%", backend="modules").sn_memory.plan
+    again = made.decided("recompute")
+    assert again
+    assert not {"", "0"} & {choice.name for choice in made.choices}
+    assert model[0].steps == 0
+
+
+class Overwriting(nn.Module):
+    """Changes the input of its first part after that has run; autograd does not mind."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = nn.Linear(32, 32)
+        # Each saves its result, none its input.
+        self.first = nn.Sequential(nn.Tanh(), nn.Tanh(), nn.Tanh())
+        self.second = mlp(3)
+
+    def forward(self, x):
+        h = self.before(x)
+        y = self.first(h)
+        h.add_(1.0)
+        return self.second(y) + h
+
+
+def test_an_input_changed_in_place_is_no_unit():
+    sample = torch.randn(256, 32)
+    planned = plan(Overwriting(), sample, "90%", backend="modules")
+    made = planned.sn_memory.plan
+    assert made.decided("recompute")
+    assert "first" not in {choice.name for choice in made.choices}
+    assert verify(planned, sample).equal
+
+
+def test_a_sample_without_memory():
+    with pytest.raises(TraceError, match="meta device"):
+        plan(mlp(2), torch.empty(4, 32, device="meta"), "90%", backend="modules")

@@ -1,0 +1,149 @@
+"""The pool of what leaves the device: places, order of copies, and trips that need not be made."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_models import mlp
+
+from sn_memory import Device
+from sn_memory.torch import plan, verify
+from sn_memory.torch.lanes import PlainLanes
+from sn_memory.torch.offload import HostArena, Trip, needless
+from sn_memory.torch.recorder import View
+
+# What may stay, as a table: trips as (freed, end, bytes), live bytes per step, room.
+#   live  5 5 3 3 5 5     a leaves in [2, 4)
+TABLE = [
+    ("there is room", [(2, 4, 2)], [5, 5, 3, 3, 5, 5], 5, {0}),
+    ("one byte short", [(2, 4, 2)], [5, 5, 3, 3, 5, 5], 4, set()),
+    ("room for one: the shorter stays", [(1, 5, 2), (2, 3, 2)], [4, 2, 2, 2, 2, 4], 4, {1}),
+    ("room at other times", [(1, 2, 2), (3, 4, 2)], [4, 2, 4, 2, 4], 4, {0, 1}),
+    ("all at once", [(1, 3, 1), (1, 3, 2), (1, 3, 3)], [9, 3, 3, 9], 9, {0, 1, 2}),
+    ("none leaves", [], [1, 2], 2, set()),
+]
+
+
+def trips(rows):
+    return [Trip(at, max(0, row[0] - 1), *row) for at, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize(("rows", "live", "room", "stay"), [it[1:] for it in TABLE])
+def test_what_may_stay(rows, live, room, stay):
+    assert needless(trips(rows), np.array(live), room) == stay
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_what_stays_never_raises_the_peak(data):
+    live = np.array(data.draw(st.lists(st.integers(0, 20), min_size=1, max_size=12)))
+    steps = st.integers(0, len(live))
+    rows = data.draw(st.lists(st.tuples(steps, steps, st.integers(1, 9)), max_size=8))
+    rows = [(min(first, last), max(first, last), size) for first, last, size in rows]
+    before = live.copy()
+    stay = needless(trips(rows), live, int(live.max()))
+    assert (live == before).all()
+    for at in stay:
+        live[rows[at][0] : rows[at][1]] += rows[at][2]
+    assert live.max() == before.max()
+
+
+class Written(PlainLanes):
+    """Plain copies that write down what is asked of them."""
+
+    def __init__(self):
+        self.log = []
+
+    def leave(self, here, host):
+        self.log.append("leave")
+        super().leave(here, host)
+        return f"out {len(self.log)}"
+
+    def arrive(self, host, here, after):
+        self.log.append(f"arrive after {after}")
+        super().arrive(host, here, after)
+        return f"back {len(self.log)}"
+
+    def wait(self, ticket):
+        self.log.append(f"wait for {ticket}")
+
+
+def test_an_arena_copies_and_waits_by_tickets():
+    lanes = Written()
+    arena = HostArena({3: Trip(0, 0, 1, 5, 24), 4: Trip(1, 2, 3, 9, 8)}, torch.device("cpu"), lanes)
+    first, second = torch.arange(6.0), torch.arange(2.0)
+    arena.take(3, first[2:])
+    arena.left(3)
+    arena.take(4, second)
+    first.zero_()
+    form = View(0, (2, 2), (2, 1), 2, torch.float32)
+    back = arena.give(3, form)
+    arena.arrived(3)
+    assert torch.equal(back, torch.tensor([[2.0, 3.0], [4.0, 5.0]]))
+    expected = ["leave", "wait for out 1", "leave", "arrive after out 1", "wait for back 4"]
+    assert lanes.log == expected
+    ends = {at: (arena.offsets[at], arena.offsets[at] + arena.trips[at].nbytes) for at in (3, 4)}
+    assert ends[3][1] <= ends[4][0] or ends[4][1] <= ends[3][0]
+
+
+SLOW_LINK = Device("slow link", 1e9, 1e9, 1e8, 1e8, 0.0)
+
+
+def test_copies_start_ahead_and_are_awaited_before_use(monkeypatch):
+    """The timeline of one storage: out, free when out, back ahead of its use, wait, use."""
+    model, sample = mlp(8), torch.randn(64, 32)
+    planned = plan(
+        model, sample, "75%", actions=("keep", "offload"), device=SLOW_LINK, profile=False
+    )
+    program = planned.sn_memory.latest.program
+    made = list(program.arenas[0].trips.values())
+    assert made
+    log = []
+    for name in ("take", "left", "give", "arrived"):
+        real = getattr(HostArena, name)
+
+        def noted(self, trip, *rest, name=name, real=real):
+            log.append((name, trip))
+            return real(self, trip, *rest)
+
+        monkeypatch.setattr(HostArena, name, noted)
+    planned(sample).sum().backward()
+    for trip in program.arenas[0].trips:
+        assert [name for name, it in log if it == trip] == ["take", "left", "give", "arrived"]
+    # Some copy back is under way while ops run: its wait does not follow at once.
+    gaps = [log.index(("arrived", it)) - log.index(("give", it)) for it in program.arenas[0].trips]
+    steps = planned.sn_memory.plan.steps
+    ahead = sum(
+        any(step.action == "run" and step.target for step in steps[trip.end + 1 : trip.end + 3])
+        for trip in made
+    )
+    assert max(gaps) >= 1
+    assert ahead
+
+
+def test_nothing_moves_while_all_fits():
+    """A plan that moves more than its peak needs: what there is room for stays."""
+    model, sample = mlp(6), torch.randn(64, 32)
+    planned = plan(
+        model, sample, "80%", actions=("keep", "offload"), device=SLOW_LINK, profile=False
+    )
+    step = planned.sn_memory.latest
+    asked = sum(it.action == "offload" for it in step.plan.steps)
+    journeys = step.program.journeys.trips
+    assert len(journeys) == asked
+    live = np.zeros(len(step.plan.steps), dtype=np.int64)
+    assert needless(journeys, live, 10**12) == set(range(asked))
+    found = verify(planned, sample)
+    assert found.equal
+    assert found.measured_peak_bytes == found.predicted_peak_bytes
+
+
+@pytest.mark.gpu
+def test_streams_on_a_gpu():
+    device = torch.device("cuda")
+    model, sample = mlp(8, 512).to(device), torch.randn(4096, 512, device=device)
+    planned = plan(model, sample, "75%", actions=("keep", "offload"))
+    found = verify(planned, sample)
+    assert found.equal, found.different
+    assert found.measured_peak_bytes == found.predicted_peak_bytes

@@ -1,0 +1,189 @@
+"""Gradients that are handed over as they become ready: same bits, hooks once, ranks end equal."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import Everything, images, mlp
+
+from sn_memory.torch import plan, verify
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = {"profile": False, "planner": "greedy", "overlap": True}
+
+
+def trained(model, steps=2):
+    torch.manual_seed(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(images()).square().mean().backward()
+        optimizer.step()
+    return list(model.state_dict().values())
+
+
+def test_bits_are_the_same():
+    model = Everything()
+    planned = plan(copy.deepcopy(model), images(), "65%", **SETTINGS)
+    assert all(map(torch.equal, trained(planned), trained(model)))
+
+
+def test_gradients_become_ready_while_the_backward_pass_runs():
+    """Those of the last layer first, and long before the first layer's are computed."""
+    model, sample = mlp(6), torch.randn(64, 32)
+    order = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda it, name=name: order.append(
+                (name, sum(p.grad is not None for p in model.parameters()))
+            )
+        )
+    planned = plan(model, sample, "80%", **SETTINGS)
+    planned(sample).sum().backward()
+    layers = [int(name.partition(".")[0]) for name, _ in order]
+    assert layers == sorted(layers, reverse=True)
+    assert sorted(name for name, _ in order) == sorted(name for name, _ in model.named_parameters())
+    assert [ready for _, ready in order][:2] == [1, 2]
+
+
+def test_peak_and_accumulation():
+    model, sample = mlp(6), torch.randn(64, 32)
+    planned = plan(copy.deepcopy(model), sample, "80%", **SETTINGS)
+    found = verify(planned, sample)
+    assert found.equal, found.different
+    assert found.measured_peak_bytes == found.predicted_peak_bytes
+    for it in (model, planned):
+        for _ in range(2):
+            it(sample).sum().backward()
+    for mine, plain in zip(planned.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine.grad, plain.grad)
+
+
+def test_gradients_of_inputs_come_as_ever():
+    model, sample = mlp(3), torch.randn(8, 32, requires_grad=True)
+    planned = plan(copy.deepcopy(model), sample, "100%", **SETTINGS)
+    gradients = []
+    for it in (model, planned):
+        sample.grad = None
+        it(sample).sum().backward()
+        gradients.append(sample.grad)
+    assert torch.equal(*gradients)
+
+
+RANK = """
+import json, sys, torch
+from small_models import mlp
+from sn_memory.torch import plan
+torch.set_num_threads(1)
+rank, store, overlap = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "overlap"
+torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+torch.manual_seed(0)
+model = mlp(6)
+sample = torch.randn(64, 32, generator=torch.Generator().manual_seed(rank))
+planned = plan(model, sample, "80%", profile=False, planner="greedy", overlap=overlap)
+sent = []
+def hook(state, bucket):
+    ready = sum(it.grad is not None for it in model.parameters())
+    sent.append(ready)
+    work = torch.distributed.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return work.then(lambda it: it.value()[0] / 2)
+wrapped = torch.nn.parallel.DistributedDataParallel(planned, bucket_cap_mb=0.004)
+wrapped.register_comm_hook(None, hook)
+for _ in range(2):
+    sent.clear()
+    for it in model.parameters():
+        it.grad = None
+    wrapped(sample).square().sum().backward()
+    seen = list(sent)
+sums = [it.grad.double().sum().item() for it in model.parameters()]
+print(json.dumps({"sent": seen, "gradients": sums}))
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", ["overlap", "together"])
+def test_two_ranks_of_ddp(tmp_path, overlap):
+    paths = [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store"), overlap],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(2)
+    ]
+    ended = [rank.communicate(timeout=200) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], ended
+    first, second = (json.loads(out.splitlines()[-1]) for out, _ in ended)
+    assert first["gradients"] == second["gradients"]
+    expected = [torch.zeros(()) for _ in first["gradients"]]
+    torch.manual_seed(0)
+    model = mlp(6)
+    for rank in range(2):
+        sample = torch.randn(64, 32, generator=torch.Generator().manual_seed(rank))
+        for it in model.parameters():
+            it.grad = None
+        model(sample).square().sum().backward()
+        expected = [
+            total + it.grad.double().sum() / 2
+            for total, it in zip(expected, model.parameters(), strict=True)
+        ]
+    # Sums of up to 1024 float32 terms below 1e4, rounded once more by the mean over ranks.
+    for mine, plain in zip(first["gradients"], expected, strict=True):
+        assert abs(mine - plain.item()) <= 1024 * 1e4 * 2**-23
+    # A bucket is sent when its gradients are there: early with overlap, else when all are.
+    assert len(first["sent"]) > 1
+    if overlap == "overlap":
+        assert first["sent"][0] < len(first["gradients"])
+
+
+HOROVOD = """
+import json, sys, torch
+import horovod.torch as hvd
+from sn_compress import FFTCompression
+from small_models import mlp
+from sn_memory.torch import plan
+hvd.init()
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = mlp(4, 64)
+sample = torch.randn(64, 64, generator=torch.Generator().manual_seed(hvd.rank()))
+if sys.argv[1] != "plain":
+    settings = {"profile": False, "planner": "greedy", "overlap": sys.argv[1] == "overlap"}
+    model = plan(model, sample, "85%", **settings)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), FFTCompression)
+losses = []
+for _ in range(4):
+    optimizer.zero_grad()
+    loss = model(sample).square().mean()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+if hvd.rank() == 0:
+    print(json.dumps([losses, [it.double().sum().item() for it in model.parameters()]]))
+"""
+
+
+@pytest.mark.horovod
+@pytest.mark.slow
+def test_horovod_with_compressed_gradients(horovodrun, tmp_path):
+    """Planned, planned with overlap and plain: the same losses and weights to the bit."""
+    script = tmp_path / "rank.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n{HOROVOD}")
+    said = []
+    for mode in ("plain", "together", "overlap"):
+        out = horovodrun(2, script, mode).check().stdout
+        said.append(next(line[line.index("[[") :] for line in out.splitlines() if "[[" in line))
+    assert said[0] == said[1] == said[2]
+    losses = json.loads(said[0])[0]
+    assert losses[-1] < losses[0]
