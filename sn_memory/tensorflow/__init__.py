@@ -2,17 +2,23 @@
 
 from .apply import Planned, PlannedStep, PlanWarning, plan, plan_step
 from .errors import TraceError
+from .estimate import Estimate, estimate
 from .memory import AllocatorPeak
 from .trace import Trace, trace
+from .verify import Verification, verify
 
 __all__ = [
     "AllocatorPeak",
+    "Estimate",
     "PlanWarning",
     "Planned",
     "PlannedStep",
     "Trace",
     "TraceError",
+    "Verification",
+    "estimate",
     "plan",
     "plan_step",
     "trace",
+    "verify",
 ]

@@ -16,6 +16,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from tensorflow.python.eager import record
+from tensorflow.python.ops import control_flow_util
 
 from ..check import check_plan
 from ..graph import Device
@@ -179,8 +181,8 @@ class _PlannedCall:
             program = self._program(given)
         if program is None:
             return super().call(*args, **kwargs)  # type: ignore[misc]
-        record: Planned = self.__dict__[RECORD]
-        structure = record.trace.structure
+        planned: Planned = self.__dict__[RECORD]
+        structure = planned.trace.structure
         outs = _differentiable(program, given, self.trainable_variables)  # type: ignore[attr-defined]
         return tf.nest.pack_sequence_as(structure["results"], outs)
 
@@ -191,35 +193,49 @@ class _PlannedCall:
         super().compile(*args, **kwargs)  # type: ignore[misc]
 
     def _program(self, given: Sequence[Any]) -> Program | None:
-        record: Planned = self.__dict__[RECORD]
+        planned: Planned = self.__dict__[RECORD]
         symbolic = not tf.executing_eagerly() and not any(
             None in (it.shape.as_list() if it.shape.rank is not None else [None]) for it in given
         )
         key = _key(given, self.trainable_variables) if symbolic else None  # type: ignore[attr-defined]
-        program = record.programs.get(key) if key is not None else None
-        form = "eager" if tf.executing_eagerly() else tuple(str(it.shape) for it in given)
-        if program is None and form not in record.refused:
-            record.refused.add(form)
-            why = (
-                "it was called eagerly; put the training step into a tf.function"
-                if form == "eager"
-                else f"its input has the shapes {', '.join(form)}, not those it was planned with. "
-                "Drop the last partial batch (drop_remainder=True), or plan it for these too: "
-                "model = sn_memory.tensorflow.plan(model, sample, budget)"
-            )
+        program = planned.programs.get(key) if key is not None else None
+        why = self._why_not(given, program)
+        if why is None:
+            return program
+        if why not in planned.refused:
+            planned.refused.add(why)
             warnings.warn(
                 f"a training step of {type(self).__name__} runs without its plan: {why}.",
                 PlanWarning,
                 stacklevel=2,
             )
-        return program
+        return None
+
+    @staticmethod
+    def _why_not(given: Sequence[Any], program: Program | None) -> str | None:
+        if tf.executing_eagerly():
+            return "it was called eagerly; put the training step into a tf.function"
+        if program is None:
+            shapes = ", ".join(f"{it.dtype.name}{it.shape}" for it in given)
+            return (
+                f"its input is {shapes}, or its trainable variables are others, than it was planned "
+                "with. Drop the last partial batch (drop_remainder=True), or plan it for these too: "
+                "model = sn_memory.tensorflow.plan(model, sample, budget)"
+            )
+        if record.should_record_backprop([it for it in given if it.dtype.is_floating]):
+            return (
+                "a gradient of its input is wanted, as where it is part of another model. Plan the "
+                "whole model, or the step: sn_memory.tensorflow.plan_step"
+            )
+        if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+            return "it is compiled by XLA, which schedules by itself; pass jit_compile=False"
+        return None
 
 
 def _differentiable(program: Program, given: list[Any], variables: Sequence[Any]) -> list[Any]:
     """Put the planned passes into the graph; the tape sees one op with one gradient."""
     captured = program.captured
     wanted = [it.value for it in variables]
-    floats = [it for it in given if it.dtype.is_floating]
 
     @tf.custom_gradient
     def passes(*_: Any) -> Any:
@@ -236,7 +252,7 @@ def _differentiable(program: Program, given: list[Any], variables: Sequence[Any]
 
         return outs, backward
 
-    results = passes(*[tf.convert_to_tensor(it) for it in wanted], *floats)
+    results = passes(*[tf.convert_to_tensor(it) for it in wanted])
     return list(results) if isinstance(results, list | tuple) else [results]
 
 

@@ -53,18 +53,17 @@ class _Listening:
         seen: dict[str, Any] = self.__dict__["_sn_memory_seen"]
         given = [it for it in tf.nest.flatten((args, kwargs)) if isinstance(it, tf.Tensor)]
         variables = [it.value for it in self.trainable_variables]  # type: ignore[attr-defined]
-        watched = [it for it in given if it.dtype.is_floating]
         tape = tf.GradientTape(watch_accessed_variables=False)
         with tape:
-            tape.watch([*variables, *watched])
+            tape.watch(variables)
             results = super().call(*args, **kwargs)  # type: ignore[misc]
         outs = [it for it in tf.nest.flatten(results) if isinstance(it, tf.Tensor)]
         ends = [it for it in outs if it.dtype.is_floating]
         stand_ins = [tf.raw_ops.Empty(shape=it.shape.as_list(), dtype=it.dtype) for it in ends]
-        gradients = tape.gradient(ends, [*variables, *watched], output_gradients=stand_ins)
+        gradients = tape.gradient(ends, variables, output_gradients=stand_ins)
         seen.update(
             given=given, results=results, outs=outs, ends=ends, stand_ins=stand_ins,
-            gradients=gradients, variables=self.trainable_variables, watched=watched,  # type: ignore[attr-defined]
+            gradients=gradients, variables=self.trainable_variables,  # type: ignore[attr-defined]
         )  # fmt: skip
         return results
 
@@ -125,11 +124,10 @@ def _check_results(model: Any, seen: dict[str, Any]) -> None:
             "the model's output carries a mask for the loss, which would be lost. Plan the whole "
             "training step: sn_memory.tensorflow.plan_step."
         )
-    for gradient, variable in zip(seen["gradients"], [*seen["variables"], *seen["watched"]], strict=True):
+    for gradient, variable in zip(seen["gradients"], seen["variables"], strict=True):
         if isinstance(gradient, tf.IndexedSlices):
-            name = getattr(variable, "path", "an input")
             raise TraceError(
-                f"the gradient of {name} is sparse (an embedding). Plan the whole training step: "
+                f"the gradient of {variable.path} is sparse (an embedding). Plan the whole training step: "
                 "sn_memory.tensorflow.plan_step."
             )
 

@@ -80,6 +80,7 @@ class Emission:
         self.ran: set[str] = set()
         self.absent: set[str] = set()
         self.previous: list[Any] = []
+        self.changed: dict[int, list[Any]] = {}
         graph = framework_ops.get_default_graph()
         self.xla = control_flow_util.GraphOrParentsInXlaContext(graph)
 
@@ -121,6 +122,8 @@ class Emission:
         inputs = [self.need(value) for value in node.inputs]
         if self.xla and not first:
             inputs = self.behind_barrier(inputs)
+        if self.may_be_merged(node):
+            inputs[0] = self.fenced(inputs[0])
         op = put(node, inputs, self.previous)
         if not kinds.is_collective(node.op):
             # Collectives meet their peers in the background; only who reads them waits.
@@ -138,10 +141,32 @@ class Emission:
                 self.made[value] = tensor
         self.forget_changed(node)
 
+    def may_be_merged(self, node: Node) -> bool:
+        """Whether oneDNN's pass may merge an op with one that is not next to it in the plan.
+
+        It merges by what two ops read, blind to what waits between them: the result is a cycle.
+        """
+        if node.op.type in ("BiasAdd", "BiasAddGrad"):
+            return True
+        if not node.op.type.startswith("Conv"):
+            return False
+        at = self.buffers.producer.get(node.inputs[0])
+        return at is not None and self.captured.nodes[at].op.type == "Pad"
+
+    def fenced(self, tensor: Any) -> Any:
+        """Return the same buffer under another op, which no pass sees through."""
+        graph = framework_ops.get_default_graph()
+        with graph.control_dependencies([it for it in self.previous if it.graph is graph]):
+            fence = tf.raw_ops.EnsureShape(input=tensor, shape=tensor.shape)
+        self.previous = [fence.op]
+        return fence
+
     def forget_changed(self, node: Node) -> None:
         """What was read from a variable before it changed is not read for what comes after."""
         if kinds.has_effect(node.op):
             for handle in node.inputs:
+                if handle in self.captured.variables:
+                    self.changed[handle] = self.previous
                 if handle in self.captured.variables and handle in self.named.storage:
                     for value in self.program.values[self.named.storage[handle]]:
                         if value != handle:
@@ -156,8 +181,8 @@ class Emission:
             raise PlanError(f"the plan reads {self.captured.tensors[value].name!r} where it is not.")
         node = self.captured.nodes[at]
         inputs = [self.need(it) for it in node.inputs]
-        # A variable must be read when its time has come; a view takes no memory at any time.
-        after = self.previous if node.op.type == kinds.READS else []
+        # A view takes no memory, so it may come at any time; a read, once the last change is done.
+        after = self.changed.get(node.inputs[0], []) if node.op.type == kinds.READS else []
         op = put(node, inputs, after)
         self.made.update(zip(node.outputs, op.outputs, strict=True))
         return self.made[value]
