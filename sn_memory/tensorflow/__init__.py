@@ -1,9 +1,10 @@
 """sn_memory for TensorFlow: training within a budget of bytes, with the same gradients."""
 
-from .apply import Planned, PlannedStep, PlanWarning, plan, plan_step
+from .apply import Planned, PlanWarning, plan
 from .errors import TraceError
 from .estimate import Estimate, estimate
 from .memory import AllocatorPeak
+from .step import PlannedStep, plan_step
 from .trace import Trace, trace
 from .verify import Verification, verify
 

@@ -1,8 +1,8 @@
-"""plan and plan_step: a model, or a training step, that keeps a budget.
+"""plan: a Keras model that keeps a budget. It is the model: same class, variables and settings.
 
-Both put the planned ops into the graph that TensorFlow runs (program.py). A step becomes another
-step. A model stays the model, same class, variables and settings; in training, inside a tf.function
-as `fit` makes it, its forward and backward pass are the planned ones.
+What changes is its `call`. In training, inside a tf.function as `fit` makes it, its forward and
+backward pass are the planned ones (program.py); else it is the model's own. The model passed in
+stays as it is; both share layers and variables.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from ..check import check_plan
 from ..graph import Device
 from ..plan import Plan
 from ..planner import plan_graph
-from .errors import TraceError
-from .model import Bare, call_arguments
+from .model import twin_of
 from .program import Emission, Program
 from .trace import Trace, trace
 
@@ -132,7 +131,7 @@ def plan(
             f"got a {type(model).__name__}, expected a Keras model. For a step function there is "
             "sn_memory.tensorflow.plan_step."
         )
-    _check_actions(actions)
+    check_actions(actions)
     before = model.__dict__.get(RECORD)
     plain = plain_model(model)
     traced = trace(plain, sample, profile=profile, device=device, optimizer=optimizer)
@@ -143,7 +142,7 @@ def plan(
     program = Program(traced.captured, traced.named, made)
     program.has_gradient = tuple(it is not None for it in traced.structure["gradients"])
     programs = {**(before.programs if before else {}), signature(traced): program}
-    twin = Bare.twin(plain, _PlannedCall)
+    twin = twin_of(plain, _PlannedCall)
     twin.__dict__[RECORD] = Planned(traced, made, programs)
     return twin
 
@@ -187,7 +186,7 @@ class _PlannedCall:
         return tf.nest.pack_sequence_as(structure["results"], outs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        # Keras' "auto" would choose XLA, which schedules by itself; measured, a plan is then moot.
+        # Keras' "auto" would choose XLA, which orders ops by itself.
         if kwargs.get("jit_compile", "auto") == "auto":
             kwargs["jit_compile"] = False
         super().compile(*args, **kwargs)  # type: ignore[misc]
@@ -218,9 +217,9 @@ class _PlannedCall:
         if program is None:
             shapes = ", ".join(f"{it.dtype.name}{it.shape}" for it in given)
             return (
-                f"its input is {shapes}, or its trainable variables are others, than it was planned "
-                "with. Drop the last partial batch (drop_remainder=True), or plan it for these too: "
-                "model = sn_memory.tensorflow.plan(model, sample, budget)"
+                f"its input is {shapes}, or its trainable variables are others, than it was "
+                "planned with. Drop the last partial batch (drop_remainder=True), or plan it for "
+                "these too: model = sn_memory.tensorflow.plan(model, sample, budget)"
             )
         if record.should_record_backprop([it for it in given if it.dtype.is_floating]):
             return (
@@ -256,131 +255,10 @@ def _differentiable(program: Program, given: list[Any], variables: Sequence[Any]
     return list(results) if isinstance(results, list | tuple) else [results]
 
 
-def _check_actions(actions: Sequence[str]) -> None:
+def check_actions(actions: Sequence[str]) -> None:
+    """Raise ValueError for actions that are not carried out here."""
     if "offload" in actions:
         raise ValueError(
-            'got the action "offload", expected "keep" and "recompute": under TensorFlow nothing is '
-            "moved to the host."
+            'got the action "offload", expected "keep" and "recompute": under TensorFlow '
+            "nothing is moved to the host."
         )
-
-
-def plan_step(
-    step: Any,
-    sample: Any,
-    budget: int | str,
-    *,
-    planner: str = "auto",
-    actions: Sequence[str] = ("keep", "recompute"),
-    profile: bool = True,
-    device: Device | None = None,
-    time_limit_s: float = 60.0,
-) -> PlannedStep:
-    """Return a training step that keeps a budget of bytes and does the same.
-
-    Parameters
-    ----------
-    step
-        A function with or without tf.function that holds the gradient tape, and the update where
-        that is to be planned too.
-    sample
-        Its arguments: a tuple of tensors, arrays or tf.TensorSpec, or a single one.
-    budget, planner, actions, profile, device, time_limit_s
-        As in `plan`. The state of optimizers is among the step's variables, so it counts.
-
-    Returns
-    -------
-    A callable for arguments like the sample's; its `sn_memory` tells trace and plan and writes the
-    report. Other shapes or types raise.
-
-    Raises
-    ------
-    TraceError
-        For a step that cannot be traced.
-    BudgetError
-        If no plan keeps the budget.
-
-    Examples
-    --------
-    >>> import tensorflow as tf
-    >>> import sn_memory.tensorflow
-    >>> weights = [tf.Variable(tf.ones((64, 64)) / 64) for _ in range(6)]
-    >>> @tf.function
-    ... def step(x):
-    ...     with tf.GradientTape() as tape:
-    ...         h = x
-    ...         for weight in weights:
-    ...             h = tf.tanh(h @ weight)
-    ...         loss = tf.reduce_sum(h)
-    ...     for weight, gradient in zip(weights, tape.gradient(loss, weights)):
-    ...         weight.assign_sub(1e-4 * gradient)
-    ...     return loss
-    >>> planned = sn_memory.tensorflow.plan_step(step, tf.ones((512, 64)), "85%", profile=False)
-    >>> bool(planned(tf.ones((512, 64))) > 0)
-    True
-    """
-    _check_actions(actions)
-    if getattr(step, "_jit_compile", None):
-        raise TraceError(
-            "the step is compiled by XLA (jit_compile=True), which schedules by itself. Plan it "
-            "without jit_compile."
-        )
-    if isinstance(step, PlannedStep):
-        step = step.plain
-    traced = trace(step, sample, profile=profile, device=device)
-    made = plan_graph(
-        traced.graph, budget, planner=planner, actions=actions, time_limit_s=time_limit_s
-    )
-    check_plan(traced.graph, made)
-    return PlannedStep(step, traced, made)
-
-
-class PlannedStep:
-    """A training step that runs as planned.
-
-    Parameters
-    ----------
-    plain
-        The step before.
-    traced, made
-        Its trace and plan.
-
-    Attributes
-    ----------
-    sn_memory
-        Trace, plan and report, as of a planned model.
-    """
-
-    def __init__(self, plain: Any, traced: Trace, made: Plan) -> None:
-        self.plain = plain
-        program = Program(traced.captured, traced.named, made)
-        self.sn_memory = Planned(traced, made, {None: program})
-        captured = traced.captured
-        specs = [
-            tf.TensorSpec(captured.tensors[it].shape, captured.tensors[it].dtype)
-            for it in captured.arguments
-        ]
-
-        def run(*given: Any) -> list[Any]:
-            emission = Emission(program, list(given))
-            emission.forward()
-            return [emission.need(value) for value in captured.outputs]
-
-        self._run = tf.function(run, autograph=False, input_signature=specs)
-
-    def __call__(self, *args: Any) -> Any:
-        """Run the step; arguments as of the sample, results as of the plain step."""
-        given = [it for it in tf.nest.flatten(args, expand_composites=True) if _is_tensor(it)]
-        results = iter(self._run(*given))
-        structure = self.sn_memory.trace.structure
-        return tf.nest.map_structure(
-            lambda it: next(results) if isinstance(it, tf.Tensor) else it,
-            structure,
-            expand_composites=True,
-        )
-
-
-def _is_tensor(value: Any) -> bool:
-    return hasattr(value, "shape") and hasattr(value, "dtype") and not isinstance(value, tf.Variable)
-
-
-__all__ = ["PlanWarning", "Planned", "PlannedStep", "call_arguments", "plain_model", "plan", "plan_step"]

@@ -103,8 +103,8 @@ class Buffers:
                 bool(node.inputs)
                 and found.issuperset(node.inputs)
                 and node.op.type not in kinds.LOOPS
-                and all((kinds.nbytes(it) or SMALL_BYTES + 1) <= SMALL_BYTES for it in node.op.outputs)
-            )  # fmt: skip
+                and all(_is_small(it) for it in node.op.outputs)
+            )
             if by_shape or known:
                 found.update(node.outputs)
         return found
@@ -123,12 +123,19 @@ class Buffers:
         at = self.producer.get(value)
         if at is not None and at not in self.needed:
             return 0
-        what = f"{tensor.op.type} {tensor.op.name!r}" if at is not None else f"input {tensor.name!r}"
+        what = (
+            f"{tensor.op.type} {tensor.op.name!r}" if at is not None else f"input {tensor.name!r}"
+        )
         raise TraceError(
             f"{what} has the shape {tensor.shape}, which depends on values or on an unknown batch. "
             "Give a sample of full shape; ops whose shape depends on values (boolean masks, "
             "tf.unique, tf.where with one argument) cannot be planned."
         )
+
+
+def _is_small(tensor: Any) -> bool:
+    size = kinds.nbytes(tensor)
+    return size is not None and size <= SMALL_BYTES
 
 
 def phases(captured: Captured, buffers: Buffers) -> list[str]:

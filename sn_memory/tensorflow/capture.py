@@ -204,6 +204,33 @@ class _Flattening:
                 self.numbers[id(outer)] = self.numbers[id(inner)]
 
 
+def bodies(op: Any) -> list[Captured]:
+    """Return what a loop or branch may run, each as a step of its own."""
+    from tensorflow.python.framework import function_def_to_graph
+
+    found = []
+    for key in ("body", "cond", "then_branch", "else_branch"):
+        if key not in op.node_def.attr:
+            continue
+        called = op.graph._get_function(op.get_attr(key).name)
+        shapes = [it.shape for it in op.inputs]
+        with op.graph.as_default():
+            inside = function_def_to_graph.function_def_to_graph(
+                called.cached_definition,
+                shapes[-len(called.cached_definition.signature.input_arg) :],
+            )
+        flattened = _Flattening()
+        arguments = tuple(flattened.new(it) for it in inside.inputs)
+        flattened.ops(inside, "")
+        outputs = tuple(flattened.numbers[id(it)] for it in inside.outputs)
+        found.append(
+            Captured(
+                flattened.nodes, flattened.tensors, arguments, outputs, {}, {}, (), (), (), inside
+            )
+        )
+    return found
+
+
 def _body(op: Any) -> Any:
     """Return the graph a call runs, copied so that two calls do not share tensors; else None."""
     from tensorflow.python.framework import function_def_to_graph

@@ -55,7 +55,9 @@ class MeasuredCosts:
         """Write what was measured since the file was read."""
         if len(self.table) > self.known:
             _write(self.path, self.table)
-            log.info("measured %d new op signatures on %s", len(self.table) - self.known, self.device)
+            log.info(
+                "measured %d new op signatures on %s", len(self.table) - self.known, self.device
+            )
 
 
 def unmeasured(node: Node) -> Cost:

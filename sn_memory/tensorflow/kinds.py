@@ -11,30 +11,33 @@ from typing import Any, Final
 
 import tensorflow as tf
 
+
+def _kinds(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # The result is the input's buffer, under another shape.
-ALIASES: Final = frozenset(
+ALIASES: Final = _kinds(
     "Bitcast CheckNumerics EnsureShape ExpandDims Identity IdentityN PreventGradient "
-    "Reshape Snapshot Squeeze StopGradient".split()
+    "Reshape Snapshot Squeeze StopGradient"
 )
 # The result is the input's buffer where nothing changes.
-MAYBE_ALIASES: Final = frozenset(
-    "AddN Cast ConcatV2 Slice StridedSlice Tile Transpose BroadcastTo".split()
-)
+MAYBE_ALIASES: Final = _kinds("AddN Cast ConcatV2 Slice StridedSlice Tile Transpose BroadcastTo")
 # The result is written over the first input of the same size and type that ends here.
-OVERWRITES: Final = frozenset(
+OVERWRITES: Final = _kinds(
     "Abs Add AddN AddV2 BiasAdd Ceil Cos Div DivNoNan Elu EluGrad Erf Erfc Exp Expm1 Floor Inv "
     "LeakyRelu LeakyReluGrad Log Log1p LogSoftmax Maximum Minimum Mul MulNoNan Neg OnesLike Pow "
     "RealDiv Reciprocal ReciprocalGrad Relu Relu6 Relu6Grad ReluGrad Round Rsqrt RsqrtGrad "
     "SelectV2 Selu SeluGrad Sigmoid SigmoidGrad Sign Sin Softmax "
     "SoftmaxCrossEntropyWithLogits Softplus SoftplusGrad Softsign SoftsignGrad Sqrt SqrtGrad "
-    "Square SquaredDifference Sub Tanh TanhGrad Xdivy ZerosLike".split()
+    "Square SquaredDifference Sub Tanh TanhGrad Xdivy ZerosLike"
 )
 READS: Final = "ReadVariableOp"
 # Known from static shapes alone.
-SHAPES: Final = frozenset("BroadcastGradientArgs Rank Shape ShapeN Size".split())
-LOOPS: Final = frozenset("Case If StatelessCase StatelessIf StatelessWhile While".split())
+SHAPES: Final = _kinds("BroadcastGradientArgs Rank Shape ShapeN Size")
+LOOPS: Final = _kinds("Case If StatelessCase StatelessIf StatelessWhile While")
 # Stateful by name only: nothing is changed, and the result is the same when run again.
-HARMLESS: Final = frozenset("Empty PlaceholderWithDefault VarHandleOp".split())
+HARMLESS: Final = _kinds("Empty PlaceholderWithDefault VarHandleOp")
 
 
 def passes_on(op: Any) -> bool:

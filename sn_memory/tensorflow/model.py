@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from .capture import Captured, TapeLog, flat
@@ -33,17 +32,17 @@ def call_arguments(sample: Any) -> tuple[Any, ...]:
     return made
 
 
-class Bare:
-    """What a twin of a model needs to be one: same attributes, another class."""
-
-    @staticmethod
-    def twin(model: Any, mixin: type) -> Any:
-        """Return a model that shares everything with another and whose class has a mixin first."""
-        kind = type(model)
-        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        made = object.__new__(type(kind.__name__, (mixin, kind), names))
-        made.__dict__.update(model.__dict__)
-        return made
+def twin_of(model: Any, mixin: type) -> Any:
+    """Return a model that shares everything with another and whose class has a mixin first."""
+    kind = type(model)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    made: Any = object.__new__(type(kind.__name__, (mixin, kind), names))
+    made.__dict__.update(model.__dict__)
+    # What Keras has compiled calls the model it was compiled for.
+    for key in ("train_function", "test_function", "predict_function"):
+        if key in made.__dict__:
+            made.__dict__[key] = None
+    return made
 
 
 class _Listening:
@@ -68,10 +67,10 @@ class _Listening:
         return results
 
 
-def capture_model(model: Any, args: tuple[Any, ...]) -> tuple[Captured, Any]:
-    """Trace a Keras model in training; returns the step and the structure of its results."""
+def capture_model(model: Any, args: tuple[Any, ...]) -> tuple[Captured, dict[str, Any]]:
+    """Trace a Keras model in training; returns the step and what was seen at its `call`."""
     _check(model)
-    twin = Bare.twin(model, _Listening)
+    twin = twin_of(model, _Listening)
     seen: dict[str, Any] = {}
     twin.__dict__["_sn_memory_seen"] = seen
     log = TapeLog()
@@ -127,9 +126,6 @@ def _check_results(model: Any, seen: dict[str, Any]) -> None:
     for gradient, variable in zip(seen["gradients"], seen["variables"], strict=True):
         if isinstance(gradient, tf.IndexedSlices):
             raise TraceError(
-                f"the gradient of {variable.path} is sparse (an embedding). Plan the whole training step: "
-                "sn_memory.tensorflow.plan_step."
+                f"the gradient of {variable.path} is sparse (an embedding). Plan the whole "
+                "training step: sn_memory.tensorflow.plan_step."
             )
-
-
-__all__ = ["Bare", "call_arguments", "capture_model", "keras"]

@@ -14,9 +14,10 @@ from typing import Any, Final
 from tensorflow.python.framework import ops as framework_ops
 
 from ..graph import Device, Graph, Op, Storage, Workspace
+from ..liveness import peak
 from . import kinds
-from .buffers import SMALL_BYTES, Buffers, overwritten, phases
-from .capture import Captured, Node
+from .buffers import Buffers, overwritten, phases
+from .capture import Captured, Node, bodies
 
 LOSS: Final = "loss"
 Costs = Callable[[Node], tuple[float | None, int]]
@@ -170,6 +171,8 @@ class _Builder:
             if (made := self.add(value, node.name + suffix, role)) is not None:
                 makes.append(made)
         seconds, space = self.costs(node)
+        if op.type in kinds.LOOPS:
+            space = max([inner_bytes(body) for body in bodies(op)], default=0)
         self.node_of[node.name] = at
         self.ops.append(
             Op(
@@ -221,6 +224,12 @@ class _Builder:
         return LOSS
 
 
+def inner_bytes(body: Captured) -> int:
+    """Bytes that a loop's body or a branch holds at its peak beside what it is given."""
+    graph = neutral(body, name="body", device=Device(), costs=lambda _: (0.0, 0)).graph
+    return peak(graph).bytes - graph.base_bytes
+
+
 def flops(op: Any) -> float:
     """Arithmetic of an op, as TensorFlow's own registry has it; products of batches are added."""
     if op.type in ("BatchMatMulV2", "BatchMatMul"):
@@ -229,6 +238,3 @@ def flops(op: Any) -> float:
         return 2.0 * float(op.outputs[0].shape.num_elements()) * float(inner)
     found = framework_ops.get_stats_for_node_def(op.graph, op.node_def, "flops").value
     return float(found or 0)
-
-
-__all__ = ["LOSS", "SMALL_BYTES", "Costs", "Named", "flops", "neutral"]

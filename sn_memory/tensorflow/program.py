@@ -4,7 +4,7 @@ What runs when, and what is given back when, has to hold at run time, where Tens
 soon as their inputs are there. So each op waits for the one before it in the plan, by a control
 dependency; a buffer goes when its last reader has run. An op that runs twice is there twice. The
 two have different dependencies, so no pass that merges equal ops merges them. XLA looks at data
-only; there, what a rebuild reads passes an optimization barrier together with what triggers it.
+only and orders ops by itself; it is refused where a plan is made.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.framework import ops as framework_ops
-from tensorflow.python.ops import control_flow_util
 
 from ..errors import PlanError
 from ..plan import Plan
@@ -81,8 +80,6 @@ class Emission:
         self.absent: set[str] = set()
         self.previous: list[Any] = []
         self.changed: dict[int, list[Any]] = {}
-        graph = framework_ops.get_default_graph()
-        self.xla = control_flow_util.GraphOrParentsInXlaContext(graph)
 
     def forward(self) -> None:
         """Put the steps before the loss there; all steps, where the loss is among them."""
@@ -120,8 +117,6 @@ class Emission:
         """Put a node there, after what came before it."""
         node = self.captured.nodes[at]
         inputs = [self.need(value) for value in node.inputs]
-        if self.xla and not first:
-            inputs = self.behind_barrier(inputs)
         if self.may_be_merged(node):
             inputs[0] = self.fenced(inputs[0])
         op = put(node, inputs, self.previous)
@@ -178,7 +173,8 @@ class Emission:
             return self.made[value]
         at = self.buffers.producer.get(value)
         if at is None or not self.buffers.is_view(at):
-            raise PlanError(f"the plan reads {self.captured.tensors[value].name!r} where it is not.")
+            name = self.captured.tensors[value].name
+            raise PlanError(f"the plan reads {name!r} where it is not. Check it with check_plan.")
         node = self.captured.nodes[at]
         inputs = [self.need(it) for it in node.inputs]
         # A view takes no memory, so it may come at any time; a read, once the last change is done.
@@ -186,17 +182,6 @@ class Emission:
         op = put(node, inputs, after)
         self.made.update(zip(node.outputs, op.outputs, strict=True))
         return self.made[value]
-
-    def behind_barrier(self, inputs: list[Any]) -> list[Any]:
-        """Return the inputs so that XLA neither merges their readers with others nor runs them early."""
-        from tensorflow.compiler.tf2xla.ops import gen_xla_ops
-
-        trigger = [it for op in self.previous for it in op.outputs[:1]]
-        plain = [it for it in inputs if it.dtype not in (tf.resource, tf.variant)]
-        if not plain:
-            return inputs
-        passed = iter(gen_xla_ops.xla_optimization_barrier([*plain, *trigger])[: len(plain)])
-        return [it if it.dtype in (tf.resource, tf.variant) else next(passed) for it in inputs]
 
 
 def put(node: Node, inputs: list[Any], after: list[Any]) -> Any:

@@ -32,7 +32,8 @@ class Trace:
     captured
         The ops behind it.
     structure
-        What the step or model returns, with the symbolic tensors of the trace in it.
+        Of a step, what it returns, with the symbolic tensors of the trace in it; of a model, what
+        was seen at its `call`: arguments, results, variables, gradients.
     """
 
     named: Named

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from ..check import check_plan
 from ..errors import PlanError
 from ..sizes import show_bytes
-from .apply import RECORD, Planned, PlannedStep, plain_model
+from .apply import RECORD, Planned, plain_model
 from .memory import AllocatorPeak
+from .step import PlannedStep
 from .trace import main_device
 
 
@@ -120,8 +122,6 @@ def verify(model: Any, sample: Any) -> Verification:
         unplanned, measured = (_peak(run, variables) for run in runs)
         seconds = [min(_seconds(run, variables) for _ in range(2)) for run in runs]
     graph = record.trace.graph
-    from ..check import check_plan
-
     replay = check_plan(graph, record.plan)
     base = graph.base_bytes
     different, error = _compare(expected, got)
