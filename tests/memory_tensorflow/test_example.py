@@ -24,4 +24,4 @@ def test_the_example_says_what_it_saved():
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "bit-equal" in done.stdout
-    assert "the same to the bit" in done.stdout
+    assert "apart" in done.stdout
