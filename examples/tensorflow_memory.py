@@ -69,9 +69,10 @@ def main():
     apart = max(abs(one / other - 1) for one, other in zip(losses, plain_losses, strict=True))
     assert apart < 1e-3
     plan = planned.sn_memory.plan
+    before, after = show_bytes(plan.baseline_peak_bytes), show_bytes(plan.peak_bytes)
     print(
         f"2 epochs of {args.steps} steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}, "
-        f"{apart:.1e} apart\npeak {show_bytes(plan.baseline_peak_bytes)} -> {show_bytes(plan.peak_bytes)}, "
+        f"{apart:.1e} apart\npeak {before} -> {after}, "
         f"{plain_s:.1f} s -> {planned_s:.1f} s, tracing included"
     )
 
