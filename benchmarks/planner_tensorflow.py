@@ -3,9 +3,9 @@
     python benchmarks/planner_tensorflow.py [--quick] [--json FILE] [--models NAME ...]
                                             [--side PIXELS] [--batch N] [--time-limit SECONDS]
 
-For each network a training step (loss, gradients, plain SGD) is run as it is and planned at 60 % and
-35 % of its activation memory; the allocator's statistics tell the peaks, the better of two runs the
-seconds. Where a budget cannot be kept (`kept` is false), the smallest plan found stands in. A row
+For each network a training step (loss, gradients, plain SGD) is run as it is, and planned at 60 %
+and 35 % of its activation memory; the allocator's statistics tell the peaks, the better of two runs
+the seconds. Where a budget cannot be kept (`kept` is false), the smallest plan found stands in. A row
 `graph` has the graph's own peak. Rows already in FILE are kept. `--quick` takes small images.
 """
 
@@ -113,9 +113,8 @@ def rows_of(name: str, side: int, batch: int, limit: float) -> list[dict[str, An
             plan = plan_graph(graph, budget, actions=("keep", "recompute"), time_limit_s=limit)
         except BudgetError as error:
             kept = False
-            plan = plan_graph(
-                graph, error.peak_bytes, actions=("keep", "recompute"), time_limit_s=limit
-            )
+            assert error.plan is not None
+            plan = error.plan
         replay = check_plan(graph, plan)
         planned_bytes, planned_s = measured(PlannedStep(step, traced, plan), x)
         rows.append(
