@@ -5,8 +5,8 @@
 
 For each network a training step (loss, gradients, plain SGD) is run as it is, and planned at 60 %
 and 35 % of its activation memory; the allocator's statistics tell the peaks, the better of two runs
-the seconds. Where a budget cannot be kept (`kept` is false), the smallest plan found stands in. A row
-`graph` has the graph's own peak. Rows already in FILE are kept. `--quick` takes small images.
+the seconds. Where a budget cannot be kept (`kept` is false), the smallest plan found stands in. A
+row `graph` has the graph's own peak. Rows already in FILE are kept. `--quick` takes small images.
 """
 
 from __future__ import annotations
@@ -112,9 +112,7 @@ def rows_of(name: str, side: int, batch: int, limit: float) -> list[dict[str, An
         try:
             plan = plan_graph(graph, budget, actions=("keep", "recompute"), time_limit_s=limit)
         except BudgetError as error:
-            kept = False
-            assert error.plan is not None
-            plan = error.plan
+            kept, plan = False, error.plan
         replay = check_plan(graph, plan)
         planned_bytes, planned_s = measured(PlannedStep(step, traced, plan), x)
         rows.append(

@@ -7,6 +7,7 @@ kind alone under the allocator's statistics; a test does so again.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
 import tensorflow as tf
@@ -69,7 +70,24 @@ def nbytes(tensor: Any) -> int | None:
     if tensor.dtype in (tf.resource, tf.variant, tf.string):
         return 0 if tensor.dtype == tf.resource else None
     count = tensor.shape.num_elements()
-    return None if count is None else int(count) * tensor.dtype.size
+    if count is None:
+        count = _count_of_gradient(tensor)
+    return None if count is None else int(count) * int(tensor.dtype.size)
+
+
+def _count_of_gradient(tensor: Any) -> int | None:
+    """Elements of what undoes a broadcast, whose shape TensorFlow leaves open in the trace."""
+    op = tensor.op
+    if op.type == "BroadcastGradientArgs":
+        # At most one number per axis.
+        return max(int(it.shape.num_elements() or 0) for it in op.inputs)
+    if op.type != "Sum" or op.inputs[1].op.type != "BroadcastGradientArgs":
+        return None
+    shapes = [constant(it) for it in op.inputs[1].op.inputs]
+    if any(it is None for it in shapes):
+        return None
+    own = shapes[op.inputs[1].value_index]
+    return math.prod(int(size) for size in own)
 
 
 def is_random(op: Any) -> bool:
