@@ -151,7 +151,7 @@ def plain_model(model: Any) -> Any:
     """Return a planned model as it was before; any other as it is."""
     if RECORD not in model.__dict__:
         return model
-    plain = object.__new__(type(model).__mro__[2])
+    plain: Any = object.__new__(type(model).__mro__[2])
     plain.__dict__.update({key: it for key, it in model.__dict__.items() if key != RECORD})
     return plain
 

@@ -153,7 +153,9 @@ class _Builder:
     def add_op(self, at: int) -> str:
         node, buffers = self.captured.nodes[at], self.buffers
         op, effect = node.op, kinds.has_effect(node.op)
-        reads, writes, makes = [], [], []
+        reads: list[str] = []
+        writes: list[str] = []
+        makes: list[str] = []
         for value in node.inputs:
             root = buffers.root[value]
             if root not in self.storage:
