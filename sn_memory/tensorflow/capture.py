@@ -206,19 +206,12 @@ class _Flattening:
 
 def bodies(op: Any) -> list[Captured]:
     """Return what a loop or branch may run, each as a step of its own."""
-    from tensorflow.python.framework import function_def_to_graph
-
     found = []
     for key in ("body", "cond", "then_branch", "else_branch"):
         if key not in op.node_def.attr:
             continue
-        called = op.graph._get_function(op.get_attr(key).name)
-        shapes = [it.shape for it in op.inputs]
-        with op.graph.as_default():
-            inside = function_def_to_graph.function_def_to_graph(
-                called.cached_definition,
-                shapes[-len(called.cached_definition.signature.input_arg) :],
-            )
+        # As it was traced: made anew from its definition, it would know no shapes of variables.
+        inside = op.graph._get_function(op.get_attr(key).name).graph
         flattened = _Flattening()
         arguments = tuple(flattened.new(it) for it in inside.inputs)
         flattened.ops(inside, "")
