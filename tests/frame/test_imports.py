@@ -72,6 +72,18 @@ MEMORY_LAYERS = (
     ("sn_memory.search",),
     ("sn_memory.auto",),
     ("sn_memory.planner",),
+    ("sn_memory.pool_greedy", "sn_memory.pool_problem", "sn_memory.pool_search", "sn_memory.pool"),
+    ("sn_memory.pool_plan", "sn_memory.report", "sn_memory.report_figure", "sn_memory.report_html"),
+    (
+        "sn_memory.tensorflow.errors",
+        "sn_memory.tensorflow.kinds",
+        "sn_memory.tensorflow.capture",
+        "sn_memory.tensorflow.memory",
+    ),
+    ("sn_memory.tensorflow.buffers", "sn_memory.tensorflow.costs", "sn_memory.tensorflow.model"),
+    ("sn_memory.tensorflow.neutral",),
+    ("sn_memory.tensorflow.program", "sn_memory.tensorflow.trace"),
+    ("sn_memory.tensorflow",),
 )
 CHECK_MAY_IMPORT = {"sn_memory.graph", "sn_memory.plan", "sn_memory.errors"}
 

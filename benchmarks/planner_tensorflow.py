@@ -1,0 +1,169 @@
+"""Predicted against measured: planned Keras models at two budgets, run on this machine's CPU.
+
+    python benchmarks/planner_tensorflow.py [--quick] [--json FILE] [--models NAME ...]
+                                            [--side PIXELS] [--batch N] [--time-limit SECONDS]
+
+For each network a training step (loss, gradients, plain SGD) is run as it is, and planned at 60 %
+and 35 % of its activation memory; the allocator's statistics tell the peaks, the better of two runs
+the seconds. Where a budget cannot be kept (`kept` is false), the smallest plan found stands in. A
+row `graph` has the graph's own peak. Rows already in FILE are kept. `--quick` takes small images.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+from machine import commit, machine
+
+import sn_memory.tensorflow
+from sn_memory import BudgetError, check_plan, plan_graph
+from sn_memory.liveness import peak
+from sn_memory.tensorflow.step import PlannedStep
+
+SHARES = (0.6, 0.35)
+
+
+def transformer(layers: int = 12, width: int = 256, heads: int = 4) -> keras.Model:
+    """Encoder blocks on vectors, with norm first."""
+    x = start = keras.Input((128, width))
+    for _ in range(layers):
+        normal = keras.layers.LayerNormalization()(x)
+        x = x + keras.layers.MultiHeadAttention(heads, width // heads)(normal, normal)
+        normal = keras.layers.LayerNormalization()(x)
+        inner = keras.layers.Dense(4 * width, "gelu")(normal)
+        x = x + keras.layers.Dense(width)(inner)
+    return keras.Model(start, keras.layers.Dense(10)(x[:, 0]))
+
+
+def network(name: str, side: int, batch: int) -> tuple[keras.Model, Any]:
+    """Return a network and its input."""
+    keras.utils.set_random_seed(0)
+    if name == "transformer12":
+        return transformer(), tf.random.stateless_normal((batch, 128, 256), (0, 0))
+    make = {
+        "resnet50": keras.applications.ResNet50,
+        "vgg16": keras.applications.VGG16,
+        "densenet121": keras.applications.DenseNet121,
+    }[name]
+    model = make(weights=None, input_shape=(side, side, 3), classes=10, classifier_activation=None)
+    return model, tf.random.stateless_normal((batch, side, side, 3), (0, 0))
+
+
+def training_step(model: keras.Model) -> Any:
+    """Forward, loss, backward and a plain update."""
+
+    @tf.function
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            logits = model(x, training=True)
+            labels = tf.range(tf.shape(x)[0]) % 10
+            entropies = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+            loss = tf.reduce_mean(entropies)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
+            variable.value.assign_sub(1e-4 * gradient)
+        return loss
+
+    return step
+
+
+def measured(run: Any, x: Any) -> tuple[int, float]:
+    """Bytes beyond those at the start, and seconds."""
+    run(x)
+    with sn_memory.tensorflow.AllocatorPeak() as found:
+        float(run(x))
+    best = float("inf")
+    for _ in range(2):
+        began = time.perf_counter()
+        float(run(x))
+        best = min(best, time.perf_counter() - began)
+    return found.peak_bytes - found.start_bytes, best
+
+
+def rows_of(name: str, side: int, batch: int, limit: float) -> list[dict[str, Any]]:
+    """Rows of one network: the graph, and two budgets."""
+    model, x = network(name, side, batch)
+    step = training_step(model)
+    traced = sn_memory.tensorflow.trace(step, x)
+    graph = traced.graph
+    top, base = peak(graph).bytes, graph.base_bytes
+    plain_bytes, plain_s = measured(step, x)
+    head = {
+        "model": name,
+        "framework": "tensorflow",
+        "batch": batch,
+        "side": side,
+        "ops": len(graph.ops),
+        "base_bytes": base,
+        "baseline_peak_bytes": top,
+        "unplanned_measured_bytes": base + plain_bytes,
+        "unplanned_s": plain_s,
+    }
+    rows = [{**head, "kind": "graph"}]
+    for share in SHARES:
+        budget, kept = base + int(share * (top - base)), True
+        try:
+            plan = plan_graph(graph, budget, actions=("keep", "recompute"), time_limit_s=limit)
+        except BudgetError as error:
+            kept, plan = False, error.plan
+        replay = check_plan(graph, plan)
+        planned_bytes, planned_s = measured(PlannedStep(step, traced, plan), x)
+        rows.append(
+            {
+                **head,
+                "kind": "plan",
+                "share": share,
+                "kept": kept,
+                "budget_bytes": budget,
+                "predicted_peak_bytes": plan.peak_bytes,
+                "measured_peak_bytes": base + planned_bytes,
+                "predicted_overhead": plan.overhead,
+                "measured_s": planned_s,
+                "reruns": replay.reruns,
+                "solve_s": plan.solve_s,
+            }
+        )
+        row = rows[-1]
+        print(
+            f"{name} at {share:.0%}{'' if kept else ' (not reached)'}: predicted "
+            f"{row['predicted_peak_bytes'] / 2**20:.1f} MiB, measured "
+            f"{row['measured_peak_bytes'] / 2**20:.1f}, unplanned {top / 2**20:.1f} predicted, "
+            f"{(base + plain_bytes) / 2**20:.1f} measured; {plain_s:.2f} -> {planned_s:.2f} s",
+            flush=True,
+        )
+    return rows
+
+
+def main(argv: list[str]) -> int:
+    """Run, print, write."""
+    names = ["resnet50", "vgg16", "densenet121", "transformer12"]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="images of 32 pixels, one network")
+    parser.add_argument("--models", nargs="+", choices=names)
+    parser.add_argument("--side", type=int, default=224)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--time-limit", type=float, default=8.0, help="of auto, per budget")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    side = 32 if args.quick else args.side
+    wanted = args.models or (["vgg16"] if args.quick else names)
+    rows: list[dict[str, Any]] = []
+    if args.json and args.json.exists():
+        rows = [r for r in json.loads(args.json.read_text()) if r["model"] not in wanted]
+    state = {"commit": commit(), "machine": machine()}
+    for name in wanted:
+        rows += [{**row, **state} for row in rows_of(name, side, args.batch, args.time_limit)]
+        if args.json:
+            args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,25 @@
+"""sn_memory for TensorFlow: training within a budget of bytes, with the same gradients."""
+
+from .apply import Planned, PlanWarning, plan
+from .errors import TraceError
+from .estimate import Estimate, estimate
+from .memory import AllocatorPeak
+from .step import PlannedStep, plan_step
+from .trace import Trace, trace
+from .verify import Verification, verify
+
+__all__ = [
+    "AllocatorPeak",
+    "Estimate",
+    "PlanWarning",
+    "Planned",
+    "PlannedStep",
+    "Trace",
+    "TraceError",
+    "Verification",
+    "estimate",
+    "plan",
+    "plan_step",
+    "trace",
+    "verify",
+]

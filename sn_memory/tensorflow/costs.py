@@ -1,0 +1,188 @@
+"""Seconds and workspace of each op: measured once per signature, kept in a file.
+
+Each op is run alone, eagerly, on random values of its shapes. Beside the time, the allocator's
+statistics tell what it holds while it runs beyond its inputs and results: convolutions reorder
+their operands, and that can be half of a peak. What cannot be run so (loops, ops that change
+something) is left to the roofline, without workspace.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import context, execute
+
+from ..graph import Device
+from . import kinds
+from .capture import Node
+from .memory import AllocatorPeak, has_statistics
+
+log = logging.getLogger(__name__)
+
+_RUNS = 3
+_ENOUGH_S = 0.1
+# Speeds of a present accelerator, for the roofline where nothing is measured: only ratios count.
+NOMINAL = Device("nominal", 1e14, 2e12, 2.5e10, 2.5e10, 1e-5)
+Cost = tuple[float | None, int]
+
+
+class MeasuredCosts:
+    """Seconds and workspace bytes of nodes, from the file of a device or measured now."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.path = device, cache_path(device)
+        self.table = _read(self.path)
+        self.known = len(self.table)
+
+    def __call__(self, node: Node) -> Cost:
+        key = hashlib.sha256(signature(node.op).encode()).hexdigest()[:24]
+        if key not in self.table:
+            self.table[key] = list(_measure(node.op, self.device))
+        seconds, space = self.table[key]
+        return seconds, int(space or 0)
+
+    def save(self) -> None:
+        """Write what was measured since the file was read."""
+        if len(self.table) > self.known:
+            _write(self.path, self.table)
+            log.info(
+                "measured %d new op signatures on %s", len(self.table) - self.known, self.device
+            )
+
+
+def unmeasured(node: Node) -> Cost:
+    """Leave a node to the roofline."""
+    return None, 0
+
+
+def cache_path(device: str) -> Path:
+    """The file of costs for a device, this TensorFlow and this number of threads."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    threads = tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count()
+    plain = "".join(letter if letter.isalnum() else "-" for letter in f"{device}-{threads}")
+    return Path(home) / "sn_memory" / f"op-costs-{plain}-tensorflow-{tf.__version__}.json"
+
+
+def signature(op: Any) -> str:
+    """What the cost of an op depends on, as text."""
+    attrs = op.node_def.attr
+    settings = [f"{key}={attrs[key]}" for key in sorted(attrs) if not key.startswith("_")]
+    given = []
+    for tensor in op.inputs:
+        value = kinds.constant(tensor) if tensor.dtype.is_integer else None
+        given.append(f"{tensor.dtype.name}{tensor.shape}{'' if value is None else value.tolist()}")
+    return f"{op.type}({', '.join(given)}){settings}"
+
+
+def measured_device(device: str) -> Device:
+    """Return the speeds of a device, measured: matrix products and copies."""
+    with tf.device(device):
+        side = 1024 if "CPU" in device else 8192
+        left = tf.random.uniform((side, side))
+        product_s = _best(lambda: tf.matmul(left, left))
+        block = tf.random.uniform((1 << 24,))
+        copy_s = _best(lambda: tf.negative(block))
+    return Device(device, 2 * side**3 / product_s, 2 * 4 * (1 << 24) / copy_s)
+
+
+def _measure(op: Any, device: str) -> Cost:
+    definition = op.op_def
+    types = {it.dtype for it in (*op.inputs, *op.outputs)}
+    if (
+        kinds.has_effect(op)
+        or op.type in kinds.LOOPS
+        or types & {tf.resource, tf.variant, tf.string}
+        or any(attr.HasField("func") for attr in op.node_def.attr.values())
+    ):
+        return None, 0
+    attrs: list[Any] = []
+    for attr in definition.attr:
+        value = op.get_attr(attr.name)
+        attrs += [attr.name, value]
+    try:
+        with tf.device(device):
+            given = [_filled(it) for it in op.inputs]
+
+            def work() -> Any:
+                return execute.execute(
+                    op.type.encode(), len(op.outputs), given, tuple(attrs), context.context()
+                )
+
+            seconds = _best(work)
+            return seconds, _workspace(work, op, device)
+    except (tf.errors.OpError, TypeError, ValueError, RuntimeError) as error:
+        log.info("%s could not be timed (%s); a roofline stands in", op.type, error)
+        return None, 0
+
+
+def _workspace(work: Callable[[], Any], op: Any, device: str) -> int:
+    if not has_statistics(device):
+        return 0
+    with AllocatorPeak(device) as found:
+        result = work()
+    made = sum(kinds.nbytes(it) or 0 for it in op.outputs)
+    del result
+    return max(0, found.peak_bytes - found.start_bytes - made)
+
+
+def _filled(tensor: Any) -> Any:
+    known = kinds.constant(tensor)
+    if known is not None:
+        return tf.constant(known, tensor.dtype)
+    shape = tensor.shape.as_list()
+    if tensor.dtype.is_floating:
+        # Not zeros: denormals and zeros are slower or faster than what training sees.
+        return tf.cast(tf.random.uniform(shape, 0.1, 1.0), tensor.dtype)
+    # Indices: 0 is in every range.
+    return tf.zeros(shape, tensor.dtype)
+
+
+def _best(work: Callable[[], Any]) -> float:
+    """Seconds of the quickest of a few runs, after one to warm up."""
+    _wait(work())
+    best, spent = float("inf"), 0.0
+    for _ in range(_RUNS):
+        began = time.perf_counter()
+        _wait(work())
+        took = time.perf_counter() - began
+        best, spent = min(best, took), spent + took
+        if spent > _ENOUGH_S:
+            break
+    return best
+
+
+def _wait(result: Any) -> None:
+    """Wait for a result; on a GPU, work is only queued when the call returns."""
+    flat = [it for it in tf.nest.flatten(result) if isinstance(it, tf.Tensor)]
+    if flat and "GPU" in flat[-1].device:
+        np.asarray(tf.reshape(flat[-1], (-1,))[:1])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError:
+        log.warning("%s is no table of costs; it is written anew", path)
+        return {}
+    return table
+
+
+def _write(path: Path, table: dict[str, Any]) -> None:
+    """Write in one go: two processes may measure at once, and a reader must find a whole file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        json.dump(table, file)
+    os.replace(name, path)

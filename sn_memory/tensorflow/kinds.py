@@ -1,0 +1,107 @@
+"""What kernels of TensorFlow do with memory: which pass a buffer on, which write over their input.
+
+The executor lets an elementwise kernel write its result over an input that nobody else holds. A
+graph that does not know this has a peak that no run reaches. The table was found by running each
+kind alone under the allocator's statistics; a test does so again.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import tensorflow as tf
+
+
+def _kinds(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# The result is the input's buffer, under another shape.
+ALIASES: Final = _kinds(
+    "Bitcast CheckNumerics EnsureShape ExpandDims Identity IdentityN PreventGradient "
+    "Reshape Snapshot Squeeze StopGradient"
+)
+# The result is the input's buffer where nothing changes.
+MAYBE_ALIASES: Final = _kinds("AddN Cast ConcatV2 Slice StridedSlice Tile Transpose BroadcastTo")
+# The result is written over the first input of the same size and type that ends here.
+OVERWRITES: Final = _kinds(
+    "Abs Add AddN AddV2 BiasAdd Ceil Cos Div DivNoNan Elu EluGrad Erf Erfc Exp Expm1 Floor Inv "
+    "LeakyRelu LeakyReluGrad Log Log1p LogSoftmax Maximum Minimum Mul MulNoNan Neg OnesLike Pow "
+    "RealDiv Reciprocal ReciprocalGrad Relu Relu6 Relu6Grad ReluGrad Round Rsqrt RsqrtGrad "
+    "SelectV2 Selu SeluGrad Sigmoid SigmoidGrad Sign Sin Softmax "
+    "SoftmaxCrossEntropyWithLogits Softplus SoftplusGrad Softsign SoftsignGrad Sqrt SqrtGrad "
+    "Square SquaredDifference Sub Tanh TanhGrad Xdivy ZerosLike"
+)
+READS: Final = "ReadVariableOp"
+# Known from static shapes alone.
+SHAPES: Final = _kinds("BroadcastGradientArgs Rank Shape ShapeN Size")
+LOOPS: Final = _kinds("Case If StatelessCase StatelessIf StatelessWhile While")
+# Stateful by name only: nothing is changed, and the result is the same when run again.
+HARMLESS: Final = _kinds("Empty PlaceholderWithDefault VarHandleOp")
+
+
+def passes_on(op: Any) -> bool:
+    """Say whether the results of an op are the buffers of its inputs, one by one."""
+    if op.type in ALIASES:
+        return True
+    if op.type not in MAYBE_ALIASES or not op.outputs:
+        return False
+    source, result = op.inputs[0], op.outputs[0]
+    if source.dtype != result.dtype or source.shape.as_list() != result.shape.as_list():
+        return False
+    if op.type in ("AddN", "ConcatV2"):
+        return sum(it.dtype == result.dtype and it.shape.rank is not None for it in op.inputs) == 1
+    if op.type == "Transpose":
+        order = constant(op.inputs[1])
+        return order is not None and list(order) == list(range(len(order)))
+    return True
+
+
+def constant(tensor: Any) -> Any:
+    """Return the value of a tensor that is known without running anything; else None."""
+    from tensorflow.python.framework import tensor_util
+
+    return tensor_util.constant_value(tensor)
+
+
+def nbytes(tensor: Any) -> int | None:
+    """Bytes of a tensor; 0 for handles, None where the trace does not tell."""
+    if tensor.dtype in (tf.resource, tf.variant, tf.string):
+        return 0 if tensor.dtype == tf.resource else None
+    count = tensor.shape.num_elements()
+    if count is None:
+        count = _count_of_gradient(tensor)
+    return None if count is None else int(count) * int(tensor.dtype.size)
+
+
+def _count_of_gradient(tensor: Any) -> int | None:
+    """Elements of what undoes a broadcast, whose shape TensorFlow leaves open in the trace."""
+    op = tensor.op
+    if op.type == "BroadcastGradientArgs":
+        # At most one number per axis.
+        return max(int(it.shape.num_elements() or 0) for it in op.inputs)
+    if op.type != "Sum" or op.inputs[1].op.type != "BroadcastGradientArgs":
+        return None
+    shapes = [constant(it) for it in op.inputs[1].op.inputs]
+    if any(it is None for it in shapes):
+        return None
+    own = shapes[op.inputs[1].value_index]
+    return math.prod(int(size) for size in own)
+
+
+def is_random(op: Any) -> bool:
+    """Say whether an op draws from a generator of its own, so that it draws anew when run again."""
+    attrs = op.node_def.attr
+    return bool(op.op_def.is_stateful) and "seed" in attrs and "seed2" in attrs
+
+
+def is_collective(op: Any) -> bool:
+    """Say whether an op meets other ranks."""
+    return op.type.startswith(("Horovod", "Collective", "Nccl"))
+
+
+def has_effect(op: Any) -> bool:
+    """Say whether an op changes something outside of its results."""
+    harmless = op.type in HARMLESS or op.type == READS or is_random(op)
+    return is_collective(op) or (bool(op.op_def.is_stateful) and not harmless)

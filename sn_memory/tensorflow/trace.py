@@ -1,0 +1,137 @@
+"""trace: a training step of a model, or a step function, as a neutral graph; nothing is run.
+
+Everything that follows (plan, estimate, verify) starts here. How a step becomes a list of ops is in
+capture.py and model.py, how that becomes a graph in neutral.py, where costs come from in costs.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ..graph import Device, Graph, Storage
+from .capture import Captured, capture_step, flat
+from .costs import NOMINAL, MeasuredCosts, measured_device, unmeasured
+from .model import call_arguments, capture_model
+from .neutral import Named, neutral
+
+OPTIMIZER = "optimizer state"
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A traced training step.
+
+    Parameters
+    ----------
+    named
+        The graph with its names.
+    captured
+        The ops behind it.
+    structure
+        Of a step, what it returns, with the symbolic tensors of the trace in it; of a model, what
+        was seen at its `call`: arguments, results, variables, gradients.
+    """
+
+    named: Named
+    captured: Captured
+    structure: Any
+
+    @property
+    def graph(self) -> Graph:
+        """The neutral graph, for `plan_graph`, `check_plan` and the reports."""
+        return self.named.graph
+
+
+def trace(
+    model: Any,
+    sample: Any,
+    *,
+    profile: bool = True,
+    device: Device | None = None,
+    optimizer: Any = None,
+) -> Trace:
+    """Record a training step as a graph. Model and variables are left as they were.
+
+    Parameters
+    ----------
+    model
+        A built Keras 3 model: forward, loss, backward; the loss is an op outside of the plan. Or a
+        step function, with or without tf.function, that holds the tape, the loss and, where
+        wanted, the update: then all of that is planned.
+    sample
+        Its input: a tensor, array or tf.TensorSpec, or a tuple of them as positional arguments;
+        other structures (dicts, lists) are one argument. Only shapes and types matter.
+    profile
+        Measure seconds and workspace of each op once per signature; kept in a file in the user's
+        cache folder. Otherwise, a roofline and no workspaces.
+    device
+        Speeds for the roofline; default: measured, or nominal where nothing is.
+    optimizer
+        A Keras optimizer whose state is counted as resident, for a model.
+
+    Raises
+    ------
+    TraceError
+        For a step that cannot be traced, or that would not be done justice to; says where.
+
+    Examples
+    --------
+    >>> import keras
+    >>> import tensorflow as tf
+    >>> import sn_memory.tensorflow
+    >>> layers = [keras.Input((4,)), keras.layers.Dense(512, "relu"), keras.layers.Dense(256)]
+    >>> sample = tf.TensorSpec((64, 4))
+    >>> traced = sn_memory.tensorflow.trace(keras.Sequential(layers), sample, profile=False)
+    >>> [op.kind for op in traced.graph.ops][:5]
+    ['matmul', 'biasadd', 'relu', 'matmul', 'biasadd']
+    """
+    args = call_arguments(sample)
+    if isinstance(model, keras.Model):
+        captured, structure, name = *capture_model(model, args), model.name
+    else:
+        concrete, log = capture_step(model, args)
+        captured, structure = flat(concrete.graph, log), concrete.structured_outputs
+        name = getattr(model, "__name__", "step")
+    place = main_device()
+    costs = MeasuredCosts(place) if profile else unmeasured
+    if device is None:
+        device = measured_device(place) if profile else NOMINAL
+    extra = []
+    if optimizer is not None:
+        extra.append(Storage(OPTIMIZER, optimizer_bytes(model, optimizer), "state"))
+    named = neutral(
+        captured,
+        name=name,
+        device=device,
+        costs=costs,
+        allocator="tensorflow",
+        extra=extra,
+    )
+    if isinstance(costs, MeasuredCosts):
+        costs.save()
+    return Trace(named, captured, structure)
+
+
+def main_device() -> str:
+    """The device whose memory is planned: the first GPU, else the CPU."""
+    return "GPU:0" if tf.config.list_physical_devices("GPU") else "CPU:0"
+
+
+def optimizer_bytes(model: Any, optimizer: Any) -> int:
+    """Bytes of the variables of a Keras optimizer for a model; none are made."""
+    if isinstance(optimizer, keras.optimizers.Optimizer) and optimizer.built:
+        variables = optimizer.variables
+    else:
+        made = keras.optimizers.get(optimizer)
+        twin = type(made).from_config(made.get_config())
+        with keras.StatelessScope(initialize_variables=False):
+            twin.build(model.trainable_variables)
+        variables = twin.variables
+    return sum(
+        int(tf.TensorShape(it.shape).num_elements() or 0) * tf.as_dtype(it.dtype).size
+        for it in variables
+    )

@@ -1,0 +1,221 @@
+"""verify: planned and plain side by side; what was predicted, what came true."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ..check import check_plan
+from ..errors import PlanError
+from ..sizes import show_bytes
+from .apply import RECORD, Planned, plain_model
+from .memory import AllocatorPeak
+from .step import PlannedStep
+from .trace import main_device
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a training step did with the plan and without.
+
+    Parameters
+    ----------
+    predicted_peak_bytes, measured_peak_bytes
+        Of the planned step. Measured: what was resident before, as the plan counts it, and the
+        most that the allocator gave out beyond that during the step.
+    unplanned_peak_bytes
+        The same step without the plan, measured.
+    peak_op
+        The op that reaches the predicted peak.
+    predicted_s, measured_s, unplanned_s
+        Seconds of the step; the last two measured, the better of two runs.
+    different
+        Results and variables that are not bit-equal to the unplanned run's.
+    error_relative
+        The largest difference, relative to the largest value of its tensor.
+    """
+
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    unplanned_peak_bytes: int
+    peak_op: str
+    predicted_s: float
+    measured_s: float
+    unplanned_s: float
+    different: tuple[str, ...]
+    error_relative: float
+    _planned: Planned = field(repr=False, compare=False)
+
+    @property
+    def equal(self) -> bool:
+        """Whether all results, gradients and variables are bit-equal."""
+        return not self.different
+
+    @property
+    def error(self) -> float:
+        """Measured peak over predicted peak, less one."""
+        return self.measured_peak_bytes / self.predicted_peak_bytes - 1
+
+    def report(self, path: str | Path) -> None:
+        """Write the plan's HTML page; needs matplotlib."""
+        self._planned.report(path)
+
+    def __str__(self) -> str:
+        result = "bit-equal"
+        if not self.equal:
+            few = ", ".join(self.different[:3])
+            result = f"{len(self.different)} differ by up to {self.error_relative:.1e} ({few})"
+        return (
+            f"peak {show_bytes(self.measured_peak_bytes)}, predicted "
+            f"{show_bytes(self.predicted_peak_bytes)} ({self.error:+.2%}) at {self.peak_op}, "
+            f"without the plan {show_bytes(self.unplanned_peak_bytes)}\n"
+            f"{self.measured_s:.3g} s, predicted {self.predicted_s:.3g} s, without the plan "
+            f"{self.unplanned_s:.3g} s\nresults, gradients and variables: {result}"
+        )
+
+
+def verify(model: Any, sample: Any) -> Verification:
+    """Run a training step with the plan and without, and compare.
+
+    Of a model, the outputs' gradients are random, the same in both runs, in place of a loss; of a
+    step, results and all variables it touches are compared. Variables are put back afterwards. The
+    step without the plan needs the memory it needs.
+
+    Parameters
+    ----------
+    model
+        Made by `plan` or `plan_step`.
+    sample
+        A real input like the one it was planned for.
+
+    Raises
+    ------
+    PlanError
+        If it is not planned.
+    TraceError
+        If the device's allocator keeps no statistics.
+    """
+    record: Planned | None = getattr(model, "__dict__", {}).get(RECORD)
+    if record is None:
+        raise PlanError(
+            "this has no plan; call verify with what sn_memory.tensorflow.plan or plan_step "
+            "returned."
+        )
+    args = sample if isinstance(sample, tuple) else (sample,)
+    if isinstance(model, PlannedStep):
+        plain = model.plain if hasattr(model.plain, "python_function") else tf.function(model.plain)
+        runs: list[Callable[[], Any]] = [lambda: plain(*args), lambda: model(*args)]
+    else:
+        args = tf.nest.map_structure(tf.convert_to_tensor, args)
+        steps = [_model_step(plain_model(model)), _model_step(model)]
+        runs = [lambda: steps[0](*args), lambda: steps[1](*args)]
+    variables = list({id(it): it for it in record.trace.captured.variables.values()}.values())
+    with _restored(variables):
+        expected, got = (_results(run, variables) for run in runs)
+        unplanned, measured = (_peak(run, variables) for run in runs)
+        seconds = [min(_seconds(run, variables) for _ in range(2)) for run in runs]
+    graph = record.trace.graph
+    replay = check_plan(graph, record.plan)
+    base = graph.base_bytes
+    different, error = _compare(expected, got)
+    return Verification(
+        predicted_peak_bytes=record.plan.peak_bytes,
+        measured_peak_bytes=base + measured,
+        unplanned_peak_bytes=base + unplanned,
+        peak_op=record.plan.steps[replay.peak_step].target,
+        predicted_s=record.plan.seconds,
+        measured_s=seconds[1],
+        unplanned_s=seconds[0],
+        different=different,
+        error_relative=error,
+        _planned=record,
+    )
+
+
+def _model_step(model: Any) -> Any:
+    """A step of a model: its outputs and all gradients, given fixed gradients of the outputs."""
+
+    @tf.function(autograph=False)
+    def step(*args: Any) -> Any:
+        variables = [it.value for it in model.trainable_variables]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(variables)
+            outs = [
+                it
+                for it in tf.nest.flatten(model(*args, training=True))
+                if isinstance(it, tf.Tensor) and it.dtype.is_floating
+            ]
+        incoming = [
+            tf.random.stateless_normal(it.shape, (place, 0), dtype=it.dtype)
+            for place, it in enumerate(outs)
+        ]
+        return outs, tape.gradient(outs, variables, output_gradients=incoming)
+
+    return step
+
+
+def _results(run: Callable[[], Any], variables: list[Any]) -> dict[str, Any]:
+    """Run once from the present state; return results and variables, and put the latter back."""
+    before = [it.numpy() for it in variables]
+    flat = [it for it in tf.nest.flatten(run(), expand_composites=True) if it is not None]
+    found = {f"result {place}": np.asarray(it) for place, it in enumerate(flat)}
+    found |= {f"{it.name} #{place}": it.numpy() for place, it in enumerate(variables)}
+    _put(variables, before)
+    return found
+
+
+def _peak(run: Callable[[], Any], variables: list[Any]) -> int:
+    before = [it.numpy() for it in variables]
+    with AllocatorPeak(main_device()) as found:
+        run()
+    _put(variables, before)
+    return found.peak_bytes - found.start_bytes
+
+
+def _seconds(run: Callable[[], Any], variables: list[Any]) -> float:
+    before = [it.numpy() for it in variables]
+    began = time.perf_counter()
+    flat = [it for it in tf.nest.flatten(run(), expand_composites=True) if it is not None]
+    if flat:
+        np.asarray(tf.reshape(flat[-1], (-1,))[:1])
+    took = time.perf_counter() - began
+    _put(variables, before)
+    return took
+
+
+def _put(variables: list[Any], values: list[Any]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+@contextmanager
+def _restored(variables: list[Any]) -> Iterator[None]:
+    """Put variables back whatever happens."""
+    before = [it.numpy() for it in variables]
+    try:
+        yield
+    finally:
+        _put(variables, before)
+
+
+def _compare(expected: dict[str, Any], got: dict[str, Any]) -> tuple[tuple[str, ...], float]:
+    different, worst = [], 0.0
+    for name in expected.keys() | got.keys():
+        one, other = expected.get(name), got.get(name)
+        if one is not None and other is not None and one.tobytes() == other.tobytes():
+            continue
+        different.append(name)
+        if one is None or other is None or one.shape != other.shape:
+            worst = float("inf")
+        elif one.size:
+            scale = float(np.abs(one).max()) or 1.0
+            gap = np.abs(one.astype(np.float64) - other.astype(np.float64)).max()
+            worst = max(worst, float(gap) / scale)
+    return tuple(sorted(different)), worst
