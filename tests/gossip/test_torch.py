@@ -52,7 +52,8 @@ def test_a_dead_rank_ends_the_run_with_an_error_on_the_others(horovodrun, tmp_pa
     run = horovodrun(4, RANKS / "fail.py", tmp_path, transport, timeout=120)
     assert not run.timed_out, run.stdout
     assert run.returncode != 0
-    assert run.stdout.count("reached the bad step") == 4, run.stdout
+    # The others may be told before they come to it.
+    assert "[1]<stdout>:reached the bad step" in run.stdout, run.stdout
     assert "all steps done" not in run.stdout
     assert " was told: " in run.stdout, run.stdout
     assert time.monotonic() - start < 90
