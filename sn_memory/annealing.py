@@ -4,8 +4,8 @@ Greedy fitting only lets go, and is stuck near the floor, where the plan that fi
 dear for a moment, drops it, and brings it back just in time. Here a choice may be over the budget
 on the way. Bytes too many have a price that rises while it is over and falls while it is within,
 so that the search swings about what just fits (annealing: Kirkpatrick et al., 1983; strategic
-oscillation: Glover, 1977). Rebuilds and
-stays on the host are chosen together, by the replayed time of ops and lanes.
+oscillation: Glover, 1977). Rebuilds and stays on the host are chosen together, by the replayed
+time of ops and lanes.
 
 The compiled extension does this at five microseconds a try on a graph of a hundred ops, a few
 hundred on thousands. The twin below makes the same choices.

@@ -3,6 +3,8 @@
 What changes is its forward. Where gradients are wanted and the input is like the sample, the
 planned steps run (replay.py); otherwise the model's own forward, as when evaluating. The model
 passed in stays as it is; both share parameters, buffers and modules.
+
+Over 300 lines, a hundred of them the docstring of `plan`.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ torch.utils.checkpoint does the running again, with the state of chance of the f
 the user are: which modules, whether it fits then, and what a second run does to statistics. Here
 the sample is run: each module's seconds and saved bytes are measured, modules are kept where a
 byte saves most, and each choice is counted, so the budget is kept on the sample or refused.
+
+Over 300 lines: the step and the search for it take each other's parts, and would be read together.
 """
 
 from __future__ import annotations
