@@ -99,3 +99,7 @@ class CapacityError(RuntimeError):
 
 class MissingExtra(ImportError):  # noqa: N818 - it is the extra that is missing
     """An optional library is needed and not installed; the message names the extra."""
+
+
+class PlanWarning(UserWarning):
+    """A planned model ran without its plan."""

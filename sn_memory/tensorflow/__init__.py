@@ -1,8 +1,10 @@
 """sn_memory for TensorFlow: training within a budget of bytes, with the same gradients."""
 
-from .apply import Planned, PlanWarning, plan
+from ..errors import PlanWarning
+from ..estimate import Estimate
+from .apply import Planned, plan
 from .errors import TraceError
-from .estimate import Estimate, estimate
+from .estimate import estimate
 from .memory import AllocatorPeak
 from .step import PlannedStep, plan_step
 from .trace import Trace, trace

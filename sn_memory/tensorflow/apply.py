@@ -20,6 +20,7 @@ from tensorflow.python.eager import record
 from tensorflow.python.ops import control_flow_util
 
 from ..check import check_plan
+from ..errors import PlanWarning
 from ..graph import Device
 from ..plan import Plan
 from ..planner import plan_graph
@@ -30,10 +31,6 @@ from .trace import Trace, trace
 log = logging.getLogger(__name__)
 
 RECORD = "sn_memory"
-
-
-class PlanWarning(UserWarning):
-    """A planned model ran without its plan."""
 
 
 @dataclass

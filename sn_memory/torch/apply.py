@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from ..check import check_plan
-from ..errors import PlanError
+from ..errors import PlanError, PlanWarning
 from ..graph import Device, Graph
 from ..plan import Plan
 from ..planner import plan_graph
@@ -42,10 +42,6 @@ _WRAPPERS = (
     "FullyShardedDataParallel",
     "OptimizedModule",
 )
-
-
-class PlanWarning(UserWarning):
-    """A planned model ran without its plan."""
 
 
 class Step(Protocol):

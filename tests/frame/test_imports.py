@@ -48,6 +48,7 @@ MEMORY_LAYERS = (
     ("sn_memory.graph", "sn_memory.graph_file"),
     (
         "sn_memory.plan",
+        "sn_memory.estimate",
         "sn_memory.liveness",
         "sn_memory.gaps",
         "sn_memory.schedule",
