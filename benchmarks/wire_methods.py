@@ -114,9 +114,11 @@ def powersgd(ranks: int, *, rank: int) -> Method:
 
 def shared(ranks: int, settings: Settings) -> Method:
     """Ours over all-reduces of low-bit words; dense at first, as in training."""
-    session = settings.shared()
+    session, dense = settings.shared(), plain(ranks)
 
     def exchange(name: str, shape: tuple[int, ...], values: np.ndarray) -> Exchange:
+        if not session.takes(name, values.size):
+            return (yield from dense(name, shape, values))
         if session.dense(name, shape):
             total = yield Request("allreduce", session.whole(name, values))
             mean = total / np.float32(ranks)

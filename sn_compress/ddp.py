@@ -39,7 +39,6 @@ from .codecs import _device, saving
 from .contract import Payload
 from .errors import CompressError
 from .exchange.gather import mean_of_gathered
-from .exchange.session import SMALLEST
 from .exchange.shared import Rounds
 from .feedback import ErrorFeedback
 from .horovod.traffic import Traffic
@@ -167,7 +166,7 @@ class FFTState:
     def _gather_rounds(
         self, flat: torch.Tensor, parts: Sequence[Part]
     ) -> Generator[None, None, None]:
-        large, small = _split(flat, parts, self.settings.min_elements)
+        large, small = _split(flat, parts, self._takes)
         if not large:
             yield from self._plain_rounds(flat, small, flat)
             return
@@ -197,13 +196,18 @@ class FFTState:
             for part, mean in zip(parts, _pieces(packed, parts), strict=True):
                 part.of(flat).copy_(mean)
 
+    def _takes(self, part: Part) -> bool:
+        if self.settings.exchange == "shared":
+            return self.shared.takes(part.name, part.elements, fused=True)
+        return part.elements >= self.settings.min_elements
+
     def _sum(self, tensor: torch.Tensor) -> dist.Work:
         return dist.all_reduce(tensor, group=self.process_group, async_op=True)
 
     def _shared_rounds(
         self, flat: torch.Tensor, parts: Sequence[Part]
     ) -> Generator[None, None, None]:
-        large, small = _split(flat, parts, SMALLEST)
+        large, small = _split(flat, parts, self._takes)
         if not large:
             yield from self._plain_rounds(flat, small, flat)
             return
@@ -493,11 +497,10 @@ def _say_host_once() -> None:
 
 
 def _split(
-    flat: torch.Tensor, parts: Sequence[Part], smallest: int
+    flat: torch.Tensor, parts: Sequence[Part], takes: Callable[[Part], bool]
 ) -> tuple[list[Part], list[Part]]:
     """The parts to compress, and those to leave as they are."""
-    takes = flat.dtype in _FLOATS
-    large = [part for part in parts if takes and part.elements >= smallest]
+    large = [part for part in parts if flat.dtype in _FLOATS and takes(part)]
     return large, [part for part in parts if part not in large]
 
 

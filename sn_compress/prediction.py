@@ -20,7 +20,7 @@ import numpy as np
 from .codecs.lowrank import matrix_shape
 from .cost import Link, Method, Route, Step, break_even, choose, step
 from .errors import CompressError
-from .exchange.allocate import MOST, Curve, allocate, words_of
+from .exchange.allocate import MOST, Curve, allocate, budget, words_of
 from .exchange.gather import wire_bytes
 from .layers import Layer
 from .measure import FREE, Rates
@@ -141,15 +141,17 @@ def routes_of(
 def _shared(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Rates) -> list[Route]:
     """With the ranks that would be chosen if every direction were worth the same."""
     curves = {}
-    for tensor in layers:
-        large = tensor.elements >= settings.min_elements
-        shape = tensor.shape if large else (tensor.elements,)
-        most = min(*matrix_shape(shape), MOST)
-        curves[tensor.name] = Curve(shape, np.full(most, 1 / most))
-    budget = int(sum(tensor.elements for tensor in layers) / settings.ratio)
-    chosen = allocate(curves, budget, ranks)
+    taken = [tensor for tensor in layers if tensor.elements >= settings.min_elements]
+    for tensor in taken:
+        most = min(*matrix_shape(tensor.shape), MOST)
+        curves[tensor.name] = Curve(tensor.shape, np.full(most, 1 / most))
+    elements, all_elements = (sum(t.elements for t in tensors) for tensors in (taken, layers))
+    chosen = allocate(curves, budget(elements, all_elements - elements, settings.ratio), ranks)
     routes = []
     for tensor in layers:
+        if tensor.name not in chosen:
+            routes.append(Route("plain", "allreduce", (4 * tensor.elements,), (0.0, 0.0)))
+            continue
         rank, n = chosen[tensor.name], tensor.elements
         sent = tuple(4 * words for words in words_of(curves[tensor.name].shape, rank, ranks))
         if rank == 0:

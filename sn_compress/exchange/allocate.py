@@ -93,6 +93,11 @@ def better(low_rank: Curve, rows: Curve, words: float, ranks: int) -> Curve:
     return rows if by_rows > by_rank else low_rank
 
 
+def budget(taken: int, left_out: float, ratio: float) -> int:
+    """Words for tensors of `taken` elements, beside others that send a word for each element."""
+    return max(0, int((taken + left_out) / ratio - left_out))
+
+
 def allocate(curves: Mapping[str, Curve], words: int, ranks: int) -> dict[str, int]:
     """The size of each tensor: its rank, or the rows each rank names; 0 for vectors: all of it.
 

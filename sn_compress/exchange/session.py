@@ -8,7 +8,7 @@ returns rarely, carries the memories along, and the choice is made anew.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,11 @@ import numpy.typing as npt
 
 from ..contract import Floats
 from ..errors import CompressError
-from .allocate import Curve, allocate, better, summable
+from .allocate import Curve, allocate, better, budget, summable
 from .shared import Rounds, Summable
 
 SMALLEST = 64  # elements; below, a head of two words is not worth it
-_FORMAT = 3
+_FORMAT = 4
 
 
 @dataclass
@@ -46,7 +46,7 @@ class SharedExchange:
         included; where even rank one for every matrix is more, that is what is sent
     warmup : dense steps at the start, at least 1
     every : steps from one dense step to the next after that
-    min_elements : tensors below it travel whole, in 16 bits
+    min_elements : tensors below it are not taken, or travel whole in 16 bits; see `takes`
     feedback, decay : whether what was not sent is remembered, and the factor on it
     undoable : see Summable
     """
@@ -71,6 +71,18 @@ class SharedExchange:
         self.min_elements, self.undoable = min_elements, undoable
         self.decay = decay if feedback else 0.0
         self.tensors: dict[str, Tensor] = {}
+        self._left_out: dict[str, int] = {}  # elements
+
+    def takes(self, name: str, elements: int, *, fused: bool = False) -> bool:
+        """Whether a tensor is for the exchange; one that is not travels plain, and is counted.
+
+        A collective of its own costs a small tensor more than its few bytes. `fused` says that
+        the words of many tensors share one: then it travels whole, in 16 bits.
+        """
+        taken = elements >= (min(SMALLEST, self.min_elements) if fused else self.min_elements)
+        if not taken:
+            self._left_out[name] = elements
+        return taken
 
     def dense(self, name: str, shape: Sequence[int]) -> bool:
         """Whether this tensor's next gradient travels uncompressed."""
@@ -152,7 +164,6 @@ class SharedExchange:
         """Sizes for all tensors that have none yet, from what the dense steps showed."""
         # A copy: where a thread encodes, a hook may add a tensor meanwhile.
         new = {name: t for name, t in list(self.tensors.items()) if t.summable is None}
-        elements = sum(math.prod(t.shape) for t in new.values())
         curves = {}
         for name, t in new.items():
             n = math.prod(t.shape)
@@ -162,11 +173,19 @@ class SharedExchange:
             if rows and not curves[name].flat and t.mean is not None:
                 by_rows = Curve.of_rows(mean, shape)
                 curves[name] = better(curves[name], by_rows, n / self.ratio, ranks)
-        chosen = allocate(curves, int(elements / self.ratio), ranks)
+        chosen = allocate(curves, self._budget(new.values()), ranks)
         for name, tensor in new.items():
             tensor.curve, tensor.size = curves[name], chosen[name]
             tensor.summable = self._summable(tensor, start=tensor.mean)
             tensor.mean = None
+
+    def _budget(self, new: Iterable[Tensor]) -> int:
+        """Words for these tensors; each pays its part of what travels plain."""
+        taken, all_taken = (
+            sum(math.prod(tensor.shape) for tensor in tensors)
+            for tensors in (new, list(self.tensors.values()))
+        )
+        return budget(taken, sum(self._left_out.values()) * taken / all_taken, self.ratio)
 
     def _summable(self, tensor: Tensor, start: Floats | None = None) -> Summable:
         shape, sparse = tensor.shape, False
@@ -201,6 +220,7 @@ class SharedExchange:
         """Everything needed to go on bit by bit; only the memories differ between ranks."""
         return {
             "format": _FORMAT,
+            "left_out": dict(self._left_out),
             "tensors": {name: _dump(tensor) for name, tensor in self.tensors.items()},
         }
 
@@ -217,7 +237,7 @@ class SharedExchange:
                 loaded[name] = self._load(entry)
             except (KeyError, TypeError, ValueError) as error:
                 raise CompressError(f"the saved state of {name!r} does not fit: {error}") from error
-        self.tensors = loaded
+        self.tensors, self._left_out = loaded, dict(state["left_out"])
 
     def remembers(self, name: str) -> bool:
         """Whether there is a memory of `name`."""

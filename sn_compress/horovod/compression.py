@@ -56,7 +56,7 @@ class FFTCompression:
     ----------------
     feedback : add what was dropped to the next step's gradient (default True)
     decay : factor on that memory, in (0, 1]
-    min_elements : tensors below this size are not compressed, or, shared, only to 16 bits
+    min_elements : tensors below this size are not compressed; what they send counts for `ratio`
         (default 1024)
     threads : threads of the codec; by default as many as the framework uses
     tune : measure link and codec in the first steps, and go on as plain Horovod unless a step is

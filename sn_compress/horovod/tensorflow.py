@@ -30,7 +30,6 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from ..errors import CompressError
 from ..exchange.gather import wire_bytes
-from ..exchange.session import SMALLEST
 from ..settings import Settings
 from .traced import NO_VARIABLE, Traced
 from .tracing import Call, find_call
@@ -238,8 +237,8 @@ def compress(tensor: Any, settings: Settings, frame: FrameType) -> tuple[Any, An
     memory = _memory(call.compression, settings)
     n = tensor.shape.num_elements()
     shared = settings.exchange == "shared"
-    smallest = SMALLEST if shared else settings.min_elements
-    if tensor.dtype not in _FLOATS or n is None or n < smallest or _unclear(call, shared):
+    fits = tensor.dtype in _FLOATS and n is not None and not _unclear(call, shared)
+    if not fits or not memory.takes(_label(call, tensor), n):
         return _send_plain(tensor, call, memory)
     return _send(tensor, call, memory, shared)
 
@@ -273,14 +272,18 @@ def refuse_xla() -> None:
         )
 
 
+def _label(call: Call, tensor: Any) -> str:
+    """A name for a gradient while its graph is made."""
+    return call.name or f"{call.place}:{tensor.shape}"
+
+
 def _send_plain(tensor: Any, call: Call, memory: Memory) -> tuple[Any, Any]:
     wire, ctx = tensor, None
     if tensor.dtype == tf.bfloat16:  # Horovod reduces no bfloat16
         wire, ctx = tf.cast(tensor, tf.float32), Cast(tensor.dtype)
     elements = tensor.shape.num_elements()
     if elements is not None:
-        name = call.name or f"{call.place}:{tensor.shape}"
-        memory.traffic.fixed(name, elements, elements * wire.dtype.size)
+        memory.traffic.fixed(_label(call, tensor), elements, elements * wire.dtype.size)
     return wire, ctx
 
 

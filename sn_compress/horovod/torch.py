@@ -25,7 +25,6 @@ from horovod.torch.elastic.state import StateHandler, get_handler_registry
 from ..codecs import saving
 from ..errors import CompressError
 from ..exchange.gather import on_wire, wire_bytes
-from ..exchange.session import SMALLEST
 from ..settings import Settings
 from .caller import Caller, find_caller
 from .memory import Memory
@@ -57,8 +56,8 @@ def compress(tensor: torch.Tensor, settings: Settings, frame: FrameType) -> tupl
     memory.enter(caller.name)
     shared = settings.exchange == "shared"
     # Without a name no rank knows what another one has agreed to.
-    smallest = SMALLEST if shared else settings.min_elements
-    if tensor.dtype not in _FLOATS or tensor.numel() < smallest or (shared and not caller.name):
+    named = caller.name or not shared
+    if tensor.dtype not in _FLOATS or not named or not memory.takes(caller.name, tensor.numel()):
         return _send_plain(tensor, caller, memory)
     if caller.name and caller.optimizer is not None:
         ranks, total = caller.process_set.size(), partial(_total, caller.process_set)

@@ -372,6 +372,35 @@ def test_a_model_begins_dense_then_shares_and_comes_back_to_dense():
     assert np.allclose(given_, got + left, atol=1e-4)
 
 
+def test_what_goes_plain_counts_for_the_ratio():
+    mean = np.random.default_rng(12).standard_normal(64 * 96).astype(np.float32)
+
+    def words(small, *, fused=False):
+        session = SharedExchange(ratio=20, warmup=1)
+        assert session.takes("large", mean.size)
+        for index in range(small):
+            # Fused with others, 64 elements travel in 16 bits; 63 are not worth a head.
+            assert session.takes(f"small {index}", 64, fused=fused) == fused
+            assert not session.takes(f"least {index}", 63, fused=fused)
+        session.dense("large", (64, 96))
+        session.whole("large", mean)
+        session.learn("large", mean)
+        resumed = SharedExchange(ratio=20, warmup=1)
+        resumed.load_state_dict(session.state_dict())
+        for each in (session, resumed):
+            next(each.exchange("large", mean, ranks=2))
+        assert session.words("large", 2) == resumed.words("large", 2)
+        return sum(session.words("large", 2))
+
+    for small, fused in ((0, False), (1, False), (1, True), (2, True)):
+        plain = small * 63 + (0 if fused else small * 64)
+        budget = (mean.size + plain) / 20 - plain
+        # A direction is 2 heads, 2 scales and 160 digits: 46 words are all that may be left.
+        assert budget - 46 < words(small, fused=fused) <= budget
+    # Where nothing is left, a direction still travels.
+    assert words(10) == sum(words_of((64, 96), 1, 2))
+
+
 def test_shapes_may_not_change():
     session = SharedExchange(ratio=10)
     session.dense("a", (4, 4))

@@ -17,7 +17,6 @@ from simulated import SMALLEST, Gather, Plain, Shared, exchange_gradients, rank_
 
 import sn_compress
 from sn_compress import FFTCompression
-from sn_compress.exchange import session
 
 RANKS, BATCH, STEPS = 2, 4, 8
 WAYS = {
@@ -59,8 +58,8 @@ def real(way):
 
 def exchange_of(way, sessions, name, parameter):
     if way == "shared":
-        small = parameter.numel() < session.SMALLEST
-        return Plain() if small else Shared(sessions, name, tuple(parameter.shape))
+        takes = [session.takes(name, parameter.numel()) for session in sessions]
+        return Shared(sessions, name, tuple(parameter.shape)) if all(takes) else Plain()
     codecs = [sn_compress.codec("fft", **WAYS[way], threads=1) for _ in range(RANKS)]
     return Plain() if parameter.numel() < SMALLEST else Gather(codecs)
 
