@@ -1,6 +1,6 @@
-"""One rank of benchmarks/training.py: does the runs of a job file, writes a row for each.
+"""One rank of training.py or gossip_links.py: does the runs of a job file, writes a row for each.
 
-python training_rank.py JOB.json     (started by training.py, in a namespace of its own)
+python training_rank.py JOB.json     (started by rank_jobs.py, in a namespace of its own)
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
+from gossip_rank import gossiped
 from nets import NETS, fashion_mnist
 from torch import nn
 from travel import Script, Stamp, Travel, play
@@ -213,7 +214,9 @@ def main() -> None:
         for number, run in enumerate(job["runs"]):
             if "scripts" in run:
                 run["scripts"] = json.loads(Path(run["scripts"]).read_text())
-            found = replay(run) if "scripts" in run else train(run)
+                found = replay(run)
+            else:
+                found = gossiped(run) if "gossip" in run else train(run)
             file.write(json.dumps({"number": number, **found}) + "\n")
             file.flush()
     hvd.shutdown()

@@ -1,0 +1,115 @@
+"""Seconds of a step by gossip and by all-reduce, behind shaped links, with one slow rank or none.
+
+    python benchmarks/gossip_links.py [--model NAME] [--ranks N] [--gbit RATE] [--rho R ...]
+                                      [--slow FACTOR ...] [--steps N] [--json FILE]
+
+Parameters, sizes and optimizers are real, gradients and computing are replayed: each layer sleeps
+its share. Computing is the seconds of a plain exchange without overlap over rho. Compute
+efficiency is the share of a step in which the rank computes, as GossipGraD (arXiv 1803.05880,
+section 7) reports it. All-reduce is Horovod's own, layer by layer in the backward pass; gossip is
+GossipOptimizer over torch.distributed, overlapped with the next step. Needs root and iproute2.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from machine import commit, machine
+from shaped_links import NoLinksError, ShapedLinks
+from training_rows import load, save
+from training_runs import plain_s, say
+
+from sn_compress.layers import layers
+
+METHODS = ("all-reduce", "gossip", "gossip, top-k")
+KEYS = ("model", "method", "ranks", "gbit", "rho", "slow", "steps")
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The flags."""
+    flags = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    flags.add_argument("--model", default="resnet50")
+    flags.add_argument("--ranks", type=int, default=4)
+    flags.add_argument("--gbit", type=float, default=0.1)
+    flags.add_argument("--rho", type=float, nargs="+", default=[1.0, 2.56])
+    flags.add_argument("--slow", type=float, nargs="+", default=[1.0, 1.5])
+    flags.add_argument("--steps", type=int, default=4, help="timed ones, two go before")
+    flags.add_argument("--json", type=Path, help="rows go there and are continued there")
+    flags.add_argument("--timeout", type=float, default=3600)
+    return flags.parse_args(argv)
+
+
+def runs_of(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """What to run."""
+    plain = plain_s(layers(args.model), args.ranks, args.gbit)
+    return [
+        {
+            "gossip": True, "model": args.model, "method": method, "ranks": args.ranks,
+            "gbit": args.gbit, "rho": rho, "slow": slow, "steps": args.steps, "warm": 2,
+            "compute_s": plain / rho,
+        }
+        for rho in args.rho
+        for slow in args.slow
+        for method in METHODS
+    ]  # fmt: skip
+
+
+def row_of(run: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
+    """A flat row from what all ranks found; efficiency is that of the ranks that are not slow."""
+    step_s = max(result["step_s"] for result in results)
+    return {
+        **{key: run[key] for key in KEYS},
+        "compute_s": run["compute_s"],
+        "step_s": step_s,
+        "efficiency": run["compute_s"] * run["slow"] / step_s,
+        "sent_bytes": results[0]["sent_bytes"],
+        "commit": commit(),
+        "machine": machine(),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows in Markdown."""
+    lines = [
+        "| rho | slow rank | method | s a step | compute efficiency | MB a rank sends |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        sent = "" if row["sent_bytes"] is None else f"{row['sent_bytes'] / 1e6:.1f}"
+        slow = "none" if row["slow"] == 1 else f"{row['slow']:g}x"
+        lines.append(
+            f"| {row['rho']:g} | {slow} | {row['method']} | {row['step_s']:.2f} "
+            f"| {100 * row['efficiency']:.0f} % | {sent} |"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Do the runs that are missing."""
+    from rank_jobs import run_ranks
+
+    args = parse(argv)
+    rows = load(args.json)
+    there = {tuple(row[key] for key in KEYS) for row in rows}
+    runs = [run for run in runs_of(args) if tuple(run[key] for key in KEYS) not in there]
+    say(f"{len(runs)} runs to do")
+
+    def done(number: int, results: list[dict[str, Any]]) -> None:
+        rows.append(row_of(runs[number], results))
+        say(table(rows[-1:]).splitlines()[-1])
+        if args.json:
+            save(args.json, rows)
+
+    if runs:
+        try:
+            with ShapedLinks(args.ranks, args.gbit) as links:
+                run_ranks(runs, links, timeout_s=args.timeout, done=done)
+        except NoLinksError as why:
+            raise SystemExit(str(why)) from None
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
