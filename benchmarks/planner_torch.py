@@ -149,7 +149,7 @@ class Bench:
         columns = {
             "predicted_peak_bytes": found.predicted_peak_bytes,
             "measured_peak_bytes": found.measured_peak_bytes,
-            "predicted_s": found.predicted_s,
+            "predicted_s": plan.seconds,
             "measured_s": found.measured_s,
             "baseline_s": found.unplanned_s,
             "baseline_predicted_s": plan.baseline_seconds,

@@ -19,10 +19,10 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_flatten
 
-from ..check import check_plan
+from ..check import carry_out, check_plan
 from ..errors import BudgetError, PlanError, PlanWarning
 from ..graph import Device, Graph
-from ..liveness import peak
+from ..liveness import baseline_seconds, peak
 from ..plan import Plan
 from ..planner import plan_graph
 from ..sizes import parse_bytes, show_bytes
@@ -275,8 +275,17 @@ def summary(plan: Plan | ModulePlan) -> str:
 
 def _within(graph: Graph, made: Plan, budget: int | str) -> Plan:
     """Return a plan made before, if it is one of this graph and keeps the budget."""
-    check_plan(graph, made)
+    found = carry_out(graph, made)
     allowed = parse_bytes(budget, whole=peak(graph).bytes)
+    # Op seconds may have been measured anew since; its bound holds for the old ones.
+    made = replace(
+        made,
+        budget_bytes=allowed,
+        peak_bytes=found.peak_bytes,
+        seconds=found.seconds,
+        baseline_seconds=baseline_seconds(graph),
+        lower_bound_seconds=0.0,
+    )
     if made.peak_bytes > allowed:
         raise BudgetError(
             f"the plan passed in needs {show_bytes(made.peak_bytes)}; the budget is "
@@ -286,7 +295,7 @@ def _within(graph: Graph, made: Plan, budget: int | str) -> Plan:
             op=graph.ops[peak(graph).op].name,
             plan=made,
         )
-    return replace(made, budget_bytes=allowed)
+    return made
 
 
 def _check_model(model: torch.nn.Module) -> None:
