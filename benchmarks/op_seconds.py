@@ -1,7 +1,7 @@
 """Seconds of the calls that reach the kernels, planned and unplanned steps in turn.
 
 The sum of a step is that of the medians of its calls, so that what else the machine does, and what
-Python does between calls, hardly counts.
+Python does between calls, hardly counts. With one thread, its CPU seconds are taken.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from sn_memory.torch.step import put_back, run_step
 
 
 class CallSeconds(TorchDispatchMode):
-    """Notes the seconds of each call on the clock on the wall, in order."""
+    """Notes the seconds of each call, in order: of the thread's own time where it is alone."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[float] = []
+        self.clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        began = time.perf_counter()
+        began = self.clock()
         result = func(*args, **(kwargs or {}))
-        self.calls.append(time.perf_counter() - began)
+        self.calls.append(self.clock() - began)
         return result
 
 
