@@ -35,7 +35,7 @@ LAYERS = (
     ("sn_compress.measure", "sn_compress.prediction", "sn_compress.tuning", "sn_compress.__main__"),
     ("sn_compress.horovod", "sn_compress.ddp"),
 )
-# The same for the planner: rims (tensorflow, torch), report -> planner -> search -> the prices -> gaps -> graph.
+# The same for the planner: rims -> report -> planner -> search -> the prices -> gaps -> graph.
 MEMORY_LAYERS = (
     (
         "sn_memory.errors",
