@@ -11,7 +11,7 @@ that was not run, with the floor and the smallest peak found; share 0 runs the s
 any of those refusals carries. For networks in OP_TIMED the seconds of all calls are measured too,
 planned and unplanned steps in turn (op_seconds.py). Rows already in FILE are kept, so a run that
 was cut off goes on. `--quick` takes narrow networks. `estimate` rows tell how long a definition on
-the meta device takes.
+the meta device takes; DEEP is planned there for 12 GiB. All on one thread.
 """
 
 from __future__ import annotations
@@ -89,6 +89,12 @@ META: dict[str, Make] = {
     ),
     "resnet2501": (lambda: resnet(2500), lambda: torch.empty(1, 3, 224, 224)),
 }
+
+# On the meta device, planned for DEEP_BYTES and not run.
+DEEP: dict[str, Make] = {
+    "resnet2501, batch 16": (lambda: resnet(2500), lambda: torch.empty(16, 3, 224, 224)),
+}
+DEEP_BYTES = 12 << 30
 
 
 @dataclass(frozen=True)
@@ -220,19 +226,62 @@ def estimated(name: str, make: Make) -> dict[str, Any]:
     }
 
 
+def deep(name: str, make: Make, planner: str, time_limit_s: float) -> dict[str, Any]:
+    """How long a very deep definition takes to trace and to plan."""
+    with torch.device("meta"):
+        model, sample = make[0](), make[1]()
+    began, cpu = time.perf_counter(), time.process_time()
+    graph = sn_memory.torch.trace(model, sample, profile=False).graph
+    trace_s, trace_cpu_s = time.perf_counter() - began, time.process_time() - cpu
+    print(f"{name} traced in {trace_s:.0f} s, {trace_cpu_s:.0f} s of a core", flush=True)
+    began, cpu = time.perf_counter(), time.process_time()
+    plan = plan_graph(
+        graph, DEEP_BYTES, planner=planner, actions=ACTIONS, time_limit_s=time_limit_s
+    )
+    plan_s, plan_cpu_s = time.perf_counter() - began, time.process_time() - cpu
+    extra = plan.seconds / plan.baseline_seconds - 1
+    print(
+        f"    {plan.baseline_peak_bytes / 2**30:.2f} -> {plan.peak_bytes / 2**30:.2f} GiB, "
+        f"{extra:+.1%}, planned in {plan_s:.0f} s, {plan_cpu_s:.0f} s of a core",
+        flush=True,
+    )
+    return {
+        "model": name,
+        "framework": "torch",
+        "planner": planner,
+        "made_by": plan.planner,
+        "share": None,
+        "batch": int(sample.shape[0]),
+        "ops": len(graph.ops),
+        "layers": sum(1 for it in model.modules() if not next(it.children(), None)),
+        "kept": True,
+        "budget_bytes": DEEP_BYTES,
+        "base_bytes": graph.base_bytes,
+        "predicted_peak_bytes": plan.peak_bytes,
+        "baseline_peak_bytes": plan.baseline_peak_bytes,
+        "predicted_s": plan.seconds,
+        "baseline_predicted_s": plan.baseline_seconds,
+        "gap": plan.gap,
+        "trace_s": trace_s,
+        "trace_cpu_s": trace_cpu_s,
+        "plan_s": plan_s,
+        "plan_cpu_s": plan_cpu_s,
+    }
+
+
 def main(argv: list[str]) -> int:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--models", nargs="+", choices=[*FULL, *QUICK, *META])
+    parser.add_argument("--models", nargs="+", choices=[*FULL, *QUICK, *META, *DEEP])
     parser.add_argument("--planner", default="auto")
     parser.add_argument("--time-limit", type=float, default=20.0)
     args = parser.parse_args(argv)
     # Threads that wait for each other would make every figure one of the machine's other work.
     torch.set_num_threads(1)
-    networks = {**FULL, **QUICK, **META}
-    chosen = args.models or (QUICK if args.quick else [*FULL, *META])
+    networks = {**FULL, **QUICK, **META, **DEEP}
+    chosen = args.models or (QUICK if args.quick else [*FULL, *META, *DEEP])
     rows: list[dict[str, Any]] = []
     if args.json and args.json.exists():
         rows = json.loads(args.json.read_text())
@@ -247,6 +296,10 @@ def main(argv: list[str]) -> int:
         if name in META:
             if (name, "estimate", None) not in there:
                 note(estimated(name, networks[name]))
+            continue
+        if name in DEEP:
+            if (name, args.planner, None) not in there:
+                note(deep(name, networks[name], args.planner, args.time_limit))
             continue
         shares = [
             share
