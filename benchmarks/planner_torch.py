@@ -51,7 +51,7 @@ Make = tuple[Callable[[], torch.nn.Module], Callable[[], torch.Tensor]]
 FULL: dict[str, Make] = {
     "resnet50": (lambda: resnet(50), lambda: torch.randn(8, 3, 224, 224)),
     "vgg16": (vgg16, lambda: torch.randn(4, 3, 224, 224)),
-    "densenet121": (densenet121, lambda: torch.randn(8, 3, 224, 224)),
+    "densenet121": (densenet121, lambda: torch.randn(4, 3, 224, 224)),
     "unet": (UNet, lambda: torch.randn(2, 1, 256, 256)),
     "inception_v3": (InceptionV3, lambda: torch.randn(4, 3, 299, 299)),
     "gpt2": (Gpt2, lambda: tokens(2, 256)),
