@@ -4,11 +4,12 @@
                                        [--time-limit SECONDS] [--planner NAME]
 
 For each network and budget the model is planned, then run with the plan and without: peaks of live
-storages counted by StorageTracker; outputs, gradients and buffers compared bit by bit. A share is one of the activation memory: the peak of torch's own step, measured, less
-parameters, buffers, input and the gradients of parameters. A share that is refused gives a row
-that was not run, with the floor and the smallest peak found; share 0 runs the smallest plan that
-any of those refusals carries. For networks in OP_TIMED the seconds of all calls are measured too at
-a half and a third, planned and unplanned steps in turn (op_seconds.py). Rows already in FILE are kept, so a run that
+storages counted by StorageTracker; outputs, gradients and buffers compared bit by bit. A share is
+one of the activation memory: the peak of torch's own step, measured, less parameters, buffers,
+input and the gradients of parameters. A share that is refused gives a row that was not run, with
+the floor and the smallest peak found; share 0 runs the smallest plan that any of those refusals
+carries. For networks in OP_TIMED the seconds of all calls are measured too, at a half and a third,
+planned and unplanned steps in turn (op_seconds.py). Rows already in FILE are kept, so a run that
 was cut off goes on. `--quick` takes narrow networks. `estimate` rows tell how long a definition on
 the meta device takes; DEEP is planned there for 12 GiB. All on one thread.
 """
