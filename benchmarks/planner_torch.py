@@ -4,11 +4,14 @@
                                        [--time-limit SECONDS] [--planner NAME]
 
 For each network and budget the model is planned, then run with the plan and without: peaks of live
-storages counted by StorageTracker, outputs, gradients and buffers compared bit by bit, seconds of
-the step. Budgets are shares of what is not resident. Where `auto` keeps one not (`kept` is false),
-the smallest plan that a planner of the literature gives at once stands in. Rows already in FILE are
-kept, so a run that was cut off goes on. `--quick` takes narrow networks. `estimate` rows tell how
-long a definition on the meta device takes.
+storages counted by StorageTracker; outputs, gradients and buffers compared bit by bit. A share is
+one of the activation memory: the peak of torch's own step, measured, less parameters, buffers,
+input and the gradients of parameters. A share that is refused gives a row that was not run, with
+the floor and the smallest peak found; share 0 runs the smallest plan that any of those refusals
+carries. For networks in OP_TIMED the seconds of all calls are measured too, at a half and a third,
+planned and unplanned steps in turn (op_seconds.py). Rows already in FILE are kept, so a run that
+was cut off goes on. `--quick` takes narrow networks. `estimate` rows tell how long a definition on
+the meta device takes; DEEP is planned there for 12 GiB. All on one thread.
 """
 
 from __future__ import annotations
@@ -17,22 +20,27 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from machine import commit, machine
 from models import Bert, Gpt2, InceptionV3, Llama, UNet, densenet121, resnet, vgg16
+from op_seconds import in_turn
 
 import sn_memory.torch
-from sn_memory import BudgetError
+from sn_memory import BudgetError, Graph, Plan, plan_graph
 from sn_memory.liveness import peak
-from sn_memory.policies import policy
+from sn_memory.torch.step import Measured, put_back, run_step
 
 SHARES = (1.0, 0.6, 0.3, 0.0)
-# Planners of the literature that answer at once and move nothing to the host.
-REBUILDING = ("sqrt_n", "greedy", "superneurons_memory", "knapsack")
+MORE_SHARES = (1.0, 0.6, 0.5, 1 / 3, 0.3, 0.0)
+OP_TIMED = ("resnet50", "vgg16", "unet")
+OP_TIMES = 3
+TIMED_SHARES = (0.5, 1 / 3)
+ACTIONS = ("keep", "recompute")
 
 
 def tokens(batch: int, length: int) -> torch.Tensor:
@@ -42,16 +50,16 @@ def tokens(batch: int, length: int) -> torch.Tensor:
 
 Make = tuple[Callable[[], torch.nn.Module], Callable[[], torch.Tensor]]
 FULL: dict[str, Make] = {
-    "resnet50": (lambda: resnet(50), lambda: torch.randn(4, 3, 224, 224)),
+    "resnet50": (lambda: resnet(50), lambda: torch.randn(8, 3, 224, 224)),
     "vgg16": (vgg16, lambda: torch.randn(4, 3, 224, 224)),
     "densenet121": (densenet121, lambda: torch.randn(4, 3, 224, 224)),
-    "unet": (UNet, lambda: torch.randn(1, 1, 256, 256)),
+    "unet": (UNet, lambda: torch.randn(2, 1, 256, 256)),
     "inception_v3": (InceptionV3, lambda: torch.randn(4, 3, 299, 299)),
-    "gpt2": (Gpt2, lambda: tokens(1, 256)),
+    "gpt2": (Gpt2, lambda: tokens(2, 256)),
     "bert": (Bert, lambda: tokens(2, 256)),
     "llama32": (
         lambda: Llama(vocabulary=8000, width=256, layers=32, heads=8, groups=4, hidden=704),
-        lambda: tokens(1, 256),
+        lambda: tokens(4, 256),
     ),
 }
 QUICK: dict[str, Make] = {
@@ -83,64 +91,145 @@ META: dict[str, Make] = {
     "resnet2501": (lambda: resnet(2500), lambda: torch.empty(1, 3, 224, 224)),
 }
 
+# On the meta device, planned for DEEP_BYTES and not run.
+DEEP: dict[str, Make] = {
+    "resnet2501, batch 16": (lambda: resnet(2500), lambda: torch.empty(16, 3, 224, 224)),
+}
+DEEP_BYTES = 12 << 30
 
-def planned(
-    model: torch.nn.Module, sample: torch.Tensor, share: float, planner: str, time_limit_s: float
-) -> torch.nn.Module:
-    """The model within a share of what is not resident, or with the least that is found at once."""
-    graph = sn_memory.torch.trace(model, sample).graph
-    budget = graph.base_bytes + int(share * (peak(graph).bytes - graph.base_bytes))
-    try:
-        return sn_memory.torch.plan(
-            model, sample, budget, planner=planner, time_limit_s=time_limit_s
+
+@dataclass(frozen=True)
+class Bench:
+    """A network on this machine: traced, and what its own step holds and computes."""
+
+    name: str
+    model: torch.nn.Module
+    sample: torch.Tensor
+    graph: Graph
+    trace_s: float
+    unplanned: Measured
+
+    @classmethod
+    def of(cls, name: str, make: Make) -> Bench:
+        """Trace it (op seconds included, where they are not known) and run its own step once."""
+        torch.manual_seed(0)
+        model, sample = make[0](), make[1]()
+        began = time.perf_counter()
+        graph = sn_memory.torch.trace(model, sample).graph
+        spent = time.perf_counter() - began
+        torch.manual_seed(0)
+        with put_back(model, sample):
+            found = run_step(model, model, ((sample,), {}), count=True)
+        return cls(name, model, sample, graph, spent, found)
+
+    @property
+    def unplanned_bytes(self) -> int:
+        """Peak of torch's own step."""
+        return self.unplanned.peak_bytes
+
+    @property
+    def gradients_bytes(self) -> int:
+        """Gradients of the parameters."""
+        return sum(it.nbytes for it in self.model.parameters())
+
+    def budget(self, share: float) -> int:
+        """Bytes of a share of the activation memory, and all that is not activations."""
+        fixed = self.graph.base_bytes + self.gradients_bytes
+        return fixed + int(share * (self.unplanned_bytes - fixed))
+
+    def columns(self, share: float, planner: str) -> dict[str, Any]:
+        """What all rows of it have."""
+        return {
+            "model": self.name,
+            "framework": "torch",
+            "planner": planner,
+            "share": share,
+            "batch": int(self.sample.shape[0]),
+            "ops": len(self.graph.ops),
+            "budget_bytes": self.budget(share),
+            "base_bytes": self.graph.base_bytes,
+            "gradients_bytes": self.gradients_bytes,
+            "baseline_peak_bytes": peak(self.graph).bytes,
+            "baseline_measured_peak_bytes": self.unplanned_bytes,
+            "trace_s": self.trace_s,
+        }
+
+    def run(self, plan: Plan, *, timed: bool) -> dict[str, Any]:
+        """Run a plan and compare."""
+        made = sn_memory.torch.plan(self.model, self.sample, plan.peak_bytes, planner=plan)
+        step = made.sn_memory.latest
+        torch.manual_seed(0)
+        with put_back(made, self.sample):
+            found = run_step(
+                made, made, ((self.sample,), {}), known=step.known, ignored=step.ignored, count=True
+            )
+        expected, results = self.unplanned.results, found.results
+        equal = expected.keys() == results.keys() and all(
+            same(it, results[name]) for name, it in expected.items()
         )
-    except BudgetError as refusal:
-        least = {name: policy(name)(graph, budget_bytes=None).peak_bytes for name in REBUILDING}
-        name = min(least, key=lambda it: least[it])
-        if least[name] < refusal.peak_bytes:
-            return sn_memory.torch.plan(model, sample, least[name], planner=name)
-        return sn_memory.torch.plan(
-            model, sample, refusal.peak_bytes, planner=planner, time_limit_s=time_limit_s
+        error = found.peak_bytes / plan.peak_bytes - 1
+        print(
+            f"    peak {found.peak_bytes / 2**20:.1f} MiB at {found.peak_op}, {error:+.3%} of what "
+            f"was predicted, {'equal' if equal else 'DIFFERENT'}",
+            flush=True,
         )
+        columns = {
+            "predicted_peak_bytes": plan.peak_bytes,
+            "measured_peak_bytes": found.peak_bytes,
+            "predicted_s": plan.seconds,
+            "baseline_predicted_s": plan.baseline_seconds,
+            "gap": plan.gap,
+            "equal": equal,
+        }
+        if timed:
+            ops = in_turn([self.model, made], self.model, self.sample, OP_TIMES)
+            columns |= {"baseline_op_s": ops[0], "op_s": ops[1]}
+            print(f"    op seconds {ops[0]:.3f} -> {ops[1]:.3f}, {ops[1] / ops[0] - 1:+.1%}")
+        return columns
 
 
-def row(name: str, make: Make, share: float, planner: str, time_limit_s: float) -> dict[str, Any]:
-    """One network at one budget."""
-    torch.manual_seed(0)
-    model, sample = make[0](), make[1]()
-    began = time.perf_counter()
-    made = planned(model, sample, share, planner, time_limit_s)
-    spent = time.perf_counter() - began
-    found = sn_memory.torch.verify(made, sample)
-    plan, graph = made.sn_memory.plan, made.sn_memory.trace.graph
-    movable = plan.baseline_peak_bytes - graph.base_bytes
-    print(f"{name:14} {share:4.0%} {found.error:+.3%} {'equal' if found.equal else 'DIFFERENT'}")
-    print(f"    {str(found).splitlines()[0]}", flush=True)
-    return {
-        "model": name,
-        "framework": "torch",
-        "planner": planner,
-        "made_by": plan.planner,
-        "share": share,
-        "batch": int(sample.shape[0]),
-        "ops": len(graph.ops),
-        "kept": plan.peak_bytes <= graph.base_bytes + share * movable,
-        "budget_bytes": plan.budget_bytes,
-        "base_bytes": graph.base_bytes,
-        "predicted_peak_bytes": found.predicted_peak_bytes,
-        "measured_peak_bytes": found.measured_peak_bytes,
-        "baseline_peak_bytes": plan.baseline_peak_bytes,
-        "baseline_measured_peak_bytes": found.unplanned_peak_bytes,
-        "predicted_s": found.predicted_s,
-        "measured_s": found.measured_s,
-        "baseline_s": found.unplanned_s,
-        "baseline_predicted_s": plan.baseline_seconds,
-        "solve_s": plan.solve_s,
-        "wall_s": spent,
-        "gap": plan.gap,
-        "equal": found.equal,
-        "seconds_sources": dict(plan.seconds_sources),
-    }
+def same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    """Whether two results have the same bits."""
+    if left is None or right is None:
+        return left is right
+    bits = [it.detach().contiguous().view(-1).view(torch.uint8) for it in (left, right)]
+    return left.dtype == right.dtype and torch.equal(*bits)
+
+
+def rows_of(
+    bench: Bench, shares: list[float], planner: str, time_limit_s: float
+) -> Iterator[dict[str, Any]]:
+    """Rows of one network, from large budgets to the smallest."""
+    refusals: list[BudgetError] = []
+    for share in sorted(shares, reverse=True):
+        columns = bench.columns(share, planner)
+        budget = bench.budget(share) if share else bench.graph.base_bytes
+        print(f"{bench.name:14} {share:4.0%} {budget / 2**20:.1f} MiB", flush=True)
+        began = time.perf_counter()
+        try:
+            plan = plan_graph(
+                bench.graph, budget, planner=planner, actions=ACTIONS, time_limit_s=time_limit_s
+            )
+        except BudgetError as refusal:
+            print(f"    {refusal}", flush=True)
+            refusals.append(refusal)
+            columns |= {"floor_bytes": refusal.floor_bytes, "smallest_bytes": refusal.peak_bytes}
+            spent = time.perf_counter() - began
+            if share:
+                yield {**columns, "kept": False, "plan_s": spent}
+                continue
+            plans = [it.plan for it in refusals if it.plan is not None]
+            plan = min(plans, key=lambda it: (it.peak_bytes, it.seconds))
+            columns["smallest_bytes"] = plan.peak_bytes
+        spent = time.perf_counter() - began
+        yield {
+            **columns,
+            "made_by": plan.planner,
+            "kept": plan.peak_bytes <= bench.budget(share),
+            "plan_s": spent,
+            "solve_s": plan.solve_s,
+            **bench.run(plan, timed=bench.name in OP_TIMED and share in TIMED_SHARES),
+        }
 
 
 def estimated(name: str, make: Make) -> dict[str, Any]:
@@ -164,35 +253,90 @@ def estimated(name: str, make: Make) -> dict[str, Any]:
     }
 
 
+def deep(name: str, make: Make, planner: str, time_limit_s: float) -> dict[str, Any]:
+    """How long a very deep definition takes to trace and to plan."""
+    with torch.device("meta"):
+        model, sample = make[0](), make[1]()
+    began, cpu = time.perf_counter(), time.process_time()
+    graph = sn_memory.torch.trace(model, sample, profile=False).graph
+    trace_s, trace_cpu_s = time.perf_counter() - began, time.process_time() - cpu
+    print(f"{name} traced in {trace_s:.0f} s, {trace_cpu_s:.0f} s of a core", flush=True)
+    began, cpu = time.perf_counter(), time.process_time()
+    plan = plan_graph(
+        graph, DEEP_BYTES, planner=planner, actions=ACTIONS, time_limit_s=time_limit_s
+    )
+    plan_s, plan_cpu_s = time.perf_counter() - began, time.process_time() - cpu
+    extra = plan.seconds / plan.baseline_seconds - 1
+    print(
+        f"    {plan.baseline_peak_bytes / 2**30:.2f} -> {plan.peak_bytes / 2**30:.2f} GiB, "
+        f"{extra:+.1%}, planned in {plan_s:.0f} s, {plan_cpu_s:.0f} s of a core",
+        flush=True,
+    )
+    return {
+        "model": name,
+        "framework": "torch",
+        "planner": planner,
+        "made_by": plan.planner,
+        "share": None,
+        "batch": int(sample.shape[0]),
+        "ops": len(graph.ops),
+        "layers": sum(1 for it in model.modules() if not next(it.children(), None)),
+        "kept": True,
+        "budget_bytes": DEEP_BYTES,
+        "base_bytes": graph.base_bytes,
+        "predicted_peak_bytes": plan.peak_bytes,
+        "baseline_peak_bytes": plan.baseline_peak_bytes,
+        "predicted_s": plan.seconds,
+        "baseline_predicted_s": plan.baseline_seconds,
+        "gap": plan.gap,
+        "trace_s": trace_s,
+        "trace_cpu_s": trace_cpu_s,
+        "plan_s": plan_s,
+        "plan_cpu_s": plan_cpu_s,
+    }
+
+
 def main(argv: list[str]) -> int:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--models", nargs="+", choices=[*FULL, *QUICK, *META])
+    parser.add_argument("--models", nargs="+", choices=[*FULL, *QUICK, *META, *DEEP])
     parser.add_argument("--planner", default="auto")
-    parser.add_argument("--time-limit", type=float, default=60.0)
+    parser.add_argument("--time-limit", type=float, default=20.0)
     args = parser.parse_args(argv)
-    networks = {**FULL, **QUICK, **META}
-    chosen = args.models or (QUICK if args.quick else [*FULL, *META])
+    # Threads that wait for each other would make every figure one of the machine's other work.
+    torch.set_num_threads(1)
+    networks = {**FULL, **QUICK, **META, **DEEP}
+    chosen = args.models or (QUICK if args.quick else [*FULL, *META, *DEEP])
     rows: list[dict[str, Any]] = []
     if args.json and args.json.exists():
         rows = json.loads(args.json.read_text())
     there = {(it["model"], it["planner"], it["share"]) for it in rows}
+
+    def note(made: dict[str, Any]) -> None:
+        rows.append({**made, "commit": commit(), "machine": machine()})
+        if args.json:
+            args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
     for name in chosen:
-        meta = name in META
-        for share in (None,) if meta else SHARES:
-            if (name, "estimate" if meta else args.planner, share) in there:
-                continue
-            make = networks[name]
-            made = (
-                estimated(name, make)
-                if share is None
-                else row(name, make, share, args.planner, args.time_limit)
-            )
-            rows.append({**made, "commit": commit(), "machine": machine()})
-            if args.json:
-                args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        if name in META:
+            if (name, "estimate", None) not in there:
+                note(estimated(name, networks[name]))
+            continue
+        if name in DEEP:
+            if (name, args.planner, None) not in there:
+                note(deep(name, networks[name], args.planner, args.time_limit))
+            continue
+        shares = [
+            share
+            for share in (MORE_SHARES if name in OP_TIMED else SHARES)
+            if (name, args.planner, share) not in there
+        ]
+        if shares:
+            bench = Bench.of(name, networks[name])
+            for row in rows_of(bench, shares, args.planner, args.time_limit):
+                note(row)
     return 0
 
 

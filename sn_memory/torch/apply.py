@@ -12,19 +12,20 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_flatten
 
-from ..check import check_plan
-from ..errors import PlanError, PlanWarning
+from ..check import carry_out, check_plan
+from ..errors import BudgetError, PlanError, PlanWarning
 from ..graph import Device, Graph
+from ..liveness import baseline_seconds, peak
 from ..plan import Plan
 from ..planner import plan_graph
-from ..sizes import show_bytes
+from ..sizes import parse_bytes, show_bytes
 from .compiled import COMPILERS, CompiledStep, Settings
 from .convolutions import Measure
 from .errors import TraceError
@@ -119,7 +120,7 @@ def plan(
     sample: Any,
     budget: int | str,
     *,
-    planner: str = "auto",
+    planner: str | Plan = "auto",
     actions: Sequence[str] = ("keep", "recompute"),
     backend: str = "auto",
     profile: bool = True,
@@ -145,7 +146,9 @@ def plan(
         The most live bytes: a number, "6GiB", or "60%" of the unplanned peak. Parameters, buffers,
         gradients and the input count.
     planner, actions, time_limit_s
-        As in `sn_memory.plan_graph`. The action `offload` moves storages to the host.
+        As in `sn_memory.plan_graph`. In place of a planner's name, a plan of
+        `trace(model, sample).graph`: made by the command line, or what BudgetError carries as the
+        smallest that was found. The action `offload` moves storages to the host.
     backend
         `graph` runs the recorded calls one by one as planned. `compile` runs the model under
         torch.compile, cut where the plan of its joint graph says. `modules` runs chosen modules
@@ -211,6 +214,8 @@ def plan(
         )
 
     def make(graph: Graph) -> Plan:
+        if isinstance(planner, Plan):
+            return _within(graph, planner, budget)
         made = plan_graph(
             graph, budget, planner=planner, actions=actions, time_limit_s=time_limit_s
         )
@@ -266,6 +271,31 @@ def summary(plan: Plan | ModulePlan) -> str:
     extra = plan.seconds / plan.baseline_seconds - 1 if plan.baseline_seconds else 0.0
     peaks = f"{show_bytes(plan.baseline_peak_bytes)} -> {show_bytes(plan.peak_bytes)}"
     return f"peak {peaks}, {extra:+.1%} time"
+
+
+def _within(graph: Graph, made: Plan, budget: int | str) -> Plan:
+    """Return a plan made before, if it is one of this graph and keeps the budget."""
+    found = carry_out(graph, made)
+    allowed = parse_bytes(budget, whole=peak(graph).bytes)
+    # Op seconds may have been measured anew since; its bound holds for the old ones.
+    made = replace(
+        made,
+        budget_bytes=allowed,
+        peak_bytes=found.peak_bytes,
+        seconds=found.seconds,
+        baseline_seconds=baseline_seconds(graph),
+        lower_bound_seconds=0.0,
+    )
+    if made.peak_bytes > allowed:
+        raise BudgetError(
+            f"the plan passed in needs {show_bytes(made.peak_bytes)}; the budget is "
+            f"{show_bytes(allowed)}. Raise the budget, or pass a planner's name.",
+            peak_bytes=made.peak_bytes,
+            budget_bytes=allowed,
+            op=graph.ops[peak(graph).op].name,
+            plan=made,
+        )
+    return made
 
 
 def _check_model(model: torch.nn.Module) -> None:

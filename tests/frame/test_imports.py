@@ -35,7 +35,7 @@ LAYERS = (
     ("sn_compress.measure", "sn_compress.prediction", "sn_compress.tuning", "sn_compress.__main__"),
     ("sn_compress.horovod", "sn_compress.ddp"),
 )
-# The same for the planner: rims, report -> planner -> search -> the prices -> gaps -> graph.
+# The same for the planner: rims -> report -> planner -> search -> the prices -> gaps -> graph.
 MEMORY_LAYERS = (
     (
         "sn_memory.errors",
@@ -85,6 +85,22 @@ MEMORY_LAYERS = (
     ("sn_memory.tensorflow.neutral",),
     ("sn_memory.tensorflow.program", "sn_memory.tensorflow.trace"),
     ("sn_memory.tensorflow",),
+    ("sn_memory.torch.errors", "sn_memory.torch.lanes", "sn_memory.torch.tracker"),
+    ("sn_memory.torch.guard", "sn_memory.torch.recorder", "sn_memory.torch.step"),
+    (
+        "sn_memory.torch.offload",
+        "sn_memory.torch.probe",
+        "sn_memory.torch.seconds",
+        "sn_memory.torch.tidy",
+    ),
+    ("sn_memory.torch.capture", "sn_memory.torch.convolutions", "sn_memory.torch.modules"),
+    ("sn_memory.torch.joint", "sn_memory.torch.neutral", "sn_memory.torch.optimizer"),
+    ("sn_memory.torch.instructions", "sn_memory.torch.partition", "sn_memory.torch.trace"),
+    ("sn_memory.torch.compiled", "sn_memory.torch.estimate", "sn_memory.torch.program"),
+    ("sn_memory.torch.replay",),
+    ("sn_memory.torch.apply",),
+    ("sn_memory.torch.verify",),
+    ("sn_memory.torch",),
 )
 CHECK_MAY_IMPORT = {"sn_memory.graph", "sn_memory.plan", "sn_memory.errors"}
 

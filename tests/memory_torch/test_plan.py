@@ -64,6 +64,13 @@ def test_the_smallest_budget():
     found = verify(planned, sample)
     assert found.measured_peak_bytes == found.predicted_peak_bytes <= refusal.value.peak_bytes
     assert found.equal
+    given = plan(model, sample, "100%", planner=refusal.value.plan, profile=False)
+    assert given.sn_memory.plan.steps == refusal.value.plan.steps
+    assert verify(given, sample).measured_peak_bytes == refusal.value.peak_bytes
+    with pytest.raises(BudgetError, match="the plan passed in needs"):
+        plan(model, sample, refusal.value.peak_bytes - 1, planner=refusal.value.plan, profile=False)
+    with pytest.raises(PlanError):
+        plan(mlp(7), sample, "100%", planner=refusal.value.plan, profile=False)
 
 
 def test_several_steps_of_training():

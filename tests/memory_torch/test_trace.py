@@ -7,6 +7,7 @@ import torch
 from small_models import Everything, images, mlp
 from torch import nn
 
+import sn_memory.torch
 from sn_memory import plan_graph
 from sn_memory.liveness import peak
 from sn_memory.torch import TraceError, trace
@@ -67,6 +68,42 @@ def test_gradients_are_added_in_place():
     added = [op for op in graph.ops if op.phase == "backward" and op.kind in ("add", "add_")]
     assert added
     assert {op.kind for op in added} == {"add_"}
+
+
+ELEMENTWISE = (
+    *(nn.ReLU, nn.GELU, nn.SiLU, nn.ELU, nn.LeakyReLU, nn.Sigmoid, nn.Tanh, nn.Hardtanh),
+    nn.Softplus,
+)
+
+
+@pytest.mark.parametrize("kind", ELEMENTWISE)
+def test_gradients_pass_elementwise_functions_in_place(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), kind(), nn.Linear(32, 32), kind(), nn.Linear(32, 4))
+    sample = torch.randn(16, 32)
+    graph = trace(model, sample, profile=False).graph
+    (*_, last) = (op for op in graph.ops if op.kind.endswith("_backward"))
+    assert last.writes
+    assert not last.outputs
+    planned = sn_memory.torch.plan(model, sample, "100%", profile=False)
+    found = sn_memory.torch.verify(planned, sample)
+    assert found.equal
+    assert found.measured_peak_bytes == found.predicted_peak_bytes <= found.unplanned_peak_bytes
+
+
+class Squares(nn.Module):
+    """Products whose gradients read a gradient twice, and one that is also a result."""
+
+    def forward(self, x):
+        y = x * x.sin()
+        return (y * y.exp() / 3).sum() + y.sum()
+
+
+def test_a_gradient_still_needed_is_not_written_over():
+    model = nn.Sequential(nn.Linear(8, 8), Squares())
+    sample = torch.randn(4, 8, requires_grad=True)
+    planned = sn_memory.torch.plan(model, sample, "100%", profile=False)
+    assert sn_memory.torch.verify(planned, sample).equal
 
 
 def test_the_meta_device_will_do():
