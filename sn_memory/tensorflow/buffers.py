@@ -138,14 +138,14 @@ def _is_small(tensor: Any) -> bool:
     return size is not None and size <= SMALL_BYTES
 
 
-def phases(captured: Captured, buffers: Buffers) -> list[str]:
+def phases(captured: Captured) -> list[str]:
     """Return the phase of each node, by ancestry of what was differentiated.
 
     Ancestors of the loss are forward; other ancestors of its gradients backward. Of the rest, what
     depends on a backward node is update, and what does not (moving averages) forward.
     """
-    forward = _ancestors(captured, buffers.producer, captured.targets)
-    backward = _ancestors(captured, buffers.producer, captured.gradients) - forward
+    forward = _ancestors(captured, captured.producer, captured.targets)
+    backward = _ancestors(captured, captured.producer, captured.gradients) - forward
     result = []
     late: set[int] = set()
     for at, node in enumerate(captured.nodes):

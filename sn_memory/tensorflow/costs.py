@@ -1,9 +1,9 @@
 """Seconds and workspace of each op: measured once per signature, kept in a file.
 
 Each op is run alone, eagerly, on random values of its shapes. Beside the time, the allocator's
-statistics tell what it holds while it runs beyond its inputs and results: convolutions reorder
-their operands, and that can be half of a peak. What cannot be run so (loops, ops that change
-something) is left to the roofline, without workspace.
+trace tells what it asks for while it runs beyond its results: reordered operands, transposed
+copies, indices of maxima. What cannot be run so (loops, ops that change something) is left to the
+roofline, without workspace.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from tensorflow.python.eager import context, execute
 
 from ..graph import Device
 from . import kinds
+from .allocations import Allocations
 from .capture import Node
-from .memory import AllocatorPeak, has_statistics
+from .memory import has_statistics
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ def cache_path(device: str) -> Path:
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     threads = tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count()
     plain = "".join(letter if letter.isalnum() else "-" for letter in f"{device}-{threads}")
-    return Path(home) / "sn_memory" / f"op-costs-{plain}-tensorflow-{tf.__version__}.json"
+    return Path(home) / "sn_memory" / f"op-costs-2-{plain}-tensorflow-{tf.__version__}.json"
 
 
 def signature(op: Any) -> str:
@@ -128,11 +129,10 @@ def _measure(op: Any, device: str) -> Cost:
 def _workspace(work: Callable[[], Any], op: Any, device: str) -> int:
     if not has_statistics(device):
         return 0
-    with AllocatorPeak(device) as found:
+    with Allocations(device) as found:
         result = work()
-    made = sum(kinds.nbytes(it) or 0 for it in op.outputs)
     del result
-    return max(0, found.peak_bytes - found.start_bytes - made)
+    return found.peak_bytes - found.left_bytes
 
 
 def _filled(tensor: Any) -> Any:

@@ -82,12 +82,14 @@ class _Builder:
     def __init__(self, captured: Captured, costs: Costs) -> None:
         self.captured, self.costs = captured, costs
         self.buffers = Buffers(captured)
-        self.phase = phases(captured, self.buffers)
+        self.phase = phases(captured)
         self.storages: dict[str, Storage] = {}
         self.storage: dict[int, str] = {}
         self.ops: list[Op] = []
         self.node_of: dict[str, int] = {}
         self.followers: dict[str, list[int]] = {"": []}
+        # Per pooled value, where its maxima were.
+        self.maxima: dict[int, str] = {}
 
     def build(self) -> None:
         self.add_given()
@@ -162,6 +164,9 @@ class _Builder:
                 continue
             changes = effect and value in self.captured.variables
             (writes if changes else reads).append(self.storage[root])
+        with_maxima = op.type == "MaxPoolGrad" and node.inputs[1] in self.maxima
+        if with_maxima:
+            reads.append(self.maxima[node.inputs[1]])
         over = overwritten(at, node, buffers)
         for place, value in enumerate(node.outputs):
             if place == 0 and over is not None:
@@ -172,7 +177,12 @@ class _Builder:
             suffix = f":{place}" if len(node.outputs) > 1 else ""
             if (made := self.add(value, node.name + suffix, role)) is not None:
                 makes.append(made)
+        if kinds.keeps_maxima(op) and not buffers.small(node.outputs[0]):
+            makes.append(self.add_maxima(node))
         seconds, space = self.costs(node)
+        if with_maxima:
+            # Run alone, it has to find them first.
+            space = 0
         if op.type in kinds.LOOPS:
             space = max([inner_bytes(body) for body in bodies(op)], default=0)
         self.node_of[node.name] = at
@@ -194,6 +204,13 @@ class _Builder:
             )
         )
         return node.name
+
+    def add_maxima(self, node: Node) -> str:
+        name = f"{node.name}:maxima"
+        count = self.captured.tensors[node.outputs[0]].shape.num_elements()
+        self.storages[name] = Storage(name, int(count), "activation")
+        self.maxima[node.outputs[0]] = name
+        return name
 
     def take_over(self, over: int, value: int) -> None:
         name = self.storage[over]

@@ -17,6 +17,7 @@ from .capture import Captured, capture_step, flat
 from .costs import NOMINAL, MeasuredCosts, measured_device, unmeasured
 from .model import call_arguments, capture_model
 from .neutral import Named, neutral
+from .order import updates_first
 
 OPTIMIZER = "optimizer state"
 
@@ -94,7 +95,8 @@ def trace(
         captured, structure, name = *capture_model(model, args), model.name
     else:
         concrete, log = capture_step(model, args)
-        captured, structure = flat(concrete.graph, log), concrete.structured_outputs
+        captured = updates_first(flat(concrete.graph, log))
+        structure = concrete.structured_outputs
         name = getattr(model, "__name__", "step")
     place = main_device()
     costs = MeasuredCosts(place) if profile else unmeasured
