@@ -9,6 +9,7 @@ op that asked.
 from __future__ import annotations
 
 import tempfile
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from .memory import has_statistics
 _ALLOCATED, _FREED = "MemoryAllocation", "MemoryDeallocation"
 # What goes through the traced allocator of the CPU; smaller blocks are malloc's, and in no count.
 TRACED_BYTES = 1 << 18
+MARK = "sn_memory "
+# Picoseconds, what happened, and the numbers told with it.
+Event = tuple[int, str, dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,9 @@ class Allocations:
         Asked for and not given back at the end.
     holders
         What was held at the peak of `peak_bytes`, largest first.
+    scratch_bytes
+        Per `tf.profiler.experimental.Trace` that was open meanwhile with a name that begins with
+        MARK: the most asked for in it, less what it left.
 
     Raises
     ------
@@ -73,6 +80,7 @@ class Allocations:
         self._allocator = "mklcpu" if kind == "CPU" else f"GPU_{number or 0}_bfc"
         self.peak_bytes = self.allocated_peak_bytes = self.left_bytes = 0
         self.holders: tuple[Holding, ...] = ()
+        self.scratch_bytes: dict[str, int] = {}
 
     def __enter__(self) -> Allocations:
         self._folder = tempfile.TemporaryDirectory(prefix="sn_memory")
@@ -89,49 +97,63 @@ class Allocations:
     def __exit__(self, *_: Any) -> None:
         tf.profiler.experimental.stop()
         with self._folder:
-            found = _events(Path(self._folder.name), self._allocator)
-        held: dict[int, Holding] = {}
-        asked = handed = 0
-        for _, name, stats in found:
-            if name == _ALLOCATED:
-                block = Holding(
-                    stats["tf_op"],
-                    stats["region_type"],
-                    stats["requested_bytes"],
-                    stats["allocation_bytes"],
-                )
-                held[stats["addr"]] = block
-                asked, handed = asked + block.bytes, handed + block.allocated_bytes
-                self.allocated_peak_bytes = max(self.allocated_peak_bytes, handed)
-                if asked > self.peak_bytes:
-                    self.peak_bytes = asked
-                    self.holders = tuple(sorted(held.values(), key=lambda it: -it.bytes))
-            elif (gone := held.pop(stats["addr"], None)) is not None:
-                asked, handed = asked - gone.bytes, handed - gone.allocated_bytes
-        self.left_bytes = asked
+            events, marks = _read(Path(self._folder.name), self._allocator)
+        self.peak_bytes, self.left_bytes, self.allocated_peak_bytes, self.holders = _account(events)
+        times = [event[0] for event in events]
+        for name, begin, end in marks:
+            within = events[bisect_left(times, begin) : bisect_right(times, end)]
+            peak_bytes, left_bytes = _account(within)[:2]
+            self.scratch_bytes[name] = peak_bytes - left_bytes
 
 
-def _events(folder: Path, allocator: str) -> list[tuple[int, str, dict[str, Any]]]:
-    """Return what one allocator did, in the order of time: picoseconds, what, and its numbers."""
+def _account(events: list[Event]) -> tuple[int, int, int, tuple[Holding, ...]]:
+    """Return the most asked for, what is left, the most handed out, and the holders."""
+    held: dict[int, Holding] = {}
+    asked = handed = peak = handed_peak = 0
+    holders: list[Holding] = []
+    for _, name, stats in events:
+        if name == _ALLOCATED:
+            block = Holding(
+                stats["tf_op"],
+                stats["region_type"],
+                stats["requested_bytes"],
+                stats["allocation_bytes"],
+            )
+            held[stats["addr"]] = block
+            asked, handed = asked + block.bytes, handed + block.allocated_bytes
+            handed_peak = max(handed_peak, handed)
+            if asked > peak:
+                peak, holders = asked, list(held.values())
+        elif (gone := held.pop(stats["addr"], None)) is not None:
+            asked, handed = asked - gone.bytes, handed - gone.allocated_bytes
+    holders.sort(key=lambda it: -it.bytes)
+    return peak, asked, handed_peak, tuple(holders)
+
+
+def _read(folder: Path, allocator: str) -> tuple[list[Event], list[tuple[str, int, int]]]:
+    """Return what one allocator did, in the order of time, and the marks: name, begin, end."""
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-    found = []
+    events: list[Event] = []
+    marks = []
     for path in folder.rglob("*.xplane.pb"):
         space = xplane_pb2.XSpace()
         space.ParseFromString(path.read_bytes())
         for plane in space.planes:
             names = {key: it.name for key, it in plane.event_metadata.items()}
             keys = {key: it.name for key, it in plane.stat_metadata.items()}
-            wanted = {key for key, name in names.items() if name in (_ALLOCATED, _FREED)}
             for line in plane.lines:
                 for event in line.events:
-                    if event.metadata_id not in wanted:
+                    name = names[event.metadata_id]
+                    begin = line.timestamp_ns * 1000 + event.offset_ps
+                    if name.startswith(MARK):
+                        marks.append((name, begin, begin + event.duration_ps))
+                    if name not in (_ALLOCATED, _FREED):
                         continue
                     stats = {keys[it.metadata_id]: _value(it, keys) for it in event.stats}
                     if stats.get("allocator_name") == allocator:
-                        time_ps = line.timestamp_ns * 1000 + event.offset_ps
-                        found.append((time_ps, names[event.metadata_id], stats))
-    return sorted(found, key=lambda it: it[0])
+                        events.append((begin, name, stats))
+    return sorted(events, key=lambda it: it[0]), marks
 
 
 def _value(stat: Any, keys: dict[int, str]) -> Any:

@@ -179,11 +179,13 @@ class _Builder:
             suffix = f":{place}" if len(node.outputs) > 1 else ""
             if (made := self.add(value, node.name + suffix, role)) is not None:
                 makes.append(made)
-        if kinds.keeps_maxima(op) and not buffers.small(node.outputs[0]):
-            makes.append(self.add_maxima(node))
         seconds, space = self.costs(node)
         if with_maxima:
             # Run alone, it has to find them first.
+            space = 0
+        if kinds.keeps_maxima(op) and not buffers.small(node.outputs[0]):
+            makes.append(self.add_maxima(node))
+            # Run alone, it drops them at once.
             space = 0
         if op.type in kinds.LOOPS:
             space = max([self.inner_bytes(body) for body in bodies(op)], default=0)
