@@ -115,7 +115,8 @@ def rows_of(name: str, side: int, batch: int, limit: float) -> list[dict[str, An
             step, owner = make()
             got = state_after(step, owner, x)
         except (TypeError, ValueError, tf.errors.OpError) as error:
-            row["error"] = str(error).splitlines()[0]
+            # A traced function's errors end with what happened.
+            row["error"] = [it.strip() for it in str(error).splitlines() if it.strip()][-1]
             print(f"{name}, {rival}: {row['error']}", flush=True)
             continue
         row["state_equal"] = all(
