@@ -96,7 +96,6 @@ def rows_of(name: str, side: int, batch: int, limit: float) -> list[dict[str, An
     traced = sn_memory.tensorflow.trace(plain, x)
     graph = traced.graph
     base = graph.base_bytes
-    expected = state_after(plain, model, x)
     unplanned = measured(plain, x).peak_bytes
     rows = []
     for rival, make in rivals_of(name, side, batch, model).items():
@@ -113,8 +112,9 @@ def rows_of(name: str, side: int, batch: int, limit: float) -> list[dict[str, An
         rows.append(row)
         try:
             step, owner = make()
+            expected = state_after(plain, model, x)
             got = state_after(step, owner, x)
-        except (TypeError, ValueError, tf.errors.OpError) as error:
+        except (AttributeError, TypeError, ValueError, tf.errors.OpError) as error:
             # A traced function's errors end with what happened.
             row["error"] = [it.strip() for it in str(error).splitlines() if it.strip()][-1]
             print(f"{name}, {rival}: {row['error']}", flush=True)
