@@ -115,8 +115,10 @@ def rows_of(name: str, side: int, batch: int, limit: float) -> list[dict[str, An
             expected = state_after(plain, model, x)
             got = state_after(step, owner, x)
         except (AttributeError, TypeError, ValueError, tf.errors.OpError) as error:
-            # A traced function's errors end with what happened.
-            row["error"] = [it.strip() for it in str(error).splitlines() if it.strip()][-1]
+            # Keras and autograph put frames before what happened, and arguments after it.
+            said = re.sub(r"\x1b\[\d*m", "", str(error)).partition("Arguments received")[0]
+            lines = [it.strip() for it in said.splitlines() if it.strip()]
+            row["error"] = f"{type(error).__name__}: {lines[-1]}"
             print(f"{name}, {rival}: {row['error']}", flush=True)
             continue
         row["state_equal"] = all(
