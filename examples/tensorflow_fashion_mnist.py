@@ -85,7 +85,7 @@ def step(images, labels):
     return loss
 
 
-hvd.broadcast_variables(model.variables, root_rank=0)
+hvd.broadcast_variables(weights, root_rank=0)
 if args.budget:
     sample = (tf.TensorSpec((64, 28, 28, 1)), tf.TensorSpec((64,), tf.int32))
     # Times differ between ranks; without them, all ranks make the same plan.
