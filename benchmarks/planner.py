@@ -2,6 +2,7 @@
 
     python benchmarks/planner.py [--quick] [--json FILE] [--png FILE] [--models NAME ...]
                                  [--budgets N] [--time-limit SECONDS]
+    python benchmarks/planner.py --framework torch|tensorflow [...]    planner_torch.py and so on
 
 For every network the smallest feasible budget is searched first, then all planners plan at the
 same budgets from the unplanned peak down to it, and at a half and a third of what is not resident.
@@ -21,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +195,11 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def main(argv: list[str]) -> int:
     """Run, print, write; 1 if `auto` lost anywhere."""
+    choice = argparse.ArgumentParser(add_help=False)
+    choice.add_argument("--framework", choices=["generated", "torch", "tensorflow"])
+    chosen, argv = choice.parse_known_args(argv)
+    if chosen.framework in ("torch", "tensorflow"):
+        return int(import_module(f"planner_{chosen.framework}").main(argv))
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="four networks at four budgets")
     parser.add_argument("--models", nargs="+", choices=list(NETWORKS), help="some networks only")

@@ -2,6 +2,7 @@
 
 from ..errors import PlanWarning
 from ..estimate import Estimate
+from .allocations import Allocations
 from .apply import Planned, plan
 from .errors import TraceError
 from .estimate import estimate
@@ -11,6 +12,7 @@ from .trace import Trace, trace
 from .verify import Verification, verify
 
 __all__ = [
+    "Allocations",
     "AllocatorPeak",
     "Estimate",
     "PlanWarning",

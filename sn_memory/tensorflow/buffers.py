@@ -14,6 +14,14 @@ SMALL_BYTES: Final = 1024
 class Buffers:
     """The values of a captured step by the buffers they lie in.
 
+    Parameters
+    ----------
+    captured
+        The step.
+    inside
+        It is the body of a loop or branch. What other ranks send there may have any size: such
+        values are not counted, where a step would be refused.
+
     Attributes
     ----------
     needed
@@ -31,8 +39,8 @@ class Buffers:
         Names of values whose bytes nobody can tell.
     """
 
-    def __init__(self, captured: Captured) -> None:
-        self.captured = captured
+    def __init__(self, captured: Captured, *, inside: bool = False) -> None:
+        self.captured, self.inside = captured, inside
         self.producer = captured.producer
         self.needed = _needed(captured, self.producer)
         self.uncounted: list[str] = []
@@ -117,7 +125,7 @@ class Buffers:
         found = kinds.nbytes(tensor)
         if found is not None:
             return found
-        if tensor.dtype.name in ("variant", "string"):
+        if self.inside or tensor.dtype.name in ("variant", "string"):
             self.uncounted.append(tensor.name)
             return 0
         at = self.producer.get(value)
@@ -138,14 +146,14 @@ def _is_small(tensor: Any) -> bool:
     return size is not None and size <= SMALL_BYTES
 
 
-def phases(captured: Captured, buffers: Buffers) -> list[str]:
+def phases(captured: Captured) -> list[str]:
     """Return the phase of each node, by ancestry of what was differentiated.
 
     Ancestors of the loss are forward; other ancestors of its gradients backward. Of the rest, what
     depends on a backward node is update, and what does not (moving averages) forward.
     """
-    forward = _ancestors(captured, buffers.producer, captured.targets)
-    backward = _ancestors(captured, buffers.producer, captured.gradients) - forward
+    forward = _ancestors(captured, captured.producer, captured.targets)
+    backward = _ancestors(captured, captured.producer, captured.gradients) - forward
     result = []
     late: set[int] = set()
     for at, node in enumerate(captured.nodes):

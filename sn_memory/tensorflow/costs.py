@@ -1,9 +1,9 @@
 """Seconds and workspace of each op: measured once per signature, kept in a file.
 
 Each op is run alone, eagerly, on random values of its shapes. Beside the time, the allocator's
-statistics tell what it holds while it runs beyond its inputs and results: convolutions reorder
-their operands, and that can be half of a peak. What cannot be run so (loops, ops that change
-something) is left to the roofline, without workspace.
+trace tells what it asks for while it runs beyond its results: reordered operands, transposed
+copies, indices of maxima. What cannot be run so (loops, ops that change something) is left to the
+roofline, without workspace.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from tensorflow.python.eager import context, execute
 
 from ..graph import Device
 from . import kinds
+from .allocations import MARK, Allocations
 from .capture import Node
-from .memory import AllocatorPeak, has_statistics
+from .memory import has_statistics
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +47,24 @@ class MeasuredCosts:
         self.known = len(self.table)
 
     def __call__(self, node: Node) -> Cost:
-        key = hashlib.sha256(signature(node.op).encode()).hexdigest()[:24]
-        if key not in self.table:
-            self.table[key] = list(_measure(node.op, self.device))
-        seconds, space = self.table[key]
+        seconds, space = self.table[self._key(node)]
         return seconds, int(space or 0)
+
+    def measure(self, nodes: Iterable[Node]) -> None:
+        """Measure what is not in the table yet."""
+        missing = {key: it.op for it in nodes if (key := self._key(it)) not in self.table}
+        if not missing:
+            return
+        # One trace for all: each one opened says so on the screen.
+        with Allocations(self.device) if has_statistics(self.device) else nullcontext() as found:
+            timed = {key: _seconds(op, self.device, MARK + key) for key, op in missing.items()}
+        scratch = found.scratch_bytes if found else {}
+        for key, seconds in timed.items():
+            self.table[key] = [seconds, scratch.get(MARK + key, 0)]
+
+    @staticmethod
+    def _key(node: Node) -> str:
+        return hashlib.sha256(signature(node.op).encode()).hexdigest()[:24]
 
     def save(self) -> None:
         """Write what was measured since the file was read."""
@@ -70,7 +85,7 @@ def cache_path(device: str) -> Path:
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     threads = tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count()
     plain = "".join(letter if letter.isalnum() else "-" for letter in f"{device}-{threads}")
-    return Path(home) / "sn_memory" / f"op-costs-{plain}-tensorflow-{tf.__version__}.json"
+    return Path(home) / "sn_memory" / f"op-costs-2-{plain}-tensorflow-{tf.__version__}.json"
 
 
 def signature(op: Any) -> str:
@@ -95,7 +110,8 @@ def measured_device(device: str) -> Device:
     return Device(device, 2 * side**3 / product_s, 2 * 4 * (1 << 24) / copy_s)
 
 
-def _measure(op: Any, device: str) -> Cost:
+def _seconds(op: Any, device: str, mark: str) -> float | None:
+    """Run an op alone; return its seconds. It runs once under the mark in the profiler's trace."""
     definition = op.op_def
     types = {it.dtype for it in (*op.inputs, *op.outputs)}
     if (
@@ -104,7 +120,7 @@ def _measure(op: Any, device: str) -> Cost:
         or types & {tf.resource, tf.variant, tf.string}
         or any(attr.HasField("func") for attr in op.node_def.attr.values())
     ):
-        return None, 0
+        return None
     attrs: list[Any] = []
     for attr in definition.attr:
         value = op.get_attr(attr.name)
@@ -119,20 +135,13 @@ def _measure(op: Any, device: str) -> Cost:
                 )
 
             seconds = _best(work)
-            return seconds, _workspace(work, op, device)
+            with tf.profiler.experimental.Trace(mark):
+                result = work()
+            del result
+            return seconds
     except (tf.errors.OpError, TypeError, ValueError, RuntimeError) as error:
         log.info("%s could not be timed (%s); a roofline stands in", op.type, error)
-        return None, 0
-
-
-def _workspace(work: Callable[[], Any], op: Any, device: str) -> int:
-    if not has_statistics(device):
-        return 0
-    with AllocatorPeak(device) as found:
-        result = work()
-    made = sum(kinds.nbytes(it) or 0 for it in op.outputs)
-    del result
-    return max(0, found.peak_bytes - found.start_bytes - made)
+        return None
 
 
 def _filled(tensor: Any) -> Any:

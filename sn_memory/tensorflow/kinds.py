@@ -37,6 +37,8 @@ READS: Final = "ReadVariableOp"
 # Known from static shapes alone.
 SHAPES: Final = _kinds("BroadcastGradientArgs Rank Shape ShapeN Size")
 LOOPS: Final = _kinds("Case If StatelessCase StatelessIf StatelessWhile While")
+# Stateless by name only: nobody knows what the Python behind them remembers.
+PYTHON: Final = _kinds("EagerPyFunc PyFunc PyFuncStateless")
 # Stateful by name only: nothing is changed, and the result is the same when run again.
 HARMLESS: Final = _kinds("Empty PlaceholderWithDefault VarHandleOp")
 
@@ -104,4 +106,24 @@ def is_collective(op: Any) -> bool:
 def has_effect(op: Any) -> bool:
     """Say whether an op changes something outside of its results."""
     harmless = op.type in HARMLESS or op.type == READS or is_random(op)
-    return is_collective(op) or (bool(op.op_def.is_stateful) and not harmless)
+    return is_collective(op) or op.type in PYTHON or (bool(op.op_def.is_stateful) and not harmless)
+
+
+def changes_variables(op: Any) -> bool:
+    """Say whether an op changes the variables it is given and nothing else."""
+    return str(op.type).startswith(("Assign", "ResourceApply", "ResourceScatter", "ResourceSparse"))
+
+
+def keeps_maxima(op: Any) -> bool:
+    """Say whether a max pooling also writes where its maxima were, for its gradient to read.
+
+    oneDNN's does, where it stands in for TensorFlow's: a byte for each element of the result.
+    """
+    from tensorflow.python.util import _pywrap_util_port
+
+    return (
+        op.type == "MaxPool"
+        and op.outputs[0].dtype in (tf.float32, tf.bfloat16)
+        and not tf.config.list_physical_devices("GPU")
+        and bool(_pywrap_util_port.IsMklEnabled())
+    )

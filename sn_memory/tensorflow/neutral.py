@@ -61,6 +61,7 @@ def neutral(
     costs: Costs,
     allocator: str = "none",
     extra: Sequence[Storage] = (),
+    inside: bool = False,
 ) -> Named:
     """Return the graph of a captured step.
 
@@ -70,8 +71,10 @@ def neutral(
         Seconds (None: a roofline) and workspace bytes of a node.
     extra
         Resident storages that are no part of the step.
+    inside
+        As in `Buffers`.
     """
-    builder = _Builder(captured, costs)
+    builder = _Builder(captured, costs, Buffers(captured, inside=inside))
     builder.build()
     storages = [*builder.storages.values(), *extra]
     graph = Graph(storages, builder.ops, name=name, device=device, allocator=allocator)
@@ -79,15 +82,16 @@ def neutral(
 
 
 class _Builder:
-    def __init__(self, captured: Captured, costs: Costs) -> None:
-        self.captured, self.costs = captured, costs
-        self.buffers = Buffers(captured)
-        self.phase = phases(captured, self.buffers)
+    def __init__(self, captured: Captured, costs: Costs, buffers: Buffers) -> None:
+        self.captured, self.costs, self.buffers = captured, costs, buffers
+        self.phase = phases(captured)
         self.storages: dict[str, Storage] = {}
         self.storage: dict[int, str] = {}
         self.ops: list[Op] = []
         self.node_of: dict[str, int] = {}
         self.followers: dict[str, list[int]] = {"": []}
+        # Per pooled value, where its maxima were.
+        self.maxima: dict[int, str] = {}
 
     def build(self) -> None:
         self.add_given()
@@ -162,6 +166,9 @@ class _Builder:
                 continue
             changes = effect and value in self.captured.variables
             (writes if changes else reads).append(self.storage[root])
+        with_maxima = op.type == "MaxPoolGrad" and node.inputs[1] in self.maxima
+        if with_maxima:
+            reads.append(self.maxima[node.inputs[1]])
         over = overwritten(at, node, buffers)
         for place, value in enumerate(node.outputs):
             if place == 0 and over is not None:
@@ -173,8 +180,15 @@ class _Builder:
             if (made := self.add(value, node.name + suffix, role)) is not None:
                 makes.append(made)
         seconds, space = self.costs(node)
+        if with_maxima:
+            # Run alone, it has to find them first.
+            space = 0
+        if kinds.keeps_maxima(op) and not buffers.small(node.outputs[0]):
+            makes.append(self.add_maxima(node))
+            # Run alone, it drops them at once.
+            space = 0
         if op.type in kinds.LOOPS:
-            space = max([inner_bytes(body) for body in bodies(op)], default=0)
+            space = max([self.inner_bytes(body) for body in bodies(op)], default=0)
         self.node_of[node.name] = at
         self.ops.append(
             Op(
@@ -194,6 +208,19 @@ class _Builder:
             )
         )
         return node.name
+
+    def add_maxima(self, node: Node) -> str:
+        name = f"{node.name}:maxima"
+        count = self.captured.tensors[node.outputs[0]].shape.num_elements()
+        self.storages[name] = Storage(name, int(count), "activation")
+        self.maxima[node.outputs[0]] = name
+        return name
+
+    def inner_bytes(self, body: Captured) -> int:
+        """Bytes that a loop's body or a branch holds at its peak beside what it is given."""
+        inner = neutral(body, name="body", device=Device(), costs=lambda _: (0.0, 0), inside=True)
+        self.buffers.uncounted += inner.uncounted
+        return peak(inner.graph).bytes - inner.graph.base_bytes
 
     def take_over(self, over: int, value: int) -> None:
         name = self.storage[over]
@@ -224,12 +251,6 @@ class _Builder:
         )
         self.followers[LOSS] = []
         return LOSS
-
-
-def inner_bytes(body: Captured) -> int:
-    """Bytes that a loop's body or a branch holds at its peak beside what it is given."""
-    graph = neutral(body, name="body", device=Device(), costs=lambda _: (0.0, 0)).graph
-    return peak(graph).bytes - graph.base_bytes
 
 
 def flops(op: Any) -> float:

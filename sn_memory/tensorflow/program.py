@@ -110,7 +110,8 @@ class Emission:
                     self.emit(at, first=True)
 
     def drop(self, storage: str) -> None:
-        for value in self.program.values[storage]:
+        # What a kernel keeps for another beside its results has no value.
+        for value in self.program.values.get(storage, ()):
             self.made.pop(value, None)
 
     def emit(self, at: int, *, first: bool) -> None:

@@ -16,7 +16,8 @@ from ..graph import Device, Graph, Storage
 from .capture import Captured, capture_step, flat
 from .costs import NOMINAL, MeasuredCosts, measured_device, unmeasured
 from .model import call_arguments, capture_model
-from .neutral import Named, neutral
+from .neutral import Costs, Named, neutral
+from .order import updates_first
 
 OPTIMIZER = "optimizer state"
 
@@ -94,25 +95,28 @@ def trace(
         captured, structure, name = *capture_model(model, args), model.name
     else:
         concrete, log = capture_step(model, args)
-        captured, structure = flat(concrete.graph, log), concrete.structured_outputs
+        captured = updates_first(flat(concrete.graph, log))
+        structure = concrete.structured_outputs
         name = getattr(model, "__name__", "step")
     place = main_device()
-    costs = MeasuredCosts(place) if profile else unmeasured
     if device is None:
         device = measured_device(place) if profile else NOMINAL
     extra = []
     if optimizer is not None:
         extra.append(Storage(OPTIMIZER, optimizer_bytes(model, optimizer), "state"))
-    named = neutral(
-        captured,
-        name=name,
-        device=device,
-        costs=costs,
-        allocator="tensorflow",
-        extra=extra,
-    )
-    if isinstance(costs, MeasuredCosts):
+
+    def graph_of(costs: Costs) -> Named:
+        return neutral(
+            captured, name=name, device=device, costs=costs, allocator="tensorflow", extra=extra
+        )
+
+    named = graph_of(unmeasured)
+    if profile:
+        # The first graph tells which ops there are to be measured.
+        costs = MeasuredCosts(place)
+        costs.measure(captured.nodes[at] for at in named.node_of.values())
         costs.save()
+        named = graph_of(costs)
     return Trace(named, captured, structure)
 
 

@@ -15,8 +15,8 @@ import tensorflow as tf
 from ..check import check_plan
 from ..errors import PlanError
 from ..sizes import show_bytes
+from .allocations import Allocations
 from .apply import RECORD, Planned, plain_model
-from .memory import AllocatorPeak
 from .step import PlannedStep
 from .trace import main_device
 
@@ -29,9 +29,12 @@ class Verification:
     ----------
     predicted_peak_bytes, measured_peak_bytes
         Of the planned step. Measured: what was resident before, as the plan counts it, and the
-        most that the allocator gave out beyond that during the step.
+        most that ops asked for beyond that during the step (`Allocations`).
     unplanned_peak_bytes
         The same step without the plan, measured.
+    allocated_peak_bytes
+        Of the planned step, in blocks as the allocator handed them out: what is asked for, and
+        what its blocks were too large by.
     peak_op
         The op that reaches the predicted peak.
     predicted_s, measured_s, unplanned_s
@@ -45,6 +48,7 @@ class Verification:
     predicted_peak_bytes: int
     measured_peak_bytes: int
     unplanned_peak_bytes: int
+    allocated_peak_bytes: int
     peak_op: str
     predicted_s: float
     measured_s: float
@@ -75,7 +79,8 @@ class Verification:
         return (
             f"peak {show_bytes(self.measured_peak_bytes)}, predicted "
             f"{show_bytes(self.predicted_peak_bytes)} ({self.error:+.2%}) at {self.peak_op}, "
-            f"without the plan {show_bytes(self.unplanned_peak_bytes)}\n"
+            f"without the plan {show_bytes(self.unplanned_peak_bytes)}; in blocks handed out "
+            f"{show_bytes(self.allocated_peak_bytes)}\n"
             f"{self.measured_s:.3g} s, predicted {self.predicted_s:.3g} s, without the plan "
             f"{self.unplanned_s:.3g} s\nresults, gradients and variables: {result}"
         )
@@ -100,7 +105,7 @@ def verify(model: Any, sample: Any) -> Verification:
     PlanError
         If it is not planned.
     TraceError
-        If the device's allocator keeps no statistics.
+        If the device's allocator does not count, or a profiler runs.
     """
     record: Planned | None = getattr(model, "__dict__", {}).get(RECORD)
     if record is None:
@@ -119,7 +124,7 @@ def verify(model: Any, sample: Any) -> Verification:
     variables = list({id(it): it for it in record.trace.captured.variables.values()}.values())
     with _restored(variables):
         expected, got = (_results(run, variables) for run in runs)
-        unplanned, measured = (_peak(run, variables) for run in runs)
+        unplanned, measured = (_asked(run, variables) for run in runs)
         seconds = [min(_seconds(run, variables) for _ in range(2)) for run in runs]
     graph = record.trace.graph
     replay = check_plan(graph, record.plan)
@@ -127,8 +132,9 @@ def verify(model: Any, sample: Any) -> Verification:
     different, error = _compare(expected, got)
     return Verification(
         predicted_peak_bytes=record.plan.peak_bytes,
-        measured_peak_bytes=base + measured,
-        unplanned_peak_bytes=base + unplanned,
+        measured_peak_bytes=base + measured.peak_bytes,
+        unplanned_peak_bytes=base + unplanned.peak_bytes,
+        allocated_peak_bytes=base + measured.allocated_peak_bytes,
         peak_op=record.plan.steps[replay.peak_step].target,
         predicted_s=record.plan.seconds,
         measured_s=seconds[1],
@@ -171,12 +177,12 @@ def _results(run: Callable[[], Any], variables: list[Any]) -> dict[str, Any]:
     return found
 
 
-def _peak(run: Callable[[], Any], variables: list[Any]) -> int:
+def _asked(run: Callable[[], Any], variables: list[Any]) -> Allocations:
     before = [it.numpy() for it in variables]
-    with AllocatorPeak(main_device()) as found:
+    with Allocations(main_device()) as found:
         run()
     _put(variables, before)
-    return found.peak_bytes - found.start_bytes
+    return found
 
 
 def _seconds(run: Callable[[], Any], variables: list[Any]) -> float:

@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "torch_fashion_mnist.py"
 KERAS = ROOT / "examples" / "keras_fashion_mnist.py"
+LOOP = ROOT / "examples" / "tensorflow_fashion_mnist.py"
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +46,11 @@ def run_alone(*command):
     )
 
 
-@pytest.mark.parametrize("example", [EXAMPLE, KERAS], ids=["torch", "keras"])
+@pytest.mark.parametrize("example", [EXAMPLE, KERAS, LOOP], ids=["torch", "keras", "tensorflow"])
 def test_example_is_short_and_marks_our_lines(example):
     lines = example.read_text().splitlines()
     assert len(lines) < 110
-    ours = [line for line in lines if "FFTCompression" in line]
+    ours = [line for line in lines if "FFTCompression" in line or "sn_memory" in line]
     assert len(ours) >= 3
     assert all(line.endswith("# <- sn") for line in ours)
 
@@ -64,6 +65,18 @@ def test_keras_learns_on_two_ranks(horovodrun, data, tmp_path):
     assert seen["loss"][-1] < seen["loss"][0] / 2, seen["loss"]
     assert seen["test"] > 0.9  # the made-up images are easy to tell apart
     assert seen["steps"] == 2 * 20
+    assert seen["ratio"] > 20
+
+
+@pytest.mark.horovod
+@pytest.mark.slow
+def test_a_loop_of_its_own_learns_on_two_ranks_within_a_budget(horovodrun, data, tmp_path):
+    history = tmp_path / "history.json"
+    flags = ["--compression", "fft", "--budget", "90%", "--epochs", 2, "--data", data]
+    horovodrun(2, LOOP, *flags, "--history", history, timeout=200).check()
+    seen = json.loads(history.read_text())
+    assert seen["loss"][-1] < seen["loss"][0] / 2, seen["loss"]
+    assert seen["test"] > 0.9
     assert seen["ratio"] > 20
 
 

@@ -77,9 +77,9 @@ def test_a_planned_step_keeps_its_budget_and_its_bits():
     result = rim.verify(planned, x)
     assert result.equal, str(result)
     assert reruns(planned.sn_memory) > 0
-    # Eigen takes scratch of some megabytes per thread that ops alone do not show; on a step of
-    # 50 MiB that is more than the twentieth that holds for large ones.
-    assert abs(result.measured_peak_bytes - result.predicted_peak_bytes) < 4 * 2**20
+    # Blocks below 256 KiB are malloc's and in no trace; here that is less than a twentieth.
+    assert abs(result.error) < 0.05, str(result)
+    assert result.allocated_peak_bytes >= result.measured_peak_bytes
     saved = result.unplanned_peak_bytes - result.measured_peak_bytes
     plan = planned.sn_memory.plan
     assert saved >= 0.85 * (plan.baseline_peak_bytes - plan.peak_bytes)

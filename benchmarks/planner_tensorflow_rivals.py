@@ -1,0 +1,180 @@
+"""Planned steps beside tf.recompute_grad per block and keras.RematScope, at equal memory.
+
+    python benchmarks/planner_tensorflow_rivals.py [--quick] [--json FILE] [--models NAME ...]
+                                                   [--side PIXELS] [--batch N]
+                                                   [--time-limit SECONDS]
+
+Each rival runs a training step; what it asks the allocator for at its peak (`Allocations`) is the
+budget of ours. Then plain, rival and planned steps take turns, and the best of five counts. A row
+also says whether the rival left the variables as the plain step does (batch norm's moving averages
+are updated once), within float32 rounding. A rival that does not run gives a row with its error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from machine import commit, machine
+from planner_tensorflow import measured, network, seconds_of, training_step
+
+import sn_memory.tensorflow
+from sn_memory import BudgetError, check_plan, plan_graph
+from sn_memory.tensorflow.step import PlannedStep
+
+MODES = ("full", "activations", "larger_than")
+# Names of the operations after which a block ends, and which of them do.
+ENDS = {
+    "resnet50": (r"_out$", slice(None)),
+    "vgg16": (r"_pool$", slice(None)),
+    "densenet121": (r"(_concat|pool\d_pool)$", slice(None)),
+    "transformer12": (r"^add(_\d+)?$", slice(1, None, 2)),
+}
+
+
+def per_block(model: keras.Model, name: str) -> Callable[..., Any]:
+    """The same network as a chain of blocks, each under tf.recompute_grad."""
+    start, blocks = model.input, []
+    pattern, which = ENDS[name]
+    ends = [it for it in model.operations if re.search(pattern, it.name)][which]
+    for operation in [*ends, model.operations[-1]]:
+        if operation.output is not start:
+            blocks.append(keras.Model(start, operation.output))
+            start = operation.output
+    # The last one is rebuilt right after it has run, so it is left as it is.
+    *before, last = blocks
+
+    def call(x: Any, training: bool) -> Any:
+        for block in before:
+            x = tf.recompute_grad(lambda it, block=block: block(it, training=training))(x)
+        return last(x, training=training)
+
+    call.trainable_variables = model.trainable_variables  # type: ignore[attr-defined]
+    return call
+
+
+def rivals_of(name: str, side: int, batch: int, model: keras.Model) -> dict[str, Callable[[], Any]]:
+    """Per rival, what makes its training step."""
+
+    def scope(mode: str) -> Any:
+        with keras.RematScope(mode=mode):
+            made, _ = network(name, side, batch)
+        for mine, other in zip(made.variables, model.variables, strict=True):
+            mine.assign(other)
+        return training_step(made), made
+
+    found: dict[str, Callable[[], Any]] = {
+        "tf.recompute_grad per block": lambda: (training_step(per_block(model, name)), model)
+    }
+    for mode in MODES:
+        found[f"RematScope {mode}"] = lambda mode=mode: scope(mode)
+    return found
+
+
+def state_after(step: Any, model: keras.Model, x: Any) -> list[Any]:
+    """Variables after one step; put back."""
+    before = [it.numpy() for it in model.variables]
+    step(x)
+    after = [it.numpy() for it in model.variables]
+    for variable, value in zip(model.variables, before, strict=True):
+        variable.assign(value)
+    return after
+
+
+def rows_of(name: str, side: int, batch: int, limit: float) -> list[dict[str, Any]]:
+    """Rows of one network, one per rival."""
+    model, x = network(name, side, batch)
+    plain = training_step(model)
+    traced = sn_memory.tensorflow.trace(plain, x)
+    graph = traced.graph
+    base = graph.base_bytes
+    unplanned = measured(plain, x).peak_bytes
+    rows = []
+    for rival, make in rivals_of(name, side, batch, model).items():
+        row: dict[str, Any] = {
+            "model": name,
+            "framework": "tensorflow",
+            "kind": "rival",
+            "rival": rival,
+            "side": side,
+            "batch": batch,
+            "base_bytes": base,
+            "unplanned_measured_bytes": base + unplanned,
+        }
+        rows.append(row)
+        try:
+            step, owner = make()
+            expected = state_after(plain, model, x)
+            got = state_after(step, owner, x)
+        except (AttributeError, TypeError, ValueError, tf.errors.OpError) as error:
+            # Keras and autograph put frames before what happened, and arguments after it.
+            said = re.sub(r"\x1b\[\d*m", "", str(error)).partition("Arguments received")[0]
+            lines = [it.strip() for it in said.splitlines() if it.strip()]
+            row["error"] = f"{type(error).__name__}: {lines[-1]}"
+            print(f"{name}, {rival}: {row['error']}", flush=True)
+            continue
+        row["state_equal"] = all(
+            np.allclose(one, other, rtol=1e-3, atol=1e-5)
+            for one, other in zip(expected, got, strict=True)
+        )
+        asked = measured(step, x).peak_bytes
+        row |= {"rival_measured_bytes": base + asked, "kept": True}
+        try:
+            plan = plan_graph(
+                graph, base + asked, actions=("keep", "recompute"), time_limit_s=limit
+            )
+        except BudgetError as error:
+            row["kept"], plan = False, error.plan
+        check_plan(graph, plan)
+        planned = PlannedStep(plain, traced, plan)
+        mine = measured(planned, x).peak_bytes
+        plain_s, rival_s, planned_s = seconds_of([plain, step, planned], x)
+        row |= {
+            "predicted_peak_bytes": plan.peak_bytes,
+            "measured_peak_bytes": base + mine,
+            "unplanned_s": plain_s,
+            "rival_s": rival_s,
+            "measured_s": planned_s,
+        }
+        print(
+            f"{name}, {rival}: state equal {row['state_equal']}, {(base + asked) / 2**20:.1f} MiB "
+            f"of {(base + unplanned) / 2**20:.1f}, {plain_s:.2f} -> {rival_s:.2f} s; planned "
+            f"{(base + mine) / 2**20:.1f} MiB, {planned_s:.2f} s (kept {row['kept']})",
+            flush=True,
+        )
+    return rows
+
+
+def main(argv: list[str]) -> int:
+    """Run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="images of 32 pixels, one network")
+    parser.add_argument("--models", nargs="+", choices=list(ENDS))
+    parser.add_argument("--side", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--time-limit", type=float, default=8.0, help="of auto, per rival")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    side = 32 if args.quick else args.side
+    wanted = args.models or (["vgg16"] if args.quick else list(ENDS))
+    rows: list[dict[str, Any]] = []
+    if args.json and args.json.exists():
+        rows = [r for r in json.loads(args.json.read_text()) if r["model"] not in wanted]
+    state = {"commit": commit(), "machine": machine()}
+    for name in wanted:
+        rows += [{**row, **state} for row in rows_of(name, side, args.batch, args.time_limit)]
+        if args.json:
+            args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
