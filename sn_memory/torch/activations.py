@@ -23,7 +23,7 @@ from ..activations import Controller, coverage, treatment
 from ..sizes import parse_bytes, show_bytes
 from . import packing
 from .errors import TraceError
-from .packing import Exact, Kept, Layout, Lossy, Mask, Narrow, Shape
+from .packing import Exact, Kept, Layout, Lossy, Mask, Narrow, Places, Shape, Window
 
 MIN_ELEMENTS = 1024
 """Smaller tensors are left alone."""
@@ -300,6 +300,9 @@ class CompressedActivations:
         if tensor.dtype == torch.bool:
             return Mask(packing.flat_values(tensor), 1.0)
         if not tensor.dtype.is_floating_point:
+            window = _window(op)
+            if window is not None and window.bits and tensor.dtype == torch.int64:
+                return Places(tensor, window)
             integers = tensor.dtype in (torch.int16, torch.int32, torch.int64)
             return Narrow(tensor.detach()) if integers else Exact(tensor)
         # Without a name it is an autograd function of the user's, or a checkpoint's input.
@@ -502,6 +505,18 @@ def _coverage(op: _Op, result: torch.Tensor, weight: torch.Tensor) -> float:
     return coverage(
         list(given["input"].shape[2:]), list(result.shape[2:]), kernel, sizes[0], padding, sizes[1]
     )
+
+
+def _window(op: _Op) -> Window | None:
+    if op.name != "max_pool2d":
+        return None
+    names = ("input", "kernel_size", "stride", "padding", "dilation")
+    given = dict(zip(names, op.args, strict=False)) | op.kwargs
+    kernel = _each(given["kernel_size"], 2)
+    stride = _each(given.get("stride") or kernel, 2)
+    padding, dilation = _each(given.get("padding", 0), 2), _each(given.get("dilation", 1), 2)
+    pairs = [(pair[0], pair[1]) for pair in (kernel, stride, padding, dilation)]
+    return Window(pairs[0], pairs[1], pairs[2], pairs[3], given["input"].shape[-1])
 
 
 def _each(value: Any, count: int) -> list[int]:

@@ -120,6 +120,58 @@ class Narrow:
         return self.values.to(layout.dtype).as_strided(layout.shape, layout.stride)
 
 
+@dataclass(frozen=True)
+class Window:
+    """Two-dimensional pooling, as max_pool2d is told: pairs of (height, width)."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    width: int
+
+    @property
+    def bits(self) -> int:
+        """Bits of a place in the window; 0 if it has more than 16."""
+        places = self.kernel[0] * self.kernel[1]
+        return next((bits for bits in (1, 2, 4) if places <= 1 << bits), 0)
+
+    def origins(self, shape: tuple[int, ...]) -> list[torch.Tensor]:
+        """Row and column of each window's first place, [oh, 1] and [ow] int64."""
+        sides = zip(shape[-2:], self.stride, self.padding, strict=True)
+        rows, columns = (torch.arange(size) * step - pad for size, step, pad in sides)
+        return [rows[:, None], columns]
+
+
+class Places:
+    """Indices of a pooling layer, as places in their windows: 2 bits where a window has four."""
+
+    def __init__(self, indices: torch.Tensor, window: Window) -> None:
+        self.window, width = window, window.width
+        rows, columns = window.origins(tuple(indices.shape))
+        there = indices.detach().cpu()
+        down = (there.div(width, rounding_mode="floor") - rows) // window.dilation[0]
+        across = (there % width - columns) // window.dilation[1]
+        places = (down * window.kernel[1] + across).to(torch.uint8).reshape(-1)
+        per = 8 // window.bits
+        padded = torch.nn.functional.pad(places, (0, -len(places) % per)).view(-1, per)
+        self.buffer = torch.zeros(len(padded), dtype=torch.uint8)
+        for i in range(per):
+            self.buffer |= padded[:, i] << (i * window.bits)
+        self.nbytes = self.buffer.numel()
+
+    def restore(self, layout: Layout) -> torch.Tensor:
+        window, per = self.window, 8 // self.window.bits
+        shifts = torch.arange(per, dtype=torch.uint8) * window.bits
+        places = (self.buffer[:, None] >> shifts) & ((1 << window.bits) - 1)
+        places = places.reshape(-1)[: layout.numel].view(layout.shape).long()
+        rows, columns = window.origins(layout.shape)
+        down = places // window.kernel[1] * window.dilation[0] + rows
+        across = places % window.kernel[1] * window.dilation[1] + columns
+        made = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype)
+        return made.copy_(down * window.width + across).to(layout.device)
+
+
 class Lossy:
     """Values of the codec "bounded".
 
@@ -169,7 +221,7 @@ class Lossy:
         return layout.restore(self.values(layout.numel))
 
 
-Kept = Exact | Shape | Mask | Narrow | Lossy
+Kept = Exact | Shape | Mask | Narrow | Places | Lossy
 
 
 def two_values(values: np.ndarray[Any, Any]) -> float | None:

@@ -358,6 +358,28 @@ def test_checkpoints_inside_are_left_to_themselves():
         assert torch.allclose(a, b, rtol=0, atol=0.02 * float(b.abs().max()))
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kernel_size": 2},
+        {"kernel_size": 3, "stride": 2, "padding": 1},
+        {"kernel_size": (1, 2), "stride": (2, 1)},
+        {"kernel_size": 3, "stride": 1, "dilation": 2, "ceil_mode": True},
+        {"kernel_size": 5, "stride": 3},  # more than 16 places: a smaller integer
+    ],
+)
+def test_indices_of_pooling_come_back(settings):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(**settings))
+    for form in (torch.contiguous_format, torch.channels_last):
+        x = batch(16)[0].contiguous(memory_format=form).requires_grad_()
+        weight = torch.randn(model(x).shape)
+        plain = torch.autograd.grad((model(x) * weight).sum(), x)[0]
+        with compress_activations(model, bits=8) as packed:
+            found = torch.autograd.grad((model(x) * weight).sum(), x)[0]
+        assert torch.equal(found, plain)
+        assert packed.saved.ratio > 8
+
+
 def test_compiled_models_are_refused():
     model = torch.compile(nn.Linear(4, 4), backend="eager")
     with pytest.raises(TraceError, match="eager one"):
