@@ -17,7 +17,7 @@ def study():
 
 def test_plan_has_no_run_twice_and_seeds_for_the_headline_only(study):
     runs = study.plan([0, 1], ["cnn", "resnet"], None)
-    assert len(set(runs)) == len(runs) == 2 * (len(study.METHODS) + 3)
+    assert len(set(runs)) == len(runs) == 2 * (len(study.METHODS) + 3) + 2
     assert {run.method for run in runs if run.seed == 1} == set(study.HEADLINE)
 
 
