@@ -2,6 +2,7 @@
 
 from ..errors import PlanWarning
 from ..estimate import Estimate
+from .activations import CompressedActivations, compress_activations
 from .apply import Planned, plan
 from .errors import TraceError
 from .estimate import estimate
@@ -12,6 +13,7 @@ from .verify import Verification, verify
 
 __all__ = [
     "AllocatorPeak",
+    "CompressedActivations",
     "Estimate",
     "PlanWarning",
     "Planned",
@@ -19,6 +21,7 @@ __all__ = [
     "Trace",
     "TraceError",
     "Verification",
+    "compress_activations",
     "estimate",
     "plan",
     "plan_step",
