@@ -5,6 +5,7 @@
 
 #include <new>
 
+#include "groups.h"
 #include "record.h"
 #include "spectrum.h"
 
@@ -53,6 +54,23 @@ int64_t rows_of(const Buffer& words, const Buffer& floats, const sn::Layout& lay
     return -1;
   }
   return rows;
+}
+
+// Whether the buffers of `count` elements in groups belong together; if not, an exception is set.
+bool groups_match(int64_t count, int bits, int64_t group, const Buffer& bases, const Buffer& steps,
+                  const Buffer& codes) {
+  const bool legal = (bits == 1 || bits == 2 || bits == 4 || bits == 8) && group >= 32 &&
+                     group <= 65536 && (group & (group - 1)) == 0;
+  const int64_t groups = legal ? (count + group - 1) / group : -1;
+  if (legal && bases.bytes() == 4 * groups && steps.bytes() == 2 * groups &&
+      codes.bytes() == (count * bits + 7) / 8)
+    return true;
+  PyErr_Format(PyExc_ValueError,
+               "%lld elements in groups of %lld and %d bits do not match %zd bytes of bases, %zd "
+               "of steps and %zd of codes",
+               static_cast<long long>(count), static_cast<long long>(group), bits, bases.bytes(),
+               steps.bytes(), codes.bytes());
+  return false;
 }
 
 PyObject* encode(PyObject*, PyObject* args) {
@@ -124,7 +142,68 @@ PyObject* hadamard(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+PyObject* pack_groups(PyObject*, PyObject* args) {
+  PyObject *values_arg, *bases_arg, *steps_arg, *spread_arg, *codes_arg;
+  long long first, group;
+  int bits;
+  double bound;
+  unsigned int key, other;
+  if (!PyArg_ParseTuple(args, "OOOOOLiLdII", &values_arg, &bases_arg, &steps_arg, &spread_arg,
+                        &codes_arg, &first, &bits, &group, &bound, &key, &other))
+    return nullptr;
+  Buffer values, bases, steps, spread, codes;
+  if (!values.take(values_arg, false) || !bases.take(bases_arg, true) ||
+      !steps.take(steps_arg, true) || !spread.take(spread_arg, true) ||
+      !codes.take(codes_arg, true))
+    return nullptr;
+  const int64_t count = values.bytes() / 4;
+  if (!groups_match(count, bits, group, bases, steps, codes)) return nullptr;
+  if (spread.bytes() != bases.bytes())
+    return PyErr_Format(PyExc_ValueError, "spread has %zd bytes, bases %zd", spread.bytes(),
+                        bases.bytes());
+  const sn::Grid grid = {bits, group, static_cast<float>(bound), key, other};
+  sn::Escapes escapes;
+  bool out_of_memory = false;
+  Py_BEGIN_ALLOW_THREADS
+  try {
+    sn::pack_groups(values.as<const float>(), count, first, grid, bases.as<float>(),
+                    steps.as<uint16_t>(), spread.as<uint32_t>(), codes.as<uint8_t>(), escapes);
+  } catch (const std::bad_alloc&) {
+    out_of_memory = true;
+  }
+  Py_END_ALLOW_THREADS
+  if (out_of_memory) return PyErr_NoMemory();
+  const auto number = static_cast<Py_ssize_t>(escapes.at.size());
+  // Not "y#": that makes None of an empty vector's null pointer.
+  const auto* at = reinterpret_cast<const char*>(escapes.at.data());
+  const auto* lost = reinterpret_cast<const char*>(escapes.values.data());
+  return Py_BuildValue("NN", PyBytes_FromStringAndSize(at, 8 * number),
+                       PyBytes_FromStringAndSize(lost, 4 * number));
+}
+
+PyObject* unpack_groups(PyObject*, PyObject* args) {
+  PyObject *bases_arg, *steps_arg, *codes_arg, *values_arg;
+  long long group;
+  int bits;
+  if (!PyArg_ParseTuple(args, "OOOOiL", &bases_arg, &steps_arg, &codes_arg, &values_arg, &bits,
+                        &group))
+    return nullptr;
+  Buffer values, bases, steps, codes;
+  if (!values.take(values_arg, true) || !bases.take(bases_arg, false) ||
+      !steps.take(steps_arg, false) || !codes.take(codes_arg, false))
+    return nullptr;
+  const int64_t count = values.bytes() / 4;
+  if (!groups_match(count, bits, group, bases, steps, codes)) return nullptr;
+  Py_BEGIN_ALLOW_THREADS
+  sn::unpack_groups(bases.as<const float>(), steps.as<const uint16_t>(),
+                    codes.as<const uint8_t>(), count, bits, group, values.as<float>());
+  Py_END_ALLOW_THREADS
+  Py_RETURN_NONE;
+}
+
 PyMethodDef methods[] = {
+    {"pack_groups", pack_groups, METH_VARARGS, "See sn_compress.ops.groups.pack."},
+    {"unpack_groups", unpack_groups, METH_VARARGS, "See sn_compress.ops.groups.unpack."},
     {"encode_records", encode, METH_VARARGS, "See sn_compress.ops.record.encode_records."},
     {"decode_records", decode, METH_VARARGS, "See sn_compress.ops.record.decode_records."},
     {"hadamard", hadamard, METH_VARARGS, "See sn_compress.ops.spectrum.hadamard."},

@@ -140,6 +140,16 @@ CODECS: dict[str, Entry] = {
             )
         },
     ),
+    "bounded": Entry(
+        ".bounded",
+        "BoundedCodec",
+        presets={
+            "actnn": Preset(
+                {"bound": float("inf"), "bits": 2, "group": 256},
+                "Chen et al., ActNN, ICML 2021: 2 bits, groups of 256, rounded at random",
+            ),
+        },
+    ),
     "fp16": Entry(".cast", "CastCodec", {"dtype": "fp16"}),
     "bf16": Entry(".cast", "CastCodec", {"dtype": "bf16"}),
     "demo": Entry(

@@ -2,6 +2,7 @@
 
 from ..errors import PlanWarning
 from ..estimate import Estimate
+from .activations import CompressedActivations, compress_activations
 from .allocations import Allocations
 from .apply import Planned, plan
 from .errors import TraceError
@@ -14,6 +15,7 @@ from .verify import Verification, verify
 __all__ = [
     "Allocations",
     "AllocatorPeak",
+    "CompressedActivations",
     "Estimate",
     "PlanWarning",
     "Planned",
@@ -21,6 +23,7 @@ __all__ = [
     "Trace",
     "TraceError",
     "Verification",
+    "compress_activations",
     "estimate",
     "plan",
     "plan_step",

@@ -2,6 +2,7 @@
 
 from ..errors import PlanWarning
 from ..estimate import Estimate
+from .activations import CompressedActivations, Saved, compress_activations
 from .apply import Planned, plan
 from .errors import ReplayError, TraceError
 from .estimate import estimate
@@ -10,14 +11,17 @@ from .tracker import StorageTracker
 from .verify import Verification, verify
 
 __all__ = [
+    "CompressedActivations",
     "Estimate",
     "PlanWarning",
     "Planned",
     "ReplayError",
+    "Saved",
     "StorageTracker",
     "Trace",
     "TraceError",
     "Verification",
+    "compress_activations",
     "estimate",
     "plan",
     "trace",

@@ -49,7 +49,7 @@ SIZES_CLAIMED = (
 REFUSALS = (
     "are not a payload", "not a payload of this format", "header claims", "checksum is",
     "gathered", "sent", ", candidate", "with settings", "in the fixed size", "damaged",
-    "range ends", "marks", "ascend",
+    "range ends", "marks", "ascend", "there is room",
 )  # fmt: skip
 WORDS = (0, 1, 0x7F80, 0x7FC0, 0x7F7F, 0xFFFF, 0x80000000, 0xFFFFFFFF, 0x7FC0FFFF)
 
@@ -112,6 +112,7 @@ def codecs() -> list[object]:
     """The targets: at least one of every codec."""
     from sn_compress import FFTCodec
     from sn_compress.codecs.auto import AutoCodec
+    from sn_compress.codecs.bounded import BoundedCodec
     from sn_compress.codecs.lowrank import LowRankCodec
 
     rest = FFTCodec(theta=0.9, block=64, transform="identity", values="sign")
@@ -121,6 +122,8 @@ def codecs() -> list[object]:
         LowRankCodec(shape=SHAPE, rank=1, bits=16, rest=rest),
         AutoCodec(ratio=8),
         AutoCodec(ratio=20, shape=SHAPE),
+        BoundedCodec(bound=0.1, bits=2, group=32, escapes=0.1),
+        BoundedCodec(bound=float("inf"), bits=1),
     ]
 
 

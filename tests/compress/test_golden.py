@@ -139,7 +139,8 @@ def test_a_payload_of_each_method_stands_for_its_vector(make, name):
     codec, payload, _ = of_method(make, name)
     x = make.vector(payload.n, {})
     again = codec.encode(x)
-    assert again.nbytes == payload.nbytes
+    if METHODS[name]["settings"].get("form") != "paper":  # whose size zlib decides
+        assert again.nbytes == payload.nbytes
     # Of auto, the number of the candidate may be another one (byte 12).
     assert again.to_bytes()[:12] == payload.to_bytes()[:12]
     assert again.to_bytes()[13:24] == payload.to_bytes()[13:24]

@@ -17,6 +17,8 @@ ROWS, COLUMNS = 2**17 + 1, 2**16 + 1  # their product is above 2**33
 SHAPE = (ROWS, COLUMNS)
 N = ROWS * COLUMNS
 WIDE = {"topk": {"indices": "int64"}, "dgc": {"indices": "int64"}}
+# The positions of those that escape take eight bytes from 2**32 elements on.
+WIDE["bounded"] = {"bound": 1.0, "escapes": 0.0}
 SHAPED = {
     "auto": {"shape": SHAPE},
     "axes": {"shape": SHAPE, "axes": (1,)},

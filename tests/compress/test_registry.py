@@ -54,6 +54,10 @@ CASES = {
     "onebit sign": lambda n: codec("onebit", preset="ef-sign"),
     "powersgd": lambda n: codec("powersgd"),
     "powersgd rank 2": lambda n: codec("powersgd", shape=pair(n), rank=2),
+    "bounded": lambda n: codec("bounded", bound=0.05),
+    "bounded free": lambda n: codec("bounded", bound=math.inf, bits=8, group=32, escapes=0.1),
+    "bounded two bits": lambda n: codec("bounded", preset="actnn", seed=5),
+    "bounded narrow": lambda n: codec("bounded", bound=1e-3, bits=1, escapes=0),
     "fp16": lambda n: codec("fp16"),
     "bf16": lambda n: codec("bf16"),
     "demo": lambda n: codec("demo", topk=4, decay=1.0),
@@ -63,6 +67,8 @@ TRANSFORMS = ("fft", "dct", "hadamard")
 # Bound to a shape, and to an n above zero: these keep the same promises in files of their own.
 ELSEWHERE = {"axes": "test_fft.py", "lowrank": "test_lowrank.py", "auto": "test_auto.py"}
 NEEDED = {"axes": {"shape": (9, 9), "axes": (1,)}, "lowrank": {"shape": (9, 9)}}
+NEEDED["bounded"] = {"bound": 1.0}
+KEEPS_INF = ("fp16", "bf16", "bounded")  # and sends it as it is; all others send NaN
 every_case = pytest.mark.parametrize("case", CASES)
 every_size = pytest.mark.parametrize("n", SIZES)
 
@@ -171,9 +177,8 @@ def test_non_finite_arrives_and_is_never_remembered(case, n, bad):
     x = gradient(n, 1)
     x[n // 2] = bad
     y = made.decode(made.encode(x, state=state))
-    # A cast has a code for Inf and sends it as it is; all others send NaN.
     assert not np.isfinite(y[n // 2])
-    assert np.isnan(y[n // 2]) or case in ("fp16", "bf16")
+    assert np.isnan(y[n // 2]) or case.startswith(KEEPS_INF)
     assert all(np.isfinite(part).all() for part in state)
     after = made.state_to_values(state, n)
     # Where NaN was sent the memory is what it was; other blocks and buckets go on.
@@ -420,7 +425,7 @@ def test_what_rivals_ship_costs_what_they_ship():
 
 def test_mistakes_are_named():
     with pytest.raises(
-        CompressError, match="no codec is called 'zip'; known: auto, axes, bf16, dct"
+        CompressError, match="no codec is called 'zip'; known: auto, axes, bf16, bounded, dct"
     ):
         codec("zip")
     with pytest.raises(CompressError, match="no preset 'grac'; it has: grace, paper"):
@@ -465,6 +470,15 @@ def test_mistakes_are_named():
         ("demo", {"topk": 0}),
         ("demo", {"edge": 257}),
         ("demo", {"decay": 1.5}),
+        ("bounded", {"form": "huffman", "bound": 1.0}),
+        ("bounded", {"bound": 0.0}),
+        ("bounded", {"bound": math.inf, "form": "paper"}),
+        ("bounded", {"bits": 3, "bound": 1.0}),
+        ("bounded", {"group": 100, "bound": 1.0}),
+        ("bounded", {"escapes": 1.5, "bound": 1.0}),
+        ("bounded", {"seed": -1, "bound": 1.0}),
+        ("bounded", {"threads": 0, "bound": 1.0}),
+        ("bounded", {"measure": 1, "bound": 1.0}),
     ],
 )
 def test_illegal_settings_are_refused(name, settings):

@@ -36,10 +36,11 @@ CASES = {
     "powersgd of a vector": lambda shape: codec("powersgd"),
     "qsgd": lambda shape: codec("qsgd"),
     "terngrad": lambda shape: codec("terngrad"),
+    "bounded": lambda shape: codec("bounded", bound=0.1),
     "fp16": lambda shape: codec("fp16"),
     "bf16": lambda shape: codec("bf16"),
 }
-FORGETFUL = ("qsgd", "terngrad", "fp16", "bf16")
+FORGETFUL = ("qsgd", "terngrad", "bounded", "fp16", "bf16")
 every_case = pytest.mark.parametrize("case", CASES)
 
 

@@ -19,6 +19,7 @@ N = 600
 NEEDED = {
     "auto": {"ratio": 12, "shape": SHAPE, "every": 2},
     "axes": {"shape": SHAPE, "axes": (1,), "theta": 0.9},
+    "bounded": {"bound": 0.1},
     "dct": {"theta": 0.9},
     "fft": {"theta": 0.9},
     "hadamard": {"theta": 0.9},

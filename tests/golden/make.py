@@ -77,6 +77,9 @@ METHODS: list[tuple[str, str, int, dict[str, object]]] = [
     ("v1-onebit-grace", "onebit", 300, {"preset": "grace"}),
     ("v1-powersgd", "powersgd", 600, {"shape": [30, 20], "rank": 2}),
     ("v1-powersgd-vector", "powersgd", 100, {}),
+    ("v1-bounded", "bounded", 700, {"bound": 0.05, "bits": 2, "group": 64}),
+    ("v1-bounded-one-bit", "bounded", 300, {"bound": 0.25, "bits": 1, "escapes": 0.5}),
+    ("v1-bounded-paper", "bounded", 700, {"bound": 0.01, "form": "paper"}),
     ("v1-cast-fp16", "fp16", 100, {}),
     ("v1-cast-bf16", "bf16", 100, {}),
 ]

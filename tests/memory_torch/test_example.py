@@ -54,3 +54,9 @@ def test_the_largest_batch_is_larger_with_a_plan():
     plain, batch = (int(word) for word in said.replace(",", "").split() if word.isdigit())
     assert batch > plain > 0
     assert "the same to the bit" in said
+
+
+def test_activations_example_says_what_fits():
+    out = run("examples/torch_activations.py", "--steps", 3, "--batch", 8)
+    assert "times less" in out
+    assert "images a second expected" in out

@@ -1,0 +1,247 @@
+#include "groups.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "bits.h"
+#include "lanes.h"
+
+namespace sn {
+namespace {
+
+constexpr uint32_t kUnfit = 0x7B800000;  // 2**120: from here on, NaN included, values escape
+constexpr uint32_t kFinest = 0x0880;     // upper half of 2**-110, the finest step
+constexpr float kEdge = 0.0009765625f;   // 2**-10 of a step
+constexpr int64_t kRun = 1024;           // elements worked on at a time: scratch stays in the cache
+
+// Floats in the order of integers, and back; its own inverse.
+inline int32_t ordered(uint32_t bits) {
+  const int32_t b = static_cast<int32_t>(bits);
+  return b ^ ((b >> 31) & 0x7FFFFFFF);
+}
+
+struct Range {
+  int32_t low = INT32_MAX, high = INT32_MIN;
+  int32_t zeros = 0, fits = 0;
+};
+
+SN_CLONES void range_of(const float* values, int64_t count, Range& range) {
+  int32_t low = range.low, high = range.high, zeros = range.zeros, fits = range.fits;
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, values + i, 4);
+    const uint32_t magnitude = bits & 0x7FFFFFFF;
+    const bool fit = magnitude < kUnfit;
+    const int32_t key = ordered(bits);
+    const int32_t down = fit ? key : INT32_MAX, up = fit ? key : INT32_MIN;
+    low = down < low ? down : low;
+    high = up > high ? up : high;
+    zeros += magnitude == 0;
+    fits += fit;
+  }
+  range = {low, high, zeros, fits};
+}
+
+inline float upper(float value) {  // to the next number with a lower half of zeros
+  return from_bits((to_bits(value) + 0xFFFF) & 0xFFFF0000u);
+}
+
+struct Place {
+  float base, step;
+};
+
+// Grid of a group: the finest that holds it, with zero on it if the group has one; see choose() in
+// ops/groups.py for the reasons.
+Place choose(float low, float high, bool zero, int levels, float cap) {
+  const float top = static_cast<float>(levels);
+  const bool both = low < 0 && high > 0;
+  const bool lattice = zero && low < 0;
+  float step, below = 0;
+  if (!lattice) {
+    step = (high - low) / top;
+  } else if (!both) {
+    below = top;
+    step = -low / top;
+  } else if (levels == 1) {
+    below = -low > high ? 1.0f : 0.0f;
+    step = -low > high ? -low : high;
+  } else {
+    const float share = std::floor(top * -low / (high - low));
+    const float a = std::min(std::max(share, 1.0f), top - 1);
+    const float b = std::min(std::max(share + 1, 1.0f), top - 1);
+    const float step_a = std::max(-low / a, high / (top - a));
+    const float step_b = std::max(-low / b, high / (top - b));
+    below = step_a <= step_b ? a : b;
+    step = std::min(step_a, step_b);
+  }
+  step = std::max(upper(step), from_bits(kFinest << 16));
+  if (step <= cap) return {lattice ? -below * step : low, step};
+  step = cap;
+  if (low >= 0) return {low, step};
+  if (!both) return {zero ? -top * step : high - top * step, step};
+  const float half = std::floor((top + 1) / 2);
+  const float left = std::ceil(-low / step), right = std::ceil(high / step);
+  below = left <= half ? left : right <= half ? top - right : half;
+  return {-below * step, step};
+}
+
+inline uint32_t random_word(uint32_t at, uint32_t key, uint32_t other) {
+  uint32_t x = at * 0x9E3779B9u + key;
+  x ^= x >> 17;
+  x *= 0xED5AD4BBu;
+  x ^= x >> 11;
+  x += other;
+  x *= 0xAC4C1B51u;
+  x ^= x >> 15;
+  x *= 0x31848BABu;
+  return x ^ (x >> 14);
+}
+
+// Codes of up to kRun elements; `bad` marks those that no code stands for. Returns how many.
+SN_CLONES int32_t quantise(const float* values, int32_t count, const Place& place, float top,
+                           float bound, uint32_t at, uint32_t key, uint32_t other, uint8_t* codes,
+                           uint8_t* bad, uint32_t& spread) {
+  const float base = place.base, step = place.step;
+  int32_t number = 0;
+  uint32_t total = 0;
+  for (int32_t i = 0; i < count; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, values + i, 4);
+    const bool fit = (bits & 0x7FFFFFFF) < kUnfit;
+    const float value = fit ? values[i] : base;
+    const float raw = (value - base) / step;
+    float q = raw > 0 ? raw : 0;
+    q = q < top ? q : top;
+    const int32_t whole = static_cast<int32_t>(q);
+    const float part = q - static_cast<float>(whole);
+    const uint32_t word = random_word(at + static_cast<uint32_t>(i), key, other) >> 8;
+    const int32_t code =
+        whole + (static_cast<float>(static_cast<int32_t>(word)) < part * 16777216.0f);
+    const float error = (base + static_cast<float>(code) * step) - value;
+    // Off the grid by more than what rounding does: its end would be within the bound, but biased.
+    const bool on = (raw > -kEdge) & (raw < top + kEdge);
+    const bool good = fit & on & (std::fabs(error) < bound);
+    const int32_t g = static_cast<int32_t>(part * 256.0f + 0.5f);
+    total += static_cast<uint32_t>(good ? g * (256 - g) : 0);
+    number += !good;
+    codes[i] = static_cast<uint8_t>(code);
+    bad[i] = !good;
+  }
+  spread += total;
+  return number;
+}
+
+// Codes of one byte each, [count] and zeros up to a multiple of 8, to `bits` bits each.
+SN_CLONES void squeeze(const uint8_t* codes, int64_t count, int bits, uint8_t* out) {
+  const int64_t bytes = (count * bits + 7) / 8;
+  if (bits == 8) {
+    std::memcpy(out, codes, static_cast<size_t>(count));
+  } else if (bits == 4) {
+    for (int64_t i = 0; i < bytes; ++i) {
+      uint16_t w;
+      std::memcpy(&w, codes + 2 * i, 2);
+      out[i] = static_cast<uint8_t>(w | w >> 4);
+    }
+  } else if (bits == 2) {
+    for (int64_t i = 0; i < bytes; ++i) {
+      uint32_t w;
+      std::memcpy(&w, codes + 4 * i, 4);
+      out[i] = static_cast<uint8_t>(w | w >> 6 | w >> 12 | w >> 18);
+    }
+  } else {
+    for (int64_t i = 0; i < bytes; ++i) {
+      uint64_t w;
+      std::memcpy(&w, codes + 8 * i, 8);
+      w |= w >> 7;
+      w |= w >> 14;
+      out[i] = static_cast<uint8_t>(w | w >> 28);
+    }
+  }
+}
+
+// Codes to values; `count` is a multiple of 8 / bits but at the end of the last group.
+SN_CLONES void spread_out(const uint8_t* codes, int64_t count, int bits, const Place& place,
+                          float* out) {
+  const float base = place.base, step = place.step;
+  if (bits == 8) {
+    for (int64_t i = 0; i < count; ++i) out[i] = base + static_cast<float>(codes[i]) * step;
+  } else {
+    uint8_t wide[kRun];
+    const int per = 8 / bits;
+    const int64_t bytes = (count + per - 1) / per;
+    if (bits == 4) {
+      for (int64_t i = 0; i < bytes; ++i) {
+        const uint32_t w = codes[i];
+        const uint16_t two = static_cast<uint16_t>((w | w << 4) & 0x0F0F);
+        std::memcpy(wide + 2 * i, &two, 2);
+      }
+    } else if (bits == 2) {
+      for (int64_t i = 0; i < bytes; ++i) {
+        uint32_t w = codes[i];
+        w = (w | w << 12) & 0x000F000Fu;
+        w = (w | w << 6) & 0x03030303u;
+        std::memcpy(wide + 4 * i, &w, 4);
+      }
+    } else {
+      for (int64_t i = 0; i < bytes; ++i) {
+        uint64_t w = codes[i];
+        w = (w | w << 28) & 0x0000000F0000000Full;
+        w = (w | w << 14) & 0x0003000300030003ull;
+        w = (w | w << 7) & 0x0101010101010101ull;
+        std::memcpy(wide + 8 * i, &w, 8);
+      }
+    }
+    for (int64_t i = 0; i < count; ++i) out[i] = base + static_cast<float>(wide[i]) * step;
+  }
+}
+
+}  // namespace
+
+void pack_groups(const float* values, int64_t count, int64_t first, const Grid& grid, float* bases,
+                 uint16_t* steps, uint32_t* spread, uint8_t* codes, Escapes& escapes) {
+  const int levels = (1 << grid.bits) - 1;
+  const float largest = from_bits(kUnfit);
+  const float cap = from_bits(to_bits(std::min(grid.bound, largest)) & 0xFFFF0000u);
+  uint8_t wide[kRun], bad[kRun];
+  for (int64_t start = 0, g = 0; start < count; start += grid.group, ++g) {
+    const int64_t size = std::min(grid.group, count - start);
+    Range range;
+    for (int64_t i = 0; i < size; i += kRun)
+      range_of(values + start + i, std::min(kRun, size - i), range);
+    const float low = range.fits ? from_bits(ordered(range.low)) : 0.0f;
+    const float high = range.fits ? from_bits(ordered(range.high)) : 0.0f;
+    const Place place = choose(low, high, range.zeros > 0, levels, cap);
+    bases[g] = place.base;
+    steps[g] = static_cast<uint16_t>(to_bits(place.step) >> 16);
+    spread[g] = 0;
+    for (int64_t i = 0; i < size; i += kRun) {
+      const int64_t here = std::min(kRun, size - i), at = first + start + i;
+      const uint32_t high_part = static_cast<uint32_t>(static_cast<uint64_t>(at) >> 32);
+      const int32_t number =
+          quantise(values + start + i, static_cast<int32_t>(here), place,
+                   static_cast<float>(levels), grid.bound, static_cast<uint32_t>(at), grid.key,
+                   grid.other + high_part * 0x85EBCA6Bu, wide, bad, spread[g]);
+      for (int64_t j = here; j % 8; ++j) wide[j] = 0;
+      squeeze(wide, here, grid.bits, codes + (start + i) * grid.bits / 8);
+      for (int64_t j = 0; number && j < here; ++j)
+        if (bad[j]) {
+          escapes.at.push_back(at + j);
+          escapes.values.push_back(values[start + i + j]);
+        }
+    }
+  }
+}
+
+void unpack_groups(const float* bases, const uint16_t* steps, const uint8_t* codes, int64_t count,
+                   int bits, int64_t group, float* values) {
+  for (int64_t start = 0, g = 0; start < count; start += group, ++g) {
+    const Place place = {bases[g], from_bits(static_cast<uint32_t>(steps[g]) << 16)};
+    const int64_t size = std::min(group, count - start);
+    for (int64_t i = 0; i < size; i += kRun)
+      spread_out(codes + (start + i) * bits / 8, std::min(kRun, size - i), bits, place,
+                 values + start + i);
+  }
+}
+
+}  // namespace sn

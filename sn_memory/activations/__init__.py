@@ -1,0 +1,19 @@
+"""Activations in fewer bits: how much error a gradient bears, and which bits that allows."""
+
+from .batch import BatchSuggestion, suggest_batch
+from .controller import Controller, Row
+from .policy import Treatment, treatment
+from .theory import acceptable_bound, coverage, gradient_sd, paper_sd
+
+__all__ = [
+    "BatchSuggestion",
+    "Controller",
+    "Row",
+    "Treatment",
+    "acceptable_bound",
+    "coverage",
+    "gradient_sd",
+    "paper_sd",
+    "suggest_batch",
+    "treatment",
+]

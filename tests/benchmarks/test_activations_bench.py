@@ -1,0 +1,54 @@
+"""The study of compressed activations: what is planned, how rivals round, and one short run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture(scope="module")
+def study():
+    """The script, where torch is."""
+    pytest.importorskip("torch")
+    import activations
+
+    return activations
+
+
+def test_plan_has_no_run_twice_and_seeds_for_the_headline_only(study):
+    runs = study.plan([0, 1], ["cnn", "resnet"], None)
+    assert len(set(runs)) == len(runs) == 2 * (len(study.METHODS) + 3) + 2
+    assert {run.method for run in runs if run.seed == 1} == set(study.HEADLINE)
+
+
+@pytest.mark.parametrize(("method", "worst"), [("nearest 2", 1 / 6), ("nearest 4", 1 / 30)])
+def test_rounding_to_nearest_is_within_half_a_step(study, method, worst):
+    x = np.random.default_rng(0).uniform(-1, 1, 1000).astype(np.float32)
+    off = np.abs(study.Rounded(method).lossy(x) - x)
+    assert worst * 0.9 < off.max() / 2 <= worst * 1.001
+    assert study.RoundedTensor(x, study.Rounded(method), 0).nbytes == 125 * int(method[-1]) + 32
+
+
+def test_fp8_has_three_bits_of_mantissa(study):
+    x = np.random.default_rng(0).uniform(0.1, 1, 1000).astype(np.float32)
+    off = np.abs(study.Rounded("fp8").lossy(x) / x - 1)
+    assert 2.0**-5 < off.max() <= 2.0**-4 * 1.001
+
+
+@pytest.mark.parametrize("method", [("plain", None), ("ours", 9.0), ("nearest 2", None)])
+def test_a_short_run_ends_in_a_row(study, method):
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    images = torch.rand(128, 1, 28, 28, generator=generator)
+    labels = torch.randint(10, (128,), generator=generator)
+    run = study.Run("cnn", method[0], method[1], 0, 3)
+    row = study.train(run, {"train": (images, labels), "t10k": (images, labels)})
+    assert row["ratio"] >= (method[1] or 1)
+    assert 0 <= row["accuracy"] <= 100
+    if method[0] == "ours":
+        # What is held is the packed tensors, the loss and its own saved ones.
+        assert row["held_bytes"] <= row["plain_bytes"] / 9 + 64 * 1024
+        assert row["held_bytes"] < row["peak_bytes"]
+    text = study.table([row | {"seed": 0}])
+    assert f"| cnn | {method[0]}" in text

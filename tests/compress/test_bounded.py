@@ -1,0 +1,197 @@
+"""The bound holds for every element, zeros are zeros, sizes are as said, the mean is right."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from samples import random, vectors
+
+from sn_compress import CompressError, Payload, PayloadError, codec
+from sn_compress.contract import checksum
+
+FORMS = st.one_of(
+    st.builds(
+        lambda bits, group, escapes: {"bits": bits, "group": group, "escapes": escapes},
+        st.sampled_from([1, 2, 4, 8]),
+        st.sampled_from([32, 64, 256, 65536]),
+        st.sampled_from([0.0, 1 / 512, 0.1, 1.0]),
+    ),
+    st.just({"form": "paper"}),
+)
+BOUNDS = st.floats(2.0**-100, 2.0**100)
+
+
+def reseal(data: bytearray) -> bytes:
+    data[28:32] = struct.pack("<I", checksum(np.frombuffer(bytes(data), np.uint8)))
+    return bytes(data)
+
+
+@given(vectors(), BOUNDS, FORMS)
+def test_every_element_is_within_the_bound(backend, x, bound, settings):
+    made = codec("bounded", bound=bound, **settings)
+    payload = made.encode(x)
+    y = made.decode(Payload.from_bytes(payload.to_bytes()))
+    off = np.abs(y.astype(np.float64) - x)
+    if payload.saturated == 0:
+        assert (off <= bound).all()
+    else:  # so many, and no more, are further off
+        assert (off > bound).sum() <= payload.saturated
+    # What is kept without a payload has room for all escapes.
+    kept = made.restore(made.quantise(x), x.size)
+    assert (np.abs(kept.astype(np.float64) - x) <= bound).all()
+
+
+@given(vectors(), BOUNDS, FORMS, st.integers(0, 2**32 - 1))
+def test_zeros_are_zeros(backend, x, bound, settings, seed):
+    x = x.copy()
+    x[np.random.default_rng(seed).random(x.size) < 0.3] = 0
+    made = codec("bounded", bound=bound, **settings)
+    payload = made.encode(x)
+    zeros = made.decode(payload)[x == 0]
+    if settings.get("bits") != 1 or payload.saturated == 0:
+        assert not zeros.any()
+    assert not made.restore(made.quantise(x), x.size)[x == 0].any()
+
+
+@given(vectors(), st.floats(2.0**-100, 2.0**60), FORMS)
+def test_not_finite_stays_where_it_is(backend, x, bound, settings):
+    x = x.copy()
+    x[3::70], x[5::91] = np.nan, -np.inf
+    made = codec("bounded", bound=bound, **settings)
+    kept = made.restore(made.quantise(x), x.size)
+    assert np.array_equal(np.isfinite(kept), np.isfinite(x))
+    assert np.array_equal(kept[~np.isfinite(x)], x[~np.isfinite(x)], equal_nan=True)
+    sent = made.decode(made.encode(x))
+    assert not np.isfinite(sent[~np.isfinite(x)]).any()
+
+
+@given(st.integers(0, 2**40), FORMS)
+def test_size_is_bits_and_a_grid_per_group_and_the_escapes(n, settings):
+    made = codec("bounded", bound=1.0, **settings)
+    if "form" in settings:
+        with pytest.raises(CompressError, match="no size before"):
+            made.payload_bytes(n)
+        return
+    groups = -(-n // made.group)
+    index = 4 if n < 2**32 else 8
+    body = -(-n * made.bits // 8) + 6 * groups + 8 + (index + 4) * made.room(n)
+    assert made.payload_bytes(n) == 32 + -(-body // 16) * 16
+    assert made.room(n) == min(n, math.floor(n * int(made.escapes * (2**32 - 1)) / 2**32) + 1)
+
+
+def test_two_bits_reach_the_ratio_of_the_paper():
+    """13.5 times less than float32 is 2.37 bits; the paper form depends on the data."""
+    n = 2**20
+    assert 4 * n / codec("bounded", preset="actnn").payload_bytes(n) > 13.5
+    x = np.maximum(np.random.default_rng(0).standard_normal(n), 0).astype(np.float32)
+    sizes = [codec("bounded", bound=b, form="paper").encode(x).nbytes for b in (0.05, 0.25, 0.5)]
+    assert sizes == sorted(sizes, reverse=True)
+    # The entropy of half zeros and a half-normal distribution at steps of 0.1, 0.5 and 1 is 3.08,
+    # 1.74 and 1.16 bits. Neighbours tell nothing of each other here, so differences have a
+    # larger entropy, by a bit at most, and deflate takes up to a bit more than the entropy.
+    for size, entropy in zip(sizes, (3.08, 1.74, 1.16), strict=True):
+        assert entropy <= 8 * size / n <= entropy + 2
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("bound", [0.02, math.inf])
+def test_expectation_is_the_vector(bits, bound):
+    """Hoeffding: the mean of t numbers from a range of one step is off by more than
+    step * sqrt(log(2 n / a) / 2 t) in any of n places with probability a at most, here 10**-9."""
+    n, t, alarm = 96, 1500, 1e-9
+    x = np.concatenate([np.maximum(random(n // 3, 1), 0), np.abs(random(2 * n // 3, 2)) + 3])
+    made = codec("bounded", bound=bound, bits=bits, group=32, escapes=1.0, measure=False)
+    state = made.new_state(n)
+    total = np.zeros(n)
+    for _ in range(t):
+        total += made.decode(made.encode(x, state=state))
+    assert state[0][0] == t
+    step = np.minimum(np.ptp(x.reshape(-1, 32), axis=1) / (2**bits - 1) * (1 + 2.0**-7), bound)
+    # Each decoded value is itself rounded to float32.
+    slack = np.repeat(step, 32) * math.sqrt(math.log(2 * n / alarm) / (2 * t)) + 2.0**-24 * x
+    assert (np.abs(total / t - x) <= slack).all()
+
+
+def test_rounding_to_nearest_is_biased_and_this_is_not():
+    """Half zeros at half a deviation: facts of the theory that made the fixed form what it is."""
+    x = np.maximum(random(2**18, 0), 0)
+    nearest = codec("bounded", bound=0.5, form="paper")
+    chance = codec("bounded", bound=1.0, bits=4, escapes=0.01)
+    bias = [np.mean(c.decode(c.encode(x)).astype(float) - x) for c in (nearest, chance)]
+    # A grid spans each group; six deviations of the mean of 2**18 errors below 1/4 each.
+    assert abs(bias[0]) > 0.01
+    assert abs(bias[1]) < 6 * 0.25 / 2**9
+
+
+def test_escapes_beyond_the_room_are_counted_and_broken_groups_are_nan():
+    x = np.zeros(1024, np.float32)
+    x[:1024:2] = 100 * random(512, 0)
+    made = codec("bounded", bound=0.01, bits=2, group=32, escapes=0.01)
+    payload = made.encode(x)
+    room = made.room(1024)
+    wrong = np.abs(made.decode(payload).astype(float) - x) > 0.01
+    assert 0 < wrong.sum() <= payload.saturated
+    assert made.quantise(x).at.size == payload.saturated + room
+    x[32 * np.arange(room + 1) + 5] = np.nan
+    y = made.decode(made.encode(x))
+    assert np.isnan(y).reshape(-1, 32).all(axis=1).tolist() == [True] * (room + 1) + [False] * (
+        31 - room
+    )
+
+
+def test_steps_and_seeds_change_the_chance_and_nothing_else():
+    x = random(1000, 3)
+    made = codec("bounded", bound=math.inf, bits=4)
+    first, second = made.quantise(x, step=0), made.quantise(x, step=1)
+    assert np.array_equal(first.bases, second.bases)
+    assert not np.array_equal(first.codes, second.codes)
+    again = codec("bounded", bound=math.inf, bits=4, seed=1).quantise(x)
+    assert not np.array_equal(first.codes, again.codes)
+
+
+@pytest.mark.parametrize("n", [1, 33, 1000])
+def test_damaged_payloads_of_the_paper_form_never_crash(n):
+    made = codec("bounded", bound=0.01, form="paper")
+    x = random(n, 0)
+    x[0] = np.nan
+    original = made.encode(x).to_bytes()
+    rng = np.random.default_rng(5)
+    refused = 0
+    for _ in range(300):
+        data = bytearray(original)
+        for _ in range(rng.integers(1, 4)):
+            data[rng.integers(32, len(data))] = rng.choice([0, 0x7F, 0x80, 0xFF, rng.integers(256)])
+        try:
+            y = made.decode(Payload.from_bytes(reseal(data)))
+        except PayloadError:
+            refused += 1
+        else:
+            assert (y.dtype, y.shape) == (np.float32, (n,))
+    assert refused
+    for claimed in (0, n + 1, 2**40):
+        data = bytearray(original)
+        data[4:12] = struct.pack("<Q", claimed)
+        with pytest.raises(PayloadError):
+            made.decode(Payload.from_bytes(reseal(data)))
+
+
+def test_a_bound_is_never_rounded_up():
+    made = codec("bounded", bound=0.1, form="paper")  # 0.1 lies below the float32 nearest to it
+    x = random(10_000, 1)
+    assert (np.abs(made.decode(made.encode(x)).astype(np.float64) - x) <= 0.1).all()
+
+
+def test_what_was_lost_is_known_unless_it_is_not_asked_for():
+    x = random(5000, 0)
+    for settings in ({"bits": 4}, {"form": "paper"}):
+        payload = codec("bounded", bound=0.1, **settings).encode(x)
+        y = codec("bounded", bound=0.1, **settings).decode(payload)
+        assert payload.error == pytest.approx(np.square(y.astype(float) - x).sum(), rel=1e-9)
+        quick = codec("bounded", bound=0.1, measure=False, **settings).encode(x)
+        assert quick.error is None
+        assert quick.to_bytes() == payload.to_bytes()

@@ -1,0 +1,218 @@
+"""The theory against plain simulation, and the controller's choices on hand-made layers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from sn_memory import BudgetError
+from sn_memory.activations import (
+    Controller,
+    acceptable_bound,
+    coverage,
+    gradient_sd,
+    paper_sd,
+    suggest_batch,
+    treatment,
+)
+
+
+def relu(rng, *shape):
+    return np.maximum(rng.standard_normal(shape), 0)
+
+
+def test_deviation_of_a_linear_layers_gradient():
+    """Uniform errors on non-zeros; the mean square of 64 x 48 x 40 entries is within 10 %."""
+    rng = np.random.default_rng(0)
+    x, dy = relu(rng, 256, 64), rng.laplace(size=(256, 48))
+    for bound in (0.01, 0.5):
+        errors = [dy.T @ (rng.uniform(-bound, bound, x.shape) * (x != 0)) for _ in range(40)]
+        nonzero = (x != 0).mean()
+        sd = gradient_sd(bound**2 / 3 * nonzero, float(np.square(dy).sum()), outputs=48)
+        assert np.std(errors) == pytest.approx(sd, rel=0.1)
+        assert acceptable_bound(sd, float(np.square(dy).sum()), 48, nonzero) == pytest.approx(bound)
+
+
+def test_a_gradient_of_zero_bears_any_bound():
+    assert acceptable_bound(0.1, 0.0, 8) == math.inf
+    assert gradient_sd(0.5, 0.0, 8) == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "kernel", "stride", "padding", "dilation"),
+    [(7, 3, 1, 1, 1), (8, 3, 2, 1, 1), (9, 5, 1, 0, 1), (9, 3, 1, 2, 2), (4, 7, 1, 3, 1)],
+)
+def test_coverage_counts_the_pairs_inside(size, kernel, stride, padding, dilation):
+    out = (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+    inside = np.pad(np.ones((size, size)), padding)
+    hits = sum(
+        inside[i * stride + a * dilation, j * stride + b * dilation]
+        for i, j, a, b in itertools.product(range(out), range(out), range(kernel), range(kernel))
+    )
+    found = coverage(*([value, value] for value in (size, out, kernel, stride, padding, dilation)))
+    assert found == pytest.approx(hits / (out * kernel) ** 2)
+
+
+def test_the_papers_constant_is_that_of_one_distribution():
+    """a = rms / (sqrt(3) mean magnitude) of dY, over sqrt(outputs) terms of equal size."""
+    rng = np.random.default_rng(0)
+    for dy, a in ((rng.standard_normal((512, 16)), 0.7236), (rng.laplace(size=(512, 16)), 0.8165)):
+        exact = gradient_sd(0.1**2 / 3, float(np.square(dy).sum()), outputs=16)
+        paper = paper_sd(0.1, float(np.abs(dy).mean()), terms=512, nonzero=1.0, a=a)
+        # The rms of 8192 Laplace numbers is known to 2 %, five deviations.
+        assert paper == pytest.approx(exact, rel=0.05)
+
+
+def seen(controller, key, n=10_000, variance=1e-4, energy=1.0, bits=8, yardstick=1.0, **more):
+    controller.observe(key, n=n, bits=bits, variance=variance, **more)
+    controller.observe_gradient(key, energy=energy, outputs=1, yardstick=yardstick)
+
+
+def test_the_fewest_bits_that_keep_to_the_error():
+    # At 8 bits a deviation of 1e-4; the step is 17, 85 and 255 times wider at 4, 2 and 1.
+    for error, bits in ((1e-4, 8), (1.6e-3, 8), (1.8e-3, 4), (8.6e-3, 2), (2.6e-2, 1)):
+        controller = Controller(error=error)
+        seen(controller, "a", variance=1e-8)
+        controller.refresh()
+        assert controller.bits("a") == bits, error
+        (row,) = controller.rows()
+        assert row.predicted_sd(bits) <= error or bits == 8
+        assert row.relative_error == pytest.approx(1e-4)
+
+
+def test_nothing_is_chosen_without_statistics_or_a_yardstick():
+    controller = Controller(error=0.01, start_bits=4)
+    controller.observe("a", n=100, bits=4, variance=0.0)
+    seen(controller, "b", variance=1e-3, yardstick=0.0)
+    controller.observe("c", n=100, bits=8, variance=1e-9, linear=False)
+    controller.refresh()
+    assert [controller.bits("a"), controller.bits("b")] == [4, 8]
+    assert controller.bits("c", linear=False) == 8
+    assert [controller.due(step) for step in (0, 1, 200)] == [True, False, True]
+
+
+def test_a_budget_goes_where_a_bit_helps_most():
+    controller = Controller(budget_bytes=14_000)
+    seen(controller, "sensitive", variance=1e-2)
+    seen(controller, "blunt", variance=1e-6)
+    controller.observe_other("mask", nbytes=1000)
+    controller.refresh()
+    assert controller.bits("sensitive") > controller.bits("blunt")
+    assert controller.total_bytes <= 14_000
+    # Against all combinations: no better one fits, but for a last step that is too large.
+    rows = {row.key: row for row in controller.rows()}
+
+    def loss(bits):
+        return sum(rows[key].predicted_sd(b) ** 2 for key, b in bits.items())
+
+    chosen = {key: controller.bits(key) for key in rows}
+    fitting = [
+        dict(zip(rows, pair, strict=True))
+        for pair in itertools.product((1, 2, 4, 8), repeat=2)
+        if sum(math.ceil(10_000 * (b / 8 + 6 / 256)) for b in pair) + 1000 <= 14_000
+    ]
+    assert loss(chosen) == min(map(loss, fitting))
+
+
+def test_what_is_not_linear_gives_way_first():
+    for budget, width in ((13_500, 8), (9_000, 4), (6_000, 2)):
+        controller = Controller(budget_bytes=budget)
+        seen(controller, "linear")
+        controller.observe("norm", n=10_000, bits=8, variance=1e-6, linear=False)
+        controller.refresh()
+        assert controller.bits("norm", linear=False) == width, budget
+        assert controller.bits("linear") >= 2
+        assert controller.total_bytes <= budget
+    controller = Controller(budget_bytes=3000)
+    seen(controller, "linear")
+    controller.observe("norm", n=10_000, bits=8, variance=1e-6, linear=False)
+    with pytest.raises(BudgetError, match="fewest bits") as caught:
+        controller.refresh()
+    assert caught.value.peak_bytes > caught.value.budget_bytes == 3000
+
+
+def test_overflows_widen_and_then_give_up():
+    controller = Controller(bits=2)
+    controller.observe("a", n=1000, bits=2, variance=0.1)
+    widths = []
+    for _ in range(4):
+        controller.overflowed("a")
+        controller.refresh()
+        widths.append(controller.bits("a"))
+    assert widths == [4, 8, None, None]
+    assert controller.total_bytes == 4000
+    assert "exact" in controller.report()
+
+
+def test_the_papers_theory_gives_a_bound():
+    controller = Controller(error=0.01, theory="paper")
+    assert controller.bound("a") == math.inf
+    controller.observe("a", n=100, bits=8, variance=1e-6, nonzero=0.5)
+    controller.observe_gradient("a", energy=1.0, outputs=4, yardstick=2.0, mean=0.1, terms=64)
+    assert controller.bound("a") == pytest.approx(0.01 * 2 / (0.32 * 0.1 * math.sqrt(64 * 0.5)))
+    exact = Controller(error=0.01)
+    assert exact.bound("a") == math.inf
+    exact.observe("a", n=100, bits=8, variance=1e-6, nonzero=0.5)
+    assert exact.exact_bound("a") == math.inf
+    exact.observe_gradient("a", energy=6.0, outputs=4, yardstick=2.0)
+    bound = exact.exact_bound("a")
+    assert gradient_sd(bound**2 / 3 * 0.5, 6.0, 4) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "got nothing; expected exactly one"),
+        ({"error": 0.01, "bits": 2}, "got error, bits; expected exactly one"),
+        ({"error": 0.0}, "error=0.0; expected above 0"),
+        ({"bits": 3}, "bits=3; expected 1, 2, 4, 8"),
+        ({"error": 1, "every": 0}, "every=0"),
+        ({"error": 1, "nonlinear_bits": 16}, "nonlinear_bits=16"),
+        ({"error": 1, "theory": "sz"}, "theory='sz'; expected exact or paper"),
+    ],
+)
+def test_wrong_settings_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Controller(**settings)
+
+
+def test_what_ops_need():
+    assert {
+        op: treatment(op) for op in ("linear", "relu_", "dropout", "max_pool2d", "softmax")
+    } == {
+        "linear": "linear",
+        "relu_": "sign",
+        "dropout": "mask",
+        "max_pool2d": "shape",
+        "softmax": "nonlinear",
+    }
+
+
+def test_suggested_batches_fit_and_one_more_does_not():
+    fixed, plain, packed, working = 10**6, 50_000, 4_000, 6_000
+    found = suggest_batch(
+        10**7, fixed_bytes=fixed, sample_bytes=plain, packed_sample_bytes=packed,
+        transient_sample_bytes=working, multiple=8,
+    )  # fmt: skip
+    for batch, each in ((found.batch, packed), (found.plain_batch, plain)):
+        assert batch % 8 == 0
+        assert fixed + batch * (each + working) <= 10**7
+        assert fixed + (batch + 8) * (each + working) > 10**7
+    assert found.speedup is None
+    timed = suggest_batch(
+        10**7, fixed_bytes=fixed, sample_bytes=plain, packed_sample_bytes=packed,
+        step_s=(0.1, 0.001), packed_step_s=(0.1, 0.002),
+    )  # fmt: skip
+    assert timed.samples_per_s == pytest.approx(2250 / (0.1 + 0.002 * 2250))
+    assert timed.plain_samples_per_s == pytest.approx(180 / (0.1 + 0.001 * 180))
+    assert timed.speedup < 1  # the packed step is too slow here, and that is said
+    with pytest.raises(ValueError, match="has no room for 8 samples"):
+        suggest_batch(
+            fixed + 1, fixed_bytes=fixed, sample_bytes=plain, packed_sample_bytes=packed,
+            multiple=8,
+        )  # fmt: skip
+    with pytest.raises(ValueError, match="expected sizes above zero"):
+        suggest_batch(10, fixed_bytes=1, sample_bytes=0, packed_sample_bytes=1)

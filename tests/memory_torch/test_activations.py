@@ -1,0 +1,386 @@
+"""Compressed activations in torch: the error is the predicted one, the memory is really free."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from sn_memory.torch import ReplayError, StorageTracker, TraceError, compress_activations
+from sn_memory.torch.activations import MIN_ELEMENTS
+
+
+class Net(nn.Module):
+    """Convolutions (one with a stride), pooling, dropout and linear layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 16, 3, padding=1)
+        self.conv2 = nn.Conv2d(16, 24, 3, padding=1, stride=2)
+        self.conv3 = nn.Conv2d(24, 16, (3, 1), padding="same")
+        self.fc = nn.Linear(16 * 4 * 4, 64)
+        self.out = nn.Linear(64, 10)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x):
+        x = functional.relu(self.conv1(x))
+        x = functional.relu(self.conv2(x))
+        x = functional.max_pool2d(functional.relu(self.conv3(x)), 2)
+        return self.out(self.dropout(functional.relu(self.fc(x.flatten(1)))))
+
+
+def batch(n=64, size=16):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 3, size, size, generator=generator)
+    return x, torch.randint(10, (n,), generator=generator)
+
+
+def train(model, steps, data, optimizer):
+    x, y = data
+    for _ in range(steps):
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("bits", [2, 8])
+def test_error_of_gradients_is_the_predicted_one_and_normal(bits):
+    """Within 10 %, on a net that has trained a little; of each entry the errors are normal.
+
+    Kolmogorov and Smirnov's test of 8 entries in each of 2 layers: a false alarm in 2e-5. Entries
+    of linear layers, to which few of the 64 samples contribute, have errors of few values.
+    """
+    model, data = Net(), batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with compress_activations(model, bits=bits, optimizer=optimizer, every=1) as packed:
+        train(model, 5, data, optimizer)
+        loss = lambda: functional.cross_entropy(model(data[0]), data[1])  # noqa: E731
+        loss().backward()
+        packed.refresh()
+        predicted = {row.key.split("/")[0]: row.predicted_sd() for row in packed.controller.rows()}
+        errors = packed.measure(loss, repeats=60)
+    measured = {row.key.split("/")[0]: row.measured_sd for row in packed.controller.rows()}
+    assert predicted.keys() == {"conv2", "conv3", "fc", "out"}
+    for layer, sd in predicted.items():
+        assert measured[layer] == pytest.approx(sd, rel=0.1), layer
+        each = errors[f"{layer}.weight"].double().flatten(1).numpy()
+        alive = np.flatnonzero(each.std(axis=0) > 0.5 * sd)
+        for entry in alive[:: len(alive) // 8][:8] if layer.startswith("conv") else ():
+            scaled = (each[:, entry] - each[:, entry].mean()) / each[:, entry].std(ddof=1)
+            assert scipy.stats.kstest(scaled, "norm").pvalue > 1e-6
+        # Unbiased: six deviations, in a random direction; repeats are independent.
+        along = each @ np.random.default_rng(0).standard_normal(each.shape[1])
+        assert abs(along.mean()) < 6 * along.std(ddof=1) / np.sqrt(len(along))
+    assert errors["conv1.weight"].std() == 0  # its input is the user's and is left alone
+
+
+def test_what_flows_back_is_exact_where_ops_ask_for_signs_and_masks():
+    """Only gradients of weights have errors: ReLU, dropout and pooling have what they need."""
+    model, (x, y) = Net(), batch(16)
+    x.requires_grad_()
+
+    def gradient():
+        torch.manual_seed(3)
+        return torch.autograd.grad(functional.cross_entropy(model(x), y), [x, model.out.bias])
+
+    plain = gradient()
+    with compress_activations(model, bits=1):
+        packed = gradient()
+    assert all(torch.equal(a, b) for a, b in zip(plain, packed, strict=True))
+
+
+def test_memory_really_falls_by_what_is_predicted():
+    """Of the peak of a step, at least 85 % of the saving that `saved` reports."""
+    layers = [nn.Conv2d(3, 32, 3, padding=1)]
+    for _ in range(6):
+        layers += [nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1)]
+    model, (x, _) = nn.Sequential(*layers), batch(32)
+
+    def peak():
+        model.zero_grad(set_to_none=True)
+        known = [x, *model.parameters()]
+        with StorageTracker(known) as tracker:
+            # The peak of what is held between the passes, where activations are what there is.
+            loss = model(x).sum()
+            held = tracker.live_bytes
+            loss.backward()
+        return held, tracker.peak_bytes
+
+    plain_held, plain_peak = peak()
+    with compress_activations(model, bits=2) as packed:
+        held, compressed_peak = peak()
+    saving = packed.saved.saving_bytes
+    assert saving > 0.8 * packed.saved.plain_bytes
+    assert plain_held - held >= 0.85 * saving
+    # Backward needs one or two plain tensors of the size of a layer's, which are transient.
+    layer = 32 * 32 * 16 * 16 * 4
+    assert plain_peak - compressed_peak >= 0.85 * saving - 2 * layer
+
+
+class Shared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
+        self.first = nn.Linear(64, 64)
+
+    def forward(self, x):
+        x = self.first(x)
+        a, b, c = (part(x) for part in self.parts)
+        return a + b + c + self.parts[0](x.view(32, 8, 64)).view(-1, 64)
+
+
+def test_a_storage_is_packed_once_views_too():
+    model = Shared()
+    with compress_activations(model, bits=4) as packed:
+        model(torch.randn(256, 64)).sum().backward()
+    n = 256 * 64
+    assert packed.saved.plain_bytes == 4 * n
+    # Four bits, 48 for each group of 256, and hardly an escape.
+    assert packed.saved.packed_bytes == n // 2 + 6 * n // 256
+    assert packed.saved.elements == 4 * n
+
+
+def test_parameters_inputs_and_small_tensors_are_left_alone():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+    x = torch.randn(256, 64)
+    with compress_activations(model, bits=1, nonlinear_bits=8) as packed:
+        model(x).sum().backward()
+        assert [row.key for row in packed.controller.rows()] == ["1/tanh/0"]
+        model(torch.randn(MIN_ELEMENTS // 64 - 1, 64)).sum().backward()
+        assert packed.saved.ratio == 1
+
+
+def test_changes_in_place_are_seen():
+    class InPlace(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            x = self.a(x)
+            y = self.b(x)  # saves x
+            x = x.mul_(2)  # and then another version of it
+            return y + self.b(x)
+
+    torch.manual_seed(0)
+    model, x = InPlace(), torch.randn(64, 64)
+    with compress_activations(model, bits=8) as packed:
+        model(x).sum().backward()
+    # Two versions, packed twice: plain autograd would raise an error.
+    assert packed.saved.packed_bytes == 2 * (4096 + 6 * 16)
+    # The gradient is dY^T (x + 2 x), each as it was when saved.
+    inner = model.a(x).detach()
+    exact = torch.ones(64, 64).T @ (inner + 2 * inner)
+    assert torch.allclose(model.b.weight.grad, exact, rtol=0, atol=0.02 * float(exact.abs().max()))
+
+    class Small(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            y = torch.exp(self.w * x)
+            y.mul_(2)
+            return y
+
+    small = Small()
+    with compress_activations(small, bits=8), pytest.raises(ReplayError, match="changed in place"):
+        small(torch.ones(3)).sum().backward()
+
+
+def test_names_do_not_depend_on_what_else_runs():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(64, 64)
+            self.left, self.right = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x, *, left):
+            x = self.first(x)
+            return self.right(self.left(x) if left else x)
+
+    model, x = Branches(), torch.randn(64, 64)
+    with compress_activations(model, bits=4) as packed:
+        model(x, left=False).sum().backward()
+        model(x, left=True).sum().backward()
+    keys = [row.key for row in packed.controller.rows()]
+    assert keys == ["right/linear/0", "left/linear/0"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_packed_as_well(dtype):
+    model = Shared().to(dtype)
+    x = torch.randn(256, 64).to(dtype)
+    plain = copy.deepcopy(model)
+    plain(x).sum().backward()
+    with compress_activations(model, bits=4) as packed:
+        model(x).sum().backward()
+    assert packed.saved.ratio > 3.7
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert a.grad.dtype == dtype
+        scale = float(b.grad.float().abs().max())
+        assert float((a.grad - b.grad).float().abs().max()) < 0.2 * scale
+
+
+def test_channels_last_and_transposes_keep_their_layout():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GELU(), nn.Conv2d(8, 8, 3))
+    model = model.to(memory_format=torch.channels_last)
+    x = batch(8)[0].contiguous(memory_format=torch.channels_last)
+    plain = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    with compress_activations(model, bits=8) as packed:
+        found = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    assert packed.saved.ratio > 3.5
+    for a, b in zip(found, plain, strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=0.02 * float(b.abs().max()) + 1e-4)
+
+
+def test_too_many_escapes_keep_the_tensor_and_then_for_good():
+    model, x = Shared(), torch.randn(256, 64)
+    x[::8] = float("nan")
+    with compress_activations(model, bits=2, overflow_limit=2) as packed:
+        for expected in (1, 1):
+            model(x).sum().backward()
+            assert packed.saved.ratio == expected
+        model(torch.randn(256, 64)).sum().backward()
+        assert packed.saved.ratio == 1
+        rows = packed.controller.rows()
+        assert {row.key.split("/")[0] for row in rows} == {"parts.0", "parts.1", "parts.2"}
+        assert all(packed.controller.bits(row.key) is None for row in rows)
+    assert torch.isnan(model.parts[0].weight.grad).all()
+
+
+@pytest.mark.parametrize("name", ["SGD", "SGD momentum", "Adam"])
+def test_error_is_kept_to_by_the_bits_chosen(name):
+    model, data = Net(), batch()
+    settings = {"lr": 0.01} | ({"momentum": 0.9} if "momentum" in name else {})
+    optimizer = getattr(torch.optim, name.split()[0])(model.parameters(), **settings)
+    with compress_activations(model, error=0.05, optimizer=optimizer, every=4) as packed:
+        train(model, 6, data, optimizer)
+        packed.measure(lambda: functional.cross_entropy(model(data[0]), data[1]), repeats=4)
+    for row in packed.controller.rows():
+        assert row.bits < 8 or row.predicted_sd(4) > 0.05 * row.yardstick
+        # dY has changed since the statistics, and few repeats are measured.
+        assert row.measured_sd < 2 * 0.05 * row.yardstick
+    state = optimizer.state[model.fc.weight]
+    if name == "Adam":
+        alive = state["exp_avg_sq"] > 0
+        step = (state["exp_avg"][alive].abs() / state["exp_avg_sq"][alive].sqrt()).sum()
+        expected = step / alive.numel() * state["exp_avg_sq"].mean().sqrt()
+        assert packed._yardstick(model.fc.weight) == pytest.approx(float(expected))
+    elif "momentum" in name:
+        expected = float(state["momentum_buffer"].abs().mean())
+        assert packed._yardstick(model.fc.weight) == pytest.approx(expected)
+
+
+def test_a_budget_is_kept_after_the_first_step():
+    model, data = Net(), batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with compress_activations(model, bits=8) as packed:
+        train(model, 1, data, optimizer)
+        plain = packed.saved.plain_bytes
+    for ratio in (5, 8):
+        with compress_activations(model, budget=plain // ratio) as packed:
+            train(model, 3, data, optimizer)
+        assert packed.saved.packed_bytes <= plain // ratio
+        assert packed.saved.packed_bytes > 0.5 * plain / ratio
+
+
+def test_the_papers_form_trains_too():
+    model, data = Net(), batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    kinds = set()
+    for theory in ("exact", "paper"):
+        with compress_activations(
+            model, error=0.05, optimizer=optimizer, form="paper", theory=theory, every=2
+        ) as packed:
+            train(model, 6, data, optimizer)
+            packed.measure(lambda: functional.cross_entropy(model(data[0]), data[1]), repeats=4)
+        assert packed.saved.ratio > 4
+        kinds |= {row.key for row in packed.controller.rows() if row.measured_sd > 0}
+    assert kinds >= {"conv2/conv2d/0", "fc/linear/0"}
+    with pytest.raises(ValueError, match="paper together with error="):
+        compress_activations(model, bits=2, form="paper")
+
+
+def test_it_ends_and_leaves_nothing_behind():
+    class Fails(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(64, 64)
+
+        def forward(self, x, fail=False):
+            x = self.inner(self.inner(x))
+            if fail:
+                raise KeyError("mine")
+            return x
+
+    model, x = Fails(), torch.randn(64, 64)
+    packed = compress_activations(model, bits=2)
+    with pytest.raises(KeyError, match="mine"):
+        model(x, fail=True)
+    y = torch.randn(64, 64, requires_grad=True)
+    assert torch.equal(torch.autograd.grad((y * y).sum(), y)[0], 2 * y)  # outside: untouched
+    with torch.no_grad():
+        model(x)
+    model(x).sum().backward()
+    assert packed.saved.ratio > 10
+    packed.close()
+    assert not model._forward_hooks
+    assert not model.inner._forward_pre_hooks
+    plain = copy.deepcopy(model)
+    for each in (model, plain):
+        each.zero_grad()
+        each(x).sum().backward()
+    assert torch.equal(model.inner.weight.grad, plain.inner.weight.grad)
+
+
+def test_checkpoints_inside_are_left_to_themselves():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+            self.b = nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.b(checkpoint(self.a, self.b(x), use_reentrant=False))
+
+    model, x = Checkpointed(), torch.randn(256, 64)
+    plain = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    with compress_activations(model, bits=8):
+        found = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    for a, b in zip(found, plain, strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=0.02 * float(b.abs().max()))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kernel_size": 2},
+        {"kernel_size": 3, "stride": 2, "padding": 1},
+        {"kernel_size": (1, 2), "stride": (2, 1)},
+        {"kernel_size": 3, "stride": 1, "dilation": 2, "ceil_mode": True},
+        {"kernel_size": 5, "stride": 3},  # more than 16 places: a smaller integer
+    ],
+)
+def test_indices_of_pooling_come_back(settings):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(**settings))
+    for form in (torch.contiguous_format, torch.channels_last):
+        x = batch(16)[0].contiguous(memory_format=form).requires_grad_()
+        weight = torch.randn(model(x).shape)
+        plain = torch.autograd.grad((model(x) * weight).sum(), x)[0]
+        with compress_activations(model, bits=8) as packed:
+            found = torch.autograd.grad((model(x) * weight).sum(), x)[0]
+        assert torch.equal(found, plain)
+        assert packed.saved.ratio > 8
+
+
+def test_compiled_models_are_refused():
+    model = torch.compile(nn.Linear(4, 4), backend="eager")
+    with pytest.raises(TraceError, match="eager one"):
+        compress_activations(model, bits=2)
