@@ -88,6 +88,7 @@ MEMORY_LAYERS = (
     ("sn_memory.tensorflow.program", "sn_memory.tensorflow.trace"),
     ("sn_memory.tensorflow",),
     ("sn_memory.torch.errors", "sn_memory.torch.lanes", "sn_memory.torch.tracker"),
+    ("sn_memory.torch.activations", "sn_memory.torch.packing"),
     ("sn_memory.torch.guard", "sn_memory.torch.recorder", "sn_memory.torch.step"),
     (
         "sn_memory.torch.offload",
