@@ -248,14 +248,15 @@ def _costs(reader: Reader) -> Floats:
     # Rounding of 1 - r^2 must not order duplicates: what is below it counts as nothing.
     left[left <= 1e-12 * power[:, None]] = 0.0
     reach = np.linalg.norm(reader.weights, axis=1).sum(axis=0)  # [n]
-    return left * (reach[:, None] / max(reader.output_norm, np.finfo(float).tiny)) ** 2
+    found: Floats = left * (reach[:, None] / max(reader.output_norm, np.finfo(float).tiny)) ** 2
+    return found
 
 
 def _spread(reader: Reader) -> Floats:
     """Return [n]: what is left of each neuron's power once the best constant is taken away."""
     power = np.diagonal(reader.fit)[:-1]
     if not reader.takes_constant:
-        return power
+        return np.array(power, np.float64)
     sums, samples = reader.fit[:-1, -1], reader.fit[-1, -1]
     found: Floats = np.maximum(power - sums**2 / samples, 0.0)
     return found
