@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as tree
 
 from .. import Choice, Reader, Schedule, choose
-from .agree import require_same, sum_over_ranks
+from .agree import fingerprint, require_same, sum_over_ranks
 from .events import Event, Merged
 from .export import write
 from .groups import Group, find_groups
@@ -142,7 +142,8 @@ class Apoptosis:
         able = [group for group in groups if group.reason is None]
         refused = {group.name: group.reason for group in groups if group.reason is not None}
         choices = self._decide(able, program, batches)
-        require_same("the decision", repr(choices), device)
+        weights = fingerprint(self.model.parameters())
+        require_same("weights or decision", f"{weights} {choices!r}", device)
         chosen = []
         for group, choice in zip(able, choices, strict=True):
             if choice is None:
