@@ -351,6 +351,78 @@ def test_settings_are_checked(settings, says):
         apoptosis(model, torch.optim.SGD(model.parameters()), **settings)
 
 
+def test_wrapped_models_and_optimizers_are_refused():
+    model = chain(nn.ReLU())
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ValueError, match="wrap it again"):
+        apoptosis(torch.compile(model, backend="eager"), optimizer)
+    optimizer._allreduce_delay = {}  # by which Horovod's is known
+    with pytest.raises(ValueError, match="wrapped by Horovod"):
+        apoptosis(model, optimizer)
+
+
+def test_compiled_code_follows():
+    model, inputs = chain(nn.ReLU()), torch.randn(64, 5)
+    duplicate(model, ["0"], 1, 3)
+    shrink = apoptosis(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    compiled = torch.compile(model, backend="eager")
+    before = compiled(inputs).detach()
+    assert "no batch was seen" in shrink.step().refused["the model"]
+    shrink.observe(inputs)
+    assert shrink.step()
+    after = compiled(inputs)
+    assert (after - before).abs().max() <= ROUNDING * before.abs().max()
+    after.sum().backward()
+    assert model[0].weight.grad.shape == (7, 5)
+
+
+def test_activations_that_are_not_finite_merge_nothing():
+    model = chain(nn.ReLU())
+    duplicate(model, ["0"], 1, 3)
+    inputs = torch.randn(64, 5)
+    inputs[3, 2] = torch.nan
+    shrink = apoptosis(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    model(inputs)
+    event = shrink.step()
+    assert not event
+    assert "not finite" in event.refused["0.weight"]
+
+
+def test_state_of_another_shape_is_a_reason():
+    model = chain(nn.ReLU())
+    duplicate(model, ["0"], 1, 3)
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-4)
+    shrink = apoptosis(model, optimizer)
+    train(model, optimizer, torch.randn(64, 5))
+    event = shrink.step()
+    assert not event
+    assert "not shaped like it" in event.refused["0.weight"]
+
+
+def test_watching_ends_and_copies_are_not_watched():
+    model, inputs = chain(nn.ReLU()), torch.randn(64, 5)
+    duplicate(model, ["0"], 1, 3)
+    shrink = apoptosis(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    copy.deepcopy(model)(inputs)
+    model.eval()(inputs)
+    assert "no batch was seen" in shrink.step().refused["the model"]
+    shrink.close()
+    model.train()(inputs)
+    assert "no batch was seen" in shrink.step().refused["the model"]
+    shrink.observe(inputs)
+    assert shrink.step()
+
+
+def test_a_ragged_last_batch_does_not_decide():
+    model, inputs = chain(nn.ReLU()), torch.randn(64, 5)
+    shrink = apoptosis(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    duplicate(model, ["0"], 1, 3)
+    model(inputs)
+    model(inputs[:1])  # on one row, all neurons are multiples of each other
+    (merged,) = shrink.step().merged
+    assert merged.before - merged.after == 1
+
+
 def test_no_batch_seen_is_a_reason():
     model = chain(nn.ReLU())
     event = apoptosis(model, torch.optim.SGD(model.parameters())).step()
