@@ -111,6 +111,7 @@ def check_duplicates(model, inputs):
     after = model(inputs)
     assert (after - before).abs().max() <= ROUNDING * before.abs().max()
     after.square().sum().backward()
+    assert all(parameter.is_contiguous() for parameter in model.parameters())
     return event
 
 

@@ -35,7 +35,8 @@ class Apoptosis:
         The plain model: not wrapped by DistributedDataParallel, torch.compile or a memory plan.
         Wrap it again after each event that changed it.
     optimizer
-        A torch.optim.Optimizer of its parameters, not wrapped by Horovod.
+        A torch.optim.Optimizer of its parameters, not wrapped by Horovod; the wrapper must share
+        its state (`wrapped.state = optimizer.state`).
     tolerance
         The relative change of what each layer puts out that one event may cause, in (0, 1).
     every
@@ -49,8 +50,8 @@ class Apoptosis:
 
     Notes
     -----
-    The last four batches that the model was trained on are kept, and decide. Gradients of replaced
-    parameters are gone: call `step` after `optimizer.step()`.
+    The last four batches that the model was trained on are kept, and decide. After an event that
+    merged, all parameters are new objects without gradients: call `step` after `optimizer.step()`.
     """
 
     def __init__(
@@ -152,6 +153,8 @@ class Apoptosis:
                 chosen.append((group, choice))
         done, undone = self._operate(chosen, batches[0])
         self._refused |= undone
+        if done:
+            Patient(self.model, self.optimizer).renew()
         return tuple(_merged(group, choice) for group, choice in done), refused | undone
 
     def _groups(self, program: Any) -> list[Group]:

@@ -66,6 +66,25 @@ class Patient:
 
             self._undo.append(restore)
 
+    def renew(self) -> None:
+        """Make every parameter a new object that shares the old one's memory.
+
+        Hooks of old wrappers stay on old parameters: Horovod's cannot be taken off, and would send
+        the gradient of a parameter that did not shrink a second time.
+        """
+        for old in list(self.model.parameters()):
+            if type(old) is not nn.Parameter:
+                continue
+            new = nn.Parameter(old.detach(), requires_grad=old.requires_grad)
+            for module in self.model.modules():
+                for name, held in module._parameters.items():
+                    if held is old:
+                        module._parameters[name] = new
+            for group in self.optimizer.param_groups:
+                group["params"][:] = [new if held is old else held for held in group["params"]]
+            if old in self.optimizer.state:
+                self.optimizer.state[new] = self.optimizer.state.pop(old)
+
     def state(self, name: str) -> dict[str, Any]:
         value = self.value(name)
         return dict(self.optimizer.state[value]) if value in self.optimizer.state else {}
@@ -137,7 +156,8 @@ def _read_less(
     folded, moved = fold(as_offsets(weight, site), plain, choice, place)
     inputs = (torch.arange(site.places) + kept[:, None] * site.places).reshape(-1)
     shape = (len(weight), len(inputs), *weight.shape[2:])
-    new = torch.from_numpy(folded).permute(1, 2, 0).reshape(shape).to(weight)
+    # Horovod sends no gradient of a parameter that is not contiguous.
+    new = torch.from_numpy(folded).permute(1, 2, 0).reshape(shape).to(weight).contiguous()
     columns = inputs.to(weight.device)
     state = {
         key: held.index_select(1, columns)
