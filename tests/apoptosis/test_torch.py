@@ -138,6 +138,35 @@ def test_duplicates_change_nothing_in(case):
             assert module.groups == module.in_channels == len(module.weight)
 
 
+def test_a_transformer_layer_keeps_its_heads():
+    model = nn.TransformerEncoderLayer(8, 2, dim_feedforward=12, dropout=0.0, batch_first=True)
+    duplicate(model, ["linear1"], 1, 3)
+    event = check_duplicates(model, torch.randn(16, 6, 8))
+    assert event.merged[0].group == "linear1.weight"
+    assert model.linear2.in_features == 11
+    assert model.self_attn.out_proj.out_features == 8
+
+
+class Shared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.left = nn.Linear(5, 8), nn.Linear(8, 5), nn.Linear(5, 5)
+        self.right = nn.Linear(5, 5)
+        self.right.weight = self.left.weight
+
+    def forward(self, x):
+        return self.left(self.right(self.two(torch.relu(self.one(x)))))
+
+
+def test_what_is_shared_stays_shared():
+    model = Shared()
+    duplicate(model, ["one"], 1, 3)
+    event = check_duplicates(model, torch.randn(64, 5))
+    assert event.merged[0].group == "one.weight"
+    assert model.left.weight is model.right.weight
+    assert any("shared" in reason for reason in event.refused.values())
+
+
 def test_a_residual_stream_shrinks_only_if_all_its_makers_agree():
     model = Residual()
     duplicate(model, ["stem", "norm", "first"], 1, 3)
