@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as tree
 
-from .. import Choice, Reader, Schedule, choose
+from ..merge import Choice, Reader, choose
+from ..schedule import Schedule
 from .agree import fingerprint, require_same, sum_over_ranks
 from .events import Event, Merged
 from .export import write

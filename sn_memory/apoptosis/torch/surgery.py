@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from .. import Choice, fold
+from ..merge import Choice, fold
 from .groups import Group, Site
 from .moments import add_up, scales
 
