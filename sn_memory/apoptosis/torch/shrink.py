@@ -16,6 +16,7 @@ from torch.utils import _pytree as tree
 from ..merge import Choice, Reader, choose
 from ..schedule import Schedule
 from .agree import fingerprint, require_same, sum_over_ranks
+from .batches import most_alike, shapes_of
 from .events import Event, Merged
 from .export import write
 from .groups import Group, find_groups
@@ -130,7 +131,7 @@ class Apoptosis:
     def _look(self) -> tuple[tuple[Merged, ...], dict[str, str]]:
         device = next(self.model.parameters()).device
         # A rank that cannot look says so in the hash: the others would wait for it otherwise.
-        program, groups, batches, failure = None, [], _most_alike(self._batches), ""
+        program, groups, batches, failure = None, [], most_alike(self._batches), ""
         if not batches:
             failure = "no batch was seen; call step() after training steps of this very model"
         else:
@@ -226,7 +227,7 @@ class Apoptosis:
         named = self.model.state_dict(keep_vars=True).items()
         key = (
             self.model.training,
-            _shapes(batch),
+            shapes_of(batch),
             tuple((name, tuple(value.shape)) for name, value in named),
         )
         if self._traced is not None and self._traced[0] == key:
@@ -266,23 +267,6 @@ def _merged(group: Group, choice: Choice) -> Merged:
     pairs = tuple((merge.neuron, merge.survivor) for merge in choice.merges)
     changes = {s.weight: c for s, c in zip(group.sites, choice.changes, strict=True)}
     return Merged(group.name, choice.width, len(choice.kept), pairs, changes)
-
-
-def _shapes(batch: Any) -> tuple[tuple[int, ...], ...]:
-    leaves = tree.tree_leaves(batch)
-    return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
-
-
-def _most_alike(batches: deque[Any]) -> list[Any]:
-    """Return the batches of the shapes that hold most rows: a trace is of one set of shapes."""
-    alike: dict[Any, list[Any]] = {}
-    for batch in batches:
-        alike.setdefault(_shapes(batch), []).append(batch)
-
-    def rows(shapes: Any) -> int:
-        return len(alike[shapes]) * (shapes[0][0] if shapes and shapes[0] else 1)
-
-    return alike[max(alike, key=rows)] if alike else []
 
 
 def _check(model: nn.Module, optimizer: Any, tolerance: float, width: int, to: int) -> None:
