@@ -71,7 +71,8 @@ class Factors(Summable):
         mean_q, right_exponents = self._right.unpack((yield words), ranks)
         if mean_q is None or own is None or matrix is None:
             return None
-        self.memory = (matrix - p @ own.T).reshape(-1)
+        matrix -= p @ own.T
+        self.memory = matrix.reshape(-1)
         if mean_q.any():
             # Orthonormal and strongest first, so that a column keeps its scale.
             u, _, _ = np.linalg.svd(mean_q / np.abs(mean_q).max(), full_matrices=False)

@@ -169,7 +169,8 @@ class Summable(ABC):
     def _steps(self, vector: Floats | None, ranks: int) -> Generator[Words, Words, Floats | None]:
         """The rounds for gradient plus memory, [n], None if it is not finite.
 
-        Updates memory and shared state when all went well, and returns None when it did not.
+        Updates memory and shared state when all went well, and returns None when it did not. The
+        vector is for it to keep: written into, it becomes the memory.
         """
 
     @abstractmethod
@@ -197,8 +198,12 @@ class Summable(ABC):
         self.own_rank = rank
         before = {"memory": self.memory, **self._shared()} if self.undoable else {}
         with _quiet():
-            vector += self.memory * np.float32(decay)
-            steps = self._steps(vector if np.isfinite(vector).all() else None, ranks)
+            # Nothing as large as the gradient is made that is not needed: the C library hands large
+            # buffers back to the system, and they come again page by page.
+            vector += self.memory if decay == 1 else self.memory * np.float32(decay)
+            energy = float(vector @ vector)
+            finite = np.isfinite(energy) or np.isfinite(vector).all()
+            steps = self._steps(vector if finite else None, ranks)
             words = next(steps)
         while True:
             total = yield words  # outside, or the caller would be silenced too
@@ -212,7 +217,7 @@ class Summable(ABC):
         if result is None:
             return np.full(self.n, np.nan, np.float32)
         with _quiet():
-            self.energy, self.error = float(vector @ vector), float(self.memory @ self.memory)
+            self.energy, self.error = energy, float(self.memory @ self.memory)
         return result
 
     def undo(self) -> None:
@@ -281,7 +286,8 @@ class Halved(Summable):
         mean, exponents = self._wire.unpack((yield words), ranks)
         if mean is None or sent is None or vector is None:
             return None
-        self.memory, self._exponents = vector - sent[:, 0], exponents
+        vector -= sent[:, 0]
+        self.memory, self._exponents = vector, exponents
         return mean[:, 0]
 
     @property

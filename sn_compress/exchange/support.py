@@ -73,9 +73,8 @@ class Support(Summable):
         at = self._agreed(ranks)
         wire = Scaled(at.size * self.columns, 1)
         wire.exponents = self._exponents
-        rest = sent = None
-        if vector is not None:
-            rest = vector.reshape(self.rows, self.columns).copy()
+        sent = None
+        rest = None if vector is None else vector.reshape(self.rows, self.columns)
         words, sent = wire.pack(None if rest is None else rest[at].reshape(-1, 1), ranks)
         if rest is not None and sent is not None:
             rest[at] -= sent.reshape(-1, self.columns)

@@ -217,3 +217,16 @@ def test_gossip_learns_on_two_ranks(horovodrun, data):
     run = horovodrun(2, example, "--codec", "--epochs", "2", "--data", data).check()
     assert float(re.search(r"epoch 2: test accuracy ([\d.]+) %", run.stdout)[1]) > 90
     assert float(re.search(r"([\d.]+) times fewer", run.stdout)[1]) > 20
+
+
+@pytest.mark.slow
+def test_apoptosis_shrinks_and_still_learns(data):
+    example = ROOT / "examples" / "torch_apoptosis.py"
+    flags = ["--width", 128, "--every", 20, "--epochs", 2, "--tolerance", 0.05, "--data", data]
+    done = run_alone(example, *flags)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"step 20: 1\.weight 128 -> \d+ neurons", done.stdout), done.stdout
+    found = re.search(r"with apoptosis: ([\d.]+) %, ([\d,]+) parameters", done.stdout)
+    assert float(found[1]) > 90  # the made-up images are easy to tell apart
+    assert int(found[2].replace(",", "")) < 0.7 * (785 * 128 + 129 * 128 + 129 * 10)
+    assert f"exported and rebuilt: {found[1]} %" in done.stdout

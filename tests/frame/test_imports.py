@@ -104,6 +104,11 @@ MEMORY_LAYERS = (
     ("sn_memory.torch.apply",),
     ("sn_memory.torch.verify",),
     ("sn_memory.torch",),
+    # Apoptosis knows nothing of plans: NumPy alone, then its rim.
+    ("sn_memory.apoptosis.similarity", "sn_memory.apoptosis.bound", "sn_memory.apoptosis.schedule"),
+    ("sn_memory.apoptosis.merge",),
+    ("sn_memory.apoptosis.torch",),
+    ("sn_memory.apoptosis",),
 )
 CHECK_MAY_IMPORT = {"sn_memory.graph", "sn_memory.plan", "sn_memory.errors"}
 
@@ -112,6 +117,8 @@ def is_rim(path: Path) -> bool:
     """Say whether a file is where a framework may be named."""
     relative = path.relative_to(ROOT)
     if relative.name in ("torch.py", "tensorflow.py", "keras.py", "ddp.py"):
+        return True
+    if relative.parts[:3] == ("sn_memory", "apoptosis", "torch"):
         return True
     return relative.parts[:2] in (("sn_memory", "torch"), ("sn_memory", "tensorflow"))
 

@@ -1,0 +1,8 @@
+"""Apoptosis for torch: a model and its optimizer shrink together while they train."""
+
+from .agree import AgreementError
+from .events import Event, Merged
+from .export import rebuild
+from .shrink import Apoptosis
+
+__all__ = ["AgreementError", "Apoptosis", "Event", "Merged", "rebuild"]

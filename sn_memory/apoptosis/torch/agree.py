@@ -1,0 +1,80 @@
+"""All ranks do the same, or all stop: sums over ranks, and a hash that has to be one.
+
+torch.distributed is asked if it is initialised, else Horovod; alone, there is nobody to agree with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+
+class AgreementError(RuntimeError):
+    """Ranks came to different decisions; raised on all of them, and nothing was changed."""
+
+
+def _horovod() -> Any:
+    """Return horovod.torch where the user has initialised it; it is not imported for this."""
+    hvd = sys.modules.get("horovod.torch")
+    return hvd if hvd is not None and hvd.is_initialized() and hvd.size() > 1 else None
+
+
+def _distributed() -> Any:
+    dist = torch.distributed
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return dist
+    return None
+
+
+def sum_over_ranks(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors summed over ranks, the same bits on each; one message for all of them."""
+    if not values or (_distributed() is None and _horovod() is None):
+        return list(values)
+    flat = torch.cat([value.reshape(-1) for value in values])
+    if dist := _distributed():
+        dist.all_reduce(flat)
+    else:
+        hvd = _horovod()
+        flat = hvd.allreduce(flat, op=hvd.Sum, name="sn_memory.apoptosis.statistics")
+    parts = flat.split([value.numel() for value in values])
+    return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
+
+
+def fingerprint(values: Iterable[torch.Tensor]) -> str:
+    """Return a hash of the bits of tensors; empty where there is nobody to compare with."""
+    if _distributed() is None and _horovod() is None:
+        return ""
+    found = hashlib.sha256()
+    for value in values:
+        plain = value.detach().cpu().contiguous().reshape(-1)
+        found.update(plain.view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def require_same(what: str, text: str, device: torch.device) -> None:
+    """Raise AgreementError on every rank unless all gave the same text."""
+    mine = hashlib.sha256(text.encode()).digest()
+    every = _gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device))
+    ours = [rank for rank, other in enumerate(every) if other == mine]
+    if len(ours) < len(every):
+        others = sorted(set(range(len(every))) - set(ours))
+        raise AgreementError(
+            f"Apoptosis: {what} of this rank is that of ranks {ours} and not of ranks {others}; "
+            "expected the same on all. Nothing was changed. Ranks must hold the same weights and "
+            f"settings, and call step() equally often. Here: {text[:300]}"
+        )
+
+
+def _gather(mine: torch.Tensor) -> list[bytes]:
+    if dist := _distributed():
+        every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, mine)
+    elif hvd := _horovod():
+        every = list(hvd.allgather(mine[None], name="sn_memory.apoptosis.hash"))
+    else:
+        every = [mine]
+    return [bytes(one.cpu().numpy()) for one in every]

@@ -1,0 +1,79 @@
+"""A shrunk model on disk: a plain state_dict, and JSON of its shapes and of what was merged."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .events import Event
+from .surgery import sizes
+
+_FORMAT = "sn_memory.apoptosis"
+
+
+def write(model: nn.Module, events: Sequence[Event], path: str | os.PathLike[str]) -> None:
+    """Write `path` (torch.save of the state_dict) and beside it the same name with .json."""
+    path = Path(path)
+    torch.save(model.state_dict(), path)
+    record = {
+        "format": _FORMAT,
+        "version": 1,
+        "shapes": {name: list(value.shape) for name, value in model.state_dict().items()},
+        "events": [event.to_json() for event in events if event],
+    }
+    path.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def rebuild(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
+    """Shrink a freshly made model to what `Apoptosis.export` wrote, and load its weights.
+
+    Parameters
+    ----------
+    model
+        Made as it was before training, at full width; changed in place.
+    path
+        The file of the state_dict; its JSON lies beside it.
+
+    Returns
+    -------
+    nn.Module
+        The model. Make its optimizer after this call: parameters are new ones.
+    """
+    path = Path(path)
+    record: dict[str, Any] = json.loads(path.with_suffix(".json").read_text())
+    if record.get("format") != _FORMAT or record.get("version") != 1:
+        raise ValueError(
+            f"rebuild: {path.with_suffix('.json')} says format {record.get('format')!r}, version "
+            f"{record.get('version')!r}; expected {_FORMAT!r}, 1. Export it again."
+        )
+    values = torch.load(path, weights_only=True, map_location="cpu")
+    shapes = {name: tuple(shape) for name, shape in record["shapes"].items()}
+    here = model.state_dict()
+    if set(here) != set(shapes):
+        odd = sorted(set(here) ^ set(shapes))[0]
+        raise ValueError(
+            f"rebuild: {odd!r} is in only one of the model and {path.name}; expected the same "
+            "names. Make the model with the code that was trained."
+        )
+    for name, shape in shapes.items():
+        if tuple(here[name].shape) == shape:
+            continue
+        owner, _, last = name.rpartition(".")
+        module = model.get_submodule(owner)
+        old = getattr(module, last)
+        new = torch.empty(shape, dtype=old.dtype, device=old.device)
+        if isinstance(old, nn.Parameter):
+            module._parameters[last] = nn.Parameter(new, requires_grad=old.requires_grad)
+        else:
+            module._buffers[last] = new
+    for module in model.modules():
+        for attribute, size in sizes(module).items():
+            setattr(module, attribute, size)
+    model.load_state_dict(values)
+    return model

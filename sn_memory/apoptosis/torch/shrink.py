@@ -1,0 +1,289 @@
+"""`Apoptosis`: look at the model every so often, merge what may go, say what was done."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import weakref
+from collections import deque
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as tree
+
+from ..merge import Choice, Reader, choose
+from ..schedule import Schedule
+from .agree import fingerprint, require_same, sum_over_ranks
+from .batches import most_alike, shapes_of
+from .events import Event, Merged
+from .export import write
+from .groups import Group, find_groups
+from .moments import unknown_state
+from .statistics import measure
+from .surgery import Patient, as_offsets, operate
+
+_log = logging.getLogger(__name__)
+_BATCHES = 4
+
+
+class Apoptosis:
+    """Merges neurons of a model while it trains, with all that its optimizer knows of them.
+
+    Parameters
+    ----------
+    model
+        The plain model: not wrapped by DistributedDataParallel, torch.compile or a memory plan.
+        Wrap it again after each event that changed it.
+    optimizer
+        A torch.optim.Optimizer of its parameters, not wrapped by Horovod; the wrapper must share
+        its state (`wrapped.state = optimizer.state`).
+    tolerance
+        The relative change of what each layer puts out that one event may cause, in (0, 1).
+    every
+        Steps from one look to the next; see `schedule`.
+    min_width
+        At least so many neurons are left in each group.
+    round_to
+        Widths that change become a multiple of this.
+    schedule
+        "quick", "adaptive" or "aggressive" (sn_memory.apoptosis.schedule).
+
+    Notes
+    -----
+    The last four batches that the model was trained on are kept, and decide. After an event that
+    merged, all parameters are new objects without gradients: call `step` after `optimizer.step()`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        *,
+        tolerance: float = 0.02,
+        every: int = 500,
+        min_width: int = 8,
+        round_to: int = 8,
+        schedule: str = "adaptive",
+    ) -> None:
+        _check(model, optimizer, tolerance, min_width, round_to)
+        self.model, self.optimizer = model, optimizer
+        self.tolerance, self.min_width, self.round_to = tolerance, min_width, round_to
+        self.schedule = Schedule(schedule, every)
+        self.steps = 0
+        self.events: list[Event] = []
+        self._refused: dict[str, str] = {}
+        self._traced: tuple[Any, Any] | None = None
+        self._batches: deque[Any] = deque(maxlen=_BATCHES)
+        self._hook = model.register_forward_pre_hook(_keeper(self), with_kwargs=True)
+
+    def observe(self, *args: Any, **kwargs: Any) -> None:
+        """Keep what the model is called with; only needed where torch.compile calls it."""
+        batch = tree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+        self._batches.append(batch)
+
+    def close(self) -> None:
+        """Stop keeping batches; `step` cannot look at anything any more."""
+        self._hook.remove()
+        self._batches.clear()
+
+    def step(self) -> Event:
+        """Count one step of training; if the schedule says so, look, and merge what may go.
+
+        Returns
+        -------
+        Event
+            True if parameters were replaced: make wrappers anew then.
+
+        Raises
+        ------
+        AgreementError
+            On all ranks, if they came to different decisions; nothing is changed.
+        """
+        self.steps += 1
+        if not self.schedule.is_due(self.steps):
+            return Event(self.steps)
+        start = time.perf_counter()
+        merged, refused = self._look()
+        self.schedule = self.schedule.after(self.steps, merged=bool(merged))
+        event = Event(self.steps, merged, refused, time.perf_counter() - start)
+        if event:
+            self.events.append(event)
+            widths = ", ".join(f"{one.group} {one.before} -> {one.after}" for one in merged)
+            _log.info("step %d: %s, in %.2f s", self.steps, widths, event.seconds)
+        return event
+
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Write the state_dict to `path`, and what was merged to the same name with .json."""
+        write(self.model, self.events, path)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the schedule stands; the model and its optimizer are saved beside it."""
+        plain = {"gap": self.schedule.gap, "last_step": self.schedule.last_step}
+        return {"steps": self.steps, **plain}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+        name, every = self.schedule.name, self.schedule.every
+        self.schedule = Schedule(name, every, state["gap"], state["last_step"])
+
+    def _look(self) -> tuple[tuple[Merged, ...], dict[str, str]]:
+        device = next(self.model.parameters()).device
+        # A rank that cannot look says so in the hash: the others would wait for it otherwise.
+        program, groups, batches, failure = None, [], most_alike(self._batches), ""
+        if not batches:
+            failure = "no batch was seen; call step() after training steps of this very model"
+        else:
+            program, failure = self._trace(batches[0])
+        if program is not None:
+            groups = self._groups(program)
+        described = [f"{group.name}: {group.width} {group.reason or ''}" for group in groups]
+        require_same("the model", failure + "; ".join(described), device)
+        if failure:
+            return (), {"the model": failure}
+        able = [group for group in groups if group.reason is None]
+        refused = {group.name: group.reason for group in groups if group.reason is not None}
+        choices = self._decide(able, program, batches)
+        weights = fingerprint(self.model.parameters())
+        require_same("weights or decision", f"{weights} {choices!r}", device)
+        chosen = []
+        for group, choice in zip(able, choices, strict=True):
+            if choice is None:
+                refused[group.name] = "its activations are not finite"
+            elif choice.merges:
+                chosen.append((group, choice))
+        done, undone = self._operate(chosen, batches[0])
+        self._refused |= undone
+        if done:
+            Patient(self.model, self.optimizer).renew()
+        return tuple(_merged(group, choice) for group, choice in done), refused | undone
+
+    def _groups(self, program: Any) -> list[Group]:
+        groups = find_groups(program, self.model)
+        patient = Patient(self.model, self.optimizer)
+        for group in groups:
+            if group.name in self._refused:
+                group.refuse(self._refused[group.name])
+            for name in [piece.name for piece in group.slices] + [s.weight for s in group.sites]:
+                if key := unknown_state(patient.value(name), patient.state(name)):
+                    group.refuse(f"the optimizer's {key!r} of {name} is not shaped like it")
+        return groups
+
+    def _decide(self, groups: list[Group], program: Any, batches: Any) -> list[Choice | None]:
+        moments = measure(program, self.model, groups, batches)
+        parts = [part for row in moments for own in row for part in _parts(own)]
+        summed = iter(sum_over_ranks(parts))
+        patient = Patient(self.model, self.optimizer)
+        choices: list[Choice | None] = []
+        for group, row in zip(groups, moments, strict=True):
+            readers, finite = [], True
+            for site, _ in zip(group.sites, row, strict=True):
+                fit, check, squares = (next(summed).cpu().numpy() for _ in range(3))
+                finite = finite and bool(torch.isfinite(torch.from_numpy(fit + check)).all())
+                weights = as_offsets(patient.value(site.weight), site)
+                norm = float(squares) ** 0.5
+                constant = site.takes_constant
+                readers.append(Reader(site.call, weights, fit, check, norm, constant))
+            if not finite:
+                choices.append(None)
+                continue
+            choice = choose(
+                readers,
+                tolerance=self.tolerance,
+                share=self.schedule.share,
+                min_width=self.min_width,
+                round_to=self.round_to,
+            )
+            choices.append(choice)
+        return choices
+
+    def _operate(
+        self, chosen: list[tuple[Group, Choice]], batch: Any
+    ) -> tuple[list[tuple[Group, Choice]], dict[str, str]]:
+        """Shrink groups; return those that were, and why others had to be given back."""
+        if not chosen:
+            return [], {}
+        patient = Patient(self.model, self.optimizer)
+        for group, choice in chosen:
+            operate(patient, group, choice)
+        _, failure = self._trace(batch)
+        if not failure:
+            return chosen, {}
+        patient.undo()
+        if len(chosen) == 1:
+            # A width is written in the model's own code, in a view() for example.
+            return [], {chosen[0][0].name: f"with fewer the model cannot run: {failure}"}
+        done: list[tuple[Group, Choice]] = []
+        undone: dict[str, str] = {}
+        for one in chosen:
+            fine, bad = self._operate([one], batch)
+            done += fine
+            undone |= bad
+        return done, undone
+
+    def _trace(self, batch: Any) -> tuple[Any, str]:
+        """Return (program, "") or (None, why the model cannot be traced)."""
+        named = self.model.state_dict(keep_vars=True).items()
+        key = (
+            self.model.training,
+            shapes_of(batch),
+            tuple((name, tuple(value.shape)) for name, value in named),
+        )
+        if self._traced is not None and self._traced[0] == key:
+            return self._traced[1], ""
+        args, kwargs = batch
+        try:
+            program = torch.export.export(self.model, args, kwargs)
+        except Exception as error:  # noqa: BLE001 - torch.export raises what the model raises
+            said = str(error).strip().splitlines()
+            return None, f"{type(error).__name__}: {said[0] if said else ''}"
+        self._traced = key, program
+        return program, ""
+
+
+def _keeper(owner: Apoptosis) -> Any:
+    """Return the hook: a function, as copies of the model must not copy what watches it."""
+    watching = weakref.ref(owner)
+
+    def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
+        # What torch.compile or torch.export records is no batch of data.
+        if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+            return
+        watcher = watching()
+        if watcher is None or watcher.model is not module:
+            return
+        if module.training and torch.is_grad_enabled():
+            watcher.observe(*args, **kwargs)
+
+    return keep
+
+
+def _parts(moments: Any) -> tuple[torch.Tensor, ...]:
+    return moments.fit, moments.check, moments.squares
+
+
+def _merged(group: Group, choice: Choice) -> Merged:
+    pairs = tuple((merge.neuron, merge.survivor) for merge in choice.merges)
+    changes = {s.weight: c for s, c in zip(group.sites, choice.changes, strict=True)}
+    return Merged(group.name, choice.width, len(choice.kept), pairs, changes)
+
+
+def _check(model: nn.Module, optimizer: Any, tolerance: float, width: int, to: int) -> None:
+    wrapped = isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod")
+    if wrapped:
+        raise ValueError(
+            f"Apoptosis: got a {type(model).__name__}, expected the model inside it: parameters "
+            "are replaced, and a wrapper keeps the old ones. Give the plain model, and wrap it "
+            "again when step() returns true."
+        )
+    if hasattr(optimizer, "_allreduce_delay"):
+        raise ValueError(
+            "Apoptosis: got an optimizer wrapped by Horovod, expected the one inside it: the "
+            "wrapper keeps tables of the old parameters. Give the plain optimizer."
+        )
+    if not 0 < tolerance < 1:
+        raise ValueError(f"tolerance: got {tolerance}, expected above 0 and below 1. 0.01 is mild.")
+    for name, value in (("min_width", width), ("round_to", to)):
+        if value < 1:
+            raise ValueError(f"{name}: got {value}, expected 1 or more. Raise it.")

@@ -1,0 +1,170 @@
+"""One group shrinks: weights, biases, norms, and what the optimizer keeps of each, in one go.
+
+New tensors are new Parameters, in the same places of the modules and of the optimizer's groups. A
+Parameter whose data changes shape would keep the autograd node of its old one, and the backward of
+the next step would end in an error wherever somebody still holds the last loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from ..merge import Choice, fold
+from .groups import Group, Site
+from .moments import add_up, scales
+
+
+class Patient:
+    """A model and its optimizer under surgery; `undo` gives back what was there before."""
+
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        self.model, self.optimizer = model, optimizer
+        self._undo: list[Callable[[], None]] = []
+
+    def value(self, name: str) -> torch.Tensor:
+        owner, _, last = name.rpartition(".")
+        found: torch.Tensor = getattr(self.model.get_submodule(owner), last)
+        return found
+
+    def undo(self) -> None:
+        for step in reversed(self._undo):
+            step()
+        self._undo.clear()
+
+    def replace(self, name: str, value: torch.Tensor, state: dict[str, Any]) -> None:
+        """Put a new tensor, and new optimizer state, where those of `name` are."""
+        owner, _, last = name.rpartition(".")
+        module, old = self.model.get_submodule(owner), self.value(name)
+        if not isinstance(old, nn.Parameter):
+            module._buffers[last] = value
+            self._undo.append(lambda: module._buffers.__setitem__(last, old))
+            self._resize(module)
+            return
+        new = nn.Parameter(value, requires_grad=old.requires_grad)
+        module._parameters[last] = new
+        self._undo.append(lambda: module._parameters.__setitem__(last, old))
+        self._resize(module)
+        for group in self.optimizer.param_groups:
+            for place, held in enumerate(group["params"]):
+                if held is old:
+                    group["params"][place] = new
+                    self._undo.append(partial(group["params"].__setitem__, place, old))
+        if old in self.optimizer.state:
+            before = self.optimizer.state.pop(old)
+            self.optimizer.state[new] = state
+
+            def restore() -> None:
+                self.optimizer.state.pop(new, None)
+                self.optimizer.state[old] = before
+
+            self._undo.append(restore)
+
+    def renew(self) -> None:
+        """Make every parameter a new object that shares the old one's memory.
+
+        Hooks of old wrappers stay on old parameters: Horovod's cannot be taken off, and would send
+        the gradient of a parameter that did not shrink a second time.
+        """
+        for old in list(self.model.parameters()):
+            if type(old) is not nn.Parameter:
+                continue
+            new = nn.Parameter(old.detach(), requires_grad=old.requires_grad)
+            for module in self.model.modules():
+                for name, held in module._parameters.items():
+                    if held is old:
+                        module._parameters[name] = new
+            for group in self.optimizer.param_groups:
+                group["params"][:] = [new if held is old else held for held in group["params"]]
+            if old in self.optimizer.state:
+                self.optimizer.state[new] = self.optimizer.state.pop(old)
+
+    def state(self, name: str) -> dict[str, Any]:
+        value = self.value(name)
+        return dict(self.optimizer.state[value]) if value in self.optimizer.state else {}
+
+    def _resize(self, module: nn.Module) -> None:
+        """Make what a module says of its size true again."""
+        for attribute, size in sizes(module).items():
+            before = getattr(module, attribute)
+            setattr(module, attribute, size)
+            self._undo.append(partial(setattr, module, attribute, before))
+
+
+def sizes(module: nn.Module) -> dict[str, int]:
+    """Return the attributes in which torch's own layers repeat the shape of their weights."""
+    if isinstance(module, nn.Linear):
+        return {"out_features": module.weight.shape[0], "in_features": module.weight.shape[1]}
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        out, inputs = module.weight.shape[:2]
+        if module.groups > 1:  # depthwise: as many groups as channels
+            return {"out_channels": out, "in_channels": out, "groups": out}
+        return {"out_channels": out, "in_channels": inputs}
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        held = next((v for v in (module.weight, module.running_mean) if v is not None), None)
+        return {} if held is None else {"num_features": len(held)}
+    return {}
+
+
+def operate(patient: Patient, group: Group, choice: Choice) -> None:
+    """Shrink one group as was chosen."""
+    kept = torch.as_tensor(choice.kept)
+    pairs = [(merge.neuron, merge.survivor) for merge in choice.merges]
+    for place, site in enumerate(group.sites):
+        _read_less(patient, site, choice, place, kept)
+    calls: dict[str, list[str]] = {}
+    for piece in group.slices:
+        calls.setdefault(piece.call, []).append(piece.name)
+    for names in calls.values():
+        trained = [patient.value(n) for n in names if isinstance(patient.value(n), nn.Parameter)]
+        merges = scales(trained, pairs) if trained else []
+        new = []
+        for name in names:
+            value = patient.value(name)
+            rows = kept.to(value.device)
+            state = {
+                key: add_up(key, held, merges).index_select(0, rows)
+                if isinstance(held, torch.Tensor) and held.shape == value.shape
+                else held
+                for key, held in patient.state(name).items()
+            }
+            new.append((name, value.detach().index_select(0, rows), state))
+        for name, value, state in new:
+            patient.replace(name, value, state)
+
+
+def as_offsets(weight: torch.Tensor, site: Site) -> NDArray[np.float64]:
+    """Return a reader's weight as [offsets, outputs, n]."""
+    flat = weight.detach().double().cpu()
+    if site.places > 1:
+        flat = flat.reshape(len(flat), -1, site.places)
+    return np.asarray(flat.reshape(*flat.shape[:2], -1).permute(2, 0, 1).numpy(), np.float64)
+
+
+def _read_less(
+    patient: Patient, site: Site, choice: Choice, place: int, kept: torch.Tensor
+) -> None:
+    weight = patient.value(site.weight)
+    bias = None if site.bias is None else patient.value(site.bias)
+    plain = None if bias is None else bias.detach().double().cpu().numpy()
+    folded, moved = fold(as_offsets(weight, site), plain, choice, place)
+    inputs = (torch.arange(site.places) + kept[:, None] * site.places).reshape(-1)
+    shape = (len(weight), len(inputs), *weight.shape[2:])
+    # Horovod sends no gradient of a parameter that is not contiguous.
+    new = torch.from_numpy(folded).permute(1, 2, 0).reshape(shape).to(weight).contiguous()
+    columns = inputs.to(weight.device)
+    state = {
+        key: held.index_select(1, columns)
+        if isinstance(held, torch.Tensor) and held.shape == weight.shape
+        else held
+        for key, held in patient.state(site.weight).items()
+    }
+    patient.replace(site.weight, new, state)
+    if site.bias is not None and bias is not None and moved is not None:
+        patient.replace(site.bias, torch.from_numpy(moved).to(bias), patient.state(site.bias))

@@ -1,0 +1,13 @@
+"""One thread: sums are taken in one order, and the machine is not asked for more than it has."""
+
+import pytest
+
+
+@pytest.fixture
+def quiet():
+    torch = pytest.importorskip("torch")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield torch
+    torch.set_num_threads(threads)

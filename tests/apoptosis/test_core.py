@@ -1,0 +1,251 @@
+"""What the pure core promises: duplicates cost nothing, and no change is above its bound."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sn_memory.apoptosis import (
+    LIPSCHITZ,
+    Reader,
+    Schedule,
+    angles,
+    bound_from_weights,
+    choose,
+    correlations,
+    fold,
+    is_homogeneous,
+)
+
+ACTIVATIONS = {
+    "linear": lambda z: z,
+    "relu": lambda z: np.maximum(z, 0),
+    "leaky_relu": lambda z: np.where(z > 0, z, 0.01 * z),
+    "elu": lambda z: np.where(z > 0, z, np.expm1(np.minimum(z, 0))),
+    "tanh": np.tanh,
+    "softplus": lambda z: np.logaddexp(0, z),
+    "sigmoid": lambda z: 1 / (1 + np.exp(-z)),
+    "gelu": lambda z: 0.5 * z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))),
+    "silu": lambda z: z / (1 + np.exp(-z)),
+}
+
+
+def net(seed, n=9, inputs=5, outputs=4, rows=60):
+    """Weights with a bias column, inputs with the constant one, outgoing weights and bias."""
+    random = np.random.default_rng(seed)
+    weights = random.normal(size=(n, inputs + 1))
+    x = np.c_[random.normal(size=(rows, inputs)), np.ones(rows)]
+    return weights, x, random.normal(size=(outputs, n)), random.normal(size=outputs)
+
+
+def reader_of(hidden, outgoing, bias, check=None):
+    def moment(h):
+        ones = np.c_[h, np.ones(len(h))]
+        return ones.T @ ones
+
+    check = hidden if check is None else check
+    return Reader(
+        "reader",
+        outgoing[None],
+        moment(hidden),
+        moment(check),
+        float(np.linalg.norm(check @ outgoing.T + (0 if bias is None else bias))),
+        bias is not None,
+    )
+
+
+def test_the_table_is_of_what_is_tested():
+    assert set(ACTIVATIONS) == set(LIPSCHITZ)
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_duplicates_merge_without_a_change(name, with_bias):
+    weights, x, outgoing, bias = net(0)
+    weights[4], weights[7] = weights[1], weights[1]
+    if is_homogeneous(name):
+        weights[7] *= 2.5
+    hidden = ACTIVATIONS[name](x @ weights.T)
+    bias = bias if with_bias else None
+    choice = choose([reader_of(hidden, outgoing, bias)], tolerance=1e-6)
+    assert choice.width - len(choice.kept) == 2
+    assert len({1, 4, 7} - set(choice.kept)) == 2
+    before = hidden @ outgoing.T + (0 if bias is None else bias)
+    small, moved = fold(outgoing[None], bias, choice, 0)
+    after = hidden[:, choice.kept] @ small[0].T + (0 if moved is None else moved)
+    # Sums of 9 products of order one in float64, factors from sums over 60 rows.
+    assert np.abs(after - before).max() < 1e-11
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    name=st.sampled_from(sorted(ACTIVATIONS)),
+    tolerance=st.floats(0.001, 0.9),
+    with_bias=st.booleans(),
+    held_out=st.booleans(),
+)
+def test_the_change_is_what_was_said_and_within_tolerance(
+    seed, name, tolerance, with_bias, held_out
+):
+    weights, x, outgoing, bias = net(seed)
+    _, other, _, _ = net(seed + 1)
+    bias = bias if with_bias else None
+    fit = ACTIVATIONS[name](x @ weights.T)
+    check = ACTIVATIONS[name]((other if held_out else x) @ weights.T)
+    choice = choose([reader_of(fit, outgoing, bias, check)], tolerance=tolerance)
+    small, moved = fold(outgoing[None], bias, choice, 0)
+    shift = 0 if bias is None else bias
+    before = check @ outgoing.T + shift
+    after = check[:, choice.kept] @ small[0].T + (0 if moved is None else moved)
+    change = np.linalg.norm(after - before) / np.linalg.norm(before)
+    assert choice.changes[0] <= tolerance
+    # Equal for a linear reader; squares that cancel leave the root of rounding, 1e-8.
+    assert change == pytest.approx(choice.changes[0], rel=1e-5, abs=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6), tolerance=st.floats(0.05, 0.9))
+def test_offsets_of_a_kernel_are_bounded(seed, tolerance):
+    random = np.random.default_rng(seed)
+    hidden = np.maximum(random.normal(size=(3, 8, 20)), 0)  # [rows, n, positions]
+    kernel = random.normal(size=(3, 4, 8))  # [offsets, outputs, n]
+
+    def convolve(h, k):
+        padded = np.pad(h, ((0, 0), (0, 0), (1, 1)))
+        return sum(np.einsum("on,bnp->bop", k[o], padded[:, :, o : o + 20]) for o in range(3))
+
+    flat = hidden.transpose(0, 2, 1).reshape(-1, 8)
+    moment = np.c_[flat, np.ones(60)].T @ np.c_[flat, np.ones(60)]
+    before = convolve(hidden, kernel)
+    reader = Reader("conv", kernel, moment, moment, float(np.linalg.norm(before)), False)
+    choice = choose([reader], tolerance=tolerance)
+    small, _ = fold(kernel, None, choice, 0)
+    change = np.linalg.norm(convolve(hidden[:, choice.kept], small) - before)
+    assert change <= (choice.changes[0] + 1e-6) * np.linalg.norm(before)
+    assert choice.changes[0] <= tolerance
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), name=st.sampled_from(sorted(ACTIVATIONS)))
+def test_weights_alone_bound_each_merge(seed, name):
+    weights, x, outgoing, _ = net(seed, n=6)
+    weights[3] = 1.5 * weights[0] + 0.05 * weights[2]
+    bound, factor = bound_from_weights(weights, outgoing, name, x.T @ x / len(x))
+    hidden = ACTIVATIONS[name](x @ weights.T)
+    for j in range(6):
+        for i in range(6):
+            if np.isfinite(bound[j, i]):
+                moved = np.outer(hidden[:, j] - factor[j, i] * hidden[:, i], outgoing[:, j])
+                assert np.sqrt((moved**2).sum(axis=1).mean()) <= bound[j, i] * (1 + 1e-9)
+    worst, _ = bound_from_weights(weights, outgoing, name)
+    longest = np.linalg.norm(x, axis=1).max()
+    finite = np.isfinite(bound)
+    assert (bound[finite] <= worst[finite] * longest * (1 + 1e-9)).all()
+
+
+def test_two_readers_must_both_agree():
+    random = np.random.default_rng(3)
+    first = random.normal(size=(50, 4))
+    second = random.normal(size=(50, 4))
+    first[:, 3] = first[:, 0]
+    readers = [
+        reader_of(first, np.ones((1, 4)), np.zeros(1)),
+        reader_of(second, np.ones((1, 4)), np.zeros(1)),
+    ]
+    assert len(choose(readers[:1], tolerance=1e-5).merges) == 1
+    assert not choose(readers, tolerance=1e-5).merges
+    second[:, 3] = 2 * second[:, 0]
+    agreed = choose([readers[0], reader_of(second, np.ones((1, 4)), np.zeros(1))], tolerance=1e-5)
+    (merge,) = agreed.merges
+    assert sorted(abs(np.log2(merge.factors)).round(6)) == [0, 1]
+
+
+def test_dead_and_constant_neurons_go_without_a_survivor():
+    random = np.random.default_rng(0)
+    hidden = random.normal(size=(40, 5))
+    hidden[:, 1], hidden[:, 3] = 0.0, 0.7
+    outgoing, bias = random.normal(size=(3, 5)), np.zeros(3)
+    choice = choose([reader_of(hidden, outgoing, bias)], tolerance=1e-5)
+    assert {merge.neuron for merge in choice.merges} == {1, 3}
+    assert {merge.survivor for merge in choice.merges} == {None}
+    small, moved = fold(outgoing[None], bias, choice, 0)
+    after = hidden[:, choice.kept] @ small[0].T + moved
+    assert np.abs(after - hidden @ outgoing.T).max() < 1e-12
+    # Without a bias a constant has nowhere to go.
+    alone = choose([reader_of(hidden, outgoing, None)], tolerance=1e-5)
+    assert {merge.neuron for merge in alone.merges} == {1}
+
+
+@pytest.mark.parametrize(
+    ("settings_of", "left"),
+    [
+        ({}, 1),
+        ({"min_width": 5}, 5),
+        ({"round_to": 4}, 4),
+        ({"round_to": 8}, 8),
+        ({"round_to": 7}, 7),
+        ({"round_to": 16}, 12),
+        ({"share": 0.25}, 9),
+    ],
+)
+def test_widths_are_kept(settings_of, left):
+    hidden = np.repeat(np.random.default_rng(0).normal(size=(30, 1)), 12, axis=1)
+    choice = choose([reader_of(hidden, np.ones((2, 12)), None)], tolerance=0.01, **settings_of)
+    assert len(choice.kept) == left
+
+
+def test_small_angles_keep_their_digits():
+    base = np.array([1.0, 2.0, 3.0])
+    across = np.array([3.0, 0.0, -1.0]) / np.sqrt(10) * np.linalg.norm(base)
+    found = angles(np.stack([base, base + 1e-9 * across, -base, np.zeros(3)]))
+    assert found[0, 1] == pytest.approx(1e-9, rel=1e-6)
+    assert found[0, 2] == pytest.approx(np.pi)
+    assert found[0, 3] == pytest.approx(np.pi / 2)
+    np.testing.assert_array_equal(found, found.T)
+
+
+def test_correlations_of_the_dead_are_none():
+    h = np.random.default_rng(0).normal(size=(50, 3))
+    h[:, 1], h[:, 2] = 0.0, 3 - 2 * h[:, 0]
+    ones = np.c_[h, np.ones(50)]
+    found = correlations(ones.T @ ones / 50, centred=True)
+    assert found[0, 2] == pytest.approx(-1)
+    assert not found[1].any()
+    assert correlations(ones.T @ ones / 50, centred=False)[0, 2] > -1
+
+
+def test_schedules():
+    def steps(name, merged):
+        schedule, found = Schedule(name, 10), []
+        for step in range(1, 400):
+            if schedule.is_due(step):
+                found.append(step)
+                schedule = schedule.after(step, merged=merged)
+        return found[:5]
+
+    assert steps("quick", True) == [10, 30, 70, 150, 310]
+    assert steps("aggressive", False) == [10, 20, 30, 40, 50]
+    assert steps("adaptive", True) == [10, 20, 30, 40, 50]
+    assert steps("adaptive", False) == [10, 30, 70, 150, 310]
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: Schedule("slow", 1), "quick, adaptive, aggressive"),
+        (lambda: Schedule("quick", 0), "1 or more"),
+        (lambda: choose([], tolerance=0.1), "no readers"),
+        (lambda: choose([], tolerance=0.0), "above 0"),
+        (lambda: angles(np.ones(3)), r"\[neurons, inputs\]"),
+        (lambda: is_homogeneous("swish"), "expected one of elu"),
+        (lambda: bound_from_weights(np.ones((2, 2)), np.ones((2, 3)), "relu"), "Transpose"),
+        (
+            lambda: Reader("r", np.ones((1, 2, 3)), np.ones((3, 3)), np.ones((4, 4)), 1.0, True),
+            r"\[n \+ 1, n \+ 1\]",
+        ),
+    ],
+)
+def test_errors_say_what_to_do(call, says):
+    with pytest.raises(ValueError, match=says):
+        call()

@@ -1,0 +1,459 @@
+"""A torch model shrinks: nothing it puts out changes for duplicates, and its optimizer follows."""
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402 - without torch there is nothing to import
+
+from sn_memory.apoptosis.torch import Apoptosis, rebuild  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("quiet")
+ROOT = Path(__file__).resolve().parents[2]
+# float32 sums of some hundred products, then a batch norm: a few hundred units in the last place.
+ROUNDING = 2e-5
+
+
+class Residual(nn.Module):
+    """Two blocks around one stream of channels; the head reads pooled channels."""
+
+    def __init__(self, width=6):
+        super().__init__()
+        self.stem = nn.Conv2d(2, width, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+        self.first = nn.Conv2d(width, width, 3, padding=1)
+        self.second = nn.Conv2d(width, width, 1)
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.stem(x)))
+        x = x + torch.relu(self.first(x))
+        x = x + self.second(x)
+        return self.head(x.mean((2, 3)))
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def chain(activation):
+    return nn.Sequential(nn.Linear(5, 8), activation, nn.Linear(8, 7), activation, nn.Linear(7, 3))
+
+
+def convolutions(bias=False, norm=True):
+    norms = [nn.BatchNorm2d(6)] if norm else []
+    return nn.Sequential(
+        nn.Conv2d(2, 6, 3, padding=1, bias=bias), *norms, nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(6, 5, 3), nn.Tanh(), nn.Flatten(), nn.Linear(20, 3),
+    )  # fmt: skip
+
+
+def depthwise():
+    return nn.Sequential(
+        nn.Conv2d(2, 6, 1), nn.ReLU(), nn.Conv2d(6, 6, 3, groups=6), nn.ReLU(), nn.Conv2d(6, 4, 1),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3),
+    )  # fmt: skip
+
+
+def duplicate(model, names, one, other):
+    """Make row `other` of these tensors row `one`; by a name with ".", else of a whole module."""
+    state = model.state_dict()
+    for name, value in state.items():
+        if name.startswith(tuple(names)) and value.dim():
+            value[other] = value[one]
+
+
+def train(model, optimizer, inputs, steps=1):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+
+
+def apoptosis(model, optimizer, **settings):
+    defaults = {"tolerance": 1e-4, "every": 1, "min_width": 1, "round_to": 1}
+    return Apoptosis(model, optimizer, **{**defaults, "schedule": "aggressive", **settings})
+
+
+ACTIVATIONS = [
+    nn.Identity, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.Tanh, nn.Softplus, nn.Sigmoid, nn.GELU, nn.SiLU,
+]  # fmt: skip
+IMAGES = (16, 2, 8, 8)
+CASES = {
+    "conv and batch norm": (lambda: convolutions(), ["0", "1"], IMAGES),
+    "conv before flatten": (lambda: convolutions(), ["4"], IMAGES),
+    "conv with bias": (lambda: convolutions(True, False), ["0"], IMAGES),
+    "depthwise": (depthwise, ["0", "2"], IMAGES),
+    "residual": (Residual, ["stem", "norm", "first", "second"], IMAGES),
+    "gated": (Gated, ["gate", "up"], (16, 4)),
+}
+
+
+def check_duplicates(model, inputs):
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    shrink = apoptosis(model, optimizer)
+    before = model(inputs).detach()
+    event = shrink.step()
+    (merged,) = [one for one in event.merged if one.before - one.after == 1]
+    assert len(event.merged) == 1
+    assert set(merged.pairs[0]) == {1, 3}
+    after = model(inputs)
+    assert (after - before).abs().max() <= ROUNDING * before.abs().max()
+    after.square().sum().backward()
+    assert all(parameter.is_contiguous() for parameter in model.parameters())
+    return event
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda kind: kind.__name__)
+def test_duplicates_change_nothing_in_a_chain(activation):
+    model = chain(activation())
+    # Linear layers in a row are of low rank as a whole: enough inputs to tell neurons apart.
+    duplicate(model, ["0"], 1, 3)
+    check_duplicates(model, torch.randn(64, 5))
+    assert (model[0].out_features, model[2].in_features) == (7, 7)
+    assert model[2].weight.shape == (7, 7)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_duplicates_change_nothing_in(case):
+    make, names, shape = CASES[case]
+    model = make()
+    duplicate(model, names, 1, 3)
+    check_duplicates(model, torch.randn(shape))
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            assert module.num_features == len(module.running_mean) == len(module.weight)
+        if isinstance(module, nn.Conv2d) and module.groups > 1:
+            assert module.groups == module.in_channels == len(module.weight)
+
+
+def test_a_transformer_layer_keeps_its_heads():
+    model = nn.TransformerEncoderLayer(8, 2, dim_feedforward=12, dropout=0.0, batch_first=True)
+    duplicate(model, ["linear1"], 1, 3)
+    event = check_duplicates(model, torch.randn(16, 6, 8))
+    assert event.merged[0].group == "linear1.weight"
+    assert model.linear2.in_features == 11
+    assert model.self_attn.out_proj.out_features == 8
+
+
+class Shared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.left = nn.Linear(5, 8), nn.Linear(8, 5), nn.Linear(5, 5)
+        self.right = nn.Linear(5, 5)
+        self.right.weight = self.left.weight
+
+    def forward(self, x):
+        return self.left(self.right(self.two(torch.relu(self.one(x)))))
+
+
+def test_what_is_shared_stays_shared():
+    model = Shared()
+    duplicate(model, ["one"], 1, 3)
+    event = check_duplicates(model, torch.randn(64, 5))
+    assert event.merged[0].group == "one.weight"
+    assert model.left.weight is model.right.weight
+    assert any("shared" in reason for reason in event.refused.values())
+
+
+def test_a_residual_stream_shrinks_only_if_all_its_makers_agree():
+    model = Residual()
+    duplicate(model, ["stem", "norm", "first"], 1, 3)
+    inputs = torch.randn(IMAGES)
+    shrink = apoptosis(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    model(inputs)
+    assert not shrink.step(), "second makes the channels differ"
+    assert model.stem.out_channels == 6
+
+
+OPTIMIZERS = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-4, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-4),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-4, momentum=0.5),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-4),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_next_step_is_that_of_the_small_net(kind):
+    model, inputs = convolutions(), torch.randn(IMAGES)
+    duplicate(model, ["0", "1"], 1, 3)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    shrink = apoptosis(model, optimizer, tolerance=0.05, every=4)
+    train(model, optimizer, inputs, 4)
+    for _ in range(4):
+        event = shrink.step()
+    assert event
+    # A net made small from the start, with the state that was left.
+    small = copy.deepcopy(model)
+    fresh = OPTIMIZERS[kind](small.parameters())
+    fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert len(optimizer.state) == len(list(model.parameters()))
+    for parameter in model.parameters():
+        for value in optimizer.state[parameter].values():
+            assert (
+                not isinstance(value, torch.Tensor)
+                or value.dim() == 0
+                or (value.shape == parameter.shape)
+            )
+    train(model, optimizer, inputs)
+    train(small, fresh, inputs)
+    for ours, theirs in zip(model.parameters(), small.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", ["momentum", "adam"])
+def test_memory_of_duplicates_is_what_the_small_net_has(kind):
+    # The small net with a_1 + a_3 has, by the chain rule, the gradient g_1 + g_3 for its neuron.
+    big = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    duplicate(big, ["0"], 1, 3)
+    with torch.no_grad():
+        big[2].weight[:, 3] = 0.5 * big[2].weight[:, 1]  # then squares add up exactly, too
+    small = nn.Sequential(nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 3))
+    with torch.no_grad():
+        small[0].weight.copy_(big[0].weight[:3])
+        small[0].bias.copy_(big[0].bias[:3])
+        small[2].weight.copy_(big[2].weight[:, :3])
+        small[2].weight[:, 1] += big[2].weight[:, 3]
+        small[2].bias.copy_(big[2].bias)
+    make = {
+        "momentum": lambda p: torch.optim.SGD(p, lr=0.0, momentum=0.9),
+        "adam": lambda p: torch.optim.Adam(p, lr=0.0),
+    }[kind]
+    first, second = make(big.parameters()), make(small.parameters())
+    inputs = torch.randn(32, 5)
+    shrink = apoptosis(big, first, every=2)
+    for _ in range(2):
+        train(big, first, inputs)
+        train(small, second, inputs)
+        event = shrink.step()
+    (merged,) = event.merged
+    order = [i for i in range(4) if i != merged.pairs[0][0]]
+    order = [1 if i == 3 else i for i in order]  # where 3 survived, it stands for 1
+    for index, dim in ((0, 0), (1, 0), (2, 1), (3, None)):
+        ours = first.state[list(big.parameters())[index]]
+        theirs = second.state[list(small.parameters())[index]]
+        for key, value in ours.items():
+            expected = theirs[key]
+            if dim is not None and value.dim():
+                expected = expected.index_select(dim, torch.tensor(order))
+            torch.testing.assert_close(value, expected, rtol=2e-5, atol=1e-7)
+
+
+def test_a_loss_still_held_does_not_break_the_next_backward():
+    model, inputs = chain(nn.ReLU()), torch.randn(64, 5)
+    duplicate(model, ["0"], 1, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    shrink = apoptosis(model, optimizer)
+    held = model(inputs).sum()
+    held.backward()
+    assert shrink.step()
+    model(inputs).sum().backward()
+    assert held.grad_fn is not None
+    assert optimizer.param_groups[0]["params"] == list(model.parameters())
+
+
+class Literal(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(5, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.two(torch.relu(self.one(x)).view(-1, 8))
+
+
+class Normed(Literal):
+    def forward(self, x):
+        return self.two(nn.functional.layer_norm(self.one(x), (8,)))
+
+
+class Tied(Literal):
+    def forward(self, x):
+        return self.two(torch.relu(self.one(x)) + torch.relu(self.one(x)))
+
+
+class Branching(Literal):
+    def forward(self, x):
+        return self.two(self.one(x)) if x.sum() > 0 else self.two(-self.one(x))
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [(Literal, "cannot run"), (Normed, "layer_norm is not understood"), (Tied, "shared"),
+     (Branching, "")],
+)  # fmt: skip
+def test_what_is_not_understood_is_left_with_a_reason(kind, says):
+    model, inputs = kind(), torch.randn(32, 5)
+    duplicate(model, ["one"], 1, 3)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    parameters = list(model.parameters())
+    shrink = apoptosis(model, torch.optim.Adam(model.parameters()))
+    model(inputs)
+    event = shrink.step()
+    assert not event
+    assert any(says in reason for reason in event.refused.values()), event.refused
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    assert model.one.out_features == 8
+
+
+def test_training_shrinks_and_says_by_how_much():
+    random = torch.Generator().manual_seed(0)
+    inputs = torch.randn(128, 6, generator=random)
+    wanted = inputs[:, :1] * inputs[:, 1:2]
+    model = nn.Sequential(nn.Linear(6, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    shrink = apoptosis(model, optimizer, tolerance=0.05, every=25, min_width=8, round_to=4)
+    losses = []
+    for _ in range(150):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), wanted)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if event := shrink.step():
+            (merged,) = event.merged
+            assert merged.after % 4 == 0
+            assert max(merged.changes.values()) <= 0.05
+    assert model[0].out_features < 64
+    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
+
+
+def test_an_export_is_rebuilt_in_a_fresh_process(tmp_path):
+    model = convolutions()
+    duplicate(model, ["0", "1"], 1, 3)
+    shrink = apoptosis(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    inputs = torch.randn(IMAGES)
+    model(inputs)
+    assert shrink.step()
+    shrink.export(tmp_path / "small.pt")
+    torch.save((inputs, model.eval()(inputs).detach()), tmp_path / "expected.pt")
+    code = f"""
+import sys, torch; sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]
+torch.set_num_threads(1)
+from test_torch import convolutions
+from sn_memory.apoptosis.torch import rebuild
+model = rebuild(convolutions(), {str(tmp_path / "small.pt")!r}).eval()
+inputs, expected = torch.load({str(tmp_path / "expected.pt")!r})
+assert model[0].out_channels == 5 and torch.equal(model(inputs), expected)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_checkpoint_goes_on_where_it_was(tmp_path):
+    model, inputs = chain(nn.ReLU()), torch.randn(64, 5)
+    duplicate(model, ["0"], 1, 3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
+    shrink = apoptosis(model, optimizer, schedule="adaptive", every=2)
+    for _ in range(7):
+        train(model, optimizer, inputs)
+        shrink.step()
+    shrink.export(tmp_path / "model.pt")
+    again = rebuild(chain(nn.ReLU()), tmp_path / "model.pt")
+    resumed = apoptosis(again, torch.optim.Adam(again.parameters()), schedule="adaptive", every=2)
+    resumed.load_state_dict(shrink.state_dict())
+    assert (resumed.steps, resumed.schedule) == (shrink.steps, shrink.schedule)
+    with pytest.raises(ValueError, match="only one of the model"):
+        rebuild(Residual(), tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [({"tolerance": 0.0}, "above 0"), ({"min_width": 0}, "1 or more"), ({"every": 0}, "1 or more"),
+     ({"schedule": "slow"}, "adaptive")],
+)  # fmt: skip
+def test_settings_are_checked(settings, says):
+    model = chain(nn.ReLU())
+    with pytest.raises(ValueError, match=says):
+        apoptosis(model, torch.optim.SGD(model.parameters()), **settings)
+
+
+def test_wrapped_models_and_optimizers_are_refused():
+    model = chain(nn.ReLU())
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ValueError, match="wrap it again"):
+        apoptosis(torch.compile(model, backend="eager"), optimizer)
+    optimizer._allreduce_delay = {}  # by which Horovod's is known
+    with pytest.raises(ValueError, match="wrapped by Horovod"):
+        apoptosis(model, optimizer)
+
+
+def test_compiled_code_follows():
+    model, inputs = chain(nn.ReLU()), torch.randn(64, 5)
+    duplicate(model, ["0"], 1, 3)
+    shrink = apoptosis(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    compiled = torch.compile(model, backend="eager")
+    before = compiled(inputs).detach()
+    assert "no batch was seen" in shrink.step().refused["the model"]
+    shrink.observe(inputs)
+    assert shrink.step()
+    after = compiled(inputs)
+    assert (after - before).abs().max() <= ROUNDING * before.abs().max()
+    after.sum().backward()
+    assert model[0].weight.grad.shape == (7, 5)
+
+
+def test_activations_that_are_not_finite_merge_nothing():
+    model = chain(nn.ReLU())
+    duplicate(model, ["0"], 1, 3)
+    inputs = torch.randn(64, 5)
+    inputs[3, 2] = torch.nan
+    shrink = apoptosis(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    model(inputs)
+    event = shrink.step()
+    assert not event
+    assert "not finite" in event.refused["0.weight"]
+
+
+def test_state_of_another_shape_is_a_reason():
+    model = chain(nn.ReLU())
+    duplicate(model, ["0"], 1, 3)
+    optimizer = torch.optim.Adafactor(model.parameters(), lr=1e-4)
+    shrink = apoptosis(model, optimizer)
+    train(model, optimizer, torch.randn(64, 5))
+    event = shrink.step()
+    assert not event
+    assert "not shaped like it" in event.refused["0.weight"]
+
+
+def test_watching_ends_and_copies_are_not_watched():
+    model, inputs = chain(nn.ReLU()), torch.randn(64, 5)
+    duplicate(model, ["0"], 1, 3)
+    shrink = apoptosis(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    copy.deepcopy(model)(inputs)
+    model.eval()(inputs)
+    assert "no batch was seen" in shrink.step().refused["the model"]
+    shrink.close()
+    model.train()(inputs)
+    assert "no batch was seen" in shrink.step().refused["the model"]
+    shrink.observe(inputs)
+    assert shrink.step()
+
+
+def test_a_ragged_last_batch_does_not_decide():
+    model, inputs = chain(nn.ReLU()), torch.randn(64, 5)
+    shrink = apoptosis(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    duplicate(model, ["0"], 1, 3)
+    model(inputs)
+    model(inputs[:1])  # on one row, all neurons are multiples of each other
+    (merged,) = shrink.step().merged
+    assert merged.before - merged.after == 1
+
+
+def test_no_batch_seen_is_a_reason():
+    model = chain(nn.ReLU())
+    event = apoptosis(model, torch.optim.SGD(model.parameters())).step()
+    assert "no batch was seen" in event.refused["the model"]
