@@ -7,6 +7,7 @@ unpacking run on the host; a tensor on another device is copied there.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,6 +21,9 @@ from .errors import ReplayError
 
 ESCAPE_LIMIT = 1 / 64
 """Fraction of elements that may escape before a tensor is kept as it is."""
+
+
+_AT_ONCE = 2**14  # elements
 
 
 @dataclass(frozen=True)
@@ -149,10 +153,13 @@ class Places:
     def __init__(self, indices: torch.Tensor, window: Window) -> None:
         self.window, width = window, window.width
         rows, columns = window.origins(tuple(indices.shape))
-        there = indices.detach().cpu()
-        down = (there.div(width, rounding_mode="floor") - rows) // window.dilation[0]
-        across = (there % width - columns) // window.dilation[1]
-        places = (down * window.kernel[1] + across).to(torch.uint8).reshape(-1)
+        found = torch.empty(indices.shape, dtype=torch.uint8)
+        for part in _parts(indices.shape):
+            there = indices.detach()[part].cpu()
+            down = (there.div(width, rounding_mode="floor") - rows) // window.dilation[0]
+            across = (there % width - columns) // window.dilation[1]
+            found[part] = (down * window.kernel[1] + across).to(torch.uint8)
+        places = found.view(-1)
         per = 8 // window.bits
         padded = torch.nn.functional.pad(places, (0, -len(places) % per)).view(-1, per)
         self.buffer = torch.zeros(len(padded), dtype=torch.uint8)
@@ -164,12 +171,21 @@ class Places:
         window, per = self.window, 8 // self.window.bits
         shifts = torch.arange(per, dtype=torch.uint8) * window.bits
         places = (self.buffer[:, None] >> shifts) & ((1 << window.bits) - 1)
-        places = places.reshape(-1)[: layout.numel].view(layout.shape).long()
+        places = places.reshape(-1)[: layout.numel].view(layout.shape)
         rows, columns = window.origins(layout.shape)
-        down = places // window.kernel[1] * window.dilation[0] + rows
-        across = places % window.kernel[1] * window.dilation[1] + columns
         made = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype)
-        return made.copy_(down * window.width + across).to(layout.device)
+        for part in _parts(layout.shape):
+            place = places[part].long()
+            down = place // window.kernel[1] * window.dilation[0] + rows
+            across = place % window.kernel[1] * window.dilation[1] + columns
+            made[part] = down * window.width + across
+        return made.to(layout.device)
+
+
+def _parts(shape: Sequence[int]) -> Iterator[slice]:
+    """Runs of the first axis with few elements: several numbers of 8 bytes are made of each."""
+    step = max(1, _AT_ONCE // max(math.prod(shape[1:]), 1))
+    return (slice(start, start + step) for start in range(0, shape[0], step))
 
 
 class Lossy:
