@@ -29,7 +29,10 @@ Event = tuple[int, str, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A block: the op that asked for it, for what (`output`, `temp`), how much, and what it got."""
+    """A block: the op that asked for it, for what (`output`, `temp`), how much, and what it got.
+
+    What a Python function in the graph hands over was asked for "outside of ops".
+    """
 
     op: str
     use: str
@@ -114,8 +117,8 @@ def _account(events: list[Event]) -> tuple[int, int, int, tuple[Holding, ...]]:
     for _, name, stats in events:
         if name == _ALLOCATED:
             block = Holding(
-                stats["tf_op"],
-                stats["region_type"],
+                stats.get("tf_op", "outside of ops"),
+                stats.get("region_type", "unknown"),
                 stats["requested_bytes"],
                 stats["allocation_bytes"],
             )

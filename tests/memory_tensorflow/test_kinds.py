@@ -3,7 +3,7 @@
 import pytest
 import tensorflow as tf
 
-from sn_memory.tensorflow import AllocatorPeak
+from sn_memory.tensorflow import Allocations
 from sn_memory.tensorflow.kinds import OVERWRITES
 
 SHAPE = (1024, 256)
@@ -34,7 +34,8 @@ def test_the_result_takes_no_memory_of_its_own(kind):
         return tf.reduce_sum(getattr(tf.raw_ops, kind)(**feed))
 
     run()
-    with AllocatorPeak() as found:
+    with Allocations() as found:
         run()
-    # Half a tensor beside the inputs: scratch of reductions, and no second result.
-    assert found.peak_bytes - found.start_bytes < (count + 0.5) * WHOLE
+    # Half a tensor beside the inputs: scratch of reductions, and no second result. Bytes asked for,
+    # as blocks handed out depend on what the process did before.
+    assert found.peak_bytes < (count + 0.5) * WHOLE
