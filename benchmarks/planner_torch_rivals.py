@@ -5,8 +5,8 @@
 
 Rivals are `activation_memory_budget` with the solvers dp and ilp under aot_eager, and
 torch.utils.checkpoint per block and per group of sqrt(n) blocks. Ours is planned with each rival's
-measured peak as its budget, and runs in the same way: against aot_eager with `backend="compile",
-compiler="eager"`, against checkpoint with `backend="graph"`.
+measured peak as its budget: against aot_eager with `backend="compile", compiler="eager"` and with
+`backend="graph"`, against checkpoint with `backend="graph"`; all of them run calls eagerly.
 
 Peaks are counted by StorageTracker. Op seconds are CPU seconds of the calls that reach the kernels:
 each call at the least that any call of its signature took in any run, so a busy machine hardly
@@ -170,10 +170,11 @@ def rows_of(name: str, shares: tuple[float, ...]) -> list[dict[str, Any]]:
             {run[0] for way, method, _, run in runs if way == engine and method != "none"}
         )
         for peak in peaks:
-            found = ours(copy.deepcopy(model), sample, least, engine, peak)
-            if found is not None:
-                runs.append((engine, "sn_memory", peak, found))
-            print(f"{name} {engine} {peak} {found and found[0]}", flush=True)
+            for way in dict.fromkeys((engine, "eager")):
+                found = ours(copy.deepcopy(model), sample, least, way, peak)
+                if found is not None:
+                    runs.append((way, "sn_memory", peak, found))
+                print(f"{name} {way} {peak} {found and found[0]}", flush=True)
     return [
         {
             "model": name,
@@ -201,29 +202,34 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
     figure, axes = plt.subplots(
         2, len(names), figsize=(4.2 * len(names), 7), layout="constrained", squeeze=False
     )
-    colours = {"torch dp": "#d95f02", "torch ilp": "#e6ab02", "sn_memory": "#1b6ca8"}
+    colours = {
+        ("aot", "torch dp"): "#d95f02", ("aot", "torch ilp"): "#e6ab02",
+        ("aot", "sn_memory"): "#1b6ca8", ("eager", "sn_memory"): "#6a51a3",
+    }  # fmt: skip
+    backends = {"aot": "compile", "eager": "graph"}
     for column, name in enumerate(names):
-        mine = [row for row in rows if row["model"] == name and row["engine"] == "aot"]
+        mine = [row for row in rows if row["model"] == name]
+        asked_of = {row["peak_bytes"] for row in mine if row["engine"] == "aot"}
         plain = next(
             row["op_s"] for row in rows if row["model"] == name and row["method"] == "none"
         )
-        for method, colour in colours.items():
+        for (engine, method), colour in colours.items():
             points = sorted(
-                (row for row in mine if row["method"] == method), key=lambda it: it["setting"]
+                (row for row in mine if (row["engine"], row["method"]) == (engine, method)),
+                key=lambda it: it["setting"],
             )
+            ours = method == "sn_memory"
+            label = f"{method}, {backends[engine]}" if ours else method
             peaks = [row["peak_bytes"] / 2**20 for row in points]
             costs = [100 * (row["op_s"] / plain - 1) for row in points]
-            axes[1][column].plot(peaks, costs, "o", color=colour, label=method, alpha=0.8)
-            if method != "sn_memory":
-                asked = [row["setting"] for row in points]
-                axes[0][column].plot(asked, peaks, "o-", color=colour, label=method)
-            else:
-                axes[0][column].plot(
-                    [it / max(peaks) for it in peaks], peaks, "o-", color=colour, label=method
-                )
+            axes[1][column].plot(peaks, costs, "o", color=colour, label=label, alpha=0.8)
+            most = max(asked_of) if ours else 1.0
+            asked = [row["setting"] / most for row in points]
+            axes[0][column].plot(asked, peaks, "o-", color=colour, label=label)
         axes[0][column].set(title=name, xlabel="share asked for", ylabel="measured peak, MiB")
         axes[1][column].set(xlabel="measured peak, MiB", ylabel="op seconds over plain eager, %")
-        axes[0][column].legend(frameon=False)
+    lines, names = axes[1][0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(path, dpi=110)
 
 
