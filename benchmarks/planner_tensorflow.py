@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,20 @@ def rows_of(name: str, side: int, batch: int, limit: float) -> list[dict[str, An
     return rows
 
 
+def renew(
+    path: Path | None, wanted: list[str], measure: Callable[[str], list[dict[str, Any]]]
+) -> None:
+    """Put new rows of the wanted models in the place of the file's; a stop keeps what is done."""
+    rows: list[dict[str, Any]] = []
+    if path and path.exists():
+        rows = [row for row in json.loads(path.read_text()) if row["model"] not in wanted]
+    state = {"commit": commit(), "machine": machine()}
+    for name in wanted:
+        rows += [{**row, **state} for row in measure(name)]
+        if path:
+            path.write_text(json.dumps(rows, indent=1) + "\n")
+
+
 def main(argv: list[str]) -> int:
     """Run, print, write."""
     names = ["resnet50", "vgg16", "densenet121", "transformer12"]
@@ -232,14 +247,7 @@ def main(argv: list[str]) -> int:
     if args.resident:
         print(resident(args.resident, wanted[0], side, args.batch))
         return 0
-    rows: list[dict[str, Any]] = []
-    if args.json and args.json.exists():
-        rows = [r for r in json.loads(args.json.read_text()) if r["model"] not in wanted]
-    state = {"commit": commit(), "machine": machine()}
-    for name in wanted:
-        rows += [{**row, **state} for row in rows_of(name, side, args.batch, args.time_limit)]
-        if args.json:
-            args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    renew(args.json, wanted, lambda name: rows_of(name, side, args.batch, args.time_limit))
     return 0
 
 

@@ -13,7 +13,6 @@ are updated once), within float32 rounding. A rival that does not run gives a ro
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -23,8 +22,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from machine import commit, machine
-from planner_tensorflow import measured, network, seconds_of, training_step
+from planner_tensorflow import measured, network, renew, seconds_of, training_step
 
 import sn_memory.tensorflow
 from sn_memory import BudgetError, check_plan, plan_graph
@@ -165,14 +163,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     side = 32 if args.quick else args.side
     wanted = args.models or (["vgg16"] if args.quick else list(ENDS))
-    rows: list[dict[str, Any]] = []
-    if args.json and args.json.exists():
-        rows = [r for r in json.loads(args.json.read_text()) if r["model"] not in wanted]
-    state = {"commit": commit(), "machine": machine()}
-    for name in wanted:
-        rows += [{**row, **state} for row in rows_of(name, side, args.batch, args.time_limit)]
-        if args.json:
-            args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    renew(args.json, wanted, lambda name: rows_of(name, side, args.batch, args.time_limit))
     return 0
 
 
