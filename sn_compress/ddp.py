@@ -197,9 +197,8 @@ class FFTState:
                 part.of(flat).copy_(mean)
 
     def _takes(self, part: Part) -> bool:
-        if self.settings.exchange == "shared":
-            return self.shared.takes(part.name, part.elements, fused=True)
-        return part.elements >= self.settings.min_elements
+        fused = self.settings.exchange == "shared"
+        return self.shared.takes(part.name, part.elements, fused=fused)
 
     def _sum(self, tensor: torch.Tensor) -> dist.Work:
         return dist.all_reduce(tensor, group=self.process_group, async_op=True)

@@ -77,7 +77,8 @@ class SharedExchange:
         """Whether a tensor is for the exchange; one that is not travels plain, and is counted.
 
         A collective of its own costs a small tensor more than its few bytes. `fused` says that
-        the words of many tensors share one: then it travels whole, in 16 bits.
+        the words of many tensors share one: then it travels whole, in 16 bits. Rims ask it for the
+        gather exchange, too.
         """
         taken = elements >= (min(SMALLEST, self.min_elements) if fused else self.min_elements)
         if not taken:

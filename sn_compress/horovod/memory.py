@@ -46,12 +46,6 @@ class Memory:
             self._follow_scaler()
         self._seen.add(name)
 
-    def takes(self, name: str | None, elements: int) -> bool:
-        """Whether a tensor is large enough to be compressed."""
-        if self.settings.exchange == "shared":
-            return self.shared.takes(str(name), elements)
-        return elements >= self.settings.min_elements
-
     def check(self, mean: Any) -> None:
         """Note a mean that a watched loss scaler will skip."""
         if self.scaler is not None and not np.isfinite(mean).all():

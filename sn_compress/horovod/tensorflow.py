@@ -238,7 +238,7 @@ def compress(tensor: Any, settings: Settings, frame: FrameType) -> tuple[Any, An
     n = tensor.shape.num_elements()
     shared = settings.exchange == "shared"
     fits = tensor.dtype in _FLOATS and n is not None and not _unclear(call, shared)
-    if not fits or not memory.takes(_label(call, tensor), n):
+    if not fits or not memory.shared.takes(_label(call, tensor), n):
         return _send_plain(tensor, call, memory)
     return _send(tensor, call, memory, shared)
 

@@ -56,8 +56,8 @@ def compress(tensor: torch.Tensor, settings: Settings, frame: FrameType) -> tupl
     memory.enter(caller.name)
     shared = settings.exchange == "shared"
     # Without a name no rank knows what another one has agreed to.
-    named = caller.name or not shared
-    if tensor.dtype not in _FLOATS or not named or not memory.takes(caller.name, tensor.numel()):
+    fits = tensor.dtype in _FLOATS and (caller.name or not shared)
+    if not fits or not memory.shared.takes(str(caller.name), tensor.numel()):
         return _send_plain(tensor, caller, memory)
     if caller.name and caller.optimizer is not None:
         ranks, total = caller.process_set.size(), partial(_total, caller.process_set)

@@ -91,12 +91,6 @@ class Traced:
         """What the memory of a gradient is kept under: "0:kernel" for the first variable."""
         return name if slot == NO_VARIABLE else self._keys[slot]
 
-    def takes(self, name: str, elements: int) -> bool:
-        """Whether a gradient is large enough to be compressed; known as its graph is made."""
-        if self.settings.exchange == "shared":
-            return self.shared.takes(name, elements)
-        return elements >= self.settings.min_elements
-
     def encode(self, key: str | None, values: Floats) -> Bytes:
         """The payload of a gradient, [payload bytes] uint8."""
         if key is None or not self.settings.feedback:
