@@ -147,8 +147,8 @@ def plan(
         gradients and the input count.
     planner, actions, time_limit_s
         As in `sn_memory.plan_graph`. In place of a planner's name, a plan of
-        `trace(model, sample).graph`: made by the command line, or what BudgetError carries as the
-        smallest that was found. The action `offload` moves storages to the host.
+        `trace` with the same settings: made by the command line, or what BudgetError carries as
+        the smallest that was found. The action `offload` moves storages to the host.
     backend
         `graph` runs the recorded calls one by one as planned. `compile` runs the model under
         torch.compile, cut where the plan of its joint graph says. `modules` runs chosen modules
@@ -162,8 +162,8 @@ def plan(
         With `compile`: `inductor`, or `eager`, which runs the planned graphs call by call.
     overlap
         With `graph`: hand each gradient to its parameter when it is ready, so that DDP or Horovod
-        exchanges it beside the rest of the backward pass. Then `torch.autograd.grad` does not see
-        the parameters. The other back ends always do.
+        exchanges it beside the rest of the backward pass, and make none later than torch does.
+        Then `torch.autograd.grad` does not see the parameters. The other back ends always do.
     workspaces
         With `graph`: let the plan choose how each convolution runs, by the workspace it has room
         for, as in `trace`. Other algorithms round otherwise, so bits may differ.
@@ -230,6 +230,7 @@ def plan(
             device=device,
             optimizer=optimizer,
             workspaces=workspaces,
+            overlap=overlap,
         )
         return Replay(traced, make(traced.graph), overlap=overlap)
 

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .errors import TraceError
 from .guard import as_it_was, no_chance
 from .recorder import Recorder, Recording, View
-from .tidy import in_place, without_unused
+from .tidy import without_unused
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class _Capture:
                 for (name, _), it in zip(wanted, gradients, strict=True)
             ),
         )
-        return in_place(without_unused(captured))
+        return without_unused(captured)
 
     def fake(self, tensor: torch.Tensor, role: str) -> torch.Tensor:
         if id(tensor) not in self.fakes:

@@ -10,16 +10,16 @@ from torch.utils._pytree import tree_map_only
 from ..estimate import Estimate
 from ..liveness import live_bytes, peak
 from .optimizer import OptimizerMemory, optimizer_memory
-from .trace import Trace, trace
+from .trace import Trace, trace_unplanned
 
 
 def estimate(model: torch.nn.Module, sample: Any, *, optimizer: Any = None) -> Estimate:
-    """Tell what a training step will hold. Allocates nothing; the model may be on the meta device.
+    """Tell what a training step will hold without a plan. Allocates nothing.
 
     Parameters
     ----------
     model, sample
-        As in `trace`; a sample on the meta device will do.
+        As in `trace`; both may be on the meta device.
     optimizer
         An optimizer, or a class that takes parameters alone, as torch.optim.AdamW.
 
@@ -38,7 +38,7 @@ def estimate(model: torch.nn.Module, sample: Any, *, optimizer: Any = None) -> E
     >>> found.parameters_bytes, found.optimizer_bytes, found.fits("1GB")
     (4004000, 8008008, True)
     """
-    traced = trace(model, sample, profile=False)
+    traced = trace_unplanned(model, sample)
     if optimizer is None:
         held = OptimizerMemory(0, 0)
     else:
@@ -49,7 +49,7 @@ def estimate(model: torch.nn.Module, sample: Any, *, optimizer: Any = None) -> E
 
     def step_of(batch: int) -> int:
         resized = tree_map_only(torch.Tensor, lambda it: _resized(it, batch), sample)
-        return peak(trace(model, resized, profile=False).graph).bytes + held.state_bytes
+        return peak(trace_unplanned(model, resized).graph).bytes + held.state_bytes
 
     highest = peak(traced.graph)
     return Estimate(

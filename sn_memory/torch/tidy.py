@@ -70,10 +70,11 @@ def without_unused(captured: Captured) -> Captured:
     return replace(captured, recording=recording, boundary=boundary)
 
 
-def in_place(captured: Captured) -> Captured:
+def in_place(captured: Captured, *, sums_only: bool = False) -> Captured:
     """Write sums, products and elementwise gradients over a gradient, where that is its last use.
 
-    The same kernel runs on the same numbers; only where it writes differs.
+    The same kernel runs on the same numbers; only where it writes differs. With `sums_only` it is
+    what autograd does without a trace.
     """
     recording, held = captured.recording, owned(captured)
     last = last_uses(recording)
@@ -113,7 +114,7 @@ def in_place(captured: Captured) -> Captured:
             # What the forward pass made may be dropped and made again, unless it is written over.
             ours = isinstance(first, View) and first.storage in made_backward
             summed = call.target is torch.ops.aten.add.Tensor and isinstance(others[0], View)
-            if (ours or summed) and gives_way(first, tuple(others), out, at):
+            if (summed or (ours and not sums_only)) and gives_way(first, tuple(others), out, at):
                 assert out is not None
                 heir[out.storage] = first.storage
                 last[first.storage] = last[out.storage]

@@ -17,7 +17,9 @@ from .capture import Captured, capture
 from .convolutions import Measure, measured_on, ways_of
 from .neutral import Named, neutral
 from .optimizer import optimizer_memory
+from .rearrange import put_off, spared, taken_apart
 from .seconds import NOMINAL, measured_device, measured_seconds
+from .tidy import in_place
 
 OPTIMIZER = "optimizer state"
 
@@ -63,11 +65,15 @@ def trace(
     device: Device | None = None,
     optimizer: Any = None,
     workspaces: bool | Measure = False,
+    overlap: bool = False,
 ) -> Trace:
     """Record a training step of a model as a graph. The model is left as it was.
 
     The step is forward, loss, backward. The loss is an op outside of the plan that reads the
     outputs and makes their gradients; a model that returns its loss has that planned as well.
+    The backward pass is arranged to hold less, without a change to any result: gradients pass
+    elementwise functions in place, convolutions compute their gradients one by one, and those of
+    parameters that are larger than what they are made of are made last.
 
     Parameters
     ----------
@@ -87,6 +93,8 @@ def trace(
     workspaces
         Offer the planner several ways to carry convolutions out, timed on the GPU; or a function
         of a call and the name of a way that returns seconds and workspace bytes.
+    overlap
+        Leave each gradient of a parameter where torch makes it, so that it can be sent at once.
 
     Raises
     ------
@@ -103,7 +111,8 @@ def trace(
     ['addmm', 'relu', 'addmm', 'loss']
     """
     args, kwargs = call_arguments(sample)
-    captured = capture(model, args, kwargs)
+    captured = taken_apart(in_place(capture(model, args, kwargs)))
+    captured = spared(captured if overlap else put_off(captured))
     place = next(iter(model.parameters())).device
     speeds, seconds = operations(captured, place, profile=profile, device=device)
     ways = None
@@ -120,9 +129,24 @@ def trace(
         name=type(model).__name__,
         device=speeds,
         seconds=seconds,
-        allocator="torch" if place.type == "cuda" else "none",
+        allocator=_allocator(place),
         extra=beside(model, optimizer),
         ways=ways,
+    )
+    return Trace(named, captured)
+
+
+def trace_unplanned(model: torch.nn.Module, sample: Any) -> Trace:
+    """Record a training step as torch runs it without a plan; no seconds, else as `trace`."""
+    args, kwargs = call_arguments(sample)
+    captured = in_place(capture(model, args, kwargs), sums_only=True)
+    place = next(iter(model.parameters())).device
+    named = neutral(
+        captured,
+        name=type(model).__name__,
+        device=NOMINAL,
+        seconds=[None] * len(captured.recording.calls),
+        allocator=_allocator(place),
     )
     return Trace(named, captured)
 
@@ -143,3 +167,7 @@ def beside(model: torch.nn.Module, optimizer: Any) -> tuple[Storage, ...]:
     if optimizer is None:
         return ()
     return (Storage(OPTIMIZER, optimizer_memory(model, optimizer).state_bytes, "state"),)
+
+
+def _allocator(place: torch.device) -> str:
+    return "torch" if place.type == "cuda" else "none"

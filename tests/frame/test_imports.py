@@ -96,7 +96,12 @@ MEMORY_LAYERS = (
         "sn_memory.torch.seconds",
         "sn_memory.torch.tidy",
     ),
-    ("sn_memory.torch.capture", "sn_memory.torch.convolutions", "sn_memory.torch.modules"),
+    (
+        "sn_memory.torch.capture",
+        "sn_memory.torch.convolutions",
+        "sn_memory.torch.modules",
+        "sn_memory.torch.rearrange",
+    ),
     ("sn_memory.torch.joint", "sn_memory.torch.neutral", "sn_memory.torch.optimizer"),
     ("sn_memory.torch.instructions", "sn_memory.torch.partition", "sn_memory.torch.trace"),
     ("sn_memory.torch.compiled", "sn_memory.torch.estimate", "sn_memory.torch.program"),
