@@ -209,6 +209,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=4, help="as many steps, with --long")
     parser.add_argument("--only", nargs="+", metavar="METHOD", help="no other methods, now")
     parser.add_argument("--nets", nargs="+", metavar="NET", help="no other nets, now")
+    parser.add_argument("--ratios", type=float, nargs="+", help="no other ratios, now")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--png", type=Path, help="picture of all rows there are")
@@ -221,6 +222,7 @@ def main() -> None:
     path = args.json or path
     runs = [r for r in runs if not args.only or r.method in args.only]
     runs = [r for r in runs if not args.nets or r.net in args.nets]
+    runs = [r for r in runs if not args.ratios or r.ratio_asked in (None, *args.ratios)]
     if args.quick:
         runs = [r for r in runs if r.method in QUICK and r.ratio_asked in (None, 50.0)]
     rows = [] if args.quick else load(path)
