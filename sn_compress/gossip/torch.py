@@ -30,7 +30,7 @@ import torch
 
 from ..contract import Codec
 from ..errors import CompressError
-from .differences import Differences, Shape
+from .differences import PULL, Differences, Shape
 from .loaders.torch import ring_shuffle
 from .peers.torch import Peers, Wait, find_peers
 from .topology import Topology
@@ -39,8 +39,6 @@ from .topology import topology as make_topology
 __all__ = ["GossipOptimizer", "ring_shuffle"]
 
 BUCKET_BYTES = 4 * 2**20
-# Of a codec's differences, which lag behind: Koloskova et al. 2019 call it the consensus step size.
-PULL = 0.5
 _numbers = itertools.count()  # optimizers are made in the same order on all ranks
 _FORMAT = 1
 
