@@ -103,7 +103,9 @@ def GossipOptimizer(  # noqa: N802 - named as Horovod names its own
     every : steps from one measure of the spread to the next, a sum of three numbers; 0: none
     bucket_bytes : largest message, unless a single tensor is larger
     process_set, group : of Horovod or of torch.distributed; None: all ranks of what is initialised.
-        A group may also be an object with the methods of peers.torch.Peers
+        A group should carry nothing else, as torch.distributed tells messages apart by their order
+        alone: a second optimizer in it could take, or wait for ever for, what the first has under
+        way. A group may also be an object with the methods of peers.torch.Peers
 
     Returns
     -------
