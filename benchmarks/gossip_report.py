@@ -119,7 +119,7 @@ def picture(rows: list[Row], path: Path) -> None:
                     row["steps_seen"], relative(row), color=LOOKS[row["method"]], linewidth=1.5,
                     label=None if number else name,
                 )  # fmt: skip
-        axes.set(yscale="log", xlabel="step", xlim=(0, None))
+        axes.set(yscale="log", xlabel="step", xlim=(0, None), ylim=(1e-5, 2))
         axes.set_title(f"{ranks} ranks: consensus distance over the norm of the model", loc="left")
         axes.legend(frameon=False)
     figure.savefig(path, dpi=110)
