@@ -2,6 +2,7 @@
 
     python benchmarks/gossip.py            what is missing of the whole study
     python benchmarks/gossip.py --quick    one short run of each method: does it all run?
+    python benchmarks/gossip.py --steps 600 --seeds 0 --methods "weights, top-k" --pull 0.5
 
 Ranks are threads of one process with the optimizer's own code (benchmarks/local_peers.py); every
 message is real. All methods see the same images in the same order, 64 a step, shared among the
@@ -31,12 +32,14 @@ from study import learning_rate
 
 import sn_compress
 from sn_compress.gossip import consensus_distance
+from sn_compress.gossip.differences import PULL
 from sn_compress.gossip.torch import GossipOptimizer
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/gossip.json"
 BATCH = 64  # images per step, of all ranks together
-RATE, STEPS, LOOKS = 0.05, 600, 50  # the rate that benchmarks/study.py found for this net
+# The rate that benchmarks/study.py found for this net; two passes over 60,000 images.
+RATE, STEPS, LOOKS = 0.05, 1875, 50
 
 
 def _topk(shape: tuple[int, ...]) -> sn_compress.Codec:
@@ -150,11 +153,15 @@ def accuracy(net: torch.nn.Module) -> float:
 
 
 def plan(
-    methods: Sequence[str], seeds: Sequence[int], ranks: Sequence[int], steps: int
+    methods: Sequence[str],
+    seeds: Sequence[int],
+    ranks: Sequence[int],
+    steps: int,
+    pull: float = PULL,
 ) -> list[Run]:
     """All runs, seed by seed."""
     return [
-        Run(method, r, seed, steps, pull=0.5 if "codec" in METHODS[method] else 1.0)
+        Run(method, r, seed, steps, pull=pull if "codec" in METHODS[method] else 1.0)
         for seed in seeds
         for r in ranks
         for method in methods
@@ -170,11 +177,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 4])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(STUDIED))
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--pull", type=float, default=PULL, help="of methods with a codec")
     parser.add_argument("--workers", type=int, default=2, help="processes")
     parser.add_argument("--png", type=Path, help="picture of all rows there are")
     args = parser.parse_args()
     path = args.json or (ROOT / "benchmarks/out/gossip.json" if args.quick else RESULTS)
-    runs = plan(args.methods, args.seeds, args.ranks, args.steps)
+    runs = plan(args.methods, args.seeds, args.ranks, args.steps, args.pull)
     if args.quick:
         runs = plan(list(METHODS), [0], [4], 20)
     rows = [] if args.quick else load(path)

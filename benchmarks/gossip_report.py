@@ -11,6 +11,7 @@ Row = dict[str, Any]
 COLUMNS = (
     "method",
     "ranks",
+    "steps",
     "accuracy of the consensus model, %",
     "against all-reduce, points",
     "one worker, %",
@@ -21,20 +22,32 @@ COLUMNS = (
 )
 # Okabe and Ito's palette, as in the simulator.
 LOOKS = {
-    "gradients": "#d55e00",
+    "all-reduce": "#000000",
     "weights": "#009e73",
     "weights, not overlapped": "#0072b2",
     "weights, top-k": "#cc79a7",
     "weights, fft": "#e69f00",
     "weights, auto": "#56b4e9",
+    "gradients": "#d55e00",
 }
 
 
-def _groups(rows: list[Row]) -> dict[tuple[int, str], list[Row]]:
+def _groups(rows: list[Row]) -> dict[tuple[int, int, str], list[Row]]:
+    """Rows that differ in their seed only, by steps, ranks and name."""
     found = defaultdict(list)
-    for row in sorted(rows, key=lambda r: (r["ranks"], r["seed"])):
-        found[row["ranks"], row["method"]].append(row)
+    order = list(LOOKS)
+    for row in sorted(
+        rows,
+        key=lambda r: (
+            -r["steps"], r["ranks"], order.index(r["method"]), r["pull"], r["seed"],
+        ),
+    ):  # fmt: skip
+        found[row["steps"], row["ranks"], _name(row)].append(row)
     return found
+
+
+def _name(row: Row) -> str:
+    return row["method"] + (f", pull {row['pull']:g}" if row["pull"] < 1 else "")
 
 
 def relative(row: Row) -> list[float]:
@@ -56,18 +69,21 @@ def _mean(values: list[float], form: str) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as a Markdown table, a line for each method and number of ranks."""
-    plain = {(r["ranks"], r["seed"]): r["accuracy"] for r in rows if r["method"] == "all-reduce"}
+    """The rows as a Markdown table, a line for each method, number of ranks and of steps."""
+    keys = ("steps", "ranks", "seed")
+    plain = {
+        tuple(r[key] for key in keys): r["accuracy"] for r in rows if r["method"] == "all-reduce"
+    }
     lines = [COLUMNS, ("---",) * len(COLUMNS)]
-    for (ranks, method), group in _groups(rows).items():
-        gaps = [
-            r["accuracy"] - plain[ranks, r["seed"]] for r in group if (ranks, r["seed"]) in plain
-        ]
-        talks = method != "all-reduce"
+    for (steps, ranks, name), group in _groups(rows).items():
+        at = [(r["accuracy"], tuple(r[key] for key in keys)) for r in group]
+        gaps = [accuracy - plain[key] for accuracy, key in at if key in plain]
+        talks = name != "all-reduce"
         lines.append(
             (
-                method,
+                name,
                 str(ranks),
+                f"{steps:,}",
                 _mean([r["accuracy"] for r in group], ".2f"),
                 _mean(gaps, "+.2f").replace("± +", "± ") if talks and gaps else "",
                 _mean([r["worker_accuracy"] for r in group], ".2f") if talks else "",
@@ -81,28 +97,29 @@ def table(rows: list[Row]) -> str:
 
 
 def picture(rows: list[Row], path: Path) -> None:
-    """Consensus distance over the run, a panel for each number of ranks."""
+    """Consensus distance over the longest runs, a panel for each number of ranks."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
     plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+    rows = [row for row in rows if row["steps"] == max(r["steps"] for r in rows)]
     counts = sorted({row["ranks"] for row in rows})
     figure, panels = plt.subplots(
         1, len(counts), figsize=(6 * len(counts), 4.2), layout="constrained", sharey=True,
         squeeze=False,
     )  # fmt: skip
     for axes, ranks in zip(panels[0], counts, strict=True):
-        for (count, method), group in _groups(rows).items():
-            if count != ranks or method == "all-reduce":
+        for (_, count, name), group in _groups(rows).items():
+            if count != ranks or name == "all-reduce":
                 continue
             for number, row in enumerate(group):
                 axes.plot(
-                    row["steps_seen"], relative(row), color=LOOKS[method], linewidth=1.5,
-                    label=None if number else method,
+                    row["steps_seen"], relative(row), color=LOOKS[row["method"]], linewidth=1.5,
+                    label=None if number else name,
                 )  # fmt: skip
-        axes.set(yscale="log", xlabel="step", xlim=(0, None))
+        axes.set(yscale="log", xlabel="step", xlim=(0, None), ylim=(1e-5, 2))
         axes.set_title(f"{ranks} ranks: consensus distance over the norm of the model", loc="left")
         axes.legend(frameon=False)
     figure.savefig(path, dpi=110)

@@ -29,14 +29,13 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from ..contract import Codec
 from ..errors import CompressError
-from .differences import Differences, Shape
+from .differences import PULL, Differences, Shape
 from .loaders.tensorflow import ring_shuffle
 from .topology import Topology
 from .topology import topology as make_topology
 
 __all__ = ["Consensus", "GossipOptimizer", "ring_shuffle"]
 
-PULL = 0.5  # as for torch
 _numbers = itertools.count()  # optimizers are made in the same order on all ranks
 
 

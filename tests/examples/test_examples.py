@@ -219,6 +219,16 @@ def test_gossip_learns_on_two_ranks(horovodrun, data):
     assert float(re.search(r"([\d.]+) times fewer", run.stdout)[1]) > 20
 
 
+@pytest.mark.horovod
+@pytest.mark.slow
+def test_keras_gossip_learns_on_two_ranks(horovodrun, data):
+    example = ROOT / "examples" / "keras_gossip.py"
+    run = horovodrun(2, example, "--epochs", "4", "--data", data, timeout=200).check()
+    assert float(re.search(r"epoch 4: test accuracy ([\d.]+) %", run.stdout)[1]) > 90
+    assert float(re.search(r"([\d.]+) times fewer", run.stdout)[1]) == 1
+    assert float(re.search(r"last consensus ([\d.]+)", run.stdout)[1]) < 0.5
+
+
 @pytest.mark.slow
 def test_apoptosis_shrinks_and_still_learns(data):
     example = ROOT / "examples" / "torch_apoptosis.py"

@@ -9,11 +9,11 @@ import pytest
 
 RANKS = Path(__file__).parent / "ranks"
 CASES = [
-    "weights", "gradients", "momentum", "buckets", "kinds", "consensus", "coded", "resume",
-    "limit", "differ", "scaler", "ring",
+    "weights", "gradients", "momentum", "buckets", "kinds", "consensus", "coded", "settles",
+    "resume", "limit", "differ", "scaler", "ring",
 ]  # fmt: skip
 # What a transport could get wrong: both must give the bits of the reference.
-REAL = ["weights", "gradients", "idle-ranks", "consensus", "coded", "differ", "ring"]
+REAL = ["weights", "gradients", "idle-ranks", "threads", "consensus", "coded", "differ", "ring"]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -32,7 +32,7 @@ def test_threads_follow_the_rules(tmp_path, ranks, case):
 
 @pytest.mark.horovod
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "cases"), [(2, REAL), (4, ["weights", "idle-ranks"])])
+@pytest.mark.parametrize(("ranks", "cases"), [(2, REAL), (4, ["weights", "idle-ranks", "threads"])])
 def test_ranks_follow_the_rules(horovodrun, tmp_path, ranks, cases):
     """The cases share one launch: starting horovodrun takes longer than most of them. What four
     ranks share with two is left out, as four on two cores mostly wait for each other.

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from sn_compress import CompressError, codec
-from sn_compress.gossip import topology
+from sn_compress.gossip import consensus_distance, topology
 from sn_compress.gossip.torch import GossipOptimizer, ring_shuffle
 
 STEPS = 9
@@ -215,6 +215,22 @@ def coded(world):
     optimizer.step()
 
 
+def settles(world):
+    """Few values a message: once nobody learns any more, ranks come together, not apart."""
+    model, optimizer = trained(world, codec=codec("topk", theta=0.98), steps=30)
+    start = consensus_distance(everyone(world, model))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    found = []
+    for step in range(30, 390):
+        backward(model, optimizer, step, world.rank)
+        optimizer.step()
+        if step % 120 == 29:
+            found.append(consensus_distance(everyone(world, model)))
+    assert found[-1] < 0.7 * start, (start, found)
+    assert found == sorted(found, reverse=True), found
+
+
 def trained_alone(world, steps):
     model = net()
     optimizer = sgd(model)
@@ -331,6 +347,7 @@ CASES = {
     "kinds": kinds,
     "consensus": consensus,
     "coded": coded,
+    "settles": settles,
     "resume": resume,
     "limit": limit,
     "differ": differ,

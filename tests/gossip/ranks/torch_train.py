@@ -12,9 +12,12 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
-from torch_cases import CASES, STEPS, World, backward, flat, net, reference, sgd
+from local_peers import Hall
+from torch_cases import CASES, STEPS, World, backward, flat, net, reference, sgd, trained
 
+from sn_compress import codec
 from sn_compress.gossip import topology
 from sn_compress.gossip.torch import GossipOptimizer
 
@@ -37,6 +40,30 @@ def idle_ranks(world):
     hvd.barrier()
 
 
+def threads(world):
+    """What benchmarks/gossip.py rests on: ranks as threads of one process get the same bits."""
+    for settings in (
+        {},
+        {"topology": "exact", "overlap": False},
+        {"average": "gradients"},
+        {"codec": codec("topk", theta=0.98), "steps": 40},
+        {"codec": codec("fft", theta=0.9, bits=4), "steps": 40},
+    ):
+
+        def work(peers, settings=settings):
+            alone = World(peers.rank, peers.ranks, [{"group": peers}], peers.gather, world.folder)
+            return flat(trained(alone, **settings)[0])
+
+        expected = Hall(world.size).run(work)[world.rank]
+        for place in world.places:
+            model, optimizer = trained(world, place=place, **settings)
+            assert torch.equal(flat(model), expected), settings
+            # Takes in what is under way: the next one's messages in this group differ in size.
+            optimizer.consensus()
+
+
+OWN = {"idle-ranks": idle_ranks, "threads": threads}
+
 if __name__ == "__main__":
     warnings.simplefilter("error")
     torch.set_num_threads(1)
@@ -47,7 +74,7 @@ if __name__ == "__main__":
     places = [{"process_set": hvd.global_process_set}, {"group": dist.group.WORLD}]
     world = World(hvd.rank(), hvd.size(), places, hvd.allgather_object, Path(sys.argv[1]))
     for case in sys.argv[2:]:
-        (idle_ranks if case == "idle-ranks" else CASES[case])(world)
+        (OWN | CASES)[case](world)
         print(f"ok {case}", flush=True)
     dist.barrier()
     dist.destroy_process_group()

@@ -1,0 +1,1 @@
+"""Tensors put together to travel in one message: one rim per framework."""

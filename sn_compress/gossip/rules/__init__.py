@@ -1,0 +1,1 @@
+"""When a rank steps, sends and mixes: one rim per framework."""

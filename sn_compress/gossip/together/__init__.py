@@ -1,0 +1,1 @@
+"""Whether ranks agree, and how far they are apart: one rim per framework."""
