@@ -5,9 +5,11 @@
                                                    [--time-limit SECONDS]
 
 Each rival runs a training step; what it asks the allocator for at its peak (`Allocations`) is the
-budget of ours. Then plain, rival and planned steps take turns, and the best of five counts. A row
-also says whether the rival left the variables as the plain step does (batch norm's moving averages
-are updated once), within float32 rounding. A rival that does not run gives a row with its error.
+budget of ours. Then plain, rival and planned steps take turns on one thread. Medians of seven steps
+count: CPU seconds of the process (`_cpu_s`), which other work on the machine hardly changes, and
+wall seconds. A row also says whether the rival left the variables as the plain step does (batch
+norm's moving averages are updated once), within float32 rounding. A rival that does not run gives a
+row with its error.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from planner_tensorflow import measured, network, renew, seconds_of, training_step
+from planner_tensorflow import measured, network, one_thread, renew, seconds_of, training_step
 
 import sn_memory.tensorflow
 from sn_memory import BudgetError, check_plan, plan_graph
@@ -134,18 +136,14 @@ def rows_of(name: str, side: int, batch: int, limit: float) -> list[dict[str, An
         check_plan(graph, plan)
         planned = PlannedStep(plain, traced, plan)
         mine = measured(planned, x).peak_bytes
-        plain_s, rival_s, planned_s = seconds_of([plain, step, planned], x)
-        row |= {
-            "predicted_peak_bytes": plan.peak_bytes,
-            "measured_peak_bytes": base + mine,
-            "unplanned_s": plain_s,
-            "rival_s": rival_s,
-            "measured_s": planned_s,
-        }
+        taken = seconds_of([plain, step, planned], x)
+        row |= {"predicted_peak_bytes": plan.peak_bytes, "measured_peak_bytes": base + mine}
+        for whose, (cpu_s, wall_s) in zip(("unplanned", "rival", "measured"), taken, strict=True):
+            row |= {f"{whose}_cpu_s": cpu_s, f"{whose}_s": wall_s}
         print(
             f"{name}, {rival}: state equal {row['state_equal']}, {(base + asked) / 2**20:.1f} MiB "
-            f"of {(base + unplanned) / 2**20:.1f}, {plain_s:.2f} -> {rival_s:.2f} s; planned "
-            f"{(base + mine) / 2**20:.1f} MiB, {planned_s:.2f} s (kept {row['kept']})",
+            f"of {(base + unplanned) / 2**20:.1f}, CPU {taken[0][0]:.2f} -> {taken[1][0]:.2f} s; "
+            f"planned {(base + mine) / 2**20:.1f} MiB, {taken[2][0]:.2f} s (kept {row['kept']})",
             flush=True,
         )
     return rows
@@ -161,6 +159,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--time-limit", type=float, default=8.0, help="of auto, per rival")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
+    one_thread()
     side = 32 if args.quick else args.side
     wanted = args.models or (["vgg16"] if args.quick else list(ENDS))
     renew(args.json, wanted, lambda name: rows_of(name, side, args.batch, args.time_limit))
