@@ -69,7 +69,7 @@ class _Listening:
 
 def capture_model(model: Any, args: tuple[Any, ...]) -> tuple[Captured, dict[str, Any]]:
     """Trace a Keras model in training; returns the step and what was seen at its `call`."""
-    _check(model)
+    check_model(model)
     twin = twin_of(model, _Listening)
     seen: dict[str, Any] = {}
     twin.__dict__["_sn_memory_seen"] = seen
@@ -97,7 +97,30 @@ def capture_model(model: Any, args: tuple[Any, ...]) -> tuple[Captured, dict[str
     return captured, seen
 
 
-def _check(model: Any) -> None:
+def model_step(model: Any) -> Any:
+    """A step of a model: its outputs and all gradients, given fixed gradients of the outputs."""
+
+    @tf.function(autograph=False)
+    def step(*args: Any) -> Any:
+        variables = [it.value for it in model.trainable_variables]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(variables)
+            outs = [
+                it
+                for it in tf.nest.flatten(model(*args, training=True))
+                if isinstance(it, tf.Tensor) and it.dtype.is_floating
+            ]
+        incoming = [
+            tf.random.stateless_normal(tf.shape(it), (place, 0), dtype=it.dtype)
+            for place, it in enumerate(outs)
+        ]
+        return outs, tape.gradient(outs, variables, output_gradients=incoming)
+
+    return step
+
+
+def check_model(model: Any) -> None:
+    """Raise TraceError for a model whose call would not be the whole of it."""
     if not model.built:
         raise TraceError(
             "the model is not built, so its variables do not exist yet. Call it once, or build it "

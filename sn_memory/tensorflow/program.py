@@ -54,8 +54,9 @@ class Program:
             )
         parts = [at for at, step in enumerate(self.steps) if step.target == LOSS]
         self.boundary = parts[0] if captured.stand_ins else len(self.steps)
-        # Of the sources of a model's gradients, which have one.
+        # Of the sources of a model's gradients, which have one; and what its results look like.
         self.has_gradient: tuple[bool, ...] = ()
+        self.results: Any = None
         self.values: dict[str, list[int]] = {}
         for value, root in named.buffers.root.items():
             if root in named.storage:
