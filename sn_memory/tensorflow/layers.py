@@ -28,7 +28,7 @@ from .sections import Chain, Item, Section, run_in_sections
 # Models in models are opened no further than this: deeper layers are mostly single ops.
 _DEPTH = 3
 # Into how many sections what the model leaves for the backward pass is divided.
-_PARTS = (3, 6, 12, 24)
+_PARTS = (4, 8, 16)
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,7 @@ class _Search:
     def measured(self, units: Sequence[_Unit]) -> _Measured:
         """Count a step of the sample with units run again; the worse of two steps."""
         self.step.sections = tuple(it.section for it in units)
-        step = model_step(self.twin)
+        step = model_step(self.twin).get_concrete_function(*self.args)
         step(*self.args)
         peaks = []
         for _ in range(2):

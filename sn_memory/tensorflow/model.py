@@ -58,6 +58,9 @@ class _Listening:
             results = super().call(*args, **kwargs)  # type: ignore[misc]
         outs = [it for it in tf.nest.flatten(results) if isinstance(it, tf.Tensor)]
         ends = [it for it in outs if it.dtype.is_floating]
+        seen["open"] = [it for it in ends if not it.shape.is_fully_defined()]
+        if seen["open"]:
+            return results
         stand_ins = [tf.raw_ops.Empty(shape=it.shape.as_list(), dtype=it.dtype) for it in ends]
         gradients = tape.gradient(ends, variables, output_gradients=stand_ins)
         seen.update(
@@ -83,6 +86,12 @@ def capture_model(model: Any, args: tuple[Any, ...]) -> tuple[Captured, dict[str
             concrete = tf.function(called, autograph=False).get_concrete_function(*args)
     except (TypeError, ValueError, AttributeError, tf.errors.OpError) as error:
         raise TraceError(f"{type(model).__name__} could not be traced: {error}") from error
+    for end in seen["open"]:
+        raise TraceError(
+            f"an output of the model, {end.name!r}, has the shape {end.shape}, which depends on "
+            "values or on an unknown batch. Give a sample of full shape; ops whose shape depends "
+            "on values (boolean masks, tf.unique, tf.where with one argument) cannot be planned."
+        )
     _check_results(model, seen)
     gradients = seen["gradients"]
     log.targets[:] = seen["ends"]
