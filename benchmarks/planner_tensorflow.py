@@ -13,8 +13,8 @@ and 35 % of its activation memory. Three peaks are measured, each on top of what
 
 Seconds are medians of seven steps on one thread: the process's CPU seconds (`_cpu_s`), which other
 work on the machine hardly changes, and wall seconds. Plain and planned steps take turns. Where a
-budget cannot be kept (`kept` is false), the smallest plan found stands in. A row `graph` has the graph's own peak.
-Rows already in FILE are kept. `--quick` takes small images.
+budget cannot be kept (`kept` is false), the smallest plan found stands in. A row `graph` has the
+graph's own peak. Rows already in FILE are kept. `--quick` takes small images.
 """
 
 from __future__ import annotations

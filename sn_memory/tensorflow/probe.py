@@ -106,13 +106,9 @@ class Probe:
         sizes = {
             id(out): size
             for item in chain.items[: place + 1]
-            for out, size in zip(
-                item.node.outputs, self.behaviour[item].result_bytes, strict=True
-            )
+            for out, size in zip(item.node.outputs, self.behaviour[item].result_bytes, strict=True)
         }
-        return sum(
-            sizes[it] for it in crossing(chain)[place] if only is None or it in only
-        )
+        return sum(sizes[it] for it in crossing(chain)[place] if only is None or it in only)
 
     def _measure(self, model: Any, args: tuple[Any, ...], device: str) -> None:
         marks: dict[str, Item] = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import keras
@@ -189,7 +190,7 @@ def _runner(chain: Chain, groups: Sequence[Any], around: Around, again: Again) -
     for place in reversed(range(len(groups) - 1)):
         later[place] = later[place + 1] | needs[place + 1]
 
-    def call(item: Item, tensors: dict[int, Any], operation_fn: Any) -> None:
+    def call(operation_fn: Any, item: Item, tensors: dict[int, Any]) -> None:
         args, kwargs = item.node.arguments.fill_in(tensors)
         operation = operation_fn(item.operation)
         found = around(item, lambda: operation(*args, **kwargs))
@@ -203,9 +204,9 @@ def _runner(chain: Chain, groups: Sequence[Any], around: Around, again: Again) -
         tensors = {id(it): value for it, value in zip(functional.inputs, given, strict=True)}
         for (section, items), wanted in zip(groups, later, strict=True):
             if section is None:
-                call(items[0], tensors, operation_fn)
+                call(operation_fn, items[0], tensors)
             else:
-                _run_section(section, again, tensors, wanted, lambda *it: call(*it, operation_fn))
+                _run_section(section, again, tensors, wanted, partial(call, operation_fn))
             # Keras holds all to the end; run eagerly, that is all the memory of the pass.
             tensors = {key: value for key, value in tensors.items() if key in wanted}
         found = [tensors[id(it)] for it in functional.outputs]
