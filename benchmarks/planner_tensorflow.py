@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -229,15 +229,15 @@ def rows_of(name: str, side: int, batch: int, limit: float) -> list[dict[str, An
 
 
 def renew(
-    path: Path | None, wanted: list[str], measure: Callable[[str], list[dict[str, Any]]]
+    path: Path | None, wanted: list[str], measure: Callable[[str], Iterable[dict[str, Any]]]
 ) -> None:
     """Put new rows of the wanted models in the place of the file's; a stop keeps what is done."""
     rows: list[dict[str, Any]] = []
     if path and path.exists():
         rows = [row for row in json.loads(path.read_text()) if row["model"] not in wanted]
     state = {"commit": commit(), "machine": machine()}
-    for name in wanted:
-        rows += [{**row, **state} for row in measure(name)]
+    for row in (row for name in wanted for row in measure(name)):
+        rows.append({**row, **state})
         if path:
             path.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ def state_after(step: Any, model: keras.Model, x: Any) -> list[Any]:
     return after
 
 
-def rows_of(name: str, side: int, batch: int, limit: float) -> list[dict[str, Any]]:
+def rows_of(name: str, side: int, batch: int, limit: float) -> Iterator[dict[str, Any]]:
     """Rows of one network, one per rival."""
     model, x = network(name, side, batch)
     plain = training_step(model)
@@ -97,7 +97,6 @@ def rows_of(name: str, side: int, batch: int, limit: float) -> list[dict[str, An
     graph = traced.graph
     base = graph.base_bytes
     unplanned = measured(plain, x).peak_bytes
-    rows = []
     for rival, make in rivals_of(name, side, batch, model).items():
         row: dict[str, Any] = {
             "model": name,
@@ -109,7 +108,6 @@ def rows_of(name: str, side: int, batch: int, limit: float) -> list[dict[str, An
             "base_bytes": base,
             "unplanned_measured_bytes": base + unplanned,
         }
-        rows.append(row)
         try:
             step, owner = make()
             expected = state_after(plain, model, x)
@@ -120,6 +118,7 @@ def rows_of(name: str, side: int, batch: int, limit: float) -> list[dict[str, An
             lines = [it.strip() for it in said.splitlines() if it.strip()]
             row["error"] = f"{type(error).__name__}: {lines[-1]}"
             print(f"{name}, {rival}: {row['error']}", flush=True)
+            yield row
             continue
         row["state_equal"] = all(
             np.allclose(one, other, rtol=1e-3, atol=1e-5)
@@ -146,7 +145,7 @@ def rows_of(name: str, side: int, batch: int, limit: float) -> list[dict[str, An
             f"planned {(base + mine) / 2**20:.1f} MiB, {taken[2][0]:.2f} s (kept {row['kept']})",
             flush=True,
         )
-    return rows
+        yield row
 
 
 def main(argv: list[str]) -> int:
