@@ -124,8 +124,7 @@ class Emission:
         inputs = [self.need(value) for value in node.inputs]
         for place in self.fences(node):
             inputs[place] = self.fenced(inputs[place])
-        summed = node.op.type == "AddN" and len(inputs) > 2
-        op = self.added(inputs) if summed else put(node, inputs, self.previous)
+        op = put(node, inputs, self.previous)
         if not kinds.is_collective(node.op):
             # Collectives meet their peers in the background; only who reads them waits.
             self.previous = [op]
@@ -167,19 +166,6 @@ class Emission:
         """The kind of the op that makes a value; "" for what is given."""
         at = self.buffers.producer.get(value)
         return "" if at is None else str(self.captured.nodes[at].op.type)
-
-    def added(self, terms: list[Any]) -> Any:
-        """Sum three tensors or more one by one, in the order in which AddN would; the last op.
-
-        Of an AddN of so many, a pass makes a variable that takes memory long before the sum.
-        """
-        graph = framework_ops.get_default_graph()
-        total, *rest = terms
-        for term in rest:
-            with graph.control_dependencies([it for it in self.previous if it.graph is graph]):
-                total = tf.raw_ops.AddN(inputs=[total, term])
-            self.previous = [total.op]
-        return total.op
 
     def fenced(self, tensor: Any) -> Any:
         """Return the same buffer under another op, which no pass sees through."""
