@@ -11,9 +11,10 @@ and 35 % of its activation memory. Three peaks are measured, each on top of what
 - `resident`: what the system gave, in a fresh process (`--resident`) with the system's allocator
   below TensorFlow, which hands out and takes back just what is asked for.
 
-Seconds are the best of five runs; plain and planned steps take turns. Where a budget cannot be
-kept (`kept` is false), the smallest plan found stands in. A row `graph` has the graph's own peak.
-Rows already in FILE are kept. `--quick` takes small images.
+Seconds are medians of seven steps on one thread: the process's CPU seconds (`_cpu_s`), which other
+work on the machine hardly changes, and wall seconds. Plain and planned steps take turns. Where a
+budget cannot be kept (`kept` is false), the smallest plan found stands in. A row `graph` has the
+graph's own peak. Rows already in FILE are kept. `--quick` takes small images.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import keras
@@ -94,15 +96,24 @@ def measured(run: Any, x: Any) -> sn_memory.tensorflow.Allocations:
     return found
 
 
-def seconds_of(runs: list[Any], x: Any, rounds: int = 5) -> list[float]:
-    """The best of some runs each, in turns, so that a busy machine is busy for all."""
-    best = [float("inf")] * len(runs)
+def one_thread() -> None:
+    """Let TensorFlow compute on one thread, so that a step's CPU seconds are its work alone."""
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+
+
+def seconds_of(runs: list[Any], x: Any, rounds: int = 7) -> list[tuple[float, float]]:
+    """Medians of some steps each: CPU seconds of this process, and wall seconds.
+
+    The steps take turns, so that a busy machine is busy for all.
+    """
+    found: list[list[tuple[float, float]]] = [[] for _ in runs]
     for _ in range(rounds):
-        for at, run in enumerate(runs):
-            began = time.perf_counter()
+        for mine, run in zip(found, runs, strict=True):
+            began, worked = time.perf_counter(), time.process_time()
             float(run(x))
-            best[at] = min(best[at], time.perf_counter() - began)
-    return best
+            mine.append((time.process_time() - worked, time.perf_counter() - began))
+    return [(median(it[0] for it in mine), median(it[1] for it in mine)) for mine in found]
 
 
 def resident_of(arguments: list[str], plan: Plan | None) -> int:
@@ -199,9 +210,10 @@ def rows_of(name: str, side: int, batch: int, limit: float) -> list[dict[str, An
                 "solve_s": plan.solve_s,
             }
         )
-    best = seconds_of(runs, x)
-    for row, seconds in zip(rows, best, strict=True):
-        row |= {"unplanned_s": best[0], "measured_s": seconds}
+    taken = seconds_of(runs, x)
+    for row, (cpu_s, wall_s) in zip(rows, taken, strict=True):
+        row |= {"unplanned_cpu_s": taken[0][0], "unplanned_s": taken[0][1]}
+        row |= {"measured_cpu_s": cpu_s, "measured_s": wall_s}
         shown = {
             key: f"{row[f'{key}_peak_bytes'] / 2**20:.1f}"
             for key in ("predicted", "measured", "resident", "allocated")
@@ -210,22 +222,22 @@ def rows_of(name: str, side: int, batch: int, limit: float) -> list[dict[str, An
         print(
             f"{name} {row['kind']} {row.get('share', '')} kept {row.get('kept')}: {shown} MiB; "
             f"unplanned {top / 2**20:.1f} predicted, {row['unplanned_measured_bytes'] / 2**20:.1f} "
-            f"measured; {best[0]:.2f} -> {seconds:.2f} s",
+            f"measured; {taken[0][0]:.2f} -> {cpu_s:.2f} CPU s",
             flush=True,
         )
     return rows
 
 
 def renew(
-    path: Path | None, wanted: list[str], measure: Callable[[str], list[dict[str, Any]]]
+    path: Path | None, wanted: list[str], measure: Callable[[str], Iterable[dict[str, Any]]]
 ) -> None:
     """Put new rows of the wanted models in the place of the file's; a stop keeps what is done."""
     rows: list[dict[str, Any]] = []
     if path and path.exists():
         rows = [row for row in json.loads(path.read_text()) if row["model"] not in wanted]
     state = {"commit": commit(), "machine": machine()}
-    for name in wanted:
-        rows += [{**row, **state} for row in measure(name)]
+    for row in (row for name in wanted for row in measure(name)):
+        rows.append({**row, **state})
         if path:
             path.write_text(json.dumps(rows, indent=1) + "\n")
 
@@ -242,6 +254,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--resident", type=Path, help="run one step with this plan, for its memory")
     args = parser.parse_args(argv)
+    one_thread()
     side = 32 if args.quick else args.side
     wanted = args.models or (["vgg16"] if args.quick else names)
     if args.resident:

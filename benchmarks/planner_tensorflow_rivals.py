@@ -5,9 +5,11 @@
                                                    [--time-limit SECONDS]
 
 Each rival runs a training step; what it asks the allocator for at its peak (`Allocations`) is the
-budget of ours. Then plain, rival and planned steps take turns, and the best of five counts. A row
-also says whether the rival left the variables as the plain step does (batch norm's moving averages
-are updated once), within float32 rounding. A rival that does not run gives a row with its error.
+budget of ours. Then plain, rival and planned steps take turns on one thread. Medians of seven steps
+count: CPU seconds of the process (`_cpu_s`), which other work on the machine hardly changes, and
+wall seconds. A row also says whether the rival left the variables as the plain step does (batch
+norm's moving averages are updated once), within float32 rounding. A rival that does not run gives a
+row with its error.
 """
 
 from __future__ import annotations
@@ -15,14 +17,14 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from planner_tensorflow import measured, network, renew, seconds_of, training_step
+from planner_tensorflow import measured, network, one_thread, renew, seconds_of, training_step
 
 import sn_memory.tensorflow
 from sn_memory import BudgetError, check_plan, plan_graph
@@ -87,7 +89,7 @@ def state_after(step: Any, model: keras.Model, x: Any) -> list[Any]:
     return after
 
 
-def rows_of(name: str, side: int, batch: int, limit: float) -> list[dict[str, Any]]:
+def rows_of(name: str, side: int, batch: int, limit: float) -> Iterator[dict[str, Any]]:
     """Rows of one network, one per rival."""
     model, x = network(name, side, batch)
     plain = training_step(model)
@@ -95,7 +97,6 @@ def rows_of(name: str, side: int, batch: int, limit: float) -> list[dict[str, An
     graph = traced.graph
     base = graph.base_bytes
     unplanned = measured(plain, x).peak_bytes
-    rows = []
     for rival, make in rivals_of(name, side, batch, model).items():
         row: dict[str, Any] = {
             "model": name,
@@ -107,7 +108,6 @@ def rows_of(name: str, side: int, batch: int, limit: float) -> list[dict[str, An
             "base_bytes": base,
             "unplanned_measured_bytes": base + unplanned,
         }
-        rows.append(row)
         try:
             step, owner = make()
             expected = state_after(plain, model, x)
@@ -118,6 +118,7 @@ def rows_of(name: str, side: int, batch: int, limit: float) -> list[dict[str, An
             lines = [it.strip() for it in said.splitlines() if it.strip()]
             row["error"] = f"{type(error).__name__}: {lines[-1]}"
             print(f"{name}, {rival}: {row['error']}", flush=True)
+            yield row
             continue
         row["state_equal"] = all(
             np.allclose(one, other, rtol=1e-3, atol=1e-5)
@@ -134,21 +135,17 @@ def rows_of(name: str, side: int, batch: int, limit: float) -> list[dict[str, An
         check_plan(graph, plan)
         planned = PlannedStep(plain, traced, plan)
         mine = measured(planned, x).peak_bytes
-        plain_s, rival_s, planned_s = seconds_of([plain, step, planned], x)
-        row |= {
-            "predicted_peak_bytes": plan.peak_bytes,
-            "measured_peak_bytes": base + mine,
-            "unplanned_s": plain_s,
-            "rival_s": rival_s,
-            "measured_s": planned_s,
-        }
+        taken = seconds_of([plain, step, planned], x)
+        row |= {"predicted_peak_bytes": plan.peak_bytes, "measured_peak_bytes": base + mine}
+        for whose, (cpu_s, wall_s) in zip(("unplanned", "rival", "measured"), taken, strict=True):
+            row |= {f"{whose}_cpu_s": cpu_s, f"{whose}_s": wall_s}
         print(
             f"{name}, {rival}: state equal {row['state_equal']}, {(base + asked) / 2**20:.1f} MiB "
-            f"of {(base + unplanned) / 2**20:.1f}, {plain_s:.2f} -> {rival_s:.2f} s; planned "
-            f"{(base + mine) / 2**20:.1f} MiB, {planned_s:.2f} s (kept {row['kept']})",
+            f"of {(base + unplanned) / 2**20:.1f}, CPU {taken[0][0]:.2f} -> {taken[1][0]:.2f} s; "
+            f"planned {(base + mine) / 2**20:.1f} MiB, {taken[2][0]:.2f} s (kept {row['kept']})",
             flush=True,
         )
-    return rows
+        yield row
 
 
 def main(argv: list[str]) -> int:
@@ -161,6 +158,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--time-limit", type=float, default=8.0, help="of auto, per rival")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
+    one_thread()
     side = 32 if args.quick else args.side
     wanted = args.models or (["vgg16"] if args.quick else list(ENDS))
     renew(args.json, wanted, lambda name: rows_of(name, side, args.batch, args.time_limit))

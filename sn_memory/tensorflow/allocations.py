@@ -56,6 +56,8 @@ class Allocations:
     scratch_bytes
         Per `tf.profiler.experimental.Trace` that was open meanwhile with a name that begins with
         MARK: the most asked for in it, less what it left.
+    held_bytes
+        Per such trace: asked for and not given back when it ended.
 
     Raises
     ------
@@ -84,6 +86,7 @@ class Allocations:
         self.peak_bytes = self.allocated_peak_bytes = self.left_bytes = 0
         self.holders: tuple[Holding, ...] = ()
         self.scratch_bytes: dict[str, int] = {}
+        self.held_bytes: dict[str, int] = {}
 
     def __enter__(self) -> Allocations:
         self._folder = tempfile.TemporaryDirectory(prefix="sn_memory")
@@ -103,10 +106,12 @@ class Allocations:
             events, marks = _read(Path(self._folder.name), self._allocator)
         self.peak_bytes, self.left_bytes, self.allocated_peak_bytes, self.holders = _account(events)
         times = [event[0] for event in events]
+        held = _held(events)
         for name, begin, end in marks:
             within = events[bisect_left(times, begin) : bisect_right(times, end)]
             peak_bytes, left_bytes = _account(within)[:2]
             self.scratch_bytes[name] = peak_bytes - left_bytes
+            self.held_bytes[name] = held[bisect_right(times, end)]
 
 
 def _account(events: list[Event]) -> tuple[int, int, int, tuple[Holding, ...]]:
@@ -131,6 +136,18 @@ def _account(events: list[Event]) -> tuple[int, int, int, tuple[Holding, ...]]:
             asked, handed = asked - gone.bytes, handed - gone.allocated_bytes
     holders.sort(key=lambda it: -it.bytes)
     return peak, asked, handed_peak, tuple(holders)
+
+
+def _held(events: list[Event]) -> list[int]:
+    """Return what is asked for and not given back before the first event, and after each."""
+    sizes: dict[str, int] = {}
+    found = [0]
+    for _, name, stats in events:
+        change = -sizes.pop(stats["addr"], 0)
+        if name == _ALLOCATED:
+            change = sizes[stats["addr"]] = stats["requested_bytes"]
+        found.append(found[-1] + change)
+    return found
 
 
 def _read(folder: Path, allocator: str) -> tuple[list[Event], list[tuple[str, int, int]]]:

@@ -16,20 +16,25 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common.stateless_scope import in_stateless_scope  # has no public name
 from tensorflow.python.eager import record
 from tensorflow.python.ops import control_flow_util
 
 from ..check import check_plan
-from ..errors import PlanWarning
+from ..errors import PlanError, PlanWarning
 from ..graph import Device
 from ..plan import Plan
 from ..planner import plan_graph
-from .model import twin_of
+from ..sizes import show_bytes
+from .errors import TraceError
+from .layers import LayerPlan, LayerStep
+from .model import check_model, twin_of
 from .program import Emission, Program
-from .trace import Trace, trace
+from .trace import Trace, main_device, optimizer_bytes, trace
 
 log = logging.getLogger(__name__)
 
+BACKENDS = ("auto", "graph", "layers")
 RECORD = "sn_memory"
 
 
@@ -39,18 +44,34 @@ class Planned:
 
     Parameters
     ----------
-    trace, plan
-        What was planned last, and how.
+    backend
+        What carries the plan out: `graph` or `layers`.
+    traced, plan
+        What was planned last, and how; with `layers`, there is no trace.
     programs
         The planned steps, per kind of input.
+    layers
+        What runs layers again, for any input that no program is for.
     refused
         Kinds of input that were run plainly; each is warned about once.
     """
 
-    trace: Trace
-    plan: Plan
-    programs: dict[Hashable, Program]
+    backend: str
+    traced: Trace | None
+    plan: Any
+    programs: dict[Hashable, Program] = field(default_factory=dict)
+    layers: LayerStep | None = None
     refused: set[Hashable] = field(default_factory=set)
+
+    @property
+    def trace(self) -> Trace:
+        """The trace planned last. Raises PlanError with `layers`, which needs none."""
+        if self.traced is None:
+            raise PlanError(
+                "the model was planned by layers, because it cannot be traced, so there is no "
+                "graph of it. Its plan lists the layers."
+            )
+        return self.traced
 
     def report(self, path: str | Path) -> None:
         """Write one HTML page with pictures and tables; needs matplotlib."""
@@ -66,6 +87,7 @@ def plan(
     *,
     planner: str = "auto",
     actions: Sequence[str] = ("keep", "recompute"),
+    backend: str = "auto",
     profile: bool = True,
     device: Device | None = None,
     optimizer: Any = None,
@@ -86,6 +108,10 @@ def plan(
         and the input count.
     planner, actions, time_limit_s
         As in `sn_memory.plan_graph`; `offload` is not among the actions here.
+    backend
+        `graph` runs the traced ops one by one as planned. `layers` runs chosen layers again in the
+        backward pass; it takes any model and a real sample, on which it measures. `auto` is
+        `graph`, and `layers` with a warning for a model that cannot be traced.
     profile, device
         As in `trace`.
     optimizer
@@ -94,12 +120,13 @@ def plan(
     Returns
     -------
     A model of the same class that shares variables and layers with `model`. Its `sn_memory` tells
-    trace and plan and writes the report.
+    back end, trace and plan and writes the report.
 
     Raises
     ------
     TraceError
-        For a model that cannot be traced; the message says where.
+        For a model that cannot be traced, with the back end `graph`; the message says where. For
+        one that no back end takes: not built, or with a `call` of its own on the instance.
     BudgetError
         If no plan keeps the budget; carries the smallest peak found and its op.
 
@@ -128,20 +155,56 @@ def plan(
             f"got a {type(model).__name__}, expected a Keras model. For a step function there is "
             "sn_memory.tensorflow.plan_step."
         )
+    if backend not in BACKENDS:
+        raise ValueError(f"got backend {backend!r}, expected one of {', '.join(BACKENDS)}.")
     check_actions(actions)
-    before = model.__dict__.get(RECORD)
+    before: Planned | None = model.__dict__.get(RECORD)
     plain = plain_model(model)
-    traced = trace(plain, sample, profile=profile, device=device, optimizer=optimizer)
-    made = plan_graph(
-        traced.graph, budget, planner=planner, actions=actions, time_limit_s=time_limit_s
-    )
-    check_plan(traced.graph, made)
-    program = Program(traced.captured, traced.named, made)
-    program.has_gradient = tuple(it is not None for it in traced.structure["gradients"])
-    programs = {**(before.programs if before else {}), signature(traced): program}
+    check_model(plain)
+
+    def by_graph() -> Planned:
+        traced = trace(plain, sample, profile=profile, device=device, optimizer=optimizer)
+        made = plan_graph(
+            traced.graph, budget, planner=planner, actions=actions, time_limit_s=time_limit_s
+        )
+        check_plan(traced.graph, made)
+        program = Program(traced.captured, traced.named, made)
+        program.has_gradient = tuple(it is not None for it in traced.structure["gradients"])
+        program.results = traced.structure["results"]
+        programs = {**(before.programs if before else {}), signature(traced): program}
+        return Planned("graph", traced, made, programs, before.layers if before else None)
+
+    def by_layers() -> Planned:
+        held = 0 if optimizer is None else optimizer_bytes(plain, optimizer)
+        step = LayerStep(plain, sample, budget, device=main_device(), resident_bytes=held)
+        return Planned("layers", None, step.plan, dict(before.programs) if before else {}, step)
+
+    refusal = None
+    try:
+        record = by_layers() if backend == "layers" else by_graph()
+    except TraceError as error:
+        if backend != "auto":
+            raise
+        refusal = error
+    if refusal is not None:
+        record = by_layers()
+        warnings.warn(
+            f"{type(plain).__name__} is planned by layers, which saves less than a plan of its "
+            f"ops, because it cannot be traced: {refusal}",
+            PlanWarning,
+            stacklevel=2,
+        )
+    log.info("%s planned by %s: %s", type(plain).__name__, record.backend, summary(record.plan))
     twin = twin_of(plain, _PlannedCall)
-    twin.__dict__[RECORD] = Planned(traced, made, programs)
+    twin.__dict__[RECORD] = record
     return twin
+
+
+def summary(plan: Plan | LayerPlan) -> str:
+    """One line: peaks and what it costs."""
+    extra = plan.seconds / plan.baseline_seconds - 1 if plan.baseline_seconds else 0.0
+    peaks = f"{show_bytes(plan.baseline_peak_bytes)} -> {show_bytes(plan.peak_bytes)}"
+    return f"peak {peaks}, {extra:+.1%} time"
 
 
 def plain_model(model: Any) -> Any:
@@ -175,12 +238,13 @@ class _PlannedCall:
         if training is True:
             given = [it for it in tf.nest.flatten((args, kwargs)) if isinstance(it, tf.Tensor)]
             program = self._program(given)
+        plainly = super().call  # type: ignore[misc]
         if program is None:
-            return super().call(*args, **kwargs)  # type: ignore[misc]
-        planned: Planned = self.__dict__[RECORD]
-        structure = planned.trace.structure
+            return plainly(*args, **kwargs)
+        if isinstance(program, LayerStep):
+            return program.run(self, plainly, args, kwargs)
         outs = _differentiable(program, given, self.trainable_variables)  # type: ignore[attr-defined]
-        return tf.nest.pack_sequence_as(structure["results"], outs)
+        return tf.nest.pack_sequence_as(program.results, outs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         # Keras' "auto" would choose XLA, which orders ops by itself.
@@ -188,13 +252,16 @@ class _PlannedCall:
             kwargs["jit_compile"] = False
         super().compile(*args, **kwargs)  # type: ignore[misc]
 
-    def _program(self, given: Sequence[Any]) -> Program | None:
+    def _program(self, given: Sequence[Any]) -> Program | LayerStep | None:
         planned: Planned = self.__dict__[RECORD]
         symbolic = not tf.executing_eagerly() and not any(
             None in (it.shape.as_list() if it.shape.rank is not None else [None]) for it in given
         )
         key = _key(given, self.trainable_variables) if symbolic else None  # type: ignore[attr-defined]
-        program = planned.programs.get(key) if key is not None else None
+        program: Program | LayerStep | None = planned.programs.get(key) if key else None
+        if program is None:
+            # Running layers again is right for any input; the budget was kept on the sample.
+            program = planned.layers
         why = self._why_not(given, program)
         if why is None:
             return program
@@ -208,7 +275,7 @@ class _PlannedCall:
         return None
 
     @staticmethod
-    def _why_not(given: Sequence[Any], program: Program | None) -> str | None:
+    def _why_not(given: Sequence[Any], program: Program | LayerStep | None) -> str | None:
         if tf.executing_eagerly():
             return "it was called eagerly; put the training step into a tf.function"
         if program is None:
@@ -218,13 +285,16 @@ class _PlannedCall:
                 "planned with. Drop the last partial batch (drop_remainder=True), or plan it for "
                 "these too: model = sn_memory.tensorflow.plan(model, sample, budget)"
             )
+        if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+            return "it is compiled by XLA, which schedules by itself; pass jit_compile=False"
+        if isinstance(program, LayerStep):
+            stateless = "it is called in Keras' stateless scope, which is gone in the backward pass"
+            return stateless if in_stateless_scope() else None
         if record.should_record_backprop([it for it in given if it.dtype.is_floating]):
             return (
                 "a gradient of its input is wanted, as where it is part of another model. Plan the "
                 "whole model, or the step: sn_memory.tensorflow.plan_step"
             )
-        if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
-            return "it is compiled by XLA, which schedules by itself; pass jit_compile=False"
         return None
 
 

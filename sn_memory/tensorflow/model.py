@@ -58,6 +58,9 @@ class _Listening:
             results = super().call(*args, **kwargs)  # type: ignore[misc]
         outs = [it for it in tf.nest.flatten(results) if isinstance(it, tf.Tensor)]
         ends = [it for it in outs if it.dtype.is_floating]
+        seen["open"] = [it for it in ends if not it.shape.is_fully_defined()]
+        if seen["open"]:
+            return results
         stand_ins = [tf.raw_ops.Empty(shape=it.shape.as_list(), dtype=it.dtype) for it in ends]
         gradients = tape.gradient(ends, variables, output_gradients=stand_ins)
         seen.update(
@@ -69,7 +72,7 @@ class _Listening:
 
 def capture_model(model: Any, args: tuple[Any, ...]) -> tuple[Captured, dict[str, Any]]:
     """Trace a Keras model in training; returns the step and what was seen at its `call`."""
-    _check(model)
+    check_model(model)
     twin = twin_of(model, _Listening)
     seen: dict[str, Any] = {}
     twin.__dict__["_sn_memory_seen"] = seen
@@ -83,6 +86,12 @@ def capture_model(model: Any, args: tuple[Any, ...]) -> tuple[Captured, dict[str
             concrete = tf.function(called, autograph=False).get_concrete_function(*args)
     except (TypeError, ValueError, AttributeError, tf.errors.OpError) as error:
         raise TraceError(f"{type(model).__name__} could not be traced: {error}") from error
+    for end in seen["open"]:
+        raise TraceError(
+            f"an output of the model, {end.name!r}, has the shape {end.shape}, which depends on "
+            "values or on an unknown batch. Give a sample of full shape; ops whose shape depends "
+            "on values (boolean masks, tf.unique, tf.where with one argument) cannot be planned."
+        )
     _check_results(model, seen)
     gradients = seen["gradients"]
     log.targets[:] = seen["ends"]
@@ -97,7 +106,30 @@ def capture_model(model: Any, args: tuple[Any, ...]) -> tuple[Captured, dict[str
     return captured, seen
 
 
-def _check(model: Any) -> None:
+def model_step(model: Any) -> Any:
+    """A step of a model: its outputs and all gradients, given fixed gradients of the outputs."""
+
+    @tf.function(autograph=False)
+    def step(*args: Any) -> Any:
+        variables = [it.value for it in model.trainable_variables]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(variables)
+            outs = [
+                it
+                for it in tf.nest.flatten(model(*args, training=True))
+                if isinstance(it, tf.Tensor) and it.dtype.is_floating
+            ]
+        incoming = [
+            tf.random.stateless_normal(tf.shape(it), (place, 0), dtype=it.dtype)
+            for place, it in enumerate(outs)
+        ]
+        return outs, tape.gradient(outs, variables, output_gradients=incoming)
+
+    return step
+
+
+def check_model(model: Any) -> None:
+    """Raise TraceError for a model whose call would not be the whole of it."""
     if not model.built:
         raise TraceError(
             "the model is not built, so its variables do not exist yet. Call it once, or build it "

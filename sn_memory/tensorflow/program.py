@@ -21,6 +21,9 @@ from .buffers import overwritten
 from .capture import Captured, Node
 from .neutral import LOSS, Named
 
+# Of c op (x op y) with a constant c, constant folding makes (c op x) op y, within each of these.
+_REORDERED = (frozenset({"Mul", "Div", "RealDiv"}), frozenset({"Add", "AddV2", "Sub"}))
+
 
 class Program:
     """A plan for a captured step, ready to be put into graphs.
@@ -51,8 +54,9 @@ class Program:
             )
         parts = [at for at, step in enumerate(self.steps) if step.target == LOSS]
         self.boundary = parts[0] if captured.stand_ins else len(self.steps)
-        # Of the sources of a model's gradients, which have one.
+        # Of the sources of a model's gradients, which have one; and what its results look like.
         self.has_gradient: tuple[bool, ...] = ()
+        self.results: Any = None
         self.values: dict[str, list[int]] = {}
         for value, root in named.buffers.root.items():
             if root in named.storage:
@@ -118,8 +122,8 @@ class Emission:
         """Put a node there, after what came before it."""
         node = self.captured.nodes[at]
         inputs = [self.need(value) for value in node.inputs]
-        if self.may_be_merged(node):
-            inputs[0] = self.fenced(inputs[0])
+        for place in self.fences(node):
+            inputs[place] = self.fenced(inputs[place])
         op = put(node, inputs, self.previous)
         if not kinds.is_collective(node.op):
             # Collectives meet their peers in the background; only who reads them waits.
@@ -137,17 +141,31 @@ class Emission:
                 self.made[value] = tensor
         self.forget_changed(node)
 
-    def may_be_merged(self, node: Node) -> bool:
-        """Whether oneDNN's pass may merge an op with one that is not next to it in the plan.
+    def fences(self, node: Node) -> list[int]:
+        """Which inputs of an op are to be hidden from passes that change what runs when.
 
-        It merges by what two ops read, blind to what waits between them: the result is a cycle.
+        oneDNN's pass merges ops by what they read, blind to what waits between them: the result is
+        a cycle. Constant folding makes c * (x * y) into (c * x) * y, and c * x waits for nothing.
         """
-        if node.op.type in ("BiasAdd", "BiasAddGrad"):
-            return True
-        if not node.op.type.startswith("Conv"):
-            return False
-        at = self.buffers.producer.get(node.inputs[0])
-        return at is not None and self.captured.nodes[at].op.type == "Pad"
+        kind = node.op.type
+        if kind in ("BiasAdd", "BiasAddGrad"):
+            return [0]
+        if kind.startswith("Conv"):
+            return [0] if self.source(node.inputs[0]) == "Pad" else []
+        family = next((it for it in _REORDERED if kind in it), None)
+        if family is None or self.buffers.small(node.outputs[0]):
+            return []
+        known = [value in self.buffers.folded for value in node.inputs]
+        return [
+            place
+            for place, value in enumerate(node.inputs)
+            if not known[place] and known[1 - place] and self.source(value) in family
+        ]
+
+    def source(self, value: int) -> str:
+        """The kind of the op that makes a value; "" for what is given."""
+        at = self.buffers.producer.get(value)
+        return "" if at is None else str(self.captured.nodes[at].op.type)
 
     def fenced(self, tensor: Any) -> Any:
         """Return the same buffer under another op, which no pass sees through."""

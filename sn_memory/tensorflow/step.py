@@ -106,7 +106,7 @@ class PlannedStep:
     def __init__(self, plain: Any, traced: Trace, made: Plan) -> None:
         self.plain = plain
         program = Program(traced.captured, traced.named, made)
-        self.sn_memory = Planned(traced, made, {None: program})
+        self.sn_memory = Planned("graph", traced, made, {None: program})
         captured = traced.captured
         specs = [
             tf.TensorSpec(captured.tensors[it].shape, captured.tensors[it].dtype)

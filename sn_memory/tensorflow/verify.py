@@ -17,6 +17,7 @@ from ..errors import PlanError
 from ..sizes import show_bytes
 from .allocations import Allocations
 from .apply import RECORD, Planned, plain_model
+from .model import model_step
 from .step import PlannedStep
 from .trace import main_device
 
@@ -119,23 +120,27 @@ def verify(model: Any, sample: Any) -> Verification:
         runs: list[Callable[[], Any]] = [lambda: plain(*args), lambda: model(*args)]
     else:
         args = tf.nest.map_structure(tf.convert_to_tensor, args)
-        steps = [_model_step(plain_model(model)), _model_step(model)]
+        steps = [model_step(plain_model(model)), model_step(model)]
         runs = [lambda: steps[0](*args), lambda: steps[1](*args)]
-    variables = list({id(it): it for it in record.trace.captured.variables.values()}.values())
+    touched = record.traced.captured.variables.values() if record.traced else model.variables
+    variables = list({id(it): it for it in touched}.values())
     with _restored(variables):
         expected, got = (_results(run, variables) for run in runs)
         unplanned, measured = (_asked(run, variables) for run in runs)
         seconds = [min(_seconds(run, variables) for _ in range(2)) for run in runs]
-    graph = record.trace.graph
-    replay = check_plan(graph, record.plan)
-    base = graph.base_bytes
+    if record.layers is not None and record.traced is None:
+        base, peak_op = record.layers.base_bytes, record.plan.peak_op
+    else:
+        graph = record.trace.graph
+        base = graph.base_bytes
+        peak_op = record.plan.steps[check_plan(graph, record.plan).peak_step].target
     different, error = _compare(expected, got)
     return Verification(
         predicted_peak_bytes=record.plan.peak_bytes,
         measured_peak_bytes=base + measured.peak_bytes,
         unplanned_peak_bytes=base + unplanned.peak_bytes,
         allocated_peak_bytes=base + measured.allocated_peak_bytes,
-        peak_op=record.plan.steps[replay.peak_step].target,
+        peak_op=peak_op,
         predicted_s=record.plan.seconds,
         measured_s=seconds[1],
         unplanned_s=seconds[0],
@@ -143,28 +148,6 @@ def verify(model: Any, sample: Any) -> Verification:
         error_relative=error,
         _planned=record,
     )
-
-
-def _model_step(model: Any) -> Any:
-    """A step of a model: its outputs and all gradients, given fixed gradients of the outputs."""
-
-    @tf.function(autograph=False)
-    def step(*args: Any) -> Any:
-        variables = [it.value for it in model.trainable_variables]
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(variables)
-            outs = [
-                it
-                for it in tf.nest.flatten(model(*args, training=True))
-                if isinstance(it, tf.Tensor) and it.dtype.is_floating
-            ]
-        incoming = [
-            tf.random.stateless_normal(it.shape, (place, 0), dtype=it.dtype)
-            for place, it in enumerate(outs)
-        ]
-        return outs, tape.gradient(outs, variables, output_gradients=incoming)
-
-    return step
 
 
 def _results(run: Callable[[], Any], variables: list[Any]) -> dict[str, Any]:

@@ -1,0 +1,326 @@
+"""The back end for models that cannot be traced: chosen layers run again in the backward pass.
+
+The sample is run: seconds and bytes of each layer are measured, layers next to each other are taken
+together, and each choice is counted by the allocator's trace of a step. So the budget is kept on
+the sample, or refused. Keras' own RematScope does the running again only for layers that are called
+without keyword arguments, chooses by size of the output, and nobody checks what comes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import tensorflow as tf
+
+from ..errors import BudgetError
+from ..sizes import parse_bytes, show_bytes
+from .again import run_again
+from .allocations import Allocations
+from .errors import TraceError
+from .model import model_step, twin_of
+from .probe import Probe
+from .sections import Chain, Item, Section, run_in_sections
+
+# Models in models are opened no further than this: deeper layers are mostly single ops.
+_DEPTH = 3
+# Into how many sections what the model leaves for the backward pass is divided.
+_PARTS = (4, 8, 16)
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """What happens to what a section, a layer or several in a row, leaves for the backward pass.
+
+    Parameters
+    ----------
+    name
+        The layer's path, or "first to last".
+    action
+        `keep` or `recompute`.
+    saved_bytes
+        What it leaves beside its results, measured.
+    seconds
+        Its forward pass, measured; what recomputing costs.
+    """
+
+    name: str
+    action: str
+    saved_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """Which layers are run again, and what that was measured to need on the sample.
+
+    Parameters
+    ----------
+    choices
+        One for each section that could be chosen.
+    budget_bytes
+        What was asked for.
+    peak_bytes, baseline_peak_bytes
+        Measured with the plan and without.
+    seconds, baseline_seconds
+        The forward pass of all layers, measured, and with what the reruns cost on top.
+    peak_op
+        The op that holds the most at the peak.
+    """
+
+    choices: tuple[LayerChoice, ...]
+    budget_bytes: int
+    peak_bytes: int
+    baseline_peak_bytes: int
+    seconds: float
+    baseline_seconds: float
+    peak_op: str
+
+    def decided(self, action: str) -> tuple[str, ...]:
+        """Return the names of the sections with this action."""
+        return tuple(it.name for it in self.choices if it.action == action)
+
+
+@dataclass(frozen=True)
+class _Unit:
+    section: Section
+    saved_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Measured:
+    peak_bytes: int
+    op: str
+
+
+class LayerStep:
+    """A model whose chosen layers run again in the backward pass.
+
+    Parameters
+    ----------
+    model, args
+        The plain model and a real sample; it is run, and left as it was.
+    budget
+        As in `plan`.
+    device
+        Whose memory is planned.
+    resident_bytes
+        What counts beside the step: the optimizer's state.
+
+    Raises
+    ------
+    TraceError
+        If the sample has no memory, or the device's allocator does not count.
+    BudgetError
+        If no choice of layers keeps the budget on the sample.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        sample: Any,
+        budget: int | str,
+        *,
+        device: str,
+        resident_bytes: int = 0,
+    ) -> None:
+        args = sample if isinstance(sample, tuple) else (sample,)
+        if any(isinstance(it, tf.TensorSpec) for it in tf.nest.flatten(args)):
+            raise TraceError(
+                "planning by layers runs the model, and the sample is a tf.TensorSpec. Pass a "
+                "tensor, or change the model so that it can be traced."
+            )
+        args = tf.nest.map_structure(tf.convert_to_tensor, args)
+        given = [*model.variables, *tf.nest.flatten(args)]
+        self.base_bytes = resident_bytes + sum(_bytes(it) for it in given)
+        self.sections: tuple[Section, ...] = ()
+        with _put_back(model):
+            search = _Search(self, model, args, device)
+            self.plan = search.plan(budget)
+
+    def run(self, model: Any, call: Any, args: Any, kwargs: Any) -> Any:
+        """Run a model's own call, with the chosen sections run again later."""
+        with run_in_sections(self.sections, _again, model):
+            return call(*args, **kwargs)
+
+
+def _again(section: Section, function: Any, given: list[Any]) -> list[Any]:
+    return run_again(function, given, section.changed)
+
+
+class _InSections:
+    """A model whose `call` has its step's sections, for measuring."""
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        step: LayerStep = self.__dict__["_sn_memory_step"]
+        return step.run(self, super().call, args, kwargs)  # type: ignore[misc]
+
+
+class _Search:
+    """Looks for the layers to run again: probes once, then measures choices."""
+
+    def __init__(self, step: LayerStep, model: Any, args: tuple[Any, ...], device: str) -> None:
+        self.step, self.args, self.device = step, args, device
+        self.twin = twin_of(model, _InSections)
+        self.twin.__dict__["_sn_memory_step"] = step
+        self.probe = Probe(model, args, device)
+        self.model = model
+
+    def plan(self, budget: int | str) -> LayerPlan:
+        baseline = self.measured([])
+        budget_bytes = parse_bytes(budget, whole=baseline.peak_bytes)
+        units, best = self.cut(baseline, budget_bytes)
+        if best.peak_bytes > budget_bytes:
+            raise BudgetError(
+                f"with layers run again, the model needs {show_bytes(best.peak_bytes)} on the "
+                f"sample; the budget is {show_bytes(budget_bytes)}. Raise the budget, make the "
+                "batch smaller, or change the model so that it can be traced.",
+                peak_bytes=best.peak_bytes,
+                budget_bytes=budget_bytes,
+                op=best.op,
+            )
+        # Kept first are those whose rerun costs most for a byte; as many as fit, by bisection.
+        order = sorted(units, key=lambda it: -it.seconds / max(1, it.saved_bytes))
+        low, high = 0, len(order) + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            found = self.measured(order[middle:])
+            if found.peak_bytes <= budget_bytes:
+                low, best = middle, found
+            else:
+                high = middle
+        chosen = order[low:]
+        self.step.sections = tuple(it.section for it in chosen)
+        seconds = sum(
+            self.probe.behaviour[it].seconds
+            for chain in self.probe.chains[self.model]
+            for it in chain.items
+        )
+        return LayerPlan(
+            choices=tuple(
+                LayerChoice(
+                    it.section.name,
+                    "recompute" if it in chosen else "keep",
+                    it.saved_bytes,
+                    it.seconds,
+                )
+                for it in units
+            ),
+            budget_bytes=budget_bytes,
+            peak_bytes=best.peak_bytes,
+            baseline_peak_bytes=baseline.peak_bytes,
+            seconds=seconds + sum(it.seconds for it in chosen),
+            baseline_seconds=seconds,
+            peak_op=best.op,
+        )
+
+    def cut(self, baseline: _Measured, budget_bytes: int) -> tuple[list[_Unit], _Measured]:
+        """Return the units with the smallest peak when all run again, and that step."""
+        best: tuple[list[_Unit], _Measured] = ([], baseline)
+        if baseline.peak_bytes <= budget_bytes:
+            return best
+        seen: set[tuple[str, ...]] = set()
+        for depth in range(1, _DEPTH + 1):
+            stretches = list(self.stretches(self.model, depth))
+            whole = sum(self.probe.left_bytes(*it) for it in stretches)
+            for parts in _PARTS:
+                units = [
+                    unit
+                    for chain, items in stretches
+                    for unit in self.divided(chain, items, whole // parts)
+                ]
+                names = tuple(unit.section.name for unit in units)
+                if not units or names in seen:
+                    continue
+                seen.add(names)
+                found = self.measured(units)
+                if found.peak_bytes < best[1].peak_bytes:
+                    best = (units, found)
+        return best
+
+    def stretches(self, layer: Any, depth: int) -> Iterator[tuple[Chain, tuple[Item, ...]]]:
+        """Items in a row that can be run again; what cannot is opened, as deep as there is."""
+        for chain in self.probe.chains[layer]:
+            row: list[Item] = []
+            for item in chain.items:
+                found = self.probe.behaviour[item]
+                opened = self.probe.chains.get(item.operation, [])
+                if found.calls and found.repeatable and not (opened and depth > 1):
+                    row.append(item)
+                    continue
+                if row:
+                    yield chain, tuple(row)
+                row = []
+                if opened:
+                    yield from self.stretches(item.operation, depth - 1)
+            if row:
+                yield chain, tuple(row)
+
+    def divided(self, chain: Chain, items: tuple[Item, ...], wanted: int) -> Iterator[_Unit]:
+        """Divide a stretch into units that leave about so many bytes, where little crosses."""
+        ends, begin = [0], 0
+        while chain.functional is not None and begin < len(items):
+            left = {
+                end: self.probe.left_bytes(chain, items[begin:end])
+                for end in range(begin + 1, len(items))
+            }
+            near = [end for end, size in left.items() if 0.5 * wanted <= size <= 1.5 * wanted]
+            if not near:
+                near = [next((end for end, size in left.items() if size >= wanted), len(items))]
+            begin = min(near, key=lambda end: (self.crossing_bytes(chain, items, end), -end))
+            ends.append(begin)
+        if ends[-1] < len(items):
+            ends.append(len(items))
+        for one, other in pairwise(ends):
+            yield from self.unit(chain, items[one:other])
+
+    def crossing_bytes(self, chain: Chain, items: tuple[Item, ...], end: int) -> int:
+        return self.probe.crossing_bytes(chain, chain.items.index(items[end - 1]))
+
+    def unit(self, chain: Chain, items: tuple[Item, ...]) -> Iterator[_Unit]:
+        """Return a unit, if it leaves anything."""
+        found = [self.probe.behaviour[it] for it in items]
+        changed = {id(it): it for mine in found for it in mine.changed}
+        left = self.probe.left_bytes(chain, items)
+        if left > 0:
+            section = Section(chain, items, tuple(changed.values()))
+            yield _Unit(section, left, sum(it.seconds for it in found))
+
+    def measured(self, units: Sequence[_Unit]) -> _Measured:
+        """Count a step of the sample with units run again; the worse of two steps."""
+        self.step.sections = tuple(it.section for it in units)
+        step = model_step(self.twin).get_concrete_function(*self.args)
+        step(*self.args)
+        peaks = []
+        for _ in range(2):
+            with Allocations(self.device) as found:
+                step(*self.args)
+            op = found.holders[0].op if found.holders else "the variables"
+            peaks.append(_Measured(self.step.base_bytes + found.peak_bytes, op))
+        return max(peaks, key=lambda it: it.peak_bytes)
+
+
+@contextmanager
+def _put_back(model: Any) -> Iterator[None]:
+    """Put variables and attributes of a model and its layers back as they were."""
+    layers = model._flatten_layers()
+    attributes = [(it, dict(it.__dict__)) for it in layers]
+    values = [(it, it.numpy()) for it in model.variables]
+    try:
+        yield
+    finally:
+        for layer, before in attributes:
+            layer.__dict__.clear()
+            layer.__dict__.update(before)
+        for variable, value in values:
+            variable.assign(value)
+        model._clear_losses()
+
+
+def _bytes(value: Any) -> int:
+    count = tf.TensorShape(value.shape).num_elements() or 0
+    return int(count) * int(tf.as_dtype(value.dtype).size)
