@@ -160,9 +160,11 @@ class _Change:
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
         offsets, outputs, n = reader.weights.shape
-        # For each offset: E|delta|^2, and E[delta (h, 1)^T], with which the next term is crossed.
+        # For each offset E|delta|^2; and a_j and E[r_j (h, 1)] of each merge, for the crossed terms.
         self.squares = np.zeros(offsets)
-        self.crossed = np.zeros((offsets, outputs, n + 1))
+        self.gone = np.empty((8, offsets, outputs))
+        self.seen = np.empty((8, n + 1))
+        self.taken = 0
 
     @property
     def relative(self) -> float:
@@ -174,13 +176,14 @@ class _Change:
         terms = [(merge.neuron, 1.0), (n, -merge.constants[place])]
         if merge.survivor is not None:
             terms.append((merge.survivor, -merge.factors[place]))
-        left = np.zeros(n + 1)  # r_j as a combination of (h, 1)
-        for index, value in terms:
-            left[index] += value
-        seen = left @ self.reader.check
+        # r_j = sum of value * (h, 1)[index]: three of n + 1 columns, so never a product with all.
+        seen = sum(value * self.reader.check[index] for index, value in terms)
         gone = self.reader.weights[:, :, merge.neuron]  # [offsets, outputs]
-        crossed = np.einsum("ko,ko->k", gone, self.crossed @ left)
-        squares = self.squares + (gone**2).sum(axis=1) * (seen @ left) + 2 * crossed
+        past = self.seen[: self.taken]
+        shared = sum(value * past[:, index] for index, value in terms)  # [taken]
+        crossed = np.einsum("tko,ko,t->k", self.gone[: self.taken], gone, shared, optimize=True)
+        own = sum(value * seen[index] for index, value in terms)
+        squares = self.squares + (gone**2).sum(axis=1) * own + 2 * crossed
         return _Step(self, np.maximum(squares, 0.0), gone, seen)
 
 
@@ -196,8 +199,12 @@ class _Step:
         return _relative(self.squares, self.change.reader.output_norm)
 
     def take(self) -> None:
-        self.change.squares = self.squares
-        self.change.crossed += self.gone[:, :, None] * self.seen
+        change = self.change
+        if change.taken == len(change.gone):
+            change.gone = np.concatenate([change.gone, np.empty_like(change.gone)])
+            change.seen = np.concatenate([change.seen, np.empty_like(change.seen)])
+        change.gone[change.taken], change.seen[change.taken] = self.gone, self.seen
+        change.squares, change.taken = self.squares, change.taken + 1
 
 
 def _relative(squares: Floats, norm: float) -> float:

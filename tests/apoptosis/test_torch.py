@@ -81,7 +81,7 @@ def train(model, optimizer, inputs, steps=1):
 
 
 def apoptosis(model, optimizer, **settings):
-    defaults = {"tolerance": 1e-4, "every": 1, "min_width": 1, "round_to": 1}
+    defaults = {"tolerance": 1e-4, "every": 1, "min_width": 1, "round_to": 1, "overhead": None}
     return Apoptosis(model, optimizer, **{**defaults, "schedule": "aggressive", **settings})
 
 

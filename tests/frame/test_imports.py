@@ -105,7 +105,12 @@ MEMORY_LAYERS = (
     ("sn_memory.torch.verify",),
     ("sn_memory.torch",),
     # Apoptosis knows nothing of plans: NumPy alone, then its rim.
-    ("sn_memory.apoptosis.similarity", "sn_memory.apoptosis.bound", "sn_memory.apoptosis.schedule"),
+    (
+        "sn_memory.apoptosis.similarity",
+        "sn_memory.apoptosis.bound",
+        "sn_memory.apoptosis.clock",
+        "sn_memory.apoptosis.schedule",
+    ),
     ("sn_memory.apoptosis.merge",),
     ("sn_memory.apoptosis.torch",),
     ("sn_memory.apoptosis",),

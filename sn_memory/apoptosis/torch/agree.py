@@ -44,6 +44,18 @@ def sum_over_ranks(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
 
 
+def largest_of_ranks(value: float) -> float:
+    """Return the largest value of all ranks."""
+    mine = torch.tensor([value], dtype=torch.float64)
+    if dist := _distributed():
+        if dist.get_backend() == "nccl":
+            mine = mine.cuda()
+        dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+    elif hvd := _horovod():
+        mine = hvd.allreduce(mine, op=hvd.Max, name="sn_memory.apoptosis.cost")
+    return float(mine)
+
+
 def fingerprint(values: Iterable[torch.Tensor]) -> str:
     """Return a hash of the bits of tensors; empty where there is nobody to compare with."""
     if _distributed() is None and _horovod() is None:

@@ -7,15 +7,17 @@ import os
 import time
 import weakref
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as tree
 
+from ..clock import StepClock
 from ..merge import Choice, Reader, choose
 from ..schedule import Schedule
-from .agree import fingerprint, require_same, sum_over_ranks
+from .agree import fingerprint, largest_of_ranks, require_same, sum_over_ranks
 from .batches import most_alike, shapes_of
 from .events import Event, Merged
 from .export import write
@@ -49,6 +51,9 @@ class Apoptosis:
         Widths that change become a multiple of this.
     schedule
         "quick", "adaptive" or "aggressive" (sn_memory.apoptosis.schedule).
+    overhead
+        The share of training time that looks may take, in (0, 1): gaps grow until it holds. They
+        then depend on the clock (of the slowest rank), and two runs may differ. None: they do not.
 
     Notes
     -----
@@ -66,17 +71,26 @@ class Apoptosis:
         min_width: int = 8,
         round_to: int = 8,
         schedule: str = "adaptive",
+        overhead: float | None = 0.02,
     ) -> None:
         _check(model, optimizer, tolerance, min_width, round_to)
         self.model, self.optimizer = model, optimizer
         self.tolerance, self.min_width, self.round_to = tolerance, min_width, round_to
-        self.schedule = Schedule(schedule, every)
+        self.schedule = Schedule(schedule, every, overhead=overhead)
         self.steps = 0
         self.events: list[Event] = []
         self._refused: dict[str, str] = {}
         self._traced: tuple[Any, Any] | None = None
         self._batches: deque[Any] = deque(maxlen=_BATCHES)
         self._hook = model.register_forward_pre_hook(_keeper(self), with_kwargs=True)
+        self._clock = StepClock()
+        # The first trace imports the tracer: nothing that a look costs.
+        torch.export.export(nn.Identity(), (torch.zeros(1),))
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the batches of now may still be kept when the next look comes."""
+        return self.steps + _BATCHES >= self.schedule.next_step
 
     def observe(self, *args: Any, **kwargs: Any) -> None:
         """Keep what the model is called with; only needed where torch.compile calls it."""
@@ -102,12 +116,17 @@ class Apoptosis:
             On all ranks, if they came to different decisions; nothing is changed.
         """
         self.steps += 1
+        self._clock.tick()
         if not self.schedule.is_due(self.steps):
             return Event(self.steps)
         start = time.perf_counter()
         merged, refused = self._look()
-        self.schedule = self.schedule.after(self.steps, merged=bool(merged))
         event = Event(self.steps, merged, refused, time.perf_counter() - start)
+        cost = 0.0
+        if self.schedule.overhead is not None:
+            cost = largest_of_ranks(self._clock.steps_in(event.seconds))
+        self._clock.forget()
+        self.schedule = self.schedule.after(self.steps, merged=bool(merged), cost_steps=cost)
         if event:
             self.events.append(event)
             widths = ", ".join(f"{one.group} {one.before} -> {one.after}" for one in merged)
@@ -120,13 +139,13 @@ class Apoptosis:
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the schedule stands; the model and its optimizer are saved beside it."""
-        plain = {"gap": self.schedule.gap, "last_step": self.schedule.last_step}
-        return {"steps": self.steps, **plain}
+        names = ("gap", "last_step", "least")
+        return {"steps": self.steps, **{name: getattr(self.schedule, name) for name in names}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.steps = state["steps"]
-        name, every = self.schedule.name, self.schedule.every
-        self.schedule = Schedule(name, every, state["gap"], state["last_step"])
+        where = {name: state[name] for name in ("gap", "last_step", "least")}
+        self.schedule = replace(self.schedule, **where)
 
     def _look(self) -> tuple[tuple[Merged, ...], dict[str, str]]:
         device = next(self.model.parameters()).device
@@ -251,7 +270,7 @@ def _keeper(owner: Apoptosis) -> Any:
         if torch.compiler.is_compiling() or torch.compiler.is_exporting():
             return
         watcher = watching()
-        if watcher is None or watcher.model is not module:
+        if watcher is None or watcher.model is not module or not watcher.is_near:
             return
         if module.training and torch.is_grad_enabled():
             watcher.observe(*args, **kwargs)
