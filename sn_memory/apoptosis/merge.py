@@ -162,7 +162,7 @@ class _Change:
         offsets, outputs, n = reader.weights.shape
         # For each offset E|delta|^2; and a_j and E[r_j (h, 1)] of each merge, for the crossed terms.
         self.squares = np.zeros(offsets)
-        self.gone = np.empty((8, offsets, outputs))
+        self.gone = np.empty((offsets, 8, outputs))
         self.seen = np.empty((8, n + 1))
         self.taken = 0
 
@@ -181,7 +181,7 @@ class _Change:
         gone = self.reader.weights[:, :, merge.neuron]  # [offsets, outputs]
         past = self.seen[: self.taken]
         shared = sum(value * past[:, index] for index, value in terms)  # [taken]
-        crossed = np.einsum("tko,ko,t->k", self.gone[: self.taken], gone, shared, optimize=True)
+        crossed = (self.gone[:, : self.taken] @ gone[:, :, None])[:, :, 0] @ shared
         own = sum(value * seen[index] for index, value in terms)
         squares = self.squares + (gone**2).sum(axis=1) * own + 2 * crossed
         return _Step(self, np.maximum(squares, 0.0), gone, seen)
@@ -200,10 +200,10 @@ class _Step:
 
     def take(self) -> None:
         change = self.change
-        if change.taken == len(change.gone):
-            change.gone = np.concatenate([change.gone, np.empty_like(change.gone)])
+        if change.taken == len(change.seen):
+            change.gone = np.concatenate([change.gone, np.empty_like(change.gone)], axis=1)
             change.seen = np.concatenate([change.seen, np.empty_like(change.seen)])
-        change.gone[change.taken], change.seen[change.taken] = self.gone, self.seen
+        change.gone[:, change.taken], change.seen[change.taken] = self.gone, self.seen
         change.squares, change.taken = self.squares, change.taken + 1
 
 
@@ -272,13 +272,14 @@ def _spread(reader: Reader) -> Floats:
 def _merge(readers: Sequence[Reader], neuron: int, survivor: int | None) -> Merge:
     factors, constants = [], []
     for reader in readers:
-        moment = reader.fit / reader.fit[-1, -1]
-        mean = moment[:-1, -1] * reader.takes_constant
+        fit, samples = reader.fit, reader.fit[-1, -1]
+        mean = fit[:-1, -1] * (reader.takes_constant / samples)
         factor = 0.0
         if survivor is not None:
-            spread = moment[survivor, survivor] - mean[survivor] ** 2
-            if spread > 1e-12 * moment[survivor, survivor]:
-                factor = (moment[neuron, survivor] - mean[neuron] * mean[survivor]) / spread
+            power = fit[survivor, survivor] / samples
+            spread = power - mean[survivor] ** 2
+            if spread > 1e-12 * power:
+                factor = (fit[neuron, survivor] / samples - mean[neuron] * mean[survivor]) / spread
         factors.append(float(factor))
         constant = mean[neuron] - (factor * mean[survivor] if survivor is not None else 0.0)
         constants.append(float(constant))
