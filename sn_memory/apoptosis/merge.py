@@ -160,7 +160,7 @@ class _Change:
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
         offsets, outputs, n = reader.weights.shape
-        # For each offset E|delta|^2; and a_j and E[r_j (h, 1)] of each merge, for the crossed terms.
+        # E|delta|^2 of each offset; a_j and E[r_j (h, 1)] of each merge, for crossed terms.
         self.squares = np.zeros(offsets)
         self.gone = np.empty((offsets, 8, outputs))
         self.seen = np.empty((8, n + 1))

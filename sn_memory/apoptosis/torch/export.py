@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .events import Event
+from ..events import Event
 from .surgery import sizes
 
 _FORMAT = "sn_memory.apoptosis"

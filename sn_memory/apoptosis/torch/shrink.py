@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import time
 import weakref
 from collections import deque
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as tree
 
-from ..clock import StepClock
-from ..merge import Choice, Reader, choose
-from ..schedule import Schedule
+from ..events import Merged, merged
+from ..groups import Group
+from ..merge import Choice, Reader
+from ..pace import BATCHES, Paced
 from .agree import fingerprint, largest_of_ranks, require_same, sum_over_ranks
 from .batches import most_alike, shapes_of
-from .events import Event, Merged
 from .export import write
-from .groups import Group, find_groups
-from .moments import unknown_state
+from .groups import find_groups
+from .state import unknown_state
 from .statistics import measure
 from .surgery import Patient, as_offsets, operate
 
-_log = logging.getLogger(__name__)
-_BATCHES = 4
 
-
-class Apoptosis:
+class Apoptosis(Paced):
     """Merges neurons of a model while it trains, with all that its optimizer knows of them.
 
     Parameters
@@ -73,24 +67,22 @@ class Apoptosis:
         schedule: str = "adaptive",
         overhead: float | None = 0.02,
     ) -> None:
-        _check(model, optimizer, tolerance, min_width, round_to)
+        _check(model, optimizer)
+        super().__init__(
+            tolerance=tolerance,
+            every=every,
+            min_width=min_width,
+            round_to=round_to,
+            schedule=schedule,
+            overhead=overhead,
+        )
         self.model, self.optimizer = model, optimizer
-        self.tolerance, self.min_width, self.round_to = tolerance, min_width, round_to
-        self.schedule = Schedule(schedule, every, overhead=overhead)
-        self.steps = 0
-        self.events: list[Event] = []
         self._refused: dict[str, str] = {}
         self._traced: tuple[Any, Any] | None = None
-        self._batches: deque[Any] = deque(maxlen=_BATCHES)
+        self._batches: deque[Any] = deque(maxlen=BATCHES)
         self._hook = model.register_forward_pre_hook(_keeper(self), with_kwargs=True)
-        self._clock = StepClock()
         # The first trace imports the tracer: nothing that a look costs.
         torch.export.export(nn.Identity(), (torch.zeros(1),))
-
-    @property
-    def is_near(self) -> bool:
-        """Whether the batches of now may still be kept when the next look comes."""
-        return self.steps + _BATCHES >= self.schedule.next_step
 
     def observe(self, *args: Any, **kwargs: Any) -> None:
         """Keep what the model is called with; only needed where torch.compile calls it."""
@@ -102,50 +94,12 @@ class Apoptosis:
         self._hook.remove()
         self._batches.clear()
 
-    def step(self) -> Event:
-        """Count one step of training; if the schedule says so, look, and merge what may go.
-
-        Returns
-        -------
-        Event
-            True if parameters were replaced: make wrappers anew then.
-
-        Raises
-        ------
-        AgreementError
-            On all ranks, if they came to different decisions; nothing is changed.
-        """
-        self.steps += 1
-        self._clock.tick()
-        if not self.schedule.is_due(self.steps):
-            return Event(self.steps)
-        start = time.perf_counter()
-        merged, refused = self._look()
-        event = Event(self.steps, merged, refused, time.perf_counter() - start)
-        cost = 0.0
-        if self.schedule.overhead is not None:
-            cost = largest_of_ranks(self._clock.steps_in(event.seconds))
-        self._clock.forget()
-        self.schedule = self.schedule.after(self.steps, merged=bool(merged), cost_steps=cost)
-        if event:
-            self.events.append(event)
-            widths = ", ".join(f"{one.group} {one.before} -> {one.after}" for one in merged)
-            _log.info("step %d: %s, in %.2f s", self.steps, widths, event.seconds)
-        return event
-
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the state_dict to `path`, and what was merged to the same name with .json."""
         write(self.model, self.events, path)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return where the schedule stands; the model and its optimizer are saved beside it."""
-        names = ("gap", "last_step", "least")
-        return {"steps": self.steps, **{name: getattr(self.schedule, name) for name in names}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps = state["steps"]
-        where = {name: state[name] for name in ("gap", "last_step", "least")}
-        self.schedule = replace(self.schedule, **where)
+    def _largest_of_ranks(self, value: float) -> float:
+        return largest_of_ranks(value)
 
     def _look(self) -> tuple[tuple[Merged, ...], dict[str, str]]:
         device = next(self.model.parameters()).device
@@ -176,7 +130,7 @@ class Apoptosis:
         self._refused |= undone
         if done:
             Patient(self.model, self.optimizer).renew()
-        return tuple(_merged(group, choice) for group, choice in done), refused | undone
+        return tuple(merged(group, choice) for group, choice in done), refused | undone
 
     def _groups(self, program: Any) -> list[Group]:
         groups = find_groups(program, self.model)
@@ -196,25 +150,13 @@ class Apoptosis:
         patient = Patient(self.model, self.optimizer)
         choices: list[Choice | None] = []
         for group, row in zip(groups, moments, strict=True):
-            readers, finite = [], True
+            readers = []
             for site, _ in zip(group.sites, row, strict=True):
                 fit, check, squares = (next(summed).cpu().numpy() for _ in range(3))
-                finite = finite and bool(torch.isfinite(torch.from_numpy(fit + check)).all())
                 weights = as_offsets(patient.value(site.weight), site)
-                norm = float(squares) ** 0.5
-                constant = site.takes_constant
+                norm, constant = float(squares) ** 0.5, site.takes_constant
                 readers.append(Reader(site.call, weights, fit, check, norm, constant))
-            if not finite:
-                choices.append(None)
-                continue
-            choice = choose(
-                readers,
-                tolerance=self.tolerance,
-                share=self.schedule.share,
-                min_width=self.min_width,
-                round_to=self.round_to,
-            )
-            choices.append(choice)
+            choices.append(self._choose(readers))
         return choices
 
     def _operate(
@@ -282,13 +224,7 @@ def _parts(moments: Any) -> tuple[torch.Tensor, ...]:
     return moments.fit, moments.check, moments.squares
 
 
-def _merged(group: Group, choice: Choice) -> Merged:
-    pairs = tuple((merge.neuron, merge.survivor) for merge in choice.merges)
-    changes = {s.weight: c for s, c in zip(group.sites, choice.changes, strict=True)}
-    return Merged(group.name, choice.width, len(choice.kept), pairs, changes)
-
-
-def _check(model: nn.Module, optimizer: Any, tolerance: float, width: int, to: int) -> None:
+def _check(model: nn.Module, optimizer: Any) -> None:
     wrapped = isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod")
     if wrapped:
         raise ValueError(
@@ -301,8 +237,3 @@ def _check(model: nn.Module, optimizer: Any, tolerance: float, width: int, to: i
             "Apoptosis: got an optimizer wrapped by Horovod, expected the one inside it: the "
             "wrapper keeps tables of the old parameters. Give the plain optimizer."
         )
-    if not 0 < tolerance < 1:
-        raise ValueError(f"tolerance: got {tolerance}, expected above 0 and below 1. 0.01 is mild.")
-    for name, value in (("min_width", width), ("round_to", to)):
-        if value < 1:
-            raise ValueError(f"{name}: got {value}, expected 1 or more. Raise it.")
