@@ -268,7 +268,7 @@ def main() -> None:
     parser.add_argument("--nets", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="instead of each net's own number")
-    parser.add_argument("--tolerance", type=float, default=0.03)
+    parser.add_argument("--tolerance", type=float, default=0.01)
     parser.add_argument("--every", type=int, default=50)
     parser.add_argument("--schedule", default="aggressive")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
@@ -286,7 +286,8 @@ def main() -> None:
             ended: list[int] = []
             for method in args.methods:
                 key = {"net": net, "method": method, "seed": seed}
-                key |= {name: getattr(args, name) for name in same}
+                if method != "plain":
+                    key |= {name: getattr(args, name) for name in same}
                 key["steps"] = args.steps or TASKS[net].steps
                 done = next((row for row in rows if key.items() <= row.items()), None)
                 if done is None:

@@ -111,6 +111,7 @@ MEMORY_LAYERS = (
         "sn_memory.apoptosis.clock",
         "sn_memory.apoptosis.schedule",
         "sn_memory.apoptosis.agreement",
+        "sn_memory.apoptosis.batches",
         "sn_memory.apoptosis.groups",
         "sn_memory.apoptosis.moments",
     ),

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as tree
 
+from ..batches import most_alike
 from ..events import Merged, merged
 from ..groups import Group
 from ..merge import Choice, Reader
 from ..pace import BATCHES, Paced
 from .agree import fingerprint, largest_of_ranks, require_same, sum_over_ranks
-from .batches import most_alike, shapes_of
 from .export import write
 from .groups import find_groups
 from .state import unknown_state
@@ -104,7 +104,7 @@ class Apoptosis(Paced):
     def _look(self) -> tuple[tuple[Merged, ...], dict[str, str]]:
         device = next(self.model.parameters()).device
         # A rank that cannot look says so in the hash: the others would wait for it otherwise.
-        program, groups, batches, failure = None, [], most_alike(self._batches), ""
+        program, groups, batches, failure = None, [], most_alike(self._batches, _shapes), ""
         if not batches:
             failure = "no batch was seen; call step() after training steps of this very model"
         else:
@@ -188,7 +188,7 @@ class Apoptosis(Paced):
         named = self.model.state_dict(keep_vars=True).items()
         key = (
             self.model.training,
-            shapes_of(batch),
+            _shapes(batch),
             tuple((name, tuple(value.shape)) for name, value in named),
         )
         if self._traced is not None and self._traced[0] == key:
@@ -218,6 +218,11 @@ def _keeper(owner: Apoptosis) -> Any:
             watcher.observe(*args, **kwargs)
 
     return keep
+
+
+def _shapes(batch: Any) -> tuple[tuple[int, ...], ...]:
+    leaves = tree.tree_leaves(batch)
+    return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def _parts(moments: Any) -> tuple[torch.Tensor, ...]:
