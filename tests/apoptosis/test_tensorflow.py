@@ -216,10 +216,12 @@ def test_a_recorded_step_is_made_anew_and_an_old_one_is_loud():
     assert events
     assert np.isfinite(losses).all()
     assert losses[-1] < losses[0]
-    with pytest.raises(tf.errors.FailedPreconditionError):
+    with pytest.raises(tf.errors.InvalidArgumentError):
         old(tf.constant(inputs))
 
 
+# Keras saves files through an interface of TensorFlow that NumPy warns of.
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_fit_shrinks_by_its_callback_and_exports(tmp_path):
     random = np.random.default_rng(0)
     x = random.standard_normal((512, 6)).astype(np.float32)

@@ -48,8 +48,8 @@ class Apoptosis(Paced):
     Notes
     -----
     Give `observe` what the model is trained on, or train with `fit` and `callback`. A tf.function
-    that was recorded before an event reads variables that are gone, and fails: make it anew when
-    `step` returns true. Functions of `fit` are made anew by themselves.
+    that was recorded before an event reads variables that are empty now, and fails: make it anew
+    when `step` returns true. Functions of `fit` are made anew by themselves.
     """
 
     def __init__(

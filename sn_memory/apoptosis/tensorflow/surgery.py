@@ -2,7 +2,7 @@
 
 The objects that Keras knows a variable by stay; what they hold is a new tf.Variable, of the new
 shape. A function that was recorded before still holds the old ones, and would train a model that
-nobody has any more. So the old ones are destroyed: such a function fails, and says so.
+nobody has any more. So the old ones are emptied: such a function fails at once.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def resize(variable: Any, value: Any) -> None:
     old = variable.value
     variable._shape = tuple(np.shape(value))
     variable._initialize(tf.cast(value, old.dtype))
-    tf.raw_ops.DestroyResourceOp(resource=old.handle)
+    nothing = tf.zeros([0], old.dtype)
+    tf.raw_ops.AssignVariableOp(resource=old.handle, value=nothing, validate_shape=False)
 
 
 def as_offsets(kernel: Any, width: int) -> Floats:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ from ..pace import BATCHES, Paced
 from .agree import fingerprint, largest_of_ranks, require_same, sum_over_ranks
 from .export import write
 from .groups import find_groups
-from .state import unknown_state
+from .state import CARRIED, unknown_state
 from .statistics import measure
-from .surgery import Patient, as_offsets, operate
+from .surgery import Patient, as_offsets, operate, reshape, shapes_of
 
 
 class Apoptosis(Paced):
@@ -53,6 +54,10 @@ class Apoptosis(Paced):
     -----
     The last four batches that the model was trained on are kept, and decide. After an event that
     merged, all parameters are new objects without gradients: call `step` after `optimizer.step()`.
+
+    `carry` may be set to a function that returns tensors like parameters, by their names: gradients
+    that have not been applied yet, such as what a compressor has still to send. It is called when
+    neurons are about to merge, and what it returned is the gradient of the new parameters.
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class Apoptosis(Paced):
         self.model, self.optimizer = model, optimizer
         self._refused: dict[str, str] = {}
         self._traced: tuple[Any, Any] | None = None
+        self.carry: Callable[[], Mapping[str, torch.Tensor]] | None = None
         self._batches: deque[Any] = deque(maxlen=BATCHES)
         self._hook = model.register_forward_pre_hook(_keeper(self), with_kwargs=True)
         # The first trace imports the tracer: nothing that a look costs.
@@ -97,6 +103,21 @@ class Apoptosis(Paced):
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the state_dict to `path`, and what was merged to the same name with .json."""
         write(self.model, self.events, path)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the schedule stands, and the shapes of the model."""
+        return {**super().state_dict(), "shapes": shapes_of(self.model)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken: the model gets the shapes that it had there.
+
+        Load the model's state and the optimizer's after this: where a shape was another one,
+        parameters are new and hold nothing. So a checkpoint of before an event can be loaded after
+        it, and one of after it into the wide model of a rank that joins late.
+        """
+        reshape(self.model, state["shapes"], self.optimizer)
+        super().load_state_dict(state)
+        self._batches.clear()
 
     def _largest_of_ranks(self, value: float) -> float:
         return largest_of_ranks(value)
@@ -126,10 +147,20 @@ class Apoptosis(Paced):
                 refused[group.name] = "its activations are not finite"
             elif choice.merges:
                 chosen.append((group, choice))
+        state = self.optimizer.state
+        carried = self.carry() if chosen and self.carry is not None else {}
+        for name, parameter in self.model.named_parameters():
+            if name in carried:
+                state[parameter][CARRIED] = carried[name].view_as(parameter)
         done, undone = self._operate(chosen, batches[0])
         self._refused |= undone
         if done:
             Patient(self.model, self.optimizer).renew()
+        for parameter in self.model.parameters() if carried else ():
+            left = state[parameter].pop(CARRIED, None)
+            parameter.grad = left if done else parameter.grad
+            if not state[parameter]:
+                del state[parameter]
         return tuple(merged(group, choice) for group, choice in done), refused | undone
 
     def _groups(self, program: Any) -> list[Group]:

@@ -7,7 +7,10 @@ from typing import Final, Literal
 
 import torch
 
+# Where gradients that are still to be applied lie while neurons merge.
+CARRIED: Final = "sn_memory.carried"
 KINDS: Final[Mapping[str, Literal["mean", "square"]]] = {
+    CARRIED: "mean",
     "momentum_buffer": "mean",
     "exp_avg": "mean",
     "exp_avg_sq": "square",

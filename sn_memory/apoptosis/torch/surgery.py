@@ -113,6 +113,31 @@ def sizes(module: nn.Module) -> dict[str, int]:
     return {}
 
 
+def shapes_of(model: nn.Module) -> dict[str, list[int]]:
+    """Return the shapes of all parameters and buffers that are saved."""
+    return {name: list(value.shape) for name, value in model.state_dict().items()}
+
+
+def reshape(model: nn.Module, shapes: dict[str, list[int]], optimizer: Any = None) -> None:
+    """Give a model tensors of these shapes, with nothing in them where the shape is another one.
+
+    The optimizer, if one is given, takes the new parameters and forgets what it knew of the old.
+    """
+    here = model.state_dict(keep_vars=True)
+    if set(here) != set(shapes):
+        odd = sorted(set(here) ^ set(shapes))[0]
+        raise ValueError(
+            f"{odd!r} is in only one of the model and what was saved of it; expected the same "
+            "names. Make the model with the code that was trained."
+        )
+    patient = Patient(model, torch.optim.SGD([torch.zeros(1)]) if optimizer is None else optimizer)
+    for name, shape in shapes.items():
+        if list(here[name].shape) != list(shape):
+            patient.replace(name, here[name].detach().new_empty(shape), {})
+    if optimizer is not None:
+        patient.renew()
+
+
 def operate(patient: Patient, group: Group, choice: Choice) -> None:
     """Shrink one group as was chosen."""
     kept = torch.as_tensor(choice.kept)
