@@ -176,13 +176,14 @@ class _Change:
         terms = [(merge.neuron, 1.0), (n, -merge.constants[place])]
         if merge.survivor is not None:
             terms.append((merge.survivor, -merge.factors[place]))
-        # r_j = sum of value * (h, 1)[index]: three of n + 1 columns, so never a product with all.
-        seen = sum(value * self.reader.check[index] for index, value in terms)
-        gone = self.reader.weights[:, :, merge.neuron]  # [offsets, outputs]
-        past = self.seen[: self.taken]
-        shared = sum(value * past[:, index] for index, value in terms)  # [taken]
+        # r_j is a combination of three of the n + 1 columns: never a product with all.
+        past, gone = self.seen[: self.taken], self.reader.weights[:, :, merge.neuron]
+        seen, shared = np.zeros(n + 1), np.zeros(self.taken)
+        for index, value in terms:
+            seen += value * self.reader.check[index]
+            shared += value * past[:, index]
+        own = sum(value * float(seen[index]) for index, value in terms)
         crossed = (self.gone[:, : self.taken] @ gone[:, :, None])[:, :, 0] @ shared
-        own = sum(value * seen[index] for index, value in terms)
         squares = self.squares + (gone**2).sum(axis=1) * own + 2 * crossed
         return _Step(self, np.maximum(squares, 0.0), gone, seen)
 
