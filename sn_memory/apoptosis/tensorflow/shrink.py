@@ -164,7 +164,7 @@ def _shapes(batch: list[Any]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(value.shape) for value in batch)
 
 
-class _Callback(keras.callbacks.Callback):
+class _Callback(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]  # Any
     def __init__(self, owner: Apoptosis, inputs: list[Any], batch: int) -> None:
         super().__init__()
         self.owner, self.inputs, self.batch = owner, inputs, batch

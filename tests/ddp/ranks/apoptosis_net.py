@@ -38,7 +38,7 @@ class Training:
 
     def load(self, states):
         for part, state in zip(self.parts, states, strict=True):
-            part.load_state_dict(state)
+            part.load_state_dict(copy.deepcopy(state))  # optimizers keep what they are given
         self.ddp = None
 
     @property
