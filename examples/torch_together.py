@@ -23,7 +23,7 @@ from sn_memory.apoptosis.torch import Apoptosis  # <- sn
 CACHE = Path(__file__).resolve().parent.parent / ".cache/fashion-mnist"
 
 flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-flags.add_argument("--width", type=int, default=512, help="neurons in each of two hidden layers")
+flags.add_argument("--width", type=int, default=512, help="neurons in the hidden layer")
 flags.add_argument("--tolerance", type=float, default=0.02, help="change an event may cause")
 flags.add_argument("--every", type=int, default=50, help="steps from one event to the next")
 flags.add_argument("--budget", default="90%", help="most memory of a step, as 90%% or 20MiB")
@@ -42,25 +42,26 @@ def read(name):
     return torch.frombuffer(raw, dtype=torch.uint8, offset=4 + 4 * raw[3]).view(shape)[: args.limit]
 
 
-def wrap():
+def wrap(budget):
     """Make anew what knows parameters and shapes."""
     compression = FFTCompression.using(ratio=args.ratio)  # <- sn
     opt = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression)
     opt.state = optimizer.state
     apoptosis.carry = lambda: FFTCompression.residuals(opt)  # <- sn
-    return opt, sn_memory.torch.plan(model, x[:64], args.budget, profile=False)  # <- sn
+    return opt, sn_memory.torch.plan(model, x[:64], budget, profile=False)  # <- sn
 
 
 hvd.init()
 torch.set_num_threads(1)
 torch.manual_seed(0)  # the same net on all ranks
-x, test_x = (read(f"{part}-images-idx3") / 127.5 - 1 for part in ("train", "t10k"))
+x, test_x = (read(f"{part}-images-idx3")[:, None] / 127.5 - 1 for part in ("train", "t10k"))
 y, test_y = (read(f"{part}-labels-idx1").long() for part in ("train", "t10k"))
-hidden = [nn.Linear(784, args.width), nn.ReLU(), nn.Linear(args.width, args.width), nn.ReLU()]
-model = nn.Sequential(nn.Flatten(), *hidden, nn.Linear(args.width, 10))
+conv = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+conv += [nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
+model = nn.Sequential(*conv, nn.Linear(1568, args.width), nn.ReLU(), nn.Linear(args.width, 10))
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 apoptosis = Apoptosis(model, optimizer, tolerance=args.tolerance, every=args.every)  # <- sn
-opt, planned = wrap()
+opt, planned = wrap(args.budget)
 steps = len(x) // (64 * hvd.size())
 for epoch in range(args.epochs):
     shuffle = torch.Generator().manual_seed(epoch)  # the same order on all ranks
@@ -72,7 +73,7 @@ for epoch in range(args.epochs):
         opt.step()
         opt.zero_grad()  # before apoptosis, which may leave gradients for the next step
         if event := apoptosis.step():  # <- sn
-            opt, planned = wrap()
+            opt, planned = wrap(planned.sn_memory.plan.peak_bytes)  # <- sn
             widths = ", ".join(f"{one.group} {one.before} -> {one.after}" for one in event.merged)
             if hvd.rank() == 0:
                 peak = planned.sn_memory.plan.peak_bytes  # <- sn
