@@ -1,18 +1,21 @@
-"""What does apoptosis gain? Wide and narrow nets on Fashion-MNIST, beside magnitude pruning.
+"""What does apoptosis gain? Wide and narrow nets, beside magnitude pruning.
 
     python benchmarks/apoptosis.py            what is missing of the whole study
     python benchmarks/apoptosis.py --quick    one short run of each: does it all run?
 
 plain        the net as it is
-apoptosis    the same net and images, shrinking while it trains
+apoptosis    the same net and data, shrinking while it trains
 pruned       trained plainly for two thirds of the steps, then its smallest neurons (by the length
              of their incoming weights) go until its widths are those apoptosis ended with, then
              tuned for the last third; its seed needs the row of apoptosis
 small        trained from the start with the widths apoptosis ended with
 
-Seconds are of training alone, events included and tests excluded. The target of a net is the best
-accuracy that every run of `plain` reached, so that there is a time to it; it is found when tables
-are made, from the curves in the rows. A finished run is saved at once and not done again.
+Nets are trained on Fashion-MNIST (score: test accuracy) or on simulated collisions (score: area
+under the ROC curve), both in per cent; the learning rate falls to zero over the last half. Times
+are of training alone, events included and tests excluded. CPU seconds of one thread are what a
+quiet machine's clock shows; wall seconds are beside them. The target of a net is 0.1 below the
+lowest score that a run of `plain` ended with; the time to it is read from the curves in the rows. A
+finished run is saved at once and not done again.
 """
 
 from __future__ import annotations
@@ -20,13 +23,17 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accuracy import load, save
+from collider import collisions
 from machine import commit, machine
 from nets import fashion_mnist
+from scipy.stats import rankdata
 from torch import nn
 
 from sn_memory.apoptosis import Choice, Merge
@@ -37,14 +44,17 @@ from sn_memory.apoptosis.torch.surgery import Patient, operate
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/apoptosis.json"
 METHODS = ("plain", "apoptosis", "pruned", "small")
-BATCH, LOOKS = 64, 20
+BATCH, LOOKS = 64, 12
+TEST_BATCH = 500
 COLOURS = {"plain": "#5f6368", "apoptosis": "#d55e00", "pruned": "#0072b2", "small": "#009e73"}
 
 
-def dense(first: int, second: int) -> nn.Module:
-    """Return two hidden layers."""
-    hidden = [nn.Linear(784, first), nn.ReLU(), nn.Linear(first, second), nn.ReLU()]
-    return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(second, 10))
+def dense(inputs: int, outputs: int, *hidden: int) -> nn.Module:
+    """Return linear layers with ReLU between."""
+    sizes = (inputs, *hidden)
+    pairs = zip(sizes, hidden, strict=False)
+    layers = [layer for i, o in pairs for layer in (nn.Linear(i, o), nn.ReLU())]
+    return nn.Sequential(nn.Flatten(), *layers, nn.Linear(sizes[-1], outputs))
 
 
 def convolutional(first: int, second: int, third: int) -> nn.Module:
@@ -55,11 +65,35 @@ def convolutional(first: int, second: int, third: int) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(third, 10))
 
 
-NETS: dict[str, tuple[Callable[..., nn.Module], tuple[int, ...]]] = {
-    "mlp_wide": (dense, (2048, 2048)),
-    "mlp_narrow": (dense, (32, 32)),
-    "cnn_wide": (convolutional, (64, 128, 512)),
-    "cnn_narrow": (convolutional, (8, 16, 32)),
+@dataclass(frozen=True)
+class Task:
+    """A net, and how long and on what it is trained."""
+
+    make: Callable[..., nn.Module]
+    widths: tuple[int, ...]
+    steps: int
+    data: Callable[[], tuple[torch.Tensor, ...]]
+
+
+@cache
+def images() -> tuple[torch.Tensor, ...]:
+    """Return training and test images and labels."""
+    return (*fashion_mnist("train"), *fashion_mnist("t10k"))
+
+
+@cache
+def events() -> tuple[torch.Tensor, ...]:
+    """Return training and test collisions and labels."""
+    return (*collisions("train"), *collisions("test"))
+
+
+# 937 steps are all training images once.
+TASKS = {
+    "mlp_wide": Task(partial(dense, 784, 10), (1024, 1024), 2811, images),
+    "mlp_narrow": Task(partial(dense, 784, 10), (32, 32), 2811, images),
+    "cnn_wide": Task(convolutional, (32, 64, 256), 1874, images),
+    "cnn_narrow": Task(convolutional, (8, 16, 32), 1874, images),
+    "table_wide": Task(partial(dense, 14, 2), (512, 512, 512), 2811, events),
 }
 
 
@@ -81,65 +115,82 @@ def prune(net: nn.Module, optimizer: Any, sample: torch.Tensor, wanted: list[int
         operate(patient, group, Choice(group.width, merges, (0.0,) * readers))
 
 
-def accuracy(net: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
-    """Of the test images, in per cent."""
+def score(net: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> float:
+    """Accuracy, or of two classes the area under the ROC curve, in per cent."""
     net.eval()
     with torch.inference_mode():
-        answers = torch.cat([net(part).argmax(1) for part in images.split(500)])
+        said = torch.cat([net(part) for part in inputs.split(TEST_BATCH)])
     net.train()
-    return round(100 * (answers == labels).double().mean().item(), 2)
+    if said.shape[1] > 2:
+        return round(100 * (said.argmax(1) == labels).double().mean().item(), 2)
+    signal = labels.bool().numpy()
+    ranks = rankdata((said[:, 1] - said[:, 0]).double().numpy())[signal]
+    below = ranks.sum() - len(ranks) * (len(ranks) + 1) / 2
+    return round(100 * float(below) / (len(ranks) * (len(signal) - len(ranks))), 2)
+
+
+def rate(step: int, steps: int) -> float:
+    """Learning rate: constant, then falling to zero over the last half."""
+    return 1e-3 * min(1.0, 2 * (1 - step / steps))
 
 
 def run(name: str, method: str, seed: int, args: argparse.Namespace, ended: list[int]) -> dict:
     """Train one net and return its row; `ended` is where apoptosis ended (pruned, small)."""
     torch.manual_seed(seed)
-    make, wide = NETS[name]
-    net = make(*(ended if method == "small" else wide))
+    task = TASKS[name]
+    steps = args.steps or task.steps
+    net = task.make(*(ended if method == "small" else task.widths))
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
     apoptosis = None
     if method == "apoptosis":
         apoptosis = Apoptosis(
             net, optimizer, tolerance=args.tolerance, every=args.every, schedule=args.schedule
         )
-    images, labels = fashion_mnist("train")
-    test_images, test_labels = fashion_mnist("t10k")
+    inputs, labels, test_inputs, test_labels = task.data()
     shuffle = torch.Generator().manual_seed(seed)
-    per_epoch = len(images) // BATCH
-    looks = {round(args.steps * (i + 1) / LOOKS) for i in range(LOOKS)}
-    seconds = event_seconds = 0.0
+    per_epoch = len(inputs) // BATCH
+    looks = {round(steps * (i + 1) / LOOKS) for i in range(LOOKS)}
+    cpu_s = wall_s = event_cpu_s = 0.0
     curve: list[tuple[int, float, float, list[int]]] = []
     order = torch.empty(0)
-    for step in range(args.steps):
+    for step in range(steps):
         if step % per_epoch == 0:
-            order = torch.randperm(len(images), generator=shuffle)
+            order = torch.randperm(len(inputs), generator=shuffle)
         rows = order[(step % per_epoch) * BATCH :][:BATCH]
-        start = time.perf_counter()
-        if method == "pruned" and step == 2 * args.steps // 3:
-            prune(net, optimizer, images[rows], ended)
+        start = time.process_time(), time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step, steps)
+        if method == "pruned" and step == 2 * steps // 3:
+            prune(net, optimizer, inputs[rows], ended)
         optimizer.zero_grad()
-        nn.functional.cross_entropy(net(images[rows]), labels[rows]).backward()
+        nn.functional.cross_entropy(net(inputs[rows]), labels[rows]).backward()
         optimizer.step()
         if apoptosis is not None:
-            event_seconds += apoptosis.step().seconds
-        seconds += time.perf_counter() - start
+            before = time.process_time()
+            apoptosis.step()
+            event_cpu_s += time.process_time() - before
+        cpu_s += time.process_time() - start[0]
+        wall_s += time.perf_counter() - start[1]
         if step + 1 in looks:
-            seen = accuracy(net, test_images, test_labels)
-            curve.append((step + 1, round(seconds, 3), seen, widths(net)))
+            seen = score(net, test_inputs, test_labels)
+            curve.append((step + 1, round(cpu_s, 3), seen, widths(net)))
     return {
         "net": name,
         "method": method,
         "seed": seed,
-        "steps": args.steps,
+        "steps": steps,
         "tolerance": args.tolerance,
         "every": args.every,
         "schedule": args.schedule,
-        "accuracy": curve[-1][2],
+        "score": curve[-1][2],
         "parameters": sum(p.numel() for p in net.parameters()),
-        "seconds": round(seconds, 3),
-        "event_seconds": round(event_seconds, 3),
+        "cpu_s": round(cpu_s, 3),
+        "wall_s": round(wall_s, 3),
+        "apoptosis_cpu_s": round(event_cpu_s, 3),
+        "events": 0 if apoptosis is None else len(apoptosis.events),
         "curve_step": [point[0] for point in curve],
-        "curve_seconds": [point[1] for point in curve],
-        "curve_accuracy": [point[2] for point in curve],
+        "curve_cpu_s": [point[1] for point in curve],
+        "curve_score": [point[2] for point in curve],
         "curve_widths": [point[3] for point in curve],
         "commit": commit(),
         "machine": machine(),
@@ -147,38 +198,36 @@ def run(name: str, method: str, seed: int, args: argparse.Namespace, ended: list
 
 
 def seconds_to(row: dict, target: float) -> float | None:
-    """Seconds of training until the accuracy was first at the target; None if it never was."""
-    points = zip(row["curve_seconds"], row["curve_accuracy"], strict=True)
+    """CPU seconds of training until the score was first at the target; None if it never was."""
+    points = zip(row["curve_cpu_s"], row["curve_score"], strict=True)
     return next((seconds for seconds, seen in points if seen >= target), None)
 
 
 def table(rows: list[dict]) -> str:
     """Return markdown: one line for each net and method, means over seeds."""
-    lines = ["| net | method | accuracy % | parameters | s | s to target | target % |"]
-    lines.append("|---|---|---|---|---|---|---|")
-    for net in NETS:
-        plain = [
-            max(r["curve_accuracy"]) for r in rows if (r["net"], r["method"]) == (net, "plain")
-        ]
-        target = min(plain) if plain else 100.0
+    lines = ["| net | method | seeds | score % | parameters | CPU s | CPU s to target | target % |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for net in TASKS:
+        plain = [r["score"] for r in rows if (r["net"], r["method"]) == (net, "plain")]
+        target = min(plain, default=100.0) - 0.1
         for method in METHODS:
             mine = [r for r in rows if (r["net"], r["method"]) == (net, method)]
             if not mine:
                 continue
             n = len(mine)
-            mean = {k: sum(r[k] for r in mine) / n for k in ("accuracy", "parameters", "seconds")}
+            mean = {k: sum(r[k] for r in mine) / n for k in ("score", "parameters", "cpu_s")}
             times = [seconds_to(row, target) for row in mine]
             reached = [one for one in times if one is not None]
             to = f"{sum(reached) / n:.1f}" if len(reached) == n else f"{len(reached)} of {n} did"
             lines.append(
-                f"| {net} | {method} | {mean['accuracy']:.2f} | {mean['parameters']:,.0f} | "
-                f"{mean['seconds']:.1f} | {to} | {target:.2f} |"
+                f"| {net} | {method} | {n} | {mean['score']:.2f} | {mean['parameters']:,.0f} | "
+                f"{mean['cpu_s']:.1f} | {to} | {target:.2f} |"
             )
     return "\n".join(lines)
 
 
 def picture(rows: list[dict], net: str, path: Path) -> None:
-    """Draw widths over steps, and accuracy and steps over seconds, of the first seed of a net."""
+    """Draw widths and milliseconds a step over steps, and score over seconds, of one seed."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -189,22 +238,23 @@ def picture(rows: list[dict], net: str, path: Path) -> None:
     seen = {row["method"]: row for row in reversed(rows) if row["net"] == net}
     if "apoptosis" in seen:
         row = seen["apoptosis"]
-        wide = NETS[net][1]
-        for layer, first in enumerate(wide):
+        for layer, first in enumerate(TASKS[net].widths):
             sizes = [first] + [point[layer] for point in row["curve_widths"]]
             style = ("-", "--", ":")[layer]
             steps = [0, *row["curve_step"]]
             label = f"layer {layer + 1}"
-            left.plot(steps, sizes, style, color=COLOURS["apoptosis"], drawstyle="steps-post",
-                      label=label)  # fmt: skip
+            left.plot(steps, sizes, style, color=COLOURS["apoptosis"], label=label)
     left.set(title="neurons left", xlabel="step", ylim=(0, None))
     left.legend(frameon=False)
     for method, row in seen.items():
         colour = COLOURS[method]
-        middle.plot(row["curve_seconds"], row["curve_accuracy"], color=colour, label=method)
-        right.plot(row["curve_seconds"], row["curve_step"], color=colour, label=method)
-    middle.set(title="test accuracy, %", xlabel="seconds of training")
-    right.set(title="steps done", xlabel="seconds of training")
+        middle.plot(row["curve_cpu_s"], row["curve_score"], color=colour, label=method)
+        seconds, steps = [0, *row["curve_cpu_s"]], [0, *row["curve_step"]]
+        pace = [1e3 * (b - a) / (d - c) for a, b, c, d in
+                zip(seconds, seconds[1:], steps, steps[1:], strict=False)]  # fmt: skip
+        right.plot(steps[1:], pace, color=colour, label=method)
+    middle.set(title="test score, %", xlabel="CPU seconds of training")
+    right.set(title="milliseconds a step, looks included", xlabel="step", ylim=(0, None))
     middle.legend(frameon=False)
     figure.savefig(path, dpi=120)
     plt.close(figure)
@@ -215,34 +265,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="rows go there and are continued there")
     parser.add_argument("--quick", action="store_true", help="few steps, narrow nets, one seed")
-    parser.add_argument("--nets", nargs="+", choices=NETS, default=list(NETS))
+    parser.add_argument("--nets", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=9370, help="ten times all images by default")
-    parser.add_argument("--tolerance", type=float, default=0.1)
-    parser.add_argument("--every", type=int, default=100)
-    parser.add_argument("--schedule", default="adaptive")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--steps", type=int, help="instead of each net's own number")
+    parser.add_argument("--tolerance", type=float, default=0.01)
+    parser.add_argument("--every", type=int, default=50)
+    parser.add_argument("--schedule", default="aggressive")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--report", action="store_true", help="run nothing; say what rows say")
     parser.add_argument("--png", type=Path, help="picture of the first of --nets")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1)  # CPU seconds of several threads would be no time that passes
     if args.quick:
         args.nets, args.seeds, args.steps, args.every = ["mlp_narrow", "cnn_narrow"], [0], 60, 20
         args.tolerance = 0.4
     path = args.json or (ROOT / "benchmarks/out/apoptosis.json" if args.quick else RESULTS)
     rows = load(path)
-    same = ("steps", "tolerance", "every", "schedule")
-    for seed in args.seeds:
+    same = ("tolerance", "every", "schedule")
+    for seed in () if args.report else args.seeds:
         for net in args.nets:
             ended: list[int] = []
-            for method in METHODS:
+            for method in args.methods:
                 key = {"net": net, "method": method, "seed": seed}
-                key |= {name: getattr(args, name) for name in same}
+                if method != "plain":
+                    key |= {name: getattr(args, name) for name in same}
+                key["steps"] = args.steps or TASKS[net].steps
                 done = next((row for row in rows if key.items() <= row.items()), None)
                 if done is None:
                     done = run(net, method, seed, args, ended)
                     rows.append(done)
                     save(path, rows)
-                    print(f"{net} {method} {seed}: {done['accuracy']} %, {done['seconds']} s")
+                    print(
+                        f"{net} {method} {seed}: {done['score']} %, {done['cpu_s']} s", flush=True
+                    )
                 if method == "apoptosis":
                     ended = done["curve_widths"][-1]
     print(table(rows))

@@ -26,6 +26,7 @@ flags.add_argument("--tolerance", type=float, default=0.02, help="change an even
 flags.add_argument("--every", type=int, default=100, help="steps from one event to the next")
 flags.add_argument("--epochs", type=int, default=4)
 flags.add_argument("--limit", type=int, help="use the first LIMIT images")
+flags.add_argument("--steady", action="store_true", help="look often, whatever it costs")
 flags.add_argument("--compare", action="store_true", help="train without apoptosis, too")
 flags.add_argument("--data", help="folder of the four .gz files; scripts/fetch_fashion_mnist.py")
 args = flags.parse_args()
@@ -62,7 +63,10 @@ def train(shrinking):
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     apoptosis = None
     if shrinking:
-        apoptosis = Apoptosis(model, optimizer, tolerance=args.tolerance, every=args.every)  # <- sn
+        settings = {"tolerance": args.tolerance, "every": args.every}
+        if args.steady:
+            settings["overhead"] = None  # the same gaps on every machine
+        apoptosis = Apoptosis(model, optimizer, **settings)  # <- sn
     seconds = 0.0
     for epoch in range(args.epochs):
         shuffle = torch.Generator().manual_seed(epoch)

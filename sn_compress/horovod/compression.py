@@ -99,6 +99,15 @@ class FFTCompression:
         return _rim(optimizer).report(optimizer)  # type: ignore[no-any-return]
 
     @classmethod
+    def residuals(cls, optimizer: Any) -> dict[str, Any]:
+        """What this rank has yet to send, by parameter name, shaped like the parameters.
+
+        Of a torch optimizer. Set as gradients before the first backward pass of a new optimizer,
+        they travel with it: so they outlive a change of shapes.
+        """
+        return _rim(optimizer).residuals(optimizer)  # type: ignore[no-any-return]
+
+    @classmethod
     def state_dict(cls, optimizer: Any) -> dict[str, Any]:
         """The state of an optimizer's exchange, by parameter name. It differs between ranks."""
         return _rim(optimizer).state_dict(optimizer)  # type: ignore[no-any-return]

@@ -202,6 +202,16 @@ def watch(optimizer: Any, scaler: Any) -> None:
     _memory_of(optimizer).watch(scaler)
 
 
+def residuals(optimizer: Any) -> dict[str, torch.Tensor]:
+    """See FFTCompression.residuals."""
+    own, decay = _exchange_of(optimizer), optimizer._compression.settings.decay
+    return {
+        name: torch.from_numpy(own.residual(name) * np.float32(decay)).view_as(parameter)
+        for parameter, name in optimizer._parameter_names.items()
+        if own.remembers(name)
+    }
+
+
 def state_dict(optimizer: Any) -> dict[str, Any]:
     """As torch tensors, so that torch.save and torch.load(weights_only=True) take it."""
     state = _exchange_of(optimizer).state_dict()

@@ -160,9 +160,11 @@ class _Change:
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
         offsets, outputs, n = reader.weights.shape
-        # For each offset: E|delta|^2, and E[delta (h, 1)^T], with which the next term is crossed.
+        # E|delta|^2 of each offset; a_j and E[r_j (h, 1)] of each merge, for crossed terms.
         self.squares = np.zeros(offsets)
-        self.crossed = np.zeros((offsets, outputs, n + 1))
+        self.gone = np.empty((offsets, 8, outputs))
+        self.seen = np.empty((8, n + 1))
+        self.taken = 0
 
     @property
     def relative(self) -> float:
@@ -174,13 +176,15 @@ class _Change:
         terms = [(merge.neuron, 1.0), (n, -merge.constants[place])]
         if merge.survivor is not None:
             terms.append((merge.survivor, -merge.factors[place]))
-        left = np.zeros(n + 1)  # r_j as a combination of (h, 1)
+        # r_j is a combination of three of the n + 1 columns: never a product with all.
+        past, gone = self.seen[: self.taken], self.reader.weights[:, :, merge.neuron]
+        seen, shared = np.zeros(n + 1), np.zeros(self.taken)
         for index, value in terms:
-            left[index] += value
-        seen = left @ self.reader.check
-        gone = self.reader.weights[:, :, merge.neuron]  # [offsets, outputs]
-        crossed = np.einsum("ko,ko->k", gone, self.crossed @ left)
-        squares = self.squares + (gone**2).sum(axis=1) * (seen @ left) + 2 * crossed
+            seen += value * self.reader.check[index]
+            shared += value * past[:, index]
+        own = sum(value * float(seen[index]) for index, value in terms)
+        crossed = (self.gone[:, : self.taken] @ gone[:, :, None])[:, :, 0] @ shared
+        squares = self.squares + (gone**2).sum(axis=1) * own + 2 * crossed
         return _Step(self, np.maximum(squares, 0.0), gone, seen)
 
 
@@ -196,8 +200,12 @@ class _Step:
         return _relative(self.squares, self.change.reader.output_norm)
 
     def take(self) -> None:
-        self.change.squares = self.squares
-        self.change.crossed += self.gone[:, :, None] * self.seen
+        change = self.change
+        if change.taken == len(change.seen):
+            change.gone = np.concatenate([change.gone, np.empty_like(change.gone)], axis=1)
+            change.seen = np.concatenate([change.seen, np.empty_like(change.seen)])
+        change.gone[:, change.taken], change.seen[change.taken] = self.gone, self.seen
+        change.squares, change.taken = self.squares, change.taken + 1
 
 
 def _relative(squares: Floats, norm: float) -> float:
@@ -265,13 +273,14 @@ def _spread(reader: Reader) -> Floats:
 def _merge(readers: Sequence[Reader], neuron: int, survivor: int | None) -> Merge:
     factors, constants = [], []
     for reader in readers:
-        moment = reader.fit / reader.fit[-1, -1]
-        mean = moment[:-1, -1] * reader.takes_constant
+        fit, samples = reader.fit, reader.fit[-1, -1]
+        mean = fit[:-1, -1] * (reader.takes_constant / samples)
         factor = 0.0
         if survivor is not None:
-            spread = moment[survivor, survivor] - mean[survivor] ** 2
-            if spread > 1e-12 * moment[survivor, survivor]:
-                factor = (moment[neuron, survivor] - mean[neuron] * mean[survivor]) / spread
+            power = fit[survivor, survivor] / samples
+            spread = power - mean[survivor] ** 2
+            if spread > 1e-12 * power:
+                factor = (fit[neuron, survivor] / samples - mean[neuron] * mean[survivor]) / spread
         factors.append(float(factor))
         constant = mean[neuron] - (factor * mean[survivor] if survivor is not None else 0.0)
         constants.append(float(constant))

@@ -16,6 +16,7 @@ from sn_memory.apoptosis import (
     fold,
     is_homogeneous,
 )
+from sn_memory.apoptosis.clock import StepClock
 
 ACTIVATIONS = {
     "linear": lambda z: z,
@@ -249,3 +250,35 @@ def test_schedules():
 def test_errors_say_what_to_do(call, says):
     with pytest.raises(ValueError, match=says):
         call()
+
+
+@given(
+    cost=st.floats(0, 1e6), overhead=st.floats(0.001, 0.5), merged=st.booleans(),
+    name=st.sampled_from(["quick", "adaptive", "aggressive"]),
+)  # fmt: skip
+def test_looks_take_their_share_of_training_at_most(cost, overhead, merged, name):
+    before = Schedule(name, 10, overhead=overhead)
+    after = before.after(10, merged=merged, cost_steps=cost)
+    allowed = overhead * (5 if merged else 1)
+    # Steps are whole numbers; one unit in the last place of their product may be lost.
+    assert cost <= allowed * (after.next_step - 10) * (1 + 1e-12)
+    assert after.next_step >= 20
+    free = Schedule(name, 10).after(10, merged=merged, cost_steps=cost)
+    assert free.next_step <= after.next_step
+
+
+def test_overhead_is_checked():
+    with pytest.raises(ValueError, match="above 0 and below 1"):
+        Schedule("quick", 10, overhead=1.0)
+
+
+def test_a_clock_counts_steps_and_no_pauses(monkeypatch):
+    now = iter([0.0, 1.0, 2.0, 60.0, 61.0, 62.0])
+    monkeypatch.setattr("sn_memory.apoptosis.clock.time.perf_counter", lambda: next(now))
+    clock = StepClock()
+    assert clock.steps_in(3.0) == 0.0
+    for _ in range(6):
+        clock.tick()
+    assert clock.steps_in(3.0) == 3.0
+    clock.forget()
+    assert clock.steps_in(3.0) == 0.0

@@ -81,7 +81,7 @@ def train(model, optimizer, inputs, steps=1):
 
 
 def apoptosis(model, optimizer, **settings):
-    defaults = {"tolerance": 1e-4, "every": 1, "min_width": 1, "round_to": 1}
+    defaults = {"tolerance": 1e-4, "every": 1, "min_width": 1, "round_to": 1, "overhead": None}
     return Apoptosis(model, optimizer, **{**defaults, "schedule": "aggressive", **settings})
 
 
@@ -457,3 +457,43 @@ def test_no_batch_seen_is_a_reason():
     model = chain(nn.ReLU())
     event = apoptosis(model, torch.optim.SGD(model.parameters())).step()
     assert "no batch was seen" in event.refused["the model"]
+
+
+def test_gradients_that_are_carried_are_cut_as_momentum_is():
+    model, inputs = chain(nn.ReLU()), torch.randn(64, 5)
+    duplicate(model, ["0"], 1, 3)
+    shrink = apoptosis(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    carried = {name: torch.randn_like(value) for name, value in model.named_parameters()}
+    del carried["4.bias"]
+    shrink.carry = lambda: carried
+    model(inputs)
+    (merged,) = shrink.step().merged
+    ((gone, survivor),) = merged.pairs
+    kept = [i for i in range(8) if i != gone]
+    expected = carried["0.weight"].clone()
+    expected[survivor] += expected[gone]
+    torch.testing.assert_close(model[0].weight.grad, expected[kept])
+    assert torch.equal(model[2].weight.grad, carried["2.weight"][:, kept])
+    assert torch.equal(model[4].weight.grad, carried["4.weight"])
+    assert model[4].bias.grad is None
+    assert not shrink.optimizer.state
+
+
+def test_a_checkpoint_gives_a_model_its_shapes_back():
+    model, inputs = chain(nn.ReLU()), torch.randn(64, 5)
+    duplicate(model, ["0"], 1, 3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
+    shrink = apoptosis(model, optimizer)
+    train(model, optimizer, inputs)
+    parts = shrink, model, optimizer
+    early = copy.deepcopy([part.state_dict() for part in parts])
+    expected = model(inputs).detach()
+    assert shrink.step()
+    late = copy.deepcopy([part.state_dict() for part in parts])
+    for states, width in ((early, 8), (late, 7), (early, 8)):
+        for part, state in zip(parts, states, strict=True):
+            part.load_state_dict(copy.deepcopy(state))
+        assert model[0].out_features == model[2].in_features == width
+        assert (model(inputs) - expected).abs().max() <= ROUNDING * expected.abs().max()
+        train(model, optimizer, inputs)
+        assert optimizer.state[model[0].weight]["exp_avg"].shape == (width, 5)

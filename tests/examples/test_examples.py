@@ -233,10 +233,22 @@ def test_keras_gossip_learns_on_two_ranks(horovodrun, data):
 def test_apoptosis_shrinks_and_still_learns(data):
     example = ROOT / "examples" / "torch_apoptosis.py"
     flags = ["--width", 128, "--every", 20, "--epochs", 2, "--tolerance", 0.05, "--data", data]
-    done = run_alone(example, *flags)
+    done = run_alone(example, *flags, "--steady")
     assert done.returncode == 0, done.stderr
     assert re.search(r"step 20: 1\.weight 128 -> \d+ neurons", done.stdout), done.stdout
     found = re.search(r"with apoptosis: ([\d.]+) %, ([\d,]+) parameters", done.stdout)
     assert float(found[1]) > 90  # the made-up images are easy to tell apart
     assert int(found[2].replace(",", "")) < 0.7 * (785 * 128 + 129 * 128 + 129 * 10)
     assert f"exported and rebuilt: {found[1]} %" in done.stdout
+
+
+@pytest.mark.horovod
+@pytest.mark.slow
+def test_compression_plan_and_apoptosis_in_one_script(horovodrun, data):
+    flags = ["--width", 64, "--every", 5, "--epochs", 1, "--tolerance", 0.1, "--data", data]
+    example = ROOT / "examples" / "torch_together.py"
+    run = horovodrun(2, example, *map(str, flags), timeout=250).check()
+    assert re.search(r"step 5: .*7\.weight 64 -> \d+.*MB a step", run.stdout), run.stdout
+    found = re.search(r"epoch 1: ([\d.]+) %, ([\d,]+) parameters", run.stdout)
+    assert float(found[1]) > 60  # the made-up images are easy to tell apart
+    assert int(found[2].replace(",", "")) < 160 + 4640 + 1569 * 64 + 65 * 10

@@ -110,9 +110,20 @@ MEMORY_LAYERS = (
     ("sn_memory.torch.verify",),
     ("sn_memory.torch",),
     # Apoptosis knows nothing of plans: NumPy alone, then its rim.
-    ("sn_memory.apoptosis.similarity", "sn_memory.apoptosis.bound", "sn_memory.apoptosis.schedule"),
+    (
+        "sn_memory.apoptosis.similarity",
+        "sn_memory.apoptosis.bound",
+        "sn_memory.apoptosis.clock",
+        "sn_memory.apoptosis.schedule",
+        "sn_memory.apoptosis.agreement",
+        "sn_memory.apoptosis.batches",
+        "sn_memory.apoptosis.groups",
+        "sn_memory.apoptosis.moments",
+    ),
     ("sn_memory.apoptosis.merge",),
-    ("sn_memory.apoptosis.torch",),
+    ("sn_memory.apoptosis.events",),
+    ("sn_memory.apoptosis.pace",),
+    ("sn_memory.apoptosis.torch", "sn_memory.apoptosis.tensorflow"),
     ("sn_memory.apoptosis",),
 )
 CHECK_MAY_IMPORT = {"sn_memory.graph", "sn_memory.plan", "sn_memory.errors"}
@@ -123,7 +134,10 @@ def is_rim(path: Path) -> bool:
     relative = path.relative_to(ROOT)
     if relative.name in ("torch.py", "tensorflow.py", "keras.py", "ddp.py"):
         return True
-    if relative.parts[:3] == ("sn_memory", "apoptosis", "torch"):
+    if relative.parts[:2] == ("sn_memory", "apoptosis") and relative.parts[2] in (
+        "torch",
+        "tensorflow",
+    ):
         return True
     return relative.parts[:2] in (("sn_memory", "torch"), ("sn_memory", "tensorflow"))
 

@@ -11,3 +11,19 @@ def test_two_ranks_shrink_alike(horovodrun):
     run = horovodrun(2, Path(__file__).parent / "ranks" / "apoptosis.py", timeout=200)
     run.check()
     assert run.stdout.count("both stopped") == 2
+
+
+@pytest.mark.horovod
+@pytest.mark.slow
+def test_compression_a_memory_plan_and_apoptosis_together(horovodrun):
+    run = horovodrun(2, Path(__file__).parent / "ranks" / "apoptosis_planned.py", timeout=250)
+    run.check()
+    assert run.stdout.count("ok ") == 2
+
+
+@pytest.mark.horovod
+@pytest.mark.slow
+def test_two_ranks_of_keras_shrink_alike(horovodrun):
+    run = horovodrun(2, Path(__file__).parent / "ranks" / "tensorflow_apoptosis.py", timeout=250)
+    run.check()
+    assert run.stdout.count("both stopped") == 2

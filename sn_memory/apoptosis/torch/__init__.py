@@ -1,7 +1,7 @@
 """Apoptosis for torch: a model and its optimizer shrink together while they train."""
 
-from .agree import AgreementError
-from .events import Event, Merged
+from ..agreement import AgreementError
+from ..events import Event, Merged
 from .export import rebuild
 from .shrink import Apoptosis
 

@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 
-
-class AgreementError(RuntimeError):
-    """Ranks came to different decisions; raised on all of them, and nothing was changed."""
+from ..agreement import check_same, digest
 
 
 def _horovod() -> Any:
@@ -44,6 +42,18 @@ def sum_over_ranks(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
 
 
+def largest_of_ranks(value: float) -> float:
+    """Return the largest value of all ranks."""
+    mine = torch.tensor([value], dtype=torch.float64)
+    if dist := _distributed():
+        if dist.get_backend() == "nccl":
+            mine = mine.cuda()
+        dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+    elif hvd := _horovod():
+        mine = hvd.allreduce(mine, op=hvd.Max, name="sn_memory.apoptosis.cost")
+    return float(mine)
+
+
 def fingerprint(values: Iterable[torch.Tensor]) -> str:
     """Return a hash of the bits of tensors; empty where there is nobody to compare with."""
     if _distributed() is None and _horovod() is None:
@@ -57,16 +67,8 @@ def fingerprint(values: Iterable[torch.Tensor]) -> str:
 
 def require_same(what: str, text: str, device: torch.device) -> None:
     """Raise AgreementError on every rank unless all gave the same text."""
-    mine = hashlib.sha256(text.encode()).digest()
-    every = _gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device))
-    ours = [rank for rank, other in enumerate(every) if other == mine]
-    if len(ours) < len(every):
-        others = sorted(set(range(len(every))) - set(ours))
-        raise AgreementError(
-            f"Apoptosis: {what} of this rank is that of ranks {ours} and not of ranks {others}; "
-            "expected the same on all. Nothing was changed. Ranks must hold the same weights and "
-            f"settings, and call step() equally often. Here: {text[:300]}"
-        )
+    mine = torch.frombuffer(bytearray(digest(text)), dtype=torch.uint8).to(device)
+    check_same(what, text, _gather(mine))
 
 
 def _gather(mine: torch.Tensor) -> list[bytes]:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .events import Event
-from .surgery import sizes
+from ..events import Event
+from .surgery import reshape, shapes_of
 
 _FORMAT = "sn_memory.apoptosis"
 
@@ -24,7 +24,7 @@ def write(model: nn.Module, events: Sequence[Event], path: str | os.PathLike[str
     record = {
         "format": _FORMAT,
         "version": 1,
-        "shapes": {name: list(value.shape) for name, value in model.state_dict().items()},
+        "shapes": shapes_of(model),
         "events": [event.to_json() for event in events if event],
     }
     path.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
@@ -53,27 +53,6 @@ def rebuild(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
             f"{record.get('version')!r}; expected {_FORMAT!r}, 1. Export it again."
         )
     values = torch.load(path, weights_only=True, map_location="cpu")
-    shapes = {name: tuple(shape) for name, shape in record["shapes"].items()}
-    here = model.state_dict()
-    if set(here) != set(shapes):
-        odd = sorted(set(here) ^ set(shapes))[0]
-        raise ValueError(
-            f"rebuild: {odd!r} is in only one of the model and {path.name}; expected the same "
-            "names. Make the model with the code that was trained."
-        )
-    for name, shape in shapes.items():
-        if tuple(here[name].shape) == shape:
-            continue
-        owner, _, last = name.rpartition(".")
-        module = model.get_submodule(owner)
-        old = getattr(module, last)
-        new = torch.empty(shape, dtype=old.dtype, device=old.device)
-        if isinstance(old, nn.Parameter):
-            module._parameters[last] = nn.Parameter(new, requires_grad=old.requires_grad)
-        else:
-            module._buffers[last] = new
-    for module in model.modules():
-        for attribute, size in sizes(module).items():
-            setattr(module, attribute, size)
+    reshape(model, record["shapes"])
     model.load_state_dict(values)
     return model

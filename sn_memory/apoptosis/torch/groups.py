@@ -10,66 +10,19 @@ touches are left as they are, with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-
-@dataclass(frozen=True)
-class Tag:
-    """Where a value holds the channels of a group: `places` consecutive ones each, on `axis`."""
-
-    group: int
-    axis: int
-    places: int = 1
+from ..groups import Group, Groups, Tag
 
 
-@dataclass(frozen=True)
-class Slice:
-    """Dimension 0 of a parameter or buffer has one entry for each neuron; `call` uses it."""
-
-    name: str
-    call: str
-
-
-@dataclass(frozen=True)
-class Site:
-    """A call that reads the group through dimension 1 of `weight`."""
-
-    call: str
-    weight: str
-    bias: str | None
-    places: int
-    axis: int
-    takes_constant: bool
-
-
-@dataclass
-class Group:
-    """Neurons that can only shrink together; `reason` says why they cannot, if they cannot."""
-
-    width: int
-    slices: list[Slice] = field(default_factory=list)
-    sites: list[Site] = field(default_factory=list)
-    makers: list[str] = field(default_factory=list)
-    reason: str | None = None
-
-    @property
-    def name(self) -> str:
-        return " + ".join(self.makers)
-
-    def refuse(self, reason: str) -> None:
-        """Leave the group as it is; the first reason is the one that is told."""
-        self.reason = self.reason or reason
-
-
-class Walk:
-    """The state of one walk: tags by node, groups joined as sums join them."""
+class Walk(Groups):
+    """The state of one walk: tags by node, and the groups."""
 
     def __init__(self, program: Any) -> None:
+        super().__init__()
         signature = program.graph_signature
         self.names: dict[str, str] = {
             **signature.inputs_to_parameters,
@@ -77,34 +30,6 @@ class Walk:
         }
         self.parameters = set(signature.inputs_to_parameters)
         self.tags: dict[fx.Node, Tag | None] = {}
-        self.groups: list[Group] = []
-        self._parent: list[int] = []
-
-    def new_group(self, width: int, maker: str) -> int:
-        self.groups.append(Group(width, makers=[maker]))
-        self._parent.append(len(self._parent))
-        return len(self._parent) - 1
-
-    def root(self, group: int) -> int:
-        while self._parent[group] != group:
-            group = self._parent[group]
-        return group
-
-    def group(self, tag: Tag) -> Group:
-        return self.groups[self.root(tag.group)]
-
-    def join(self, first: Tag, second: Tag) -> None:
-        """Make two groups one: a sum of both needs the same channels of both."""
-        low, high = sorted((self.root(first.group), self.root(second.group)))
-        if low == high:
-            return
-        kept, gone = self.groups[low], self.groups[high]
-        kept.slices += gone.slices
-        kept.sites += gone.sites
-        kept.makers += gone.makers
-        if gone.reason:
-            kept.refuse(gone.reason)
-        self._parent[high] = low
 
     def tag(self, node: Any) -> Tag | None:
         return self.tags.get(node) if isinstance(node, fx.Node) else None
@@ -114,11 +39,6 @@ class Walk:
         if not isinstance(node, fx.Node) or node.name not in self.names or len(node.users) != 1:
             return None
         return self.names[node.name]
-
-    def roots(self) -> Iterator[Group]:
-        for index, group in enumerate(self.groups):
-            if self.root(index) == index:
-                yield group
 
 
 def shape(node: fx.Node) -> tuple[int, ...]:

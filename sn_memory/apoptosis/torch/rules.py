@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from .groups import Site, Slice, Tag, Walk, shape
+from ..groups import Site, Slice, Tag
+from .groups import Walk, shape
 
 # One number in, one number out, the same function for every channel.
 _ELEMENTWISE = frozenset(

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import time
 import weakref
 from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as tree
 
-from ..merge import Choice, Reader, choose
-from ..schedule import Schedule
-from .agree import fingerprint, require_same, sum_over_ranks
-from .batches import most_alike, shapes_of
-from .events import Event, Merged
+from ..batches import most_alike
+from ..events import Merged, merged
+from ..groups import Group
+from ..merge import Choice, Reader
+from ..pace import BATCHES, Paced
+from .agree import fingerprint, largest_of_ranks, require_same, sum_over_ranks
 from .export import write
-from .groups import Group, find_groups
-from .moments import unknown_state
+from .groups import find_groups
+from .state import CARRIED, unknown_state
 from .statistics import measure
-from .surgery import Patient, as_offsets, operate
-
-_log = logging.getLogger(__name__)
-_BATCHES = 4
+from .surgery import Patient, as_offsets, operate, reshape, shapes_of
 
 
-class Apoptosis:
+class Apoptosis(Paced):
     """Merges neurons of a model while it trains, with all that its optimizer knows of them.
 
     Parameters
@@ -49,11 +46,18 @@ class Apoptosis:
         Widths that change become a multiple of this.
     schedule
         "quick", "adaptive" or "aggressive" (sn_memory.apoptosis.schedule).
+    overhead
+        The share of training time that looks may take, in (0, 1): gaps grow until it holds. They
+        then depend on the clock (of the slowest rank), and two runs may differ. None: they do not.
 
     Notes
     -----
     The last four batches that the model was trained on are kept, and decide. After an event that
     merged, all parameters are new objects without gradients: call `step` after `optimizer.step()`.
+
+    `carry` may be set to a function that returns tensors like parameters, by their names: gradients
+    that have not been applied yet, such as what a compressor has still to send. It is called when
+    neurons are about to merge, and what it returned is the gradient of the new parameters.
     """
 
     def __init__(
@@ -66,17 +70,25 @@ class Apoptosis:
         min_width: int = 8,
         round_to: int = 8,
         schedule: str = "adaptive",
+        overhead: float | None = 0.02,
     ) -> None:
-        _check(model, optimizer, tolerance, min_width, round_to)
+        _check(model, optimizer)
+        super().__init__(
+            tolerance=tolerance,
+            every=every,
+            min_width=min_width,
+            round_to=round_to,
+            schedule=schedule,
+            overhead=overhead,
+        )
         self.model, self.optimizer = model, optimizer
-        self.tolerance, self.min_width, self.round_to = tolerance, min_width, round_to
-        self.schedule = Schedule(schedule, every)
-        self.steps = 0
-        self.events: list[Event] = []
         self._refused: dict[str, str] = {}
         self._traced: tuple[Any, Any] | None = None
-        self._batches: deque[Any] = deque(maxlen=_BATCHES)
+        self.carry: Callable[[], Mapping[str, torch.Tensor]] | None = None
+        self._batches: deque[Any] = deque(maxlen=BATCHES)
         self._hook = model.register_forward_pre_hook(_keeper(self), with_kwargs=True)
+        # The first trace imports the tracer: nothing that a look costs.
+        torch.export.export(nn.Identity(), (torch.zeros(1),))
 
     def observe(self, *args: Any, **kwargs: Any) -> None:
         """Keep what the model is called with; only needed where torch.compile calls it."""
@@ -88,50 +100,32 @@ class Apoptosis:
         self._hook.remove()
         self._batches.clear()
 
-    def step(self) -> Event:
-        """Count one step of training; if the schedule says so, look, and merge what may go.
-
-        Returns
-        -------
-        Event
-            True if parameters were replaced: make wrappers anew then.
-
-        Raises
-        ------
-        AgreementError
-            On all ranks, if they came to different decisions; nothing is changed.
-        """
-        self.steps += 1
-        if not self.schedule.is_due(self.steps):
-            return Event(self.steps)
-        start = time.perf_counter()
-        merged, refused = self._look()
-        self.schedule = self.schedule.after(self.steps, merged=bool(merged))
-        event = Event(self.steps, merged, refused, time.perf_counter() - start)
-        if event:
-            self.events.append(event)
-            widths = ", ".join(f"{one.group} {one.before} -> {one.after}" for one in merged)
-            _log.info("step %d: %s, in %.2f s", self.steps, widths, event.seconds)
-        return event
-
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the state_dict to `path`, and what was merged to the same name with .json."""
         write(self.model, self.events, path)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the schedule stands; the model and its optimizer are saved beside it."""
-        plain = {"gap": self.schedule.gap, "last_step": self.schedule.last_step}
-        return {"steps": self.steps, **plain}
+        """Return where the schedule stands, and the shapes of the model."""
+        return {**super().state_dict(), "shapes": shapes_of(self.model)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps = state["steps"]
-        name, every = self.schedule.name, self.schedule.every
-        self.schedule = Schedule(name, every, state["gap"], state["last_step"])
+        """Go on where `state_dict` was taken: the model gets the shapes that it had there.
+
+        Load the model's state and the optimizer's after this: where a shape was another one,
+        parameters are new and hold nothing. So a checkpoint of before an event can be loaded after
+        it, and one of after it into the wide model of a rank that joins late.
+        """
+        reshape(self.model, state["shapes"], self.optimizer)
+        super().load_state_dict(state)
+        self._batches.clear()
+
+    def _largest_of_ranks(self, value: float) -> float:
+        return largest_of_ranks(value)
 
     def _look(self) -> tuple[tuple[Merged, ...], dict[str, str]]:
         device = next(self.model.parameters()).device
         # A rank that cannot look says so in the hash: the others would wait for it otherwise.
-        program, groups, batches, failure = None, [], most_alike(self._batches), ""
+        program, groups, batches, failure = None, [], most_alike(self._batches, _shapes), ""
         if not batches:
             failure = "no batch was seen; call step() after training steps of this very model"
         else:
@@ -153,11 +147,21 @@ class Apoptosis:
                 refused[group.name] = "its activations are not finite"
             elif choice.merges:
                 chosen.append((group, choice))
+        state = self.optimizer.state
+        carried = self.carry() if chosen and self.carry is not None else {}
+        for name, parameter in self.model.named_parameters():
+            if name in carried:
+                state[parameter][CARRIED] = carried[name].view_as(parameter)
         done, undone = self._operate(chosen, batches[0])
         self._refused |= undone
         if done:
             Patient(self.model, self.optimizer).renew()
-        return tuple(_merged(group, choice) for group, choice in done), refused | undone
+        for parameter in self.model.parameters() if carried else ():
+            left = state[parameter].pop(CARRIED, None)
+            parameter.grad = left if done else parameter.grad
+            if not state[parameter]:
+                del state[parameter]
+        return tuple(merged(group, choice) for group, choice in done), refused | undone
 
     def _groups(self, program: Any) -> list[Group]:
         groups = find_groups(program, self.model)
@@ -177,25 +181,13 @@ class Apoptosis:
         patient = Patient(self.model, self.optimizer)
         choices: list[Choice | None] = []
         for group, row in zip(groups, moments, strict=True):
-            readers, finite = [], True
+            readers = []
             for site, _ in zip(group.sites, row, strict=True):
                 fit, check, squares = (next(summed).cpu().numpy() for _ in range(3))
-                finite = finite and bool(torch.isfinite(torch.from_numpy(fit + check)).all())
                 weights = as_offsets(patient.value(site.weight), site)
-                norm = float(squares) ** 0.5
-                constant = site.takes_constant
+                norm, constant = float(squares) ** 0.5, site.takes_constant
                 readers.append(Reader(site.call, weights, fit, check, norm, constant))
-            if not finite:
-                choices.append(None)
-                continue
-            choice = choose(
-                readers,
-                tolerance=self.tolerance,
-                share=self.schedule.share,
-                min_width=self.min_width,
-                round_to=self.round_to,
-            )
-            choices.append(choice)
+            choices.append(self._choose(readers))
         return choices
 
     def _operate(
@@ -227,7 +219,7 @@ class Apoptosis:
         named = self.model.state_dict(keep_vars=True).items()
         key = (
             self.model.training,
-            shapes_of(batch),
+            _shapes(batch),
             tuple((name, tuple(value.shape)) for name, value in named),
         )
         if self._traced is not None and self._traced[0] == key:
@@ -251,7 +243,7 @@ def _keeper(owner: Apoptosis) -> Any:
         if torch.compiler.is_compiling() or torch.compiler.is_exporting():
             return
         watcher = watching()
-        if watcher is None or watcher.model is not module:
+        if watcher is None or watcher.model is not module or not watcher.is_near:
             return
         if module.training and torch.is_grad_enabled():
             watcher.observe(*args, **kwargs)
@@ -259,17 +251,16 @@ def _keeper(owner: Apoptosis) -> Any:
     return keep
 
 
+def _shapes(batch: Any) -> tuple[tuple[int, ...], ...]:
+    leaves = tree.tree_leaves(batch)
+    return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
 def _parts(moments: Any) -> tuple[torch.Tensor, ...]:
     return moments.fit, moments.check, moments.squares
 
 
-def _merged(group: Group, choice: Choice) -> Merged:
-    pairs = tuple((merge.neuron, merge.survivor) for merge in choice.merges)
-    changes = {s.weight: c for s, c in zip(group.sites, choice.changes, strict=True)}
-    return Merged(group.name, choice.width, len(choice.kept), pairs, changes)
-
-
-def _check(model: nn.Module, optimizer: Any, tolerance: float, width: int, to: int) -> None:
+def _check(model: nn.Module, optimizer: Any) -> None:
     wrapped = isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod")
     if wrapped:
         raise ValueError(
@@ -282,8 +273,3 @@ def _check(model: nn.Module, optimizer: Any, tolerance: float, width: int, to: i
             "Apoptosis: got an optimizer wrapped by Horovod, expected the one inside it: the "
             "wrapper keeps tables of the old parameters. Give the plain optimizer."
         )
-    if not 0 < tolerance < 1:
-        raise ValueError(f"tolerance: got {tolerance}, expected above 0 and below 1. 0.01 is mild.")
-    for name, value in (("min_width", width), ("round_to", to)):
-        if value < 1:
-            raise ValueError(f"{name}: got {value}, expected 1 or more. Raise it.")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .groups import Group, Site
+from ..groups import Group, Site
 
 
 @dataclass

@@ -16,9 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from ..groups import Group, Site
 from ..merge import Choice, fold
-from .groups import Group, Site
-from .moments import add_up, scales
+from ..moments import Scale, add_up, scales
+from .state import KINDS
 
 
 class Patient:
@@ -112,6 +113,31 @@ def sizes(module: nn.Module) -> dict[str, int]:
     return {}
 
 
+def shapes_of(model: nn.Module) -> dict[str, list[int]]:
+    """Return the shapes of all parameters and buffers that are saved."""
+    return {name: list(value.shape) for name, value in model.state_dict().items()}
+
+
+def reshape(model: nn.Module, shapes: dict[str, list[int]], optimizer: Any = None) -> None:
+    """Give a model tensors of these shapes, with nothing in them where the shape is another one.
+
+    The optimizer, if one is given, takes the new parameters and forgets what it knew of the old.
+    """
+    here = model.state_dict(keep_vars=True)
+    if set(here) != set(shapes):
+        odd = sorted(set(here) ^ set(shapes))[0]
+        raise ValueError(
+            f"{odd!r} is in only one of the model and what was saved of it; expected the same "
+            "names. Make the model with the code that was trained."
+        )
+    patient = Patient(model, torch.optim.SGD([torch.zeros(1)]) if optimizer is None else optimizer)
+    for name, shape in shapes.items():
+        if list(here[name].shape) != list(shape):
+            patient.replace(name, here[name].detach().new_empty(shape), {})
+    if optimizer is not None:
+        patient.renew()
+
+
 def operate(patient: Patient, group: Group, choice: Choice) -> None:
     """Shrink one group as was chosen."""
     kept = torch.as_tensor(choice.kept)
@@ -123,13 +149,13 @@ def operate(patient: Patient, group: Group, choice: Choice) -> None:
         calls.setdefault(piece.call, []).append(piece.name)
     for names in calls.values():
         trained = [patient.value(n) for n in names if isinstance(patient.value(n), nn.Parameter)]
-        merges = scales(trained, pairs) if trained else []
+        merges = scales(_incoming(trained), pairs) if trained else []
         new = []
         for name in names:
             value = patient.value(name)
             rows = kept.to(value.device)
             state = {
-                key: add_up(key, held, merges).index_select(0, rows)
+                key: _remembered(key, held, merges).index_select(0, rows)
                 if isinstance(held, torch.Tensor) and held.shape == value.shape
                 else held
                 for key, held in patient.state(name).items()
@@ -137,6 +163,20 @@ def operate(patient: Patient, group: Group, choice: Choice) -> None:
             new.append((name, value.detach().index_select(0, rows), state))
         for name, value, state in new:
             patient.replace(name, value, state)
+
+
+def _incoming(trained: list[torch.Tensor]) -> NDArray[np.float64]:
+    rows = [value.detach().double().reshape(len(value), -1) for value in trained]
+    return np.asarray(torch.cat(rows, dim=1).cpu().numpy(), np.float64)
+
+
+def _remembered(key: str, held: torch.Tensor, merges: list[Scale]) -> torch.Tensor:
+    """Return what the survivors remember; state of other names is left to them alone."""
+    if key not in KINDS:
+        return held
+    held = held.clone()
+    add_up(KINDS[key], held, merges)
+    return held
 
 
 def as_offsets(weight: torch.Tensor, site: Site) -> NDArray[np.float64]:

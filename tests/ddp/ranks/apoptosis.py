@@ -24,7 +24,13 @@ def setup(seed=0, **settings):
             model[0].weight[one] = model[0].weight[one % 8]
             model[0].bias[one] = model[0].bias[one % 8]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    chosen = {"tolerance": 0.05, "every": 2, "min_width": 4, "round_to": 4} | settings
+    chosen = {
+        "tolerance": 0.05,
+        "every": 2,
+        "min_width": 4,
+        "round_to": 4,
+        "overhead": None,
+    } | settings
     return model, optimizer, Apoptosis(model, optimizer, schedule="aggressive", **chosen)
 
 

@@ -18,7 +18,7 @@ def setup(seed=0):
             model[0].weight[one] = model[0].weight[one % 8]
             model[0].bias[one] = model[0].bias[one % 8]
     plain = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    settings = {"tolerance": 0.05, "every": 2, "min_width": 4, "round_to": 4}
+    settings = {"tolerance": 0.05, "every": 2, "min_width": 4, "round_to": 4, "overhead": None}
     return model, plain, Apoptosis(model, plain, schedule="aggressive", **settings)
 
 

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from .groups import Group
+from .merge import Choice
+
 
 @dataclass(frozen=True)
 class Merged:
@@ -28,6 +31,13 @@ class Merged:
     after: int
     pairs: tuple[tuple[int, int | None], ...]
     changes: Mapping[str, float]
+
+
+def merged(group: Group, choice: Choice) -> Merged:
+    """Return the record of one choice that was carried out."""
+    pairs = tuple((merge.neuron, merge.survivor) for merge in choice.merges)
+    changes = {s.weight: c for s, c in zip(group.sites, choice.changes, strict=True)}
+    return Merged(group.name, choice.width, len(choice.kept), pairs, changes)
 
 
 @dataclass(frozen=True)

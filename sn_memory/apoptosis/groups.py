@@ -1,0 +1,98 @@
+"""Which dimensions of which parameters can only shrink together: what a rim's walk fills in.
+
+Layers that make channels start a group, sums of two groups make them one, layers that mix channels
+read it. A tag says of a value where the channels of its group lie. What a rim does not understand
+is not guessed: the groups it touches are left as they are, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Tag:
+    """Where a value holds the channels of a group: `places` consecutive ones each, on `axis`."""
+
+    group: int
+    axis: int
+    places: int = 1
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A parameter or buffer with an entry for each neuron; `call` uses it."""
+
+    name: str
+    call: str
+
+
+@dataclass(frozen=True)
+class Site:
+    """A call that reads the group through the inputs of `weight`."""
+
+    call: str
+    weight: str
+    bias: str | None
+    places: int
+    axis: int
+    takes_constant: bool
+
+
+@dataclass
+class Group:
+    """Neurons that can only shrink together; `reason` says why they cannot, if they cannot."""
+
+    width: int
+    slices: list[Slice] = field(default_factory=list)
+    sites: list[Site] = field(default_factory=list)
+    makers: list[str] = field(default_factory=list)
+    reason: str | None = None
+
+    @property
+    def name(self) -> str:
+        return " + ".join(self.makers)
+
+    def refuse(self, reason: str) -> None:
+        """Leave the group as it is; the first reason is the one that is told."""
+        self.reason = self.reason or reason
+
+
+class Groups:
+    """The groups of one model, joined as sums join them."""
+
+    def __init__(self) -> None:
+        self.groups: list[Group] = []
+        self._parent: list[int] = []
+
+    def new_group(self, width: int, maker: str) -> int:
+        self.groups.append(Group(width, makers=[maker]))
+        self._parent.append(len(self._parent))
+        return len(self._parent) - 1
+
+    def root(self, group: int) -> int:
+        while self._parent[group] != group:
+            group = self._parent[group]
+        return group
+
+    def group(self, tag: Tag) -> Group:
+        return self.groups[self.root(tag.group)]
+
+    def join(self, first: Tag, second: Tag) -> None:
+        """Make two groups one: a sum of both needs the same channels of both."""
+        low, high = sorted((self.root(first.group), self.root(second.group)))
+        if low == high:
+            return
+        kept, gone = self.groups[low], self.groups[high]
+        kept.slices += gone.slices
+        kept.sites += gone.sites
+        kept.makers += gone.makers
+        if gone.reason:
+            kept.refuse(gone.reason)
+        self._parent[high] = low
+
+    def roots(self) -> Iterator[Group]:
+        for index, group in enumerate(self.groups):
+            if self.root(index) == index:
+                yield group

@@ -1,0 +1,114 @@
+"""What `Apoptosis` is for every framework: settings, steps that are counted, and when to look."""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+
+from .clock import StepClock
+from .events import Event, Merged
+from .merge import Choice, Reader, choose
+from .schedule import Schedule
+
+_log = logging.getLogger(__name__)
+_KEPT = ("gap", "last_step", "least")
+# Batches that are kept, and decide.
+BATCHES: Final = 4
+
+
+class Paced(ABC):
+    """Counts steps and looks when the schedule says so; a rim says how."""
+
+    def __init__(
+        self,
+        *,
+        tolerance: float,
+        every: int,
+        min_width: int,
+        round_to: int,
+        schedule: str,
+        overhead: float | None,
+    ) -> None:
+        if not 0 < tolerance < 1:
+            raise ValueError(
+                f"tolerance: got {tolerance}, expected above 0 and below 1. 0.01 is mild."
+            )
+        for name, value in (("min_width", min_width), ("round_to", round_to)):
+            if value < 1:
+                raise ValueError(f"{name}: got {value}, expected 1 or more. Raise it.")
+        self.tolerance, self.min_width, self.round_to = tolerance, min_width, round_to
+        self.schedule = Schedule(schedule, every, overhead=overhead)
+        self.steps = 0
+        self.events: list[Event] = []
+        self._clock = StepClock()
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the batches of now may still be kept when the next look comes."""
+        return self.steps + BATCHES >= self.schedule.next_step
+
+    def step(self) -> Event:
+        """Count one step of training; if the schedule says so, look, and merge what may go.
+
+        Returns
+        -------
+        Event
+            True if the model changed: make wrappers and recorded functions anew then.
+
+        Raises
+        ------
+        AgreementError
+            On all ranks, if they came to different decisions; nothing is changed.
+        """
+        self.steps += 1
+        self._clock.tick()
+        if not self.schedule.is_due(self.steps):
+            return Event(self.steps)
+        start = time.perf_counter()
+        merged, refused = self._look()
+        event = Event(self.steps, merged, refused, time.perf_counter() - start)
+        cost = 0.0
+        if self.schedule.overhead is not None:
+            # Of the slowest rank, so that all look again at the same step.
+            cost = self._largest_of_ranks(self._clock.steps_in(event.seconds))
+        self._clock.forget()
+        self.schedule = self.schedule.after(self.steps, merged=bool(merged), cost_steps=cost)
+        if event:
+            self.events.append(event)
+            widths = ", ".join(f"{one.group} {one.before} -> {one.after}" for one in merged)
+            _log.info("step %d: %s, in %.2f s", self.steps, widths, event.seconds)
+        return event
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the schedule stands; the model and its optimizer are saved beside it."""
+        return {"steps": self.steps, **{name: getattr(self.schedule, name) for name in _KEPT}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.steps = state["steps"]
+        self.schedule = replace(self.schedule, **{name: state[name] for name in _KEPT})
+
+    def _choose(self, readers: Sequence[Reader]) -> Choice | None:
+        """Return what may go of one group; None if its activations are not finite."""
+        if not all(np.isfinite(reader.fit + reader.check).all() for reader in readers):
+            return None
+        return choose(
+            readers,
+            tolerance=self.tolerance,
+            share=self.schedule.share,
+            min_width=self.min_width,
+            round_to=self.round_to,
+        )
+
+    @abstractmethod
+    def _look(self) -> tuple[tuple[Merged, ...], dict[str, str]]:
+        """Look now; return what was merged, and which groups were left and why."""
+
+    @abstractmethod
+    def _largest_of_ranks(self, value: float) -> float: ...
