@@ -4,23 +4,26 @@ import json
 import sys
 
 import apoptosis
+import collider
+import numpy as np
 import pytest
 import torch
 
 
 def row(net, method, seed, args):
     tested = {"plain": [80.0, 90.0], "apoptosis": [85.0, 91.0]}.get(method, [70.0, 80.0])
-    settings = {k: getattr(args, k) for k in ("steps", "tolerance", "every", "schedule")}
+    settings = {k: getattr(args, k) for k in ("tolerance", "every", "schedule")}
+    settings["steps"] = args.steps or apoptosis.TASKS[net].steps
     return settings | {
         "net": net,
         "method": method,
         "seed": seed,
-        "accuracy": tested[-1],
+        "score": tested[-1],
         "parameters": 1000,
-        "seconds": 8.0,
+        "cpu_s": 8.0,
         "curve_step": [1, 2],
-        "curve_seconds": [4.0, 8.0],
-        "curve_accuracy": tested,
+        "curve_cpu_s": [4.0, 8.0],
+        "curve_score": tested,
         "curve_widths": [[32, 32], [16, 8]],
     }
 
@@ -45,14 +48,14 @@ def test_only_what_is_missing_runs(monkeypatch, tmp_path, capsys):
     assert len(calls) == 8, "seed 0 was there already"
     assert len(json.loads(path.read_text())) == 8
     said = capsys.readouterr().out
-    assert "| mlp_narrow | apoptosis | 91.00 | 1,000 | 8.0 | 8.0 | 90.00 |" in said
-    assert "| mlp_narrow | pruned | 80.00 | 1,000 | 8.0 | 0 of 2 did | 90.00 |" in said
+    assert "| mlp_narrow | apoptosis | 2 | 91.00 | 1,000 | 8.0 | 8.0 | 89.90 |" in said
+    assert "| mlp_narrow | pruned | 2 | 80.00 | 1,000 | 8.0 | 0 of 2 did | 89.90 |" in said
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_pruning_takes_the_smallest_and_leaves_the_rest():
     torch.manual_seed(0)
-    net = apoptosis.dense(12, 10)
+    net = apoptosis.dense(784, 10, 12, 10)
     with torch.no_grad():
         net[1].weight[[2, 5, 7]] = 0.0
         net[1].bias[[2, 5, 7]] = 0.0
@@ -64,3 +67,48 @@ def test_pruning_takes_the_smallest_and_leaves_the_rest():
     # Neurons that are always zero: only the order of float32 sums of 12 products differs.
     torch.testing.assert_close(net(images), before, rtol=1e-5, atol=1e-6)
     assert optimizer.param_groups[0]["params"] == list(net.parameters())
+
+
+def test_plain_is_run_once_for_all_settings(monkeypatch, tmp_path):
+    calls = []
+
+    def run(net, method, seed, args, ended):
+        calls.append(method)
+        return row(net, method, seed, args)
+
+    monkeypatch.setattr(apoptosis, "run", run)
+    command = ["apoptosis.py", "--json", str(tmp_path / "rows.json"), "--seeds", "0"]
+    command += ["--nets", "mlp_narrow", "--methods", "plain", "apoptosis", "--tolerance"]
+    for tolerance in ("0.1", "0.2"):
+        monkeypatch.setattr(sys, "argv", [*command, tolerance])
+        apoptosis.main()
+    assert calls == ["plain", "apoptosis", "apoptosis"]
+
+
+def test_the_area_under_the_curve_is_that_of_all_pairs():
+    answers = torch.tensor([[0.0, 1.0], [0.0, 3.0], [0.0, 2.0], [0.0, 1.0], [0.0, 0.5]])
+    labels = torch.tensor([0, 1, 0, 1, 0])
+    # Of six pairs of a signal and a background, four are in order and one is a tie.
+    net = torch.nn.Identity()
+    assert apoptosis.score(net, answers, labels) == round(100 * (4 + 0.5) / 6, 2)
+
+
+def test_collisions_repeat_and_hold_what_they_say():
+    torch.manual_seed(0)
+    features, labels = collider.collisions("test")
+    again, _ = collider.collisions("test")
+    assert torch.equal(features, again)
+    assert features.shape == (30_000, 14)
+    assert torch.isfinite(features).all()
+    assert 0.45 < labels.double().mean() < 0.55
+
+
+def test_decays_conserve_mass():
+    random = np.random.default_rng(0)
+    mass = random.uniform(60, 300, 100)
+    total = np.zeros((100, 4))
+    for momentum, rapidity, azimuth in (one.T for one in collider._decay(random, mass)):
+        parts = [np.cosh(rapidity), np.cos(azimuth), np.sin(azimuth), np.sinh(rapidity)]
+        total += momentum[:, None] * np.stack(parts, axis=1)
+    found = np.sqrt(total[:, 0] ** 2 - (total[:, 1:] ** 2).sum(axis=1))
+    np.testing.assert_allclose(found, mass, rtol=1e-9)
