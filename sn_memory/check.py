@@ -92,7 +92,8 @@ def carry_out(graph: Graph, plan: Plan) -> Replay:
 
     Raises PlanError for steps that cannot be carried out.
     """
-    return _Replayer(graph, plan).result()
+    ops = (step.target for step in plan.steps if step.action == "run")
+    return _Replayer(graph.as_run(ops), plan).result()
 
 
 def _said(plan: Plan, at: int) -> str:

@@ -264,6 +264,16 @@ class Graph:
             counts[source] = counts.get(source, 0) + 1
         return counts
 
+    def as_run(self, targets: Iterable[str]) -> Graph:
+        """Return the graph whose ops have these names: this one, or one with storages compressed.
+
+        `compress h` among them puts in the ops that compress `h` and restore it; see `packed.py`.
+        """
+        from .packed import COMPRESS, packed
+
+        new = {name for name in targets if name.startswith(COMPRESS)} - self.op_index.keys()
+        return packed(self, {name.removeprefix(COMPRESS) for name in new}) if new else self
+
     @staticmethod
     def from_json(source: str | os.PathLike[str]) -> Graph:
         """Read a graph from a path, or from JSON text (anything that starts with a brace).

@@ -1,0 +1,92 @@
+"""A trace in which storages wait compressed: what `packed.py` does to a graph, done to the calls.
+
+Two more calls and two more storages for each; calls of the backward pass look at what was restored.
+The program then runs them as it runs any other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch.utils._pytree import tree_flatten
+
+from ..packed import COMPRESS, DECOMPRESS, RESTORED, SMALL
+from ..plan import Plan
+from .forms import Form, Pack, Unpack
+from .neutral import Named
+from .recorder import Call, View, byte_view
+from .trace import Trace
+
+
+def as_planned(traced: Trace, plan: Plan, *, seed: int = 0) -> Trace:
+    """Return the trace whose graph a plan runs: with its compressed storages, if it has any.
+
+    Parameters
+    ----------
+    seed
+        Of the rounding; each storage and each step draws other numbers from it.
+    """
+    graph = traced.graph.as_run(step.target for step in plan.steps if step.action == "run")
+    if graph is traced.graph:
+        return traced
+    named, recording = traced.named, traced.captured.recording
+    calls, nbytes = list(recording.calls), list(recording.nbytes)
+    device = list(recording.device)
+    call_of, storage_of = dict(named.call_of), dict(named.storage_of)
+    restored: dict[int, int] = {}
+    for op in graph.ops:
+        if op.kind != "compress" or op.name in call_of:
+            continue
+        name = op.name.removeprefix(COMPRESS)
+        storage, form = named.storage_of[name], traced.forms[name]
+        small, again = len(nbytes), len(nbytes) + 1
+        nbytes += [form.nbytes, nbytes[storage]]
+        device += [device[storage]] * 2
+        storage_of |= {name + SMALL: small, name + RESTORED: again}
+        restored[storage] = again
+        call_of[op.name], call_of[DECOMPRESS + name] = len(calls), len(calls) + 1
+        # Seeds are apart by more than a run has steps: (seed, step) is hashed, not added.
+        calls += _pair(form, storage, small, again, seed * 2**32 + storage)
+    for at, call in enumerate(recording.calls):
+        if call.phase == "backward":
+            calls[at] = _looking_at(call, restored)
+    return Trace(
+        Named(graph, call_of, storage_of),
+        replace(
+            traced.captured,
+            recording=replace(recording, calls=calls, nbytes=nbytes, device=device),
+        ),
+        traced.forms,
+    )
+
+
+def _pair(form: Form, storage: int, small: int, restored: int, seed: int) -> list[Call]:
+    """The calls that compress a storage and restore it."""
+    given = replace(form.view, storage=storage)
+    packed = byte_view(small, form.nbytes)
+    back = replace(form.view, storage=restored)
+    rows: list[tuple[Any, View, View, str]] = [
+        (Pack(form, seed), given, packed, "forward"),
+        (Unpack(form), packed, back, "backward"),
+    ]
+    result = []
+    for target, read, made, phase in rows:
+        flat, spec = tree_flatten(((read,), {}))
+        result.append(
+            Call(target, tuple(flat), spec, (made,), (made.storage,), (), phase, random=False)
+        )
+    return result
+
+
+def _looking_at(call: Call, instead: dict[int, int]) -> Call:
+    """The call with other storages in the place of some that it reads."""
+    if not instead.keys() & set(call.reads):
+        return call
+    flat = tuple(
+        replace(arg, storage=instead[arg.storage])
+        if isinstance(arg, View) and arg.storage in instead
+        else arg
+        for arg in call.flat
+    )
+    return replace(call, flat=flat)
