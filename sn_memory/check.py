@@ -294,6 +294,8 @@ class _Replayer:
         small = self.graph.storages[storage].compressed
         if storage not in self.small or small is None:
             raise self.fail("it is not compressed.")
+        if small.decompress_s is None:
+            raise self.fail("its compressed form is read as it is.")
         start = self.compute
         self.compute = start + small.decompress_s
         both = self.live + self.sizes[storage]

@@ -62,7 +62,7 @@ class Compressing:
             small = storage.compressed
             if storage.name in self.waits and small is not None and small.bytes < storage.bytes:
                 self.saves[storage.name] = storage.bytes - small.bytes
-                self.costs[storage.name] = small.compress_s + small.decompress_s
+                self.costs[storage.name] = small.compress_s + (small.decompress_s or 0.0)
         if not self.saves:
             raise PlanError(
                 "compress: got a graph in which no storage that waits for the backward pass has a "

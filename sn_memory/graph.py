@@ -26,11 +26,14 @@ RESIDENT_ROLES: Final = ("parameter", "input", "state", "constant")
 
 @dataclass(frozen=True, slots=True)
 class Compressed:
-    """What a storage becomes when held compressed: bytes, and seconds to get there and back."""
+    """What a storage becomes when held compressed: bytes, and seconds to get there and back.
+
+    `decompress_s=None`: the ops of the backward pass read the compressed form as it is.
+    """
 
     bytes: int
     compress_s: float
-    decompress_s: float
+    decompress_s: float | None
 
 
 @dataclass(frozen=True, slots=True)

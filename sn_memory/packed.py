@@ -7,8 +7,9 @@ of what is restored from it are nothing new to anyone. For a storage `h` there i
     compress h      after its last use outside of the backward pass: reads h, makes `h (compressed)`
     decompress h    before its first use there: reads that and makes `h (restored)`
 
-and all ops of the backward pass read `h (restored)`. Ops of the forward pass that run again there
-read `h` itself, made again exactly: what is lossy reaches those only who were asked.
+and all ops of the backward pass read `h (restored)`; or, where they can, `h (compressed)` itself,
+and nothing is decompressed (`Compressed.decompress_s` is None). Ops of the forward pass that run
+again there read `h` itself, made again exactly: what is lossy reaches those only who were asked.
 """
 
 from __future__ import annotations
@@ -82,23 +83,28 @@ def packed(graph: Graph, names: Iterable[str]) -> Graph:
     storages: list[Storage] = []
     after: dict[int, list[Op]] = {}
     before: dict[int, list[Op]] = {}
+    instead: dict[str, str] = {}
     for storage in graph.storages:
         storages.append(storage)
         if storage.name not in chosen or storage.compressed is None:
             continue
         name, small = storage.name, storage.compressed
         pair = name + SMALL, name + RESTORED
-        storages += [Storage(pair[0], small.bytes), Storage(pair[1], storage.bytes)]
+        storages.append(Storage(pair[0], small.bytes))
         # Rounded at random: to compress again would give other values.
         pack = Op(COMPRESS + name, (name,), pair[:1], kind="compress", seconds=small.compress_s,
                   once=True)  # fmt: skip
+        after.setdefault(able[name].after, []).append(pack)
+        if small.decompress_s is None:
+            instead[name] = pair[0]
+            continue
+        instead[name] = pair[1]
+        storages.append(Storage(pair[1], storage.bytes))
         unpack = Op(DECOMPRESS + name, pair[:1], pair[1:], kind="decompress", phase="backward",
                     seconds=small.decompress_s)  # fmt: skip
-        after.setdefault(able[name].after, []).append(pack)
         before.setdefault(able[name].before, []).append(unpack)
-    instead = {name: name + RESTORED for name in chosen}
     instead |= {
-        alias: target + RESTORED for alias, target in graph.aliases.items() if target in chosen
+        alias: instead[target] for alias, target in graph.aliases.items() if target in instead
     }
     ops: list[Op] = []
     for at, op in enumerate(graph.ops):

@@ -1,7 +1,8 @@
 """A trace in which storages wait compressed: what `packed.py` does to a graph, done to the calls.
 
-Two more calls and two more storages for each; calls of the backward pass look at what was restored.
-The program then runs them as it runs any other.
+Two more calls and two more storages for each; calls of the backward pass look at what was restored,
+or are replaced by calls that read the compressed form as it is (`forms.reading`). The program then
+runs them as it runs any other.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 from ..packed import COMPRESS, DECOMPRESS, RESTORED, SMALL
 from ..plan import Plan
-from .forms import Form, Pack, Unpack
+from .forms import Pack, Unpack, reading
 from .neutral import Named
 from .recorder import Call, View, byte_view
 from .trace import Trace
@@ -35,22 +36,39 @@ def as_planned(traced: Trace, plan: Plan, *, seed: int = 0) -> Trace:
     device = list(recording.device)
     call_of, storage_of = dict(named.call_of), dict(named.storage_of)
     restored: dict[int, int] = {}
+    direct: dict[int, int] = {}
     for op in graph.ops:
         if op.kind != "compress" or op.name in call_of:
             continue
         name = op.name.removeprefix(COMPRESS)
         storage, form = named.storage_of[name], traced.forms[name]
         small, again = len(nbytes), len(nbytes) + 1
-        nbytes += [form.nbytes, nbytes[storage]]
-        device += [device[storage]] * 2
-        storage_of |= {name + SMALL: small, name + RESTORED: again}
+        nbytes.append(form.nbytes)
+        device.append(device[storage])
+        storage_of[name + SMALL] = small
+        call_of[op.name] = len(calls)
+        pack = Pack(form, seed * 2**32 + storage)
+        own = replace(form.view, storage=storage)
+        calls.append(_call(pack, own, byte_view(small, form.nbytes), "forward"))
+        if form.direct:
+            direct[storage] = small
+            continue
         restored[storage] = again
-        call_of[op.name], call_of[DECOMPRESS + name] = len(calls), len(calls) + 1
-        # Seeds are apart by more than a run has steps: (seed, step) is hashed, not added.
-        calls += _pair(form, storage, small, again, seed * 2**32 + storage)
+        nbytes.append(nbytes[storage])
+        device.append(device[storage])
+        storage_of[name + RESTORED] = again
+        call_of[DECOMPRESS + name] = len(calls)
+        back = replace(form.view, storage=again)
+        calls.append(_call(Unpack(form), byte_view(small, form.nbytes), back, "backward"))
+    by_number = {named.storage_of[name]: form for name, form in traced.forms.items()}
     for at, call in enumerate(recording.calls):
-        if call.phase == "backward":
-            calls[at] = _looking_at(call, restored)
+        if call.phase != "backward":
+            continue
+        for storage in direct.keys() & set(call.reads):
+            other = reading(call, by_number[storage], storage, direct[storage])
+            assert other is not None
+            call = other
+        calls[at] = _looking_at(call, restored)
     return Trace(
         Named(graph, call_of, storage_of),
         replace(
@@ -61,22 +79,10 @@ def as_planned(traced: Trace, plan: Plan, *, seed: int = 0) -> Trace:
     )
 
 
-def _pair(form: Form, storage: int, small: int, restored: int, seed: int) -> list[Call]:
-    """The calls that compress a storage and restore it."""
-    given = replace(form.view, storage=storage)
-    packed = byte_view(small, form.nbytes)
-    back = replace(form.view, storage=restored)
-    rows: list[tuple[Any, View, View, str]] = [
-        (Pack(form, seed), given, packed, "forward"),
-        (Unpack(form), packed, back, "backward"),
-    ]
-    result = []
-    for target, read, made, phase in rows:
-        flat, spec = tree_flatten(((read,), {}))
-        result.append(
-            Call(target, tuple(flat), spec, (made,), (made.storage,), (), phase, random=False)
-        )
-    return result
+def _call(target: Any, read: View, made: View, phase: str) -> Call:
+    """A call that makes one storage of another."""
+    flat, spec = tree_flatten(((read,), {}))
+    return Call(target, tuple(flat), spec, (made,), (made.storage,), (), phase, random=False)
 
 
 def _looking_at(call: Call, instead: dict[int, int]) -> Call:

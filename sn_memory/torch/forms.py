@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Final, Literal
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..activations import Controller
 from ..graph import Device
 from . import packing
-from .recorder import Call, Recording, View
+from .recorder import Call, Recording, View, byte_view
 from .seconds import best_seconds, cached_seconds
 
 Kind = Literal["values", "signed", "signs", "mask", "bits"]
@@ -69,11 +69,14 @@ class Form:
         How its maker's result looks at it: all of it, in any order of axes.
     bits
         Of a rounded value.
+    direct
+        All readers in the backward pass read the form as it is; see `reading`.
     """
 
     kind: Kind
     view: View
     bits: int = 8
+    direct: bool = False
 
     @property
     def n(self) -> int:
@@ -132,21 +135,71 @@ def forms(recording: Recording, bits: int | Controller) -> dict[int, Form]:
             width = _bits(bits, keys.get(storage, []), "nonlinear" not in asked)
             if width is not None:
                 found[storage] = Form("signed" if "sign" in asked else "values", view, width)
-    return {storage: form for storage, form in found.items() if form.n >= MIN_ELEMENTS}
+    found = {storage: form for storage, form in found.items() if form.n >= MIN_ELEMENTS}
+    late = [call for call in recording.calls if call.phase == "backward"]
+    for storage, form in found.items():
+        readers = [call for call in late if storage in call.reads]
+        if all(reading(call, form, storage) is not None for call in readers):
+            found[storage] = replace(form, direct=True)
+    return found
+
+
+def reading(call: Call, form: Form, storage: int, small: int = -1) -> Call | None:
+    """Return a call that reads the form of a storage as it is, held in `small`; None if none can.
+
+    A ReLU's backward pass zeroes a gradient where a bit is not set, dropout's scales it where one
+    is; a pooling layer's asks for a size, which any memory can be looked at in.
+    """
+    views = [arg for arg in call.flat if isinstance(arg, View)]
+    mine = [arg for arg in views if arg.storage == storage]
+    others = [arg for arg in views if arg.storage != storage]
+    out = call.outputs[0]
+    if len(mine) != 1 or not others or out is None:
+        return None
+    own, gradient = mine[0], others[0]
+    if form.kind == "signs" and dict(_asked(call))[storage] == "shape":
+        with torch.device("meta"):
+            usual = torch.empty(own.size).stride() == own.stride
+        if not usual or gradient.dtype != own.dtype:
+            return None
+        shape = View(gradient.storage, own.size, (0,) * len(own.size), 0, own.dtype)
+        return replace(call, flat=tuple(shape if arg == own else arg for arg in call.flat))
+    names = {"signs": ("threshold_backward",), "mask": ("mul", "mul_")}.get(form.kind, ())
+    # In place, the gradient stands among the arguments twice.
+    same = all(it == gradient for it in others)
+    same = same and _layout(gradient) == _layout(out) == _layout(own)
+    if call.name not in names or own != form.view or not same:
+        return None
+    row = byte_view(small, form.nbytes)
+    flat, spec = tree_flatten(((gradient, row), {}))
+    target = Masked(form, in_place=gradient.storage in call.writes)
+    return replace(call, target=target, flat=tuple(flat), spec=spec)
+
+
+def _layout(view: View) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    return view.size, view.stride, view.dtype
 
 
 def seconds_of_forms(
     found: Mapping[int, Form], device: Device, *, profile: bool
-) -> dict[int, tuple[float, float]]:
-    """Return seconds to compress and to restore, per storage: measured, or by the roofline."""
-    if not profile:
+) -> dict[int, tuple[float, float | None]]:
+    """Return seconds to compress and to restore, per storage: measured, or by the roofline.
+
+    What is read as it is counts as restored by its reader, and those seconds with the first ones:
+    too much rather than too little, as they take the place of seconds of that op.
+    """
+    if profile:
+        host = torch.device("cpu")
+        works = [work for form in found.values() for work in _works(form)]
+        times = [it or 0.0 for it in cached_seconds(works, host)]
+    else:
         # Read and write once, in either direction.
         speed = device.bytes_per_s or _NOMINAL_BYTES_PER_S
-        return {it: (_traffic(form) / speed,) * 2 for it, form in found.items()}
-    host = torch.device("cpu")
-    works = [work for form in found.values() for work in _works(form)]
-    times = [it or 0.0 for it in cached_seconds(works, host)]
-    return dict(zip(found, zip(times[::2], times[1::2], strict=True), strict=True))
+        times = [_traffic(form) / speed for form in found.values() for _ in range(2)]
+    result: dict[int, tuple[float, float | None]] = {}
+    for storage, there, back in zip(found, times[::2], times[1::2], strict=True):
+        result[storage] = (there + back, None) if found[storage].direct else (there, back)
+    return result
 
 
 def _traffic(form: Form) -> int:
@@ -300,6 +353,29 @@ class Unpack(_Target):
                 _put_signs(part, bits.view(np.bool_))
             else:
                 np.multiply(bits, value, out=part, casting="unsafe")
+        return made
+
+
+class Masked(_Target):
+    """A gradient through a ReLU or a dropout, by the bits of its form."""
+
+    def __init__(self, form: Form, *, in_place: bool) -> None:
+        super().__init__("masked", form)
+        self.in_place = in_place
+
+    def __call__(self, gradient: torch.Tensor, small: torch.Tensor) -> torch.Tensor:
+        form, memory = self.form, small.numpy()
+        made = gradient if self.in_place else gradient.clone()
+        flat = made.as_strided((form.n,), (1,)).numpy()
+        grid = 4 if form.kind == "mask" else 0
+        for start in range(0, form.n, _CHUNK):
+            part = flat[start : start + _CHUNK]
+            found = memory[grid + start // 8 :][: -(-part.size // 8)]
+            bits = np.unpackbits(found, count=part.size, bitorder="little")
+            if form.kind == "mask":
+                part *= bits * memory[:4].view(np.float32)[0]
+            else:
+                np.copyto(part, np.float32(0), where=bits == 0)
         return made
 
 

@@ -168,7 +168,7 @@ def _storages(
         role = recording.given.get(number, "gradient" if number in gradients else "activation")
         # What lies elsewhere (a scalar on the host) is no business of the device's budget.
         size = recording.nbytes[number] if recording.device[number] == main else 0
-        small = compressed.get(number) if role == "activation" else None
+        small = compressed.get(number) if number not in held else None
         result.append(Storage(names[number], size, role, number in held, small))
     return result
 

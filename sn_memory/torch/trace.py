@@ -14,6 +14,7 @@ import torch
 
 from ..activations import Controller
 from ..graph import Compressed, Device, Graph, Storage
+from ..packed import waits
 from .capture import Captured, capture
 from .convolutions import Measure, measured_on, ways_of
 from .errors import TraceError
@@ -140,7 +141,7 @@ def trace(
         compressed={it: Compressed(form.nbytes, *costs[it]) for it, form in found.items()},
     )
     number = named.storage_of
-    return Trace(named, captured, {it: found[at] for it, at in number.items() if at in found})
+    return Trace(named, captured, {it: found[number[it]] for it in waits(named.graph)})
 
 
 def _forms(captured: Captured, place: torch.device, bits: int | Controller) -> dict[int, Form]:

@@ -83,6 +83,22 @@ def test_the_packed_graph_by_hand():
     ]
 
 
+def test_what_is_read_as_it_is_is_not_restored():
+    small = Compressed(1, 0.5, None)
+    graph = Graph(
+        [Storage("x", 8, "input"), Storage("h", 32, compressed=small), Storage("g", 8, keep=True)],
+        [
+            Op("f", ("x",), ("h",), seconds=1.0),
+            Op("df", ("h",), ("g",), phase="backward", seconds=1.0),
+        ],
+    )
+    found = packed(Graph.from_json(graph.to_json()), ["h"])
+    assert [op.name for op in found.ops] == ["f", "compress h", "df"]
+    assert found.ops[2].inputs == ("h (compressed)",)
+    assert peak(found).bytes == 8 + 32 + 1
+    assert baseline_seconds(found) == 2.5
+
+
 @pytest.mark.parametrize(
     ("why", "change"),
     [
@@ -118,12 +134,11 @@ def test_a_graph_without_compressed_forms_is_refused():
         plan_graph(training_chain(3), "90%", actions=("keep", "compress"))
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_never_slower_than_without_and_smaller_in_the_same_time(seed):
-    graph = compressible(training_chain(6, seed=seed), ratio=16)
+def test_never_slower_than_without_and_smaller_in_the_same_time():
+    graph = compressible(training_chain(6), ratio=16)
     low, whole = 500, peak(graph).bytes
     pairs = []
-    for share in (1.0, 0.5, 0.25, 0.1, 0.06):
+    for share in (1.0, 0.25, 0.1, 0.06):
         budget = low + int((whole - low) * share)
         plain = plan_graph(graph, budget, actions=RECOMPUTE, time_limit_s=0.2)
         plan = plan_graph(graph, budget, actions=(*RECOMPUTE, "compress"), time_limit_s=0.2)
@@ -192,8 +207,8 @@ def test_fronts_are_monotone():
     base, whole = graph.base_bytes, peak(graph).bytes
     sizes = [base + int((whole - base) * share) for share in (1.0, 0.7, 0.5)]
     actions = (*RECOMPUTE, "compress")
-    plans = plan_front(graph, sizes, actions=actions, time_limit_s=0.4)
-    plain = plan_front(graph, sizes, actions=RECOMPUTE, time_limit_s=0.4)
+    plans = plan_front(graph, sizes, actions=actions, time_limit_s=0.2)
+    plain = plan_front(graph, sizes, actions=RECOMPUTE, time_limit_s=0.2)
     for budget, plan, other in zip(sizes, plans, plain, strict=True):
         check_plan(graph, plan)
         assert plan.peak_bytes <= budget
