@@ -68,7 +68,7 @@ class Compressing:
                 "compress: got a graph in which no storage that waits for the backward pass has a "
                 "smaller compressed form (Storage.compressed). Plan without this action."
             )
-        self.floor = _working_set(graph)
+        self.floor = self.working_set()
         self.autos: dict[Chosen, Auto] = {}
         self.looked: set[tuple[Chosen, int]] = set()
 
@@ -125,12 +125,12 @@ class Compressing:
         chosen: set[str] = set()
         while int(curve.max()) > target_bytes:
             at = int(curve.argmax())
-            here = [it for it in left if self.waits[it].after < at < self.waits[it].before]
+            here = [it for it in left if self.waits[it].after < at < self.waits[it].small]
             if not here:
                 break
             best = max(here, key=lambda it: (left[it] / self.price(it), left[it], it))
             wait = self.waits[best]
-            curve[wait.after + 1 : wait.before] -= left.pop(best)
+            curve[wait.after + 1 : wait.small] -= left.pop(best)
             chosen.add(best)
         return frozenset(chosen)
 
@@ -232,15 +232,21 @@ class Compressing:
             floor_bytes=floor,
         )
 
+    def working_set(self) -> tuple[int, int]:
+        """The most that one op works on, with what is resident, and the op: no plan goes below.
 
-def _working_set(graph: Graph) -> tuple[int, int]:
-    """The most that one op works on, with what is resident, and the op: no plan goes below."""
-    arrays, resident = graph.arrays, graph.arrays.resident
-    sizes = arrays.bytes.tolist()
-    best, at = graph.base_bytes, 0
-    for op, reads in enumerate(arrays.reads):
-        touched = {it for it in (*reads, *arrays.outputs[op]) if not resident[it]}
-        need = sum(sizes[it] for it in touched) + min(arrays.workspace_bytes[op])
-        if graph.base_bytes + need > best:
-            best, at = graph.base_bytes + need, op
-    return best, at
+        In the backward pass, what is read as it is compressed counts as that.
+        """
+        graph, arrays, resident = self.graph, self.graph.arrays, self.graph.arrays.resident
+        sizes = arrays.bytes.tolist()
+        best, at = graph.base_bytes, 0
+        for op, reads in enumerate(arrays.reads):
+            touched = {it for it in (*reads, *arrays.outputs[op]) if not resident[it]}
+            need = sum(sizes[it] for it in touched) + min(arrays.workspace_bytes[op])
+            for it in touched:
+                name = graph.storages[it].name
+                if name in self.saves and self.waits[name].before <= op < self.waits[name].small:
+                    need -= self.saves[name]
+            if graph.base_bytes + need > best:
+                best, at = graph.base_bytes + need, op
+        return best, at

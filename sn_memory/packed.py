@@ -28,10 +28,14 @@ RESTORED: Final = " (restored)"
 
 
 class Wait(NamedTuple):
-    """The op after which a storage is compressed, and the one before which it is restored."""
+    """The op after which a storage is compressed, the next to read it, and what it is then.
+
+    small : the op from which on it is large again; past its last reader where none restores it
+    """
 
     after: int
     before: int
+    small: int
 
 
 def waits(graph: Graph) -> dict[str, Wait]:
@@ -51,7 +55,9 @@ def waits(graph: Graph) -> dict[str, Wait]:
         if storage.compressed is None or not free or number not in early or number not in late:
             continue
         if early[number][-1] < late[number][0]:
-            found[storage.name] = Wait(early[number][-1], late[number][0])
+            restored = storage.compressed.decompress_s is not None
+            until = late[number][0] if restored else late[number][-1] + 1
+            found[storage.name] = Wait(early[number][-1], late[number][0], until)
     return found
 
 

@@ -67,7 +67,7 @@ def test_the_packed_graph_by_hand():
         ],
         aliases={"view of h": "h"},
     )
-    assert waits(graph) == {"h": (1, 2)}
+    assert waits(graph) == {"h": (1, 2, 2)}
     found = packed(graph, ["h"])
     assert [op.name for op in found.ops] == ["f", "g", "compress h", "decompress h", "dg", "e"]
     assert found.ops[1].inputs == ("view of h",)
@@ -96,6 +96,12 @@ def test_what_is_read_as_it_is_is_not_restored():
     assert [op.name for op in found.ops] == ["f", "compress h", "df"]
     assert found.ops[2].inputs == ("h (compressed)",)
     assert peak(found).bytes == 8 + 32 + 1
+    assert waits(graph) == {"h": (0, 1, 2)}
+    # The backward op works on less than it does without: that is no floor.
+    plan = plan_graph(graph, 41, actions=(*RECOMPUTE, "compress"))
+    assert check_plan(graph, plan).peak_bytes == 41
+    assert smallest(graph, (*RECOMPUTE, "compress")).floor_bytes == 40
+    assert smallest(graph, RECOMPUTE).floor_bytes == 48
     assert baseline_seconds(found) == 2.5
 
 
