@@ -375,7 +375,7 @@ class Masked(_Target):
             if form.kind == "mask":
                 part *= bits * memory[:4].view(np.float32)[0]
             else:
-                # 0 or all ones: twenty times faster than to select, and what goes is +0, NaN too.
+                # 0 or all ones: ten times faster than to select, and what goes is +0, NaN too.
                 ones = np.negative(bits.view(np.int8)).astype(np.int32)
                 np.bitwise_and(part.view(np.int32), ones, out=part.view(np.int32))
         return made
