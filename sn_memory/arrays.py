@@ -94,7 +94,9 @@ def _check_storages(graph: Graph) -> None:
             )
         small = storage.compressed
         if small is not None and not (
-            small.bytes >= 0 and _is_seconds(small.compress_s) and _is_seconds(small.decompress_s)
+            small.bytes >= 0
+            and _is_seconds(small.compress_s)
+            and (small.decompress_s is None or _is_seconds(small.decompress_s))
         ):
             raise GraphError(f"{where}.compressed: got {small}, expected numbers of 0 or more.")
     if len({storage.name for storage in graph.storages}) != len(graph.storages):

@@ -144,28 +144,16 @@ class Auto:
 
     def answer(self, budget_bytes: int, solve_s: float) -> Plan:
         """Return the fastest of all that keeps a budget, with its bound."""
-        bound = self.search.bound(budget_bytes)
-        found = self.search.archive.best(budget_bytes)
-        others = [plan for plan in self.plans if plan.peak_bytes <= budget_bytes]
-        other = min(others, key=lambda plan: (plan.seconds, plan.peak_bytes), default=None)
-        bound = max([bound, *(it.lower_bound_seconds for it in others if it.planner == "exact")])
-        if found is None and other is None:
+        plan = self.fastest(budget_bytes)
+        if plan is None:
             raise self.refusal(budget_bytes)
-        if found is None or (
-            other is not None
-            and (other.seconds, other.peak_bytes) < (found.seconds, found.peak_bytes)
-        ):
-            assert other is not None
-            plan = replace(
-                other,
-                planner=f"auto ({other.planner})",
-                budget_bytes=budget_bytes,
-                lower_bound_seconds=min(bound, other.seconds),
-                solve_s=solve_s,
-            )
-        else:
-            plan = self.drafted(found, budget_bytes)
-            plan = replace(plan, lower_bound_seconds=min(bound, plan.seconds), solve_s=solve_s)
+        proven = (
+            it.lower_bound_seconds
+            for it in self.plans
+            if it.planner == "exact" and it.peak_bytes <= budget_bytes
+        )
+        bound = max([self.search.bound(budget_bytes), *proven])
+        plan = replace(plan, lower_bound_seconds=min(bound, plan.seconds), solve_s=solve_s)
         log.info(
             "%s: peak %s -> %s, %+.1f %% time, gap %.1f %%, %.1f s of planning",
             self.graph.name or "graph",
@@ -176,6 +164,17 @@ class Auto:
             solve_s,
         )
         return plan
+
+    def fastest(self, budget_bytes: int) -> Plan | None:
+        """Return the fastest plan found so far that keeps a budget; its bound is still to come."""
+        found = self.search.archive.best(budget_bytes)
+        others = [plan for plan in self.plans if plan.peak_bytes <= budget_bytes]
+        other = min(others, key=lambda plan: (plan.seconds, plan.peak_bytes), default=None)
+        if other is not None and (
+            found is None or (other.seconds, other.peak_bytes) < (found.seconds, found.peak_bytes)
+        ):
+            return replace(other, planner=f"auto ({other.planner})", budget_bytes=budget_bytes)
+        return None if found is None else self.drafted(found, budget_bytes)
 
     def drafted(self, found: Candidate, budget_bytes: int | None) -> Plan:
         return draft(self.search.shape, found.schedule, planner="auto", budget_bytes=budget_bytes)

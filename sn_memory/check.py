@@ -92,7 +92,8 @@ def carry_out(graph: Graph, plan: Plan) -> Replay:
 
     Raises PlanError for steps that cannot be carried out.
     """
-    return _Replayer(graph, plan).result()
+    ops = (step.target for step in plan.steps if step.action == "run")
+    return _Replayer(graph.as_run(ops), plan).result()
 
 
 def _said(plan: Plan, at: int) -> str:
@@ -293,6 +294,8 @@ class _Replayer:
         small = self.graph.storages[storage].compressed
         if storage not in self.small or small is None:
             raise self.fail("it is not compressed.")
+        if small.decompress_s is None:
+            raise self.fail("its compressed form is read as it is.")
         start = self.compute
         self.compute = start + small.decompress_s
         both = self.live + self.sizes[storage]

@@ -26,11 +26,14 @@ RESIDENT_ROLES: Final = ("parameter", "input", "state", "constant")
 
 @dataclass(frozen=True, slots=True)
 class Compressed:
-    """What a storage becomes when held compressed: bytes, and seconds to get there and back."""
+    """What a storage becomes when held compressed: bytes, and seconds to get there and back.
+
+    `decompress_s=None`: the ops of the backward pass read the compressed form as it is.
+    """
 
     bytes: int
     compress_s: float
-    decompress_s: float
+    decompress_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +266,16 @@ class Graph:
         for source in self.arrays.source:
             counts[source] = counts.get(source, 0) + 1
         return counts
+
+    def as_run(self, targets: Iterable[str]) -> Graph:
+        """Return the graph whose ops have these names: this one, or one with storages compressed.
+
+        `compress h` among them puts in the ops that compress `h` and restore it; see `packed.py`.
+        """
+        from .packed import COMPRESS, packed
+
+        new = {name for name in targets if name.startswith(COMPRESS)} - self.op_index.keys()
+        return packed(self, {name.removeprefix(COMPRESS) for name in new}) if new else self
 
     @staticmethod
     def from_json(source: str | os.PathLike[str]) -> Graph:

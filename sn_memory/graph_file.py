@@ -19,7 +19,9 @@ def _read_storage(data: object, where: str) -> Storage:
     compressed = None
     if small is not None:
         compressed = Compressed(
-            small.integer("bytes"), small.number("compress_s"), small.number("decompress_s")
+            small.integer("bytes"),
+            small.number("compress_s"),
+            small.number("decompress_s", None),
         )
         small.done()
     storage = Storage(

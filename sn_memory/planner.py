@@ -15,6 +15,7 @@ from dataclasses import replace
 from . import policies
 from .auto import Auto
 from .clock import now
+from .compressing import Compressing
 from .errors import BudgetError, PlanError
 from .graph import Graph
 from .liveness import peak
@@ -23,6 +24,7 @@ from .search import Progress
 from .sizes import parse_bytes, show_bytes
 
 ACTIONS = ("keep", "recompute", "offload")
+ALL_ACTIONS = (*ACTIONS, "compress")
 
 
 def plan_graph(
@@ -47,7 +49,8 @@ def plan_graph(
         `auto`, or the name of a historical planner (`sn_memory.policies.names()`).
     actions
         What `auto` may do: `keep` always, `recompute`, `offload` (where the device states transfer
-        speeds).
+        speeds), and, not by default as it loses bits, `compress` (where storages state a compressed
+        form). With it planning takes up to twice as long, and is never slower than without.
     time_limit_s
         After this many seconds of work `auto` answers with the best it has. The CPU time of the
         calling thread counts, so plans do not depend on what else the machine does.
@@ -66,7 +69,7 @@ def plan_graph(
         and plan, and the floor that no plan can go below; its message says whether the search
         ended by itself, which does not depend on the machine, or by `time_limit_s`.
     PlanError
-        For an unknown planner or action.
+        For an unknown planner or action, and `compress` for a graph without compressed forms.
     """
     return plan_front(
         graph,
@@ -92,8 +95,8 @@ def plan_front(
     Parameters are those of `plan_graph`; `time_limit_s` is for each budget.
     """
     for action in actions:
-        if action not in ACTIONS:
-            raise PlanError(f"got action {action!r}, expected some of {', '.join(ACTIONS)}.")
+        if action not in ALL_ACTIONS:
+            raise PlanError(f"got action {action!r}, expected some of {', '.join(ALL_ACTIONS)}.")
     if planner != "auto" and planner not in policies.names():
         raise PlanError(f"got planner {planner!r}, expected auto, {', '.join(policies.names())}.")
     if not time_limit_s > 0:
@@ -102,7 +105,8 @@ def plan_front(
     sizes = [parse_bytes(budget, whole=whole) for budget in budgets]
     if planner != "auto":
         return [_named(graph, planner, size) for size in sizes]
-    return Auto(graph, actions, time_limit_s, progress).front(sizes)
+    search = Compressing if "compress" in actions else Auto
+    return search(graph, actions, time_limit_s, progress).front(sizes)
 
 
 def _named(graph: Graph, planner: str, budget_bytes: int) -> Plan:

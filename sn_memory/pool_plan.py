@@ -46,7 +46,7 @@ def plan_buffers(graph: Graph, plan: Plan) -> PlanBuffers:
     >>> found.names, pack(found.buffers, capacity=plan.peak_bytes)
     (('x', 'h', 'y'), [0, 8, 12])
     """
-    walk = _Walk(graph)
+    walk = _Walk(graph.as_run(step.target for step in plan.steps if step.action == "run"))
     for at, step in enumerate(plan.steps):
         walk.step(at, step.action, step.target, step.way)
     return walk.result(max(len(plan.steps), 1))

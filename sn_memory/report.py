@@ -140,6 +140,7 @@ def report(graph: Graph, plan: Plan, *, others: Iterable[Plan] = ()) -> Report:
     two ops: 14 B → 14 B (0% less memory) for +0.0% time
     """
     replay = check_plan(graph, plan)
+    graph = graph.as_run(step.target for step in plan.steps if step.action == "run")
     moved = [item for item in plan.decisions if item.action != "keep"]
     ranked = sorted(moved, key=lambda item: (-item.bytes, item.storage))
     return Report(

@@ -129,16 +129,40 @@ class BoundedCodec(Codec):
         """The number of the next step, [1] int64; nothing else is remembered."""
         return [np.zeros(1, np.int64)]
 
-    def quantise(self, values: npt.ArrayLike, *, step: int = 0) -> groups.Grids | lorenzo.Stream:
+    def quantise(
+        self, values: npt.ArrayLike, *, step: int = 0, into: codes.Bytes | None = None
+    ) -> groups.Grids | lorenzo.Stream:
         """Codes and escapes of [n], without a payload around them: for keeping, not for sending.
 
-        All escapes are there, however many; nothing is clipped.
+        All escapes are there, however many; nothing is clipped. In the fixed form bases, steps and
+        codes lie side by side in `into`, `grid_bytes(n)` long and aligned to 4, if it is given.
         """
         array = frame.as_floats(values)
         if self.form == "paper":
             return lorenzo.pack(array, self._bound)
         key = groups.keys(self.seed, step)
-        return groups.pack(array, self.bits, self.group, self._bound, key, self.threads)
+        parts = None if into is None else self.grids(into, array.size)
+        return groups.pack(array, self.bits, self.group, self._bound, key, self.threads, parts)
+
+    def grid_bytes(self, n: int) -> int:
+        """Bytes of bases, steps and codes of [n] (fixed); escapes come on top."""
+        return 6 * buckets.count(n, self.group) + codes.packed_bytes(n, self.bits)
+
+    def grids(self, memory: codes.Bytes, n: int) -> tuple[Floats, groups.Steps, codes.Bytes]:
+        """Bases, steps and codes in memory that `quantise` was given (fixed)."""
+        ends = np.cumsum([4 * buckets.count(n, self.group), 2 * buckets.count(n, self.group)])
+        return (
+            memory[: ends[0]].view(np.float32),
+            memory[ends[0] : ends[1]].view(np.uint16),
+            memory[ends[1] : self.grid_bytes(n)],
+        )
+
+    def restore_grids(
+        self, memory: codes.Bytes, n: int, at: npt.NDArray[np.int64], values: Floats, *, out: Floats
+    ) -> None:
+        """Fill `out`, [n] float32, from memory that `quantise` was given, and escapes (fixed)."""
+        groups.unpack(*self.grids(memory, n), n, self.bits, self.group, self.threads, out)
+        out[at] = values
 
     def restore(self, kept: groups.Grids | lorenzo.Stream, n: int) -> Floats:
         """The values, [n] float32, of what `quantise` gave."""

@@ -67,22 +67,22 @@ def keys(seed: int, step: int) -> tuple[int, int]:
 
 
 def pack(
-    values: Floats, bits: int, group: int, bound: float, key: tuple[int, int], threads: int = 1
-) -> Grids:
+    values: Floats, bits: int, group: int, bound: float, key: tuple[int, int], threads: int = 1,
+    into: tuple[Floats, Steps, codes.Bytes] | None = None,
+) -> Grids:  # fmt: skip
     """Round [n] float32 to codes.
 
     bits : 1, 2, 4 or 8
     group : a power of two from 32 to 65536
     bound : above 2**-100; the error of every element is below it, or the element escapes
+    into : memory of the caller's for bases, steps and codes
     """
     n = values.size
     ng = buckets.count(n, group)
-    made = (
-        np.empty(ng, np.float32),
-        np.empty(ng, np.uint16),
-        np.empty(ng, np.uint32),
-        np.empty(codes.packed_bytes(n, bits), np.uint8),
-    )
+    if into is None:
+        width = codes.packed_bytes(n, bits)
+        into = np.empty(ng, np.float32), np.empty(ng, np.uint16), np.empty(width, np.uint8)
+    made = (into[0], into[1], np.empty(ng, np.uint32), into[2])
     values = np.ascontiguousarray(values)
     core = _native.core()
 
@@ -112,10 +112,10 @@ def pack(
 
 def unpack(
     bases: Floats, steps: Steps, packed: codes.Bytes, n: int, bits: int, group: int,
-    threads: int = 1,
+    threads: int = 1, out: Floats | None = None,
 ) -> Floats:  # fmt: skip
-    """The values of codes, [n] float32; escapes are still to be put in."""
-    out = np.empty(n, np.float32)
+    """The values of codes, [n] float32, in `out` if given; escapes are still to be put in."""
+    out = np.empty(n, np.float32) if out is None else out
     core = _native.core()
 
     def work(chunks: Iterator[int]) -> None:

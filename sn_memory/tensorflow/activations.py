@@ -128,7 +128,7 @@ def _relu(x: Any, *_: Any, **__: Any) -> Any:
     def gradient(dy: Any) -> Any:
         with tf.control_dependencies([dy]):
             on = tf.numpy_function(_from_signs, [mask, shape], tf.bool)
-        return dy * tf.ensure_shape(tf.cast(on, dtype), static)
+        return tf.where(tf.ensure_shape(on, static), dy, tf.zeros((), dtype))
 
     return y, gradient
 

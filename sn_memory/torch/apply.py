@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_flatten
 
+from ..activations import Controller
 from ..check import carry_out, check_plan
 from ..errors import BudgetError, PlanError, PlanWarning
 from ..graph import Device, Graph
@@ -27,6 +28,7 @@ from ..plan import Plan
 from ..planner import plan_graph
 from ..sizes import parse_bytes, show_bytes
 from .compiled import COMPILERS, CompiledStep, Settings
+from .compressing import as_planned
 from .convolutions import Measure
 from .errors import TraceError
 from .modules import ModulePlan, ModuleStep
@@ -130,6 +132,7 @@ def plan(
     compiler: str = "inductor",
     overlap: bool = False,
     workspaces: bool | Measure = False,
+    bits: int | Controller = 8,
 ) -> torch.nn.Module:
     """Return the model as one that trains within a budget of bytes, with the same gradients.
 
@@ -148,7 +151,9 @@ def plan(
     planner, actions, time_limit_s
         As in `sn_memory.plan_graph`. In place of a planner's name, a plan of
         `trace` with the same settings: made by the command line, or what BudgetError carries as
-        the smallest that was found. The action `offload` moves storages to the host.
+        the smallest that was found. The action `offload` moves storages to the host; `compress`,
+        with `graph` on the CPU, keeps them in few bits, and gradients are then right on average
+        only.
     backend
         `graph` runs the recorded calls one by one as planned. `compile` runs the model under
         torch.compile, cut where the plan of its joint graph says. `modules` runs chosen modules
@@ -167,6 +172,8 @@ def plan(
     workspaces
         With `graph`: let the plan choose how each convolution runs, by the workspace it has room
         for, as in `trace`. Other algorithms round otherwise, so bits may differ.
+    bits
+        Of what `compress` keeps, as in `trace`: 8, or the controller of `compress_activations`.
 
     Returns
     -------
@@ -185,7 +192,8 @@ def plan(
     Notes
     -----
     Loss and gradients are bit-equal to the unplanned run, dropout and batch norm included, where
-    kernels are deterministic; under inductor, to what inductor computes.
+    kernels are deterministic; under inductor, to what inductor computes. With `compress` the loss
+    is; gradients are not, as soon as the plan compresses values.
 
     Examples
     --------
@@ -202,6 +210,9 @@ def plan(
         raise ValueError(f"got backend {backend!r}, expected one of {', '.join(BACKENDS)}.")
     if compiler not in COMPILERS:
         raise ValueError(f"got compiler {compiler!r}, expected one of {', '.join(COMPILERS)}.")
+    compress = "compress" in actions or (isinstance(planner, Plan) and planner.decided("compress"))
+    if compress and backend not in ("auto", "graph"):
+        raise ValueError(f"got the action compress with {backend!r}; only 'graph' carries it out.")
     _check_model(model)
     before = model.__dict__.get(RECORD)
     plain = plain_model(model)
@@ -231,8 +242,10 @@ def plan(
             optimizer=optimizer,
             workspaces=workspaces,
             overlap=overlap,
+            bits=bits if compress else None,
         )
-        return Replay(traced, make(traced.graph), overlap=overlap)
+        made = make(traced.graph)
+        return Replay(as_planned(traced, made), made, overlap=overlap)
 
     def by_compiler() -> Step:
         settings = Settings(make, profile, device, beside(plain, optimizer), compiler)
@@ -248,7 +261,7 @@ def plan(
         name = "graph" if backend == "auto" else backend
         step = backends[name]()
     except TraceError as error:
-        if backend != "auto":
+        if backend != "auto" or compress:
             raise
         refusal = error
     if step is None:

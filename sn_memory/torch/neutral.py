@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
-from ..graph import Device, Graph, Op, Storage, Workspace
+from ..graph import Compressed, Device, Graph, Op, Storage, Workspace
 from .capture import Captured
 from .recorder import Call, View
 
@@ -46,6 +46,7 @@ def neutral(
     extra: Sequence[Storage] = (),
     replayable: bool = True,
     ways: Sequence[tuple[Workspace, ...]] | None = None,
+    compressed: Mapping[int, Compressed] | None = None,
 ) -> Named:
     """Return the graph of a capture.
 
@@ -61,13 +62,15 @@ def neutral(
         Whether random ops can be run again from the state they were run from.
     ways
         Per call, the ways to carry it out; none where there is no choice.
+    compressed
+        Per storage that has one, its compressed form.
     """
     recording = captured.recording
     ops = [
         f"{call.scope or call.phase}/{call.name}#{at}" for at, call in enumerate(recording.calls)
     ]
     names = _storage_names(captured, ops)
-    storages = _storages(captured, names)
+    storages = _storages(captured, names, compressed or {})
     handed_out = _handed_out(captured)
     rows = [
         _op(call, ops[at], names, handed_out, captured, seconds[at], replayable)
@@ -153,7 +156,9 @@ def _storage_names(captured: Captured, ops: list[str]) -> dict[int, str]:
     return names
 
 
-def _storages(captured: Captured, names: dict[int, str]) -> list[Storage]:
+def _storages(
+    captured: Captured, names: dict[int, str], compressed: Mapping[int, Compressed]
+) -> list[Storage]:
     recording, main = captured.recording, main_device(captured)
     gradients = {view.storage for _, view in captured.gradients if view is not None}
     gradients |= {view.storage for view in captured.tangents}
@@ -163,7 +168,8 @@ def _storages(captured: Captured, names: dict[int, str]) -> list[Storage]:
         role = recording.given.get(number, "gradient" if number in gradients else "activation")
         # What lies elsewhere (a scalar on the host) is no business of the device's budget.
         size = recording.nbytes[number] if recording.device[number] == main else 0
-        result.append(Storage(names[number], size, role, keep=number in held))
+        small = compressed.get(number) if number not in held else None
+        result.append(Storage(names[number], size, role, number in held, small))
     return result
 
 

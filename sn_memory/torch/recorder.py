@@ -55,6 +55,11 @@ def form_of(tensor: torch.Tensor, storage: int) -> View:
     return View(storage, size, stride, int(tensor.storage_offset()), tensor.dtype)
 
 
+def byte_view(storage: int, nbytes: int) -> View:
+    """Return the View of a storage as a row of bytes."""
+    return View(storage, (nbytes,), (1,), 0, torch.uint8)
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One call of a kernel.

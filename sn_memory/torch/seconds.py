@@ -14,7 +14,8 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,23 @@ NOMINAL = Device("nominal", 1e14, 2e12, 2.5e10, 2.5e10, 1e-5)
 
 def measured_seconds(recording: Recording, device: torch.device) -> list[float | None]:
     """Return seconds per call on a device; None for calls that could not be timed."""
+    return cached_seconds(
+        [(signature(call), partial(_time, call, recording, device)) for call in recording.calls],
+        device,
+    )
+
+
+def cached_seconds(
+    works: Sequence[tuple[str, Callable[[], float | None]]], device: torch.device
+) -> list[float | None]:
+    """Return seconds per (signature, function that measures them), from the file where it can."""
     path = cache_path(device)
     table = _read(path)
     known, result = len(table), []
-    for call in recording.calls:
-        key = hashlib.sha256(signature(call).encode()).hexdigest()[:24]
+    for text, measure in works:
+        key = hashlib.sha256(text.encode()).hexdigest()[:24]
         if key not in table:
-            table[key] = _time(call, recording, device)
+            table[key] = measure()
         result.append(table[key])
     if len(table) > known:
         _write(path, table)

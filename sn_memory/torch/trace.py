@@ -7,14 +7,18 @@ how they become a graph in neutral.py, where seconds come from in seconds.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ..graph import Device, Graph, Storage
+from ..activations import Controller
+from ..graph import Compressed, Device, Graph, Storage
+from ..packed import waits
 from .capture import Captured, capture
 from .convolutions import Measure, measured_on, ways_of
+from .errors import TraceError
+from .forms import Form, forms, seconds_of_forms
 from .neutral import Named, neutral
 from .optimizer import optimizer_memory
 from .rearrange import put_off, spared, taken_apart
@@ -34,10 +38,13 @@ class Trace:
         The graph with its names.
     captured
         The calls behind it.
+    forms
+        Per storage that may be compressed, by name, how.
     """
 
     named: Named
     captured: Captured
+    forms: Mapping[str, Form] = field(default_factory=dict)
 
     @property
     def graph(self) -> Graph:
@@ -66,6 +73,7 @@ def trace(
     optimizer: Any = None,
     workspaces: bool | Measure = False,
     overlap: bool = False,
+    bits: int | Controller | None = None,
 ) -> Trace:
     """Record a training step of a model as a graph. The model is left as it was.
 
@@ -95,11 +103,16 @@ def trace(
         of a call and the name of a way that returns seconds and workspace bytes.
     overlap
         Leave each gradient of a parameter where torch makes it, so that it can be sent at once.
+    bits
+        State the compressed forms of what may wait so for the backward pass: 1, 2, 4 or 8 bits of
+        a value, or the controller of `compress_activations`, which has seen some steps. What ReLUs,
+        pooling layers and dropout ask for is exact. None: no storage has one.
 
     Raises
     ------
     TraceError
-        For a model whose course depends on values, or that a replay would not do justice to.
+        For a model whose course depends on values, or that a replay would not do justice to; with
+        `bits`, for one that is not on the CPU, where the packing runs.
 
     Examples
     --------
@@ -124,6 +137,8 @@ def trace(
             )
         measure = measured_on(captured.recording, place) if workspaces is True else workspaces
         ways = ways_of(captured.recording, measure)
+    found = {} if bits is None else _forms(captured, place, bits)
+    costs = seconds_of_forms(found, speeds, profile=profile and place.type != "meta")
     named = neutral(
         captured,
         name=type(model).__name__,
@@ -132,8 +147,21 @@ def trace(
         allocator=_allocator(place),
         extra=beside(model, optimizer),
         ways=ways,
+        compressed={it: Compressed(form.nbytes, *costs[it]) for it, form in found.items()},
     )
-    return Trace(named, captured)
+    number = named.storage_of
+    return Trace(named, captured, {it: found[number[it]] for it in waits(named.graph)})
+
+
+def _forms(captured: Captured, place: torch.device, bits: int | Controller) -> dict[int, Form]:
+    if place.type not in ("cpu", "meta"):
+        raise TraceError(
+            f"compress packs on the host, and the model is on {place}: it would wait for copies "
+            "there and back. Plan with the action offload."
+        )
+    if isinstance(bits, int) and bits not in (1, 2, 4, 8):
+        raise ValueError(f"got bits {bits!r}, expected 1, 2, 4, 8 or a Controller.")
+    return forms(captured.recording, bits)
 
 
 def trace_unplanned(model: torch.nn.Module, sample: Any) -> Trace:

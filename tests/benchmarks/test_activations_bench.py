@@ -52,3 +52,14 @@ def test_a_short_run_ends_in_a_row(study, method):
         assert row["held_bytes"] < row["peak_bytes"]
     text = study.table([row | {"seed": 0}])
     assert f"| cnn | {method[0]}" in text
+
+
+def test_a_plan_of_everything_compressed_ends_in_a_row():
+    pytest.importorskip("torch")
+    import activations_plan
+
+    row = activations_plan.row_of("cnn", "all", 1.0, 1.0)
+    assert row["measured_bytes"] == row["predicted_bytes"] < row["unplanned_bytes"]
+    assert "| cnn | all compressed |" in activations_plan.table([row])
+    missed = {"net": "cnn", "actions": "recompute", "share": 0.5, "smallest_bytes": 1}
+    assert "| cnn | 50% | not reached | - |" in activations_plan.table([missed])

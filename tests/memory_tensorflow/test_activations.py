@@ -87,7 +87,7 @@ def test_error_of_a_dense_layers_gradient_is_the_predicted_one():
 
 
 def test_memory_of_a_traced_step_really_falls():
-    """Of a step's peak, which beside ten packed layers has the plain tensors of the one at work."""
+    """Of a step's peak, nearly all of what is saved for the backward pass."""
     if not has_statistics("CPU:0"):
         pytest.skip("TensorFlow's allocator keeps no statistics here")
     model = keras.Sequential(
@@ -109,10 +109,10 @@ def test_memory_of_a_traced_step_really_falls():
 
     plain = peak()
     with compress_activations(model, bits=2):
-        packed = peak()
-    # Nine inputs of 2 MiB, which are the ReLUs' outputs as well, become a tenth of that. What works
-    # stays, some three tensors of 2 MiB more than without: a layer's inputs, unpacked and cast.
-    assert plain - packed >= 0.85 * (9 * 0.9 - 3) * 2**21
+        packed = min(peak() for _ in range(3))
+    # Nine inputs of 2 MiB, which are the ReLUs' outputs as well, become a tenth of that. Threads
+    # run ops in an order of their own: one tensor of 2 MiB more or less is there at the peak.
+    assert plain - packed >= (9 * 0.9 - 1.5) * 2**21
 
 
 def test_it_trains_under_fit_and_takes_half_precision():
