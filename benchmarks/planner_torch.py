@@ -38,7 +38,7 @@ from sn_memory.torch.step import Measured, put_back, run_step
 SHARES = (1.0, 0.6, 0.3, 0.0)
 MORE_SHARES = (1.0, 0.6, 0.5, 1 / 3, 0.3, 0.0)
 OP_TIMED = ("resnet50", "vgg16", "unet")
-OP_TIMES = 3
+OP_TIMES = 5
 TIMED_SHARES = (0.5, 1 / 3)
 ACTIONS = ("keep", "recompute")
 

@@ -30,6 +30,7 @@ flags.add_argument("--budget", default="90%", help="most memory of a step, as 90
 flags.add_argument("--ratio", type=float, default=10, help="how many times fewer bytes are sent")
 flags.add_argument("--epochs", type=int, default=2)
 flags.add_argument("--limit", type=int, help="use the first LIMIT images, 64 or more a rank")
+flags.add_argument("--steady", action="store_true", help="look often, whatever it costs")
 flags.add_argument("--data", help="folder of the four .gz files; scripts/fetch_fashion_mnist.py")
 args = flags.parse_args()
 
@@ -60,7 +61,10 @@ conv = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
 conv += [nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
 model = nn.Sequential(*conv, nn.Linear(1568, args.width), nn.ReLU(), nn.Linear(args.width, 10))
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-apoptosis = Apoptosis(model, optimizer, tolerance=args.tolerance, every=args.every)  # <- sn
+looks = {"tolerance": args.tolerance, "every": args.every}
+if args.steady:
+    looks["overhead"] = None  # the same gaps on every machine
+apoptosis = Apoptosis(model, optimizer, **looks)  # <- sn
 opt, planned = wrap(args.budget)
 steps = len(x) // (64 * hvd.size())
 for epoch in range(args.epochs):

@@ -20,6 +20,8 @@ _log = logging.getLogger(__name__)
 _KEPT = ("gap", "last_step", "least")
 # Batches that are kept, and decide.
 BATCHES: Final = 4
+# Measured on small nets; those for which more is needed train for longer, too.
+_FIRST_LOOK_S: Final = 0.05
 
 
 class Paced(ABC):
@@ -70,6 +72,11 @@ class Paced(ABC):
         self._clock.tick()
         if not self.schedule.is_due(self.steps):
             return Event(self.steps)
+        if self.schedule.is_open:
+            cost = self._largest_of_ranks(self._clock.steps_in(_FIRST_LOOK_S))
+            self.schedule = self.schedule.before_first(cost)
+            if not self.schedule.is_due(self.steps):
+                return Event(self.steps)
         start = time.perf_counter()
         merged, refused = self._look()
         event = Event(self.steps, merged, refused, time.perf_counter() - start)

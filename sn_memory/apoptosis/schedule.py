@@ -9,7 +9,7 @@ Siegel, Daily, Vishnu 2016 name variants by how often and how far they go; the n
 
 A look costs time, and where nothing is to be had that time is lost. So gaps also grow until a look
 takes at most `overhead` of the training between two of them; five times that after one that merged,
-as the next is then likely to merge as well.
+as the next is then likely to merge as well. Before the first, what it will take is a guess.
 """
 
 from __future__ import annotations
@@ -76,6 +76,19 @@ class Schedule:
 
     def is_due(self, step: int) -> bool:
         return step >= self.next_step
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has yet to be told how long the first look has to wait."""
+        return self.overhead is not None and self.last_step == self.least == 0
+
+    def before_first(self, cost_steps: float) -> Schedule:
+        """Return the schedule whose first look waits until training could pay for it.
+
+        `cost_steps` is how many steps of training could be done in the time that it may take.
+        """
+        assert self.overhead is not None
+        return replace(self, least=max(1, math.ceil(cost_steps / self.overhead)))
 
     def after(self, step: int, *, merged: bool, cost_steps: float = 0.0) -> Schedule:
         """Return the schedule once the event at `step` is over.

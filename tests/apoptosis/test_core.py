@@ -267,6 +267,18 @@ def test_looks_take_their_share_of_training_at_most(cost, overhead, merged, name
     assert free.next_step <= after.next_step
 
 
+@given(cost=st.floats(0, 1e6), overhead=st.floats(0.001, 0.5))
+def test_the_first_look_waits_until_training_can_pay_for_it(cost, overhead):
+    before = Schedule("adaptive", 10, overhead=overhead)
+    assert before.is_open
+    after = before.before_first(cost)
+    assert not after.is_open
+    assert after.next_step >= 10
+    assert cost <= overhead * after.next_step * (1 + 1e-12)
+    assert not after.after(after.next_step, merged=False).is_open
+    assert not Schedule("adaptive", 10).is_open
+
+
 def test_overhead_is_checked():
     with pytest.raises(ValueError, match="above 0 and below 1"):
         Schedule("quick", 10, overhead=1.0)

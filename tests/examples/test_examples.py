@@ -246,6 +246,7 @@ def test_apoptosis_shrinks_and_still_learns(data):
 @pytest.mark.slow
 def test_compression_plan_and_apoptosis_in_one_script(horovodrun, data):
     flags = ["--width", 64, "--every", 5, "--epochs", 1, "--tolerance", 0.1, "--data", data]
+    flags.append("--steady")
     example = ROOT / "examples" / "torch_together.py"
     run = horovodrun(2, example, *map(str, flags), timeout=250).check()
     assert re.search(r"step 5: .*7\.weight 64 -> \d+.*MB a step", run.stdout), run.stdout
