@@ -103,3 +103,7 @@ class MissingExtra(ImportError):  # noqa: N818 - it is the extra that is missing
 
 class PlanWarning(UserWarning):
     """A planned model ran without its plan."""
+
+
+class AccuracyWarning(UserWarning):
+    """What was asked for is likely to cost accuracy."""

@@ -1,11 +1,13 @@
 """Activations in fewer bits: how much error a gradient bears, and which bits that allows."""
 
+from ..errors import AccuracyWarning
 from .batch import BatchSuggestion, suggest_batch
 from .controller import Controller, Row
 from .policy import Treatment, treatment
 from .theory import acceptable_bound, coverage, gradient_sd, paper_sd
 
 __all__ = [
+    "AccuracyWarning",
     "BatchSuggestion",
     "Controller",
     "Row",

@@ -8,11 +8,13 @@ steps, is all that is needed. Between two of these the bits stay what they are.
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final, Literal
 
-from ..errors import BudgetError
+from ..errors import AccuracyWarning, BudgetError
+from ..sizes import show_bytes
 from .theory import PAPER_CONSTANT, acceptable_bound, gradient_sd, paper_sd
 
 WIDTHS: Final = (1, 2, 4, 8)
@@ -98,7 +100,8 @@ class Controller:
     start_bits
         Until the first.
     nonlinear_bits
-        Of tensors whose op is not linear in them. A budget may take fewer, 2 at the least.
+        Of tensors whose op is not linear in them. A budget may take fewer, 2 at the least, with an
+        AccuracyWarning.
     theory
         "exact", or "paper": its formula and constant, for comparison. It gives a bound, which
         becomes the widest step of the grid.
@@ -155,6 +158,7 @@ class Controller:
         self._linear: dict[str, bool] = {}
         self._others: dict[str, int] = {}
         self._bits: dict[str, int | None] = {}
+        self._warned = False
 
     def due(self, step: int) -> bool:
         """Whether statistics are wanted of this step; the first is 0."""
@@ -256,10 +260,21 @@ class Controller:
             4 * row.n for key, row in self._rows.items() if key not in free
         )
         least = sum(_bytes(row.n, 2) for row in linear.values())
+        wanted = fixed + least + sum(_bytes(row.n, self.nonlinear_bits) for row in rest.values())
         for width in (w for w in reversed(WIDTHS) if 2 <= w <= self.nonlinear_bits):
             held = fixed + sum(_bytes(row.n, width) for row in rest.values())
             if held + least <= budget_bytes:
                 break
+        if rest and width < self.nonlinear_bits and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the budget of {show_bytes(budget_bytes)} leaves {width} bits for what norms, "
+                f"attention and the like read, {len(rest)} tensors of {len(free)}. On a small "
+                "transformer 4 bits cost a point of accuracy and 2 broke training. Raise the "
+                f"budget above {show_bytes(wanted)}, or run such ops again: sn_memory.torch.plan.",
+                AccuracyWarning,
+                stacklevel=2,
+            )
         for key in rest:
             self._bits[key] = width
         ones = sum(_bytes(row.n, 1) for row in linear.values())
