@@ -96,8 +96,10 @@ def test_bits_and_bytes(make):
     # Statistics, seeds and all gradients are among what is compared.
     found = rim.verify(planned, images())
     assert found.equal, str(found)
-    # The executor's order is its own from run to run, by an op or two: 1 MiB in 20.
-    assert abs(found.error) < 0.05, str(found)
+    # The executor's order is its own from run to run, by one map: 16 channels of float32, 2 MiB.
+    map_bytes = BATCH * SIDE * SIDE * 16 * 4
+    difference = found.measured_peak_bytes - found.predicted_peak_bytes
+    assert abs(difference) < 1.1 * map_bytes, str(found)
     assert found.measured_peak_bytes < 0.85 * found.unplanned_peak_bytes
     with pytest.raises(rim.TraceError, match="depends on values"):
         rim.plan(model, images(), "75%", profile=False, backend="graph")

@@ -134,7 +134,8 @@ def test_nan_and_infinity_come_back():
 @pytest.mark.parametrize("share", ["100%", "80%", "45%"])
 def test_bytes_are_as_planned(share):
     model, sample = network(), batch()
-    planned = plan(model, sample, share, actions=COMPRESS, time_limit_s=0.3, **SLOW)
+    # Time enough for a set of storages to be tried on a busy machine, too.
+    planned = plan(model, sample, share, actions=COMPRESS, time_limit_s=2.0, **SLOW)
     found = verify(planned, sample)
     made = planned.sn_memory.plan
     assert found.measured_peak_bytes == found.predicted_peak_bytes == made.peak_bytes
