@@ -268,7 +268,7 @@ def main() -> None:
     parser.add_argument("--nets", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="instead of each net's own number")
-    parser.add_argument("--tolerance", type=float, default=0.01)
+    parser.add_argument("--tolerance", type=float, default=0.005)
     parser.add_argument("--every", type=int, default=50)
     parser.add_argument("--schedule", default="aggressive")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
