@@ -16,8 +16,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from ..errors import BudgetError
-from ..sizes import parse_bytes, show_bytes
+from ..measured_choice import fewest_again
+from ..sizes import parse_bytes
 from .again import run_again
 from .allocations import Allocations
 from .errors import TraceError
@@ -94,7 +94,7 @@ class _Unit:
 @dataclass(frozen=True)
 class _Measured:
     peak_bytes: int
-    op: str
+    peak_op: str
 
 
 class LayerStep:
@@ -174,26 +174,9 @@ class _Search:
         baseline = self.measured([])
         budget_bytes = parse_bytes(budget, whole=baseline.peak_bytes)
         units, best = self.cut(baseline, budget_bytes)
-        if best.peak_bytes > budget_bytes:
-            raise BudgetError(
-                f"with layers run again, the model needs {show_bytes(best.peak_bytes)} on the "
-                f"sample; the budget is {show_bytes(budget_bytes)}. Raise the budget, make the "
-                "batch smaller, or change the model so that it can be traced.",
-                peak_bytes=best.peak_bytes,
-                budget_bytes=budget_bytes,
-                op=best.op,
-            )
-        # Kept first are those whose rerun costs most for a byte; as many as fit, by bisection.
-        order = sorted(units, key=lambda it: -it.seconds / max(1, it.saved_bytes))
-        low, high = 0, len(order) + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            found = self.measured(order[middle:])
-            if found.peak_bytes <= budget_bytes:
-                low, best = middle, found
-            else:
-                high = middle
-        chosen = order[low:]
+        chosen, best = fewest_again(
+            units, best, self.measured, budget_bytes=budget_bytes, how="with layers run again"
+        )
         self.step.sections = tuple(it.section for it in chosen)
         seconds = sum(
             self.probe.behaviour[it].seconds
@@ -215,7 +198,7 @@ class _Search:
             baseline_peak_bytes=baseline.peak_bytes,
             seconds=seconds + sum(it.seconds for it in chosen),
             baseline_seconds=seconds,
-            peak_op=best.op,
+            peak_op=best.peak_op,
         )
 
     def cut(self, baseline: _Measured, budget_bytes: int) -> tuple[list[_Unit], _Measured]:

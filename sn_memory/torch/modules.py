@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ..errors import BudgetError
-from ..sizes import parse_bytes, show_bytes
+from ..measured_choice import fewest_again
+from ..sizes import parse_bytes
 from .errors import TraceError
 from .probe import Probe
 from .step import Measured, put_back, run_step, tensors
@@ -247,27 +247,11 @@ class _Search:
         baseline = self.measured([])
         budget_bytes = parse_bytes(budget, whole=baseline.peak_bytes)
         units, best = self.cut(baseline, budget_bytes)
-        if best.peak_bytes > budget_bytes:
-            raise BudgetError(
-                f"run again module by module, the model needs {show_bytes(best.peak_bytes)} on the "
-                f"sample; the budget is {show_bytes(budget_bytes)}. Raise the budget, make the "
-                "batch smaller, or change the model so that it can be traced.",
-                peak_bytes=best.peak_bytes,
-                budget_bytes=budget_bytes,
-                op=best.peak_op,
-            )
-        # Kept first are those whose rerun costs most for a byte; as many as fit, by bisection.
-        order = sorted(units, key=lambda it: -it.seconds / max(1, it.saved_bytes))
-        low, high = 0, len(order) + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            found = self.measured(order[middle:])
-            if found.peak_bytes <= budget_bytes:
-                low, best = middle, found
-            else:
-                high = middle
-        self.step.choose(order[low:])
-        chosen = {it.name for it in order[low:]}
+        again, best = fewest_again(
+            units, best, self.measured, budget_bytes=budget_bytes, how="run again module by module"
+        )
+        self.step.choose(again)
+        chosen = {it.name for it in again}
         return ModulePlan(
             choices=tuple(
                 ModuleChoice(
@@ -281,7 +265,7 @@ class _Search:
             budget_bytes=budget_bytes,
             peak_bytes=best.peak_bytes,
             baseline_peak_bytes=baseline.peak_bytes,
-            seconds=baseline.seconds + sum(it.seconds for it in order[low:]),
+            seconds=baseline.seconds + sum(it.seconds for it in again),
             baseline_seconds=baseline.seconds,
         )
 

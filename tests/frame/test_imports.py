@@ -44,7 +44,7 @@ MEMORY_LAYERS = (
         "sn_memory.clock",
         "sn_memory._native",
     ),
-    ("sn_memory.arrays", "sn_memory.activations"),
+    ("sn_memory.arrays", "sn_memory.activations", "sn_memory.measured_choice"),
     ("sn_memory.graph", "sn_memory.graph_file", "sn_memory.packed"),
     (
         "sn_memory.plan",
