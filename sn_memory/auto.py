@@ -7,7 +7,7 @@ first, whatever time it takes, so that `auto` is not slower than any of them on 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from . import policies
@@ -28,6 +28,18 @@ from .sizes import show_bytes
 log = logging.getLogger(__name__)
 
 EXACT_OPS = 10
+
+
+def answers(
+    budgets: Sequence[int], look: Callable[[int], None], answer: Callable[[int, float], Plan]
+) -> list[Plan]:
+    """Look for plans from the largest budget down; return one for each, with its seconds."""
+    spent: dict[int, float] = {}
+    for budget in sorted(set(budgets), reverse=True):
+        began = now()
+        look(budget)
+        spent[budget] = now() - began
+    return [answer(budget, spent[budget]) for budget in budgets]
 
 
 class Auto:
@@ -64,12 +76,7 @@ class Auto:
         self.floor = smallest_peak(self.search.shape, offload=self.search.offload)
 
     def front(self, budgets: Sequence[int]) -> list[Plan]:
-        spent: dict[int, float] = {}
-        for budget in sorted(set(budgets), reverse=True):
-            began = now()
-            self.look(budget)
-            spent[budget] = now() - began
-        return [self.answer(budget, spent[budget]) for budget in budgets]
+        return answers(budgets, self.look, self.answer)
 
     def look(self, budget_bytes: int) -> None:
         """Fill the archives with what can be found for a budget."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from .auto import Auto
+from .auto import Auto, answers
 from .check import check_plan
 from .clock import now
 from .errors import BudgetError, PlanError
@@ -74,12 +74,7 @@ class Compressing:
 
     def front(self, budgets: Sequence[int]) -> list[Plan]:
         """Return the fastest plan found for each budget; raises BudgetError."""
-        spent: dict[int, float] = {}
-        for budget in sorted(set(budgets), reverse=True):
-            began = now()
-            self.look(budget)
-            spent[budget] = now() - began
-        return [self.answer(budget, spent[budget]) for budget in budgets]
+        return answers(budgets, self.look, self.answer)
 
     def look(self, budget_bytes: int) -> None:
         """Try the empty set and, as long as the limit lasts, others."""

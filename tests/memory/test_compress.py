@@ -213,8 +213,9 @@ def test_fronts_are_monotone():
     base, whole = graph.base_bytes, peak(graph).bytes
     sizes = [base + int((whole - base) * share) for share in (1.0, 0.7, 0.5)]
     actions = (*RECOMPUTE, "compress")
-    plans = plan_front(graph, sizes, actions=actions, time_limit_s=0.2)
-    plain = plan_front(graph, sizes, actions=RECOMPUTE, time_limit_s=0.2)
+    # Time enough for both searches to end where they would, on a busy machine, too.
+    plans = plan_front(graph, sizes, actions=actions, time_limit_s=0.8)
+    plain = plan_front(graph, sizes, actions=RECOMPUTE, time_limit_s=0.8)
     for budget, plan, other in zip(sizes, plans, plain, strict=True):
         check_plan(graph, plan)
         assert plan.peak_bytes <= budget
