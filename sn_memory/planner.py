@@ -114,12 +114,24 @@ def _named(graph: Graph, planner: str, budget_bytes: int) -> Plan:
     began = now()
     plan = policies.policy(planner)(graph, budget_bytes=budget_bytes)
     if plan.peak_bytes > budget_bytes:
-        raise BudgetError(
-            f"{planner} needs {show_bytes(plan.peak_bytes)}; the budget is "
-            f"{show_bytes(budget_bytes)}. Raise the budget, or take the planner 'auto'.",
-            peak_bytes=plan.peak_bytes,
-            budget_bytes=budget_bytes,
-            op=graph.ops[peak(graph).op].name,
-            plan=plan,
+        raise over_budget(
+            graph, plan, budget_bytes, what=planner, instead="take the planner 'auto'"
         )
     return replace(plan, budget_bytes=budget_bytes, solve_s=now() - began)
+
+
+def over_budget(
+    graph: Graph, plan: Plan, budget_bytes: int, *, what: str, instead: str
+) -> BudgetError:
+    """Return the error for a plan that needs more than the budget.
+
+    what, instead : what needs it, and what else one may do
+    """
+    return BudgetError(
+        f"{what} needs {show_bytes(plan.peak_bytes)}; the budget is "
+        f"{show_bytes(budget_bytes)}. Raise the budget, or {instead}.",
+        peak_bytes=plan.peak_bytes,
+        budget_bytes=budget_bytes,
+        op=graph.ops[peak(graph).op].name,
+        plan=plan,
+    )

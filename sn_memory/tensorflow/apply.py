@@ -23,11 +23,10 @@ from tensorflow.python.ops import control_flow_util
 from ..check import check_plan
 from ..errors import PlanError, PlanWarning
 from ..graph import Device
-from ..plan import Plan
+from ..measured_choice import summary
 from ..planner import plan_graph
-from ..sizes import show_bytes
 from .errors import TraceError
-from .layers import LayerPlan, LayerStep
+from .layers import LayerStep
 from .model import check_model, twin_of
 from .program import Emission, Program
 from .trace import Trace, main_device, optimizer_bytes, trace
@@ -198,13 +197,6 @@ def plan(
     twin = twin_of(plain, _PlannedCall)
     twin.__dict__[RECORD] = record
     return twin
-
-
-def summary(plan: Plan | LayerPlan) -> str:
-    """One line: peaks and what it costs."""
-    extra = plan.seconds / plan.baseline_seconds - 1 if plan.baseline_seconds else 0.0
-    peaks = f"{show_bytes(plan.baseline_peak_bytes)} -> {show_bytes(plan.peak_bytes)}"
-    return f"peak {peaks}, {extra:+.1%} time"
 
 
 def plain_model(model: Any) -> Any:

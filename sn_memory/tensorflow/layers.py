@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from ..measured_choice import fewest_again
+from ..measured_choice import MeasuredPlan, fewest_again, measured_plan
 from ..sizes import parse_bytes
 from .again import run_again
 from .allocations import Allocations
@@ -32,63 +32,14 @@ _PARTS = (4, 8, 16)
 
 
 @dataclass(frozen=True)
-class LayerChoice:
-    """What happens to what a section, a layer or several in a row, leaves for the backward pass.
-
-    Parameters
-    ----------
-    name
-        The layer's path, or "first to last".
-    action
-        `keep` or `recompute`.
-    saved_bytes
-        What it leaves beside its results, measured.
-    seconds
-        Its forward pass, measured; what recomputing costs.
-    """
-
-    name: str
-    action: str
-    saved_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class LayerPlan:
-    """Which layers are run again, and what that was measured to need on the sample.
-
-    Parameters
-    ----------
-    choices
-        One for each section that could be chosen.
-    budget_bytes
-        What was asked for.
-    peak_bytes, baseline_peak_bytes
-        Measured with the plan and without.
-    seconds, baseline_seconds
-        The forward pass of all layers, measured, and with what the reruns cost on top.
-    peak_op
-        The op that holds the most at the peak.
-    """
-
-    choices: tuple[LayerChoice, ...]
-    budget_bytes: int
-    peak_bytes: int
-    baseline_peak_bytes: int
-    seconds: float
-    baseline_seconds: float
-    peak_op: str
-
-    def decided(self, action: str) -> tuple[str, ...]:
-        """Return the names of the sections with this action."""
-        return tuple(it.name for it in self.choices if it.action == action)
-
-
-@dataclass(frozen=True)
 class _Unit:
     section: Section
     saved_bytes: int
     seconds: float
+
+    @property
+    def name(self) -> str:
+        return self.section.name
 
 
 @dataclass(frozen=True)
@@ -170,7 +121,7 @@ class _Search:
         self.probe = Probe(model, args, device)
         self.model = model
 
-    def plan(self, budget: int | str) -> LayerPlan:
+    def plan(self, budget: int | str) -> MeasuredPlan:
         baseline = self.measured([])
         budget_bytes = parse_bytes(budget, whole=baseline.peak_bytes)
         units, best = self.cut(baseline, budget_bytes)
@@ -183,22 +134,13 @@ class _Search:
             for chain in self.probe.chains[self.model]
             for it in chain.items
         )
-        return LayerPlan(
-            choices=tuple(
-                LayerChoice(
-                    it.section.name,
-                    "recompute" if it in chosen else "keep",
-                    it.saved_bytes,
-                    it.seconds,
-                )
-                for it in units
-            ),
+        return measured_plan(
+            units,
+            chosen,
+            best,
+            baseline,
             budget_bytes=budget_bytes,
-            peak_bytes=best.peak_bytes,
-            baseline_peak_bytes=baseline.peak_bytes,
-            seconds=seconds + sum(it.seconds for it in chosen),
             baseline_seconds=seconds,
-            peak_op=best.peak_op,
         )
 
     def cut(self, baseline: _Measured, budget_bytes: int) -> tuple[list[_Unit], _Measured]:

@@ -21,17 +21,18 @@ from torch.utils._pytree import tree_flatten
 
 from ..activations import Controller
 from ..check import carry_out, check_plan
-from ..errors import BudgetError, PlanError, PlanWarning
+from ..errors import PlanError, PlanWarning
 from ..graph import Device, Graph
 from ..liveness import baseline_seconds, peak
+from ..measured_choice import MeasuredPlan, summary
 from ..plan import Plan
-from ..planner import plan_graph
-from ..sizes import parse_bytes, show_bytes
+from ..planner import over_budget, plan_graph
+from ..sizes import parse_bytes
 from .compiled import COMPILERS, CompiledStep, Settings
 from .compressing import as_planned
 from .convolutions import Measure
 from .errors import TraceError
-from .modules import ModulePlan, ModuleStep
+from .modules import ModuleStep
 from .replay import Replay
 from .trace import Trace, beside, call_arguments, trace
 
@@ -51,7 +52,7 @@ class Step(Protocol):
     """What carries the forward pass of a planned model out, for one kind of input."""
 
     @property
-    def plan(self) -> Plan | ModulePlan:
+    def plan(self) -> Plan | MeasuredPlan:
         """What was decided."""
 
     @property
@@ -97,7 +98,7 @@ class Planned:
 
     @property
     def plan(self) -> Any:
-        """The plan made last: a Plan, or with `modules` a ModulePlan."""
+        """The plan made last: a Plan, or with `modules` a MeasuredPlan."""
         return self.latest.plan
 
     @property
@@ -280,13 +281,6 @@ def plan(
     return twin
 
 
-def summary(plan: Plan | ModulePlan) -> str:
-    """One line: peaks and what it costs."""
-    extra = plan.seconds / plan.baseline_seconds - 1 if plan.baseline_seconds else 0.0
-    peaks = f"{show_bytes(plan.baseline_peak_bytes)} -> {show_bytes(plan.peak_bytes)}"
-    return f"peak {peaks}, {extra:+.1%} time"
-
-
 def _within(graph: Graph, made: Plan, budget: int | str) -> Plan:
     """Return a plan made before, if it is one of this graph and keeps the budget."""
     found = carry_out(graph, made)
@@ -301,13 +295,8 @@ def _within(graph: Graph, made: Plan, budget: int | str) -> Plan:
         lower_bound_seconds=0.0,
     )
     if made.peak_bytes > allowed:
-        raise BudgetError(
-            f"the plan passed in needs {show_bytes(made.peak_bytes)}; the budget is "
-            f"{show_bytes(allowed)}. Raise the budget, or pass a planner's name.",
-            peak_bytes=made.peak_bytes,
-            budget_bytes=allowed,
-            op=graph.ops[peak(graph).op].name,
-            plan=made,
+        raise over_budget(
+            graph, made, allowed, what="the plan passed in", instead="pass a planner's name"
         )
     return made
 

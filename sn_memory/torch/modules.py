@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ..measured_choice import fewest_again
+from ..measured_choice import MeasuredPlan, fewest_again, measured_plan
 from ..sizes import parse_bytes
 from .errors import TraceError
 from .probe import Probe
@@ -26,56 +26,6 @@ from .step import Measured, put_back, run_step, tensors
 
 # Modules are cut into units no deeper than this: deeper ones are mostly single ops.
 _DEPTH = 3
-
-
-@dataclass(frozen=True)
-class ModuleChoice:
-    """What happens to what a module saves for the backward pass.
-
-    Parameters
-    ----------
-    name
-        Its path in the model.
-    action
-        `keep` or `recompute`.
-    saved_bytes
-        What it saves beside parameters and its inputs, measured.
-    seconds
-        Its forward pass, measured; what recomputing costs.
-    """
-
-    name: str
-    action: str
-    saved_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class ModulePlan:
-    """Which modules are run again, and what that was measured to need on the sample.
-
-    Parameters
-    ----------
-    choices
-        One for each module that could be chosen.
-    budget_bytes
-        What was asked for.
-    peak_bytes, baseline_peak_bytes
-        Measured with the plan and without.
-    seconds, baseline_seconds
-        The step's seconds without the plan, measured, and with what the reruns cost on top.
-    """
-
-    choices: tuple[ModuleChoice, ...]
-    budget_bytes: int
-    peak_bytes: int
-    baseline_peak_bytes: int
-    seconds: float
-    baseline_seconds: float
-
-    def decided(self, action: str) -> tuple[str, ...]:
-        """Return the names of the modules with this action."""
-        return tuple(it.name for it in self.choices if it.action == action)
 
 
 # A unit's name, a tensor it was given, and the tensor's version then.
@@ -243,7 +193,7 @@ class _Search:
         self.step, self.model, self.arguments = step, model, arguments
         self.probe = Probe(model, arguments)
 
-    def plan(self, budget: int | str) -> ModulePlan:
+    def plan(self, budget: int | str) -> MeasuredPlan:
         baseline = self.measured([])
         budget_bytes = parse_bytes(budget, whole=baseline.peak_bytes)
         units, best = self.cut(baseline, budget_bytes)
@@ -251,21 +201,12 @@ class _Search:
             units, best, self.measured, budget_bytes=budget_bytes, how="run again module by module"
         )
         self.step.choose(again)
-        chosen = {it.name for it in again}
-        return ModulePlan(
-            choices=tuple(
-                ModuleChoice(
-                    it.name,
-                    "recompute" if it.name in chosen else "keep",
-                    it.saved_bytes,
-                    it.seconds,
-                )
-                for it in units
-            ),
+        return measured_plan(
+            units,
+            again,
+            best,
+            baseline,
             budget_bytes=budget_bytes,
-            peak_bytes=best.peak_bytes,
-            baseline_peak_bytes=baseline.peak_bytes,
-            seconds=baseline.seconds + sum(it.seconds for it in again),
             baseline_seconds=baseline.seconds,
         )
 

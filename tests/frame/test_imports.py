@@ -44,7 +44,7 @@ MEMORY_LAYERS = (
         "sn_memory.clock",
         "sn_memory._native",
     ),
-    ("sn_memory.arrays", "sn_memory.activations", "sn_memory.measured_choice"),
+    ("sn_memory.arrays", "sn_memory.activations"),
     ("sn_memory.graph", "sn_memory.graph_file", "sn_memory.packed"),
     (
         "sn_memory.plan",
@@ -54,7 +54,13 @@ MEMORY_LAYERS = (
         "sn_memory.schedule",
         "sn_memory.compiled",
     ),
-    ("sn_memory.check", "sn_memory.lowering", "sn_memory.exact", "sn_memory.bound"),
+    (
+        "sn_memory.check",
+        "sn_memory.lowering",
+        "sn_memory.exact",
+        "sn_memory.bound",
+        "sn_memory.measured_choice",
+    ),
     ("sn_memory.offload", "sn_memory.recompute", "sn_memory.workspace", "sn_memory.fitting"),
     (
         "sn_memory.drafting",
