@@ -7,6 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+PAGE = Path(__file__).resolve().parent.parent / "docs/gossip.md"
 Row = dict[str, Any]
 COLUMNS = (
     "method",

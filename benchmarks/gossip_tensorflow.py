@@ -6,6 +6,7 @@
 horovodrun starts 4, then 8 processes of benchmarks/gossip_tensorflow_rank.py on this machine; every
 message is Horovod's over Gloo. All-reduce is sn_compress.horovod.keras.DistributedOptimizer, as
 Horovod's own does not average under Keras 3. A finished run is saved at once and not done again.
+The whole study also writes its table into docs/gossip.md and draws docs/gossip_tensorflow.png.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 import gossip_report as report
 import nets
 import numpy as np
+from _study_report import put_into
 from accuracy import load, save
 from gossip import BATCH, LOOKS, RATE, STEPS, Run, plan
 from machine import commit, machine
@@ -93,6 +95,8 @@ def main() -> None:
     rows = load(path)
     save(path, rows)
     print(f"\n{report.table(rows)}\n\nrows: {path}")
+    if path == RESULTS:
+        put_into(report.PAGE, "gossip-tensorflow", report.table(rows))
     if args.png or path == RESULTS:
         report.picture(rows, args.png or ROOT / "docs/gossip_tensorflow.png")
 
