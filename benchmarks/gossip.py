@@ -48,6 +48,10 @@ def _topk(shape: tuple[int, ...]) -> sn_compress.Codec:
     return sn_compress.codec("topk", theta=0.98)
 
 
+def _onebit(shape: tuple[int, ...]) -> sn_compress.Codec:
+    return sn_compress.codec("onebit")
+
+
 def _fft(shape: tuple[int, ...]) -> sn_compress.Codec:
     return sn_compress.codec("fft", theta=0.9, bits=4)
 
@@ -60,12 +64,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "all-reduce": {},
     "weights": {"average": "weights"},
     "weights, top-k": {"average": "weights", "codec": _topk},
+    "weights, onebit": {"average": "weights", "codec": _onebit},
     "gradients": {"average": "gradients"},
     "weights, fft": {"average": "weights", "codec": _fft},
     "weights, auto": {"average": "weights", "codec": _auto},
     "weights, not overlapped": {"average": "weights", "overlap": False},
 }
-STUDIED = ("all-reduce", "weights", "weights, top-k", "gradients")
+STUDIED = ("all-reduce", "weights", "weights, not overlapped", "weights, top-k", "gradients")
 
 
 @dataclass(frozen=True)
