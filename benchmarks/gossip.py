@@ -70,7 +70,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "weights, auto": {"average": "weights", "codec": _auto},
     "weights, not overlapped": {"average": "weights", "overlap": False},
 }
-STUDIED = ("all-reduce", "weights", "weights, not overlapped", "weights, top-k", "gradients")
+STUDIED = ("all-reduce", "weights", "weights, top-k", "gradients")
 
 
 @dataclass(frozen=True)
