@@ -7,7 +7,8 @@
 Ranks are threads of one process with the optimizer's own code (benchmarks/local_peers.py); every
 message is real. All methods see the same images in the same order, 64 a step, shared among the
 ranks. The consensus model is tested, the mean of all replicas, and one worker beside it. A finished
-run is saved at once and not done again. The whole study also draws docs/gossip.png.
+run is saved at once and not done again. The whole study also writes its table into docs/gossip.md
+and draws docs/gossip.png.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import gossip_report as report
 import numpy as np
 import torch
+from _study_report import put_into
 from accuracy import load, save
 from local_peers import Hall, LocalPeers
 from machine import commit, machine
@@ -46,6 +48,10 @@ def _topk(shape: tuple[int, ...]) -> sn_compress.Codec:
     return sn_compress.codec("topk", theta=0.98)
 
 
+def _onebit(shape: tuple[int, ...]) -> sn_compress.Codec:
+    return sn_compress.codec("onebit")
+
+
 def _fft(shape: tuple[int, ...]) -> sn_compress.Codec:
     return sn_compress.codec("fft", theta=0.9, bits=4)
 
@@ -58,6 +64,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "all-reduce": {},
     "weights": {"average": "weights"},
     "weights, top-k": {"average": "weights", "codec": _topk},
+    "weights, onebit": {"average": "weights", "codec": _onebit},
     "gradients": {"average": "gradients"},
     "weights, fft": {"average": "weights", "codec": _fft},
     "weights, auto": {"average": "weights", "codec": _auto},
@@ -198,6 +205,8 @@ def main() -> None:
             told = [str(row[f]) for f in (*fields, "ratio", "accuracy", "worker_accuracy")]
             print(" ".join(told), f"{row['distance'][-1]:.4f} ({row['seconds']} s)", flush=True)
     print(f"\n{report.table(rows)}\n\nrows: {path}")
+    if path == RESULTS:
+        put_into(report.PAGE, "gossip", report.table(rows))
     if args.png or path == RESULTS:
         report.picture(rows, args.png or ROOT / "docs/gossip.png")
 

@@ -8,6 +8,7 @@ its share. Computing is the seconds of a plain exchange without overlap over rho
 efficiency is the share of a step in which the rank computes, as GossipGraD (arXiv 1803.05880,
 section 7) reports it. All-reduce is Horovod's own, layer by layer in the backward pass; gossip is
 GossipOptimizer over torch.distributed, overlapped with the next step. Needs root and iproute2.
+Rows that go to benchmarks/results/gossip_links.json are written into docs/gossip.md as well.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from _study_report import put_into
+from gossip_report import PAGE
 from machine import commit, machine
 from shaped_links import NoLinksError, ShapedLinks
 from training_rows import load, save
@@ -23,6 +26,7 @@ from training_runs import plain_s, say
 
 from sn_compress.layers import layers
 
+RESULTS = Path(__file__).resolve().parent / "results/gossip_links.json"
 METHODS = ("all-reduce", "gossip", "gossip, top-k")
 KEYS = ("model", "method", "ranks", "gbit", "rho", "slow", "steps")
 
@@ -109,6 +113,8 @@ def main(argv: list[str] | None = None) -> None:
         except NoLinksError as why:
             raise SystemExit(str(why)) from None
     print(table(rows))
+    if args.json and args.json.resolve() == RESULTS:
+        put_into(PAGE, "gossip-links", table(rows))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+PAGE = Path(__file__).resolve().parent.parent / "docs/gossip.md"
 Row = dict[str, Any]
 COLUMNS = (
     "method",
@@ -26,6 +27,7 @@ LOOKS = {
     "weights": "#009e73",
     "weights, not overlapped": "#0072b2",
     "weights, top-k": "#cc79a7",
+    "weights, onebit": "#f0e442",
     "weights, fft": "#e69f00",
     "weights, auto": "#56b4e9",
     "gradients": "#d55e00",

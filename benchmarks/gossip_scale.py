@@ -13,6 +13,7 @@ gossip      each rank waits for its source's last message; a message leaves when
 every=10    as gossip, and every tenth step waits for the sum by which the spread is measured
 
 `--measure` times a message between two shaped links (root and iproute2); it is kept in the JSON.
+The tables are written into docs/gossip.md.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from _study_report import put_into
+from gossip_report import PAGE
 from gossip_scale_report import errors, picture, spread_costs, table
 from machine import commit, machine
 
@@ -200,6 +203,9 @@ def main() -> None:
     print(f"{setting}\n\n{errors(rows, measured)}\n\n{table(rows)}\n")
     print(f"the spread, measured every tenth step: at most {100 * spread_costs(rows):.2f} % more")
     print(f"{len(rows)} runs in {time.perf_counter() - start:.1f} s, rows: {args.json}")
+    if args.json == RESULTS:
+        put_into(PAGE, "gossip-predicted", errors(rows, measured))
+        put_into(PAGE, "gossip-scale", table(rows))
     if args.png or args.json == RESULTS:
         picture(rows, measured, args.png or ROOT / "docs/gossip_scale.png")
 

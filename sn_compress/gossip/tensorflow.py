@@ -10,14 +10,10 @@ before the step, so TensorFlow runs it beside the forward and backward pass.
 
 The optimizer that is passed changes its class to a subclass of its own, as in
 sn_compress.horovod.keras: its settings, variables and what Keras saves stay as they were.
-
-One file of this length: the rules, what the optimizer gains and the checks of its settings belong
-together, and only rims may name TensorFlow.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -29,141 +25,13 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from ..contract import Codec
 from ..errors import CompressError
-from .differences import PULL, Differences, Shape
+from .differences import PULL, Shape
 from .loaders.tensorflow import ring_shuffle
+from .rules.tensorflow import Gossip
+from .settings import check, graph_of
 from .topology import Topology
-from .topology import topology as make_topology
 
 __all__ = ["Consensus", "GossipOptimizer", "ring_shuffle"]
-
-_numbers = itertools.count()  # optimizers are made in the same order on all ranks
-
-
-class Gossip:
-    """How one optimizer gossips: tables by step, and the copies that a codec needs."""
-
-    def __init__(
-        self,
-        topology: Topology,
-        *,
-        average: str,
-        momentum: int,
-        overlap: bool,
-        codec: Codec | Callable[[Shape], Codec] | None,
-        pull: float,
-        limit: float | None,
-        every: int,
-        process_set: Any,
-    ) -> None:
-        self.topology, self.average, self.momentum = topology, average, momentum
-        self.overlap, self.codec, self.pull = overlap, codec, pull if codec else 1.0
-        self.limit, self.every, self.process_set = limit, every, process_set
-        self.rank, self.ranks = process_set.rank(), process_set.size()
-        own = [topology.partner(self.rank, step) for step in range(topology.steps)]
-        self._sources = np.array([partner.source for partner in own])
-        self._targets = np.array([partner.target for partner in own])
-        self._weights = np.array([partner.weight for partner in own], np.float32)
-        self.copies: Differences | None = None
-        # Made where no trace is under way, and past Keras, which would save them.
-        self.spread = tf.Variable(np.nan, dtype=tf.float64, trainable=False)
-        self.averages = tf.Variable(0, dtype=tf.int64, trainable=False)
-        self._prefix = f"gossip.{next(_numbers)}"
-
-    def build(self, variables: Sequence[Any]) -> None:
-        """All ranks get the weights of rank 0."""
-        if self.ranks > 1:
-            hvd.broadcast_variables([v.value for v in variables], 0, process_set=self.process_set)
-        if self.codec is not None:
-            self.copies = Differences([tuple(v.shape) for v in variables], self.codec)
-            self.copies.restart(_flat(variables).numpy())
-
-    # In the graph.
-
-    def deltas(self, tensors: Sequence[Any], step: Any, kind: str) -> list[Any]:
-        """What mixing adds to each tensor, float32: weight * (partner's - own)."""
-        flat = _flat(tensors)
-        n = sum(int(np.prod(t.shape)) for t in tensors)
-        turn = tf.cast(step % self.topology.steps, tf.int32)
-        source, target = tf.gather(self._sources, turn), tf.gather(self._targets, turn)
-        weight = tf.gather(self._weights, turn)
-        coded = self.copies is not None and kind == "w"
-        if coded:
-            wire, own = tf.numpy_function(self._pack, [flat, target], (tf.uint8, tf.float32))
-        else:
-            wire, own = flat, flat
-        active = tf.cast(target != self.rank, tf.int32)
-        wire = wire[: tf.size(wire) * active]
-        splits = tf.one_hot(target, self.ranks, dtype=tf.int32) * tf.size(wire)
-        received, _ = hvd.alltoall(
-            wire, splits, name=f"{self._prefix}.{kind}", process_set=self.process_set
-        )
-        if coded:
-            received = tf.numpy_function(self._unpack, [received, source], tf.float32)
-        # Who sits out hears nothing, and nothing is added.
-        received = tf.cond(tf.size(received) > 0, lambda: received, lambda: own)
-        delta = weight * self.pull * (tf.reshape(received, [n]) - tf.reshape(own, [n]))
-        sizes = [int(np.prod(t.shape)) for t in tensors]
-        parts = tf.split(delta, sizes)
-        return [tf.reshape(part, t.shape) for part, t in zip(parts, tensors, strict=True)]
-
-    def _pack(self, values: Any, target: Any) -> tuple[Any, Any]:
-        copies = self.copies
-        assert copies is not None
-        if target == self.rank:
-            return np.empty(0, np.uint8), values
-        return copies.pack(values, int(target)), copies.told(int(target)).copy()
-
-    def _unpack(self, wire: Any, source: Any) -> Any:
-        assert self.copies is not None
-        return self.copies.unpack(wire, int(source)) if wire.size else np.empty(0, np.float32)
-
-    def measure(self, deltas: Sequence[Any], variables: Sequence[Any], step: Any) -> None:
-        """Every so many steps, the spread by distances to partners; the mean if over the limit."""
-        if not self.every:
-            return
-        turn = tf.cast(step % self.topology.steps, tf.int32)
-        weight = tf.cast(tf.gather(self._weights, turn), tf.float64) * self.pull
-
-        def measured() -> Any:
-            apart = tf.add_n([tf.reduce_sum(tf.cast(d, tf.float64) ** 2) for d in deltas])
-            count = tf.cast(weight > 0, tf.float64)
-            norm = tf.add_n([tf.reduce_sum(tf.cast(v, tf.float64) ** 2) for v in variables])
-            own = tf.stack([tf.math.divide_no_nan(apart, weight**2), count, norm])
-            total = hvd.allreduce(
-                own, name=f"{self._prefix}.spread", op=hvd.Sum, process_set=self.process_set
-            )
-            squared = tf.math.divide_no_nan(total[0] * self.ranks, 2 * total[1] * total[2])
-            self.spread.assign(tf.sqrt(squared))
-            if self.limit is None:
-                return tf.constant(False)
-            return self.spread > self.limit
-
-        over = tf.cond(step % self.every == 0, measured, lambda: tf.constant(False))
-        if self.limit is not None:
-            tf.cond(over, lambda: self.consensus(variables), lambda: tf.constant(0))
-
-    def consensus(self, variables: Sequence[Any]) -> Any:
-        """Give all ranks the mean of these variables."""
-        values = [tf.cast(tf.convert_to_tensor(v), _wide(v)) for v in variables]
-        means = hvd.grouped_allreduce(
-            values, name=f"{self._prefix}.mean.{len(values)}", op=hvd.Average,
-            process_set=self.process_set,
-        )  # fmt: skip
-        for variable, mean in zip(variables, means, strict=True):
-            variable.assign(tf.cast(mean, variable.dtype))
-        self.averages.assign_add(1)
-        return tf.constant(0)
-
-
-def _wide(variable: Any) -> Any:
-    return tf.float64 if variable.dtype in ("float64", tf.float64) else tf.float32
-
-
-def _flat(tensors: Sequence[Any]) -> Any:
-    """All values as float32, [n]."""
-    return tf.concat(
-        [tf.reshape(tf.cast(tf.convert_to_tensor(t), tf.float32), [-1]) for t in tensors], 0
-    )
 
 
 class _Gossiping:
@@ -212,7 +80,7 @@ class _Gossiping:
             variable.assign(variable.value + tf.cast(delta, variable.dtype))
         if gossip.momentum:
             tf.cond(step % gossip.momentum == 0, lambda: self._mix_momenta(step), lambda: step)
-        gossip.measure(deltas, variables, step)
+        gossip.measure(variables, step)
 
     def _momenta(self) -> list[Any]:
         """The optimizer's own variables of the shapes of its parameters, such as momentum."""
@@ -235,9 +103,7 @@ class _Gossiping:
             return
         own = list(self._trainable_variables)  # type: ignore[attr-defined]
         floats = [v for v in also if "float" in str(v.dtype)]
-        self._sn.consensus([*own, *self._momenta(), *floats])
-        if self._sn.copies is not None:
-            self._sn.copies.restart(_flat(own).numpy())
+        self._sn.consensus(own, [*self._momenta(), *floats])
 
     @property
     def spread(self) -> float | None:
@@ -303,9 +169,9 @@ def GossipOptimizer(  # noqa: N802 - named as Horovod names its own
     """Make a Keras optimizer average with one other rank per step. It is returned, changed.
 
     Parameters, and what the optimizer gains, are those of sn_compress.gossip.torch.GossipOptimizer;
-    there is one message a step for all weights. With a codec and `limit`, or a topology that
-    rotates, CompressError: the one would have to change copies within the graph, the other a table
-    without an end. `state_dict()` holds the copies of a codec; all else is in Keras's variables.
+    there is one message a step for all weights. With a topology that rotates, CompressError: the
+    graph would need a table without an end. `state_dict()` holds the copies of a codec; all else is
+    in Keras's variables.
     """
     kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     if not isinstance(optimizer, keras.optimizers.Optimizer) or isinstance(optimizer, _Gossiping):
@@ -315,31 +181,13 @@ def GossipOptimizer(  # noqa: N802 - named as Horovod names its own
             f"got a {kind}{', built already' * optimizer.built}; expected one that is new and does "
             "not scale the loss: ranks would skip different steps. Train in float32 or bfloat16."
         )
-    if average not in ("weights", "gradients"):
-        raise CompressError(f"average={average!r}; expected 'weights' or 'gradients'")
-    if average == "gradients" and (codec or momentum or limit is not None):
-        raise CompressError(
-            "average='gradients' with codec, momentum or limit; these are of weights. Leave them, "
-            "or average weights."
-        )
-    if momentum < 0 or every < 0 or not 0 < pull <= 1 or (limit is not None and not limit > 0):
-        raise CompressError(
-            f"momentum={momentum}, every={every}, pull={pull}, limit={limit}; expected 0 or more, "
-            "0 or more, (0, 1] and above 0"
-        )
-    if codec and (momentum or limit is not None):
-        raise CompressError(
-            "codec with momentum or limit: momentum would travel in full, and the limit's mean "
-            "would leave the copies behind. Leave them to consensus()."
-        )
+    check(average=average, codec=codec, momentum=momentum, pull=pull, limit=limit, every=every)
     peers = hvd.global_process_set if process_set is None else process_set
     if not peers.included():
         raise CompressError(f"this rank is not in {peers}; expected a process set that has it")
-    graph = make_topology(topology, peers.size()) if isinstance(topology, str) else topology
-    if graph.ranks != peers.size() or graph.rotate:
-        raise CompressError(
-            f"{graph!r} for {peers.size()} ranks; expected one of as many that does not rotate"
-        )
+    graph = graph_of(topology, peers.size(), codec)
+    if graph.rotate:
+        raise CompressError(f"{graph!r}; expected one that does not rotate, in TensorFlow")
     own = type(optimizer)
     gossip = Gossip(
         graph, average=average, momentum=momentum, overlap=overlap, codec=codec, pull=pull,

@@ -27,8 +27,8 @@ from .differences import PULL, Shape
 from .loaders.torch import ring_shuffle
 from .peers.torch import find_peers
 from .rules.torch import Gossip
+from .settings import check, graph_of
 from .topology import Topology
-from .topology import topology as make_topology
 
 __all__ = ["GossipOptimizer", "ring_shuffle"]
 
@@ -100,12 +100,11 @@ def GossipOptimizer(  # noqa: N802 - named as Horovod names its own
         the model on the host for each partner
     pull : factor on the mixing weight with a codec, in (0, 1]
     limit : of the spread, above which all ranks take the exact mean; None: never by itself
-    every : steps from one measure of the spread to the next, a sum of three numbers; 0: none
+    every : steps from one measure of the spread to the next, a sum of 258 numbers; 0: none
     bucket_bytes : largest message, unless a single tensor is larger
     process_set, group : of Horovod or of torch.distributed; None: all ranks of what is initialised.
-        A group should carry nothing else, as torch.distributed tells messages apart by their order
-        alone: a second optimizer in it could take, or wait for ever for, what the first has under
-        way. A group may also be an object with the methods of peers.torch.Peers
+        Messages have a group of their own with the same ranks. A group may also be an object with
+        the methods of peers.torch.Peers
 
     Returns
     -------
@@ -114,7 +113,7 @@ def GossipOptimizer(  # noqa: N802 - named as Horovod names its own
         `also` are other tensors, such as model.buffers(), of which the floats are averaged. On all
         ranks at the same step
     spread : the last measure, or None: root mean square distance to the mean over the norm of the
-        weights, as seen by distances between partners
+        weights, to some 4 %
     report() : steps, bytes_per_step this rank sent, averages: how often the exact mean was taken
 
     Raises CompressError for settings that are not legal, or, at the first step and on every rank,
@@ -124,33 +123,11 @@ def GossipOptimizer(  # noqa: N802 - named as Horovod names its own
         raise CompressError(
             f"got a {type(optimizer).__qualname__}; expected a torch.optim.Optimizer, once"
         )
-    if average not in ("weights", "gradients"):
-        raise CompressError(f"average={average!r}; expected 'weights' or 'gradients'")
-    if average == "gradients" and (codec or momentum or limit is not None):
-        raise CompressError(
-            "average='gradients' with codec, momentum or limit; these are of weights. Leave them, "
-            "or average weights."
-        )
-    if momentum < 0 or every < 0 or bucket_bytes < 1 or not 0 < pull <= 1:
-        raise CompressError(
-            f"momentum={momentum}, every={every}, bucket_bytes={bucket_bytes}, pull={pull}; "
-            "expected 0 or more, 0 or more, 1 or more and (0, 1]"
-        )
-    if limit is not None and (not limit > 0 or not every):
-        raise CompressError(f"limit={limit}, every={every}; expected both above 0")
-    if codec and momentum:
-        raise CompressError(
-            "codec with momentum: it would travel in full. Leave it to consensus(): momentum=0."
-        )
+    check(average=average, codec=codec, momentum=momentum, pull=pull, limit=limit, every=every)
+    if bucket_bytes < 1:
+        raise CompressError(f"bucket_bytes={bucket_bytes}; expected 1 or more")
     peers = find_peers(process_set, group)
-    graph = make_topology(topology, peers.ranks) if isinstance(topology, str) else topology
-    if graph.ranks != peers.ranks:
-        raise CompressError(f"{graph!r} for {peers.ranks} ranks; expected one of as many")
-    if codec and graph.rotate:
-        raise CompressError(
-            "codec with a rotating topology: a copy of the model for every other rank, and twice. "
-            "Use one that does not rotate."
-        )
+    graph = graph_of(topology, peers.ranks, codec)
     own = type(optimizer)
     gossip = Gossip(
         optimizer, peers, topology=graph, average=average, momentum=momentum, overlap=overlap,

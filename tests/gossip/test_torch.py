@@ -10,7 +10,7 @@ import pytest
 RANKS = Path(__file__).parent / "ranks"
 CASES = [
     "weights", "gradients", "momentum", "buckets", "kinds", "consensus", "coded", "settles",
-    "resume", "limit", "differ", "scaler", "ring",
+    "resume", "limit", "spread", "differ", "scaler", "ring",
 ]  # fmt: skip
 # What a transport could get wrong: both must give the bits of the reference.
 REAL = ["weights", "gradients", "idle-ranks", "threads", "consensus", "coded", "differ", "ring"]

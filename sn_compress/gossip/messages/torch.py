@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ..buckets.torch import Bucket
@@ -67,14 +65,14 @@ class Messages:
         else:
             bucket.arrived = torch.from_numpy(bucket.copies.unpack(wire.numpy(), source))
 
-    def finish(self, bucket: Bucket, step: int, *, measured: bool) -> Any:
-        """Mix in what has come; the squared distance to it if `measured`."""
+    def finish(self, bucket: Bucket, step: int) -> None:
+        """Mix in what has come."""
         self.receive(bucket, step)
         partner = self.topology.partner(self.peers.rank, step)
         sent, arrived = bucket.sent, bucket.arrived
         bucket.sent = bucket.arrived = None
         if partner.source == self.peers.rank:
-            return None
+            return
         like = bucket.tensors[0]
         wide = torch.promote_types(like.dtype, torch.float32)
         apart = arrived.to(like.device, wide) - sent.to(like.device, wide)
@@ -83,4 +81,3 @@ class Messages:
             gradients.add(partner.weight * apart)
         else:
             bucket.add(partner.weight * self.pull * apart)
-        return (apart.double() ** 2).sum() if measured else None

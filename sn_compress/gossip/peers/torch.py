@@ -83,15 +83,25 @@ class HorovodPeers:
 class GroupPeers:
     """The ranks of a group of torch.distributed.
 
-    Messages have a group of their own unless one is given: NCCL would run them in one line with the
-    collectives of other libraries.
+    group : whose ranks these are, all of which make this object; None: all ranks
+
+    Messages have a group of their own. torch.distributed tells messages apart by their order alone:
+    a second optimizer in the same group could take, or wait for ever for, what the first has under
+    way; and NCCL would run them in one line with the collectives of other libraries.
     """
 
     def __init__(self, group: Any = None) -> None:
         import torch.distributed as dist
 
         self._dist = dist
-        self._group = dist.new_group() if group is None else group
+        if group is None:
+            self._group = dist.new_group()
+        else:
+            self._group = dist.new_group(
+                dist.get_process_group_ranks(group),
+                backend=dist.get_backend(group),
+                use_local_synchronization=True,  # ranks outside know nothing of it
+            )
         self.rank, self.ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
         # NCCL makes a group's communicator at its first use, which must have all ranks in it.
         dist.barrier(self._group)

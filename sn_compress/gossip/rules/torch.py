@@ -89,31 +89,27 @@ class Gossip:
         result = self._inner_step(inner, closure)
         if not self.overlap:
             self._begin_all()
-        apart = self._finish_all(again=self.overlap and not average_now)
+        self._finish_all(again=self.overlap and not average_now)
         if self.every and not (self.steps - 1) % self.every:
-            self.spread.measure(apart, self.parameters)
+            self.spread.measure(self.buckets)
         if average_now:
             self.consensus()
         return result
 
-    def _finish_all(self, *, again: bool) -> Any:
+    def _finish_all(self, *, again: bool) -> None:
         """Mix what has come, and start the next messages: each bucket as soon as it is ready."""
-        measured = bool(self.every) and self.steps % self.every == 0
-        moving, apart = self._moving, None
+        moving = self._moving
         self.steps += 1
         if again:
             self._moving = self._of_step()
         for bucket in moving:
-            found = self.messages.finish(bucket, self.steps - 1, measured=measured)
-            if bucket in self.buckets and found is not None:
-                apart = found if apart is None else apart + found.to(apart)
+            self.messages.finish(bucket, self.steps - 1)
             if again and bucket in self.buckets:
                 self._begin(bucket)
         if again:
             for bucket in self._moving:
                 if bucket not in self.buckets:
                     self._begin(bucket)
-        return apart
 
     def _inner_step(self, inner: Callable[..., Any], closure: Any) -> Any:
         """The optimizer's own step, unless a loss scaler found Inf: then others still gossip."""
@@ -146,7 +142,7 @@ class Gossip:
             self._begin(bucket)
         self._next, self._missing = 0, [len(bucket.tensors) for bucket in self.buckets]
         for bucket in self.buckets:
-            self.messages.finish(bucket, self.steps, measured=False)
+            self.messages.finish(bucket, self.steps)
         result = self._inner_step(inner, None)
         self.steps += 1
         return result

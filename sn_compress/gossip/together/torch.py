@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from ...errors import CompressError
+from .. import sketch
 from ..buckets.torch import Bucket
 from ..peers.torch import Peers, Wait
 
@@ -51,7 +51,7 @@ def agree(
 
 
 class Spread:
-    """The distance of the ranks from their mean, by the distances between partners.
+    """The distance of the ranks from their mean, by sketches of their weights.
 
     Attributes
     ----------
@@ -63,24 +63,26 @@ class Spread:
         self.value: float | None = None
         self._measured: Wait | None = None
 
-    def measure(self, apart: Any, parameters: Iterable[Any]) -> None:
-        """Start a sum over the ranks of squared distances to partners and of squared norms."""
-        own = torch.zeros(3, dtype=torch.float64)
-        if apart is not None:
-            own[0], own[1] = apart.item(), 1
-        own[2] = sum((p.detach().double() ** 2).sum().item() for p in parameters)
+    def measure(self, buckets: Iterable[Bucket]) -> None:
+        """Start a sum over the ranks; `over_limit` takes it in."""
+        parts = [bucket.flat().float() for bucket in buckets]
+        rows = [sketch.rows_of(len(part)) for part in parts]
+        signs = torch.from_numpy(sketch.signs(sum(rows))).split(rows)
+        own = torch.zeros(sketch.WIDTH + 2, dtype=torch.float64)
+        for part, sign in zip(parts, signs, strict=True):
+            missing = len(sign) * sketch.WIDTH - len(part)
+            filled = torch.nn.functional.pad(part, (0, missing)).view(-1, sketch.WIDTH)
+            own[:-2] += (sign.to(part.device) @ filled).double().cpu()
+            own[-1] += part.norm().item() ** 2
+        own[-2] = own[:-2] @ own[:-2]
         self._measured = self.peers.sum(f"{self.prefix}.spread", own)
 
     def over_limit(self) -> bool:
         """Take in the last measure; whether it is over the limit."""
         if self._measured is None:
             return False
-        (apart, count, norm), self._measured = self._measured().tolist(), None
-        if count:
-            # Two that deviate independently are the square root of 2 times as far apart as each is
-            # from the mean.
-            mean_norm = norm / self.peers.ranks
-            self.value = math.sqrt(apart / count / 2 / mean_norm) if mean_norm else 0.0
+        total, self._measured = self._measured(), None
+        self.value = sketch.spread(total.numpy(), self.peers.ranks)
         return self.limit is not None and (self.value or 0) > self.limit
 
     def load(self, value: float | None) -> None:

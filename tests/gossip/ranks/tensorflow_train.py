@@ -130,6 +130,12 @@ def limit():
     counts = hvd.allgather_object(limited.report()["averages"])
     assert counts[0] > 0
     assert len(set(counts)) == 1
+    for settings in ({}, {"codec": codec("topk", theta=0.95), "pull": 0.5}):
+        model, optimizer = fit(every=STEPS - 1, **settings)
+        found = everyone(model)
+        apart = np.sqrt(((found - found.mean(0)) ** 2).sum() / (found**2).sum())
+        # Of a sketch, 4 % where rows deviate independently; measured at the end of the last step.
+        assert optimizer.spread == pytest.approx(apart, rel=0.15), settings
 
 
 def coded():
@@ -147,6 +153,10 @@ def coded():
     found = everyone(model)
     assert (found == found[:1]).all()
     optimizer.load_state_dict(optimizer.state_dict())
+    _, limited = fit(codec=topk, every=2, limit=1e-3)
+    assert limited.report()["averages"] > 0
+    bases = hvd.allgather(limited.state_dict()["base"][None], name="bases").numpy()
+    assert (bases == bases[:1]).all(), "copies were to begin anew from the same weights"
 
 
 def refused():

@@ -56,10 +56,9 @@ def threads(world):
 
         expected = Hall(world.size).run(work)[world.rank]
         for place in world.places:
-            model, optimizer = trained(world, place=place, **settings)
+            # Messages of the run before are still under way, in the same group.
+            model, _ = trained(world, place=place, **settings)
             assert torch.equal(flat(model), expected), settings
-            # Takes in what is under way: the next one's messages in this group differ in size.
-            optimizer.consensus()
 
 
 OWN = {"idle-ranks": idle_ranks, "threads": threads}

@@ -1,0 +1,108 @@
+"""What does gossip cost in accuracy, in Keras on real ranks? The settings of benchmarks/gossip.py.
+
+    python benchmarks/gossip_tensorflow.py            what is missing of the whole study
+    python benchmarks/gossip_tensorflow.py --quick    20 steps on 2 ranks: does it all run?
+
+horovodrun starts 4, then 8 processes of benchmarks/gossip_tensorflow_rank.py on this machine; every
+message is Horovod's over Gloo. All-reduce is sn_compress.horovod.keras.DistributedOptimizer, as
+Horovod's own does not average under Keras 3. A finished run is saved at once and not done again.
+The whole study also writes its table into docs/gossip.md and draws docs/gossip_tensorflow.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import gossip_report as report
+import nets
+import numpy as np
+from _study_report import put_into
+from accuracy import load, save
+from gossip import BATCH, LOOKS, RATE, STEPS, Run, plan
+from machine import commit, machine
+from study import learning_rate
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks/results/gossip_tensorflow.json"
+RANK = Path(__file__).with_name("gossip_tensorflow_rank.py")
+METHODS = ("all-reduce", "weights", "weights, not overlapped", "gradients")
+
+
+def start(runs: Sequence[Run], path: Path) -> None:
+    """Do runs of equally many ranks, which share the seconds that TensorFlow takes to load."""
+    ranks, steps = runs[0].ranks, runs[0].steps
+    if (data := nets.fetch_fashion_mnist.find()) is None:
+        raise SystemExit("Fashion-MNIST is missing; run: python scripts/fetch_fashion_mnist.py")
+    job = {
+        "runs": [asdict(run) for run in runs],
+        "batch": BATCH,
+        "rates": [RATE * learning_rate(step, steps) for step in range(steps)],
+        "looks": np.linspace(1, steps, min(LOOKS, steps)).astype(int).tolist(),
+        "data": str(data),
+        "rows": str(path),
+        "about": {"commit": commit(), "machine": machine()},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "job.json"
+        file.write_text(json.dumps(job))
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+        env = {
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "OMP_NUM_THREADS": "1",
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            "PYTHONUNBUFFERED": "1",
+            # Ranks that share a few cores start far apart.
+            "HOROVOD_GLOO_TIMEOUT_SECONDS": "600",
+        }
+        horovodrun = ["-m", "horovod.runner.launch", "--gloo", "-np", str(ranks)]
+        subprocess.run(
+            [sys.executable, *horovodrun, sys.executable, str(RANK), str(file)],
+            env=os.environ | env, stdin=subprocess.DEVNULL, check=True,
+        )  # fmt: skip
+
+
+def main() -> None:
+    """Do the runs that are missing, then write what they say."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="rows go there and are continued there")
+    parser.add_argument("--quick", action="store_true", help="few steps, 2 ranks, one seed")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 4])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["all-reduce", "weights"])
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--png", type=Path, help="picture of all rows there are")
+    args = parser.parse_args()
+    path = args.json or (ROOT / "benchmarks/out/gossip_tensorflow.json" if args.quick else RESULTS)
+    runs = plan(args.methods, args.seeds, args.ranks, args.steps)
+    if args.quick:
+        path.unlink(missing_ok=True)
+        runs = plan(METHODS, [0], [2], 20)
+    fields = tuple(asdict(runs[0]))
+    done = {tuple(row[field] for field in fields) for row in load(path)}
+    missing = [run for run in runs if tuple(asdict(run).values()) not in done]
+    print(f"{len(missing)} of {len(runs)} runs are missing", flush=True)
+    for ranks in args.ranks if not args.quick else [2]:
+        if alike := [run for run in missing if run.ranks == ranks]:
+            start(alike, path)
+    rows = load(path)
+    save(path, rows)
+    print(f"\n{report.table(rows)}\n\nrows: {path}")
+    if path == RESULTS:
+        put_into(report.PAGE, "gossip-tensorflow", report.table(rows))
+    if args.png or path == RESULTS:
+        report.picture(rows, args.png or ROOT / "docs/gossip_tensorflow.png")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("\nstopped; the same command does what is missing") from None
