@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -100,6 +100,10 @@ class Mask:
         bits = np.packbits(mask, bitorder="little")
         self.buffer, self.value = _buffer([bits]), value
         self.nbytes = self.buffer.numel()
+
+    def bits_of(self, _: Layout) -> np.ndarray[Any, Any]:
+        """Return the bits, [n / 8] uint8."""
+        return np.asarray(self.buffer.numpy())
 
     def restore(self, layout: Layout) -> torch.Tensor:
         bits = np.unpackbits(self.buffer.numpy(), count=layout.numel, bitorder="little")
@@ -237,7 +241,13 @@ class Lossy:
         return layout.restore(self.values(layout.numel))
 
 
-Kept = Exact | Shape | Mask | Narrow | Places | Lossy
+class Kept(Protocol):
+    """What is kept of a tensor: those above, or a promise to make it again."""
+
+    nbytes: int
+
+    def restore(self, layout: Layout) -> torch.Tensor:
+        """Return the tensor."""
 
 
 def two_values(values: np.ndarray[Any, Any]) -> float | None:
