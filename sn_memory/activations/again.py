@@ -1,8 +1,8 @@
 """Which parts of a model run again in the backward pass, so that what is kept fits in a budget.
 
-An op that is not linear in what it saved needs 8 bits of it, and most of what a transformer saves is
-of that kind. A part of the model that runs again needs its inputs only. Parts lie inside one another;
-what several of them save, or are given, is kept once.
+An op that is not linear in what it saved needs 8 bits of it, and most of what a transformer saves
+is of that kind. A part of the model that runs again needs its inputs only. Parts lie inside one
+another; what several of them save, or are given, is kept once.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def choose_again(
 ) -> frozenset[str]:
     """Return units that, run again, leave at most `budget_bytes`, and cost little.
 
-    One after the other the unit that frees most per cost is taken, where more than is missing counts
-    for nothing; one that holds others takes their place. Those that turn out not to be needed are
-    dropped. If no choice fits, the one that leaves least is returned.
+    One after the other the unit that frees most per cost is taken, where more than is missing
+    counts for nothing; one that holds others takes their place. Those that turn out not to be
+    needed are dropped. If no choice fits, the one that leaves least is returned.
 
     What a unit saves is all there while it runs again. So its cost is its work, and as much again
     for each budget that its inside takes.
@@ -87,9 +87,7 @@ def choose_again(
     """
 
     def cost(chosen: Collection[str]) -> float:
-        return sum(
-            units[name].work * (1 + inside[name] / max(budget_bytes, 1)) for name in chosen
-        )
+        return sum(units[name].work * (1 + inside[name] / max(budget_bytes, 1)) for name in chosen)
 
     chosen: frozenset[str] = frozenset()
     now = held(chosen)

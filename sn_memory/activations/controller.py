@@ -234,6 +234,10 @@ class Controller:
         """Take note of bytes that no choice changes: masks, indices, what is kept exactly."""
         self._others[key] = nbytes
 
+    def other_bytes(self, key: str) -> int | None:
+        """Return what was noted of it so; None: nothing was."""
+        return self._others.get(key)
+
     def observe_gradient(
         self, key: str, *, energy: float, outputs: int, yardstick: float, mean: float = 0.0,
         terms: int = 1, coverage: float = 1.0,
@@ -291,17 +295,7 @@ class Controller:
         """
         fits = self._held(self.again, _WANTED_BITS, self.nonlinear_bits) <= budget_bytes
         if self.choosing and not fits:
-            inside = {name: self._inside(name) for name in self._units}
-            for wanted in (w for w in reversed(WIDTHS) if w <= _WANTED_BITS):
-                chosen = choose_again(
-                    self._units,
-                    lambda again, at=wanted: self._held(again, at, self.nonlinear_bits),
-                    budget_bytes,
-                    inside,
-                )
-                if self._held(chosen, wanted, self.nonlinear_bits) <= budget_bytes:
-                    break
-            self.again = chosen
+            self.again = self._units_for(budget_bytes)
         widths = [w for w in reversed(WIDTHS) if w <= self.nonlinear_bits]
         for width in (w for w in widths if w >= max(2, self.least_nonlinear_bits)):
             if self._held(self.again, 2, width) <= budget_bytes:
@@ -312,9 +306,9 @@ class Controller:
             wanted = self._held(self.again, 2, self.nonlinear_bits)
             warnings.warn(
                 f"the budget of {show_bytes(budget_bytes)} leaves {width} bits for what norms, "
-                f"attention and the like read, {len(rest)} tensors of {len(rest) + len(linear)}. On "
-                "a small transformer 4 bits cost a point of accuracy and 2 broke training. Raise "
-                f"the budget above {show_bytes(wanted)}, or let such ops run again.",
+                f"attention and the like read, {len(rest)} tensors of {len(rest) + len(linear)}. "
+                "On a small transformer 4 bits cost a point of accuracy and 2 broke training. "
+                f"Raise the budget above {show_bytes(wanted)}, or let such ops run again.",
                 AccuracyWarning,
                 stacklevel=2,
             )
@@ -346,6 +340,19 @@ class Controller:
             for row in self._rows.values()
             if self._is_free(row) and is_inside(row.key, self.again)
         }
+
+    def _units_for(self, budget_bytes: int) -> frozenset[str]:
+        """Units that leave the bits wanted for linear inputs; or the fewer bits that fit."""
+        inside = {name: self._inside(name) for name in self._units}
+        for bits in (width for width in reversed(WIDTHS) if width <= _WANTED_BITS):
+
+            def held(again: frozenset[str], at: int = bits) -> int:
+                return self._held(again, at, self.nonlinear_bits)
+
+            chosen = choose_again(self._units, held, budget_bytes, inside)
+            if held(chosen) <= budget_bytes:
+                break
+        return chosen
 
     def _groups(self, again: frozenset[str]) -> tuple[dict[str, list[Row]], dict[str, list[Row]]]:
         """What is packed if these units run again, by memory: linear in all its rows, and not."""
@@ -385,19 +392,21 @@ class Controller:
 
     def _held(self, again: frozenset[str], linear_bits: int, nonlinear_bits: int) -> int:
         """Bytes kept if these units run again."""
-        others = sum(
-            size for key, size in self._others.items() if not is_inside(key, again)
-        )
+        others = sum(size for key, size in self._others.items() if not is_inside(key, again))
         exact = {
             row.group: 4 * row.n
             for key, row in self._rows.items()
             if not self._is_free(row) and not is_inside(key, again)
         }
         linear, rest = self._groups(again)
-        return others + sum(exact.values()) + sum(
-            _bytes(rows[0].n, bits)
-            for groups, bits in ((linear, linear_bits), (rest, nonlinear_bits))
-            for rows in groups.values()
+        return (
+            others
+            + sum(exact.values())
+            + sum(
+                _bytes(rows[0].n, bits)
+                for groups, bits in ((linear, linear_bits), (rest, nonlinear_bits))
+                for rows in groups.values()
+            )
         )
 
     def _gain(self, row: Row, low: int, high: int) -> float:

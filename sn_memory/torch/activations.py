@@ -10,16 +10,25 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from ..activations import Controller
 from ..sizes import parse_bytes
 from .again import Run
 from .errors import TraceError
-from .saving import MIN_ELEMENTS, Call, Packer, Pass, Saved, coverage_of, weight_of
+from .forecast import Peaks, peaks, predicted_peak
+from .saving import (
+    MIN_ELEMENTS,
+    Call,
+    Packer,
+    Pass,
+    Saved,
+    coverage_of,
+    storages_of,
+    weight_of,
+)
 from .units import Units
 
-__all__ = ["MIN_ELEMENTS", "CompressedActivations", "Saved", "compress_activations"]
+__all__ = ["MIN_ELEMENTS", "CompressedActivations", "Peaks", "Saved", "compress_activations"]
 
 
 def compress_activations(
@@ -146,9 +155,7 @@ class CompressedActivations:
         self._watched: list[Any] = []
         self._handles = [model.register_forward_pre_hook(self._begin, with_kwargs=True)]
         for module in model.modules():
-            self._handles.append(
-                module.register_forward_pre_hook(self._enter, with_kwargs=True)
-            )
+            self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._leave, always_call=True))
         self._handles.append(model.register_forward_hook(self._end, always_call=True))
         self._let_run_again()
@@ -175,17 +182,19 @@ class CompressedActivations:
     def _begin(self, _: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if self.current is not None or not self.active or not torch.is_grad_enabled():
             return
-        self._refresh()
-        held = [*self.model.parameters(), *self.model.buffers(), *tree_leaves((args, kwargs))]
-        gathering = self.controller.due(self._step)
-        self._step += 1
+        watch = None
+        if not self.packer.blank:
+            self._refresh()
+            watch = self._watch if self.controller.due(self._step) else None
+            self._step += 1
         self.current = Pass(
             self.packer,
-            {it.untyped_storage()._cdata for it in held if isinstance(it, torch.Tensor)},
-            watch=self._watch if gathering else None,
+            storages_of([*self.model.parameters(), *self.model.buffers()]),
+            storages_of((args, kwargs)),
+            watch=watch,
         )
         self.current.__enter__()
-        if self.controller.choosing and not self._looked:
+        if self.controller.choosing and not self._looked and not self.packer.blank:
             self._looked, self._units = True, Units(self.current)
             self.current.enter(self._units)
 
@@ -194,7 +203,9 @@ class CompressedActivations:
         if self.current is None or self.current.path:
             return
         self.current.__exit__()
-        self.saved, self.current = self.current.saved, None
+        if not self.packer.blank:
+            self.saved = self.current.saved
+        self.current = None
         if self._units is not None:
             for unit in self._units.found():
                 self.controller.observe_unit(unit)
@@ -308,6 +319,27 @@ class CompressedActivations:
         if state.get("momentum_buffer") is not None:
             return float(state["momentum_buffer"].float().abs().mean())
         return self._magnitudes.get(weight, 0.0)
+
+    def predict(self, sample: Any) -> int:
+        """Return the peak of a step on a sample, in bytes, as packed now. Needs no memory.
+
+        The step runs on tensors without values. All counts: parameters, gradients, what is
+        unpacked for the op at work. Sizes that depend on values are as last seen.
+
+        Raises
+        ------
+        TraceError
+            If the model looks at values.
+        """
+        return predicted_peak(self, sample)
+
+    def verify(self, sample: Any) -> Peaks:
+        """Run a step with and without compression, and compare the peaks with the predicted one.
+
+        In place of a loss, the outputs' gradients are random (1 for a scalar). Gradients, buffers
+        and the states of chance are put back.
+        """
+        return peaks(self, sample)
 
     def measure(
         self, loss: Callable[[], torch.Tensor], repeats: int = 1

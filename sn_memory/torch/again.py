@@ -10,7 +10,7 @@ What a first run saves is a promise, nothing more. The first that is asked for l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from .errors import ReplayError
-from .packing import Kept, Layout, Mask
-from .saving import Pass
+from .packing import Kept, Layout
+from .saving import Pass, storages_of
 from .step import tensors
 
 
@@ -37,13 +37,11 @@ class Promise:
         self._run, self._place = run, place
 
     def restore(self, layout: Layout) -> torch.Tensor:
-        return self._run.take(self._place, layout).restore(layout)
+        return self._run.take(self._place).restore(layout)
 
-    def bits_of(self, layout: Layout) -> Any:
-        """Return the bits of the mask that it is."""
-        kept = self._run.take(self._place, layout)
-        assert isinstance(kept, Mask)
-        return kept.bits_of(layout)
+    def mask(self) -> Any:
+        """Return what was made: a mask."""
+        return self._run.take(self._place)
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,10 @@ class _Given:
     layout: Layout
     wants_gradient: bool
     left_alone: bool
+
+
+class _Place(int):
+    """Stands for a tensor among a module's arguments."""
 
 
 class Run:
@@ -86,16 +88,17 @@ class Run:
     def first(self, current: Pass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module, and keep what it was given."""
         leaves, self._spec = tree_flatten((args, kwargs))
-        self._given = [
-            _Given(
+        # One tensor given twice is one tensor again: attention asks whether its inputs are.
+        same = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        self._given = {
+            key: _Given(
                 *current.given(leaf, self._name, place),
                 leaf.requires_grad,
                 leaf.untyped_storage()._cdata in current.left_alone,
             )
-            if isinstance(leaf, torch.Tensor)
-            else leaf
-            for place, leaf in enumerate(leaves)
-        ]
+            for place, (key, leaf) in enumerate(same.items())
+        }
+        self._leaves = [_Place(id(leaf)) if id(leaf) in same else leaf for leaf in leaves]
         self._path = tuple(current.path)
         inside = (self._name, f"{self._name}.")
         self._counts = {
@@ -104,7 +107,7 @@ class Run:
             if key[0] == inside[0] or key[0].startswith(inside[1])
         }
         versions = [(leaf, leaf._version) for leaf in tensors(leaves)]
-        state = _State(self._module, leaves)
+        state = None if self._owner.packer.blank else _State(self._module, leaves)
         current.first = self
         try:
             result = self._forward(*args, **kwargs)
@@ -115,8 +118,9 @@ class Run:
                 f"{self._name}: got a module that changes its input in place; expected one that "
                 "does not, as it runs again. Leave it out of recompute=, or change a copy."
             )
-        state.end()
-        self._state = state
+        if state is not None:
+            state.end()
+        self._state, self._resident = state, current.resident
         return result
 
     def promise(self, layout: Layout) -> Kept:
@@ -134,7 +138,7 @@ class Run:
         if place == len(self._promised) - 1:
             raise _DoneError
 
-    def take(self, place: int, layout: Layout) -> Kept:
+    def take(self, place: int) -> Kept:
         """Return a tensor that was promised. Asked for twice, the module runs a third time."""
         if place not in self._made:
             self._made = {}
@@ -143,31 +147,27 @@ class Run:
 
     def _run(self) -> None:
         owner = self._owner
-        leaves = [
-            it.kept.restore(it.layout).detach().requires_grad_(it.wants_gradient)
-            if isinstance(it, _Given)
-            else it
-            for it in self._given
-        ]
-        given = [
-            (leaf, it)
-            for leaf, it in zip(leaves, self._given, strict=True)
-            if isinstance(it, _Given)
-        ]
+        restored = {
+            key: it.kept.restore(it.layout).detach().requires_grad_(it.wants_gradient)
+            for key, it in self._given.items()
+        }
+        leaves = [restored[it] if isinstance(it, _Place) else it for it in self._leaves]
         args, kwargs = tree_unflatten(leaves, self._spec)
-        with self._state.again(), torch.enable_grad():
-            held = [*owner.model.parameters(), *owner.model.buffers()]
-            held += [leaf for leaf, it in given if it.left_alone]
+        in_force = nullcontext() if self._state is None else self._state.again()
+        with in_force, torch.enable_grad():
+            copies = [] if self._state is None else self._state.copies
+            there = [restored[key] for key, it in self._given.items() if it.left_alone]
             current = Pass(
                 owner.packer,
-                {it.untyped_storage()._cdata for it in held},
+                self._resident,
+                storages_of(there + copies),
                 path=self._path,
                 counts=self._counts,
                 again=self,
                 exactly=self._plain_bytes <= self._exact_bytes,
             )
-            for leaf, it in given:
-                current.know(leaf, it.kept)
+            for key, it in self._given.items():
+                current.know(restored[key], it.kept)
             before, owner.current = owner.current, current
             try:
                 with current:
@@ -181,8 +181,8 @@ class Run:
     def _other(self, got: object, expected: object) -> ReplayError:
         self._made = {}
         return ReplayError(
-            f"{self._name}, run again, saved something else: {got}, expected {expected}. It depends "
-            "on what changes between two runs. Leave it out of recompute=."
+            f"{self._name}, run again, saved something else: {got}, expected {expected}. It "
+            "depends on what changes between two runs. Leave it out of recompute=."
         )
 
 
@@ -218,6 +218,11 @@ class _State:
             for module, name, buffer, before in self._buffers
             if module._buffers[name] is not buffer or not torch.equal(buffer, before)
         ]
+
+    @property
+    def copies(self) -> list[torch.Tensor]:
+        """Buffers that stand in for others just now."""
+        return [module._buffers[name] for module, name, *_ in self._buffers]
 
     @contextmanager
     def again(self) -> Iterator[None]:

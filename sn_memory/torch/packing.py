@@ -18,6 +18,7 @@ import torch
 import sn_compress
 
 from .errors import ReplayError
+from .signs import masked
 
 ESCAPE_LIMIT = 1 / 64
 """Fraction of elements that may escape before a tensor is kept as it is."""
@@ -101,9 +102,12 @@ class Mask:
         self.buffer, self.value = _buffer([bits]), value
         self.nbytes = self.buffer.numel()
 
-    def bits_of(self, _: Layout) -> np.ndarray[Any, Any]:
-        """Return the bits, [n / 8] uint8."""
-        return np.asarray(self.buffer.numpy())
+    def mask(self) -> Mask:
+        return self
+
+    def through(self, gradient: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """Return a gradient with zeros where the mask is not set."""
+        return masked(gradient, self.buffer.numpy(), layout)
 
     def restore(self, layout: Layout) -> torch.Tensor:
         bits = np.unpackbits(self.buffer.numpy(), count=layout.numel, bitorder="little")

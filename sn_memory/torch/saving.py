@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -82,19 +83,47 @@ class Saved:
 
 @dataclass
 class Packer:
-    """How values are packed, and how many were: each draws its own random numbers."""
+    """What looks at values and packs them; each tensor draws its own random numbers."""
 
     controller: Controller
     form: str
     seed: int
     threads: int
     packed: int = 0
+    blank = False
+    """Whether there are no values, only sizes."""
 
-    def pack(self, values: Any, bits: int, bound: float, form: str) -> Lossy:
+    def rounded(self, tensor: torch.Tensor, bits: int, bound: float, form: str) -> Lossy:
         """Return the values in these bits."""
         codec = packing.codec(bits, bound, form, self.seed, self.threads)
         self.packed += 1
-        return Lossy(values, codec, self.packed - 1)
+        return Lossy(packing.flat_values(tensor), codec, self.packed - 1)
+
+    def holds_two(self, tensor: torch.Tensor, key: str) -> bool:
+        """Whether all values are 0 or one other."""
+        return packing.two_values(packing.flat_values(tensor)) is not None
+
+    def sign(self, tensor: torch.Tensor, key: str) -> Kept:
+        """Return a bit for each value. NaN counts as above zero: it lets gradients through."""
+        return Mask(~(packing.flat_values(tensor) <= 0), 1.0)
+
+    def exact(self, tensor: torch.Tensor, kind: str, window: Window | None, key: str) -> Kept:
+        """Return what is kept of a tensor of which nothing is lost."""
+        if kind == "exact":
+            return Exact(tensor)
+        if kind == "shape":
+            return Shape()
+        if kind == "integers":
+            if tensor.dtype == torch.bool:
+                return Mask(packing.flat_values(tensor), 1.0)
+            if window is not None and window.bits and tensor.dtype == torch.int64:
+                return Places(tensor, window)
+            narrow = tensor.dtype in (torch.int16, torch.int32, torch.int64)
+            return Narrow(tensor.detach()) if narrow else Exact(tensor)
+        values = packing.flat_values(tensor)
+        if kind == "sign":
+            return Mask(values > 0, 1.0)
+        return Mask(values != 0, packing.two_values(values) or 0.0)
 
 
 class Promises(Protocol):
@@ -114,8 +143,8 @@ class Pass:
     ----------
     packer
         Packs.
-    left_alone
-        Storages that are there anyway.
+    resident, given
+        Storages that are there anyway: of the model, and of what it was given.
     path, counts
         Of modules, the innermost last; of calls so far, by path and op.
     watch
@@ -129,7 +158,8 @@ class Pass:
     def __init__(
         self,
         packer: Packer,
-        left_alone: set[int],
+        resident: frozenset[int],
+        given: frozenset[int],
         *,
         path: Sequence[str] = (),
         counts: Mapping[tuple[str, str], int] | None = None,
@@ -138,7 +168,7 @@ class Pass:
         exactly: bool = False,
     ) -> None:
         self.packer, self.controller = packer, packer.controller
-        self.left_alone, self.path = left_alone, list(path)
+        self.resident, self.left_alone, self.path = resident, resident | given, list(path)
         self.counts = dict(counts or {})
         self.first: Promises | None = None
         """The unit that runs its first time just now."""
@@ -150,9 +180,7 @@ class Pass:
         self._contexts = ExitStack()
 
     def __enter__(self) -> Pass:
-        self._contexts.enter_context(
-            torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
-        )
+        self._contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
         self._contexts.enter_context(_Calls(self._called))
         return self
 
@@ -214,11 +242,8 @@ class Pass:
     def _sign(self, y: torch.Tensor) -> tuple[Kept, Layout]:
         """Keep what the backward pass of a ReLU needs."""
         assert self._call is not None
-        # Not above zero is not the same as zero and below: NaN lets gradients through.
         return self._delivered(
-            y,
-            self._call,
-            lambda *it: self._counted(Mask(~(packing.flat_values(y) <= 0), 1.0), *it),
+            y, self._call, lambda key, memory: self._counted(self.packer.sign(y, key), key, memory)
         )
 
     def _delivered(
@@ -283,12 +308,13 @@ class Pass:
         """Pack a tensor; in a second run that packs nothing, keep it."""
         if self._exactly:
             return Exact(tensor)
-        kind = self._kind(tensor, call)
+        kind = self._kind(tensor, call, key)
         if kind in ("linear", "nonlinear"):
             return self._lossy(tensor, call, key, memory, linear=kind == "linear")
-        return self._counted(self._form(tensor, call, kind), key, memory)
+        kept = self.packer.exact(tensor, kind, _window(call), key)
+        return self._counted(kept, key, memory)
 
-    def _kind(self, tensor: torch.Tensor, call: Call) -> str:
+    def _kind(self, tensor: torch.Tensor, call: Call, key: str) -> str:
         """The treatment of a tensor: that of its op, unless it is of another type or size."""
         if tensor.numel() < MIN_ELEMENTS or not packing.is_dense(tensor):
             return "exact"
@@ -298,28 +324,9 @@ class Pass:
         kind = treatment(call.name) if call.name else "exact"
         if tensor.dtype == torch.float64 or kind == "exact" or not _of_input_size(tensor, call):
             return "exact"
-        if kind == "mask" and packing.two_values(packing.flat_values(tensor)) is None:
+        if kind == "mask" and not self.packer.holds_two(tensor, key):
             return "nonlinear"
         return kind
-
-    def _form(self, tensor: torch.Tensor, call: Call, kind: str) -> Kept:
-        """What is kept of a tensor that is not rounded."""
-        if kind == "exact":
-            return Exact(tensor)
-        if kind == "shape":
-            return Shape()
-        if kind == "integers":
-            if tensor.dtype == torch.bool:
-                return Mask(packing.flat_values(tensor), 1.0)
-            window = _window(call)
-            if window is not None and window.bits and tensor.dtype == torch.int64:
-                return Places(tensor, window)
-            narrow = tensor.dtype in (torch.int16, torch.int32, torch.int64)
-            return Narrow(tensor.detach()) if narrow else Exact(tensor)
-        values = packing.flat_values(tensor)
-        if kind == "sign":
-            return Mask(values > 0, 1.0)
-        return Mask(values != 0, packing.two_values(values) or 0.0)
 
     def _lossy(
         self, tensor: torch.Tensor, call: Call, key: str, memory: _Memory, *, linear: bool
@@ -338,7 +345,7 @@ class Pass:
             return Exact(tensor)
         kept = memory.kept.get(_where(tensor))
         if kept is None or kept.bits < bits:
-            kept = self.packer.pack(packing.flat_values(tensor), bits, bound, form)
+            kept = self.packer.rounded(tensor, bits, bound, form)
             if not kept.fits:
                 memory.exact = True
                 self.controller.overflowed(key)
@@ -383,8 +390,10 @@ def _rectified(call: Call) -> torch.Tensor | None:
     if call.name != "relu":
         return None
     inplace = call.kwargs.get("inplace", call.args[1] if len(call.args) > 1 else False)
-    x = call.kwargs.get("input", call.args[0] if call.args else None)
-    if inplace or type(x) is not torch.Tensor or not (x.requires_grad and torch.is_grad_enabled()):
+    x: Any = call.kwargs.get("input", call.args[0] if call.args else None)
+    # Of other types of tensors, autograd functions know nothing.
+    plain = type(x) in (torch.Tensor, torch.nn.Parameter, FakeTensor)
+    if inplace or not plain or not (x.requires_grad and torch.is_grad_enabled()):
         return None
     fits = x.numel() >= MIN_ELEMENTS and packing.is_dense(x) and x.dtype.is_floating_point
     return x if fits and x.dtype not in _WITHOUT_KERNEL else None
@@ -397,6 +406,11 @@ def _of_input_size(tensor: torch.Tensor, call: Call) -> bool:
         return first is not None and tensor.numel() == first.numel()
     sizes = {argument.numel() for argument in _tensors((call.args, call.kwargs))}
     return tensor.numel() in sizes or not sizes
+
+
+def storages_of(values: Any) -> frozenset[int]:
+    """Return the storages of the tensors among some values."""
+    return frozenset(it.untyped_storage()._cdata for it in _tensors(values))
 
 
 def weight_of(call: Call) -> torch.nn.Parameter | None:

@@ -29,17 +29,16 @@ class SignRelu(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Return the gradient where a bit is set, and 0 elsewhere."""
         kept, layout = ctx.kept
-        bits = kept.bits_of(layout)
-        return _Masked.apply(gradient, bits, layout), None
+        return _Masked.apply(gradient, kept.mask(), layout), None
 
 
 class _Masked(torch.autograd.Function):
     """A gradient through a ReLU, which is linear in it."""
 
     @staticmethod
-    def forward(ctx: Any, gradient: torch.Tensor, bits: Any, layout: Any) -> torch.Tensor:
-        ctx.kept = bits, layout
-        return masked(gradient, bits, layout)
+    def forward(ctx: Any, gradient: torch.Tensor, mask: Any, layout: Any) -> torch.Tensor:
+        ctx.kept = mask, layout
+        return torch.as_tensor(mask.through(gradient, layout))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
