@@ -147,7 +147,7 @@ class CompressedActivations:
         self._step = 0
         self._names = {module: name for name, module in model.named_modules()}
         self._units: Units | None = None
-        self._looked = False
+        self._looked = self._ready = False
         self._forwards: dict[str, Any] = {}
         self._gathered: dict[str, dict[str, Any]] = {}
         self._weights: dict[str, torch.nn.Parameter] = {}
@@ -158,7 +158,6 @@ class CompressedActivations:
             self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._leave, always_call=True))
         self._handles.append(model.register_forward_hook(self._end, always_call=True))
-        self._let_run_again()
 
     def __enter__(self) -> CompressedActivations:
         return self
@@ -171,7 +170,6 @@ class CompressedActivations:
         for handle in [*self._handles, *self._watched]:
             handle.remove()
         self._handles, self._watched = [], []
-        self._run_plainly([*self._forwards])
 
     def report(self) -> str:
         """Return bytes saved, and a row per tensor: bits, predicted and measured error."""
@@ -194,6 +192,7 @@ class CompressedActivations:
             watch=watch,
         )
         self.current.__enter__()
+        self._let_run_again()
         if self.controller.choosing and not self._looked and not self.packer.blank:
             self._looked, self._units = True, Units(self.current)
             self.current.enter(self._units)
@@ -203,6 +202,7 @@ class CompressedActivations:
         if self.current is None or self.current.path:
             return
         self.current.__exit__()
+        self._run_plainly()
         if not self.packer.blank:
             self.saved = self.current.saved
         self.current = None
@@ -210,6 +210,8 @@ class CompressedActivations:
             for unit in self._units.found():
                 self.controller.observe_unit(unit)
             self._units = None
+            # Where no gradient is waited for, there is nothing else to come.
+            self._ready = not self._watched
 
     def _enter(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if self.current is None:
@@ -229,21 +231,23 @@ class CompressedActivations:
     # Modules that run again.
 
     def _let_run_again(self) -> None:
-        """Put forward passes that can be run again in the place of those of the units chosen."""
-        chosen = self.controller.again
-        self._run_plainly([name for name in self._forwards if name not in chosen])
-        for name in chosen - self._forwards.keys():
+        """Put forward passes that can be run again in the place of those of the units chosen.
+
+        For one forward pass: a copy made of the model in between is a model of its own.
+        """
+        for name in self.controller.again:
             module = self.model.get_submodule(name)
             self._forwards[name] = module.__dict__.get("forward")
             module.__dict__["forward"] = self._repeatable(name, module, module.forward)
 
-    def _run_plainly(self, names: list[str]) -> None:
-        for name in names:
-            module, own = self.model.get_submodule(name), self._forwards.pop(name)
+    def _run_plainly(self) -> None:
+        for name, own in self._forwards.items():
+            module = self.model.get_submodule(name)
             if own is None:
                 module.__dict__.pop("forward", None)
             else:
                 module.__dict__["forward"] = own
+        self._forwards = {}
 
     def _repeatable(
         self, name: str, module: torch.nn.Module, forward: Callable[..., Any]
@@ -290,8 +294,9 @@ class CompressedActivations:
 
     def _refresh(self) -> None:
         """Hand over what the last backward pass gathered, and let the controller choose."""
-        if not self._gathered:
+        if not self._gathered and not self._ready:
             return
+        self._ready = False
         for key, about in self._gathered.items():
             yardstick = self._yardstick(self._weights[key])
             self.controller.observe_gradient(key, yardstick=yardstick, **about)
@@ -300,7 +305,6 @@ class CompressedActivations:
         self._watched = []
         self._gathered = {}
         self.controller.refresh()
-        self._let_run_again()
 
     def refresh(self) -> None:
         """Choose bits now from what was gathered; otherwise the next forward pass does."""

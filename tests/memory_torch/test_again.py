@@ -182,14 +182,28 @@ def test_what_cannot_be_run_again_is_told():
             compress_activations(model, bits=8, recompute=names)
 
 
-def test_close_gives_forward_passes_back():
+def test_forward_passes_are_the_models_own_between_steps():
     model, x = Net(), torch.randn(128, 16)
     packed = compress_activations(model, bits=8, recompute=["blocks.0"])
-    assert "forward" in vars(model.blocks[0])
     loss = model(x)
-    packed.close()
     assert "forward" not in vars(model.blocks[0])
+    with pytest.raises(RuntimeError):
+        model(torch.randn(128, 17))
+    assert "forward" not in vars(model.blocks[0])
+    packed.close()
     loss.backward()  # what was promised is still made
+    assert model.blocks[0].wide.weight.grad is not None
+
+
+def test_a_budget_is_kept_without_linear_layers_too():
+    norms = nn.Sequential(nn.LayerNorm(64), nn.GELU(), nn.LayerNorm(64), nn.GELU())
+    model, x = nn.Sequential(nn.LayerNorm(64), norms, nn.LayerNorm(64)), torch.randn(512, 64)
+    budget = int(plain_bytes(model, x) / 8)
+    with compress_activations(model, budget=budget) as packed:
+        for _ in range(2):
+            gradients(model, x)
+        assert packed.controller.again == {"1"}
+        assert packed.saved.packed_bytes <= budget
 
 
 def encoder(depth=6, dropout=0.1):
