@@ -2,6 +2,8 @@
 
 Between steps a controller chooses bits and, under a budget, modules that run again (again.py); in
 each forward pass all that is saved is packed (saving.py), and in some of them watched.
+
+Over 300 lines: one object, what it is asked for, and the state between steps.
 """
 
 from __future__ import annotations
