@@ -1,6 +1,7 @@
 """Activations in fewer bits: how much error a gradient bears, and which bits that allows."""
 
 from ..errors import AccuracyWarning
+from .again import Unit
 from .batch import BatchSuggestion, suggest_batch
 from .controller import Controller, Row
 from .policy import Treatment, treatment
@@ -12,6 +13,7 @@ __all__ = [
     "Controller",
     "Row",
     "Treatment",
+    "Unit",
     "acceptable_bound",
     "coverage",
     "gradient_sd",

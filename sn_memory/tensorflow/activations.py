@@ -3,7 +3,8 @@
 TensorFlow has no hook for what a tape saves. A layer's call is therefore wrapped in a custom
 gradient that captures the packed input only, and differentiates the layer at the unpacked one. A
 dense or convolution layer is linear in its input, so the gradient that flows back is exact and that
-of its weights unbiased; a ReLU, in the layer or behind it, keeps one bit per element.
+of its weights unbiased; a ReLU, in the layer or behind it, keeps one bit per element, and max
+pooling the place of the largest in each window.
 
 Memory falls in traced steps (tf.function, fit), where control dependencies keep unpacking until it
 is needed. Run eagerly, gradients are the same, but tf.custom_gradient itself holds each result.
@@ -21,6 +22,8 @@ import tensorflow as tf
 from tensorflow.python.eager import record  # what tf.recompute_grad stops its tape with
 
 import sn_compress
+
+from .pooling import Places
 
 MIN_ELEMENTS = 1024
 """Smaller tensors are kept as they are."""
@@ -50,6 +53,9 @@ class CompressedActivations:
                 (layer.negative_slope, layer.threshold, layer.max_value)
             ):
                 self._set(layer, "call", _relu)
+                self.wrapped.append(layer.path)
+            elif kind == "MaxPooling2D" and (places := Places.of(layer)) is not None:
+                self._set(layer, "call", places.wrapped(layer.call))
                 self.wrapped.append(layer.path)
 
     def __enter__(self) -> CompressedActivations:
@@ -145,7 +151,9 @@ def _from_signs(mask: Any, shape: Any) -> np.ndarray[Any, Any]:
 def compress_activations(
     model: keras.Model, *, bits: int = 4, seed: int = 0, threads: int = 1
 ) -> CompressedActivations:
-    """Keep inputs of dense and convolution layers, and signs of ReLUs, in few bits until closed.
+    """Keep inputs of dense and convolution layers in few bits until closed, and signs of ReLUs.
+
+    Max pooling whose windows do not overlap keeps places in them. What else layers keep stays.
 
     Parameters
     ----------
@@ -160,7 +168,7 @@ def compress_activations(
     Raises
     ------
     ValueError
-        If no layer is dense, a convolution or a ReLU.
+        If no layer is dense, a convolution, a ReLU or such a pooling layer.
     sn_compress.CompressError
         If a setting is illegal.
     """

@@ -2,7 +2,7 @@
 
 from ..errors import PlanWarning
 from ..estimate import Estimate
-from .activations import CompressedActivations, Saved, compress_activations
+from .activations import CompressedActivations, Peaks, Saved, compress_activations
 from .apply import Planned, plan
 from .errors import ReplayError, TraceError
 from .estimate import estimate
@@ -13,6 +13,7 @@ from .verify import Verification, verify
 __all__ = [
     "CompressedActivations",
     "Estimate",
+    "Peaks",
     "PlanWarning",
     "Planned",
     "ReplayError",

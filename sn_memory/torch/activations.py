@@ -1,78 +1,36 @@
 """compress_activations: what autograd saves for the backward pass, in far fewer bytes.
 
-torch offers hooks that pack and unpack saved tensors, but a hook is given a bare tensor: not which
-layer or op saved it. Counting calls (GACT) assigns wrong bits as soon as control flow changes.
-Here a function mode sees each call of an op and forward hooks see each module, so a tensor is
-known by module path, op and slot; what an op needs of it decides how it is kept (policy.py).
+Between steps a controller chooses bits and, under a budget, modules that run again (again.py); in
+each forward pass all that is saved is packed (saving.py), and in some of them watched.
 
-Over 300 lines: one object with the state of one forward pass.
+Over 300 lines: one object, what it is asked for, and the state between steps.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
-from ..activations import Controller, coverage, treatment
-from ..sizes import parse_bytes, show_bytes
-from . import packing
+from ..activations import Controller
+from ..sizes import parse_bytes
+from .again import Run
 from .errors import TraceError
-from .packing import Exact, Kept, Layout, Lossy, Mask, Narrow, Places, Shape, Window
+from .forecast import Peaks, peaks, predicted_peak
+from .saving import (
+    MIN_ELEMENTS,
+    Call,
+    Packer,
+    Pass,
+    Saved,
+    coverage_of,
+    storages_of,
+    weight_of,
+)
+from .units import Units
 
-MIN_ELEMENTS = 1024
-"""Smaller tensors are left alone."""
-
-
-@dataclass
-class _Op:
-    """A call that is running: its name, where, and what it saved so far."""
-
-    name: str
-    place: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    slots: int = 0
-    lossy: list[str] = field(default_factory=list)
-
-
-@dataclass
-class _Memory:
-    """A storage seen in this forward pass: what autograd would hold, and what is held instead."""
-
-    nbytes: int
-    exact: bool = False
-    packed_bytes: int = 0
-    kept: dict[tuple[Any, ...], Lossy] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Saved:
-    """What one forward pass saved: bytes as autograd would hold them, and as they are held."""
-
-    plain_bytes: int
-    packed_bytes: int
-    elements: int
-
-    @property
-    def ratio(self) -> float:
-        """Plain bytes over packed ones."""
-        return self.plain_bytes / max(self.packed_bytes, 1)
-
-    @property
-    def saving_bytes(self) -> int:
-        return self.plain_bytes - self.packed_bytes
-
-    def __str__(self) -> str:
-        return (
-            f"activations {show_bytes(self.plain_bytes)} -> {show_bytes(self.packed_bytes)}, "
-            f"{self.ratio:.1f} times less"
-        )
+__all__ = ["MIN_ELEMENTS", "CompressedActivations", "Peaks", "Saved", "compress_activations"]
 
 
 def compress_activations(
@@ -82,6 +40,7 @@ def compress_activations(
     budget: int | str | None = None,
     bits: int | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    recompute: Literal["auto", "never"] | Sequence[str] = "auto",
     form: Literal["fixed", "paper"] = "fixed",
     seed: int = 0,
     threads: int = 1,
@@ -102,6 +61,10 @@ def compress_activations(
         Instead: 1, 2, 4 or 8 for all inputs of linear and convolution layers.
     optimizer
         Where momentum is read; SGD's momentum_buffer, or exp_avg and exp_avg_sq.
+    recompute
+        Modules that run again in the backward pass from their inputs, which wait for it in 8 bits.
+        "auto": under a budget, as many as it takes to leave 8 bits to ops that are not linear.
+        "never", or the names of modules, whatever is given besides.
     form
         "fixed" rounds at random; "paper" to nearest within a bound, entropy-coded (needs `error`).
     seed, threads
@@ -120,6 +83,8 @@ def compress_activations(
         If the model is compiled.
     ValueError
         If not exactly one of error, budget and bits is given, or a setting is illegal.
+    BudgetError
+        From the second forward pass on, if saved tensors do not fit.
 
     Examples
     --------
@@ -142,7 +107,16 @@ def compress_activations(
             f"compress_activations: form={form!r}; expected fixed, or paper together with error="
         )
     budget_bytes = None if budget is None else parse_bytes(budget)
-    controller = Controller(error=error, budget_bytes=budget_bytes, bits=bits, **settings)
+    if not isinstance(recompute, str):
+        known = {name for name, _ in model.named_modules() if name}
+        if unknown := [name for name in recompute if name not in known]:
+            raise ValueError(
+                f"compress_activations: recompute names {unknown}; expected modules inside the "
+                "model. Take names that named_modules() gives, other than the empty one."
+            )
+    controller = Controller(
+        error=error, budget_bytes=budget_bytes, bits=bits, recompute=recompute, **settings
+    )
     return CompressedActivations(model, controller, optimizer, form, seed, threads)
 
 
@@ -167,27 +141,23 @@ class CompressedActivations:
         threads: int = 1,
     ) -> None:
         self.model, self.controller, self.optimizer = model, controller, optimizer
-        self._form, self._seed, self._threads = form, seed, threads
+        self.packer = Packer(controller, form, seed, threads)
         self.saved = Saved(0, 0, 0)
         self.active = True
-        self._step = self._packed = 0
+        self.current: Pass | None = None
+        """The pass that saves just now."""
+        self._step = 0
         self._names = {module: name for name, module in model.named_modules()}
-        self._path: list[str] = []
-        self._op: _Op | None = None
-        self._counts: dict[tuple[str, str], int] = {}
-        self._storages: dict[int, tuple[weakref.ref[Any], _Memory]] = {}
-        self._memories: list[_Memory] = []
-        self._left_alone: set[int] = set()
-        self._elements = 0
-        self._gathering = False
+        self._units: Units | None = None
+        self._looked = self._ready = False
+        self._forwards: dict[str, Any] = {}
         self._gathered: dict[str, dict[str, Any]] = {}
         self._weights: dict[str, torch.nn.Parameter] = {}
         self._magnitudes: dict[torch.nn.Parameter, float] = {}
         self._watched: list[Any] = []
-        self._contexts: list[Any] = []
         self._handles = [model.register_forward_pre_hook(self._begin, with_kwargs=True)]
         for module in model.modules():
-            self._handles.append(module.register_forward_pre_hook(self._enter))
+            self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._leave, always_call=True))
         self._handles.append(model.register_forward_hook(self._end, always_call=True))
 
@@ -207,153 +177,96 @@ class CompressedActivations:
         """Return bytes saved, and a row per tensor: bits, predicted and measured error."""
         return f"{self.saved}\n{self.controller.report()}"
 
-    # The forward pass: contexts, the path of modules, the op that runs.
+    # The forward pass: what is entered, the path of modules.
 
     def _begin(self, _: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if self._contexts or not self.active or not torch.is_grad_enabled():
+        if self.current is not None or not self.active or not torch.is_grad_enabled():
             return
-        self._refresh()
-        self._counts.clear()
-        self._storages.clear()
-        self._memories.clear()
-        self._elements = 0
-        held = [*self.model.parameters(), *self.model.buffers(), *tree_leaves((args, kwargs))]
-        self._left_alone = {
-            tensor.untyped_storage()._cdata for tensor in held if isinstance(tensor, torch.Tensor)
-        }
-        self._gathering = self.controller.due(self._step)
-        self._step += 1
-        self._contexts = [
-            torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack),
-            _Calls(self._call),
-        ]
-        for context in self._contexts:
-            context.__enter__()
+        watch = None
+        if not self.packer.blank:
+            self._refresh()
+            watch = self._watch if self.controller.due(self._step) else None
+            self._step += 1
+        self.current = Pass(
+            self.packer,
+            storages_of([*self.model.parameters(), *self.model.buffers()]),
+            storages_of((args, kwargs)),
+            watch=watch,
+        )
+        self.current.__enter__()
+        self._let_run_again()
+        if self.controller.choosing and not self._looked and not self.packer.blank:
+            self._looked, self._units = True, Units(self.current)
+            self.current.enter(self._units)
 
     def _end(self, *_: object) -> None:
-        if not self._contexts or self._path:
+        # Run again, a module of the model calls it: then it is not ours to end.
+        if self.current is None or self.current.path:
             return
-        for context in reversed(self._contexts):
-            context.__exit__(None, None, None)
-        self._contexts = []
-        self._storages.clear()
-        plain = sum(memory.nbytes for memory in self._memories)
-        held = sum(m.packed_bytes + m.nbytes * m.exact for m in self._memories)
-        self.saved = Saved(plain, held, self._elements)
+        self.current.__exit__()
+        self._run_plainly()
+        if not self.packer.blank:
+            self.saved = self.current.saved
+        self.current = None
+        if self._units is not None:
+            for unit in self._units.found():
+                self.controller.observe_unit(unit)
+            self._units = None
+            # Where no gradient is waited for, there is nothing else to come.
+            self._ready = not self._watched
 
-    def _enter(self, module: torch.nn.Module, _: Any) -> None:
-        if self._contexts:
-            self._path.append(self._names.get(module, ""))
+    def _enter(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if self.current is None:
+            return
+        name = self._names.get(module, "")
+        self.current.path.append(name)
+        if self._units is not None:
+            self._units.enter(module, name, (args, kwargs))
 
     def _leave(self, *_: object) -> None:
-        if self._contexts and self._path:
-            self._path.pop()
+        if self.current is None or not self.current.path:
+            return
+        self.current.path.pop()
+        if self._units is not None:
+            self._units.leave()
 
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = getattr(func, "__name__", "")
-        if self._op is not None or name == "__get__":
-            return func(*args, **kwargs)
-        path = self._path[-1] if self._path else ""
-        count = self._counts[path, name] = self._counts.get((path, name), 0) + 1
-        place = f"{path or 'model'}/{name}" + (f":{count}" if count > 1 else "")
-        self._op = _Op(name, place, args, kwargs)
-        try:
-            result = func(*args, **kwargs)
-            if self._gathering and self._op.lossy:
-                self._watch(self._op, result)
-        finally:
-            self._op = None
-        return result
+    # Modules that run again.
 
-    # Packing one tensor.
+    def _let_run_again(self) -> None:
+        """Put forward passes that can be run again in the place of those of the units chosen.
 
-    def _pack(self, tensor: torch.Tensor) -> tuple[Kept, Layout]:
-        op = self._op or _Op("", f"{self._path[-1] if self._path else 'model'}/", (), {})
-        key = f"{op.place}/{op.slots}"
-        op.slots += 1
-        layout = Layout.of(tensor)
-        storage = tensor.untyped_storage()
-        if storage._cdata in self._left_alone:
-            return Exact(tensor), layout
-        memory = self._memory(storage)
-        self._elements += tensor.numel()
-        kept = self._keep(tensor, op, key, memory)
-        if isinstance(kept, Exact):
-            memory.exact = True
-        elif not isinstance(kept, Lossy):
-            memory.packed_bytes += kept.nbytes
-            self.controller.observe_other(key, nbytes=kept.nbytes)
-        return kept, layout
+        For one forward pass: a copy made of the model in between is a model of its own.
+        """
+        for name in self.controller.again:
+            module = self.model.get_submodule(name)
+            self._forwards[name] = module.__dict__.get("forward")
+            module.__dict__["forward"] = self._repeatable(name, module, module.forward)
 
-    def _memory(self, storage: Any) -> _Memory:
-        """The record of a storage; an address that is used anew gets a new one."""
-        found = self._storages.get(storage._cdata)
-        if found is None or found[0]() is None:
-            found = weakref.ref(storage), _Memory(storage.nbytes())
-            self._storages[storage._cdata] = found
-            self._memories.append(found[1])
-        return found[1]
+    def _run_plainly(self) -> None:
+        for name, own in self._forwards.items():
+            module = self.model.get_submodule(name)
+            if own is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = own
+        self._forwards = {}
 
-    def _keep(self, tensor: torch.Tensor, op: _Op, key: str, memory: _Memory) -> Kept:
-        if tensor.numel() < MIN_ELEMENTS or not packing.is_dense(tensor):
-            return Exact(tensor)
-        if tensor.dtype == torch.bool:
-            return Mask(packing.flat_values(tensor), 1.0)
-        if not tensor.dtype.is_floating_point:
-            window = _window(op)
-            if window is not None and window.bits and tensor.dtype == torch.int64:
-                return Places(tensor, window)
-            integers = tensor.dtype in (torch.int16, torch.int32, torch.int64)
-            return Narrow(tensor.detach()) if integers else Exact(tensor)
-        # Without a name it is an autograd function of the user's, or a checkpoint's input.
-        kind = treatment(op.name) if op.name else "exact"
-        if tensor.dtype == torch.float64 or kind == "exact" or not _of_input_size(tensor, op):
-            return Exact(tensor)
-        if kind == "shape":
-            return Shape()
-        if kind == "sign":
-            return Mask(packing.flat_values(tensor) > 0, 1.0)
-        values = packing.flat_values(tensor)
-        if kind == "mask" and (value := packing.two_values(values)) is not None:
-            return Mask(values != 0, value)
-        return self._lossy(tensor, values, op, key, memory, linear=kind == "linear")
+    def _repeatable(
+        self, name: str, module: torch.nn.Module, forward: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            current = self.current
+            if current is None or not current.can_repeat or not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            exact_bytes = self.controller.budget_bytes or 0
+            return Run(self, name, module, forward, exact_bytes).first(current, args, kwargs)
 
-    def _lossy(
-        self, tensor: torch.Tensor, values: Any, op: _Op, key: str, memory: _Memory, *, linear: bool
-    ) -> Kept:
-        bits = self.controller.bits(key, linear=linear)
-        bound, form = self.controller.bound(key), "fixed"
-        if self._form == "paper" and linear:
-            exact = self.controller.theory == "exact"
-            bound = self.controller.exact_bound(key) if exact else bound
-            # Until the first refresh there is no bound, and the fixed form does without.
-            form = "paper" if 2.0**-100 <= bound <= 2.0**100 else "fixed"
-        if bits is None or bound < 2.0**-100:
-            self.controller.observe(key, n=values.size, bits=None, variance=0.0, linear=linear)
-            return Exact(tensor)
-        where = (tensor.storage_offset(), tensor.numel(), tensor._version, tensor.dtype)
-        kept = memory.kept.get(where)
-        if kept is None or kept.bits < bits:
-            codec = packing.codec(bits, bound, form, self._seed, self._threads)
-            kept = Lossy(values, codec, self._packed)
-            self._packed += 1
-            if not kept.fits:
-                self.controller.overflowed(key)
-                return Exact(tensor)
-            memory.kept[where] = kept
-            memory.packed_bytes += kept.nbytes
-        self.controller.observe(
-            key, n=values.size, bits=kept.bits, variance=kept.variance, nonzero=kept.nonzero,
-            linear=linear,
-        )  # fmt: skip
-        if linear:
-            op.lossy.append(key)
-        return kept
+        return run
 
     # Statistics: sums of squares of what arrives at a layer's output, and the yardstick.
 
-    def _watch(self, op: _Op, result: Any) -> None:
-        weight = _weight(op)
+    def _watch(self, op: Call, result: Any) -> None:
+        weight = weight_of(op)
         if weight is None or not isinstance(result, torch.Tensor) or not result.requires_grad:
             return
         shape = tuple(result.shape)
@@ -361,7 +274,7 @@ class CompressedActivations:
         about = {
             "outputs": shape[channels],
             "terms": result.numel() // max(shape[channels], 1),
-            "coverage": _coverage(op, result, weight),
+            "coverage": coverage_of(op, result, weight),
         }
 
         keys = op.lossy  # not the call itself, which holds its arguments
@@ -383,8 +296,9 @@ class CompressedActivations:
 
     def _refresh(self) -> None:
         """Hand over what the last backward pass gathered, and let the controller choose."""
-        if not self._gathered:
+        if not self._gathered and not self._ready:
             return
+        self._ready = False
         for key, about in self._gathered.items():
             yardstick = self._yardstick(self._weights[key])
             self.controller.observe_gradient(key, yardstick=yardstick, **about)
@@ -411,6 +325,27 @@ class CompressedActivations:
         if state.get("momentum_buffer") is not None:
             return float(state["momentum_buffer"].float().abs().mean())
         return self._magnitudes.get(weight, 0.0)
+
+    def predict(self, sample: Any) -> int:
+        """Return the peak of a step on a sample, in bytes, as packed now. Needs no memory.
+
+        The step runs on tensors without values. All counts: parameters, gradients, what is
+        unpacked for the op at work. Sizes that depend on values are as last seen.
+
+        Raises
+        ------
+        TraceError
+            If the model looks at values.
+        """
+        return predicted_peak(self, sample)
+
+    def verify(self, sample: Any) -> Peaks:
+        """Run a step with and without compression, and compare the peaks with the predicted one.
+
+        In place of a loss, the outputs' gradients are random (1 for a scalar). Gradients, buffers
+        and the states of chance are put back.
+        """
+        return peaks(self, sample)
 
     def measure(
         self, loss: Callable[[], torch.Tensor], repeats: int = 1
@@ -449,75 +384,3 @@ class CompressedActivations:
             if name in stacked:
                 self.controller.observe_error(key, float(stacked[name].double().std()))
         return stacked
-
-
-class _Calls(TorchFunctionMode):
-    def __init__(self, call: Callable[..., Any]) -> None:
-        super().__init__()
-        self._call = call
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return self._call(func, args, kwargs or {})
-
-
-def _unpack(saved: tuple[Kept, Layout]) -> torch.Tensor:
-    kept, layout = saved
-    return kept.restore(layout)
-
-
-def _tensors(values: Any) -> Iterable[torch.Tensor]:
-    return (value for value in tree_leaves(values) if isinstance(value, torch.Tensor))
-
-
-def _of_input_size(tensor: torch.Tensor, op: _Op) -> bool:
-    """Whether it is as large as an argument: not a statistic, an exponent or a workspace."""
-    if op.name == "linear" or op.name.startswith("conv"):
-        first = next(iter(_tensors((op.args, op.kwargs))), None)
-        return first is not None and tensor.numel() == first.numel()
-    sizes = {argument.numel() for argument in _tensors((op.args, op.kwargs))}
-    return tensor.numel() in sizes or not sizes
-
-
-def _weight(op: _Op) -> torch.nn.Parameter | None:
-    """The parameter whose gradient an op's input makes, if it is one the theory knows."""
-    if op.name != "linear" and op.name not in ("conv1d", "conv2d", "conv3d"):
-        return None
-    given = op.kwargs.get("weight", op.args[1] if len(op.args) > 1 else None)
-    return given if isinstance(given, torch.nn.Parameter) and given.requires_grad else None
-
-
-def _coverage(op: _Op, result: torch.Tensor, weight: torch.Tensor) -> float:
-    if op.name == "linear":
-        return 1.0
-    names = ("input", "weight", "bias", "stride", "padding", "dilation")
-    given = dict(zip(names, op.args, strict=False)) | op.kwargs
-    kernel = list(weight.shape[2:])
-    each = len(kernel)
-    sizes = [
-        _each(given.get(name, value), each) for name, value in (("stride", 1), ("dilation", 1))
-    ]
-    padding = given.get("padding", 0)
-    if padding == "same":
-        padding = [apart * (taps - 1) // 2 for apart, taps in zip(sizes[1], kernel, strict=True)]
-    padding = [0] * each if padding == "valid" else _each(padding, each)
-    return coverage(
-        list(given["input"].shape[2:]), list(result.shape[2:]), kernel, sizes[0], padding, sizes[1]
-    )
-
-
-def _window(op: _Op) -> Window | None:
-    if op.name != "max_pool2d":
-        return None
-    names = ("input", "kernel_size", "stride", "padding", "dilation")
-    given = dict(zip(names, op.args, strict=False)) | op.kwargs
-    kernel = _each(given["kernel_size"], 2)
-    stride = _each(given.get("stride") or kernel, 2)
-    padding, dilation = _each(given.get("padding", 0), 2), _each(given.get("dilation", 1), 2)
-    pairs = [(pair[0], pair[1]) for pair in (kernel, stride, padding, dilation)]
-    return Window(pairs[0], pairs[1], pairs[2], pairs[3], given["input"].shape[-1])
-
-
-def _each(value: Any, count: int) -> list[int]:
-    return [value] * count if isinstance(value, int) else [*value] * (count // len(value))

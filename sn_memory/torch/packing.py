@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ import torch
 import sn_compress
 
 from .errors import ReplayError
+from .signs import masked
 
 ESCAPE_LIMIT = 1 / 64
 """Fraction of elements that may escape before a tensor is kept as it is."""
@@ -100,6 +101,13 @@ class Mask:
         bits = np.packbits(mask, bitorder="little")
         self.buffer, self.value = _buffer([bits]), value
         self.nbytes = self.buffer.numel()
+
+    def mask(self) -> Mask:
+        return self
+
+    def through(self, gradient: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """Return a gradient with zeros where the mask is not set."""
+        return masked(gradient, self.buffer.numpy(), layout)
 
     def restore(self, layout: Layout) -> torch.Tensor:
         bits = np.unpackbits(self.buffer.numpy(), count=layout.numel, bitorder="little")
@@ -237,7 +245,13 @@ class Lossy:
         return layout.restore(self.values(layout.numel))
 
 
-Kept = Exact | Shape | Mask | Narrow | Places | Lossy
+class Kept(Protocol):
+    """What is kept of a tensor: those above, or a promise to make it again."""
+
+    nbytes: int
+
+    def restore(self, layout: Layout) -> torch.Tensor:
+        """Return the tensor."""
 
 
 def two_values(values: np.ndarray[Any, Any]) -> float | None:

@@ -63,3 +63,34 @@ def test_a_plan_of_everything_compressed_ends_in_a_row():
     assert "| cnn | all compressed |" in activations_plan.table([row])
     missed = {"net": "cnn", "actions": "recompute", "share": 0.5, "smallest_bytes": 1}
     assert "| cnn | 50% | not reached | - |" in activations_plan.table([missed])
+
+
+def test_a_peak_is_predicted_and_measured_in_a_row():
+    pytest.importorskip("torch")
+    import activations_memory
+
+    row = activations_memory.row_of("transformer", 13.5, 1)
+    assert row["packed_bytes"] <= row["saved_bytes"] / 13.5
+    assert row["again"]
+    assert 0 < row["work"] < 1
+    assert row["kept_to"] >= 0.85
+    assert row["measured_peak_bytes"] < 0.6 * row["plain_peak_bytes"]
+    assert "| transformer | " in activations_memory.table([row])
+
+
+def test_bytes_of_a_keras_net_are_counted_once():
+    pytest.importorskip("tensorflow")
+    import activations_tensorflow
+
+    model = activations_tensorflow.network(0)
+    # ReLUs of 24 x 28 x 28, 48 x 14 x 14, 64 x 4 x 4 and 128; pooled 24 x 14 x 14, 48 x 7 x 7.
+    signs, inputs, pooled = 18816 + 9408 + 1024 + 128, 4704 + 2352 + 1024 + 128, 4704 + 2352
+    plain = 64 * 4 * (18816 + 9408 + inputs)
+    assert activations_tensorflow.saved_bytes(model, None) == plain
+    packed = 64 * (signs / 8 + pooled / 4 + inputs * (4 / 8 + 6 / 256))
+    assert activations_tensorflow.saved_bytes(model, 4) == pytest.approx(packed, abs=1)
+    row = {"bits": None, "seed": 0, "accuracy": 90.0, "ratio": 1.0, "peak_bytes": None}
+    text = activations_tensorflow.table(
+        [row | {"step_s": 0.01}, row | {"bits": 8, "accuracy": 89.5, "ratio": 9.0, "step_s": 0.02}]
+    )
+    assert "| 8 bits | 9.0 | 89.5 | 0.50 | - | 20 |" in text

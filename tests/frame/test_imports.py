@@ -84,6 +84,7 @@ MEMORY_LAYERS = (
     ("sn_memory.pool_plan", "sn_memory.report", "sn_memory.report_figure", "sn_memory.report_html"),
     (
         "sn_memory.tensorflow.activations",
+        "sn_memory.tensorflow.pooling",
         "sn_memory.tensorflow.errors",
         "sn_memory.tensorflow.kinds",
         "sn_memory.tensorflow.capture",
@@ -95,13 +96,16 @@ MEMORY_LAYERS = (
     ("sn_memory.tensorflow.program", "sn_memory.tensorflow.trace"),
     ("sn_memory.tensorflow",),
     ("sn_memory.torch.errors", "sn_memory.torch.lanes", "sn_memory.torch.tracker"),
-    ("sn_memory.torch.activations", "sn_memory.torch.packing"),
+    ("sn_memory.torch.packing", "sn_memory.torch.signs"),
     ("sn_memory.torch.guard", "sn_memory.torch.recorder", "sn_memory.torch.step"),
     (
+        "sn_memory.torch.again",
         "sn_memory.torch.offload",
         "sn_memory.torch.probe",
+        "sn_memory.torch.saving",
         "sn_memory.torch.seconds",
         "sn_memory.torch.tidy",
+        "sn_memory.torch.units",
     ),
     (
         "sn_memory.torch.capture",
@@ -113,9 +117,11 @@ MEMORY_LAYERS = (
     ("sn_memory.torch.joint", "sn_memory.torch.neutral", "sn_memory.torch.optimizer"),
     ("sn_memory.torch.instructions", "sn_memory.torch.partition", "sn_memory.torch.trace"),
     (
+        "sn_memory.torch.activations",
         "sn_memory.torch.compiled",
         "sn_memory.torch.compressing",
         "sn_memory.torch.estimate",
+        "sn_memory.torch.forecast",
         "sn_memory.torch.program",
     ),
     ("sn_memory.torch.replay",),

@@ -48,7 +48,7 @@ def test_what_flows_back_is_exact_and_weights_have_small_errors(way):
     step = tf.function(gradients) if way == "graph" else gradients
     plain = step(model, x, y)
     with compress_activations(model, bits=8) as packed:
-        assert len(packed.wrapped) == 5
+        assert len(packed.wrapped) == 6
         found = (tf.function(gradients) if way == "graph" else gradients)(model, x, y)
     for got, expected in zip(found, plain, strict=True):
         scale = float(tf.reduce_max(tf.abs(expected)))
@@ -60,6 +60,38 @@ def test_what_flows_back_is_exact_and_weights_have_small_errors(way):
         assert off > 0 or not kernel
     again = (tf.function(gradients) if way == "graph" else gradients)(model, x, y)
     assert all(map(np.array_equal, again, plain)), "closed, it is as it was"
+
+
+@pytest.mark.parametrize(
+    ("settings", "fits"),
+    [
+        ({"pool_size": 2}, True),
+        ({"pool_size": (1, 2)}, True),
+        ({"pool_size": 3, "strides": 3}, True),
+        ({"pool_size": 5}, False),  # 25 places
+        ({"pool_size": 3, "strides": 2}, False),
+        ({"pool_size": 2, "padding": "same"}, False),
+    ],
+)
+def test_gradients_go_to_the_places_that_pooling_took(settings, fits):
+    """Bit-equal to TensorFlow's, ties included: of equal ones the first."""
+    layer = keras.layers.MaxPooling2D(**settings)
+    model = keras.Sequential([keras.Input((11, 16, 5)), layer, keras.layers.ReLU()])
+    rng = np.random.default_rng(0)
+    x = tf.constant(rng.integers(-2, 3, (7, 11, 16, 5)), tf.float32)
+    weight = tf.constant(rng.standard_normal(model(x).shape), tf.float32)
+
+    def gradient():
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(weight * model(x))
+        return tape.gradient(loss, x)
+
+    plain = gradient()
+    with compress_activations(model) as packed:
+        assert len(packed.wrapped) == 1 + fits
+        found = gradient()
+    assert np.array_equal(found, plain)
 
 
 def test_error_of_a_dense_layers_gradient_is_the_predicted_one():

@@ -1,0 +1,120 @@
+"""What the peak of a step falls by with packed activations: predicted, measured, and its price.
+
+    python benchmarks/activations_memory.py            all nets, a minute
+    python benchmarks/activations_memory.py --quick    one
+
+The nets of activations.py, and a transformer of eight layers. Budgets are an eighth and 1/13.5 of
+what autograd saves. "held" is what a forward pass leaves behind; peaks are those of whole steps
+beyond parameters, buffers and input, counted storage by storage. Predicted ones come from a step
+without values. Seconds are processor time on one thread, the best of several steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accuracy import save
+from activations import BATCH, resnet, saved_bytes
+from machine import commit, machine
+from nets import NETS, Transformer
+from torch import nn
+
+import sn_memory.torch
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks/results/activations_memory.json"
+ALL: dict[str, Callable[[], nn.Module]] = {
+    **NETS,
+    "resnet": resnet,
+    "transformer, 8 layers": partial(Transformer, layers=8),
+}
+RATIOS = (8.0, 13.5)
+
+
+def step_seconds(net: nn.Module, x: torch.Tensor, steps: int) -> float:
+    """Processor time of forward and backward, the best."""
+    best = float("inf")
+    for _ in range(steps):
+        start = time.process_time()
+        net(x).sum().backward()
+        best = min(best, time.process_time() - start)
+    return best
+
+
+def row_of(name: str, ratio: float, steps: int) -> dict[str, Any]:
+    """One net at one budget, as a flat row."""
+    torch.manual_seed(0)
+    net = ALL[name]()
+    size = 14 if name == "resnet" else 28
+    x = torch.rand(BATCH, 1, size, size) * 2 - 1
+    plain_bytes = saved_bytes(net, x)
+    plain_s = step_seconds(net, x, steps)
+    with sn_memory.torch.compress_activations(net, budget=int(plain_bytes / ratio)) as packed:
+        step_seconds(net, x, 2)  # the first finds out what there is
+        step_s = step_seconds(net, x, steps)
+        found = packed.verify(x)
+        base = found.base_bytes
+        return {
+            "net": name,
+            "ratio_asked": ratio,
+            "saved_bytes": packed.saved.plain_bytes,
+            "packed_bytes": packed.saved.packed_bytes,
+            "ratio": round(packed.saved.ratio, 2),
+            "plain_peak_bytes": found.plain_bytes - base,
+            "predicted_peak_bytes": found.predicted_bytes - base,
+            "measured_peak_bytes": found.measured_bytes - base,
+            "kept_to": round(found.kept_to, 4),
+            "again": sorted(packed.controller.again),
+            "work": round(packed.controller.work or 0.0, 3),
+            "plain_step_s": round(plain_s, 5),
+            "step_s": round(step_s, 5),
+        }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as Markdown."""
+    lines = [
+        "| net | saved, times less | runs again, of a forward pass | peak, MiB: plain, predicted, "
+        "measured | of predicted saving | step, ms: plain, packed |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        peaks = ", ".join(
+            f"{row[field] / 2**20:.2f}"
+            for field in ("plain_peak_bytes", "predicted_peak_bytes", "measured_peak_bytes")
+        )
+        again = f"{len(row['again'])} modules, {row['work']:.0%}" if row["again"] else "nothing"
+        lines.append(
+            f"| {row['net']} | {row['ratio']:.1f} (asked {row['ratio_asked']:g}) | {again} "
+            f"| {peaks} | {row['kept_to']:.0%} "
+            f"| {1e3 * row['plain_step_s']:.0f}, {1e3 * row['step_s']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Make all rows and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="one net, few steps")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    default = ROOT / "benchmarks/out/activations_memory.json" if args.quick else RESULTS
+    about = {"commit": commit(), "machine": machine()}
+    rows = [
+        row_of(name, ratio, 2 if args.quick else 10) | about
+        for name in (["transformer"] if args.quick else ALL)
+        for ratio in (RATIOS[:1] if args.quick else RATIOS)
+    ]
+    save(args.json or default, rows)
+    print(f"{table(rows)}\n\nrows: {args.json or default}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Does a Keras net train as well with compressed activations? One net, plain and at two budgets.
+
+    python benchmarks/activations_tensorflow.py            what is missing of the study
+    python benchmarks/activations_tensorflow.py --quick    few steps, one seed
+
+Three convolutions and two dense layers on Fashion-MNIST, batch 64, SGD with momentum 0.9, a rate of
+0.05 that falls to 0 as a cosine. Inputs of convolutions and dense layers have 8 bits or 4; ReLUs
+keep signs and pooling layers places. What is saved is counted layer by layer: TensorFlow holds a
+layer's input, a ReLU's output and both of pooling, each tensor once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from accuracy import load, save
+from machine import commit, machine
+from nets import fashion_mnist
+
+import sn_memory.tensorflow
+from sn_memory.tensorflow import Allocations
+from sn_memory.tensorflow.memory import has_statistics
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks/results/activations_tensorflow.json"
+BATCH, RATE = 64, 0.05
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run is; None bits: plain."""
+
+    bits: int | None
+    seed: int
+    steps: int
+
+
+def network(seed: int) -> keras.Model:
+    """The convolutional net of the torch study."""
+    keras.utils.set_random_seed(seed)
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((28, 28, 1)),
+            layers.Conv2D(24, 3, padding="same", activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Conv2D(48, 3, padding="same", activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Conv2D(64, 3, strides=2, padding="same", activation="relu"),
+            layers.Flatten(),
+            layers.Dense(128, activation="relu"),
+            layers.Dense(10),
+        ]
+    )
+
+
+def saved_bytes(model: keras.Model, bits: int | None) -> int:
+    """Bytes saved of a batch: float32, or `bits` and a grid of 6 bytes for each group of 256."""
+    total = 0.0
+    for layer in model.layers:
+        inputs, outputs = (int(np.prod(it.shape[1:])) for it in (layer.input, layer.output))
+        kind = type(layer).__name__
+        if kind == "MaxPooling2D":
+            # Its output is the next layer's input; its input is a ReLU's output.
+            total += 0 if bits is None else outputs / 4
+        elif kind in ("Conv2D", "Dense"):
+            first = layer is model.layers[0]  # the images are the user's
+            rectified = layer.activation is keras.activations.relu
+            if bits is None:
+                total += 0 if first else 4 * inputs
+                # A ReLU's output is the next layer's input, or is read by pooling.
+                total += 4 * outputs if rectified and _feeds_pooling(model, layer) else 0
+            else:
+                total += 0 if first else inputs * (bits / 8 + 6 / 256)
+                total += outputs / 8 if rectified else 0
+    return int(BATCH * total)
+
+
+def _feeds_pooling(model: keras.Model, layer: Any) -> bool:
+    after = model.layers[model.layers.index(layer) + 1 :]
+    return bool(after) and type(after[0]).__name__ == "MaxPooling2D"
+
+
+def train(run: Run, data: dict[str, Any]) -> dict[str, Any]:
+    """Do one run and return it as a flat row."""
+    model = network(run.seed)
+    rates = keras.optimizers.schedules.CosineDecay(RATE, run.steps)
+    optimizer = keras.optimizers.SGD(rates, momentum=0.9)
+    images, labels = data["train"]
+    rng = np.random.default_rng(run.seed)
+    order = np.empty(0, np.int64)
+    losses, seconds, peak = [], [], None
+    compressing: Any = nullcontext()
+    if run.bits is not None:
+        compressing = sn_memory.tensorflow.compress_activations(model, bits=run.bits, seed=run.seed)
+    with compressing:
+
+        @tf.function
+        def step(x: Any, y: Any) -> Any:
+            with tf.GradientTape() as tape:
+                logits = model(x, training=True)
+                loss = tf.reduce_mean(
+                    tf.nn.sparse_softmax_cross_entropy_with_logits(labels=y, logits=logits)
+                )
+            weights = model.trainable_variables
+            optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+            return loss
+
+        for _ in range(run.steps):
+            if len(order) < BATCH:
+                order = rng.permutation(len(images))
+            rows, order = order[:BATCH], order[BATCH:]
+            x, y = tf.constant(images[rows]), tf.constant(labels[rows])
+            start = time.process_time()
+            losses.append(float(step(x, y)))
+            seconds.append(time.process_time() - start)
+        if has_statistics("CPU:0"):
+            with Allocations() as found:
+                step(x, y)
+            peak = found.peak_bytes
+    test_images, test_labels = data["t10k"]
+    answers = np.argmax(model.predict(test_images, batch_size=500, verbose=0), axis=1)
+    plain, packed = saved_bytes(model, None), saved_bytes(model, run.bits)
+    return asdict(run) | {
+        "accuracy": round(100 * float(np.mean(answers == test_labels)), 2),
+        "train_loss": round(float(np.mean(losses[-(run.steps // 10 + 1) :])), 4),
+        "ratio": round(plain / packed, 2),
+        "plain_bytes": plain,
+        "packed_bytes": packed,
+        "peak_bytes": peak,
+        "step_s": round(float(np.median(seconds)), 5),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as Markdown, seeds together."""
+    lines = [
+        "| kept | times less | accuracy, by seed | points below plain | peak, MiB | step, ms |",
+        "|---|---|---|---|---|---|",
+    ]
+    plain = {row["seed"]: row["accuracy"] for row in rows if row["bits"] is None}
+    for bits in (None, 8, 4):
+        group = [row for row in rows if row["bits"] == bits]
+        if not group:
+            continue
+        lost = [f"{plain[row['seed']] - row['accuracy']:.2f}" for row in group]
+        peaks = [row["peak_bytes"] for row in group if row["peak_bytes"] is not None]
+        lines.append(
+            f"| {'plain' if bits is None else f'{bits} bits'} | {group[0]['ratio']:.1f} "
+            f"| {', '.join(str(row['accuracy']) for row in group)} | {', '.join(lost)} "
+            f"| {f'{min(peaks) / 2**20:.1f}' if peaks else '-'} "
+            f"| {1e3 * float(np.median([row['step_s'] for row in group])):.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Do the runs that are missing, then print what they say."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="rows go there and are continued there")
+    parser.add_argument("--quick", action="store_true", help="one seed, few steps")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    args = parser.parse_args()
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    default = ROOT / "benchmarks/out/activations_tensorflow.json" if args.quick else RESULTS
+    path = args.json or default
+    runs = [
+        Run(bits, seed, 12 if args.quick else 1500)
+        for seed in (args.seeds[:1] if args.quick else args.seeds)
+        for bits in (None, 8, 4)
+    ]
+    rows = [] if args.quick else load(path)
+    done = {tuple(row[field] for field in asdict(runs[0])) for row in rows}
+    data = {
+        part: (images.permute(0, 2, 3, 1).numpy(), labels.numpy())
+        for part, (images, labels) in ((it, fashion_mnist(it)) for it in ("train", "t10k"))
+    }
+    if args.quick:
+        data["t10k"] = tuple(part[:500] for part in data["t10k"])
+    about = {"commit": commit(), "machine": machine()}
+    for run in runs:
+        if tuple(asdict(run).values()) not in done:
+            rows.append(train(run, data) | about)
+            save(path, rows)
+            print(rows[-1], flush=True)
+    print(f"\n{table(rows)}\n\nrows: {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""The peak of a step with packed activations, before it runs; and beside what is measured.
+
+What is saved in fewer bytes is not what the peak falls by: some tensor is always unpacked, and
+early layers have larger gradients than late ones. So the step itself is run, hooks and second runs
+included, on tensors that have sizes and no values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.utils._pytree import tree_map_only
+
+from ..activations import Controller
+from ..sizes import show_bytes
+from .capture import fake_of
+from .errors import TraceError
+from .guard import as_it_was
+from .packing import Exact, Kept, Layout, Lossy, Shape, Window
+from .saving import Packer
+from .step import put_back, run_step
+from .trace import call_arguments
+
+if TYPE_CHECKING:
+    from .activations import CompressedActivations
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Peaks of a step in bytes: parameters, input and gradients included.
+
+    Parameters
+    ----------
+    plain_bytes, measured_bytes
+        Without compression and with it, by StorageTracker.
+    predicted_bytes
+        With compression, before it ran.
+    base_bytes
+        Of these: parameters, buffers and input.
+    """
+
+    plain_bytes: int
+    predicted_bytes: int
+    measured_bytes: int
+    base_bytes: int
+
+    @property
+    def kept_to(self) -> float:
+        """Measured saving over predicted saving."""
+        predicted = self.plain_bytes - self.predicted_bytes
+        return (self.plain_bytes - self.measured_bytes) / predicted if predicted else 1.0
+
+    def __str__(self) -> str:
+        return (
+            f"peak {show_bytes(self.plain_bytes)} -> {show_bytes(self.measured_bytes)}, predicted "
+            f"{show_bytes(self.predicted_bytes)}: {self.kept_to:.0%} of the predicted saving"
+        )
+
+
+def predicted_peak(packed: CompressedActivations, sample: Any) -> int:
+    """Return the peak of a step on a sample; nothing is allocated."""
+    model, mode = packed.model, FakeTensorMode(allow_non_fake_inputs=True)
+    arguments = tree_map_only(torch.Tensor, lambda it: fake_of(mode, it), call_arguments(sample))
+    before = packed.packer
+    packed.packer = _BlankPacker(before)
+    try:
+        with as_it_was(model), _swapped(model, mode), mode:
+            return run_step(model, model, arguments).peak_bytes
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise TraceError(
+            f"{error.func} makes the course of the model depend on values, so its memory cannot be "
+            "told before. Run a step and measure it: verify(sample)."
+        ) from error
+    finally:
+        packed.packer = before
+
+
+def peaks(packed: CompressedActivations, sample: Any) -> Peaks:
+    """Run a step with and without compression, after it was predicted."""
+    model, arguments = packed.model, call_arguments(sample)
+    predicted = predicted_peak(packed, sample)
+
+    def measured() -> int:
+        with put_back(model, arguments):
+            return run_step(model, model, arguments).peak_bytes
+
+    packed.active = False
+    try:
+        plain = measured()
+    finally:
+        packed.active = True
+    held = [*model.parameters(), *model.buffers()]
+    tree_map_only(torch.Tensor, held.append, arguments)
+    sizes = {it.untyped_storage()._cdata: it.untyped_storage().nbytes() for it in held}
+    return Peaks(plain, predicted, measured(), sum(sizes.values()))
+
+
+@contextmanager
+def _swapped(model: torch.nn.Module, mode: FakeTensorMode) -> Iterator[None]:
+    """Let parameters and buffers be tensors without values."""
+    made: dict[int, torch.Tensor] = {}
+    before = []
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            before.append((tensors, dict(tensors)))
+            for name, it in tensors.items():
+                if it is None:
+                    continue
+                if id(it) not in made:
+                    fake = fake_of(mode, it)
+                    is_weight = isinstance(it, torch.nn.Parameter)
+                    made[id(it)] = torch.nn.Parameter(fake, it.requires_grad) if is_weight else fake
+                cast("dict[str, Any]", tensors)[name] = made[id(it)]
+    try:
+        yield
+    finally:
+        for tensors, own in before:
+            cast("dict[str, Any]", tensors).update(own)
+
+
+class _Blank:
+    """What a packed tensor takes, and what it becomes."""
+
+    fits, variance, nonzero = True, 0.0, 1.0
+
+    def __init__(self, nbytes: int, bits: int = 1) -> None:
+        self.buffer, self.nbytes, self.bits = torch.empty(nbytes, dtype=torch.uint8), nbytes, bits
+
+    def restore(self, layout: Layout) -> torch.Tensor:
+        return torch.empty_strided(
+            layout.shape, layout.stride, dtype=layout.dtype, device=layout.device
+        )
+
+    def mask(self) -> _Blank:
+        return self
+
+    def through(self, _: torch.Tensor, layout: Layout) -> torch.Tensor:
+        return self.restore(layout)
+
+
+class _Silent:
+    """A controller that is asked and told nothing."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("observe") or name == "overflowed":
+            return lambda *_, **__: None
+        return getattr(self._controller, name)
+
+
+class _BlankPacker(Packer):
+    """Packs tensors without values: into as many bytes as others took."""
+
+    blank = True
+
+    def __init__(self, real: Packer) -> None:
+        controller = cast(Controller, _Silent(real.controller))
+        super().__init__(controller, real.form, real.seed, real.threads)
+
+    def rounded(self, tensor: torch.Tensor, bits: int, bound: float, form: str) -> Lossy:
+        n = tensor.numel()
+        return cast(Lossy, _Blank(-(-n * bits // 8) + 6 * -(-n // 256), bits))
+
+    def holds_two(self, tensor: torch.Tensor, key: str) -> bool:
+        return self.controller.other_bytes(key) is not None
+
+    def sign(self, tensor: torch.Tensor, key: str) -> Kept:
+        return _Blank(-(-tensor.numel() // 8))
+
+    def exact(self, tensor: torch.Tensor, kind: str, window: Window | None, key: str) -> Kept:
+        whole = tensor.numel() * tensor.element_size()
+        if kind == "shape":
+            return Shape()
+        if kind in ("sign", "mask") or (kind == "integers" and tensor.dtype == torch.bool):
+            return _Blank(-(-tensor.numel() // 8))
+        if kind == "integers":
+            seen = self.controller.other_bytes(key)
+            return _Blank(whole if seen is None else min(seen, whole))
+        return Exact(tensor)
