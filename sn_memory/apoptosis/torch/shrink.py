@@ -17,7 +17,15 @@ from ..events import Merged, merged
 from ..groups import Group
 from ..merge import Choice, Reader
 from ..pace import BATCHES, Paced
-from .agree import fingerprint, largest_of_ranks, require_same, sum_over_ranks
+from ..patches import SAMPLES
+from .agree import (
+    fingerprint,
+    largest_of_ranks,
+    place,
+    require_same,
+    stack_over_ranks,
+    sum_over_ranks,
+)
 from .export import write
 from .groups import find_groups
 from .state import CARRIED, unknown_state
@@ -37,7 +45,8 @@ class Apoptosis(Paced):
         A torch.optim.Optimizer of its parameters, not wrapped by Horovod; the wrapper must share
         its state (`wrapped.state = optimizer.state`).
     tolerance
-        The relative change of what each layer puts out that one event may cause, in (0, 1).
+        The relative change of what each layer puts out that one event may cause, in (0, 1), at the
+        largest learning rate there was. It falls as the rate does.
     every
         Steps from one look to the next; see `schedule`.
     min_width
@@ -119,8 +128,11 @@ class Apoptosis(Paced):
         super().load_state_dict(state)
         self._batches.clear()
 
+    def _rate(self) -> float:
+        return max(float(group["lr"]) for group in self.optimizer.param_groups)
+
     def _largest_of_ranks(self, value: float) -> float:
-        return largest_of_ranks(value)
+        return largest_of_ranks([value])[0]
 
     def _look(self) -> tuple[tuple[Merged, ...], dict[str, str]]:
         device = next(self.model.parameters()).device
@@ -140,7 +152,8 @@ class Apoptosis(Paced):
         refused = {group.name: group.reason for group in groups if group.reason is not None}
         choices = self._decide(able, program, batches)
         weights = fingerprint(self.model.parameters())
-        require_same("weights or decision", f"{weights} {choices!r}", device)
+        decided = [choice and choice.text() for choice in choices]
+        require_same("weights or decision", f"{weights} {decided}", device)
         chosen = []
         for group, choice in zip(able, choices, strict=True):
             if choice is None:
@@ -175,18 +188,27 @@ class Apoptosis(Paced):
         return groups
 
     def _decide(self, groups: list[Group], program: Any, batches: Any) -> list[Choice | None]:
-        moments = measure(program, self.model, groups, batches)
-        parts = [part for row in moments for own in row for part in _parts(own)]
-        summed = iter(sum_over_ranks(parts))
+        ranks, _ = place()
+        found = measure(program, self.model, groups, batches, samples=SAMPLES // ranks)
+        every = [own for row in found for own in row]
+        if not every:
+            return []
+        # What each rank adds has to be of one size; rows of the last batch may be fewer on one.
+        sizes = largest_of_ranks([-sum(map(len, own.squares)) for own in every])
+        cuts = [int(-size) for size in sizes]
+        cut = [torch.cat(own.samples)[:n] for own, n in zip(every, cuts, strict=True)]
+        squares = [torch.cat(own.squares)[:n].sum() for own, n in zip(every, cuts, strict=True)]
+        *fits, totals = sum_over_ranks([*(own.fit for own in every), torch.stack(squares)])
+        told = zip(fits, stack_over_ranks(cut), totals.sqrt().tolist(), strict=True)
         patient = Patient(self.model, self.optimizer)
         choices: list[Choice | None] = []
-        for group, row in zip(groups, moments, strict=True):
+        for group in groups:
             readers = []
-            for site, _ in zip(group.sites, row, strict=True):
-                fit, check, squares = (next(summed).cpu().numpy() for _ in range(3))
-                weights = as_offsets(patient.value(site.weight), site)
-                norm, constant = float(squares) ** 0.5, site.takes_constant
-                readers.append(Reader(site.call, weights, fit, check, norm, constant))
+            for site in group.sites:
+                fit, seen, norm = next(told)
+                seen = seen.float().cpu().numpy()
+                weights, constant = as_offsets(patient.value(site.weight), site), site.takes_constant
+                readers.append(Reader(site.call, weights, fit.cpu().numpy(), seen, norm, constant))
             choices.append(self._choose(readers))
         return choices
 
@@ -254,10 +276,6 @@ def _keeper(owner: Apoptosis) -> Any:
 def _shapes(batch: Any) -> tuple[tuple[int, ...], ...]:
     leaves = tree.tree_leaves(batch)
     return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
-
-
-def _parts(moments: Any) -> tuple[torch.Tensor, ...]:
-    return moments.fit, moments.check, moments.squares
 
 
 def _check(model: nn.Module, optimizer: Any) -> None:
