@@ -28,6 +28,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accuracy import load, save
 from collider import collisions
@@ -57,12 +58,15 @@ def dense(inputs: int, outputs: int, *hidden: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), *layers, nn.Linear(sizes[-1], outputs))
 
 
-def convolutional(first: int, second: int, third: int) -> nn.Module:
-    """Return two convolutions with batch norm, and a hidden layer."""
-    layers = [nn.Conv2d(1, first, 3, padding=1), nn.BatchNorm2d(first), nn.ReLU(), nn.MaxPool2d(2)]
-    layers += [nn.Conv2d(first, second, 3, padding=1), nn.BatchNorm2d(second), nn.ReLU()]
-    layers += [nn.MaxPool2d(2), nn.Flatten(), nn.Linear(49 * second, third), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(third, 10))
+def convolutional(first: int, second: int, third: int, strided: bool = False) -> nn.Module:
+    """Return two convolutions with batch norm, each halving the image, and a hidden layer."""
+    made: list[nn.Module] = []
+    for inputs, outputs in ((1, first), (first, second)):
+        made.append(nn.Conv2d(inputs, outputs, 3, stride=2 if strided else 1, padding=1))
+        made += [nn.BatchNorm2d(outputs), nn.ReLU()]
+        made += [] if strided else [nn.MaxPool2d(2)]
+    made += [nn.Flatten(), nn.Linear(49 * second, third), nn.ReLU(), nn.Linear(third, 10)]
+    return nn.Sequential(*made)
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,7 @@ def events() -> tuple[torch.Tensor, ...]:
 TASKS = {
     "mlp_wide": Task(partial(dense, 784, 10), (1024, 1024), 2811, images),
     "mlp_narrow": Task(partial(dense, 784, 10), (32, 32), 2811, images),
-    "cnn_wide": Task(convolutional, (32, 64, 256), 1874, images),
+    "cnn_wide": Task(partial(convolutional, strided=True), (64, 128, 256), 937, images),
     "cnn_narrow": Task(convolutional, (8, 16, 32), 1874, images),
     "table_wide": Task(partial(dense, 14, 2), (512, 512, 512), 2811, events),
 }
@@ -111,8 +115,9 @@ def prune(net: nn.Module, optimizer: Any, sample: torch.Tensor, wanted: list[int
         lengths = patient.value(group.slices[0].name).detach().flatten(1).norm(dim=1)
         readers = len(group.sites)
         gone = sorted(lengths.argsort()[: group.width - left].tolist())
-        merges = tuple(Merge(j, None, (0.0,) * readers, (0.0,) * readers) for j in gone)
-        operate(patient, group, Choice(group.width, merges, (0.0,) * readers))
+        merges = tuple(Merge(j, None) for j in gone)
+        nothing = np.zeros((len(gone), left + 1))
+        operate(patient, group, Choice(group.width, merges, (0.0,) * readers, (nothing,) * readers))
 
 
 def score(net: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> float:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from .refit import ridge, spread_of
+from .refit import RIDGE, spread_of
 
 if TYPE_CHECKING:
     from .merge import Reader
@@ -88,12 +88,12 @@ def _begin(reader: Reader) -> _State:
     n = len(scale)
     still = np.diagonal(moments) == 0
     alike = moments / np.outer(scale, scale)
-    inverse = np.linalg.inv(alike + ridge(reader.fit, n) * np.eye(n))
+    inverse = np.linalg.inv((alike + RIDGE * np.eye(n)).astype(np.float32))
     outgoing = reader.weights.reshape(-1, n) * np.where(still, 0.0, scale)
     outgoing = (outgoing / max(reader.output_norm, np.finfo(float).tiny)).astype(np.float32)
     # What differs by rounding alone is a duplicate.
     alike[1 - alike**2 < 1e-9] = np.sign(alike[1 - alike**2 < 1e-9])
-    return _State(alike.astype(np.float32), inverse.astype(np.float32), outgoing.T @ outgoing)
+    return _State(alike.astype(np.float32), inverse, outgoing.T @ outgoing)
 
 
 def _apart(

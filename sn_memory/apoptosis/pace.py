@@ -19,7 +19,7 @@ from .schedule import Schedule
 _log = logging.getLogger(__name__)
 _KEPT = ("gap", "last_step", "least")
 # Batches that are kept, and decide.
-BATCHES: Final = 4
+BATCHES: Final = 8
 # Measured on small nets; those for which more is needed train for longer, too.
 _FIRST_LOOK_S: Final = 0.05
 

@@ -8,9 +8,11 @@ not believed.
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.linalg import solve
 
 Floats = NDArray[np.float64]
 Fold = NDArray[np.float64]
@@ -18,12 +20,9 @@ Fold = NDArray[np.float64]
 _ROUNDING = 1e-12
 # The share of a neuron's variation that one other has to explain to inherit its memory.
 _HEIR = 0.9
-_LEAST_RIDGE = 1e-3
-
-
-def ridge(moment: Floats, kept: int) -> float:
-    """Return what is added to squares of one: the more unknowns for each row, the more."""
-    return max(_LEAST_RIDGE, kept / float(moment[-1, -1]))
+# Added to squares of one. Of 0.01 to 10, this left the fewest neurons within a tolerance, with 128
+# rows for 1024 neurons as with thousands for 32.
+RIDGE: Final = 0.01
 
 
 def spread_of(moment: Floats, takes_constant: bool) -> tuple[Floats, Floats]:
@@ -73,8 +72,9 @@ def refit(
     # The best one explains all it can: what is left along it is rounding.
     left[np.abs(left) <= math.sqrt(_ROUNDING) * scale[gone][:, None]] = 0.0
     fold = np.zeros((len(gone), len(kept) + 1))
-    held_back = among + ridge(moment, len(kept)) * np.eye(len(kept))
-    fold[:, :-1] = np.linalg.solve(held_back, left.T).T
+    # What is held back needs no more digits than float32 has.
+    held_back = (among + RIDGE * np.eye(len(kept))).astype(np.float32)
+    fold[:, :-1] = solve(held_back, left.T.astype(np.float32), assume_a="pos").T
     fold[rows, best] += factor
     fold[:, :-1] /= stays
     if takes_constant:
