@@ -78,7 +78,7 @@ class Task:
     widths: tuple[int, ...]
     steps: int
     data: Callable[[int], tuple[torch.Tensor, ...]]
-    tolerance: float = 0.007
+    tolerance: float = 0.01
     every: int = 100
     round_to: int = 8
 
