@@ -108,8 +108,8 @@ class Paced(ABC):
         self.steps, self._largest_rate = state["steps"], state["largest_rate"]
         self.schedule = replace(self.schedule, **{name: state[name] for name in _KEPT})
 
-    def _choose(self, readers: Sequence[Reader]) -> Choice | None:
-        """Return what may go of one group; None if its activations are not finite."""
+    def _choose(self, readers: Sequence[Reader], block: int) -> Choice | None:
+        """Return what may go of a group of `block` channels each; None if any is not finite."""
         if not all(
             np.isfinite(reader.fit).all() and np.isfinite(reader.samples).all()
             for reader in readers
@@ -119,8 +119,8 @@ class Paced(ABC):
             readers,
             tolerance=self._allowed,
             share=self.schedule.share,
-            min_width=self.min_width,
-            round_to=self.round_to,
+            min_width=-(-self.min_width // block),
+            round_to=-(-self.round_to // block),
         )
 
     @abstractmethod

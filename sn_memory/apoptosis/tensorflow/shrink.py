@@ -171,7 +171,7 @@ class Apoptosis(Paced):
                 weights = as_offsets(patient.variable(site.weight).numpy(), group.width)
                 constant = site.takes_constant
                 readers.append(Reader(site.call, weights, fit, samples, float(norm), constant))
-            choices.append(self._choose(readers))
+            choices.append(self._choose(readers, group.block))
         return choices
 
     def _record_anew(self) -> None:

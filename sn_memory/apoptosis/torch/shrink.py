@@ -28,6 +28,7 @@ from .agree import (
 )
 from .export import write
 from .groups import find_groups
+from .heads import counts_in
 from .state import CARRIED, unknown_state
 from .statistics import measure
 from .surgery import Patient, as_offsets, operate, reshape, shapes_of
@@ -115,7 +116,8 @@ class Apoptosis(Paced):
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the schedule stands, and the shapes of the model."""
-        return {**super().state_dict(), "shapes": shapes_of(self.model)}
+        shapes, counts = shapes_of(self.model), counts_in(self.model)
+        return {**super().state_dict(), "shapes": shapes, "counts": counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken: the model gets the shapes that it had there.
@@ -124,7 +126,7 @@ class Apoptosis(Paced):
         parameters are new and hold nothing. So a checkpoint of before an event can be loaded after
         it, and one of after it into the wide model of a rank that joins late.
         """
-        reshape(self.model, state["shapes"], self.optimizer)
+        reshape(self.model, state["shapes"], state["counts"], self.optimizer)
         super().load_state_dict(state)
         self._batches.clear()
 
@@ -209,7 +211,7 @@ class Apoptosis(Paced):
                 seen = seen.float().cpu().numpy()
                 weights, constant = as_offsets(patient.value(site.weight), site), site.takes_constant
                 readers.append(Reader(site.call, weights, fit.cpu().numpy(), seen, norm, constant))
-            choices.append(self._choose(readers))
+            choices.append(self._choose(readers, group.block))
         return choices
 
     def _operate(
@@ -221,10 +223,12 @@ class Apoptosis(Paced):
         patient = Patient(self.model, self.optimizer)
         for group, choice in chosen:
             operate(patient, group, choice)
-        _, failure = self._trace(batch)
+        program, failure = self._trace(batch)
+        failure = failure or self._misread(program, chosen)
         if not failure:
             return chosen, {}
         patient.undo()
+        self._traced = None
         if len(chosen) == 1:
             # A width is written in the model's own code, in a view() for example.
             return [], {chosen[0][0].name: f"with fewer the model cannot run: {failure}"}
@@ -235,6 +239,15 @@ class Apoptosis(Paced):
             done += fine
             undone |= bad
         return done, undone
+
+    def _misread(self, program: Any, done: list[tuple[Group, Choice]]) -> str:
+        """Say where a model runs, but takes fewer channels for as many smaller heads."""
+        now = {group.name: group for group in find_groups(program, self.model)}
+        for group, choice in done:
+            found = now.get(group.name)
+            if found is None or (found.width, found.block) != (len(choice.kept), group.block):
+                return "it takes the same number of heads, and makes each smaller"
+        return ""
 
     def _trace(self, batch: Any) -> tuple[Any, str]:
         """Return (program, "") or (None, why the model cannot be traced)."""

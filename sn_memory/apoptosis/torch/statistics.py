@@ -47,6 +47,9 @@ class _Run(fx.Interpreter):  # type: ignore[misc,unused-ignore]  # torch is Any 
     def run_node(self, n: fx.Node) -> Any:
         if "dropout" in str(n.target):
             return self.env[n.args[0]]
+        if "scaled_dot_product_attention" in str(n.target) and len(n.args) > 4:
+            given = self.fetch_args_kwargs_from_env(n)
+            return n.target(*given[0][:4], 0.0, *given[0][5:], **given[1])
         if n.name not in self.sites:
             return super().run_node(n)
         site, own = self.sites[n.name]
