@@ -1,10 +1,10 @@
 """Which neurons go, and what the readers of those that stay add to make up for them.
 
 A *group* is n neurons (or channels) that can only shrink together; its *readers* are the layers
-that take them in. Neuron j is replaced, for each reader, by a sum over all that stay and a constant,
-`sum_k B_jk h_k + b_j`, by least squares on the activations the reader saw; so the reader's weights
-of k become a_k + B_jk a_j and its bias grows by b_j a_j. A dead neuron goes for nothing, and one
-that never varies becomes a bias.
+that take them in. Neuron j is replaced, for each reader, by a sum over all that stay, and a
+constant, `sum_k B_jk h_k + b_j`, by least squares on the activations the reader saw; so the
+reader's weights of k become a_k + B_jk a_j and its bias grows by b_j a_j. A dead neuron goes for
+nothing, and one that never varies becomes a bias.
 
 What this changes in the reader's output is measured: the replacement is computed on samples that
 the fit has not seen, and the reader's weights are applied to what is left of each neuron. So the
@@ -140,7 +140,9 @@ def choose(
     most = min(width - max(min_width, 1), int(share * width))
     # Widths that would do, the widest first.
     widths = [left for left in range(width - 1, width - most - 1, -1) if left % round_to == 0]
-    best = Choice(width, (), (0.0,) * len(readers), tuple(np.zeros((0, width + 1)) for _ in readers))
+    best = Choice(
+        width, (), (0.0,) * len(readers), tuple(np.zeros((0, width + 1)) for _ in readers)
+    )
     if not widths:
         return best
     sequence = order(readers, width - widths[-1])

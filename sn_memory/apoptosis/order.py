@@ -2,11 +2,11 @@
 
 A neuron costs what its readers lose once others make up for it: the square of its outgoing weights,
 times what is left of it. Others make up for it in one of two ways, whichever leaves less: all that
-stay, by least squares that is held back where rows are few, or the one that is most like it. What
-the first leaves is one over the neuron's entry in the inverse of the second moments, and a formula
-updates the inverse, and the outgoing weights, when a neuron has gone (optimal brain surgeon, Hassibi
-and Stork 1993; for layers, Frantar and Alistarh 2022, arXiv 2208.11580, section 4). Offsets of a
-kernel are taken as if they were independent: this gives an order only, and what is done is measured.
+stay, by least squares that is held back, or the one that is most like it. What the first leaves is
+one over the neuron's entry in the inverse of the second moments, and a formula updates the inverse,
+and the outgoing weights, when a neuron has gone (optimal brain surgeon, Hassibi and Stork 1993; for
+layers, Frantar and Alistarh 2022, arXiv 2208.11580). Offsets of a kernel are taken as if they were
+independent: this gives an order only, and what is done is measured.
 """
 
 from __future__ import annotations

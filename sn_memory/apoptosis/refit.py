@@ -1,8 +1,8 @@
 """What stands for neurons that went: least squares on those that stay, and what it leaves.
 
-First the one neuron that says most of it takes over, then all that stay take what is left. Only the
-second fit is held back (ridge): a duplicate is replaced exactly, and what few rows show by chance is
-not believed.
+First the one neuron that says most of it takes over, then all that stay take what is left. Only
+the second fit is held back (ridge): a duplicate is replaced exactly, and what few rows show by
+chance is not believed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ RIDGE: Final = 0.01
 
 
 def spread_of(moment: Floats, takes_constant: bool) -> tuple[Floats, Floats]:
-    """Return second moments [n, n], centred if a constant may be added, and roots of their diagonal.
+    """Return second moments [n, n] and the roots of their diagonal.
 
-    A neuron that does not vary has zeros there, and a root of one.
+    They are centred if a constant may be added. A neuron that does not vary has zeros there, and a
+    root of one.
     """
     inner, sums = moment[:-1, :-1], moment[:-1, -1]
     power = np.diagonal(inner)

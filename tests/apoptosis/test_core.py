@@ -137,7 +137,7 @@ def test_all_that_stay_make_up_for_one_that_goes():
     hidden[:, 4] = hidden[:, :4] @ [0.5, -1.0, 0.7, 0.3] + 2.0
     outgoing, bias = random.normal(size=(3, 6)), random.normal(size=3)
     choice = choose([reader_of(hidden, outgoing, bias)], tolerance=0.02)
-    # No other one alone says half of it; the fit is held back by 5 unknowns in 4000 rows.
+    # No other one alone says most of it; the fit of all is held back by a hundredth.
     assert choice.merges[0].survivor is None
     assert len(choice.kept) == 5
     assert choice.changes[0] < 0.005

@@ -282,6 +282,51 @@ def test_heads_are_rebuilt_from_an_export(tmp_path):
     assert torch.equal(again(inputs), model(inputs))
 
 
+READERS = {
+    "linear": ((16, 5), lambda: [nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)]),
+    "tokens": ((16, 4, 5), lambda: [nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)]),
+    "strided": (IMAGES, lambda: [nn.Conv2d(2, 8, 1), nn.Tanh(), nn.Conv2d(8, 3, 3, 2, 1)]),
+    "same": (IMAGES, lambda: [nn.Conv2d(2, 8, 1), nn.Tanh(), nn.Conv2d(8, 3, 4, padding="same")]),
+    "dilated": (IMAGES, lambda: [nn.Conv2d(2, 8, 1), nn.Tanh(), nn.Conv2d(8, 3, 3, dilation=2)]),
+    "one axis": ((16, 2, 9), lambda: [nn.Conv1d(2, 8, 1), nn.Tanh(), nn.Conv1d(8, 3, 3)]),
+    "flattened": (
+        IMAGES,
+        lambda: [nn.Conv2d(2, 8, 3), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(72, 3)],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_what_is_said_to_change_changes_on_rows_that_were_not_fitted(kind):
+    shape, make = READERS[kind]
+    model, inputs = nn.Sequential(*make()), torch.randn(shape)
+    shrink = apoptosis(model, torch.optim.SGD(model.parameters(), lr=0.0), tolerance=0.6)
+    before = model(inputs).detach()
+    (merged,) = shrink.step().merged
+    after = model(inputs).detach()
+    change = ((after - before)[1::2].norm() / before[1::2].norm()).item()
+    # Sums in float32 of some thousand products; the model sums in another order.
+    assert change == pytest.approx(*merged.changes.values(), rel=1e-4)
+    assert 0 < change <= 0.6
+
+
+def test_the_tolerance_falls_as_the_learning_rate_does():
+    model, inputs = chain(nn.ReLU()), torch.randn(64, 5)
+    duplicate(model, ["0"], 1, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    shrink = apoptosis(model, optimizer, tolerance=0.9)
+    model(inputs)
+    optimizer.param_groups[0]["lr"] = 0.0
+    resumed = apoptosis(model, optimizer, tolerance=0.9)
+    resumed.load_state_dict({**shrink.state_dict(), "largest_rate": 0.1})
+    model(inputs)
+    assert not resumed.step().refused, "nothing may change: it does not look"
+    optimizer.param_groups[0]["lr"] = 1e-5
+    (merged,) = resumed.step().merged
+    assert merged.before - merged.after == 1
+    assert max(merged.changes.values()) <= 0.9 * 1e-4
+
+
 class Shared(nn.Module):
     def __init__(self):
         super().__init__()

@@ -58,7 +58,9 @@ def largest_of_ranks(values: Sequence[float]) -> list[float]:
     hvd = _horovod()
     if hvd is None:
         return list(values)
-    every = hvd.allgather(tf.constant([list(values)], tf.float64), name="sn_memory.apoptosis.largest")
+    every = hvd.allgather(
+        tf.constant([list(values)], tf.float64), name="sn_memory.apoptosis.largest"
+    )
     return [float(value) for value in every.numpy().max(axis=0)]
 
 

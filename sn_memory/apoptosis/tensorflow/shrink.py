@@ -97,7 +97,7 @@ class Apoptosis(Paced):
         ----------
         inputs
             Inputs of training, an array [n, ...] or a list of them: `fit` shows a callback none.
-            Each look takes four batches from them, one after the other.
+            Each look takes eight batches from them, one after the other.
         batch
             Rows of a batch.
         """
@@ -160,7 +160,9 @@ class Apoptosis(Paced):
         sizes = largest_of_ranks([-sum(map(len, own.squares)) for own in every])
         cuts = [int(-size) for size in sizes]
         cut = [np.concatenate(own.samples)[:n] for own, n in zip(every, cuts, strict=True)]
-        squares = [np.concatenate(own.squares)[:n].sum() for own, n in zip(every, cuts, strict=True)]
+        squares = [
+            np.concatenate(own.squares)[:n].sum() for own, n in zip(every, cuts, strict=True)
+        ]
         *fits, totals = sum_over_ranks([*(own.fit for own in every), np.array(squares)])
         told = zip(fits, stack_over_ranks(cut), np.sqrt(totals), strict=True)
         choices = []

@@ -1,8 +1,8 @@
 """What every reader of a group saw and put out, on the last batches of training.
 
 The recorded calls are run once more on them, in training mode: dropout is left out, so that chance
-is not taken for a difference, and moving averages are put back. Even rows of a batch are fitted, odd
-rows show the change. A batch of one row is used for both.
+is not taken for a difference, and moving averages are put back. Even rows of a batch are fitted,
+odd rows show the change. A batch of one row is used for both.
 """
 
 from __future__ import annotations

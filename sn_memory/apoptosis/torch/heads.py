@@ -74,10 +74,10 @@ def _matmul(walk: Walk, node: fx.Node) -> Tag | None:
     if left is None and right is None:
         return None
     ranks = {len(shape(part)) for part in (*arguments[:2], node)}
-    if left and right and len(ranks) == 1 and left == Tag(left.group, right.axis, right.places):
-        if left.axis < min(ranks) - 2:
-            walk.join(left, right)
-            return left
+    same = left and right and (left.axis, left.places) == (right.axis, right.places)
+    if left and right and same and len(ranks) == 1 and left.axis < min(ranks) - 2:
+        walk.join(left, right)
+        return left
     raise Refusal("matmul along the channels, or with a value of other channels")
 
 

@@ -62,7 +62,7 @@ class Apoptosis(Paced):
 
     Notes
     -----
-    The last four batches that the model was trained on are kept, and decide. After an event that
+    The last eight batches that the model was trained on are kept, and decide. After an event that
     merged, all parameters are new objects without gradients: call `step` after `optimizer.step()`.
 
     `carry` may be set to a function that returns tensors like parameters, by their names: gradients
@@ -209,7 +209,10 @@ class Apoptosis(Paced):
             for site in group.sites:
                 fit, seen, norm = next(told)
                 seen = seen.float().cpu().numpy()
-                weights, constant = as_offsets(patient.value(site.weight), site), site.takes_constant
+                weights, constant = (
+                    as_offsets(patient.value(site.weight), site),
+                    site.takes_constant,
+                )
                 readers.append(Reader(site.call, weights, fit.cpu().numpy(), seen, norm, constant))
             choices.append(self._choose(readers, group.block))
         return choices

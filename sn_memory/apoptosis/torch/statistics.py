@@ -40,7 +40,9 @@ class Seen:
 
 
 class _Run(fx.Interpreter):  # type: ignore[misc,unused-ignore]  # torch is Any to the checker
-    def __init__(self, graph: fx.GraphModule, sites: dict[str, tuple[Site, Seen]], share: int) -> None:
+    def __init__(
+        self, graph: fx.GraphModule, sites: dict[str, tuple[Site, Seen]], share: int
+    ) -> None:
         super().__init__(graph)
         self.sites, self.share = sites, share
 
