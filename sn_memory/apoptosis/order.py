@@ -51,7 +51,7 @@ class _State:
     def without(self, turn: list[int], heirs: NDArray[np.int64]) -> _State:
         """Return what is left when these have gone, and others have taken over."""
         among = self.inverse[np.ix_(turn, turn)]
-        takes = np.linalg.solve(among, self.inverse[turn]).T  # [n, turn]
+        takes = np.linalg.solve(among, self.inverse[turn]).T.astype(np.float32)  # [n, turn]
         inverse = self.inverse - takes @ self.inverse[turn]
         inverse[turn, :] = inverse[:, turn] = 0.0
         inverse[turn, turn] = 1.0
@@ -73,7 +73,9 @@ def order(readers: Sequence[Reader], count: int) -> NDArray[np.int64]:
     alive = np.ones(width, bool)
     while len(found) < count:
         told = [state.costs(alive) for state in states]
-        costs = np.sum([cost for cost, _ in told], axis=0, dtype=np.float64)
+        costs = np.zeros(width)
+        for cost, _ in told:
+            costs += cost
         costs[~alive] = np.inf
         most = min(max(1, width // _TURNS), count - len(found))
         turn = _apart(costs, states, [heirs for _, heirs in told], most)
@@ -88,7 +90,8 @@ def _begin(reader: Reader) -> _State:
     n = len(scale)
     still = np.diagonal(moments) == 0
     alike = moments / np.outer(scale, scale)
-    inverse = np.linalg.inv((alike + RIDGE * np.eye(n)).astype(np.float32))
+    # What is held back needs no more digits than float32 has.
+    inverse = np.linalg.inv((alike + RIDGE * np.eye(n)).astype(np.float32)).astype(np.float32)
     outgoing = reader.weights.reshape(-1, n) * np.where(still, 0.0, scale)
     outgoing = (outgoing / max(reader.output_norm, np.finfo(float).tiny)).astype(np.float32)
     # What differs by rounding alone is a duplicate.

@@ -55,7 +55,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(4 * heads, 6)
 
     def split(self, x):
-        sizes = {"literal": (4, 4), "smaller": (4, -1)}.get(self.kind, (self.heads, 4))
+        sizes = {"literal": (4, 4), "smaller": (4, -1), "open": (-1, 4)}.get(self.kind, (self.heads, 4))
         return x.view(*x.shape[:2], *sizes).transpose(1, 2)
 
     def forward(self, x):
@@ -179,7 +179,7 @@ def test_a_transformer_layer_keeps_its_heads():
     assert model.self_attn.out_proj.out_features == 8
 
 
-@pytest.mark.parametrize("kind", ["fused", "written out"])
+@pytest.mark.parametrize("kind", ["fused", "written out", "open"])
 @pytest.mark.parametrize("value", [1.0, -2.0])
 def test_heads_that_say_the_same_merge_whole(kind, value):
     model = Attention(kind)

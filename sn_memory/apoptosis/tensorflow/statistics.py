@@ -80,11 +80,12 @@ def _patches(
     parts = []
     for offset in offsets(kernel):
         places = [
-            [p * step + o * spread for p in row]
+            np.array(row) * step + o * spread
             for row, step, o, spread in zip(positions, stride, offset, dilation, strict=True)
         ]
         parts.append(padded[np.ix_(rows, *places)].reshape(-1, seen.shape[-1]))
-    return np.stack(parts, 1), out[np.ix_(rows, *positions)].reshape(-1, out.shape[-1])
+    made = out[np.ix_(rows, *map(np.array, positions))]
+    return np.stack(parts, 1), made.reshape(-1, out.shape[-1])
 
 
 def measure(
