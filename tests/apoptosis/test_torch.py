@@ -55,7 +55,8 @@ class Attention(nn.Module):
         self.out = nn.Linear(4 * heads, 6)
 
     def split(self, x):
-        sizes = {"literal": (4, 4), "smaller": (4, -1), "open": (-1, 4)}.get(self.kind, (self.heads, 4))
+        odd = {"literal": (4, 4), "smaller": (4, -1), "open": (-1, 4)}
+        sizes = odd.get(self.kind, (self.heads, 4))
         return x.view(*x.shape[:2], *sizes).transpose(1, 2)
 
     def forward(self, x):
