@@ -140,7 +140,7 @@ def test_all_that_stay_make_up_for_one_that_goes():
     # No other one alone says most of it; the fit of all is held back by a hundredth.
     assert choice.merges[0].survivor is None
     assert len(choice.kept) == 5
-    assert choice.changes[0] < 0.005
+    assert choice.changes[0] < 0.01
 
 
 @settings(max_examples=60, deadline=None)

@@ -287,7 +287,7 @@ READERS = {
     "linear": ((16, 5), lambda: [nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)]),
     "tokens": ((16, 4, 5), lambda: [nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)]),
     "strided": (IMAGES, lambda: [nn.Conv2d(2, 8, 1), nn.Tanh(), nn.Conv2d(8, 3, 3, 2, 1)]),
-    "same": (IMAGES, lambda: [nn.Conv2d(2, 8, 1), nn.Tanh(), nn.Conv2d(8, 3, 4, padding="same")]),
+    "same": (IMAGES, lambda: [nn.Conv2d(2, 8, 1), nn.Tanh(), nn.Conv2d(8, 3, 3, padding="same")]),
     "dilated": (IMAGES, lambda: [nn.Conv2d(2, 8, 1), nn.Tanh(), nn.Conv2d(8, 3, 3, dilation=2)]),
     "one axis": ((16, 2, 9), lambda: [nn.Conv1d(2, 8, 1), nn.Tanh(), nn.Conv1d(8, 3, 3)]),
     "flattened": (
