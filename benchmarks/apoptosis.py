@@ -253,17 +253,20 @@ def table(rows: list[dict]) -> str:
     for net in TASKS:
         plain = [r["score"] for r in rows if (r["net"], r["method"]) == (net, "plain")]
         target = min(plain, default=100.0) - 0.1
-        for method in METHODS:
+        kinds = {(r["method"], r["method"] != "plain" and r["tolerance"])
+                 for r in rows if r["net"] == net}  # fmt: skip
+        for method, tolerance in sorted(kinds, key=lambda kind: (METHODS.index(kind[0]), kind[1])):
             mine = [r for r in rows if (r["net"], r["method"]) == (net, method)]
-            if not mine:
-                continue
+            mine = [r for r in mine if not tolerance or r["tolerance"] == tolerance]
+            several = sum(kind[0] == method for kind in kinds) > 1
+            label = f"{method}, tolerance {tolerance}" if several else method
             n = len(mine)
             mean = {k: sum(r[k] for r in mine) / n for k in ("score", "parameters", "cpu_s")}
             times = [seconds_to(row, target) for row in mine]
             reached = [one for one in times if one is not None]
             to = f"{sum(reached) / n:.1f}" if len(reached) == n else f"{len(reached)} of {n} did"
             lines.append(
-                f"| {net} | {method} | {n} | {mean['score']:.2f} | {mean['parameters']:,.0f} | "
+                f"| {net} | {label} | {n} | {mean['score']:.2f} | {mean['parameters']:,.0f} | "
                 f"{mean['cpu_s']:.1f} | {to} | {target:.2f} |"
             )
     return "\n".join(lines)

@@ -96,7 +96,7 @@ def _begin(reader: Reader) -> _State:
     outgoing = (outgoing / max(reader.output_norm, np.finfo(float).tiny)).astype(np.float32)
     # What differs by rounding alone is a duplicate.
     alike[1 - alike**2 < 1e-9] = np.sign(alike[1 - alike**2 < 1e-9])
-    return _State(alike.astype(np.float32), inverse, outgoing.T @ outgoing)
+    return _State(alike.astype(np.float32), inverse, (outgoing.T @ outgoing).astype(np.float32))
 
 
 def _apart(
