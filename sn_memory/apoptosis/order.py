@@ -13,15 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .reader import Reader
 from .refit import RIDGE, spread_of
-
-if TYPE_CHECKING:
-    from .merge import Reader
 
 Floats = NDArray[np.float32]
 # Neurons go in turns of so large a share of all: one at a time would cost as many passes.

@@ -13,7 +13,8 @@ import numpy as np
 
 from .clock import StepClock
 from .events import Event, Merged
-from .merge import Choice, Reader, choose
+from .merge import Choice, choose
+from .reader import Reader
 from .schedule import Schedule
 
 _log = logging.getLogger(__name__)

@@ -13,9 +13,10 @@ import tensorflow as tf
 from ..batches import most_alike
 from ..events import Merged, merged
 from ..groups import Group
-from ..merge import Choice, Reader
+from ..merge import Choice
 from ..pace import BATCHES, Paced
 from ..patches import SAMPLES
+from ..reader import Reader
 from .agree import (
     fingerprint,
     largest_of_ranks,

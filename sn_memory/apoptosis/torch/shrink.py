@@ -15,9 +15,10 @@ from torch.utils import _pytree as tree
 from ..batches import most_alike
 from ..events import Merged, merged
 from ..groups import Group
-from ..merge import Choice, Reader
+from ..merge import Choice
 from ..pace import BATCHES, Paced
 from ..patches import SAMPLES
+from ..reader import Reader
 from .agree import (
     fingerprint,
     largest_of_ranks,
@@ -29,6 +30,7 @@ from .agree import (
 from .export import write
 from .groups import find_groups
 from .heads import counts_in
+from .plain import check_plain
 from .state import CARRIED, unknown_state
 from .statistics import measure
 from .surgery import Patient, as_offsets, operate, reshape, shapes_of
@@ -82,7 +84,7 @@ class Apoptosis(Paced):
         schedule: str = "adaptive",
         overhead: float | None = 0.02,
     ) -> None:
-        _check(model, optimizer)
+        check_plain(model, optimizer)
         super().__init__(
             tolerance=tolerance,
             every=every,
@@ -292,18 +294,3 @@ def _keeper(owner: Apoptosis) -> Any:
 def _shapes(batch: Any) -> tuple[tuple[int, ...], ...]:
     leaves = tree.tree_leaves(batch)
     return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
-
-
-def _check(model: nn.Module, optimizer: Any) -> None:
-    wrapped = isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod")
-    if wrapped:
-        raise ValueError(
-            f"Apoptosis: got a {type(model).__name__}, expected the model inside it: parameters "
-            "are replaced, and a wrapper keeps the old ones. Give the plain model, and wrap it "
-            "again when step() returns true."
-        )
-    if hasattr(optimizer, "_allreduce_delay"):
-        raise ValueError(
-            "Apoptosis: got an optimizer wrapped by Horovod, expected the one inside it: the "
-            "wrapper keeps tables of the old parameters. Give the plain optimizer."
-        )
