@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from .bound import is_homogeneous as is_homogeneous
     from .merge import Choice as Choice
     from .merge import Merge as Merge
-    from .merge import Reader as Reader
     from .merge import choose as choose
     from .merge import fold as fold
+    from .reader import Reader as Reader
     from .schedule import Schedule as Schedule
     from .similarity import angles as angles
     from .similarity import correlations as correlations
@@ -28,7 +28,7 @@ _HOME = {
     "LIPSCHITZ": ".bound",
     "Choice": ".merge",
     "Merge": ".merge",
-    "Reader": ".merge",
+    "Reader": ".reader",
     "Schedule": ".schedule",
     "angles": ".similarity",
     "bound_from_weights": ".bound",

@@ -23,7 +23,7 @@ class Merged:
     pairs
         (neuron, survivor) by the numbers before; survivor None: into a bias, or into nothing.
     changes
-        For each layer that reads the group: a bound on the relative change of what it puts out.
+        For each layer that reads the group: the relative change of what it puts out.
     """
 
     group: str

@@ -8,7 +8,7 @@ is not guessed: the groups it touches are left as they are, with the reason.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,11 @@ class Tag:
 
 @dataclass(frozen=True)
 class Slice:
-    """A parameter or buffer with an entry for each neuron; `call` uses it."""
+    """A parameter or buffer with `places` consecutive rows for each neuron; `call` uses it."""
 
     name: str
     call: str
+    places: int = 1
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,17 @@ class Site:
 
 @dataclass
 class Group:
-    """Neurons that can only shrink together; `reason` says why they cannot, if they cannot."""
+    """Neurons that can only shrink together; `reason` says why they cannot, if they cannot.
+
+    A neuron is `block` channels of the layer that makes it: more than one in a head of attention.
+    """
 
     width: int
     slices: list[Slice] = field(default_factory=list)
     sites: list[Site] = field(default_factory=list)
     makers: list[str] = field(default_factory=list)
     reason: str | None = None
+    block: int = 1
 
     @property
     def name(self) -> str:
@@ -88,9 +93,18 @@ class Groups:
         kept.slices += gone.slices
         kept.sites += gone.sites
         kept.makers += gone.makers
+        kept.block = max(kept.block, gone.block)
         if gone.reason:
             kept.refuse(gone.reason)
         self._parent[high] = low
+
+    def coarsen(self, tag: Tag, size: int) -> None:
+        """Make each `size` neurons in a row one, as heads of attention are."""
+        group = self.group(tag)
+        group.width //= size
+        group.block *= size
+        group.slices = [replace(piece, places=size * piece.places) for piece in group.slices]
+        group.sites = [replace(site, places=size * site.places) for site in group.sites]
 
     def roots(self) -> Iterator[Group]:
         for index, group in enumerate(self.groups):

@@ -13,13 +13,14 @@ import numpy as np
 
 from .clock import StepClock
 from .events import Event, Merged
-from .merge import Choice, Reader, choose
+from .merge import Choice, choose
+from .reader import Reader
 from .schedule import Schedule
 
 _log = logging.getLogger(__name__)
 _KEPT = ("gap", "last_step", "least")
 # Batches that are kept, and decide.
-BATCHES: Final = 4
+BATCHES: Final = 8
 # Measured on small nets; those for which more is needed train for longer, too.
 _FIRST_LOOK_S: Final = 0.05
 
@@ -48,6 +49,7 @@ class Paced(ABC):
         self.schedule = Schedule(schedule, every, overhead=overhead)
         self.steps = 0
         self.events: list[Event] = []
+        self._largest_rate, self._allowed = 0.0, tolerance
         self._clock = StepClock()
 
     @property
@@ -70,7 +72,12 @@ class Paced(ABC):
         """
         self.steps += 1
         self._clock.tick()
-        if not self.schedule.is_due(self.steps):
+        rate = self._rate()
+        self._largest_rate = max(self._largest_rate, rate)
+        if self._largest_rate > 0:
+            # A change is mended by training on, and a small rate mends little.
+            self._allowed = self.tolerance * rate / self._largest_rate
+        if not (self._allowed and self.schedule.is_due(self.steps)):
             return Event(self.steps)
         if self.schedule.is_open:
             cost = self._largest_of_ranks(self._clock.steps_in(_FIRST_LOOK_S))
@@ -94,28 +101,36 @@ class Paced(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the schedule stands; the model and its optimizer are saved beside it."""
-        return {"steps": self.steps, **{name: getattr(self.schedule, name) for name in _KEPT}}
+        where = {name: getattr(self.schedule, name) for name in _KEPT}
+        return {"steps": self.steps, "largest_rate": self._largest_rate, **where}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
-        self.steps = state["steps"]
+        self.steps, self._largest_rate = state["steps"], state["largest_rate"]
         self.schedule = replace(self.schedule, **{name: state[name] for name in _KEPT})
 
-    def _choose(self, readers: Sequence[Reader]) -> Choice | None:
-        """Return what may go of one group; None if its activations are not finite."""
-        if not all(np.isfinite(reader.fit + reader.check).all() for reader in readers):
+    def _choose(self, readers: Sequence[Reader], block: int) -> Choice | None:
+        """Return what may go of a group of `block` channels each; None if any is not finite."""
+        if not all(
+            np.isfinite(reader.fit).all() and np.isfinite(reader.samples).all()
+            for reader in readers
+        ):
             return None
         return choose(
             readers,
-            tolerance=self.tolerance,
+            tolerance=self._allowed,
             share=self.schedule.share,
-            min_width=self.min_width,
-            round_to=self.round_to,
+            min_width=-(-self.min_width // block),
+            round_to=-(-self.round_to // block),
         )
 
     @abstractmethod
     def _look(self) -> tuple[tuple[Merged, ...], dict[str, str]]:
         """Look now; return what was merged, and which groups were left and why."""
+
+    @abstractmethod
+    def _rate(self) -> float:
+        """Return the learning rate of now, the largest if there are several."""
 
     @abstractmethod
     def _largest_of_ranks(self, value: float) -> float: ...

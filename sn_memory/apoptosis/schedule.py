@@ -8,7 +8,7 @@
 Siegel, Daily, Vishnu 2016 name variants by how often and how far they go; the numbers are ours.
 
 A look costs time, and where nothing is to be had that time is lost. So gaps also grow until a look
-takes at most `overhead` of the training between two of them; five times that after one that merged,
+takes at most `overhead` of the training between two of them; ten times that after one that merged,
 as the next is then likely to merge as well. Before the first, what it will take is a guess.
 """
 
@@ -22,7 +22,7 @@ from typing import Final
 # The most of a layer's neurons that may go in one event.
 _SHARE: Final = MappingProxyType({"quick": 0.5, "adaptive": 0.25, "aggressive": 0.75})
 _LONGEST = 16
-_PROMISING = 5.0
+_PROMISING = 10.0
 
 
 @dataclass(frozen=True)

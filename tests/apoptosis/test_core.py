@@ -39,17 +39,18 @@ def net(seed, n=9, inputs=5, outputs=4, rows=60):
     return weights, x, random.normal(size=(outputs, n)), random.normal(size=outputs)
 
 
-def reader_of(hidden, outgoing, bias, check=None):
-    def moment(h):
-        ones = np.c_[h, np.ones(len(h))]
-        return ones.T @ ones
+def moment_of(hidden):
+    ones = np.c_[hidden, np.ones(len(hidden))]
+    return ones.T @ ones
 
+
+def reader_of(hidden, outgoing, bias, check=None):
     check = hidden if check is None else check
     return Reader(
         "reader",
         outgoing[None],
-        moment(hidden),
-        moment(check),
+        moment_of(hidden),
+        check[:, None],
         float(np.linalg.norm(check @ outgoing.T + (0 if bias is None else bias))),
         bias is not None,
     )
@@ -101,30 +102,45 @@ def test_the_change_is_what_was_said_and_within_tolerance(
     after = check[:, choice.kept] @ small[0].T + (0 if moved is None else moved)
     change = np.linalg.norm(after - before) / np.linalg.norm(before)
     assert choice.changes[0] <= tolerance
-    # Equal for a linear reader; squares that cancel leave the root of rounding, 1e-8.
-    assert change == pytest.approx(choice.changes[0], rel=1e-5, abs=1e-6)
+    # The same sums in another order.
+    assert change == pytest.approx(choice.changes[0], rel=1e-9, abs=1e-12)
 
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), tolerance=st.floats(0.05, 0.9))
-def test_offsets_of_a_kernel_are_bounded(seed, tolerance):
+def test_the_change_of_a_kernel_is_what_was_said(seed, tolerance):
     random = np.random.default_rng(seed)
     hidden = np.maximum(random.normal(size=(3, 8, 20)), 0)  # [rows, n, positions]
     kernel = random.normal(size=(3, 4, 8))  # [offsets, outputs, n]
 
-    def convolve(h, k):
+    def patches(h):
         padded = np.pad(h, ((0, 0), (0, 0), (1, 1)))
-        return sum(np.einsum("on,bnp->bop", k[o], padded[:, :, o : o + 20]) for o in range(3))
+        return np.stack([padded[:, :, o : o + 20] for o in range(3)])  # [o, rows, n, positions]
 
-    flat = hidden.transpose(0, 2, 1).reshape(-1, 8)
-    moment = np.c_[flat, np.ones(60)].T @ np.c_[flat, np.ones(60)]
+    def convolve(h, k):
+        return np.einsum("oun,obnp->bup", k, patches(h))
+
     before = convolve(hidden, kernel)
-    reader = Reader("conv", kernel, moment, moment, float(np.linalg.norm(before)), False)
+    samples = patches(hidden).transpose(1, 3, 0, 2).reshape(60, 3, 8)
+    moment = moment_of(hidden.transpose(0, 2, 1).reshape(-1, 8))
+    reader = Reader("conv", kernel, moment, samples, float(np.linalg.norm(before)), False)
     choice = choose([reader], tolerance=tolerance)
     small, _ = fold(kernel, None, choice, 0)
     change = np.linalg.norm(convolve(hidden[:, choice.kept], small) - before)
-    assert change <= (choice.changes[0] + 1e-6) * np.linalg.norm(before)
+    assert change == pytest.approx(choice.changes[0] * np.linalg.norm(before), rel=1e-9, abs=1e-9)
     assert choice.changes[0] <= tolerance
+
+
+def test_all_that_stay_make_up_for_one_that_goes():
+    random = np.random.default_rng(5)
+    hidden = random.normal(size=(4000, 6))
+    hidden[:, 4] = hidden[:, :4] @ [0.5, -1.0, 0.7, 0.3] + 2.0
+    outgoing, bias = random.normal(size=(3, 6)), random.normal(size=3)
+    choice = choose([reader_of(hidden, outgoing, bias)], tolerance=0.02)
+    # No other one alone says most of it; the fit of all is held back by a hundredth.
+    assert choice.merges[0].survivor is None
+    assert len(choice.kept) == 5
+    assert choice.changes[0] < 0.01
 
 
 @settings(max_examples=60, deadline=None)
@@ -159,7 +175,9 @@ def test_two_readers_must_both_agree():
     second[:, 3] = 2 * second[:, 0]
     agreed = choose([readers[0], reader_of(second, np.ones((1, 4)), np.zeros(1))], tolerance=1e-5)
     (merge,) = agreed.merges
-    assert sorted(abs(np.log2(merge.factors)).round(6)) == [0, 1]
+    assert merge.survivor == 3 - merge.neuron
+    factors = [fold[0, list(agreed.kept).index(merge.survivor)] for fold in agreed.folds]
+    assert sorted(abs(np.log2(factors)).round(6)) == [0, 1]
 
 
 def test_dead_and_constant_neurons_go_without_a_survivor():
@@ -242,7 +260,7 @@ def test_schedules():
         (lambda: is_homogeneous("swish"), "expected one of elu"),
         (lambda: bound_from_weights(np.ones((2, 2)), np.ones((2, 3)), "relu"), "Transpose"),
         (
-            lambda: Reader("r", np.ones((1, 2, 3)), np.ones((3, 3)), np.ones((4, 4)), 1.0, True),
+            lambda: Reader("r", np.ones((1, 2, 3)), np.ones((4, 4)), np.ones((9, 2, 3)), 1.0, True),
             r"\[n \+ 1, n \+ 1\]",
         ),
     ],
@@ -259,7 +277,7 @@ def test_errors_say_what_to_do(call, says):
 def test_looks_take_their_share_of_training_at_most(cost, overhead, merged, name):
     before = Schedule(name, 10, overhead=overhead)
     after = before.after(10, merged=merged, cost_steps=cost)
-    allowed = overhead * (5 if merged else 1)
+    allowed = overhead * (10 if merged else 1)
     # Steps are whole numbers; one unit in the last place of their product may be lost.
     assert cost <= allowed * (after.next_step - 10) * (1 + 1e-12)
     assert after.next_step >= 20

@@ -188,6 +188,43 @@ def test_memory_of_duplicates_is_what_the_small_net_has(kind):
         np.testing.assert_allclose(ours.numpy(), theirs, rtol=1e-4, atol=1e-9)
 
 
+READERS = {
+    "rows": ((5,), lambda: [layers.Dense(8, "tanh"), layers.Dense(3)]),
+    "same": (
+        (8, 8, 2),
+        lambda: [layers.Conv2D(8, 1, activation="tanh"), layers.Conv2D(3, 3, 2, "same")],
+    ),
+    "dilated": (
+        (8, 8, 2),
+        lambda: [layers.Conv2D(8, 1, activation="tanh"), layers.Conv2D(3, 3, dilation_rate=2)],
+    ),
+    "causal": (
+        (9, 2),
+        lambda: [layers.Conv1D(8, 1, activation="tanh"), layers.Conv1D(3, 3, padding="causal")],
+    ),
+    "flattened": (
+        (4, 4, 2),
+        lambda: [layers.Conv2D(8, 1, activation="tanh"), layers.Flatten(), layers.Dense(3)],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_what_is_said_to_change_changes_on_rows_that_were_not_fitted(kind):
+    shape, make = READERS[kind]
+    model = keras.Sequential([keras.Input(shape), *make()])
+    inputs = np.random.default_rng(0).standard_normal((16, *shape)).astype(np.float32)
+    shrink = apoptosis(model, keras.optimizers.SGD(), tolerance=0.6)
+    before = model(inputs).numpy()
+    shrink.observe(inputs)
+    (merged,) = shrink.step().merged
+    after = model(inputs).numpy()
+    change = np.linalg.norm((after - before)[1::2]) / np.linalg.norm(before[1::2])
+    # Sums in float32 of some thousand products; the model sums in another order.
+    assert change == pytest.approx(*merged.changes.values(), rel=1e-4)
+    assert 0 < change <= 0.6
+
+
 def test_a_recorded_step_is_made_anew_and_an_old_one_is_loud():
     model, inputs = chain(), rows()
     duplicate(model, ["one"])

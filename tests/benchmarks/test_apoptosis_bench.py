@@ -12,7 +12,8 @@ import torch
 
 def row(net, method, seed, args):
     tested = {"plain": [80.0, 90.0], "apoptosis": [85.0, 91.0]}.get(method, [70.0, 80.0])
-    settings = {k: getattr(args, k) for k in ("tolerance", "every", "schedule")}
+    settings = {k: getattr(args, k) or getattr(apoptosis.TASKS[net], k) for k in apoptosis.SAME}
+    settings["schedule"] = args.schedule
     settings["steps"] = args.steps or apoptosis.TASKS[net].steps
     return settings | {
         "net": net,
@@ -112,3 +113,14 @@ def test_decays_conserve_mass():
         total += momentum[:, None] * np.stack(parts, axis=1)
     found = np.sqrt(total[:, 0] ** 2 - (total[:, 1:] ** 2).sum(axis=1))
     np.testing.assert_allclose(found, mass, rtol=1e-9)
+
+
+def test_folds_of_the_real_table_are_apart_and_all_of_it():
+    pytest.importorskip("sklearn")
+    folds = [apoptosis.tumours(seed) for seed in range(5)]
+    assert sum(len(labels) for _, _, _, labels in folds) == 569
+    for inputs, labels, test_inputs, test_labels in folds:
+        assert len(inputs) + len(test_inputs) == len(labels) + len(test_labels) == 569
+        assert abs(inputs.mean(0)).max() < 1e-5
+        rows = {row.numpy().tobytes() for row in inputs}
+        assert not any(row.numpy().tobytes() in rows for row in test_inputs)

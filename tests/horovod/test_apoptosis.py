@@ -23,7 +23,7 @@ def test_compression_a_memory_plan_and_apoptosis_together(horovodrun):
 
 @pytest.mark.horovod
 @pytest.mark.slow
-def test_two_ranks_of_keras_shrink_alike(horovodrun):
-    run = horovodrun(2, Path(__file__).parent / "ranks" / "tensorflow_apoptosis.py", timeout=250)
+def test_four_ranks_of_keras_shrink_alike(horovodrun):
+    run = horovodrun(4, Path(__file__).parent / "ranks" / "tensorflow_apoptosis.py", timeout=250)
     run.check()
-    assert run.stdout.count("both stopped") == 2
+    assert run.stdout.count("all stopped") == 4

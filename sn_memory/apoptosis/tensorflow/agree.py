@@ -22,7 +22,7 @@ def _horovod() -> Any:
     return hvd if hvd is not None and hvd.is_initialized() and hvd.size() > 1 else None
 
 
-def sum_over_ranks(values: Sequence[Floats]) -> list[Floats]:
+def sum_over_ranks(values: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
     """Return arrays summed over ranks, the same bits on each; one message for all of them."""
     hvd = _horovod()
     if hvd is None or not values:
@@ -33,13 +33,35 @@ def sum_over_ranks(values: Sequence[Floats]) -> list[Floats]:
     return [part.reshape(np.shape(value)) for part, value in zip(parts, values, strict=True)]
 
 
-def largest_of_ranks(value: float) -> float:
-    """Return the largest value of all ranks."""
+def stack_over_ranks(values: Sequence[NDArray[np.float32]]) -> list[NDArray[np.float32]]:
+    """Return rows [r x rows, ...] of all ranks; arrays must have as many rows on each."""
+    ranks, rank = place()
+    if ranks == 1:
+        return list(values)
+    found = []
+    for value in values:
+        every = np.zeros((ranks, *value.shape), value.dtype)
+        every[rank] = value
+        found.append(every)
+    summed = sum_over_ranks(found)
+    return [every.reshape(-1, *every.shape[2:]) for every in summed]
+
+
+def place() -> tuple[int, int]:
+    """Return how many ranks there are, and which this is."""
+    hvd = _horovod()
+    return (1, 0) if hvd is None else (hvd.size(), hvd.rank())
+
+
+def largest_of_ranks(values: Sequence[float]) -> list[float]:
+    """Return the largest of each value over all ranks."""
     hvd = _horovod()
     if hvd is None:
-        return value
-    every = hvd.allgather(tf.constant([value], tf.float64), name="sn_memory.apoptosis.cost")
-    return float(every.numpy().max())
+        return list(values)
+    every = hvd.allgather(
+        tf.constant([list(values)], tf.float64), name="sn_memory.apoptosis.largest"
+    )
+    return [float(value) for value in every.numpy().max(axis=0)]
 
 
 def fingerprint(values: Iterable[Any]) -> str:

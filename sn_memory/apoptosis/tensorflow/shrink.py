@@ -13,9 +13,18 @@ import tensorflow as tf
 from ..batches import most_alike
 from ..events import Merged, merged
 from ..groups import Group
-from ..merge import Choice, Reader
+from ..merge import Choice
 from ..pace import BATCHES, Paced
-from .agree import fingerprint, largest_of_ranks, require_same, sum_over_ranks
+from ..patches import SAMPLES
+from ..reader import Reader
+from .agree import (
+    fingerprint,
+    largest_of_ranks,
+    place,
+    require_same,
+    stack_over_ranks,
+    sum_over_ranks,
+)
 from .export import write
 from .groups import find_groups, graph_of
 from .statistics import measure
@@ -32,7 +41,8 @@ class Apoptosis(Paced):
     optimizer
         Keras's optimizer of its variables; one that Horovod wraps is fine as well.
     tolerance
-        The relative change of what each layer puts out that one event may cause, in (0, 1).
+        The relative change of what each layer puts out that one event may cause, in (0, 1), at the
+        largest learning rate there was. It falls as the rate does.
     every
         Steps from one look to the next; see `schedule`.
     min_width
@@ -88,7 +98,7 @@ class Apoptosis(Paced):
         ----------
         inputs
             Inputs of training, an array [n, ...] or a list of them: `fit` shows a callback none.
-            Each look takes four batches from them, one after the other.
+            Each look takes eight batches from them, one after the other.
         batch
             Rows of a batch.
         """
@@ -98,8 +108,11 @@ class Apoptosis(Paced):
         """Write a .keras file or a SavedModel to `path`, and what was merged to .json beside it."""
         write(self.model, self.events, path)
 
+    def _rate(self) -> float:
+        return float(self.optimizer.learning_rate)
+
     def _largest_of_ranks(self, value: float) -> float:
-        return largest_of_ranks(value)
+        return largest_of_ranks([value])[0]
 
     def _look(self) -> tuple[tuple[Merged, ...], dict[str, str]]:
         graph = graph_of(self.model)
@@ -121,7 +134,8 @@ class Apoptosis(Paced):
         refused = {group.name: group.reason for group in groups if group.reason is not None}
         choices = self._decide(graph, patient, able, batches)
         weights = fingerprint(self.model.trainable_variables)
-        require_same("weights or decision", f"{weights} {choices!r}")
+        decided = [choice and choice.text() for choice in choices]
+        require_same("weights or decision", f"{weights} {decided}")
         done = []
         for group, choice in zip(able, choices, strict=True):
             if choice is None:
@@ -138,19 +152,29 @@ class Apoptosis(Paced):
     def _decide(
         self, graph: Any, patient: Patient, groups: list[Group], batches: list[Any]
     ) -> list[Choice | None]:
-        moments = measure(graph, groups, batches)
-        flat = [own for row in moments for own in row]
-        parts = [part for own in flat for part in (own.fit, own.check, own.squares)]
-        summed = iter(sum_over_ranks(parts))
+        ranks, _ = place()
+        found = measure(graph, groups, batches, samples=SAMPLES // ranks)
+        every = [own for row in found for own in row]
+        if not every:
+            return []
+        # What each rank adds has to be of one size; rows of the last batch may be fewer on one.
+        sizes = largest_of_ranks([-sum(map(len, own.squares)) for own in every])
+        cuts = [int(-size) for size in sizes]
+        cut = [np.concatenate(own.samples)[:n] for own, n in zip(every, cuts, strict=True)]
+        squares = [
+            np.concatenate(own.squares)[:n].sum() for own, n in zip(every, cuts, strict=True)
+        ]
+        *fits, totals = sum_over_ranks([*(own.fit for own in every), np.array(squares)])
+        told = zip(fits, stack_over_ranks(cut), np.sqrt(totals), strict=True)
         choices = []
         for group in groups:
             readers = []
             for site in group.sites:
-                fit, check, squares = next(summed), next(summed), next(summed)
+                fit, samples, norm = next(told)
                 weights = as_offsets(patient.variable(site.weight).numpy(), group.width)
-                norm = float(squares) ** 0.5
-                readers.append(Reader(site.call, weights, fit, check, norm, site.takes_constant))
-            choices.append(self._choose(readers))
+                constant = site.takes_constant
+                readers.append(Reader(site.call, weights, fit, samples, float(norm), constant))
+            choices.append(self._choose(readers, group.block))
         return choices
 
     def _record_anew(self) -> None:

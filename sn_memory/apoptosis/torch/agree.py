@@ -42,16 +42,36 @@ def sum_over_ranks(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
 
 
-def largest_of_ranks(value: float) -> float:
-    """Return the largest value of all ranks."""
-    mine = torch.tensor([value], dtype=torch.float64)
+def stack_over_ranks(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return rows [r x rows, ...] of all ranks; tensors must have as many rows on each."""
+    ranks, rank = place()
+    found = []
+    for value in values:
+        every = value.new_zeros(ranks, *value.shape)
+        every[rank] = value
+        found.append(every)
+    return [every.flatten(0, 1) for every in sum_over_ranks(found)]
+
+
+def place() -> tuple[int, int]:
+    """Return how many ranks there are, and which this is."""
+    if dist := _distributed():
+        return dist.get_world_size(), dist.get_rank()
+    if hvd := _horovod():
+        return hvd.size(), hvd.rank()
+    return 1, 0
+
+
+def largest_of_ranks(values: Sequence[float]) -> list[float]:
+    """Return the largest of each value over all ranks."""
+    mine = torch.tensor(values, dtype=torch.float64)
     if dist := _distributed():
         if dist.get_backend() == "nccl":
             mine = mine.cuda()
         dist.all_reduce(mine, op=dist.ReduceOp.MAX)
     elif hvd := _horovod():
-        mine = hvd.allreduce(mine, op=hvd.Max, name="sn_memory.apoptosis.cost")
-    return float(mine)
+        mine = hvd.allreduce(mine, op=hvd.Max, name="sn_memory.apoptosis.largest")
+    return [float(value) for value in mine]
 
 
 def fingerprint(values: Iterable[torch.Tensor]) -> str:

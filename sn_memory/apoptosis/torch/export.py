@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..events import Event
+from .heads import counts_in
 from .surgery import reshape, shapes_of
 
 _FORMAT = "sn_memory.apoptosis"
@@ -23,8 +24,9 @@ def write(model: nn.Module, events: Sequence[Event], path: str | os.PathLike[str
     torch.save(model.state_dict(), path)
     record = {
         "format": _FORMAT,
-        "version": 1,
+        "version": 2,
         "shapes": shapes_of(model),
+        "counts": counts_in(model),
         "events": [event.to_json() for event in events if event],
     }
     path.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
@@ -47,12 +49,12 @@ def rebuild(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     """
     path = Path(path)
     record: dict[str, Any] = json.loads(path.with_suffix(".json").read_text())
-    if record.get("format") != _FORMAT or record.get("version") != 1:
+    if record.get("format") != _FORMAT or record.get("version") != 2:
         raise ValueError(
             f"rebuild: {path.with_suffix('.json')} says format {record.get('format')!r}, version "
-            f"{record.get('version')!r}; expected {_FORMAT!r}, 1. Export it again."
+            f"{record.get('version')!r}; expected {_FORMAT!r}, 2. Export it again."
         )
     values = torch.load(path, weights_only=True, map_location="cpu")
-    reshape(model, record["shapes"])
+    reshape(model, record["shapes"], record["counts"])
     model.load_state_dict(values)
     return model

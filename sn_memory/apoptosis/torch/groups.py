@@ -10,12 +10,17 @@ touches are left as they are, with the reason.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from ..groups import Group, Groups, Tag
+
+
+class Refusal(Exception):  # noqa: N818 - an answer, which the walk takes, and no error
+    """A rule does not know what a call does to channels."""
 
 
 class Walk(Groups):
@@ -33,6 +38,13 @@ class Walk(Groups):
 
     def tag(self, node: Any) -> Tag | None:
         return self.tags.get(node) if isinstance(node, fx.Node) else None
+
+    def coarsen(self, tag: Tag, size: int) -> None:
+        """Make each `size` neurons in a row one, in all values that hold them."""
+        super().coarsen(tag, size)
+        for node, other in self.tags.items():
+            if other is not None and self.root(other.group) == self.root(tag.group):
+                self.tags[node] = replace(other, places=size * other.places)
 
     def parameter(self, node: Any) -> str | None:
         """Return the full name of a parameter or buffer used here and nowhere else."""

@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from ..groups import Site, Slice, Tag
-from .groups import Walk, shape
+from .groups import Refusal, Walk, shape
+from .heads import HEADS, is_one_for_all
 
 # One number in, one number out, the same function for every channel.
 _ELEMENTWISE = frozenset(
@@ -67,10 +68,6 @@ _RESHAPES = frozenset(
 )
 
 
-class _Refusal(Exception):  # noqa: N818 - an answer, caught below, and no error
-    """A rule does not know what a call does to channels."""
-
-
 def follow(walk: Walk, node: fx.Node) -> Tag | None:
     """Return where the channels lie in what a call gives; refuse the groups it does not keep."""
     name = _name(node)
@@ -85,9 +82,9 @@ def follow(walk: Walk, node: fx.Node) -> Tag | None:
         rule = _reshape
     try:
         if rule is None:
-            raise _Refusal(f"{name} is not understood")
+            raise Refusal(f"{name} is not understood")
         return rule(walk, node)
-    except _Refusal as refusal:
+    except Refusal as refusal:
         for used in node.all_input_nodes:
             if tag := walk.tag(used):
                 walk.group(tag).refuse(f"{refusal} (at {node.name})")
@@ -104,7 +101,7 @@ def _name(node: fx.Node) -> str:
 
 def _elementwise(walk: Walk, node: fx.Node) -> Tag | None:
     if any(walk.tag(used) for used in node.all_input_nodes if used is not node.args[0]):
-        raise _Refusal(f"{_name(node)} by a value of a group is not understood")
+        raise Refusal(f"{_name(node)} by a value of a group is not understood")
     return walk.tag(node.args[0])
 
 
@@ -115,18 +112,22 @@ def _two_sided(walk: Walk, node: fx.Node) -> Tag | None:
     left, right = walk.tag(first), walk.tag(second)
     if left is None and right is None:
         return None
+    if left and right is None and is_one_for_all(first, left, second):
+        return left
+    if right and left is None and is_one_for_all(second, right, first):
+        return right
     same = shape(first) == shape(second)
     if left and right and same and (left.axis, left.places) == (right.axis, right.places):
         walk.join(left, right)
         return left
-    raise _Refusal(f"{_name(node)} with a value of other channels")
+    raise Refusal(f"{_name(node)} with a value of other channels")
 
 
 def _pool(walk: Walk, node: fx.Node) -> Tag | None:
     tag = walk.tag(node.args[0])
     spatial = int(_name(node)[-2])
     if tag and tag.axis >= len(shape(node)) - spatial:
-        raise _Refusal(f"{_name(node)} over the channels")
+        raise Refusal(f"{_name(node)} over the channels")
     return tag
 
 
@@ -141,7 +142,12 @@ def _reshape(walk: Walk, node: fx.Node) -> Tag | None:
         lead = math.prod(after[:axis]) == math.prod(before[: tag.axis])
         if lead and size % channels == 0 and (size > 1 or channels == 1):
             return Tag(tag.group, axis, size // channels)
-    raise _Refusal(f"{_name(node)} from {before} to {after} splits the channels")
+        heads = after[axis : axis + 2]
+        if lead and size > 1 and tag.places == 1 and math.prod(heads) == channels:
+            # Channels in rows of one size: heads. They go together or not at all.
+            walk.coarsen(tag, heads[1])
+            return Tag(tag.group, axis)
+    raise Refusal(f"{_name(node)} from {before} to {after} splits the channels")
 
 
 def _move(walk: Walk, node: fx.Node) -> Tag | None:
@@ -170,7 +176,7 @@ def _mean(walk: Walk, node: fx.Node) -> Tag | None:
     arguments: Any = node.args
     axes = {axis % rank for axis in (arguments[1] if len(arguments) > 1 else None) or range(rank)}
     if tag.axis in axes:
-        raise _Refusal(f"{_name(node)} over the channels")
+        raise Refusal(f"{_name(node)} over the channels")
     keeps = len(shape(node)) == rank
     return Tag(tag.group, tag.axis - (0 if keeps else sum(a < tag.axis for a in axes)), tag.places)
 
@@ -180,13 +186,13 @@ def _batch_norm(walk: Walk, node: fx.Node) -> Tag | None:
     if tag is None:
         return None
     if tag.axis != 1 or tag.places != 1:
-        raise _Refusal("batch_norm over places of a channel")
+        raise Refusal("batch_norm over places of a channel")
     for used in node.args[1:5]:
         if used is None:
             continue
         name = walk.parameter(used)
         if name is None:
-            raise _Refusal("batch_norm with a shared or computed parameter")
+            raise Refusal("batch_norm with a shared or computed parameter")
         walk.group(tag).slices.append(Slice(name, node.name))
     return tag
 
@@ -202,7 +208,7 @@ def _convolution(walk: Walk, node: fx.Node) -> Tag | None:
     padded = isinstance(padding, str) or any([padding] if isinstance(padding, int) else padding)
     groups = arguments[6] if len(arguments) > 6 else 1
     if len(shape(node)) != int(_name(node)[-2]) + 2:
-        raise _Refusal("a convolution of one image without a batch")
+        raise Refusal("a convolution of one image without a batch")
     if groups == 1:
         return _layer(walk, node, axis=1, padded=padded)
     source, tag = arguments[0], walk.tag(arguments[0])
@@ -211,7 +217,7 @@ def _convolution(walk: Walk, node: fx.Node) -> Tag | None:
     if tag is None:
         return None
     if not depthwise or None in names or tag.axis != 1 or tag.places != 1:
-        raise _Refusal(f"a convolution of {groups} groups is not understood")
+        raise Refusal(f"a convolution of {groups} groups is not understood")
     walk.group(tag).slices += [Slice(str(name), node.name) for name in names]
     # How many groups there are is a setting of the module, which surgery sets with the width.
     return tag
@@ -227,11 +233,11 @@ def _layer(walk: Walk, node: fx.Node, *, axis: int, padded: bool) -> Tag | None:
         held = walk.names.get(arguments[1].name, node.name)
         made = walk.new_group(shape(node)[axis], held)
         walk.groups[made].refuse("its weight or bias is shared, or computed from others")
-        raise _Refusal(f"{_name(node)} with a shared or computed parameter")
+        raise Refusal(f"{_name(node)} with a shared or computed parameter")
     if tag := walk.tag(arguments[0]):
         flat = tag.places != 1 and _name(node) != "linear"
         if tag.axis != axis or flat:
-            raise _Refusal(f"{_name(node)} along another axis than the channels'")
+            raise Refusal(f"{_name(node)} along another axis than the channels'")
         constant = has_bias and not padded
         site = Site(node.name, weight, bias, tag.places, axis, constant)
         walk.group(tag).sites.append(site)
@@ -248,6 +254,7 @@ _RULES: dict[str, Callable[[Walk, fx.Node], Tag | None]] = {
     "conv3d": _convolution,
     "batch_norm": _batch_norm,
     "mean": _mean,
+    **HEADS,
     "transpose": _move,
     "permute": _move,
     "t": _move,

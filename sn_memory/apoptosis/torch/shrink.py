@@ -15,11 +15,22 @@ from torch.utils import _pytree as tree
 from ..batches import most_alike
 from ..events import Merged, merged
 from ..groups import Group
-from ..merge import Choice, Reader
+from ..merge import Choice
 from ..pace import BATCHES, Paced
-from .agree import fingerprint, largest_of_ranks, require_same, sum_over_ranks
+from ..patches import SAMPLES
+from ..reader import Reader
+from .agree import (
+    fingerprint,
+    largest_of_ranks,
+    place,
+    require_same,
+    stack_over_ranks,
+    sum_over_ranks,
+)
 from .export import write
 from .groups import find_groups
+from .heads import counts_in
+from .plain import check_plain
 from .state import CARRIED, unknown_state
 from .statistics import measure
 from .surgery import Patient, as_offsets, operate, reshape, shapes_of
@@ -37,7 +48,8 @@ class Apoptosis(Paced):
         A torch.optim.Optimizer of its parameters, not wrapped by Horovod; the wrapper must share
         its state (`wrapped.state = optimizer.state`).
     tolerance
-        The relative change of what each layer puts out that one event may cause, in (0, 1).
+        The relative change of what each layer puts out that one event may cause, in (0, 1), at the
+        largest learning rate there was. It falls as the rate does.
     every
         Steps from one look to the next; see `schedule`.
     min_width
@@ -52,7 +64,7 @@ class Apoptosis(Paced):
 
     Notes
     -----
-    The last four batches that the model was trained on are kept, and decide. After an event that
+    The last eight batches that the model was trained on are kept, and decide. After an event that
     merged, all parameters are new objects without gradients: call `step` after `optimizer.step()`.
 
     `carry` may be set to a function that returns tensors like parameters, by their names: gradients
@@ -72,7 +84,7 @@ class Apoptosis(Paced):
         schedule: str = "adaptive",
         overhead: float | None = 0.02,
     ) -> None:
-        _check(model, optimizer)
+        check_plain(model, optimizer)
         super().__init__(
             tolerance=tolerance,
             every=every,
@@ -106,7 +118,8 @@ class Apoptosis(Paced):
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the schedule stands, and the shapes of the model."""
-        return {**super().state_dict(), "shapes": shapes_of(self.model)}
+        shapes, counts = shapes_of(self.model), counts_in(self.model)
+        return {**super().state_dict(), "shapes": shapes, "counts": counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken: the model gets the shapes that it had there.
@@ -115,12 +128,15 @@ class Apoptosis(Paced):
         parameters are new and hold nothing. So a checkpoint of before an event can be loaded after
         it, and one of after it into the wide model of a rank that joins late.
         """
-        reshape(self.model, state["shapes"], self.optimizer)
+        reshape(self.model, state["shapes"], state["counts"], self.optimizer)
         super().load_state_dict(state)
         self._batches.clear()
 
+    def _rate(self) -> float:
+        return max(float(group["lr"]) for group in self.optimizer.param_groups)
+
     def _largest_of_ranks(self, value: float) -> float:
-        return largest_of_ranks(value)
+        return largest_of_ranks([value])[0]
 
     def _look(self) -> tuple[tuple[Merged, ...], dict[str, str]]:
         device = next(self.model.parameters()).device
@@ -140,7 +156,8 @@ class Apoptosis(Paced):
         refused = {group.name: group.reason for group in groups if group.reason is not None}
         choices = self._decide(able, program, batches)
         weights = fingerprint(self.model.parameters())
-        require_same("weights or decision", f"{weights} {choices!r}", device)
+        decided = [choice and choice.text() for choice in choices]
+        require_same("weights or decision", f"{weights} {decided}", device)
         chosen = []
         for group, choice in zip(able, choices, strict=True):
             if choice is None:
@@ -175,19 +192,31 @@ class Apoptosis(Paced):
         return groups
 
     def _decide(self, groups: list[Group], program: Any, batches: Any) -> list[Choice | None]:
-        moments = measure(program, self.model, groups, batches)
-        parts = [part for row in moments for own in row for part in _parts(own)]
-        summed = iter(sum_over_ranks(parts))
+        ranks, _ = place()
+        found = measure(program, self.model, groups, batches, samples=SAMPLES // ranks)
+        every = [own for row in found for own in row]
+        if not every:
+            return []
+        # What each rank adds has to be of one size; rows of the last batch may be fewer on one.
+        sizes = largest_of_ranks([-sum(map(len, own.squares)) for own in every])
+        cuts = [int(-size) for size in sizes]
+        cut = [torch.cat(own.samples)[:n] for own, n in zip(every, cuts, strict=True)]
+        squares = [torch.cat(own.squares)[:n].sum() for own, n in zip(every, cuts, strict=True)]
+        *fits, totals = sum_over_ranks([*(own.fit for own in every), torch.stack(squares)])
+        told = zip(fits, stack_over_ranks(cut), totals.sqrt().tolist(), strict=True)
         patient = Patient(self.model, self.optimizer)
         choices: list[Choice | None] = []
-        for group, row in zip(groups, moments, strict=True):
+        for group in groups:
             readers = []
-            for site, _ in zip(group.sites, row, strict=True):
-                fit, check, squares = (next(summed).cpu().numpy() for _ in range(3))
-                weights = as_offsets(patient.value(site.weight), site)
-                norm, constant = float(squares) ** 0.5, site.takes_constant
-                readers.append(Reader(site.call, weights, fit, check, norm, constant))
-            choices.append(self._choose(readers))
+            for site in group.sites:
+                fit, seen, norm = next(told)
+                seen = seen.float().cpu().numpy()
+                weights, constant = (
+                    as_offsets(patient.value(site.weight), site),
+                    site.takes_constant,
+                )
+                readers.append(Reader(site.call, weights, fit.cpu().numpy(), seen, norm, constant))
+            choices.append(self._choose(readers, group.block))
         return choices
 
     def _operate(
@@ -199,10 +228,12 @@ class Apoptosis(Paced):
         patient = Patient(self.model, self.optimizer)
         for group, choice in chosen:
             operate(patient, group, choice)
-        _, failure = self._trace(batch)
+        program, failure = self._trace(batch)
+        failure = failure or self._misread(program, chosen)
         if not failure:
             return chosen, {}
         patient.undo()
+        self._traced = None
         if len(chosen) == 1:
             # A width is written in the model's own code, in a view() for example.
             return [], {chosen[0][0].name: f"with fewer the model cannot run: {failure}"}
@@ -213,6 +244,15 @@ class Apoptosis(Paced):
             done += fine
             undone |= bad
         return done, undone
+
+    def _misread(self, program: Any, done: list[tuple[Group, Choice]]) -> str:
+        """Say where a model runs, but takes fewer channels for as many smaller heads."""
+        now = {group.name: group for group in find_groups(program, self.model)}
+        for group, choice in done:
+            found = now.get(group.name)
+            if found is None or (found.width, found.block) != (len(choice.kept), group.block):
+                return "it takes the same number of heads, and makes each smaller"
+        return ""
 
     def _trace(self, batch: Any) -> tuple[Any, str]:
         """Return (program, "") or (None, why the model cannot be traced)."""
@@ -254,22 +294,3 @@ def _keeper(owner: Apoptosis) -> Any:
 def _shapes(batch: Any) -> tuple[tuple[int, ...], ...]:
     leaves = tree.tree_leaves(batch)
     return tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
-
-
-def _parts(moments: Any) -> tuple[torch.Tensor, ...]:
-    return moments.fit, moments.check, moments.squares
-
-
-def _check(model: nn.Module, optimizer: Any) -> None:
-    wrapped = isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod")
-    if wrapped:
-        raise ValueError(
-            f"Apoptosis: got a {type(model).__name__}, expected the model inside it: parameters "
-            "are replaced, and a wrapper keeps the old ones. Give the plain model, and wrap it "
-            "again when step() returns true."
-        )
-    if hasattr(optimizer, "_allreduce_delay"):
-        raise ValueError(
-            "Apoptosis: got an optimizer wrapped by Horovod, expected the one inside it: the "
-            "wrapper keeps tables of the old parameters. Give the plain optimizer."
-        )

@@ -2,79 +2,156 @@
 
 The traced graph is run once more on them, without gradients. Dropout is left out, so that chance is
 not taken for a difference, and running statistics are copies, so that nothing of the model changes.
-Even rows of a batch give the factors, odd rows the change: what least squares fitted by chance is
+Even rows of a batch are fitted, odd rows show the change: what least squares fitted by chance is
 not counted as likeness. A batch of one row is used for both.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
 from ..groups import Group, Site
+from ..patches import SAMPLES, grid, offsets, same_padding
 
 
 @dataclass
-class Moments:
-    """Sums over samples of (h, 1) (h, 1)^T in float64, [n + 1, n + 1], and of squares put out."""
+class Seen:
+    """What one reader saw.
+
+    Attributes
+    ----------
+    fit
+        [n + 1, n + 1] float64: the sum over samples of (h, 1) (h, 1)^T.
+    samples
+        [samples, offsets, n] of each batch: what some outputs are made of.
+    squares
+        [samples] float64 of each batch: the square of what was put out there.
+    """
 
     fit: torch.Tensor
-    check: torch.Tensor
-    squares: torch.Tensor
+    samples: list[torch.Tensor] = field(default_factory=list)
+    squares: list[torch.Tensor] = field(default_factory=list)
 
 
 class _Run(fx.Interpreter):  # type: ignore[misc,unused-ignore]  # torch is Any to the checker
-    def __init__(self, graph: fx.GraphModule, sites: dict[str, tuple[Site, Moments]]) -> None:
+    def __init__(
+        self, graph: fx.GraphModule, sites: dict[str, tuple[Site, Seen]], share: int
+    ) -> None:
         super().__init__(graph)
-        self.sites = sites
+        self.sites, self.share = sites, share
 
     def run_node(self, n: fx.Node) -> Any:
         if "dropout" in str(n.target):
             return self.env[n.args[0]]
+        if "scaled_dot_product_attention" in str(n.target) and len(n.args) > 4:
+            given = self.fetch_args_kwargs_from_env(n)
+            return n.target(*given[0][:4], 0.0, *given[0][5:], **given[1])
         if n.name not in self.sites:
             return super().run_node(n)
-        site, moments = self.sites[n.name]
+        site, own = self.sites[n.name]
         seen = self.env[n.args[0]]
-        _add(moments, site, seen)
         out = super().run_node(n)
-        odd = out[1::2] if len(out) > 1 else out
-        moments.squares += odd.double().square().sum()
+        _add_fit(own, site, seen)
+        even = slice(1, None, 2) if len(seen) > 1 else slice(None)
+        if "conv" in str(n.target):
+            samples, made = _patches(n.args, seen[even], out[even], self.env, self.share)
+        else:
+            samples = seen[even].reshape(-1, len(own.fit) - 1, site.places).transpose(1, 2)
+            made = out[even].reshape(len(samples), -1)
+            some = slice(None, None, -(-len(samples) // self.share))
+            samples, made = samples[some], made[some]
+        own.samples.append(samples)
+        own.squares.append(made.double().square().sum(1))
         return out
 
 
-def _add(moments: Moments, site: Site, seen: torch.Tensor) -> None:
-    channels = len(moments.fit) - 1
-    # [rows, others, channels, places] -> [rows, samples, channels]
-    seen = seen.movedim(site.axis, -1)
-    seen = seen.reshape(len(seen), -1, channels, site.places).transpose(2, 3)
-    seen = seen.reshape(len(seen), -1, channels)
-    fit, check = (seen[0::2], seen[1::2]) if len(seen) > 1 else (seen, seen)
-    for total, rows in ((moments.fit, fit), (moments.check, check)):
-        flat = rows.reshape(-1, channels).double()
-        ones = torch.cat([flat, flat.new_ones(len(flat), 1)], dim=1)
-        total += ones.T @ ones
+def _add_fit(own: Seen, site: Site, seen: torch.Tensor) -> None:
+    channels = len(own.fit) - 1
+    # [rows, others, channels, places] -> [rows and others and places, channels]
+    rows = (seen[0::2] if len(seen) > 1 else seen).movedim(site.axis, -1)
+    rows = rows.reshape(-1, channels, site.places).transpose(1, 2)
+    flat = rows.reshape(-1, channels).double()
+    ones = torch.cat([flat, flat.new_ones(len(flat), 1)], dim=1)
+    own.fit += ones.T @ ones
+
+
+def _patches(
+    arguments: Any, seen: torch.Tensor, out: torch.Tensor, env: Any, share: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs [samples, offsets, n] and outputs [samples, outputs] of a convolution.
+
+    Outputs are taken on a grid of positions, so that there are about `share` of them.
+    """
+    spatial = seen.dim() - 2
+    kernel = env[arguments[1]].shape[2:]
+    stride, padding, dilation = (
+        _each(arguments[place] if len(arguments) > place else default, spatial)
+        for place, default in ((3, 1), (4, 0), (5, 1))
+    )
+    if padding == "same":
+        sides = same_padding(kernel, stride, dilation, seen.shape[2:])
+    else:
+        widths = [0] * spatial if isinstance(padding, str) else padding
+        sides = [(width, width) for width in widths]
+    flat = [side for pair in reversed(sides) for side in pair]
+    padded = torch.nn.functional.pad(seen, flat)
+    positions = grid(out.shape[2:], max(1, share // len(out)))
+    made = out[(..., *_mesh(positions))]
+    parts = []
+    for offset in offsets(kernel):
+        places = [
+            [p * step + o * spread for p in row]
+            for row, step, o, spread in zip(positions, stride, offset, dilation, strict=True)
+        ]
+        part = padded[(..., *_mesh(places))]  # [rows, n, positions]
+        parts.append(part.flatten(2).transpose(1, 2).reshape(-1, seen.shape[1]))
+    return torch.stack(parts, 1), made.flatten(2).transpose(1, 2).reshape(-1, out.shape[1])
+
+
+def _each(value: Any, spatial: int) -> Any:
+    if isinstance(value, str):
+        return value
+    values = [value] if isinstance(value, int) else list(value)
+    return values * spatial if len(values) == 1 else values
+
+
+def _mesh(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.meshgrid(*(torch.tensor(row) for row in rows), indexing="ij"))
 
 
 def measure(
-    program: Any, model: torch.nn.Module, groups: Sequence[Group], batches: Sequence[Any]
-) -> list[list[Moments]]:
-    """Return the moments of each reader of each group, summed over batches of (args, kwargs)."""
+    program: Any,
+    model: torch.nn.Module,
+    groups: Sequence[Group],
+    batches: Sequence[Any],
+    *,
+    samples: int = SAMPLES,
+) -> list[list[Seen]]:
+    """Return what each reader of each group saw in batches of (args, kwargs).
+
+    About `samples` outputs of each reader are kept in all.
+    """
     device = next(model.parameters()).device
-    found: list[list[Moments]] = []
-    sites: dict[str, tuple[Site, Moments]] = {}
+    found: list[list[Seen]] = []
+    sites: dict[str, tuple[Site, Seen]] = {}
     for group in groups:
-        empty = torch.zeros(group.width + 1, group.width + 1, dtype=torch.float64, device=device)
-        row = [Moments(empty.clone(), empty.clone(), empty[0, 0].clone()) for _ in group.sites]
+        size = group.width + 1
+        row = [
+            Seen(torch.zeros(size, size, dtype=torch.float64, device=device)) for _ in group.sites
+        ]
         sites |= {site.call: (site, own) for site, own in zip(group.sites, row, strict=True)}
         found.append(row)
     signature = program.graph_signature
     state = dict(model.named_parameters(remove_duplicate=False))
     state |= dict(model.named_buffers(remove_duplicate=False))
     constants = program.constants
+    share = math.ceil(samples / len(batches))
     with torch.no_grad():
         for args, kwargs in batches:
             lifted = [
@@ -87,5 +164,5 @@ def measure(
                 for value in lifted
             ]
             given = torch.utils._pytree.tree_leaves((args, kwargs))
-            _Run(program.graph_module, sites).run(*copies, *given)
+            _Run(program.graph_module, sites, share).run(*copies, *given)
     return found

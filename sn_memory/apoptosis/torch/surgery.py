@@ -16,9 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ..groups import Group, Site
+from ..groups import Group, Site, Slice
 from ..merge import Choice, fold
 from ..moments import Scale, add_up, scales
+from .heads import counts_of
 from .state import KINDS
 
 
@@ -86,6 +87,13 @@ class Patient:
             if old in self.optimizer.state:
                 self.optimizer.state[new] = self.optimizer.state.pop(old)
 
+    def count(self, owner: str, name: str, value: int) -> None:
+        """Let a module know its number of heads, or of their channels."""
+        module = self.model.get_submodule(owner)
+        before = getattr(module, name)
+        setattr(module, name, value)
+        self._undo.append(partial(setattr, module, name, before))
+
     def state(self, name: str) -> dict[str, Any]:
         value = self.value(name)
         return dict(self.optimizer.state[value]) if value in self.optimizer.state else {}
@@ -118,9 +126,15 @@ def shapes_of(model: nn.Module) -> dict[str, list[int]]:
     return {name: list(value.shape) for name, value in model.state_dict().items()}
 
 
-def reshape(model: nn.Module, shapes: dict[str, list[int]], optimizer: Any = None) -> None:
+def reshape(
+    model: nn.Module,
+    shapes: dict[str, list[int]],
+    counts: dict[str, int],
+    optimizer: Any = None,
+) -> None:
     """Give a model tensors of these shapes, with nothing in them where the shape is another one.
 
+    `counts` are numbers of heads, by the attributes that say them.
     The optimizer, if one is given, takes the new parameters and forgets what it knew of the old.
     """
     here = model.state_dict(keep_vars=True)
@@ -134,6 +148,9 @@ def reshape(model: nn.Module, shapes: dict[str, list[int]], optimizer: Any = Non
     for name, shape in shapes.items():
         if list(here[name].shape) != list(shape):
             patient.replace(name, here[name].detach().new_empty(shape), {})
+    for name, value in counts.items():
+        owner, _, last = name.rpartition(".")
+        patient.count(owner, last, value)
     if optimizer is not None:
         patient.renew()
 
@@ -144,38 +161,45 @@ def operate(patient: Patient, group: Group, choice: Choice) -> None:
     pairs = [(merge.neuron, merge.survivor) for merge in choice.merges]
     for place, site in enumerate(group.sites):
         _read_less(patient, site, choice, place, kept)
-    calls: dict[str, list[str]] = {}
+    calls: dict[str, list[Slice]] = {}
     for piece in group.slices:
-        calls.setdefault(piece.call, []).append(piece.name)
-    for names in calls.values():
-        trained = [patient.value(n) for n in names if isinstance(patient.value(n), nn.Parameter)]
-        merges = scales(_incoming(trained), pairs) if trained else []
+        calls.setdefault(piece.call, []).append(piece)
+    for pieces in calls.values():
+        held = [patient.value(piece.name) for piece in pieces]
+        trained = [value for value in held if isinstance(value, nn.Parameter)]
+        merges = scales(_incoming(trained, choice.width), pairs) if trained else []
         new = []
-        for name in names:
-            value = patient.value(name)
-            rows = kept.to(value.device)
+        for piece, value in zip(pieces, held, strict=True):
+            rows = _rows(kept, piece.places).to(value.device)
             state = {
-                key: _remembered(key, held, merges).index_select(0, rows)
-                if isinstance(held, torch.Tensor) and held.shape == value.shape
-                else held
-                for key, held in patient.state(name).items()
+                key: _remembered(key, before, merges, choice.width).index_select(0, rows)
+                if isinstance(before, torch.Tensor) and before.shape == value.shape
+                else before
+                for key, before in patient.state(piece.name).items()
             }
-            new.append((name, value.detach().index_select(0, rows), state))
+            new.append((piece.name, value.detach().index_select(0, rows), state))
         for name, value, state in new:
             patient.replace(name, value, state)
+    for owner, name, channels in list(counts_of(patient.model, group)):
+        patient.count(owner, name, channels * len(kept))
 
 
-def _incoming(trained: list[torch.Tensor]) -> NDArray[np.float64]:
-    rows = [value.detach().double().reshape(len(value), -1) for value in trained]
+def _rows(kept: torch.Tensor, places: int) -> torch.Tensor:
+    """Return the rows of neurons that have several in a row."""
+    return (torch.arange(places) + kept[:, None] * places).reshape(-1)
+
+
+def _incoming(trained: list[torch.Tensor], width: int) -> NDArray[np.float64]:
+    rows = [value.detach().double().reshape(width, -1) for value in trained]
     return np.asarray(torch.cat(rows, dim=1).cpu().numpy(), np.float64)
 
 
-def _remembered(key: str, held: torch.Tensor, merges: list[Scale]) -> torch.Tensor:
+def _remembered(key: str, held: torch.Tensor, merges: list[Scale], width: int) -> torch.Tensor:
     """Return what the survivors remember; state of other names is left to them alone."""
     if key not in KINDS:
         return held
     held = held.clone()
-    add_up(KINDS[key], held, merges)
+    add_up(KINDS[key], held.view(width, -1), merges)
     return held
 
 
@@ -194,7 +218,7 @@ def _read_less(
     bias = None if site.bias is None else patient.value(site.bias)
     plain = None if bias is None else bias.detach().double().cpu().numpy()
     folded, moved = fold(as_offsets(weight, site), plain, choice, place)
-    inputs = (torch.arange(site.places) + kept[:, None] * site.places).reshape(-1)
+    inputs = _rows(kept, site.places)
     shape = (len(weight), len(inputs), *weight.shape[2:])
     # Horovod sends no gradient of a parameter that is not contiguous.
     new = torch.from_numpy(folded).permute(1, 2, 0).reshape(shape).to(weight).contiguous()

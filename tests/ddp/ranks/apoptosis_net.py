@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from sn_memory.apoptosis.torch import Apoptosis
 
 RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
-# Batches that decide are not saved: the last four steps before an event are after the checkpoint.
-STEPS, EVERY, SAVED = 18, 6, 2
+# Batches that decide are not saved: the last eight steps before an event are after the checkpoint.
+STEPS, EVERY, SAVED = 30, 10, 2
 
 
 class Training:

@@ -1,4 +1,4 @@
-"""Two ranks: a Keras model shrinks under Horovod, alike; ranks that differ both stop."""
+"""Ranks: a Keras model shrinks under Horovod, alike; ranks that differ all stop."""
 
 import horovod.tensorflow as hvd
 import keras
@@ -45,12 +45,12 @@ for step in range(6):
     train(tf.constant(batch(step)))
     if apoptosis.step():
         train, changed = recorded(), changed + 1
+        for index, held in enumerate([*model.variables, *optimizer.variables]):
+            if held.dtype == "float32":
+                every = hvd.allgather(held.value[None], name=f"held.{step}.{index}").numpy()
+                assert (every == every[:1]).all()
 assert changed
 assert model.layers[0].units < 24
-for index, held in enumerate([*model.variables, *optimizer.variables]):
-    if held.dtype == "float32":
-        every = hvd.allgather(held.value[None], name=f"held.{index}").numpy()
-        assert (every == every[:1]).all()
 
 model, optimizer, apoptosis = setup(seed=hvd.rank())
 apoptosis.observe(batch(0))
@@ -58,6 +58,6 @@ apoptosis.step()
 try:
     apoptosis.step()
 except AgreementError:
-    print("both stopped")
+    print("all stopped")
 else:
     raise AssertionError("ranks differ, and none said so")
