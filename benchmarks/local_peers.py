@@ -62,19 +62,21 @@ class LocalPeers:
 
     def __init__(self, hall: Hall, rank: int) -> None:
         self.hall, self.rank, self.ranks = hall, rank, hall.ranks
-        self._optimizers: dict[str, int] = {}
+        self._made = 0
+
+    def prefix(self, kind: str) -> str:
+        """See Peers: every thread counts its own."""
+        self._made += 1
+        return f"{kind}.{self._made}"
 
     def exchange(self, name: str, wire: Any, partner: Partner) -> Callable[[], Any]:
         """Post to the target, take from the source."""
         if partner.target == self.rank:
             return lambda: wire[:0]
-        # Optimizers are numbered as they are made, here by all threads in any order.
-        _, optimizer, bucket = name.split(".", 2)
-        tag = self._optimizers.setdefault(optimizer, len(self._optimizers)), bucket
-        self.hall.box((partner.target, self.rank, tag)).put(wire.clone())
+        self.hall.box((partner.target, self.rank, name)).put(wire.clone())
 
         def wait() -> Any:
-            box = self.hall.box((self.rank, partner.source, tag))
+            box = self.hall.box((self.rank, partner.source, name))
             for _ in range(int(_PATIENCE_S)):
                 try:
                     return box.get(timeout=1)

@@ -103,8 +103,8 @@ def GossipOptimizer(  # noqa: N802 - named as Horovod names its own
     every : steps from one measure of the spread to the next, a sum of 258 numbers; 0: none
     bucket_bytes : largest message, unless a single tensor is larger
     process_set, group : of Horovod or of torch.distributed; None: all ranks of what is initialised.
-        Messages have a group of their own with the same ranks. A group may also be an object with
-        the methods of peers.torch.Peers
+        A group of fewer than all ranks carries nothing else of gossip: make one for each optimizer.
+        A group may also be an object with the methods of peers.torch.Peers
 
     Returns
     -------

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from horovod.torch.elastic.state import StateHandler, get_handler_registry
 
+from .._waiting import result_of
 from ..codecs import saving
 from ..errors import CompressError
 from ..exchange.gather import on_wire, wire_bytes
@@ -93,7 +94,8 @@ def _memory_for(caller: Caller, settings: Settings) -> Memory:
 def _total(process_set: Any, name: str, values: Any) -> Any:
     """The sum over the ranks, at once, for the tuner."""
     wire = torch.from_numpy(values.copy())
-    return hvd.allreduce(wire, name=name, op=hvd.Sum, process_set=process_set).numpy()
+    handle = hvd.allreduce_async(wire, name=name, op=hvd.Sum, process_set=process_set)
+    return result_of(hvd, handle).numpy()
 
 
 def _with_rest(tensor: torch.Tensor, name: str, memory: Memory) -> torch.Tensor:

@@ -6,7 +6,6 @@ model.fit(batches, epochs=8)
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,9 +15,8 @@ import numpy as np
 import tensorflow as tf
 
 from ...errors import CompressError
+from ..names import prefix
 from ..ring import Ring
-
-_numbers = itertools.count()  # made in the same order on all ranks
 
 
 def ring_shuffle(*arrays: Any, batch_size: int, seed: int = 0, process_set: Any = None) -> Any:
@@ -33,7 +31,8 @@ def ring_shuffle(*arrays: Any, batch_size: int, seed: int = 0, process_set: Any 
     peers = hvd.global_process_set if process_set is None else process_set
     if not peers.included():
         raise CompressError(f"this rank is not in {peers}; expected a process set that has it")
-    rank, ranks, name = peers.rank(), peers.size(), f"ring.{next(_numbers)}"
+    rank, ranks = peers.rank(), peers.size()
+    name = prefix("ring", peers.ranks or range(ranks))
     fields = [np.asarray(array) for array in arrays]
     own = tf.constant([len(fields[0]) if fields else 0])
     counts = hvd.allgather(own, name=f"{name}.counts", process_set=peers) if ranks > 1 else own

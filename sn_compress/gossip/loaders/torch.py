@@ -5,7 +5,6 @@ loader = DataLoader(ring_shuffle(images, labels, batch_size=64), batch_size=None
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,18 +16,15 @@ from ..peers.torch import find_peers
 from ..ring import Ring
 from ..topology import Partner
 
-_numbers = itertools.count()  # made in the same order on all ranks
-
 
 class RingShuffle(IterableDataset):  # type: ignore[misc]
     """What ring_shuffle returns."""
 
-    def __init__(self, ring: Ring, peers: Any) -> None:
+    def __init__(self, ring: Ring, peers: Any, name: str) -> None:
         super().__init__()
-        self.ring, self._peers = ring, peers
+        self.ring, self._peers, self._name = ring, peers, name
         after, before = (peers.rank + 1) % peers.ranks, (peers.rank - 1) % peers.ranks
         self._partner = Partner(source=before, target=after, weight=1.0)
-        self._name = f"ring.{next(_numbers)}"
 
     def __len__(self) -> int:
         return self.ring.steps
@@ -92,11 +88,12 @@ def ring_shuffle(
     """
     peers = find_peers(process_set, group)
     fields = [torch.as_tensor(tensor).detach().cpu().numpy() for tensor in tensors]
+    name = peers.prefix("ring")
     counts = torch.zeros(peers.ranks, dtype=torch.float64)
     counts[peers.rank] = len(fields[0]) if fields else 0
-    total = peers.sum(f"ring.counts.{next(_numbers)}", counts)()
+    total = peers.sum(f"{name}.counts", counts)()
     ring = Ring(
         fields, counts=[int(c) for c in total.tolist()], rank=peers.rank, batch_size=batch_size,
         seed=seed,
     )  # fmt: skip
-    return RingShuffle(ring, peers)
+    return RingShuffle(ring, peers, name)

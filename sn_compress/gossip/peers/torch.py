@@ -11,13 +11,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
+from weakref import WeakSet
 
 import torch
 
+from ..._waiting import result_of
 from ...errors import CompressError
+from ..names import prefix
 from ..topology import Partner
 
 Wait = Callable[[], Any]
+_taken: WeakSet[Any] = WeakSet()  # groups that carry somebody's messages
 
 
 @runtime_checkable
@@ -26,6 +30,9 @@ class Peers(Protocol):
 
     rank: int
     ranks: int
+
+    def prefix(self, kind: str) -> str:
+        """Of the names of one object's messages: the same on all ranks, and no other's."""
 
     def exchange(self, name: str, wire: Any, partner: Partner) -> Wait:
         """Start sending [m] uint8 to a target; the function returned waits for the source's."""
@@ -52,6 +59,10 @@ class HorovodPeers:
             )
         self.rank, self.ranks = self._set.rank(), self._set.size()
 
+    def prefix(self, kind: str) -> str:
+        """See Peers."""
+        return prefix(kind, self._set.ranks or range(self.ranks))
+
     def exchange(self, name: str, wire: Any, partner: Partner) -> Wait:
         """See Peers. A rank that sits out takes part, with nothing."""
         splits = torch.zeros(self.ranks, dtype=torch.int32)
@@ -65,46 +76,60 @@ class HorovodPeers:
                 "A tensor that large needs transport over torch.distributed."
             )
         handle = self._hvd.alltoall_async(wire, splits, name=name, process_set=self._set)
-        return lambda: self._hvd.synchronize(handle)[0]
+        return lambda: result_of(self._hvd, handle)[0]
 
     def sum(self, name: str, tensor: Any) -> Wait:
         """See Peers."""
         handle = self._hvd.allreduce_async(
             tensor, name=name, op=self._hvd.Sum, process_set=self._set
         )
-        return lambda: self._hvd.synchronize(handle)
+        return lambda: result_of(self._hvd, handle)
 
     def broadcast(self, name: str, tensor: Any, root: int) -> None:
         """See Peers."""
         root = self._set.ranks[root] if self._set.ranks is not None else root
-        self._hvd.broadcast_(tensor, root_rank=root, name=name, process_set=self._set)
+        handle = self._hvd.broadcast_async_(
+            tensor, root_rank=root, name=name, process_set=self._set
+        )
+        result_of(self._hvd, handle)
 
 
 class GroupPeers:
     """The ranks of a group of torch.distributed.
 
-    group : whose ranks these are, all of which make this object; None: all ranks
+    group : None or one of all ranks: messages get a group of their own. One of fewer ranks becomes
+        that of these messages
 
-    Messages have a group of their own. torch.distributed tells messages apart by their order alone:
-    a second optimizer in the same group could take, or wait for ever for, what the first has under
-    way; and NCCL would run them in one line with the collectives of other libraries.
+    torch.distributed tells messages apart by their order alone: a second optimizer in the same
+    group could take, or wait for ever for, what the first has under way. For fewer than all ranks
+    no group can be made here: torch names it by how many groups a rank is in, which need not be the
+    same for all of its ranks, and then they never meet.
+
+    Raises CompressError if another object sends over the group already.
     """
 
     def __init__(self, group: Any = None) -> None:
         import torch.distributed as dist
 
         self._dist = dist
-        if group is None:
-            self._group = dist.new_group()
-        else:
-            self._group = dist.new_group(
-                dist.get_process_group_ranks(group),
-                backend=dist.get_backend(group),
-                use_local_synchronization=True,  # ranks outside know nothing of it
+        if group is None or dist.get_world_size(group) == dist.get_world_size():
+            self._group = dist.new_group(backend=None if group is None else dist.get_backend(group))
+        elif group in _taken:
+            raise CompressError(
+                f"the group of ranks {dist.get_process_group_ranks(group)} carries the messages of "
+                "another gossip optimizer or loader; expected one for each. Make another, on all "
+                "ranks: torch.distributed.new_group(ranks)."
             )
+        else:
+            _taken.add(group)
+            self._group = group
         self.rank, self.ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
         # NCCL makes a group's communicator at its first use, which must have all ranks in it.
         dist.barrier(self._group)
+
+    def prefix(self, kind: str) -> str:
+        """See Peers. No other object sends over the group, so names tell nothing."""
+        return kind
 
     def exchange(self, name: str, wire: Any, partner: Partner) -> Wait:
         """See Peers. Both directions in one batch, or NCCL could wait for ever."""

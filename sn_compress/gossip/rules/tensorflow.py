@@ -6,7 +6,6 @@ them runs in NumPy, in the middle of the graph.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,9 +16,8 @@ import tensorflow as tf
 from ...contract import Codec
 from .. import sketch
 from ..differences import Differences, Shape
+from ..names import prefix
 from ..topology import Topology
-
-_numbers = itertools.count()  # optimizers are made in the same order on all ranks
 
 
 class Gossip:
@@ -50,7 +48,7 @@ class Gossip:
         # Made where no trace is under way, and past Keras, which would save them.
         self.spread = tf.Variable(np.nan, dtype=tf.float64, trainable=False)
         self.averages = tf.Variable(0, dtype=tf.int64, trainable=False)
-        self._prefix = f"gossip.{next(_numbers)}"
+        self._prefix = prefix("gossip", process_set.ranks or range(self.ranks))
 
     def build(self, variables: Sequence[Any]) -> None:
         """All ranks get the weights of rank 0."""

@@ -6,7 +6,6 @@ share what is under way in a step.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -21,7 +20,6 @@ from ..peers.torch import Peers
 from ..together.torch import Spread, agree
 from ..topology import Topology
 
-_numbers = itertools.count()  # optimizers are made in the same order on all ranks
 _FORMAT = 1
 
 
@@ -49,7 +47,7 @@ class Gossip:
         self.steps = self.turns = self.averages = 0
         self._agreed = False
         self._bucket_bytes = bucket_bytes
-        self._prefix = f"gossip.{next(_numbers)}"
+        self._prefix = peers.prefix("gossip")
         self.messages = Messages(
             peers, topology, prefix=self._prefix, gradients=average == "gradients",
             pull=pull if codec else 1.0,

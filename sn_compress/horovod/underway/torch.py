@@ -9,6 +9,7 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
+from ..._waiting import result_of
 from ...codecs.fft import FFTCodec
 from ...errors import CompressError, PayloadError
 from ...exchange.gather import mean_of_gathered
@@ -40,7 +41,7 @@ class InFlight:
     def finish(self, token: torch.Tensor) -> torch.Tensor:
         self.memory.theta.observe(self.name, *token.tolist())
         try:
-            gathered = hvd.synchronize(self.handle).numpy()
+            gathered = result_of(hvd, self.handle).numpy()
         except hvd.mpi_ops.HorovodInternalError as error:
             if "join" in str(error).lower():
                 raise self._joined() from error
@@ -80,7 +81,7 @@ class Reducer:
         return bool(hvd.poll(handle))
 
     def wait(self, handle: int) -> Any:
-        return hvd.synchronize(handle).numpy()
+        return result_of(hvd, handle).numpy()
 
 
 @dataclass

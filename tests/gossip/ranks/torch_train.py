@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import horovod.torch as hvd
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -18,13 +19,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 from local_peers import Hall
 from torch_cases import CASES, STEPS, World, backward, flat, net, reference, sgd, trained
 
-from sn_compress import codec
+from sn_compress import CompressError, codec
 from sn_compress.gossip import topology
 from sn_compress.gossip.torch import GossipOptimizer
 
 
 def idle_ranks(world):
-    """Three ranks of more: one of them sits out in every step of the exact graph."""
+    """Three ranks of more: one of them sits out in every step of the exact graph.
+
+    The fourth rank makes none of these; all ranks must find together in later ones nevertheless.
+    """
     size = min(3, world.size)
     graph = topology("exact", size)
     group = dist.new_group(list(range(size)))
@@ -38,6 +42,9 @@ def idle_ranks(world):
                 backward(model, optimizer, step, world.rank)
                 optimizer.step()
             assert torch.equal(flat(model), expected[world.rank])
+        if size < world.size:
+            with pytest.raises(CompressError, match="another gossip optimizer"):
+                GossipOptimizer(sgd(net()), topology=graph, group=group)
     hvd.barrier()
 
 
