@@ -34,8 +34,8 @@ def test_threads_follow_the_rules(tmp_path, ranks, case):
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "cases"), [(2, REAL), (4, ["weights", "idle-ranks", "threads"])])
 def test_ranks_follow_the_rules(horovodrun, tmp_path, ranks, cases):
-    """The cases share one launch: starting horovodrun takes longer than most of them. Four ranks
-    leave those to two that gather often: ranks spin while Horovod gathers, four of them on two cores.
+    """The cases share one launch: starting horovodrun takes longer than most of them. What
+    gathers often is left to two, as ranks spin while Horovod gathers: four of them, on two cores.
     """
     script = RANKS / "torch_train.py"
     run = horovodrun(ranks, script, tmp_path, *cases, timeout=120).check()
