@@ -25,7 +25,6 @@ from typing import Any
 import gossip_report as report
 import numpy as np
 import torch
-from _study_report import put_into
 from accuracy import load, save
 from local_peers import Hall, LocalPeers
 from machine import commit, machine
@@ -204,11 +203,7 @@ def main() -> None:
             save(path, rows)
             told = [str(row[f]) for f in (*fields, "ratio", "accuracy", "worker_accuracy")]
             print(" ".join(told), f"{row['distance'][-1]:.4f} ({row['seconds']} s)", flush=True)
-    print(f"\n{report.table(rows)}\n\nrows: {path}")
-    if path == RESULTS:
-        put_into(report.PAGE, "gossip", report.table(rows))
-    if args.png or path == RESULTS:
-        report.picture(rows, args.png or ROOT / "docs/gossip.png")
+    report.publish(rows, path, RESULTS, args.png)
 
 
 if __name__ == "__main__":

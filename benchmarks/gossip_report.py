@@ -7,6 +7,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from _study_report import put_into
+
 PAGE = Path(__file__).resolve().parent.parent / "docs/gossip.md"
 Row = dict[str, Any]
 COLUMNS = (
@@ -126,3 +128,15 @@ def picture(rows: list[Row], path: Path) -> None:
         axes.legend(frameon=False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def publish(rows: list[Row], path: Path, results: Path, png: Path | None) -> None:
+    """Print the table; put it and the picture where they are read, if these rows are the results.
+
+    results : benchmarks/results/NAME.json, of which docs have a part and a picture of that name
+    """
+    print(f"\n{table(rows)}\n\nrows: {path}")
+    if path == results:
+        put_into(PAGE, results.stem.replace("_", "-"), table(rows))
+    if png or path == results:
+        picture(rows, png or PAGE.with_name(f"{results.stem}.png"))

@@ -24,7 +24,6 @@ from pathlib import Path
 import gossip_report as report
 import nets
 import numpy as np
-from _study_report import put_into
 from accuracy import load, save
 from gossip import BATCH, LOOKS, RATE, STEPS, Run, plan
 from machine import commit, machine
@@ -94,11 +93,7 @@ def main() -> None:
             start(alike, path)
     rows = load(path)
     save(path, rows)
-    print(f"\n{report.table(rows)}\n\nrows: {path}")
-    if path == RESULTS:
-        put_into(report.PAGE, "gossip-tensorflow", report.table(rows))
-    if args.png or path == RESULTS:
-        report.picture(rows, args.png or ROOT / "docs/gossip_tensorflow.png")
+    report.publish(rows, path, RESULTS, args.png)
 
 
 if __name__ == "__main__":

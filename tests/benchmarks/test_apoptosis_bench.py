@@ -14,7 +14,7 @@ def row(net, method, seed, args):
     tested = {"plain": [80.0, 90.0], "apoptosis": [85.0, 91.0]}.get(method, [70.0, 80.0])
     settings = {k: getattr(args, k) or getattr(apoptosis.TASKS[net], k) for k in apoptosis.SAME}
     settings["schedule"] = args.schedule
-    settings["steps"] = args.steps or apoptosis.TASKS[net].steps
+    settings["steps"] = apoptosis.steps_of(net, method, args)
     return settings | {
         "net": net,
         "method": method,
@@ -49,8 +49,14 @@ def test_only_what_is_missing_runs(monkeypatch, tmp_path, capsys):
     assert len(calls) == 8, "seed 0 was there already"
     assert len(json.loads(path.read_text())) == 8
     said = capsys.readouterr().out
-    assert "| mlp_narrow | apoptosis | 2 | 91.00 | 1,000 | 8.0 | 8.0 | 89.90 |" in said
-    assert "| mlp_narrow | pruned | 2 | 80.00 | 1,000 | 8.0 | 0 of 2 did | 89.90 |" in said
+    assert (
+        "| mlp_narrow | apoptosis, tolerance 0.01 | 2,811 | 2 | 91.00 | 1,000 | 8.0 | 8.0 | 89.90 |"
+        in said
+    )
+    assert (
+        "| mlp_narrow | pruned, tolerance 0.01 | 2,811 | 2 | 80.00 | 1,000 | 8.0 | 0 of 2 did | 89.90 |"
+        in said
+    )
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -84,6 +90,30 @@ def test_plain_is_run_once_for_all_settings(monkeypatch, tmp_path):
         monkeypatch.setattr(sys, "argv", [*command, tolerance])
         apoptosis.main()
     assert calls == ["plain", "apoptosis", "apoptosis"]
+
+
+def test_settings_are_tried_on_rows_of_training(monkeypatch, tmp_path, capsys):
+    """Half as many steps again for all but plain; what is tried never sees the test rows."""
+    seen = []
+
+    def score(net, inputs, labels):
+        seen.append(labels)
+        return 50.0
+
+    monkeypatch.setattr(apoptosis, "score", score)
+    monkeypatch.setattr(apoptosis, "LOOKS", 1)
+    path = tmp_path / "tried.json"
+    command = ["apoptosis.py", "--nets", "tumours_wide", "--seeds", "0", "--steps", "2", "--more"]
+    command += ["1.5", "--methods", "plain", "apoptosis", "--held-out"]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit):
+        apoptosis.main()
+    assert "a file of its own" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [*command, "--json", str(path)])
+    apoptosis.main()
+    assert [row["steps"] for row in json.loads(path.read_text())] == [2, 3]
+    _, train_labels, _, _ = apoptosis.tumours(0)
+    assert all(torch.equal(labels, train_labels[-len(labels) :]) for labels in seen)
 
 
 def test_the_area_under_the_curve_is_that_of_all_pairs():
