@@ -345,7 +345,7 @@ def main() -> None:
     parser.add_argument("--schedule", default="aggressive")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--report", action="store_true", help="run nothing; say what rows say")
-    parser.add_argument("--png", type=Path, help="picture of the first of --nets")
+    parser.add_argument("--png", type=Path, help="picture of the first of --nets and --seeds")
     args = parser.parse_args()
     torch.set_num_threads(1)  # CPU seconds of several threads would be no time that passes
     if args.held_out and not args.json:
@@ -376,7 +376,7 @@ def main() -> None:
                     ended = done["curve_widths"][-1]
     print(table(rows))
     if args.png:
-        picture(rows, args.nets[0], args.png)
+        picture([r for r in rows if r["seed"] == args.seeds[0]], args.nets[0], args.png)
 
 
 if __name__ == "__main__":
