@@ -43,7 +43,7 @@ def network(*hidden: int) -> Any:
 def recorded(model: Any, optimizer: Any) -> Any:
     """Return a step of training as a function of images and labels."""
 
-    @tf.function
+    @tf.function(autograph=False)
     def train(x: Any, y: Any) -> None:
         with tf.GradientTape() as tape:
             said = model(x, training=True)
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--steps", type=int, default=STEPS, help="that plain takes")
     parser.add_argument("--more", type=float, default=1.5, help="steps of apoptosis over those")
-    parser.add_argument("--tolerance", type=float, default=0.01)
+    parser.add_argument("--tolerance", type=float, default=0.02)
     parser.add_argument("--every", type=int, default=100)
     parser.add_argument("--overhead", type=float, default=0.02)
     parser.add_argument("--round-to", type=int, default=8)

@@ -71,7 +71,11 @@ x, test_x = (read(f"{part}-images-idx3")[..., None] / np.float32(127.5) - 1
              for part in ("train", "t10k"))  # fmt: skip
 y, test_y = (read(f"{part}-labels-idx1") for part in ("train", "t10k"))
 layers = [keras.layers.Conv2D(n, 3, s, "same", activation="gelu") for n, s in ((16, 1), (32, 2))]
-layers += [keras.layers.MaxPooling2D(), keras.layers.Flatten(), keras.layers.Dense(args.width, "relu", name="hidden")]
+layers += [
+    keras.layers.MaxPooling2D(),
+    keras.layers.Flatten(),
+    keras.layers.Dense(args.width, "relu", name="hidden"),
+]
 model = keras.Sequential([keras.Input((28, 28, 1)), *layers, keras.layers.Dense(10)])
 loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 optimizer = keras.optimizers.Adam(1e-3)
