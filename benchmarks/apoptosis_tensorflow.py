@@ -137,22 +137,23 @@ def run(method: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return markdown: one line for each method, means over seeds."""
-    lines = ["| method | seeds | score % | parameters | CPU s | CPU s to target | target % |"]
+    lines = ["| method | seeds | score % | parameters | CPU s | seconds | CPU s to target |"]
     lines.append("|---|---|---|---|---|---|---|")
     target = min((r["score"] for r in rows if r["method"] == "plain"), default=100.0) - 0.1
     kinds: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         kinds.setdefault((row["method"], *(row.get(name) for name in SETTINGS)), []).append(row)
-    for (method, tolerance, *_, more), mine in kinds.items():
-        label = method if method == "plain" else f"{method}, {tolerance}, {more} times the steps"
-        n = len(mine)
-        mean = {k: sum(r[k] for r in mine) / n for k in ("score", "parameters", "cpu_s")}
+    for (method, *said), mine in kinds.items():
+        own = dict(zip(SETTINGS, said, strict=True))
+        label = method if method == "plain" else f"{method}, overhead {own['overhead']}"
+        n, keys = len(mine), ("score", "parameters", "cpu_s", "wall_s")
+        mean = {key: sum(row[key] for row in mine) / n for key in keys}
         times = [seconds_to(row, target) for row in mine]
         reached = [one for one in times if one is not None]
         to = f"{sum(reached) / n:.1f}" if len(reached) == n else f"{len(reached)} of {n} did"
         lines.append(
             f"| {label} | {n} | {mean['score']:.2f} | {mean['parameters']:,.0f} | "
-            f"{mean['cpu_s']:.1f} | {to} | {target:.2f} |"
+            f"{mean['cpu_s']:.1f} | {mean['wall_s']:.1f} | {to} |"
         )
     return "\n".join(lines)
 
