@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("tensorflow")
-import apoptosis_tensorflow as study  # noqa: E402 - without TensorFlow there is nothing to import
-import numpy as np  # noqa: E402
+import apoptosis_tensorflow as study
+import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/apoptosis.md").read_text(encoding="utf-8")
