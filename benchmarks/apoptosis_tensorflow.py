@@ -145,7 +145,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         kinds.setdefault((row["method"], *(row.get(name) for name in SETTINGS)), []).append(row)
     for (method, *said), mine in kinds.items():
         own = dict(zip(SETTINGS, said, strict=True))
-        label = method if method == "plain" else f"{method}, overhead {own['overhead']}"
+        label = method if method == "plain" else f"{method}, {own['tolerance']}, {own['overhead']}"
         n, keys = len(mine), ("score", "parameters", "cpu_s", "wall_s")
         mean = {key: sum(row[key] for row in mine) / n for key in keys}
         times = [seconds_to(row, target) for row in mine]
@@ -167,9 +167,9 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--steps", type=int, default=STEPS, help="that plain takes")
     parser.add_argument("--more", type=float, default=1.5, help="steps of apoptosis over those")
-    parser.add_argument("--tolerance", type=float, default=0.02)
-    parser.add_argument("--every", type=int, default=100)
-    parser.add_argument("--overhead", type=float, default=0.02)
+    parser.add_argument("--tolerance", type=float, default=0.015)
+    parser.add_argument("--every", type=int, default=50)
+    parser.add_argument("--overhead", type=float, default=0.05)
     parser.add_argument("--round-to", type=int, default=8)
     parser.add_argument("--schedule", default="aggressive")
     parser.add_argument("--held-out", action="store_true", help="test on 10,000 training images")
