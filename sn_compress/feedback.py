@@ -153,6 +153,14 @@ class ErrorFeedback:
         for name, residual in residuals.items():
             self._set(name, residual.size, residual)
 
+    def restart(self, residuals: Mapping[str, npt.NDArray[np.float32]]) -> None:
+        """Forget all names but what was dropped of these; shapes may be others from now on."""
+        self._memory.clear()
+        self._before.clear()
+        self._codecs.clear()
+        for name, residual in residuals.items():
+            self._set(name, residual.size, residual.reshape(-1))
+
     def release(self, name: str) -> npt.NDArray[np.float32]:
         """The memory of `name` times decay, [n] float32, which now travels elsewhere."""
         residual = self.residual(name) * np.float32(self.decay)

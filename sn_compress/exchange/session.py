@@ -3,6 +3,8 @@
 A few dense steps begin the training: they are where compression hurts most, and they show every
 rank the same mean gradients, from which all choose the same sizes (`allocate.py`). Such a step
 returns rarely, carries the memories along, and the choice is made anew.
+
+Over 300 lines: the steps of a tensor, and what is saved of them.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ class Tensor:
     step: int = 0  # that the next gradient belongs to
     curve: Curve | None = None  # by which its size was chosen
     mean: Floats | None = None  # of the last dense step, until then
+    owed: Floats | None = None  # what was not sent of it when the exchange began anew
     summable: Summable | None = None
     size: int = 0
     before: dict[str, Any] | None = None  # the fields above, before the last step
@@ -95,8 +98,9 @@ class SharedExchange:
         """What to send on a dense step, [n] float32: the values and all that was not sent yet."""
         tensor = self._next(name)
         vector = np.asarray(values).astype(np.float32)
-        if tensor.summable is not None:
-            vector += tensor.summable.memory * np.float32(self.decay)
+        if (left := _left(tensor)) is not None:
+            vector += left * np.float32(self.decay)
+        tensor.owed = None
         return vector
 
     def learn(self, name: str, mean: npt.ArrayLike) -> None:
@@ -242,14 +246,23 @@ class SharedExchange:
 
     def remembers(self, name: str) -> bool:
         """Whether there is a memory of `name`."""
-        return name in self.tensors and self.tensors[name].summable is not None
+        return name in self.tensors and _left(self.tensors[name]) is not None
 
     def residual(self, name: str) -> Floats:
         """What this rank has not sent of `name` yet, [n] float32."""
         tensor = self.tensors.get(name)
-        if tensor is None or tensor.summable is None:
+        left = None if tensor is None else _left(tensor)
+        if left is None:
             raise CompressError(f"there is no memory of {name!r}; known: {sorted(self.tensors)}")
-        return tensor.summable.memory.copy()
+        return left.copy()
+
+    def restart(self, residuals: Mapping[str, npt.NDArray[np.float32]]) -> None:
+        """Forget all tensors but what was not sent of these; shapes may be others from now on."""
+        self._left_out.clear()
+        self.tensors = {
+            name: Tensor(left.shape, owed=left.reshape(-1).copy())
+            for name, left in residuals.items()
+        }
 
     def sizes(self, state: dict[str, Any]) -> dict[str, int]:
         """Elements of each memory in a saved state, by name."""
@@ -271,13 +284,19 @@ class SharedExchange:
             sides = tuple(int(size) for size in entry["sides"])
             shares = np.array(entry["shares"], np.float64)
             tensor.curve = Curve(sides, shares, bool(entry["sparse"]))
-        if "mean" in entry:
-            tensor.mean = np.array(entry["mean"], np.float32)
+        for kind in ("mean", "owed"):
+            if kind in entry:
+                setattr(tensor, kind, np.array(entry[kind], np.float32))
         if "summable" in entry:
             tensor.size = int(entry["size"])
             tensor.summable = self._summable(tensor)
             tensor.summable.load_state_dict(entry["summable"])
         return tensor
+
+
+def _left(tensor: Tensor) -> Floats | None:
+    """What was not sent of a tensor, [n]; no copy."""
+    return tensor.owed if tensor.summable is None else tensor.summable.memory
 
 
 def _dump(tensor: Tensor) -> dict[str, Any]:
@@ -287,6 +306,8 @@ def _dump(tensor: Tensor) -> dict[str, Any]:
         entry["sparse"] = tensor.curve.sparse
     if tensor.mean is not None:
         entry["mean"] = tensor.mean.copy()
+    if tensor.owed is not None:
+        entry["owed"] = tensor.owed.copy()
     if tensor.summable is not None:
         entry["size"], entry["summable"] = tensor.size, tensor.summable.state_dict()
     return entry

@@ -10,6 +10,7 @@ from its caller (`docs/decisions/0004-finding-the-parameter.md`).
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 from types import ModuleType
 from typing import Any, ClassVar, Literal
@@ -102,10 +103,19 @@ class FFTCompression:
     def residuals(cls, optimizer: Any) -> dict[str, Any]:
         """What this rank has yet to send, by parameter name, shaped like the parameters.
 
-        Of a torch optimizer. Set as gradients before the first backward pass of a new optimizer,
-        they travel with it: so they outlive a change of shapes.
+        Set as gradients of torch before the first backward pass of a new optimizer, they travel
+        with it: so they outlive a change of shapes. Those of Keras are arrays by the variables'
+        paths, and `restart` takes them back.
         """
         return _rim(optimizer).residuals(optimizer)  # type: ignore[no-any-return]
+
+    @classmethod
+    def restart(cls, optimizer: Any, residuals: Mapping[str, Any]) -> None:
+        """Let a Keras optimizer begin anew, when variables have new shapes; on all ranks at once.
+
+        residuals : what this rank has yet to send, as `residuals` returned it, in the new shapes
+        """
+        _rim(optimizer).restart(optimizer, residuals)
 
     @classmethod
     def state_dict(cls, optimizer: Any) -> dict[str, Any]:

@@ -5,12 +5,14 @@ an error and without averaging. Wrapping an optimizer in another one would hide 
 variables. So the optimizer that is passed changes its class, to a subclass of its own class that
 averages where Keras is about to clip: after accumulation, after unscaling, before clipping,
 weight decay and update. All else, and what is saved, stays as it was.
+
+Over 300 lines: all that Keras users import is here, and a third of it is docstrings and messages.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import horovod.tensorflow as hvd
@@ -98,6 +100,23 @@ class Averaging:
                     gradients[i] = mean
             return gradients
 
+    def keys(self, optimizer: Any) -> dict[str, tuple[Any, str]]:
+        """Variables, and what their error memories are kept under, by path."""
+        places = tuple(optimizer._get_variable_index(v) for v in self.variables)
+        parts = self._parts(places, optimizer)
+        if parts is None:
+            names = [f"gradient_{place}" for place in places]
+        else:
+            named = {i: f"group_{places[p[0]]}.{j}" for p in parts for j, i in enumerate(p)}
+            names = [named[i] for i in range(len(places))]
+        found = {v.path: (v, name) for v, name in zip(self.variables, names, strict=True)}
+        if len(found) < len(names):
+            raise CompressError(
+                f"{len(names)} variables have {len(found)} different paths; expected each to have "
+                "its own. Give layers different names."
+            )
+        return found
+
     def _parts(self, places: tuple[int, ...], optimizer: Any) -> Any:
         """Indices of the gradients group by group, or None."""
         if self.groups is None:
@@ -115,6 +134,15 @@ class _Averaged:
     """What an optimizer gains; comes before its own class."""
 
     _sn: Averaging
+
+    def residuals(self) -> dict[str, Any]:
+        """See FFTCompression.residuals; empty without it."""
+        return residuals(self) if hasattr(self._sn.compression, "settings") else {}
+
+    def restart(self, residuals: Mapping[str, Any]) -> None:
+        """See FFTCompression.restart; nothing to do without it."""
+        if hasattr(self._sn.compression, "settings"):
+            restart(self, residuals)
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
         self._sn.variables = list(trainable_variables)
@@ -278,6 +306,29 @@ def memory_of(optimizer: Any) -> Memory:
 def report(optimizer: Any) -> dict[str, float]:
     """See FFTCompression.report."""
     return memory_of(optimizer).report()
+
+
+def residuals(optimizer: Any) -> dict[str, Any]:
+    """See FFTCompression.residuals."""
+    own = memory_of(optimizer).exchange()
+    return {
+        path: own.residual(key).reshape(variable.shape)
+        for path, (variable, key) in optimizer._sn.keys(optimizer).items()
+        if own.remembers(key)
+    }
+
+
+def restart(optimizer: Any, residuals: Mapping[str, Any]) -> None:
+    """See FFTCompression.restart."""
+    memory, keys = memory_of(optimizer), optimizer._sn.keys(optimizer)
+    for path, left in residuals.items():
+        shape = tuple(keys[path][0].shape) if path in keys else "nothing of that path"
+        if tuple(left.shape) != shape:
+            raise CompressError(
+                f"a residual of {path!r} has shape {tuple(left.shape)}; expected {shape}, as the "
+                "optimizer trains it. Cut it as the variable was."
+            )
+    memory.restart({keys[path][1]: np.asarray(left, "f4") for path, left in residuals.items()})
 
 
 def state_dict(optimizer: Any) -> dict[str, Any]:

@@ -109,7 +109,8 @@ def _ask_memory(tape: Any, *_: Any) -> NoReturn:
 
 
 # What FFTCompression offers for optimizers; TensorFlow's own gradients come from a tape.
-report = state_dict = load_state_dict = synchronize = watch = Elastic = _ask_memory
+report = residuals = restart = state_dict = load_state_dict = synchronize = _ask_memory
+watch = Elastic = _ask_memory
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,7 @@ def compress(tensor: Any, settings: Settings, frame: FrameType) -> tuple[Any, An
     n = tensor.shape.num_elements()
     shared = settings.exchange == "shared"
     fits = tensor.dtype in _FLOATS and n is not None and not _unclear(call, shared)
-    if not fits or not memory.shared.takes(_label(call, tensor), n):
+    if not fits or not memory.takes(_label(call, tensor), n):
         return _send_plain(tensor, call, memory)
     return _send(tensor, call, memory, shared)
 

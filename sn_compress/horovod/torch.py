@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import horovod.torch as hvd
 import numpy as np
@@ -212,6 +212,14 @@ def residuals(optimizer: Any) -> dict[str, torch.Tensor]:
         for parameter, name in optimizer._parameter_names.items()
         if own.remembers(name)
     }
+
+
+def restart(optimizer: Any, residuals: Any) -> NoReturn:
+    """Always CompressError: in torch, the optimizer is wrapped anew."""
+    raise CompressError(
+        f"got a {type(optimizer).__name__} and {len(residuals)} residuals; expected an optimizer "
+        "of Keras. In torch, wrap the optimizer anew, and begin with residuals as gradients."
+    )
 
 
 def state_dict(optimizer: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,16 @@ class Traced:
             self._rounds: dict[str, Begun] = {}
             self._slot_of: dict[str, int] = {}
             self._keys: list[str] = []
+
+    def restart(self, residuals: Mapping[str, Floats]) -> None:
+        """Begin anew, counts as well, with what was not sent of these; shapes may be others."""
+        self.clear()
+        self.traffic = Traffic()
+        self.exchange().restart(residuals)
+
+    def takes(self, name: str, elements: int) -> bool:
+        """Whether a gradient is compressed; one that shrank goes on to be, small as it may be."""
+        return self.exchange().remembers(name) or self.shared.takes(name, elements)
 
     def slots(self, handles: Iterable[str]) -> list[int]:
         """One number per variable, in the order in which they first come.

@@ -359,6 +359,22 @@ def test_a_state_for_another_size_is_refused(backend, wrong):
     assert not any(part.any() for part in state)
 
 
+@examples
+@given(st.sampled_from(CODECS), st.integers(0, 3000), st.integers(0, 3000))
+def test_a_restart_keeps_what_it_is_given_and_nothing_else(backend, codec, before, after):
+    feedback = ErrorFeedback(codec)
+    feedback.encode("w", random(before))
+    feedback.encode("v", random(before))
+    left = random(after, 1)
+    feedback.restart({"w": left})
+    assert feedback.remembers("w")
+    assert not feedback.remembers("v")
+    # There and back through the transform.
+    error = norm(feedback.residual("w") - left)
+    assert error <= 2.1 * transform_error(codec, after) * norm(left)
+    feedback.encode("w", random(after, 2))
+
+
 def test_undo_leaves_alone_what_was_settled(backend):
     feedback = ErrorFeedback(FFTCodec(theta=0.9))
     feedback.undoable = True

@@ -401,6 +401,46 @@ def test_what_goes_plain_counts_for_the_ratio():
     assert words(10) == sum(words_of((64, 96), 1, 2))
 
 
+def test_after_a_restart_with_other_shapes_what_was_not_sent_travels():
+    rng = np.random.default_rng(13)
+    sessions = [SharedExchange(ratio=10, warmup=1, min_elements=200) for _ in range(2)]
+
+    def one_step(shape):
+        values = gradients(rng, 2, math.prod(shape))
+        dense = [s.dense("a", shape) for s in sessions]
+        if dense[0]:
+            mean = np.mean([s.whole("a", v) for s, v in zip(sessions, values, strict=True)], axis=0)
+            for s in sessions:
+                s.learn("a", mean)
+        else:
+            rounds = [s.exchange("a", v, ranks=2) for s, v in zip(sessions, values, strict=True)]
+            mean = total(rounds)[0]
+        return np.mean(values, axis=0), mean
+
+    assert not sessions[0].remembers("a")
+    for _ in range(3):
+        one_step((40, 30))
+    cut = [s.residual("a").reshape(40, 30)[:20] for s in sessions]
+    assert all(np.abs(left).max() > 0 for left in cut)
+    sessions[0].takes("gone", 10)
+    for s, left in zip(sessions, cut, strict=True):
+        s.restart({"a": left})
+    resumed = [SharedExchange(ratio=10, warmup=1, min_elements=200) for _ in range(2)]
+    for s, other in zip(sessions, resumed, strict=True):
+        other.load_state_dict(s.state_dict())
+        np.testing.assert_array_equal(other.residual("a"), s.residual("a"))
+        assert not other.state_dict()["left_out"]
+    sessions = resumed
+    given_, got = np.mean(cut, axis=0).reshape(-1).astype(np.float64), np.zeros(600)
+    for _ in range(4):
+        values, mean = one_step((20, 30))
+        given_ += values
+        got += mean
+    left = np.mean([s.residual("a") for s in sessions], axis=0)
+    # Sums of five float32 vectors of numbers up to about 10.
+    assert np.allclose(given_, got + left, atol=1e-4)
+
+
 def test_shapes_may_not_change():
     session = SharedExchange(ratio=10)
     session.dense("a", (4, 4))

@@ -253,3 +253,15 @@ def test_compression_plan_and_apoptosis_in_one_script(horovodrun, data):
     found = re.search(r"epoch 1: ([\d.]+) %, ([\d,]+) parameters", run.stdout)
     assert float(found[1]) > 60  # the made-up images are easy to tell apart
     assert int(found[2].replace(",", "")) < 160 + 4640 + 1569 * 64 + 65 * 10
+
+
+@pytest.mark.horovod
+@pytest.mark.slow
+def test_compression_plan_and_apoptosis_in_one_script_of_keras(horovodrun, data):
+    flags = ["--width", 64, "--every", 5, "--epochs", 1, "--tolerance", 0.1, "--data", data]
+    example = ROOT / "examples" / "keras_together.py"
+    run = horovodrun(2, example, *map(str, flags), "--steady", timeout=280).check()
+    assert re.search(r"step 5: .*hidden/kernel 64 -> \d+.*MB a step", run.stdout), run.stdout
+    found = re.search(r"epoch 1: ([\d.]+) %, ([\d,]+) parameters", run.stdout)
+    assert float(found[1]) > 60  # the made-up images are easy to tell apart
+    assert int(found[2].replace(",", "")) < 160 + 4640 + 1569 * 64 + 65 * 10

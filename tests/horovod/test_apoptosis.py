@@ -27,3 +27,11 @@ def test_four_ranks_of_keras_shrink_alike(horovodrun):
     run = horovodrun(4, Path(__file__).parent / "ranks" / "tensorflow_apoptosis.py", timeout=250)
     run.check()
     assert run.stdout.count("all stopped") == 4
+
+
+@pytest.mark.horovod
+@pytest.mark.slow
+def test_compression_a_memory_plan_and_apoptosis_together_in_keras(horovodrun):
+    ranks = Path(__file__).parent / "ranks" / "tensorflow_apoptosis_planned.py"
+    run = horovodrun(2, ranks, "gather", "shared", timeout=280).check()
+    assert run.stdout.count("ok gather\n") == run.stdout.count("ok shared\n") == 2

@@ -137,6 +137,8 @@ class Apoptosis(Paced):
         decided = [choice and choice.text() for choice in choices]
         require_same("weights or decision", f"{weights} {decided}")
         done = []
+        if any(choice is not None and choice.merges for choice in choices):
+            patient.take()
         for group, choice in zip(able, choices, strict=True):
             if choice is None:
                 refused[group.name] = "its activations are not finite"
@@ -146,6 +148,7 @@ class Apoptosis(Paced):
         if done:
             patient.renew()
             tell(walk, patient.layers)
+            patient.give()
             self._record_anew()
         return tuple(done), refused
 

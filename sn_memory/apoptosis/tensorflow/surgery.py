@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Final, Literal
 
+import keras
 import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
@@ -19,8 +20,11 @@ from ..moments import add_up, scales
 from .groups import Walk, calls_of
 
 Floats = NDArray[np.float64]
+# Gradients that are still to be applied, while neurons merge.
+_CARRIED: Final = "carried"
 # What Keras's optimizers call their lists of means (or sums) of gradients, and of their squares.
 _KINDS: Final[dict[str, Literal["mean", "square"]]] = {
+    _CARRIED: "mean",
     "momentums": "mean",
     "_momentums": "mean",
     "_m": "mean",
@@ -39,6 +43,24 @@ class Patient:
         operations = [node.operation for node in calls_of(graph)]
         self.layers = {one.name: one for one in operations if hasattr(one, "variables")}
         self.optimizer = optimizer
+        self._carried: dict[str, Any] = {}
+
+    def take(self) -> None:
+        """Take from the optimizer what it has yet to send, to be cut like a mean of gradients.
+
+        That of sn_compress has `residuals` and `restart`; others send all they have.
+        """
+        if hasattr(self.optimizer, "restart"):
+            self._carried = {
+                path: keras.Variable(value, trainable=False, name="left")
+                for path, value in self.optimizer.residuals().items()
+            }
+
+    def give(self) -> None:
+        """Let the optimizer go on with what `take` took, as it is now."""
+        if hasattr(self.optimizer, "restart"):
+            left = {path: held.numpy() for path, held in self._carried.items()}
+            self.optimizer.restart(left)
 
     def variable(self, name: str) -> Any:
         layer, _, last = name.rpartition("/")
@@ -46,16 +68,18 @@ class Patient:
 
     def state(self, variable: Any) -> list[tuple[str, Any]]:
         """Return (name of the list, variable) of all that the optimizer keeps of a variable."""
+        carried = self._carried.get(variable.path)
+        left = [] if carried is None else [(_CARRIED, carried)]
         trained = getattr(self.optimizer, "_trainable_variables", [])
         place = next((i for i, held in enumerate(trained) if held is variable), None)
         if place is None:
-            return []
+            return left
         lists = [
             (name, held)
             for name, held in vars(self.optimizer).items()
             if isinstance(held, list) and len(held) == len(trained) and name in self._own(held)
         ]
-        return [(name, held[place]) for name, held in lists]
+        return left + [(name, held[place]) for name, held in lists]
 
     def _own(self, held: Any) -> set[str]:
         """Return the names under which the optimizer has a list of variables of its own."""

@@ -1,0 +1,205 @@
+"""What does apoptosis gain in Keras? The wide perceptron of benchmarks/apoptosis.py.
+
+    python benchmarks/apoptosis_tensorflow.py             what is missing of the study
+    python benchmarks/apoptosis_tensorflow.py --report    what the rows say
+    python benchmarks/apoptosis_tensorflow.py --quick     few steps, one seed: does it all run?
+
+784, 1024, 1024, 10 with ReLU on Fashion-MNIST, Keras's Adam, 64 images a step, a learning rate that
+falls to zero over the last half. Steps run in a tf.function of one thread; after an event it is
+recorded anew, and the time of that counts, as that of looks does. `apoptosis` takes more steps than
+`plain` (--more), as its late steps are cheap. Tests are not timed. CPU seconds are what a quiet
+machine's clock shows. A finished run is saved at once and not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from accuracy import load, save
+from apoptosis import BATCH, LOOKS, TEST_BATCH, images, rate, seconds_to
+from machine import commit, machine
+
+from sn_memory.apoptosis.tensorflow import Apoptosis
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks/results/apoptosis_tensorflow.json"
+METHODS = ("plain", "apoptosis")
+WIDTHS, STEPS = (1024, 1024), 2811  # three times all training images
+SETTINGS = ("tolerance", "every", "overhead", "round_to", "schedule", "more")
+
+
+def network(*hidden: int) -> Any:
+    """Return a perceptron of images [n, 784]."""
+    layers = [keras.layers.Dense(width, "relu") for width in hidden]
+    return keras.Sequential([keras.Input((784,)), *layers, keras.layers.Dense(10)])
+
+
+def recorded(model: Any, optimizer: Any) -> Any:
+    """Return a step of training as a function of images and labels."""
+
+    @tf.function(autograph=False)
+    def train(x: Any, y: Any) -> None:
+        with tf.GradientTape() as tape:
+            said = model(x, training=True)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, said)
+            loss = tf.reduce_mean(losses)
+        held = [variable.value for variable in model.trainable_variables]
+        optimizer.apply(tape.gradient(loss, held), model.trainable_variables)
+
+    return train
+
+
+def data(*, held_out: bool) -> tuple[np.ndarray, ...]:
+    """Return training and test images [n, 784] and labels; of training images alone if held out."""
+    x, y, test_x, test_y = (np.asarray(part) for part in images(0))
+    x, test_x = (part.reshape(len(part), -1) for part in (x, test_x))
+    return (x[:50_000], y[:50_000], x[50_000:], y[50_000:]) if held_out else (x, y, test_x, test_y)
+
+
+def score(model: Any, inputs: np.ndarray, labels: np.ndarray) -> float:
+    """Accuracy in per cent."""
+    places = range(0, len(inputs), TEST_BATCH)
+    said = [model(inputs[place : place + TEST_BATCH]).numpy().argmax(1) for place in places]
+    return round(100 * float(np.mean(np.concatenate(said) == labels)), 2)
+
+
+def widths(model: Any) -> list[int]:
+    """Return the neurons of the hidden layers."""
+    return [layer.units for layer in model.layers[:-1]]
+
+
+def run(method: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Train one net and return its row."""
+    keras.utils.set_random_seed(seed)
+    model = network(*args.widths)
+    optimizer = keras.optimizers.Adam(1e-3)
+    optimizer.build(model.trainable_variables)
+    train = recorded(model, optimizer)
+    steps, apoptosis = args.steps, None
+    if method == "apoptosis":
+        steps = round(args.more * args.steps)
+        settings = {name: getattr(args, name) for name in SETTINGS if name != "more"}
+        apoptosis = Apoptosis(model, optimizer, **settings)
+    inputs, labels, test_inputs, test_labels = data(held_out=args.held_out)
+    shuffle = np.random.default_rng(seed)
+    per_epoch = len(inputs) // BATCH
+    looks = {round(steps * (i + 1) / LOOKS) for i in range(LOOKS)}
+    cpu_s = wall_s = event_cpu_s = 0.0
+    curve: list[tuple[int, float, float, list[int]]] = []
+    order = np.empty(0)
+    for step in range(steps):
+        if step % per_epoch == 0:
+            order = shuffle.permutation(len(inputs))
+        rows = order[(step % per_epoch) * BATCH :][:BATCH]
+        start = time.process_time(), time.perf_counter()
+        optimizer.learning_rate = rate(step, steps)
+        x, y = tf.constant(inputs[rows]), tf.constant(labels[rows])
+        train(x, y)
+        if apoptosis is not None:
+            before = time.process_time()
+            apoptosis.observe(x)
+            if apoptosis.step():
+                train = recorded(model, optimizer)
+            event_cpu_s += time.process_time() - before
+        cpu_s += time.process_time() - start[0]
+        wall_s += time.perf_counter() - start[1]
+        if step + 1 in looks:
+            seen = score(model, test_inputs, test_labels)
+            curve.append((step + 1, round(cpu_s, 3), seen, widths(model)))
+    return {
+        "method": method,
+        "seed": seed,
+        "held_out": args.held_out,
+        "widths": args.widths,
+        "plain_steps": args.steps,
+        "steps": steps,
+        **({name: getattr(args, name) for name in SETTINGS} if apoptosis else {}),
+        "score": curve[-1][2],
+        "parameters": model.count_params(),
+        "cpu_s": round(cpu_s, 3),
+        "wall_s": round(wall_s, 3),
+        "apoptosis_cpu_s": round(event_cpu_s, 3),
+        "events": len(apoptosis.events) if apoptosis else 0,
+        "curve_step": [point[0] for point in curve],
+        "curve_cpu_s": [point[1] for point in curve],
+        "curve_score": [point[2] for point in curve],
+        "curve_widths": [point[3] for point in curve],
+        "commit": commit(),
+        "machine": machine(),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return markdown: one line for each method, means over seeds."""
+    lines = ["| method | seeds | score % | parameters | CPU s | seconds | CPU s to target |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    target = min((r["score"] for r in rows if r["method"] == "plain"), default=100.0) - 0.1
+    kinds: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        kinds.setdefault((row["method"], *(row.get(name) for name in SETTINGS)), []).append(row)
+    for (method, *said), mine in kinds.items():
+        own = dict(zip(SETTINGS, said, strict=True))
+        label = method if method == "plain" else f"{method}, {own['tolerance']}, {own['overhead']}"
+        n, keys = len(mine), ("score", "parameters", "cpu_s", "wall_s")
+        mean = {key: sum(row[key] for row in mine) / n for key in keys}
+        times = [seconds_to(row, target) for row in mine]
+        reached = [one for one in times if one is not None]
+        to = f"{sum(reached) / n:.1f}" if len(reached) == n else f"{len(reached)} of {n} did"
+        lines.append(
+            f"| {label} | {n} | {mean['score']:.2f} | {mean['parameters']:,.0f} | "
+            f"{mean['cpu_s']:.1f} | {mean['wall_s']:.1f} | {to} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Do the runs that are missing, then print what they say."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="rows go there and are continued there")
+    parser.add_argument("--quick", action="store_true", help="few steps, a narrower net, one seed")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--steps", type=int, default=STEPS, help="that plain takes")
+    parser.add_argument("--more", type=float, default=1.5, help="steps of apoptosis over those")
+    parser.add_argument("--tolerance", type=float, default=0.015)
+    parser.add_argument("--every", type=int, default=50)
+    parser.add_argument("--overhead", type=float, default=0.05)
+    parser.add_argument("--round-to", type=int, default=8)
+    parser.add_argument("--schedule", default="aggressive")
+    parser.add_argument("--held-out", action="store_true", help="test on 10,000 training images")
+    parser.add_argument("--report", action="store_true", help="run nothing; say what rows say")
+    args = parser.parse_args()
+    args.widths = list(WIDTHS)
+    if args.quick:
+        args.widths, args.steps, args.every, args.tolerance = [64, 64], 60, 20, 0.4
+        args.seeds = [0]
+    # CPU seconds of several threads would be no time that passes.
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    quick = ROOT / "benchmarks/out/apoptosis_tensorflow.json"
+    path = args.json or (quick if args.quick else RESULTS)
+    rows = load(path)
+    for seed in () if args.report else args.seeds:
+        for method in args.methods:
+            key = {"method": method, "seed": seed, "held_out": args.held_out}
+            key |= {"widths": args.widths, "plain_steps": args.steps}
+            if method != "plain":
+                key |= {name: getattr(args, name) for name in SETTINGS}
+            if any(key.items() <= row.items() for row in rows):
+                continue
+            rows.append(run(method, seed, args))
+            save(path, rows)
+            one = rows[-1]
+            print(f"{method} {seed}: {one['score']} %, {one['cpu_s']} s, "
+                  f"{one['parameters']:,} parameters", flush=True)  # fmt: skip
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

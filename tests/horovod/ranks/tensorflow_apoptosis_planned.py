@@ -1,0 +1,121 @@
+"""Two ranks of Keras: one net shrinks, within a budget of memory, with compressed gradients.
+
+What a rank had yet to send is cut as the variables were, by either exchange; the memory is planned
+anew. Run as `tensorflow_apoptosis_planned.py EXCHANGE...`; prints "ok EXCHANGE" on every rank.
+"""
+
+import sys
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+import sn_memory.tensorflow
+from sn_compress import FFTCompression
+from sn_compress.horovod.keras import DistributedOptimizer
+from sn_memory.apoptosis.tensorflow import Apoptosis
+
+STEPS, BATCH, WIDTH, INPUTS = 12, 512, 64, 16
+EXCHANGES = {
+    "gather": FFTCompression.using(theta=0.5, min_elements=700, exchange="gather"),
+    "shared": FFTCompression.using(ratio=8, warmup=2, min_elements=700),
+}
+
+
+def network():
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(WIDTH, "gelu", name=name) for name in ("one", "two")]
+    last = keras.layers.Dense(1)
+    model = keras.Sequential([keras.Input((INPUTS,)), *layers, last], name="net")
+    kernel = model.layers[0].get_weights()[0]  # the upper half of its neurons repeats the lower
+    model.layers[0].set_weights([np.tile(kernel[:, : WIDTH // 2], 2), np.zeros(WIDTH)])
+    return model
+
+
+def wrap(model, optimizer):
+    """Return the planned model, and a step of training with it."""
+    sample = tf.TensorSpec((BATCH, INPUTS))
+    planned = sn_memory.tensorflow.plan(model, sample, "85%", profile=False, time_limit_s=2)
+
+    @tf.function
+    def train(x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(planned(x, training=True) - y))
+        held = [one.value for one in model.trainable_variables]
+        optimizer.apply(tape.gradient(loss, held), model.trainable_variables)
+        return loss
+
+    return planned, train
+
+
+def batch(step):
+    random = np.random.default_rng(1000 * step + hvd.rank())
+    x = random.standard_normal((BATCH, INPUTS)).astype("f4")
+    return tf.constant(x), tf.constant(x[:, :1] * x[:, 1:2])
+
+
+def require_same(held, name):
+    flat = tf.concat([tf.reshape(tf.cast(one, tf.float32), [-1]) for one in held], 0)
+    every = hvd.allgather(flat[None], name=name).numpy()
+    assert np.isfinite(every).all()
+    assert (every == every[:1]).all(), "ranks differ"
+
+
+def shrink(exchange):
+    model = network()
+    optimizer = DistributedOptimizer(
+        keras.optimizers.Adam(1e-3), compression=EXCHANGES[exchange], groups=2
+    )
+    optimizer.build(model.trainable_variables)
+    settings = {"tolerance": 0.1, "every": 4, "round_to": 4, "schedule": "aggressive"}
+    apoptosis = Apoptosis(model, optimizer, overhead=None, **settings)
+    planned, train = wrap(model, optimizer)
+    peaks, events = [planned.sn_memory.plan.peak_bytes], 0
+    for step in range(STEPS):
+        x, y = batch(step)
+        apoptosis.observe(x)
+        train(x, y)
+        before = FFTCompression.residuals(optimizer)
+        if event := apoptosis.step():
+            events += 1
+            after = FFTCompression.residuals(optimizer)
+            assert set(after) == set(before)
+            assert "net/one/kernel" in after or events > 1
+            for held in model.trainable_variables:
+                assert after.get(held.path, held).shape == tuple(held.shape)
+            for one in event.merged:
+                check_cut(one, before, after)
+            planned, train = wrap(model, optimizer)
+            peaks.append(planned.sn_memory.plan.peak_bytes)
+            require_same([*model.variables, *optimizer.variables], f"{exchange}.{step}")
+    assert events > 1
+    assert model.layers[0].units <= WIDTH // 2
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[-1] < peaks[0]
+    require_same([*model.variables, *optimizer.variables], f"{exchange}.end")
+    assert FFTCompression.report(optimizer)["ratio"] > 1
+
+
+def check_cut(one, before, after):
+    """Who took in nobody, and was not merged, has still to send what it had."""
+    (name,) = [path for path in before if path.endswith(one.group)]
+    survivors = {survivor for _, survivor in one.pairs}
+    gone = {neuron for neuron, _ in one.pairs}
+    kept = [i for i in range(one.before) if i not in gone]
+    alone = [i for i in kept if i not in survivors]
+    places = [kept.index(i) for i in alone]
+    assert np.abs(after[name]).sum() > 0
+    # Another layer may have shrunk in the same event: then rows went as well.
+    if after[name].shape[0] == before[name].shape[0]:
+        # The memory is kept as a spectrum: there and back in float32.
+        np.testing.assert_allclose(
+            after[name][:, places], before[name][:, alone], atol=1e-6 * np.abs(before[name]).max()
+        )
+
+
+hvd.init()
+tf.config.threading.set_intra_op_parallelism_threads(1)
+for exchange in sys.argv[1:]:
+    shrink(exchange)
+    print(f"ok {exchange}", flush=True)
