@@ -97,5 +97,5 @@ def _constants_pushed_down(captured: Captured) -> Captured:
         if len(shapes) == 1:
             nodes[inner_at] = replace(inner, inputs=(c, y))
             nodes[at] = replace(node, inputs=(product, x))
-            place[inner_at] = (max((producer.get(it, -1) for it in (c, y)), default=-1), 1)
+            place[inner_at] = (producer.get(y, -1), 1)
     return replace(captured, nodes=[nodes[at] for at in sorted(place, key=lambda it: place[it])])

@@ -99,6 +99,7 @@ def test_bytes_of_a_keras_net_are_counted_once():
 def test_a_keras_peak_is_predicted_and_measured_in_a_row():
     pytest.importorskip("tensorflow")
     import activations_memory_tensorflow
+
     from sn_memory.tensorflow.memory import has_statistics
 
     if not has_statistics("CPU:0"):

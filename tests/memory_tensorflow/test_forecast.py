@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import keras
 import numpy as np
 import pytest
@@ -20,29 +25,30 @@ def dense(count=6, width=256, activation="relu"):
     return keras.Sequential([keras.Input((width,)), *made])
 
 
-def convolutions():
-    """With pooling, and batch norm, which is not packed."""
+def convolutions(norm=False):
+    """With pooling, and perhaps batch norm, which is not packed."""
     made = [keras.Input((32, 32, 3))]
     for width in (16, 32):
         made.append(layers.Conv2D(width, 3, padding="same", activation="relu"))
-        made += [layers.Conv2D(width, 3, padding="same"), layers.BatchNormalization()]
+        made.append(layers.Conv2D(width, 3, padding="same"))
+        made += [layers.BatchNormalization()] if norm else []
         made += [layers.ReLU(), layers.MaxPooling2D()]
     return keras.Sequential([*made, layers.Flatten(), layers.Dense(10)])
 
 
 def attention():
     given = x = keras.Input((64, 128))
-    for _ in range(2):
+    for _ in range(4):
         y = layers.LayerNormalization()(x)
         x = layers.Add()([x, layers.MultiHeadAttention(4, 32)(y, y)])
-        y = layers.Dense(256, activation="gelu")(layers.LayerNormalization()(x))
+        y = layers.Dense(512, activation="relu")(layers.LayerNormalization()(x))
         x = layers.Add()([x, layers.Dense(128)(y)])
     return keras.Model(given, x)
 
 
 @pytest.mark.parametrize("bits", [2, 8])
 def test_two_dense_layers_by_hand(bits):
-    """Three tensors of a layer's size are there at the peak: the result and two of the backward pass.
+    """Three tensors of a layer's size are there at the peak: the result, two of the backward pass.
 
     Those are a gradient and an unpacked input. Beside them lie both inputs packed while the second
     layer's is unpacked, then the gradient of a kernel in place of each.
@@ -59,33 +65,58 @@ def test_two_dense_layers_by_hand(bits):
     assert found == pytest.approx(expected, abs=4096)
 
 
+def checked(make, shape, bits):
+    """A net's peaks, after they were found to be near each other and nothing else to have changed.
+
+    The acceptance of the feature asks for 85 % of the predicted saving. Blocks under 256 KiB are
+    predicted and in no count, so that somewhat more is saved in small nets.
+    """
+    keras.utils.set_random_seed(0)
+    model = make()
+    before = [it.numpy() for it in model.variables]
+    with compress_activations(model, bits=bits) as packed:
+        found = packed.verify(tf.random.stateless_normal(shape, (1, 2)))
+    assert 0.85 <= found.kept_to <= 1.15, (make, found)
+    assert found.base_bytes < found.measured_bytes < found.plain_bytes
+    assert all(map(np.array_equal, (it.numpy() for it in model.variables), before))
+    return found
+
+
 @pytest.mark.parametrize(
     ("make", "shape", "bits"),
     [
         (dense, (2048, 256), 8),
         (dense, (2048, 256), 2),
         (convolutions, (64, 32, 32, 3), 4),
-        (attention, (32, 64, 128), 4),
     ],
 )
 def test_what_is_measured_is_what_was_predicted(make, shape, bits):
     if not has_statistics("CPU:0"):
         pytest.skip("TensorFlow's allocator keeps no statistics here")
-    keras.utils.set_random_seed(0)
-    model = make()
-    before = [it.numpy() for it in model.variables]
-    with compress_activations(model, bits=bits) as packed:
-        found = packed.verify(tf.random.stateless_normal(shape, (1, 2)))
-    # The acceptance of the feature asks for 85 %. Threads run ops in another order each time, so a
-    # tensor less may be there than was predicted.
-    assert 0.85 <= found.kept_to <= 1.2
-    assert found.base_bytes < found.measured_bytes < found.plain_bytes
-    assert "of the predicted saving" in str(found)
-    assert all(map(np.array_equal, (it.numpy() for it in model.variables), before))
+    assert "of the predicted saving" in str(checked(make, shape, bits))
+
+
+def test_and_so_it_is_with_layers_that_are_not_packed():
+    """Norms and attention: on one thread, as several run branches of their gradients at once."""
+    if not has_statistics("CPU:0"):
+        pytest.skip("TensorFlow's allocator keeps no statistics here")
+    program = """
+import tensorflow as tf
+tf.config.threading.set_inter_op_parallelism_threads(1)
+import test_forecast as it
+it.checked(lambda: it.convolutions(norm=True), (64, 32, 32, 3), 4)
+it.checked(it.attention, (32, 64, 128), 4)
+"""
+    here = str(Path(__file__).parent)
+    ran = subprocess.run(
+        [sys.executable, "-c", program], cwd=here, capture_output=True, text=True, timeout=300,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([here, *filter(None, sys.path)])},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_nothing_is_run_for_a_prediction(monkeypatch):
-    model = convolutions()
+    model = convolutions(norm=True)
     before = [it.numpy() for it in model.variables]
     with compress_activations(model, bits=4) as packed:
 
@@ -142,8 +173,8 @@ def test_a_constant_goes_to_the_second_factor():
 
     model = keras.Sequential([keras.Input((64,)), Scaled(), layers.Dense(8)])
     captured, _ = capture_model(model, call_arguments(tf.TensorSpec((32, 64))))
-    kinds = [it.op.type for it in _constants_pushed_down(captured).nodes]
     plain = [it.op.type for it in captured.nodes]
-    assert plain[:6].index("Mul") > plain.index("Sin")
-    assert kinds.index("Exp") + 1 == kinds.index("Mul") < kinds.index("Sin")
-    assert sorted(kinds) == sorted(plain)
+    pushed = [it.op.type for it in _constants_pushed_down(captured).nodes]
+    assert [it for it in plain if it != "Const"][:4] == ["Exp", "Sin", "Mul", "Mul"]
+    assert [it for it in pushed if it != "Const"][:4] == ["Exp", "Mul", "Sin", "Mul"]
+    assert sorted(pushed) == sorted(plain)
