@@ -96,6 +96,7 @@ def test_what_is_measured_is_what_was_predicted(make, shape, bits):
     assert "of the predicted saving" in str(checked(make, shape, bits))
 
 
+@pytest.mark.slow
 def test_and_so_it_is_with_layers_that_are_not_packed():
     """Norms and attention: on one thread, as several run branches of their gradients at once."""
     if not has_statistics("CPU:0"):
