@@ -4,6 +4,7 @@ from ..errors import AccuracyWarning
 from .again import Unit
 from .batch import BatchSuggestion, suggest_batch
 from .controller import Controller, Row
+from .peaks import Peaks
 from .policy import Treatment, treatment
 from .theory import acceptable_bound, coverage, gradient_sd, paper_sd
 
@@ -11,6 +12,7 @@ __all__ = [
     "AccuracyWarning",
     "BatchSuggestion",
     "Controller",
+    "Peaks",
     "Row",
     "Treatment",
     "Unit",

@@ -1,5 +1,6 @@
 """sn_memory for TensorFlow: training within a budget of bytes, with the same gradients."""
 
+from ..activations import Peaks
 from ..errors import PlanWarning
 from ..estimate import Estimate
 from .activations import CompressedActivations, compress_activations
@@ -17,6 +18,7 @@ __all__ = [
     "AllocatorPeak",
     "CompressedActivations",
     "Estimate",
+    "Peaks",
     "PlanWarning",
     "Planned",
     "PlannedStep",

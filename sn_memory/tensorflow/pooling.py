@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager import record  # what tf.recompute_grad stops its tape with
+
+from .packing import keep, restored
 
 
 @dataclass(frozen=True)
@@ -39,18 +40,12 @@ class Places:
 
         @tf.custom_gradient
         def pooled(x: Any) -> Any:
-            with record.stop_recording():
-                y = call(x)
-                kept = tf.numpy_function(self.pack, [tf.cast(x, tf.float32)], tf.uint8)
-                shape = tf.shape(x)
-                with tf.control_dependencies([kept]):  # before anything else needs memory
-                    y = tf.identity(y)
+            y, kept, shape = keep(call, x, self.pack, self._bytes(x.shape))
             static, dtype = x.shape, x.dtype
 
             def gradient(dy: Any) -> Any:
                 given = [kept, tf.cast(dy, tf.float32), shape]
-                found = tf.numpy_function(self.spread, given, tf.float32)
-                return tf.ensure_shape(tf.cast(found, dtype), static)
+                return tf.cast(restored(self.spread, given, tf.float32, static), dtype)
 
             return y, gradient
 
@@ -58,6 +53,14 @@ class Places:
             return pooled(inputs)
 
         return wrapped
+
+    def _bytes(self, shape: Any) -> int | None:
+        """What places of an input take, if its shape is known."""
+        if not shape.is_fully_defined():
+            return None
+        n, rows, columns, channels = shape.as_list()
+        places = n * (rows // self.height) * (columns // self.width) * channels
+        return int(-(-places * self.bits // 8))
 
     def _views(self, x: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
         """Per place in a window, a view of what lies there: [n, rows, columns, channels]."""

@@ -124,9 +124,9 @@ def verify(model: Any, sample: Any) -> Verification:
         runs = [lambda: steps[0](*args), lambda: steps[1](*args)]
     touched = record.traced.captured.variables.values() if record.traced else model.variables
     variables = list({id(it): it for it in touched}.values())
-    with _restored(variables):
+    with put_back(variables):
         expected, got = (_results(run, variables) for run in runs)
-        unplanned, measured = (_asked(run, variables) for run in runs)
+        unplanned, measured = (asked(run, variables) for run in runs)
         seconds = [min(_seconds(run, variables) for _ in range(2)) for run in runs]
     if record.layers is not None and record.traced is None:
         base, peak_op = record.layers.base_bytes, record.plan.peak_op
@@ -160,7 +160,8 @@ def _results(run: Callable[[], Any], variables: list[Any]) -> dict[str, Any]:
     return found
 
 
-def _asked(run: Callable[[], Any], variables: list[Any]) -> Allocations:
+def asked(run: Callable[[], Any], variables: list[Any]) -> Allocations:
+    """Run once from the present state, and return what ops asked for; variables are put back."""
     before = [it.numpy() for it in variables]
     with Allocations(main_device()) as found:
         run()
@@ -185,7 +186,7 @@ def _put(variables: list[Any], values: list[Any]) -> None:
 
 
 @contextmanager
-def _restored(variables: list[Any]) -> Iterator[None]:
+def put_back(variables: list[Any]) -> Iterator[None]:
     """Put variables back whatever happens."""
     before = [it.numpy() for it in variables]
     try:

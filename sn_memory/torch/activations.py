@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 import torch
 
-from ..activations import Controller
+from ..activations import Controller, Peaks
 from ..sizes import parse_bytes
 from .again import Run
 from .errors import TraceError
-from .forecast import Peaks, peaks, predicted_peak
+from .forecast import peaks, predicted_peak
 from .saving import (
     MIN_ELEMENTS,
     Call,

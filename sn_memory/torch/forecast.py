@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,8 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_map_only
 
-from ..activations import Controller
-from ..sizes import show_bytes
+from ..activations import Controller, Peaks
 from .capture import fake_of
 from .errors import TraceError
 from .guard import as_it_was
@@ -32,38 +30,6 @@ from .trace import call_arguments
 
 if TYPE_CHECKING:
     from .activations import CompressedActivations
-
-
-@dataclass(frozen=True)
-class Peaks:
-    """Peaks of a step in bytes: parameters, input and gradients included.
-
-    Parameters
-    ----------
-    plain_bytes, measured_bytes
-        Without compression and with it, by StorageTracker.
-    predicted_bytes
-        With compression, before it ran.
-    base_bytes
-        Of these: parameters, buffers and input.
-    """
-
-    plain_bytes: int
-    predicted_bytes: int
-    measured_bytes: int
-    base_bytes: int
-
-    @property
-    def kept_to(self) -> float:
-        """Measured saving over predicted saving."""
-        predicted = self.plain_bytes - self.predicted_bytes
-        return (self.plain_bytes - self.measured_bytes) / predicted if predicted else 1.0
-
-    def __str__(self) -> str:
-        return (
-            f"peak {show_bytes(self.plain_bytes)} -> {show_bytes(self.measured_bytes)}, predicted "
-            f"{show_bytes(self.predicted_bytes)}: {self.kept_to:.0%} of the predicted saving"
-        )
 
 
 def predicted_peak(packed: CompressedActivations, sample: Any) -> int:

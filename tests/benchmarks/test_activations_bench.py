@@ -94,3 +94,17 @@ def test_bytes_of_a_keras_net_are_counted_once():
         [row | {"step_s": 0.01}, row | {"bits": 8, "accuracy": 89.5, "ratio": 9.0, "step_s": 0.02}]
     )
     assert "| 8 bits | 9.0 | 89.5 | 0.50 | - | 20 |" in text
+
+
+def test_a_keras_peak_is_predicted_and_measured_in_a_row():
+    pytest.importorskip("tensorflow")
+    import activations_memory_tensorflow
+
+    from sn_memory.tensorflow.memory import has_statistics
+
+    if not has_statistics("CPU:0"):
+        pytest.skip("TensorFlow's allocator keeps no statistics here")
+    row = activations_memory_tensorflow.row_of("CNN", 8, 1)
+    assert 0.85 <= row["kept_to"] <= 1.2
+    assert row["measured_peak_bytes"] < 0.7 * row["plain_peak_bytes"]
+    assert "| CNN | 8 bits | " in activations_memory_tensorflow.table([row])

@@ -83,7 +83,7 @@ MEMORY_LAYERS = (
     ("sn_memory.pool_greedy", "sn_memory.pool_problem", "sn_memory.pool_search", "sn_memory.pool"),
     ("sn_memory.pool_plan", "sn_memory.report", "sn_memory.report_figure", "sn_memory.report_html"),
     (
-        "sn_memory.tensorflow.activations",
+        "sn_memory.tensorflow.packing",
         "sn_memory.tensorflow.pooling",
         "sn_memory.tensorflow.errors",
         "sn_memory.tensorflow.kinds",

@@ -1,0 +1,169 @@
+"""What the peak of a Keras step falls by with packed activations: predicted, measured, its price.
+
+    python benchmarks/activations_memory_tensorflow.py            all nets, some minutes
+    python benchmarks/activations_memory_tensorflow.py --quick    one
+
+Peaks are those of forward and backward pass beyond variables and input. Predicted ones come from a
+trace, measured ones are what ops ask for in blocks of 256 KiB and more; of three steps the least
+without compression and the most with it. Seconds are processor time on one thread, the best of
+several steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+from accuracy import save
+from activations_tensorflow import BATCH, network
+from keras import layers
+from machine import commit, machine
+
+import sn_memory.tensorflow
+from sn_memory.tensorflow.model import model_step
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks/results/activations_memory_tensorflow.json"
+WIDTHS = (8, 4)
+IMAGES = (BATCH, 32, 32, 3)
+TOKENS = (32, 64, 128)
+Net = tuple[keras.Model, tuple[int, ...]]
+
+
+def cnn() -> Net:
+    """The net of the study."""
+    return network(0), (BATCH, 28, 28, 1)
+
+
+def deep_cnn() -> Net:
+    """Six convolutions with ReLU, a pooling layer after each two."""
+    made: list[Any] = [keras.Input(IMAGES[1:])]
+    for width in (16, 32, 64):
+        made += [layers.Conv2D(width, 3, padding="same", activation="relu") for _ in range(2)]
+        made.append(layers.MaxPooling2D())
+    made += [layers.Flatten(), layers.Dense(128, activation="relu"), layers.Dense(10)]
+    return keras.Sequential(made), IMAGES
+
+
+def normalized_cnn() -> Net:
+    """Six convolutions with batch norm, which is not packed, and ReLU."""
+    made: list[Any] = [keras.Input(IMAGES[1:])]
+    for width, stride in ((16, 1), (16, 1), (32, 2), (32, 1), (64, 2), (64, 1)):
+        made.append(layers.Conv2D(width, 3, strides=stride, padding="same", use_bias=False))
+        made += [layers.BatchNormalization(), layers.ReLU()]
+    return keras.Sequential([*made, layers.GlobalAveragePooling2D(), layers.Dense(10)]), IMAGES
+
+
+def dense() -> Net:
+    """Ten dense layers of 256 with ReLU."""
+    made = [layers.Dense(256, activation="relu") for _ in range(10)]
+    return keras.Sequential([keras.Input((256,)), *made]), (2048, 256)
+
+
+def residual() -> Net:
+    """Six blocks of layer norm, dense, ReLU, dense and a skip."""
+    return _blocks(6, attention=False), TOKENS
+
+
+def transformer() -> Net:
+    """Four such blocks, with attention before each."""
+    return _blocks(4, attention=True), TOKENS
+
+
+def _blocks(count: int, *, attention: bool) -> keras.Model:
+    given = x = keras.Input(TOKENS[1:])
+    for _ in range(count):
+        if attention:
+            y = layers.LayerNormalization()(x)
+            x = layers.Add()([x, layers.MultiHeadAttention(4, 32)(y, y)])
+        y = layers.Dense(512, activation="relu")(layers.LayerNormalization()(x))
+        x = layers.Add()([x, layers.Dense(TOKENS[-1])(y)])
+    return keras.Model(given, layers.Dense(10)(x))
+
+
+NETS: dict[str, Callable[[], Net]] = {
+    "CNN": cnn,
+    "deeper CNN": deep_cnn,
+    "CNN with batch norm": normalized_cnn,
+    "10 dense layers": dense,
+    "6 residual blocks": residual,
+    "transformer of 4 layers": transformer,
+}
+
+
+def step_seconds(model: keras.Model, x: Any, steps: int) -> float:
+    """Processor time of forward and backward, the best."""
+    step, best = model_step(model), float("inf")
+    for _ in range(steps + 1):
+        start = time.process_time()
+        step(x)
+        best = min(best, time.process_time() - start)
+    return best
+
+
+def row_of(name: str, bits: int, steps: int) -> dict[str, Any]:
+    """One net with inputs in so many bits, as a flat row."""
+    keras.utils.set_random_seed(0)
+    model, shape = NETS[name]()
+    x = tf.random.stateless_normal(shape, (1, 2))
+    plain_s = step_seconds(model, x, steps)
+    with sn_memory.tensorflow.compress_activations(model, bits=bits) as packed:
+        found = packed.verify(x)
+        base = found.base_bytes
+        return {
+            "net": name,
+            "bits": bits,
+            "plain_peak_bytes": found.plain_bytes - base,
+            "predicted_peak_bytes": found.predicted_bytes - base,
+            "measured_peak_bytes": found.measured_bytes - base,
+            "kept_to": round(found.kept_to, 4),
+            "plain_step_s": round(plain_s, 5),
+            "step_s": round(step_seconds(model, x, steps), 5),
+        }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as Markdown."""
+    lines = [
+        "| net | inputs in | peak beyond variables and input, MiB: plain, predicted, measured "
+        "| measured saving, of the predicted | step, ms: plain, packed |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        peaks = ", ".join(
+            f"{row[field] / 2**20:.2f}"
+            for field in ("plain_peak_bytes", "predicted_peak_bytes", "measured_peak_bytes")
+        )
+        lines.append(
+            f"| {row['net']} | {row['bits']} bits | {peaks} | {row['kept_to']:.0%} "
+            f"| {1e3 * row['plain_step_s']:.0f}, {1e3 * row['step_s']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Make all rows and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="one net, few steps")
+    args = parser.parse_args()
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    default = ROOT / "benchmarks/out/activations_memory_tensorflow.json" if args.quick else RESULTS
+    about = {"commit": commit(), "machine": machine()}
+    rows = [
+        row_of(name, bits, 2 if args.quick else 10) | about
+        for name in (["CNN"] if args.quick else NETS)
+        for bits in (WIDTHS[:1] if args.quick else WIDTHS)
+    ]
+    save(args.json or default, rows)
+    print(f"{table(rows)}\n\nrows: {args.json or default}")
+
+
+if __name__ == "__main__":
+    main()
