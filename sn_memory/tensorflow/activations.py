@@ -5,61 +5,67 @@ differentiates the layer at the unpacked one. A dense or convolution layer is li
 so the gradient that flows back is exact and that of its weights unbiased; a ReLU, in the layer or
 behind it, keeps one bit per element, and max pooling the place of the largest in each window.
 
-Memory falls in traced steps (tf.function, fit), where control dependencies keep unpacking until it
-is needed. Run eagerly, gradients are the same, but tf.custom_gradient itself holds each result.
+What packs, and what the controller is told, is in packer.py. Memory falls in traced steps
+(tf.function, fit), where control dependencies keep unpacking until it is needed. Run eagerly,
+gradients are the same, but tf.custom_gradient itself holds each result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count
+from functools import partial
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-import sn_compress
-
-from ..activations import Peaks
+from ..activations import Controller, Peaks
+from ..sizes import parse_bytes
 from .forecast import peaks, predicted_peak
-from .packing import keep, relu, restored
+from .packer import MIN_ELEMENTS, Packer
+from .packing import keep, relu_by_signs, restored
 from .pooling import Places
 
-MIN_ELEMENTS = 1024
-"""Smaller tensors are kept as they are."""
+__all__ = ["MIN_ELEMENTS", "CompressedActivations", "compress_activations"]
 _LINEAR = ("Dense", "Conv1D", "Conv2D", "Conv3D")
 
 
 class CompressedActivations:
-    """The layers of a model that are wrapped, until closed; a context manager."""
+    """The layers of a model that are wrapped, until closed; a context manager.
 
-    def __init__(self, model: keras.Model, bits: int, seed: int, threads: int) -> None:
-        self._codec: Any = sn_compress.codec(
-            "bounded", bound=float("inf"), bits=bits, seed=seed, threads=threads, measure=False
-        )
-        self.model = model
-        self._steps = count()
+    Attributes
+    ----------
+    controller
+        Chooses the bits; `controller.rows()` has what is known of each layer's input.
+    wrapped
+        Paths of the layers.
+    """
+
+    def __init__(self, model: keras.Model, packer: Packer) -> None:
+        self.model, self.controller = model, packer.controller
+        self._packer = packer
         self._sizes_known = False
         self._changes: list[tuple[Any, str, Any, Any]] = []
         self.wrapped: list[str] = []
         for layer in model._flatten_layers(include_self=False):
             kind = type(layer).__name__
+            signs = relu_by_signs(partial(packer.noted, f"{layer.path}/signs"))
             if kind in _LINEAR:
                 after = layer.activation
                 self._set(layer, "activation", keras.activations.linear)
-                after = relu if after is keras.activations.relu else after
-                self._set(layer, "call", self._linear(layer.call, after))
-                self.wrapped.append(layer.path)
+                after = signs if after is keras.activations.relu else after
+                self._set(layer, "call", self._linear(layer, after))
             elif kind == "ReLU" and not any(
                 (layer.negative_slope, layer.threshold, layer.max_value)
             ):
-                self._set(layer, "call", relu)
-                self.wrapped.append(layer.path)
+                self._set(layer, "call", signs)
             elif kind == "MaxPooling2D" and (places := Places.of(layer)) is not None:
-                self._set(layer, "call", places.wrapped(layer.call))
-                self.wrapped.append(layer.path)
+                noted = partial(packer.noted, f"{layer.path}/places")
+                self._set(layer, "call", places.wrapped(layer.call, noted))
+            else:
+                continue
+            self.wrapped.append(layer.path)
 
     def __enter__(self) -> CompressedActivations:
         return self
@@ -120,6 +126,14 @@ class CompressedActivations:
         """
         return peaks(self, sample)
 
+    def report(self) -> str:
+        """Return a row per layer: elements, bits, predicted error of the weight's gradient."""
+        return self.controller.report()
+
+    def refresh(self) -> None:
+        """Choose bits now from what the last step gathered; otherwise the next step does."""
+        self._packer.refresh()
+
     def _set(self, layer: Any, name: str, value: Any) -> None:
         self._changes.append((layer, name, getattr(layer, name), value))
         setattr(layer, name, value)
@@ -128,17 +142,18 @@ class CompressedActivations:
         for layer, name, own, _ in reversed(self._changes):
             setattr(layer, name, own)
 
-    def _linear(
-        self, call: Callable[..., Any], activation: Callable[..., Any]
-    ) -> Callable[..., Any]:
+    def _linear(self, layer: Any, activation: Callable[..., Any]) -> Callable[..., Any]:
+        call, key = layer.call, layer.path
+
         @tf.custom_gradient
         def packed(x: Any) -> Any:
-            y, buffer, shape = keep(call, x, self._pack, self._packed_bytes(x))
+            y, buffer, shape = keep(call, x, partial(self._packer.pack, key), self._bytes(key, x))
             static, dtype = x.shape, x.dtype
+            note = self._packer.arrived(layer, x, y)
 
             def gradient(dy: Any, variables: Any = None) -> Any:
                 with tf.control_dependencies([dy]):  # not before it is used
-                    values = restored(self._unpack, [buffer, shape], tf.float32, static)
+                    values = restored(self._packer.unpack, [buffer, shape], tf.float32, static)
                 values, weights = tf.cast(values, dtype), list(variables or [])
                 # One input at a time lies there unpacked, and not while the gradient of another is
                 # made. That of this one needs no input.
@@ -146,7 +161,12 @@ class CompressedActivations:
                     tape.watch(values)
                     again = call(values)
                 found = tape.gradient(again, weights, dy)
-                with tf.control_dependencies([it for it in found if it is not None]):
+                made = [it for it in found if it is not None]
+                # Of what arrives NumPy sees the memory itself: nothing is copied.
+                made += [
+                    tf.numpy_function(note, [dy, it], tf.int32) for it in made if it.shape.rank > 1
+                ]
+                with tf.control_dependencies(made):
                     dx = tape.gradient(again, values, dy)
                 return (dx, found) if weights else dx
 
@@ -157,53 +177,66 @@ class CompressedActivations:
 
         return wrapped
 
-    def _packed_bytes(self, x: Any) -> int | None:
+    def _bytes(self, key: str, x: Any) -> int | None:
         n = x.shape.num_elements()
-        if n is None or not self._sizes_known:
-            return None
-        return int(4 * n if n < MIN_ELEMENTS else self._codec.payload_bytes(n))
-
-    def _pack(self, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """A payload; or plain float32 where that is smaller, or too many elements escape."""
-        flat = np.ascontiguousarray(x, np.float32).reshape(-1)
-        if flat.size < MIN_ELEMENTS:
-            return flat.view(np.uint8)
-        state = [np.array([next(self._steps)], np.int64)]
-        payload = self._codec.encode(flat, state=state)
-        return flat.view(np.uint8) if payload.saturated else payload.buffer
-
-    def _unpack(self, buffer: Any, shape: Any) -> np.ndarray[Any, Any]:
-        n = int(np.prod(shape))
-        if buffer.size == 4 * n:
-            return buffer.view(np.float32).reshape(shape)
-        return np.asarray(self._codec.decode(sn_compress.Payload.from_bytes(buffer)).reshape(shape))
+        return None if n is None or not self._sizes_known else self._packer.nbytes(key, n)
 
 
 def compress_activations(
-    model: keras.Model, *, bits: int = 4, seed: int = 0, threads: int = 1
+    model: keras.Model,
+    *,
+    error: float | None = None,
+    budget: int | str | None = None,
+    bits: int | None = None,
+    optimizer: Any = None,
+    every: int = 200,
+    start_bits: int = 8,
+    seed: int = 0,
+    threads: int = 1,
 ) -> CompressedActivations:
     """Keep inputs of dense and convolution layers in few bits until closed, and signs of ReLUs.
 
     Max pooling whose windows do not overlap keeps places in them. What else layers keep stays.
+    Without `error`, `budget` and `bits`, inputs get 4 bits.
 
     Parameters
     ----------
     model
         A Keras model; compile it with jit_compile=False, as packing runs on the host. Compile it,
-        or make its tf.function, after this call: a trace made before goes on as it was.
+        or make its tf.function, after this call: a trace made before goes on as it was. Bits may
+        change without a new trace.
+    error
+        Acceptable deviation of a weight's gradient, as a fraction of its momentum's mean magnitude
+        (of the gradient's, without an optimizer). For Adam both are taken in units of its step.
+    budget
+        Instead: bytes that the wrapped layers may keep, "500 MiB" for example.
     bits
-        1, 2, 4 or 8, of each element of an input.
+        Instead: 1, 2, 4 or 8, of each element of an input.
+    optimizer
+        Of Keras, where momentum is read: of SGD, and of Adam and what is made like it.
+    every
+        Steps from one choice to the next, by what the step before it gathered.
+    start_bits
+        Until the first choice, which is at the second step.
     seed, threads
         Of the codec.
 
     Raises
     ------
     ValueError
-        If no layer is dense, a convolution, a ReLU or such a pooling layer.
-    sn_compress.CompressError
-        If a setting is illegal.
+        If no layer is dense, a convolution, a ReLU or such a pooling layer; or a setting is
+        illegal.
+    tf.errors.UnknownError
+        From the second step on, with the text of a BudgetError, if what is kept does not fit.
     """
-    made = CompressedActivations(model, bits, seed, threads)
+    if error is None and budget is None and bits is None:
+        bits = 4
+    controller = Controller(
+        error=error, budget_bytes=None if budget is None else parse_bytes(budget), bits=bits,
+        every=every, start_bits=start_bits, recompute="never",
+    )  # fmt: skip
+    packer = Packer(controller, optimizer, seed, threads)
+    made = CompressedActivations(model, packer)
     if not made.wrapped:
         raise ValueError(
             f"compress_activations: {model.name} has no layer of {', '.join(_LINEAR)} or ReLU, so "

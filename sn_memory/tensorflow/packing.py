@@ -88,21 +88,26 @@ def _unaligned(array: Array) -> Array:
     return copy
 
 
-@tf.custom_gradient
-def relu(x: Any, *_: Any, **__: Any) -> Any:
-    """A ReLU that keeps signs."""
-    n = x.shape.num_elements()
-    y, mask, shape = keep(
-        tf.nn.relu, x, _signs, None if n is None else -(-n // 8), of=lambda x, y: y > 0
-    )
-    static, dtype = x.shape, x.dtype
+def relu_by_signs(noted: Callable[[Array], Array]) -> Callable[..., Any]:
+    """Return a ReLU that keeps signs, and hands them through `noted` as it does."""
 
-    def gradient(dy: Any) -> Any:
-        with tf.control_dependencies([dy]):
-            on = restored(_from_signs, [mask, shape], tf.bool, static)
-        return tf.where(on, dy, tf.zeros((), dtype))
+    @tf.custom_gradient
+    def relu(x: Any, *_: Any, **__: Any) -> Any:
+        n = x.shape.num_elements()
+        size = None if n is None else -(-n // 8)
+        y, mask, shape = keep(
+            tf.nn.relu, x, lambda on: noted(_signs(on)), size, of=lambda x, y: y > 0
+        )
+        static, dtype = x.shape, x.dtype
 
-    return y, gradient
+        def gradient(dy: Any) -> Any:
+            with tf.control_dependencies([dy]):
+                on = restored(_from_signs, [mask, shape], tf.bool, static)
+            return tf.where(on, dy, tf.zeros((), dtype))
+
+        return y, gradient
+
+    return relu  # type: ignore[no-any-return]
 
 
 def _signs(on: Array) -> Array:

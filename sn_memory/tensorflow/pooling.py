@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from .packing import keep, restored
+from .packing import Array, keep, restored
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,14 @@ class Places:
             return None
         return cls(height, width, bits)
 
-    def wrapped(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the layer's call, with a gradient that reads places."""
+    def wrapped(
+        self, call: Callable[..., Any], noted: Callable[[Array], Array]
+    ) -> Callable[..., Any]:
+        """Return the layer's call, with a gradient that reads places; they pass through `noted`."""
 
         @tf.custom_gradient
         def pooled(x: Any) -> Any:
-            y, kept, shape = keep(call, x, self.pack, self._bytes(x.shape))
+            y, kept, shape = keep(call, x, lambda x: noted(self.pack(x)), self._bytes(x.shape))
             static, dtype = x.shape, x.dtype
 
             def gradient(dy: Any) -> Any:
