@@ -9,10 +9,11 @@ import sys
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import sn_memory.tensorflow
-from sn_compress import FFTCompression
+from sn_compress import CompressError, FFTCompression
 from sn_compress.horovod.keras import DistributedOptimizer
 from sn_memory.apoptosis.tensorflow import Apoptosis
 
@@ -95,6 +96,9 @@ def shrink(exchange):
     assert peaks[-1] < peaks[0]
     require_same([*model.variables, *optimizer.variables], f"{exchange}.end")
     assert FFTCompression.report(optimizer)["ratio"] > 1
+    for path in ("net/one/kernel", "nowhere"):
+        with pytest.raises(CompressError, match=path):
+            FFTCompression.restart(optimizer, {path: np.zeros(3, "f4")})
 
 
 def check_cut(one, before, after):
