@@ -164,7 +164,9 @@ class CompressedActivations:
                 made = [it for it in found if it is not None]
                 # Of what arrives NumPy sees the memory itself: nothing is copied.
                 made += [
-                    tf.numpy_function(note, [dy, it], tf.int32) for it in made if it.shape.rank > 1
+                    restored(note, [tf.cast(of, tf.float32) for of in (dy, it)], tf.int32, [])
+                    for it in made
+                    if it.shape.rank > 1
                 ]
                 with tf.control_dependencies(made):
                     dx = tape.gradient(again, values, dy)

@@ -99,7 +99,7 @@ class Packer:
                 energy = float(np.dot(flat, flat))
                 known = {"energy": energy, "yardstick": self._yardstick(layer, weights)}
                 self._gathered[layer.path] = about | known
-            return np.int32(0)
+            return np.zeros((), np.int32)
 
         return note
 
