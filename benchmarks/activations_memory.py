@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _peaks import cells, columns
 from accuracy import save
 from activations import BATCH, resnet, saved_bytes
 from machine import commit, machine
@@ -59,17 +60,13 @@ def row_of(name: str, ratio: float, steps: int) -> dict[str, Any]:
         step_seconds(net, x, 2)  # the first finds out what there is
         step_s = step_seconds(net, x, steps)
         found = packed.verify(x)
-        base = found.base_bytes
         return {
             "net": name,
             "ratio_asked": ratio,
             "saved_bytes": packed.saved.plain_bytes,
             "packed_bytes": packed.saved.packed_bytes,
             "ratio": round(packed.saved.ratio, 2),
-            "plain_peak_bytes": found.plain_bytes - base,
-            "predicted_peak_bytes": found.predicted_bytes - base,
-            "measured_peak_bytes": found.measured_bytes - base,
-            "kept_to": round(found.kept_to, 4),
+            **columns(found),
             "again": sorted(packed.controller.again),
             "work": round(packed.controller.work or 0.0, 3),
             "plain_step_s": round(plain_s, 5),
@@ -85,15 +82,10 @@ def table(rows: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
-        peaks = ", ".join(
-            f"{row[field] / 2**20:.2f}"
-            for field in ("plain_peak_bytes", "predicted_peak_bytes", "measured_peak_bytes")
-        )
         again = f"{len(row['again'])} modules, {row['work']:.0%}" if row["again"] else "nothing"
         lines.append(
             f"| {row['net']} | {row['ratio']:.1f} (asked {row['ratio_asked']:g}) | {again} "
-            f"| {peaks} | {row['kept_to']:.0%} "
-            f"| {1e3 * row['plain_step_s']:.0f}, {1e3 * row['step_s']:.0f} |"
+            f"| {cells(row)}"
         )
     return "\n".join(lines)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from _peaks import cells, columns
 from accuracy import save
 from activations_tensorflow import BATCH, network
 from keras import layers
@@ -114,14 +115,10 @@ def row_of(name: str, bits: int, steps: int) -> dict[str, Any]:
     plain_s = step_seconds(model, x, steps)
     with sn_memory.tensorflow.compress_activations(model, bits=bits) as packed:
         found = packed.verify(x)
-        base = found.base_bytes
         return {
             "net": name,
             "bits": bits,
-            "plain_peak_bytes": found.plain_bytes - base,
-            "predicted_peak_bytes": found.predicted_bytes - base,
-            "measured_peak_bytes": found.measured_bytes - base,
-            "kept_to": round(found.kept_to, 4),
+            **columns(found),
             "plain_step_s": round(plain_s, 5),
             "step_s": round(step_seconds(model, x, steps), 5),
         }
@@ -134,15 +131,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         "| measured saving, of the predicted | step, ms: plain, packed |",
         "|---|---|---|---|---|",
     ]
-    for row in rows:
-        peaks = ", ".join(
-            f"{row[field] / 2**20:.2f}"
-            for field in ("plain_peak_bytes", "predicted_peak_bytes", "measured_peak_bytes")
-        )
-        lines.append(
-            f"| {row['net']} | {row['bits']} bits | {peaks} | {row['kept_to']:.0%} "
-            f"| {1e3 * row['plain_step_s']:.0f}, {1e3 * row['step_s']:.0f} |"
-        )
+    lines += [f"| {row['net']} | {row['bits']} bits | {cells(row)}" for row in rows]
     return "\n".join(lines)
 
 

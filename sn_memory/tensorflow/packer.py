@@ -14,6 +14,7 @@ import numpy as np
 import sn_compress
 
 from ..activations import Controller, coverage
+from ..activations.controller import WIDTHS
 
 Array = np.ndarray[Any, Any]
 
@@ -36,27 +37,22 @@ class Packer:
 
     def __init__(self, controller: Controller, optimizer: Any, seed: int, threads: int) -> None:
         self.controller, self.optimizer = controller, optimizer
-        self._seed, self._threads = seed, threads
-        self._codecs: dict[int, Any] = {}
+        self._codecs = {
+            bits: sn_compress.codec(
+                "bounded", bound=float("inf"), bits=bits, seed=seed, threads=threads, measure=False
+            )
+            for bits in WIDTHS
+        }
         self._draws = 0  # packs so far: each rounds by other chances
         self._step = -1
         self._first = ""
         self._looking = False
         self._gathered: dict[str, dict[str, Any]] = {}
 
-    def codec(self, bits: int) -> Any:
-        """Return the codec of these bits."""
-        if bits not in self._codecs:
-            self._codecs[bits] = sn_compress.codec(
-                "bounded", bound=float("inf"), bits=bits, seed=self._seed, threads=self._threads,
-                measure=False,
-            )  # fmt: skip
-        return self._codecs[bits]
-
     def nbytes(self, key: str, n: int) -> int:
         """Return what n elements are packed in just now, if not too many escape."""
         bits = self.controller.bits(key) if n >= MIN_ELEMENTS else None
-        return 4 * n if bits is None else int(self.codec(bits).payload_bytes(n))
+        return 4 * n if bits is None else int(self._codecs[bits].payload_bytes(n))
 
     def pack(self, key: str, x: Array) -> Array:
         """A payload; or plain float32 where that is smaller, or too many elements escape."""
@@ -65,7 +61,7 @@ class Packer:
         bits = self.controller.bits(key)
         if flat.size < MIN_ELEMENTS or bits is None:
             return self.noted(key, flat.view(np.uint8))
-        codec, self._draws = self.codec(bits), self._draws + 1
+        codec, self._draws = self._codecs[bits], self._draws + 1
         if self._looking:
             self._look(key, flat, bits)
         payload = codec.encode(flat, state=[np.array([self._draws], np.int64)])
@@ -120,7 +116,7 @@ class Packer:
             self._looking = self.controller.due(self._step)
 
     def _look(self, key: str, flat: Array, bits: int) -> None:
-        kept = self.codec(bits).quantise(flat, step=self._draws)
+        kept = self._codecs[bits].quantise(flat, step=self._draws)
         nonzero = float(np.count_nonzero(flat)) / flat.size
         variance = kept.variance(flat.size)
         self.controller.observe(key, n=flat.size, bits=bits, variance=variance, nonzero=nonzero)

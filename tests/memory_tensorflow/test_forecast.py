@@ -76,7 +76,10 @@ def checked(make, shape, bits):
     before = [it.numpy() for it in model.variables]
     with compress_activations(model, bits=bits) as packed:
         found = packed.verify(tf.random.stateless_normal(shape, (1, 2)))
-    assert 0.85 <= found.kept_to <= 1.15, (make, found)
+    assert found.kept_to >= 0.85, (make, found)
+    # Not of the saving: what is plain varies by a tensor or two, as its branches change places. Of
+    # the small blocks that are not measured there are 4 % at most.
+    assert found.measured_bytes == pytest.approx(found.predicted_bytes, rel=0.05), (make, found)
     assert found.base_bytes < found.measured_bytes < found.plain_bytes
     assert all(map(np.array_equal, (it.numpy() for it in model.variables), before))
     return found
