@@ -37,7 +37,7 @@ class Packer:
 
     def __init__(self, controller: Controller, optimizer: Any, seed: int, threads: int) -> None:
         self.controller, self.optimizer = controller, optimizer
-        self._codecs = {
+        self._codecs: dict[int, Any] = {
             bits: sn_compress.codec(
                 "bounded", bound=float("inf"), bits=bits, seed=seed, threads=threads, measure=False
             )
