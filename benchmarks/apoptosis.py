@@ -31,6 +31,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import apoptosis_report as report
 import numpy as np
 import torch
 from accuracy import load, save
@@ -47,11 +48,9 @@ from sn_memory.apoptosis.torch.surgery import Patient, operate
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/apoptosis.json"
-METHODS = ("plain", "apoptosis", "pruned", "small")
 BATCH, LOOKS = 64, 12
 TEST_BATCH = 500
 SAME = ("tolerance", "every")
-COLOURS = {"plain": "#5f6368", "apoptosis": "#d55e00", "pruned": "#0072b2", "small": "#009e73"}
 
 
 def dense(inputs: int, outputs: int, *hidden: int) -> nn.Module:
@@ -252,82 +251,10 @@ def run(name: str, method: str, seed: int, args: argparse.Namespace, ended: list
         "wall_s": round(wall_s, 3),
         "apoptosis_cpu_s": round(event_cpu_s, 3),
         "events": 0 if apoptosis is None else len(apoptosis.events),
-        "curve_step": [point[0] for point in curve],
-        "curve_cpu_s": [point[1] for point in curve],
-        "curve_score": [point[2] for point in curve],
-        "curve_widths": [point[3] for point in curve],
+        **report.columns(curve),
         "commit": commit(),
         "machine": machine(),
     }
-
-
-def seconds_to(row: dict, target: float) -> float | None:
-    """CPU seconds of training until the score was first at the target; None if it never was."""
-    points = zip(row["curve_cpu_s"], row["curve_score"], strict=True)
-    return next((seconds for seconds, seen in points if seen >= target), None)
-
-
-def table(rows: list[dict]) -> str:
-    """Return markdown: one line for each net and method, means over seeds."""
-    heads = ("net", "method", "steps", "seeds", "score %", "parameters", "CPU s", "CPU s to target")
-    lines = [f"| {' | '.join((*heads, 'target %'))} |", "|---" * (len(heads) + 1) + "|"]
-    for net in TASKS:
-        plain = [r["score"] for r in rows if (r["net"], r["method"]) == (net, "plain")]
-        target = min(plain, default=100.0) - 0.1
-        kinds = {
-            (r["method"], r["steps"], 0.0 if r["method"] == "plain" else r["tolerance"])
-            for r in rows
-            if r["net"] == net
-        }
-        for kind in sorted(kinds, key=lambda kind: (METHODS.index(kind[0]), *kind[1:])):
-            method, steps, tolerance = kind
-            mine = [r for r in rows if (r["net"], r["method"], r["steps"]) == (net, method, steps)]
-            mine = [r for r in mine if not tolerance or r["tolerance"] == tolerance]
-            label = f"{method}, tolerance {tolerance}" if tolerance else method
-            n = len(mine)
-            mean = {k: sum(r[k] for r in mine) / n for k in ("score", "parameters", "cpu_s")}
-            times = [seconds_to(row, target) for row in mine]
-            reached = [one for one in times if one is not None]
-            to = f"{sum(reached) / n:.1f}" if len(reached) == n else f"{len(reached)} of {n} did"
-            lines.append(
-                f"| {net} | {label} | {steps:,} | {n} | {mean['score']:.2f} "
-                f"| {mean['parameters']:,.0f} | {mean['cpu_s']:.1f} | {to} | {target:.2f} |"
-            )
-    return "\n".join(lines)
-
-
-def picture(rows: list[dict], net: str, path: Path) -> None:
-    """Draw widths and milliseconds a step over steps, and score over seconds, of one seed."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False})
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
-    seen = {row["method"]: row for row in reversed(rows) if row["net"] == net}
-    if "apoptosis" in seen:
-        row = seen["apoptosis"]
-        for layer, first in enumerate(TASKS[net].widths):
-            sizes = [first] + [point[layer] for point in row["curve_widths"]]
-            style = ("-", "--", ":")[layer]
-            steps = [0, *row["curve_step"]]
-            label = f"layer {layer + 1}"
-            left.plot(steps, sizes, style, color=COLOURS["apoptosis"], label=label)
-    left.set(title="neurons left", xlabel="step", ylim=(0, None))
-    left.legend(frameon=False)
-    for method, row in seen.items():
-        colour = COLOURS[method]
-        middle.plot(row["curve_cpu_s"], row["curve_score"], color=colour, label=method)
-        seconds, steps = [0, *row["curve_cpu_s"]], [0, *row["curve_step"]]
-        pace = [1e3 * (b - a) / (d - c) for a, b, c, d in
-                zip(seconds, seconds[1:], steps, steps[1:], strict=False)]  # fmt: skip
-        right.plot(steps[1:], pace, color=colour, label=method)
-    middle.set(title="test score, %", xlabel="CPU seconds of training")
-    right.set(title="milliseconds a step, looks included", xlabel="step", ylim=(0, None))
-    middle.legend(frameon=False)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def main() -> None:
@@ -343,7 +270,9 @@ def main() -> None:
     parser.add_argument("--tolerance", type=float, help="instead of each net's own")
     parser.add_argument("--every", type=int, help="instead of each net's own")
     parser.add_argument("--schedule", default="aggressive")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument(
+        "--methods", nargs="+", choices=report.METHODS, default=list(report.METHODS)
+    )
     parser.add_argument("--report", action="store_true", help="run nothing; say what rows say")
     parser.add_argument("--png", type=Path, help="picture of the first of --nets and --seeds")
     args = parser.parse_args()
@@ -374,9 +303,10 @@ def main() -> None:
                     )
                 if method == "apoptosis":
                     ended = done["curve_widths"][-1]
-    print(table(rows))
+    print(report.table(rows, TASKS))
     if args.png:
-        picture([r for r in rows if r["seed"] == args.seeds[0]], args.nets[0], args.png)
+        net, drawn = args.nets[0], [r for r in rows if r["seed"] == args.seeds[0]]
+        report.picture(drawn, net, TASKS[net].widths, args.png)
 
 
 if __name__ == "__main__":

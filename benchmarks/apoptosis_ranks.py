@@ -19,10 +19,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import apoptosis_report as report
 import horovod.torch as hvd
 import torch
 from accuracy import load, save
-from apoptosis import LOOKS, dense, images, rate, score, seconds_to, widths
+from apoptosis import LOOKS, dense, images, rate, score, widths
 from machine import commit, machine
 from torch import nn
 
@@ -109,10 +110,7 @@ def run(method: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
         "apoptosis_s": round(event_s, 3),
         "events": len(apoptosis.events) if apoptosis else 0,
         "compared": compared,
-        "curve_step": [point[0] for point in curve],
-        "curve_wall_s": [point[1] for point in curve],
-        "curve_score": [point[2] for point in curve],
-        "curve_widths": [point[3] for point in curve],
+        **report.columns(curve, "wall_s"),
         "commit": commit(),
         "machine": machine(),
     }
@@ -122,9 +120,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Return markdown: one line for each run."""
     lines = ["| method | seed | score % | parameters | seconds | to target | events, compared |"]
     lines.append("|---|---|---|---|---|---|---|")
-    target = min((r["score"] for r in rows if r["method"] == "plain"), default=100.0) - 0.1
+    target = report.target_of(rows)
     for row in rows:
-        to = seconds_to({**row, "curve_cpu_s": row["curve_wall_s"]}, target)
+        to = report.seconds_to(row, target, "wall_s")
         lines.append(
             f"| {row['method']} | {row['seed']} | {row['score']:.2f} | {row['parameters']:,} | "
             f"{row['wall_s']:.1f} | {'never' if to is None else f'{to:.1f}'} | "

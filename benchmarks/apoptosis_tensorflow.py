@@ -18,11 +18,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import apoptosis_report as report
 import keras
 import numpy as np
 import tensorflow as tf
 from accuracy import load, save
-from apoptosis import BATCH, LOOKS, TEST_BATCH, images, rate, seconds_to
+from apoptosis import BATCH, LOOKS, TEST_BATCH, images, rate
+from apoptosis import held_out as without_test
 from machine import commit, machine
 
 from sn_memory.apoptosis.tensorflow import Apoptosis
@@ -57,9 +59,9 @@ def recorded(model: Any, optimizer: Any) -> Any:
 
 def data(*, held_out: bool) -> tuple[np.ndarray, ...]:
     """Return training and test images [n, 784] and labels; of training images alone if held out."""
-    x, y, test_x, test_y = (np.asarray(part) for part in images(0))
-    x, test_x = (part.reshape(len(part), -1) for part in (x, test_x))
-    return (x[:50_000], y[:50_000], x[50_000:], y[50_000:]) if held_out else (x, y, test_x, test_y)
+    own = images(0)
+    x, y, test_x, test_y = map(np.asarray, without_test(own) if held_out else own)
+    return x.reshape(len(x), -1), y, test_x.reshape(len(test_x), -1), test_y
 
 
 def score(model: Any, inputs: np.ndarray, labels: np.ndarray) -> float:
@@ -126,10 +128,7 @@ def run(method: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
         "wall_s": round(wall_s, 3),
         "apoptosis_cpu_s": round(event_cpu_s, 3),
         "events": len(apoptosis.events) if apoptosis else 0,
-        "curve_step": [point[0] for point in curve],
-        "curve_cpu_s": [point[1] for point in curve],
-        "curve_score": [point[2] for point in curve],
-        "curve_widths": [point[3] for point in curve],
+        **report.columns(curve),
         "commit": commit(),
         "machine": machine(),
     }
@@ -139,7 +138,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Return markdown: one line for each method, means over seeds."""
     lines = ["| method | seeds | score % | parameters | CPU s | seconds | CPU s to target |"]
     lines.append("|---|---|---|---|---|---|---|")
-    target = min((r["score"] for r in rows if r["method"] == "plain"), default=100.0) - 0.1
+    target = report.target_of(rows)
     kinds: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         kinds.setdefault((row["method"], *(row.get(name) for name in SETTINGS)), []).append(row)
@@ -148,12 +147,9 @@ def table(rows: list[dict[str, Any]]) -> str:
         label = method if method == "plain" else f"{method}, {own['tolerance']}, {own['overhead']}"
         n, keys = len(mine), ("score", "parameters", "cpu_s", "wall_s")
         mean = {key: sum(row[key] for row in mine) / n for key in keys}
-        times = [seconds_to(row, target) for row in mine]
-        reached = [one for one in times if one is not None]
-        to = f"{sum(reached) / n:.1f}" if len(reached) == n else f"{len(reached)} of {n} did"
         lines.append(
             f"| {label} | {n} | {mean['score']:.2f} | {mean['parameters']:,.0f} | "
-            f"{mean['cpu_s']:.1f} | {mean['wall_s']:.1f} | {to} |"
+            f"{mean['cpu_s']:.1f} | {mean['wall_s']:.1f} | {report.mean_to(mine, target)} |"
         )
     return "\n".join(lines)
 

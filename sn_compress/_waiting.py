@@ -1,8 +1,8 @@
 """Waiting for a handle of Horovod's torch without taking the processor from who does the work.
 
 hvd.synchronize asks again and again and merely yields in between. With fewer cores than ranks the
-ranks that wait so hold up the threads they wait for: four ranks on two cores, a gossip step over
-Gloo's alltoall took a third of a second instead of hundredths.
+ranks that wait so hold up the threads they wait for: a test of gossip on four ranks and two cores
+took 41 to 77 s over Gloo's alltoall, and takes 20 to 22 asleep.
 """
 
 from __future__ import annotations

@@ -31,8 +31,7 @@ def ring_shuffle(*arrays: Any, batch_size: int, seed: int = 0, process_set: Any 
     peers = hvd.global_process_set if process_set is None else process_set
     if not peers.included():
         raise CompressError(f"this rank is not in {peers}; expected a process set that has it")
-    rank, ranks = peers.rank(), peers.size()
-    name = prefix("ring", peers.ranks or range(ranks))
+    rank, ranks, name = peers.rank(), peers.size(), prefix("ring", peers)
     fields = [np.asarray(array) for array in arrays]
     own = tf.constant([len(fields[0]) if fields else 0])
     counts = hvd.allgather(own, name=f"{name}.counts", process_set=peers) if ranks > 1 else own

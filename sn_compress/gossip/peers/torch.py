@@ -61,7 +61,7 @@ class HorovodPeers:
 
     def prefix(self, kind: str) -> str:
         """See Peers."""
-        return prefix(kind, self._set.ranks or range(self.ranks))
+        return prefix(kind, self._set)
 
     def exchange(self, name: str, wire: Any, partner: Partner) -> Wait:
         """See Peers. A rank that sits out takes part, with nothing."""

@@ -48,7 +48,7 @@ class Gossip:
         # Made where no trace is under way, and past Keras, which would save them.
         self.spread = tf.Variable(np.nan, dtype=tf.float64, trainable=False)
         self.averages = tf.Variable(0, dtype=tf.int64, trainable=False)
-        self._prefix = prefix("gossip", process_set.ranks or range(self.ranks))
+        self._prefix = prefix("gossip", process_set)
 
     def build(self, variables: Sequence[Any]) -> None:
         """All ranks get the weights of rank 0."""
