@@ -5,8 +5,10 @@ and `Auto` then keeps, rebuilds and offloads as ever. The empty set is tried fir
 whole time limit, so that allowing compression never gives a slower plan. The others come from a
 greedy walk down the peak: where the most bytes are live, compress what waits there and frees the
 most bytes per second of packing, until the curve is below a target; what it leaves above the budget
-is for `Auto` to rebuild. Then members are exchanged: what is rebuilt dearly joins, what costs more
-than it is worth leaves.
+is for `Auto` to rebuild. Each target has its turn on any machine, however slow: the walk that goes
+furthest often leaves no plan at all, as what is unpacked takes room as well. Then, as long as the
+limit lasts, members are exchanged: what is rebuilt dearly joins, what costs more than it is worth
+leaves.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class Compressing:
     Parameters
     ----------
     graph, actions, time_limit_s, progress
-        As for Auto. The sets together have `time_limit_s` once more for each budget.
+        As for Auto. The sets together have `time_limit_s` once more for each budget, and each
+        walk has an eighth of it where the ones before took all.
 
     Raises
     ------
@@ -77,22 +80,26 @@ class Compressing:
         return answers(budgets, self.look, self.answer)
 
     def look(self, budget_bytes: int) -> None:
-        """Try the empty set and, as long as the limit lasts, others."""
+        """Try the empty set, each walk's and, as long as the limit lasts, others."""
         self.attempt(frozenset(), budget_bytes, self.limit_s)
         if self.floor[0] > budget_bytes:
             return
-        began = now()
-        for chosen in self.sets(budget_bytes):
-            left = self.limit_s - (now() - began)
-            if left <= 0 and self.best(budget_bytes) is not None:
-                break
-            self.attempt(chosen, budget_bytes, max(left, self.limit_s / 4) / 2)
-
-    def sets(self, budget_bytes: int) -> Iterator[Chosen]:
-        """The sets worth an attempt; later ones start from what the earlier ones gave."""
+        end = now() + self.limit_s
         whole = peak(self.graph).bytes
         for share in TARGETS:
-            yield self.greedy(whole - int((whole - budget_bytes) * share))
+            walked = self.greedy(whole - int((whole - budget_bytes) * share))
+            self.attempt(walked, budget_bytes, self.part(end))
+        for chosen in self.sets(budget_bytes):
+            if now() > end and self.best(budget_bytes) is not None:
+                break
+            self.attempt(chosen, budget_bytes, self.part(end))
+
+    def part(self, end: float) -> float:
+        """Seconds for the next set: half of what is left, and an eighth of the limit at least."""
+        return max(end - now(), self.limit_s / 4) / 2
+
+    def sets(self, budget_bytes: int) -> Iterator[Chosen]:
+        """The sets worth an attempt after the walks; later ones start from what was found."""
         yield frozenset(self.saves)
         for _ in range(ROUNDS):
             found = self.best(budget_bytes)

@@ -258,6 +258,14 @@ def test_never_slower_and_budgets_out_of_reach_in_the_same_time():
     assert allowed.overhead < 0.6 * without.overhead
 
 
+def test_no_machine_is_too_slow_to_find_what_to_compress():
+    """The walk that goes furthest leaves no plan here, and takes all of the time there is."""
+    planned = plan(network(), batch(), "45%", actions=COMPRESS, time_limit_s=0.001, **SLOW)
+    assert planned.sn_memory.plan.decided("compress")
+    # Rebuilding alone takes 0.56 at best.
+    assert planned.sn_memory.plan.overhead < 0.35
+
+
 def test_refusals_can_be_carried_out():
     model, sample = network(), batch()
     with pytest.raises(BudgetError) as refusal:
