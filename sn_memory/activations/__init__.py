@@ -3,9 +3,10 @@
 from ..errors import AccuracyWarning
 from .again import Unit
 from .batch import BatchSuggestion, suggest_batch
-from .controller import Controller, Row
+from .controller import Controller
 from .peaks import Peaks
 from .policy import Treatment, treatment
+from .rows import Row
 from .theory import acceptable_bound, coverage, gradient_sd, paper_sd
 
 __all__ = [

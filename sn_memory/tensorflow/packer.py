@@ -14,7 +14,7 @@ import numpy as np
 import sn_compress
 
 from ..activations import Controller, coverage
-from ..activations.controller import WIDTHS
+from ..activations.rows import WIDTHS
 
 Array = np.ndarray[Any, Any]
 

@@ -16,18 +16,11 @@ import torch
 from ..activations import Controller, Peaks
 from ..sizes import parse_bytes
 from .again import Run
+from .calls import MIN_ELEMENTS, Call, coverage_of, storages_of, weight_of
 from .errors import TraceError
 from .forecast import peaks, predicted_peak
-from .saving import (
-    MIN_ELEMENTS,
-    Call,
-    Packer,
-    Pass,
-    Saved,
-    coverage_of,
-    storages_of,
-    weight_of,
-)
+from .packer import Packer, Saved
+from .saving import Pass
 from .units import Units
 
 __all__ = ["MIN_ELEMENTS", "CompressedActivations", "Peaks", "Saved", "compress_activations"]

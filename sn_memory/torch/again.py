@@ -18,9 +18,10 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from .calls import storages_of
 from .errors import ReplayError
 from .packing import Kept, Layout
-from .saving import Pass, storages_of
+from .saving import Pass
 from .step import tensors
 
 

@@ -23,8 +23,8 @@ from ..activations import Controller, Peaks
 from .capture import fake_of
 from .errors import TraceError
 from .guard import as_it_was
+from .packer import Packer
 from .packing import Exact, Kept, Layout, Lossy, Shape, Window
-from .saving import Packer
 from .step import put_back, run_step
 from .trace import call_arguments
 

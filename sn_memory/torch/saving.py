@@ -4,45 +4,25 @@ torch offers hooks that pack and unpack saved tensors, but a hook is given a bar
 layer or op saved it. Counting calls (GACT) assigns wrong bits as soon as control flow changes.
 Here a function mode sees each call of an op and forward hooks see each module, so a tensor is
 known by module path, op and slot; what an op needs of it decides how it is kept (policy.py).
-
-Over 300 lines: one object with the state of one forward pass.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
-from ..activations import Controller, coverage, treatment
+from ..activations import treatment
 from ..activations.again import INPUT
-from ..sizes import show_bytes
 from . import packing
-from .packing import Exact, Kept, Layout, Lossy, Mask, Narrow, Places, Shape, Window
+from .calls import MIN_ELEMENTS, Call, Calls, of_input_size, rectified, window_of
+from .packer import Packer, Saved
+from .packing import Exact, Kept, Layout, Lossy
 from .signs import SignRelu
-
-MIN_ELEMENTS = 1024
-"""Smaller tensors are left alone."""
-_WITHOUT_KERNEL = (torch.float64,)
-
-
-@dataclass
-class Call:
-    """A call of an op that is running: its name, where, and what it saved so far."""
-
-    name: str
-    place: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    slots: int = 0
-    lossy: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -55,75 +35,6 @@ class _Memory:
     packed_bytes: int = 0
     kept: dict[tuple[Any, ...], Lossy] = field(default_factory=dict)
     groups: dict[tuple[Any, ...], str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Saved:
-    """What one forward pass saved: bytes as autograd would hold them, and as they are held."""
-
-    plain_bytes: int
-    packed_bytes: int
-    elements: int
-
-    @property
-    def ratio(self) -> float:
-        """Plain bytes over packed ones."""
-        return self.plain_bytes / max(self.packed_bytes, 1)
-
-    @property
-    def saving_bytes(self) -> int:
-        return self.plain_bytes - self.packed_bytes
-
-    def __str__(self) -> str:
-        return (
-            f"activations {show_bytes(self.plain_bytes)} -> {show_bytes(self.packed_bytes)}, "
-            f"{self.ratio:.1f} times less"
-        )
-
-
-@dataclass
-class Packer:
-    """What looks at values and packs them; each tensor draws its own random numbers."""
-
-    controller: Controller
-    form: str
-    seed: int
-    threads: int
-    packed: int = 0
-    blank = False
-    """Whether there are no values, only sizes."""
-
-    def rounded(self, tensor: torch.Tensor, bits: int, bound: float, form: str) -> Lossy:
-        """Return the values in these bits."""
-        codec = packing.codec(bits, bound, form, self.seed, self.threads)
-        self.packed += 1
-        return Lossy(packing.flat_values(tensor), codec, self.packed - 1)
-
-    def holds_two(self, tensor: torch.Tensor, key: str) -> bool:
-        """Whether all values are 0 or one other."""
-        return packing.two_values(packing.flat_values(tensor)) is not None
-
-    def sign(self, tensor: torch.Tensor, key: str) -> Kept:
-        """Return a bit for each value. NaN counts as above zero: it lets gradients through."""
-        return Mask(~(packing.flat_values(tensor) <= 0), 1.0)
-
-    def exact(self, tensor: torch.Tensor, kind: str, window: Window | None, key: str) -> Kept:
-        """Return what is kept of a tensor of which nothing is lost."""
-        if kind == "exact":
-            return Exact(tensor)
-        if kind == "shape":
-            return Shape()
-        if kind == "integers":
-            if tensor.dtype == torch.bool:
-                return Mask(packing.flat_values(tensor), 1.0)
-            if window is not None and window.bits and tensor.dtype == torch.int64:
-                return Places(tensor, window)
-            narrow = tensor.dtype in (torch.int16, torch.int32, torch.int64)
-            return Narrow(tensor.detach()) if narrow else Exact(tensor)
-        values = packing.flat_values(tensor)
-        if kind == "sign":
-            return Mask(values > 0, 1.0)
-        return Mask(values != 0, packing.two_values(values) or 0.0)
 
 
 class Promises(Protocol):
@@ -181,7 +92,7 @@ class Pass:
 
     def __enter__(self) -> Pass:
         self._contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
-        self._contexts.enter_context(_Calls(self._called))
+        self._contexts.enter_context(Calls(self._called))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -215,7 +126,7 @@ class Pass:
         place = f"{path or 'model'}/{name}" + (f":{count}" if count > 1 else "")
         call = self._call = Call(name, place, args, kwargs)
         try:
-            x = _rectified(call) if self._is_innermost() else None
+            x = rectified(call) if self._is_innermost() else None
             result = func(*args, **kwargs) if x is None else SignRelu.apply(x, self._sign)
             if self._watch is not None and call.lossy:
                 self._watch(call, result)
@@ -311,7 +222,7 @@ class Pass:
         kind = self._kind(tensor, call, key)
         if kind in ("linear", "nonlinear"):
             return self._lossy(tensor, call, key, memory, linear=kind == "linear")
-        kept = self.packer.exact(tensor, kind, _window(call), key)
+        kept = self.packer.exact(tensor, kind, window_of(call), key)
         return self._counted(kept, key, memory)
 
     def _kind(self, tensor: torch.Tensor, call: Call, key: str) -> str:
@@ -322,7 +233,7 @@ class Pass:
             return "integers"
         # Without a name it is an autograd function of the user's, or a checkpoint's input.
         kind = treatment(call.name) if call.name else "exact"
-        if tensor.dtype == torch.float64 or kind == "exact" or not _of_input_size(tensor, call):
+        if tensor.dtype == torch.float64 or kind == "exact" or not of_input_size(tensor, call):
             return "exact"
         if kind == "mask" and not self.packer.holds_two(tensor, key):
             return "nonlinear"
@@ -361,17 +272,6 @@ class Pass:
         return kept
 
 
-class _Calls(TorchFunctionMode):
-    def __init__(self, call: Callable[..., Any]) -> None:
-        super().__init__()
-        self._call = call
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return self._call(func, args, kwargs or {})
-
-
 def _unpack(saved: tuple[Kept, Layout]) -> torch.Tensor:
     kept, layout = saved
     return kept.restore(layout)
@@ -379,79 +279,3 @@ def _unpack(saved: tuple[Kept, Layout]) -> torch.Tensor:
 
 def _where(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.storage_offset(), tensor.numel(), tensor._version, tensor.dtype
-
-
-def _tensors(values: Any) -> Iterable[torch.Tensor]:
-    return (value for value in tree_leaves(values) if isinstance(value, torch.Tensor))
-
-
-def _rectified(call: Call) -> torch.Tensor | None:
-    """What a ReLU is given whose backward pass can read bits; None of any other call."""
-    if call.name != "relu":
-        return None
-    inplace = call.kwargs.get("inplace", call.args[1] if len(call.args) > 1 else False)
-    x: Any = call.kwargs.get("input", call.args[0] if call.args else None)
-    # Of other types of tensors, autograd functions know nothing.
-    plain = type(x) in (torch.Tensor, torch.nn.Parameter, FakeTensor)
-    if inplace or not plain or not (x.requires_grad and torch.is_grad_enabled()):
-        return None
-    fits = x.numel() >= MIN_ELEMENTS and packing.is_dense(x) and x.dtype.is_floating_point
-    return x if fits and x.dtype not in _WITHOUT_KERNEL else None
-
-
-def _of_input_size(tensor: torch.Tensor, call: Call) -> bool:
-    """Whether it is as large as an argument: not a statistic, an exponent or a workspace."""
-    if call.name == "linear" or call.name.startswith("conv"):
-        first = next(iter(_tensors((call.args, call.kwargs))), None)
-        return first is not None and tensor.numel() == first.numel()
-    sizes = {argument.numel() for argument in _tensors((call.args, call.kwargs))}
-    return tensor.numel() in sizes or not sizes
-
-
-def storages_of(values: Any) -> frozenset[int]:
-    """Return the storages of the tensors among some values."""
-    return frozenset(it.untyped_storage()._cdata for it in _tensors(values))
-
-
-def weight_of(call: Call) -> torch.nn.Parameter | None:
-    """The parameter whose gradient an op's input makes, if it is one the theory knows."""
-    if call.name != "linear" and call.name not in ("conv1d", "conv2d", "conv3d"):
-        return None
-    given = call.kwargs.get("weight", call.args[1] if len(call.args) > 1 else None)
-    return given if isinstance(given, torch.nn.Parameter) and given.requires_grad else None
-
-
-def coverage_of(call: Call, result: torch.Tensor, weight: torch.Tensor) -> float:
-    """The part of a layer's products that do not meet padding."""
-    if call.name == "linear":
-        return 1.0
-    names = ("input", "weight", "bias", "stride", "padding", "dilation")
-    given = dict(zip(names, call.args, strict=False)) | call.kwargs
-    kernel = list(weight.shape[2:])
-    each = len(kernel)
-    sizes = [
-        _each(given.get(name, value), each) for name, value in (("stride", 1), ("dilation", 1))
-    ]
-    padding = given.get("padding", 0)
-    if padding == "same":
-        padding = [apart * (taps - 1) // 2 for apart, taps in zip(sizes[1], kernel, strict=True)]
-    padding = [0] * each if padding == "valid" else _each(padding, each)
-    return coverage(
-        list(given["input"].shape[2:]), list(result.shape[2:]), kernel, sizes[0], padding, sizes[1]
-    )
-
-
-def _window(call: Call) -> Window | None:
-    if call.name != "max_pool2d":
-        return None
-    names = ("input", "kernel_size", "stride", "padding", "dilation")
-    given = dict(zip(names, call.args, strict=False)) | call.kwargs
-    kernel = _each(given["kernel_size"], 2)
-    stride = _each(given.get("stride") or kernel, 2)
-    padding, dilation = _each(given.get("padding", 0), 2), _each(given.get("dilation", 1), 2)
-    pairs = [(pair[0], pair[1]) for pair in (kernel, stride, padding, dilation)]
-    return Window(pairs[0], pairs[1], pairs[2], pairs[3], given["input"].shape[-1])
-
-
-def _each(value: Any, count: int) -> list[int]:
-    return [value] * count if isinstance(value, int) else [*value] * (count // len(value))

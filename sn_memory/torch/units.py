@@ -19,7 +19,8 @@ from torch.utils.flop_counter import flop_registry
 
 from ..activations import Unit
 from ..activations.again import INPUT
-from .saving import MIN_ELEMENTS, Pass
+from .calls import MIN_ELEMENTS
+from .saving import Pass
 from .step import tensors
 
 _OPERATIONS_PER_BYTE = 10.0

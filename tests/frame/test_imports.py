@@ -97,6 +97,7 @@ MEMORY_LAYERS = (
     ("sn_memory.tensorflow",),
     ("sn_memory.torch.errors", "sn_memory.torch.lanes", "sn_memory.torch.tracker"),
     ("sn_memory.torch.packing", "sn_memory.torch.signs"),
+    ("sn_memory.torch.calls", "sn_memory.torch.packer"),
     ("sn_memory.torch.guard", "sn_memory.torch.recorder", "sn_memory.torch.step"),
     (
         "sn_memory.torch.again",

@@ -141,7 +141,7 @@ def test_what_is_not_linear_gives_way_first():
     controller = Controller(budget_bytes=3000, least_nonlinear_bits=2)
     seen(controller, "linear")
     controller.observe("norm", n=10_000, bits=8, variance=1e-6, linear=False)
-    with told(2), pytest.raises(BudgetError, match="fewest bits") as caught:
+    with pytest.raises(BudgetError, match="fewest bits") as caught:
         controller.refresh()
     assert caught.value.peak_bytes > caught.value.budget_bytes == 3000
 
