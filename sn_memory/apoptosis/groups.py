@@ -22,11 +22,15 @@ class Tag:
 
 @dataclass(frozen=True)
 class Slice:
-    """A parameter or buffer with `places` consecutive rows for each neuron; `call` uses it."""
+    """A parameter or buffer with `places` consecutive rows for each neuron, from row `start` on.
+
+    `call` uses it. A layer that makes queries, keys and values has three slices of its weight.
+    """
 
     name: str
     call: str
     places: int = 1
+    start: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,16 @@ class Groups:
         group.block *= size
         group.slices = [replace(piece, places=size * piece.places) for piece in group.slices]
         group.sites = [replace(site, places=size * site.places) for site in group.sites]
+
+    def cut(self, tag: Tag, parts: int) -> None:
+        """Make neurons that lie at the same place of equal parts one, as queries and keys do."""
+        group = self.group(tag)
+        group.width //= parts
+        group.slices = [
+            replace(piece, start=piece.start + part * group.width * piece.places)
+            for piece in group.slices
+            for part in range(parts)
+        ]
 
     def roots(self) -> Iterator[Group]:
         for index, group in enumerate(self.groups):

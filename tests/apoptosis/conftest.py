@@ -1,6 +1,12 @@
 """One thread: sums are taken in one order, and the machine is not asked for more than it has."""
 
+import sys
+from pathlib import Path
+
 import pytest
+
+if str(Path(__file__).parent) not in sys.path:
+    sys.path.append(str(Path(__file__).parent))
 
 
 @pytest.fixture

@@ -8,120 +8,29 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch")
+from shrinking import (  # noqa: E402
+    IMAGES,
+    ROUNDING,
+    Gated,
+    Residual,
+    apoptosis,
+    chain,
+    check_duplicates,
+    convolutions,
+    depthwise,
+    duplicate,
+    train,
+)
 from torch import nn  # noqa: E402 - without torch there is nothing to import
 
-from sn_memory.apoptosis.torch import Apoptosis, rebuild  # noqa: E402
+from sn_memory.apoptosis.torch import rebuild  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("quiet")
 ROOT = Path(__file__).resolve().parents[2]
-# float32 sums of some hundred products, then a batch norm: a few hundred units in the last place.
-ROUNDING = 2e-5
-
-
-class Residual(nn.Module):
-    """Two blocks around one stream of channels; the head reads pooled channels."""
-
-    def __init__(self, width=6):
-        super().__init__()
-        self.stem = nn.Conv2d(2, width, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(width)
-        self.first = nn.Conv2d(width, width, 3, padding=1)
-        self.second = nn.Conv2d(width, width, 1)
-        self.head = nn.Linear(width, 3)
-
-    def forward(self, x):
-        x = torch.relu(self.norm(self.stem(x)))
-        x = x + torch.relu(self.first(x))
-        x = x + self.second(x)
-        return self.head(x.mean((2, 3)))
-
-
-class Gated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up, self.down = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 4)
-
-    def forward(self, x):
-        return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-
-
-class Attention(nn.Module):
-    """Four heads of four channels on a stream of six."""
-
-    def __init__(self, kind="fused", heads=4):
-        super().__init__()
-        self.kind, self.heads = kind, heads
-        self.q, self.k, self.v = (nn.Linear(6, 4 * heads) for _ in range(3))
-        self.out = nn.Linear(4 * heads, 6)
-
-    def split(self, x):
-        odd = {"literal": (4, 4), "smaller": (4, -1), "open": (-1, 4)}
-        sizes = odd.get(self.kind, (self.heads, 4))
-        return x.view(*x.shape[:2], *sizes).transpose(1, 2)
-
-    def forward(self, x):
-        q, k, v = (self.split(made(x)) for made in (self.q, self.k, self.v))
-        if self.kind == "written out":
-            later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-            scores = (q @ k.transpose(-2, -1) / 2).masked_fill(later, -1e9)
-            found = scores.softmax(-1) @ v
-        else:
-            found = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.out(found.transpose(1, 2).flatten(2))
-
-
-def duplicate_head(model, one=1, other=3, value=1.0):
-    """Make a head a copy of another one, its values a multiple."""
-    for name, tensor in model.state_dict().items():
-        if not name.startswith("out"):
-            factor = value if name.startswith("v") else 1.0
-            tensor[4 * other : 4 * other + 4] = factor * tensor[4 * one : 4 * one + 4]
-
-
-def chain(activation):
-    return nn.Sequential(nn.Linear(5, 8), activation, nn.Linear(8, 7), activation, nn.Linear(7, 3))
-
-
-def convolutions(bias=False, norm=True):
-    norms = [nn.BatchNorm2d(6)] if norm else []
-    return nn.Sequential(
-        nn.Conv2d(2, 6, 3, padding=1, bias=bias), *norms, nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(6, 5, 3), nn.Tanh(), nn.Flatten(), nn.Linear(20, 3),
-    )  # fmt: skip
-
-
-def depthwise():
-    return nn.Sequential(
-        nn.Conv2d(2, 6, 1), nn.ReLU(), nn.Conv2d(6, 6, 3, groups=6), nn.ReLU(), nn.Conv2d(6, 4, 1),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3),
-    )  # fmt: skip
-
-
-def duplicate(model, names, one, other):
-    """Make row `other` of these tensors row `one`; by a name with ".", else of a whole module."""
-    state = model.state_dict()
-    for name, value in state.items():
-        if name.startswith(tuple(names)) and value.dim():
-            value[other] = value[one]
-
-
-def train(model, optimizer, inputs, steps=1):
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = model(inputs).square().mean()
-        loss.backward()
-        optimizer.step()
-
-
-def apoptosis(model, optimizer, **settings):
-    defaults = {"tolerance": 1e-4, "every": 1, "min_width": 1, "round_to": 1, "overhead": None}
-    return Apoptosis(model, optimizer, **{**defaults, "schedule": "aggressive", **settings})
-
 
 ACTIVATIONS = [
     nn.Identity, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.Tanh, nn.Softplus, nn.Sigmoid, nn.GELU, nn.SiLU,
 ]  # fmt: skip
-IMAGES = (16, 2, 8, 8)
 CASES = {
     "conv and batch norm": (lambda: convolutions(), ["0", "1"], IMAGES),
     "conv before flatten": (lambda: convolutions(), ["4"], IMAGES),
@@ -130,22 +39,6 @@ CASES = {
     "residual": (Residual, ["stem", "norm", "first", "second"], IMAGES),
     "gated": (Gated, ["gate", "up"], (16, 4)),
 }
-
-
-def check_duplicates(model, inputs):
-    model.train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    shrink = apoptosis(model, optimizer)
-    before = model(inputs).detach()
-    event = shrink.step()
-    (merged,) = [one for one in event.merged if one.before - one.after == 1]
-    assert len(event.merged) == 1
-    assert set(merged.pairs[0]) == {1, 3}
-    after = model(inputs)
-    assert (after - before).abs().max() <= ROUNDING * before.abs().max()
-    after.square().sum().backward()
-    assert all(parameter.is_contiguous() for parameter in model.parameters())
-    return event
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda kind: kind.__name__)
@@ -178,109 +71,6 @@ def test_a_transformer_layer_keeps_its_heads():
     assert event.merged[0].group == "linear1.weight"
     assert model.linear2.in_features == 11
     assert model.self_attn.out_proj.out_features == 8
-
-
-@pytest.mark.parametrize("kind", ["fused", "written out", "open"])
-@pytest.mark.parametrize("value", [1.0, -2.0])
-def test_heads_that_say_the_same_merge_whole(kind, value):
-    model = Attention(kind)
-    duplicate_head(model, value=value)
-    event = check_duplicates(model, torch.randn(16, 5, 6))
-    assert event.merged[0].group == "q.weight + k.weight + v.weight"
-    assert (event.merged[0].before, event.merged[0].after, model.heads) == (4, 3, 3)
-    assert model.q.weight.shape == (12, 6)
-    assert model.out.weight.shape == (6, 12)
-
-
-def test_a_head_that_says_nothing_goes():
-    model = Attention()
-    with torch.no_grad():
-        model.v.weight[8:12], model.v.bias[8:12] = 0.0, 0.0
-    shrink = apoptosis(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    inputs = torch.randn(16, 5, 6)
-    before = model(inputs).detach()
-    (merged,) = shrink.step().merged
-    assert merged.pairs == ((2, None),)
-    assert (model(inputs) - before).abs().max() <= ROUNDING * before.abs().max()
-
-
-@pytest.mark.parametrize(
-    ("kind", "says"), [("literal", "cannot run"), ("smaller", "makes each smaller")]
-)
-def test_heads_that_a_model_counts_in_its_code_stay(kind, says):
-    model = Attention(kind)
-    duplicate_head(model)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    shrink = apoptosis(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    model(torch.randn(16, 5, 6))
-    event = shrink.step()
-    assert not event
-    assert says in event.refused["q.weight + k.weight + v.weight"]
-    assert model.heads == 4
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_what_heads_change_is_within_the_tolerance(seed):
-    torch.manual_seed(seed)
-    model = Attention(heads=6)
-    with torch.no_grad():
-        model.out.bias.zero_()
-    shrink = apoptosis(model, torch.optim.SGD(model.parameters(), lr=0.0), tolerance=0.5)
-    inputs = torch.randn(64, 5, 6)
-    odd = inputs[1::2]
-    before = (model(inputs) - inputs)[1::2].detach()
-    (merged,) = shrink.step().merged
-    assert merged.after == model.heads < 6
-    change = ((model(odd) - odd - before).norm() / before.norm()).item()
-    # Sums in float32 of 160 rows of some ten products.
-    assert change == pytest.approx(merged.changes["out.weight"], rel=1e-4)
-    assert change <= 0.5
-
-
-@pytest.mark.parametrize("kind", ["momentum", "adam"])
-def test_the_memory_of_heads_is_what_the_small_net_has(kind):
-    big, small = Attention(), Attention(heads=3)
-    duplicate_head(big)
-    with torch.no_grad():
-        big.out.weight[:, 12:] = 0.5 * big.out.weight[:, 4:8]  # then squares add up exactly, too
-        for ours, theirs in zip(small.parameters(), big.parameters(), strict=True):
-            ours.copy_(theirs[tuple(slice(size) for size in ours.shape)])
-        small.out.weight[:, 4:8] += big.out.weight[:, 12:]
-    make = {
-        "momentum": lambda p: torch.optim.SGD(p, lr=0.0, momentum=0.9),
-        "adam": lambda p: torch.optim.Adam(p, lr=0.0),
-    }[kind]
-    first, second = make(big.parameters()), make(small.parameters())
-    inputs = torch.randn(32, 5, 6)
-    shrink = apoptosis(big, first, every=2)
-    for _ in range(2):
-        train(big, first, inputs)
-        train(small, second, inputs)
-        event = shrink.step()
-    ((gone, survivor),) = event.merged[0].pairs
-    assert {gone, survivor} == {1, 3}
-    heads = [1 if head == 3 else head for head in range(4) if head != gone]
-    order = [4 * head + channel for head in heads for channel in range(4)]
-    for (name, ours), theirs in zip(big.named_parameters(), small.parameters(), strict=True):
-        for key, value in first.state[ours].items():
-            expected = second.state[theirs][key]
-            if value.dim() and name != "out.bias":
-                expected = expected.index_select(int(name == "out.weight"), torch.tensor(order))
-            # The key's bias moves nothing: its gradient is rounding, 1e-9 here.
-            torch.testing.assert_close(value, expected, rtol=5e-5, atol=1e-8)
-
-
-def test_heads_are_rebuilt_from_an_export(tmp_path):
-    model, inputs = Attention(), torch.randn(16, 5, 6)
-    duplicate_head(model)
-    shrink = apoptosis(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    model(inputs)
-    assert shrink.step()
-    shrink.export(tmp_path / "small.pt")
-    again = rebuild(Attention(), tmp_path / "small.pt")
-    assert again.heads == 3
-    assert torch.equal(again(inputs), model(inputs))
 
 
 READERS = {
@@ -524,7 +314,7 @@ def test_an_export_is_rebuilt_in_a_fresh_process(tmp_path):
     code = f"""
 import sys, torch; sys.path[:0] = [{str(ROOT)!r}, {str(Path(__file__).parent)!r}]
 torch.set_num_threads(1)
-from test_torch import convolutions
+from shrinking import convolutions
 from sn_memory.apoptosis.torch import rebuild
 model = rebuild(convolutions(), {str(tmp_path / "small.pt")!r}).eval()
 inputs, expected = torch.load({str(tmp_path / "expected.pt")!r})

@@ -46,6 +46,16 @@ class Walk(Groups):
             if other is not None and self.root(other.group) == self.root(tag.group):
                 self.tags[node] = replace(other, places=size * other.places)
 
+    def cut(self, tag: Tag, parts: int) -> None:
+        """Make neurons at the same place of equal parts one; nothing else may read them whole."""
+        root = self.root(tag.group)
+        makers = [
+            node for node, held in self.tags.items() if held and self.root(held.group) == root
+        ]
+        if any(len(node.users) != 1 for node in makers) or self.group(tag).width % parts:
+            raise Refusal("channels that are cut into parts are read whole, too")
+        super().cut(tag, parts)
+
     def parameter(self, node: Any) -> str | None:
         """Return the full name of a parameter or buffer used here and nowhere else."""
         if not isinstance(node, fx.Node) or node.name not in self.names or len(node.users) != 1:

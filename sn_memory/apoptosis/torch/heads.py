@@ -13,7 +13,7 @@ from .groups import Refusal, Walk, shape
 
 # By these names modules know their number of heads, and that of all channels of all heads.
 _COUNTS = frozenset({"heads", "num_heads", "n_heads", "n_head", "nhead", "num_attention_heads"})
-_CHANNELS = frozenset({"inner_dim", "all_head_size", "attention_dim"})
+_CHANNELS = frozenset({"inner_dim", "all_head_size", "attention_dim", "attn_dim"})
 
 
 def counts_in(model: torch.nn.Module) -> dict[str, int]:

@@ -12,6 +12,7 @@ from torch import fx
 from ..groups import Site, Slice, Tag
 from .groups import Refusal, Walk, shape
 from .heads import HEADS, is_one_for_all
+from .parts import PARTS
 
 # One number in, one number out, the same function for every channel.
 _ELEMENTWISE = frozenset(
@@ -147,6 +148,18 @@ def _reshape(walk: Walk, node: fx.Node) -> Tag | None:
             # Channels in rows of one size: heads. They go together or not at all.
             walk.coarsen(tag, heads[1])
             return Tag(tag.group, axis)
+        parts = after[axis : axis + 3]
+        if (
+            lead
+            and size > 1
+            and tag.places == 1
+            and len(parts) == 3
+            and math.prod(parts) == channels
+        ):
+            # Parts of so many heads each: queries, keys and values.
+            walk.cut(tag, size)
+            walk.coarsen(tag, parts[2])
+            return Tag(tag.group, axis + 1)
     raise Refusal(f"{_name(node)} from {before} to {after} splits the channels")
 
 
@@ -255,6 +268,7 @@ _RULES: dict[str, Callable[[Walk, fx.Node], Tag | None]] = {
     "batch_norm": _batch_norm,
     "mean": _mean,
     **HEADS,
+    **PARTS,
     "transpose": _move,
     "permute": _move,
     "t": _move,

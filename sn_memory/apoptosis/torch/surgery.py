@@ -161,27 +161,44 @@ def operate(patient: Patient, group: Group, choice: Choice) -> None:
     pairs = [(merge.neuron, merge.survivor) for merge in choice.merges]
     for place, site in enumerate(group.sites):
         _read_less(patient, site, choice, place, kept)
-    calls: dict[str, list[Slice]] = {}
-    for piece in group.slices:
-        calls.setdefault(piece.call, []).append(piece)
+    calls: dict[tuple[str, int], list[Slice]] = {}
+    # The last rows first: so the others of the same parameter stay where they are.
+    for piece in sorted(group.slices, key=lambda piece: -piece.start):
+        calls.setdefault((piece.call, piece.start), []).append(piece)
     for pieces in calls.values():
-        held = [patient.value(piece.name) for piece in pieces]
-        trained = [value for value in held if isinstance(value, nn.Parameter)]
-        merges = scales(_incoming(trained, choice.width), pairs) if trained else []
-        new = []
-        for piece, value in zip(pieces, held, strict=True):
-            rows = _rows(kept, piece.places).to(value.device)
-            state = {
-                key: _remembered(key, before, merges, choice.width).index_select(0, rows)
-                if isinstance(before, torch.Tensor) and before.shape == value.shape
-                else before
-                for key, before in patient.state(piece.name).items()
-            }
-            new.append((piece.name, value.detach().index_select(0, rows), state))
-        for name, value, state in new:
-            patient.replace(name, value, state)
+        _make_less(patient, pieces, choice, kept, pairs)
     for owner, name, channels in list(counts_of(patient.model, group)):
         patient.count(owner, name, channels * len(kept))
+
+
+def _make_less(
+    patient: Patient,
+    pieces: list[Slice],
+    choice: Choice,
+    kept: torch.Tensor,
+    pairs: list[tuple[int, int | None]],
+) -> None:
+    """Shrink what one call makes of a group: weight and bias, or all that a norm has."""
+    width = choice.width
+    held = [patient.value(piece.name) for piece in pieces]
+    spans = [slice(piece.start, piece.start + width * piece.places) for piece in pieces]
+    trained = [
+        value[span]
+        for value, span in zip(held, spans, strict=True)
+        if isinstance(value, nn.Parameter)
+    ]
+    merges = scales(_incoming(trained, width), pairs) if trained else []
+    for piece, value, span in zip(pieces, held, spans, strict=True):
+        mine = span.start + _rows(kept, piece.places)
+        rows = torch.cat([torch.arange(span.start), mine, torch.arange(span.stop, len(value))])
+        rows = rows.to(value.device)
+        state = {
+            key: _remembered(key, before, merges, width, span).index_select(0, rows)
+            if isinstance(before, torch.Tensor) and before.shape == value.shape
+            else before
+            for key, before in patient.state(piece.name).items()
+        }
+        patient.replace(piece.name, value.detach().index_select(0, rows), state)
 
 
 def _rows(kept: torch.Tensor, places: int) -> torch.Tensor:
@@ -194,12 +211,14 @@ def _incoming(trained: list[torch.Tensor], width: int) -> NDArray[np.float64]:
     return np.asarray(torch.cat(rows, dim=1).cpu().numpy(), np.float64)
 
 
-def _remembered(key: str, held: torch.Tensor, merges: list[Scale], width: int) -> torch.Tensor:
+def _remembered(
+    key: str, held: torch.Tensor, merges: list[Scale], width: int, span: slice
+) -> torch.Tensor:
     """Return what the survivors remember; state of other names is left to them alone."""
     if key not in KINDS:
         return held
     held = held.clone()
-    add_up(KINDS[key], held.view(width, -1), merges)
+    add_up(KINDS[key], held[span].view(width, -1), merges)
     return held
 
 
