@@ -245,6 +245,7 @@ def run(name: str, method: str, seed: int, args: argparse.Namespace, ended: list
         "every": args.every or task.every,
         "round_to": task.round_to,
         "schedule": args.schedule,
+        "held_out": args.held_out,
         "score": curve[-1][2],
         "parameters": sum(p.numel() for p in net.parameters()),
         "cpu_s": round(cpu_s, 3),
@@ -288,7 +289,7 @@ def main() -> None:
         for net in args.nets:
             ended: list[int] = []
             for method in args.methods:
-                key = {"net": net, "method": method, "seed": seed}
+                key = {"net": net, "method": method, "seed": seed, "held_out": args.held_out}
                 if method != "plain":
                     own = {name: getattr(args, name) or getattr(TASKS[net], name) for name in SAME}
                     key |= {**own, "schedule": args.schedule}

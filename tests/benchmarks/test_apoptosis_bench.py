@@ -13,7 +13,7 @@ import torch
 def row(net, method, seed, args):
     tested = {"plain": [80.0, 90.0], "apoptosis": [85.0, 91.0]}.get(method, [70.0, 80.0])
     settings = {k: getattr(args, k) or getattr(apoptosis.TASKS[net], k) for k in apoptosis.SAME}
-    settings["schedule"] = args.schedule
+    settings |= {"schedule": args.schedule, "held_out": args.held_out}
     settings["steps"] = apoptosis.steps_of(net, method, args)
     return settings | {
         "net": net,
@@ -106,7 +106,8 @@ def test_settings_are_tried_on_rows_of_training(monkeypatch, tmp_path, capsys):
     assert "a file of its own" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", [*command, "--json", str(path)])
     apoptosis.main()
-    assert [row["steps"] for row in json.loads(path.read_text())] == [2, 3]
+    tried = [(row["steps"], row["held_out"]) for row in json.loads(path.read_text())]
+    assert tried == [(2, True), (3, True)]
     _, train_labels, _, _ = apoptosis.tumours(0)
     assert all(torch.equal(labels, train_labels[-len(labels) :]) for labels in seen)
 
