@@ -1,18 +1,21 @@
-"""Does a Keras net train as well with compressed activations? One net, plain and at two budgets.
+"""Does a Keras net train as well with compressed activations? One net, plain and four ways.
 
     python benchmarks/activations_tensorflow.py            what is missing of the study
     python benchmarks/activations_tensorflow.py --quick    few steps, one seed
 
 Three convolutions and two dense layers on Fashion-MNIST, batch 64, SGD with momentum 0.9, a rate of
-0.05 that falls to 0 as a cosine. Inputs of convolutions and dense layers have 8 bits or 4; ReLUs
-keep signs and pooling layers places. What is saved is counted layer by layer: TensorFlow holds a
-layer's input, a ReLU's output and both of pooling, each tensor once.
+0.05 that falls to 0 as a cosine. Inputs of convolutions and dense layers have 8 bits or 4, or a
+controller chooses them every 200 steps, from a budget (what plain saves over 13.5, images counted)
+or from an error (1 % of the momentum); ReLUs keep signs and pooling layers places. What is saved is
+counted layer by layer at the end of training: TensorFlow holds a layer's input, a ReLU's output and
+both of pooling, each tensor once.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,13 +35,18 @@ from sn_memory.tensorflow.memory import has_statistics
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/activations_tensorflow.json"
 BATCH, RATE = 64, 0.05
+LINEAR = ("Conv2D", "Dense")
+
+
+KEPT = ("plain", "8 bits", "4 bits", "budget", "error")
+TIMES_LESS, ERROR = 13.5, 0.01
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one run is; None bits: plain."""
+    """What one run is; `kept` is one of KEPT."""
 
-    bits: int | None
+    kept: str
     seed: int
     steps: int
 
@@ -62,8 +70,8 @@ def network(seed: int) -> keras.Model:
     )
 
 
-def saved_bytes(model: keras.Model, bits: int | None) -> int:
-    """Bytes saved of a batch: float32, or `bits` and a grid of 6 bytes for each group of 256."""
+def saved_bytes(model: keras.Model, bits: Mapping[str, int] | None) -> int:
+    """Bytes saved of a batch: float32, or bits by layer and a grid of 6 bytes for each 256."""
     total = 0.0
     for layer in model.layers:
         inputs, outputs = (int(np.prod(it.shape[1:])) for it in (layer.input, layer.output))
@@ -71,7 +79,7 @@ def saved_bytes(model: keras.Model, bits: int | None) -> int:
         if kind == "MaxPooling2D":
             # Its output is the next layer's input; its input is a ReLU's output.
             total += 0 if bits is None else outputs / 4
-        elif kind in ("Conv2D", "Dense"):
+        elif kind in LINEAR:
             first = layer is model.layers[0]  # the images are the user's
             rectified = layer.activation is keras.activations.relu
             if bits is None:
@@ -79,7 +87,7 @@ def saved_bytes(model: keras.Model, bits: int | None) -> int:
                 # A ReLU's output is the next layer's input, or is read by pooling.
                 total += 4 * outputs if rectified and _feeds_pooling(model, layer) else 0
             else:
-                total += 0 if first else inputs * (bits / 8 + 6 / 256)
+                total += 0 if first else inputs * (bits[layer.path] / 8 + 6 / 256)
                 total += outputs / 8 if rectified else 0
     return int(BATCH * total)
 
@@ -87,6 +95,20 @@ def saved_bytes(model: keras.Model, bits: int | None) -> int:
 def _feeds_pooling(model: keras.Model, layer: Any) -> bool:
     after = model.layers[model.layers.index(layer) + 1 :]
     return bool(after) and type(after[0]).__name__ == "MaxPooling2D"
+
+
+def compressing(run: Run, model: keras.Model, optimizer: Any) -> Any:
+    """The context in which a run trains."""
+    settings: dict[str, Any] = {
+        "plain": None,
+        "8 bits": {"bits": 8},
+        "4 bits": {"bits": 4},
+        "budget": {"budget": int(saved_bytes(model, None) / TIMES_LESS)},
+        "error": {"error": ERROR, "optimizer": optimizer},
+    }[run.kept]
+    if settings is None:
+        return nullcontext()
+    return sn_memory.tensorflow.compress_activations(model, seed=run.seed, **settings)
 
 
 def train(run: Run, data: dict[str, Any]) -> dict[str, Any]:
@@ -98,10 +120,7 @@ def train(run: Run, data: dict[str, Any]) -> dict[str, Any]:
     rng = np.random.default_rng(run.seed)
     order = np.empty(0, np.int64)
     losses, seconds, peak = [], [], None
-    compressing: Any = nullcontext()
-    if run.bits is not None:
-        compressing = sn_memory.tensorflow.compress_activations(model, bits=run.bits, seed=run.seed)
-    with compressing:
+    with compressing(run, model, optimizer) as packed:
 
         @tf.function
         def step(x: Any, y: Any) -> Any:
@@ -128,13 +147,16 @@ def train(run: Run, data: dict[str, Any]) -> dict[str, Any]:
             peak = found.peak_bytes
     test_images, test_labels = data["t10k"]
     answers = np.argmax(model.predict(test_images, batch_size=500, verbose=0), axis=1)
-    plain, packed = saved_bytes(model, None), saved_bytes(model, run.bits)
+    linear = [layer.path for layer in model.layers if type(layer).__name__ in LINEAR]
+    bits = None if packed is None else {it: packed.controller.bits(it) or 32 for it in linear}
+    plain, held = saved_bytes(model, None), saved_bytes(model, bits)
     return asdict(run) | {
+        "bits": [] if bits is None else [*bits.values()],
         "accuracy": round(100 * float(np.mean(answers == test_labels)), 2),
         "train_loss": round(float(np.mean(losses[-(run.steps // 10 + 1) :])), 4),
-        "ratio": round(plain / packed, 2),
+        "ratio": round(plain / held, 2),
         "plain_bytes": plain,
-        "packed_bytes": packed,
+        "packed_bytes": held,
         "peak_bytes": peak,
         "step_s": round(float(np.median(seconds)), 5),
     }
@@ -143,20 +165,24 @@ def train(run: Run, data: dict[str, Any]) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown, seeds together."""
     lines = [
-        "| kept | times less | accuracy, by seed | points below plain | peak, MiB | step, ms |",
-        "|---|---|---|---|---|---|",
+        "| kept | bits by layer | saved bytes, times less | accuracy, by seed "
+        "| points below plain | peak, MiB | step, ms |",
+        "|---|---|---|---|---|---|---|",
     ]
-    plain = {row["seed"]: row["accuracy"] for row in rows if row["bits"] is None}
-    for bits in (None, 8, 4):
-        group = [row for row in rows if row["bits"] == bits]
+    plain = {row["seed"]: row["accuracy"] for row in rows if row["kept"] == "plain"}
+    for kept in KEPT:
+        group = [row for row in rows if row["kept"] == kept]
         if not group:
             continue
+        bits = {" ".join(map(str, row["bits"])) for row in group}
+        least, most = (f"{pick(row['ratio'] for row in group):.1f}" for pick in (min, max))
         lost = [f"{plain[row['seed']] - row['accuracy']:.2f}" for row in group]
         peaks = [row["peak_bytes"] for row in group if row["peak_bytes"] is not None]
         lines.append(
-            f"| {'plain' if bits is None else f'{bits} bits'} | {group[0]['ratio']:.1f} "
+            f"| {kept} | {', '.join(sorted(bits))} "
+            f"| {least if least == most else f'{least} to {most}'} "
             f"| {', '.join(str(row['accuracy']) for row in group)} | {', '.join(lost)} "
-            f"| {f'{min(peaks) / 2**20:.1f}' if peaks else '-'} "
+            f"| {f'{max(peaks) / 2**20:.1f}' if peaks else '-'} "
             f"| {1e3 * float(np.median([row['step_s'] for row in group])):.0f} |"
         )
     return "\n".join(lines)
@@ -174,9 +200,9 @@ def main() -> None:
     default = ROOT / "benchmarks/out/activations_tensorflow.json" if args.quick else RESULTS
     path = args.json or default
     runs = [
-        Run(bits, seed, 12 if args.quick else 1500)
+        Run(kept, seed, 12 if args.quick else 1500)
         for seed in (args.seeds[:1] if args.quick else args.seeds)
-        for bits in (None, 8, 4)
+        for kept in KEPT
     ]
     rows = [] if args.quick else load(path)
     done = {tuple(row[field] for field in asdict(runs[0])) for row in rows}

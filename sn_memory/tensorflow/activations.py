@@ -39,7 +39,7 @@ class CompressedActivations:
     controller
         Chooses the bits; `controller.rows()` has what is known of each layer's input.
     wrapped
-        Paths of the layers.
+        Names of the layers: their paths, where they have one, and no two alike.
     """
 
     def __init__(self, model: keras.Model, packer: Packer) -> None:
@@ -49,23 +49,23 @@ class CompressedActivations:
         self._changes: list[tuple[Any, str, Any, Any]] = []
         self.wrapped: list[str] = []
         for layer in model._flatten_layers(include_self=False):
-            kind = type(layer).__name__
-            signs = relu_by_signs(partial(packer.noted, f"{layer.path}/signs"))
+            kind, key = type(layer).__name__, self._name(layer)
+            signs = relu_by_signs(partial(packer.noted, f"{key}/signs"))
             if kind in _LINEAR:
                 after = layer.activation
                 self._set(layer, "activation", keras.activations.linear)
                 after = signs if after is keras.activations.relu else after
-                self._set(layer, "call", self._linear(layer, after))
+                self._set(layer, "call", self._linear(layer, key, after))
             elif kind == "ReLU" and not any(
                 (layer.negative_slope, layer.threshold, layer.max_value)
             ):
                 self._set(layer, "call", signs)
             elif kind == "MaxPooling2D" and (places := Places.of(layer)) is not None:
-                noted = partial(packer.noted, f"{layer.path}/places")
+                noted = partial(packer.noted, f"{key}/places")
                 self._set(layer, "call", places.wrapped(layer.call, noted))
             else:
                 continue
-            self.wrapped.append(layer.path)
+            self.wrapped.append(key)
 
     def __enter__(self) -> CompressedActivations:
         return self
@@ -142,14 +142,20 @@ class CompressedActivations:
         for layer, name, own, _ in reversed(self._changes):
             setattr(layer, name, own)
 
-    def _linear(self, layer: Any, activation: Callable[..., Any]) -> Callable[..., Any]:
-        call, key = layer.call, layer.path
+    def _name(self, layer: Any) -> str:
+        """What the controller knows a layer by: Keras gives no path before a layer is built."""
+        name = layer.path or f"{self.model.name}/{layer.name}"
+        alike = sum(it == name or it.startswith(f"{name}:") for it in self.wrapped)
+        return f"{name}:{alike + 1}" if alike else name
+
+    def _linear(self, layer: Any, key: str, activation: Callable[..., Any]) -> Callable[..., Any]:
+        call = layer.call
 
         @tf.custom_gradient
         def packed(x: Any) -> Any:
             y, buffer, shape = keep(call, x, partial(self._packer.pack, key), self._bytes(key, x))
             static, dtype = x.shape, x.dtype
-            note = self._packer.arrived(layer, x, y)
+            note = self._packer.arrived(key, layer, x, y)
 
             def gradient(dy: Any, variables: Any = None) -> Any:
                 with tf.control_dependencies([dy]):  # not before it is used

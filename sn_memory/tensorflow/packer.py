@@ -28,7 +28,7 @@ class Packer:
     Parameters
     ----------
     controller
-        Chooses bits by the path of a layer.
+        Chooses bits by the name of a layer.
     optimizer
         Of Keras, where momentum is read; None: magnitudes are those of gradients.
     seed, threads
@@ -85,7 +85,7 @@ class Packer:
             self.controller.observe_other(key, nbytes=made.nbytes)
         return made
 
-    def arrived(self, layer: Any, x: Any, y: Any) -> Callable[[Array, Array], Any]:
+    def arrived(self, key: str, layer: Any, x: Any, y: Any) -> Callable[[Array, Array], Any]:
         """Return what takes note of gradients that come to a layer: of its output, and weights."""
         about = {"outputs": int(y.shape[-1]), "coverage": coverage_of(layer, x.shape, y.shape)}
 
@@ -94,7 +94,7 @@ class Packer:
                 flat = np.asarray(dy, np.float32).reshape(-1)
                 energy = float(np.dot(flat, flat))
                 known = {"energy": energy, "yardstick": self._yardstick(layer, weights)}
-                self._gathered[layer.path] = about | known
+                self._gathered[key] = about | known
             return np.zeros((), np.int32)
 
         return note

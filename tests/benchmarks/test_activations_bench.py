@@ -88,12 +88,25 @@ def test_bytes_of_a_keras_net_are_counted_once():
     plain = 64 * 4 * (18816 + 9408 + inputs)
     assert activations_tensorflow.saved_bytes(model, None) == plain
     packed = 64 * (signs / 8 + pooled / 4 + inputs * (4 / 8 + 6 / 256))
-    assert activations_tensorflow.saved_bytes(model, 4) == pytest.approx(packed, abs=1)
-    row = {"bits": None, "seed": 0, "accuracy": 90.0, "ratio": 1.0, "peak_bytes": None}
+    kinds = activations_tensorflow.LINEAR
+    bits = {it.path: 4 for it in model.layers if type(it).__name__ in kinds}
+    assert activations_tensorflow.saved_bytes(model, bits) == pytest.approx(packed, abs=1)
+    # The first layer's input is the user's: its bits count for nothing.
+    assert len(bits) == 5
+    first = next(iter(bits))
+    assert activations_tensorflow.saved_bytes(model, bits | {first: 8}) == int(packed)
+    plain = {"kept": "plain", "bits": [], "ratio": 1.0, "accuracy": 90.0, "step_s": 0.01}
+    chosen = {"kept": "budget", "bits": [8, 4], "ratio": 9.0, "accuracy": 89.5, "step_s": 0.02}
     text = activations_tensorflow.table(
-        [row | {"step_s": 0.01}, row | {"bits": 8, "accuracy": 89.5, "ratio": 9.0, "step_s": 0.02}]
+        [
+            plain | {"seed": 0, "peak_bytes": None},
+            chosen | {"seed": 0, "peak_bytes": 2**20},
+            plain | {"seed": 1, "peak_bytes": None},
+            chosen | {"seed": 1, "peak_bytes": 2**21, "ratio": 10.0, "bits": [4, 4]},
+        ]
     )
-    assert "| 8 bits | 9.0 | 89.5 | 0.50 | - | 20 |" in text
+    row = "| budget | 4 4, 8 4 | 9.0 to 10.0 | 89.5, 89.5 | 0.50, 0.50 | 2.0 | 20 |"
+    assert row in text
 
 
 def test_a_keras_peak_is_predicted_and_measured_in_a_row():

@@ -108,6 +108,34 @@ def test_a_budget_is_kept():
             step(x, y)
 
 
+@pytest.mark.parametrize("built", [True, False])
+def test_each_layer_counts(built):
+    """Layers without weights have no path in Keras, and none has one before it is built."""
+    relu, pool = keras.layers.ReLU, keras.layers.MaxPooling2D
+    layers = [
+        keras.layers.Conv2D(8, 3, padding="same"), relu(), pool(),
+        keras.layers.Conv2D(12, 3, padding="same"), relu(), pool(),
+    ]  # fmt: skip
+    model = keras.Sequential(([keras.Input((12, 12, 4))] if built else []) + layers)
+    x = tf.random.normal((64, 12, 12, 4))
+    with compress_activations(model, bits=8, every=1) as packed:
+        assert len(set(packed.wrapped)) == len(packed.wrapped) == 6
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x))
+        tape.gradient(loss, model.trainable_variables)
+        packed.refresh()
+    controller = packed.controller
+    rows = controller.rows()
+    assert [row.n for row in rows] == [64 * 144 * 4, 64 * 36 * 8]
+    assert all(row.gradient_energy > 0 for row in rows)
+    assert len({row.key for row in rows}) == 2
+    # A bit for each element of a ReLU, two for each window of four; inputs besides.
+    signs, places = 64 * (144 * 8 + 36 * 12) / 8, 64 * (36 * 8 + 9 * 12) / 4
+    inputs = sum(row.n * (1 + 6 / 256) for row in rows)
+    # Signs and places are kept in whole bytes.
+    assert controller.total_bytes == pytest.approx(signs + places + inputs, abs=8)
+
+
 @pytest.mark.parametrize("kind", ["sgd", "adam", "plain"])
 def test_the_yardstick_is_the_momentum(kind):
     model, (x, y) = network(), data()
