@@ -77,7 +77,7 @@ def test_gradients_of_inputs_come_as_ever():
 
 
 RANK = """
-import json, sys, torch
+import json, sys, time, torch
 from small_models import mlp
 from sn_memory.torch import plan
 torch.set_num_threads(1)
@@ -91,7 +91,7 @@ sent = []
 def hook(state, bucket):
     ready = sum(it.grad is not None for it in model.parameters())
     sent.append(ready)
-    # No callback in Python: Gloo's thread may let go of one as the process ends, which aborts it.
+    # No callback in Python, that Gloo's thread would have to let go of.
     torch.distributed.all_reduce(bucket.buffer())
     future = torch.futures.Future()
     future.set_result(bucket.buffer() / 2)
@@ -106,6 +106,7 @@ for _ in range(2):
     seen = list(sent)
 sums = [it.grad.double().sum().item() for it in model.parameters()]
 print(json.dumps({"sent": seen, "gradients": sums}))
+time.sleep(0.2)  # docs/ddp.md says why
 torch.distributed.destroy_process_group()
 """
 

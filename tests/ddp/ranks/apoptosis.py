@@ -5,6 +5,7 @@ Run as `apoptosis.py RANK RANKS FILE`; prints "ok CASE" for each.
 
 import datetime
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -98,4 +99,5 @@ for case in (shrinks_under_ddp, weights_differ, settings_differ, one_saw_no_batc
     case()
     dist.barrier()
     print("ok", case.__name__, flush=True)
+time.sleep(0.2)  # docs/ddp.md says why
 dist.destroy_process_group()

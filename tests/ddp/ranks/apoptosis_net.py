@@ -6,6 +6,7 @@ Run as `apoptosis_net.py RANK RANKS FILE`; prints "ok CASE" for each.
 import copy
 import datetime
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -121,4 +122,5 @@ for case in (
     case()
     dist.barrier()
     print("ok", case.__name__, flush=True)
+time.sleep(0.2)  # docs/ddp.md says why
 dist.destroy_process_group()

@@ -6,6 +6,7 @@ Run as `behave.py RANK RANKS FILE [CASE...]`; prints "ok CASE" for each, or fail
 import copy
 import datetime
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -498,4 +499,5 @@ if __name__ == "__main__":
             continue
         case()
         print(f"ok {case.__name__}", flush=True)
+    time.sleep(0.2)  # docs/ddp.md says why
     dist.destroy_process_group()

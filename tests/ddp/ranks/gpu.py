@@ -2,6 +2,7 @@
 
 import datetime
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -64,4 +65,5 @@ for settings in ({"theta": 0.9}, {"theta": 0.9, "find_unused_parameters": True})
         again = FFTState(named_parameters=model.named_parameters(), **settings)
         again.load_state_dict(state.state_dict())
 print("ok", flush=True)
+time.sleep(0.2)  # docs/ddp.md says why
 dist.destroy_process_group()

@@ -5,6 +5,7 @@ Horovod and torch.distributed are both there, and every case that compares runs 
 
 import socket
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -87,4 +88,5 @@ if __name__ == "__main__":
         (OWN | CASES)[case](world)
         print(f"ok {case}", flush=True)
     dist.barrier()
+    time.sleep(0.2)  # docs/ddp.md says why
     dist.destroy_process_group()
