@@ -36,8 +36,6 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/activations_tensorflow.json"
 BATCH, RATE = 64, 0.05
 LINEAR = ("Conv2D", "Dense")
-
-
 KEPT = ("plain", "8 bits", "4 bits", "budget", "error")
 TIMES_LESS, ERROR = 13.5, 0.01
 

@@ -59,15 +59,17 @@ class Packer:
         self._count(key)
         flat = np.ascontiguousarray(x, np.float32).reshape(-1)
         bits = self.controller.bits(key)
-        if flat.size < MIN_ELEMENTS or bits is None:
+        if flat.size < MIN_ELEMENTS:
             return self.noted(key, flat.view(np.uint8))
+        if bits is None:
+            return self._exact(key, flat)
         codec, self._draws = self._codecs[bits], self._draws + 1
         if self._looking:
             self._look(key, flat, bits)
         payload = codec.encode(flat, state=[np.array([self._draws], np.int64)])
         if payload.saturated:
             self.controller.overflowed(key)
-            return self.noted(key, flat.view(np.uint8))
+            return self._exact(key, flat)
         return np.asarray(payload.buffer)
 
     def unpack(self, buffer: Array, shape: Array) -> Array:
@@ -120,6 +122,12 @@ class Packer:
         nonzero = float(np.count_nonzero(flat)) / flat.size
         variance = kept.variance(flat.size)
         self.controller.observe(key, n=flat.size, bits=bits, variance=variance, nonzero=nonzero)
+
+    def _exact(self, key: str, flat: Array) -> Array:
+        """All bytes, which the controller counts until fewer are packed."""
+        if self._looking:
+            self.controller.observe(key, n=flat.size, bits=None, variance=0.0)
+        return flat.view(np.uint8)
 
     def _yardstick(self, layer: Any, weights: Array) -> float:
         """Mean magnitude of momentum; for Adam that of its step, times the root of the mean of v.

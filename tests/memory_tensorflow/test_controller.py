@@ -136,6 +136,23 @@ def test_each_layer_counts(built):
     assert controller.total_bytes == pytest.approx(signs + places + inputs, abs=8)
 
 
+def test_what_was_kept_exactly_counts_no_longer():
+    """One bit has no place for zeros between both signs: most escape, and two bits come next."""
+    model = keras.Sequential([keras.Input((63,)), keras.layers.Dense(4)])
+    x = tf.tile(tf.constant([[-1.0, 0.0, 1.0]]), (32, 21))
+    n, counted = 32 * 63, []
+    with compress_activations(model, bits=1, every=1) as packed:
+        for _ in range(3):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(model(x))
+            tape.gradient(loss, model.trainable_variables)
+            counted.append(packed.controller.total_bytes)
+    # At the bits that are chosen: after the first step those of the second.
+    assert counted == [pytest.approx(n * (2 / 8 + 6 / 256), abs=1)] * 3
+    (row,) = packed.controller.rows()
+    assert (row.n, row.bits, row.overflows) == (n, 2, 1)
+
+
 @pytest.mark.parametrize("kind", ["sgd", "adam", "plain"])
 def test_the_yardstick_is_the_momentum(kind):
     model, (x, y) = network(), data()
