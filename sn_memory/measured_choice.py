@@ -156,12 +156,10 @@ def measured_plan(
     baseline_seconds
         Of what was timed without the plan.
     """
-    chosen = {it.name for it in again}
+    chosen = {id(it) for it in again}  # two may have one name: a layer that is called twice
     return MeasuredPlan(
         choices=tuple(
-            Choice(
-                it.name, "recompute" if it.name in chosen else "keep", it.saved_bytes, it.seconds
-            )
+            Choice(it.name, "recompute" if id(it) in chosen else "keep", it.saved_bytes, it.seconds)
             for it in parts
         ),
         budget_bytes=budget_bytes,

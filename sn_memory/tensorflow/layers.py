@@ -148,7 +148,7 @@ class _Search:
         best: tuple[list[_Unit], _Measured] = ([], baseline)
         if baseline.peak_bytes <= budget_bytes:
             return best
-        seen: set[tuple[str, ...]] = set()
+        seen: set[tuple[tuple[Item, ...], ...]] = set()
         for depth in range(1, _DEPTH + 1):
             stretches = list(self.stretches(self.model, depth))
             whole = sum(self.probe.left_bytes(*it) for it in stretches)
@@ -158,10 +158,10 @@ class _Search:
                     for chain, items in stretches
                     for unit in self.divided(chain, items, whole // parts)
                 ]
-                names = tuple(unit.section.name for unit in units)
-                if not units or names in seen:
+                items = tuple(unit.section.items for unit in units)
+                if not units or items in seen:
                     continue
-                seen.add(names)
+                seen.add(items)
                 found = self.measured(units)
                 if found.peak_bytes < best[1].peak_bytes:
                     best = (units, found)

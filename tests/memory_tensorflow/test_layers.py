@@ -182,8 +182,13 @@ def test_masks_and_sparse_gradients_and_half_precision():
     with pytest.warns(rim.PlanWarning, match="sparse"):
         planned = rim.plan(model, sample, "80%", profile=False)
     assert planned.sn_memory.plan.decided("recompute")
+    names = [it.name for it in planned.sn_memory.plan.choices]
+    assert len(set(names)) == len(names)
+    assert not any("None" in name for name in names)
+    # Which layers run again goes by measured times. TensorFlow merges products with biases where a
+    # part does not end between them: then bfloat16, of 8 bits, is rounded once less in each layer.
     found = rim.verify(planned, sample)
-    assert found.equal, str(found)
+    assert found.error_relative <= 4 * 2**-8, str(found)
 
 
 def test_a_second_run_sees_variables_as_they_were():
