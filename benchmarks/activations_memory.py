@@ -11,25 +11,19 @@ without values. Seconds are processor time on one thread, the best of several st
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from _peaks import cells, columns
-from accuracy import save
+from _peaks import cells, columns, make_rows
 from activations import BATCH, resnet, saved_bytes
-from machine import commit, machine
 from nets import NETS, Transformer
 from torch import nn
 
 import sn_memory.torch
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks/results/activations_memory.json"
 ALL: dict[str, Callable[[], nn.Module]] = {
     **NETS,
     "resnet": resnet,
@@ -92,20 +86,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Make all rows and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="one net, few steps")
-    args = parser.parse_args()
     torch.set_num_threads(1)
-    default = ROOT / "benchmarks/out/activations_memory.json" if args.quick else RESULTS
-    about = {"commit": commit(), "machine": machine()}
-    rows = [
-        row_of(name, ratio, 2 if args.quick else 10) | about
-        for name in (["transformer"] if args.quick else ALL)
-        for ratio in (RATIOS[:1] if args.quick else RATIOS)
-    ]
-    save(args.json or default, rows)
-    print(f"{table(rows)}\n\nrows: {args.json or default}")
+    purpose = __doc__.splitlines()[0]
+    make_rows(purpose, "activations_memory.json", ALL, RATIOS, "transformer", row_of, table)
 
 
 if __name__ == "__main__":

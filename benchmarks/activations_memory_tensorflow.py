@@ -11,25 +11,19 @@ several steps.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import keras
 import tensorflow as tf
-from _peaks import cells, columns
-from accuracy import save
+from _peaks import cells, columns, make_rows
 from activations_tensorflow import BATCH, network
 from keras import layers
-from machine import commit, machine
 
 import sn_memory.tensorflow
 from sn_memory.tensorflow.model import model_step
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks/results/activations_memory_tensorflow.json"
 WIDTHS = (8, 4)
 IMAGES = (BATCH, 32, 32, 3)
 TOKENS = (32, 64, 128)
@@ -137,21 +131,10 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Make all rows and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="one net, few steps")
-    args = parser.parse_args()
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
-    default = ROOT / "benchmarks/out/activations_memory_tensorflow.json" if args.quick else RESULTS
-    about = {"commit": commit(), "machine": machine()}
-    rows = [
-        row_of(name, bits, 2 if args.quick else 10) | about
-        for name in (["CNN"] if args.quick else NETS)
-        for bits in (WIDTHS[:1] if args.quick else WIDTHS)
-    ]
-    save(args.json or default, rows)
-    print(f"{table(rows)}\n\nrows: {args.json or default}")
+    purpose = __doc__.splitlines()[0]
+    make_rows(purpose, "activations_memory_tensorflow.json", NETS, WIDTHS, "CNN", row_of, table)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from .forecast import peaks, predicted_peak
 from .packer import MIN_ELEMENTS, Packer
 from .packing import keep, relu_by_signs, restored
 from .pooling import Places
+from .sections import name_of
 
 __all__ = ["MIN_ELEMENTS", "CompressedActivations", "compress_activations"]
 _LINEAR = ("Dense", "Conv1D", "Conv2D", "Conv3D")
@@ -143,8 +144,8 @@ class CompressedActivations:
             setattr(layer, name, own)
 
     def _name(self, layer: Any) -> str:
-        """What the controller knows a layer by: Keras gives no path before a layer is built."""
-        name = layer.path or f"{self.model.name}/{layer.name}"
+        """What the controller knows a layer by: no two may be alike."""
+        name = name_of(layer)
         alike = sum(it == name or it.startswith(f"{name}:") for it in self.wrapped)
         return f"{name}:{alike + 1}" if alike else name
 

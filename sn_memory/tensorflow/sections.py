@@ -84,8 +84,8 @@ def functional_of(layer: Any) -> Any:
     return layer if layer is not None and type(layer).call is Functional.call else None
 
 
-def _name(operation: Any) -> str:
-    """The path of a layer, if it has one: without weights it may have none."""
+def name_of(operation: Any) -> str:
+    """The path of a layer, if it has one: without weights, or before it is built, it has none."""
     return str(getattr(operation, "path", None) or operation.name)
 
 
@@ -93,9 +93,9 @@ def chains_of(layer: Any) -> list[Chain]:
     """Return the parts right below a layer."""
     functional = functional_of(layer)
     if functional is None:
-        return [Chain((Item(_name(it), it),)) for it in layer._layers]
+        return [Chain((Item(name_of(it), it),)) for it in layer._layers]
     items = tuple(
-        Item(_name(node.operation), node.operation, node)
+        Item(name_of(node.operation), node.operation, node)
         for depth in sorted(functional._nodes_by_depth, reverse=True)
         for node in functional._nodes_by_depth[depth]
         if node.operation and not node.is_input

@@ -42,19 +42,21 @@ class Walk(Groups):
     def coarsen(self, tag: Tag, size: int) -> None:
         """Make each `size` neurons in a row one, in all values that hold them."""
         super().coarsen(tag, size)
-        for node, other in self.tags.items():
-            if other is not None and self.root(other.group) == self.root(tag.group):
-                self.tags[node] = replace(other, places=size * other.places)
+        for node, other in self._holders(tag):
+            self.tags[node] = replace(other, places=size * other.places)
 
     def cut(self, tag: Tag, parts: int) -> None:
         """Make neurons at the same place of equal parts one; nothing else may read them whole."""
-        root = self.root(tag.group)
-        makers = [
-            node for node, held in self.tags.items() if held and self.root(held.group) == root
-        ]
-        if any(len(node.users) != 1 for node in makers) or self.group(tag).width % parts:
+        whole = any(len(node.users) != 1 for node, _ in self._holders(tag))
+        if whole or self.group(tag).width % parts:
             raise Refusal("channels that are cut into parts are read whole, too")
         super().cut(tag, parts)
+
+    def _holders(self, tag: Tag) -> list[tuple[fx.Node, Tag]]:
+        """Return the values that hold channels of a tag's group, with the tags they have."""
+        root = self.root(tag.group)
+        held = [(node, other) for node, other in self.tags.items() if other is not None]
+        return [(node, other) for node, other in held if self.root(other.group) == root]
 
     def parameter(self, node: Any) -> str | None:
         """Return the full name of a parameter or buffer used here and nowhere else."""

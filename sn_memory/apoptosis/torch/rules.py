@@ -143,19 +143,14 @@ def _reshape(walk: Walk, node: fx.Node) -> Tag | None:
         lead = math.prod(after[:axis]) == math.prod(before[: tag.axis])
         if lead and size % channels == 0 and (size > 1 or channels == 1):
             return Tag(tag.group, axis, size // channels)
-        heads = after[axis : axis + 2]
-        if lead and size > 1 and tag.places == 1 and math.prod(heads) == channels:
+        heads, parts = after[axis : axis + 2], after[axis : axis + 3]
+        if not lead or size == 1 or tag.places != 1:
+            continue
+        if math.prod(heads) == channels:
             # Channels in rows of one size: heads. They go together or not at all.
             walk.coarsen(tag, heads[1])
             return Tag(tag.group, axis)
-        parts = after[axis : axis + 3]
-        if (
-            lead
-            and size > 1
-            and tag.places == 1
-            and len(parts) == 3
-            and math.prod(parts) == channels
-        ):
+        if len(parts) == 3 and math.prod(parts) == channels:
             # Parts of so many heads each: queries, keys and values.
             walk.cut(tag, size)
             walk.coarsen(tag, parts[2])
