@@ -3,24 +3,31 @@
 
 Looked for in $FASHION_MNIST_DIR, where Debian's package puts it, and in .cache/fashion-mnist of
 this project. Else, where apt is at hand, the package is fetched and unpacked into that cache: this
-needs no root and installs nothing.
+needs no root and installs nothing. It happens in a folder that nobody else may write to or read, and
+a file comes into the cache only if what it holds is known.
 """
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Final
 
-FILES: Final = tuple(
-    f"{part}-{kind}-ubyte.gz"
-    for part in ("train", "t10k")
-    for kind in ("images-idx3", "labels-idx1")
-)
+# SHA-256 of what each file unpacks to: packing it again changes the file, not the data.
+HASHES: Final = {
+    "train-images-idx3-ubyte.gz": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+    "train-labels-idx1-ubyte.gz": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+    "t10k-images-idx3-ubyte.gz": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+    "t10k-labels-idx1-ubyte.gz": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+}
+FILES: Final = tuple(HASHES)
 PACKAGE: Final = "dataset-fashion-mnist"
 DEBIAN: Final = Path("/usr/share/datasets/fashion-mnist")
 CACHE: Final = Path(__file__).resolve().parent.parent / ".cache" / "fashion-mnist"
@@ -52,24 +59,60 @@ def fetch() -> Path:
     for tool in ("apt-get", "dpkg"):
         if not shutil.which(tool):
             raise RuntimeError(f"{tool} is not here, so Debian's package cannot be had.")
+    # Root's apt would fetch as a user of its own, who cannot write to a private folder. A folder
+    # open to that user would be open to all, who could put files there for root to unpack.
+    apt = ["apt-get", "-o", "APT::Sandbox::User=root"] if os.geteuid() == 0 else ["apt-get"]
     with tempfile.TemporaryDirectory(prefix="fashion-mnist-") as name:
-        # apt fetches as its own user when it may, and warns when it may not write here.
         work = Path(name)
-        work.chmod(0o777)
-        error = _run(["apt-get", "download", PACKAGE], work)
+        error = _run([*apt, "download", PACKAGE], work)
         if error and os.geteuid() == 0:
             # The package lists may be absent or old; only root may renew them.
             error = _run(["apt-get", "update"], work)
-            error = error or _run(["apt-get", "download", PACKAGE], work)
+            error = error or _run([*apt, "download", PACKAGE], work)
         packages = list(work.glob(f"{PACKAGE}*.deb"))
         if error or not packages:
             raise RuntimeError(f"`apt-get download {PACKAGE}` failed: {error}")
         if error := _run(["dpkg", "-x", str(packages[0]), "unpacked"], work):
             raise RuntimeError(f"dpkg -x failed: {error}")
-        CACHE.mkdir(parents=True, exist_ok=True)
-        for file in FILES:
-            shutil.copyfile(work / "unpacked" / DEBIAN.relative_to("/") / file, CACHE / file)
+        keep(work / "unpacked" / DEBIAN.relative_to("/"))
     return CACHE
+
+
+def keep(folder: Path) -> None:
+    """Copy the four files of a folder into the cache, none unless all hold what they should.
+
+    Raises RuntimeError naming the first file that does not.
+    """
+    for file, expected in HASHES.items():
+        found = content_hash(folder / file)
+        if found != expected:
+            raise RuntimeError(
+                f"{file} of package {PACKAGE} holds data of SHA-256 {found}, expected {expected}: "
+                "it is damaged or not Fashion-MNIST, and was not kept"
+            )
+    CACHE.mkdir(parents=True, exist_ok=True)
+    # Whatever the umask: others may read it, none but the owner write.
+    CACHE.chmod(0o755)
+    for file in FILES:
+        partial = CACHE / f"{file}.part"
+        shutil.copyfile(folder / file, partial)
+        partial.chmod(0o644)
+        partial.replace(CACHE / file)
+
+
+def content_hash(path: Path) -> str:
+    """Return the SHA-256, in hex, of what a gzip file unpacks to.
+
+    Raises RuntimeError where the file is no whole gzip file.
+    """
+    digest = hashlib.sha256()
+    try:
+        with gzip.open(path) as file:
+            while block := file.read(2**20):
+                digest.update(block)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise RuntimeError(f"{path.name} cannot be unpacked: {error}") from error
+    return digest.hexdigest()
 
 
 def _run(command: list[str], folder: Path) -> str:
