@@ -21,6 +21,7 @@ import shutil
 import sys
 import tarfile
 import tempfile
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Final
@@ -28,15 +29,23 @@ from typing import Final
 import horovod_edits
 from horovod_steps import StepError, Steps
 from horovod_target import Target, compiler, detect
-from horovod_tools import PIP, default_jobs, find_cmake, nccl_from_wheel, prerequisites
+from horovod_tools import (
+    BUILD_PINS,
+    PIP,
+    default_jobs,
+    find_cmake,
+    install_pinned,
+    nccl_from_wheel,
+    prerequisites,
+    write_pins,
+)
 
 VERSION: Final = "0.28.1"
 SDIST_SHA256: Final = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 SCRIPTS: Final = Path(__file__).resolve().parent
 CACHE: Final = SCRIPTS.parent / ".cache" / "horovod"
-# What Horovod's runner imports, and what its build needs in the interpreter it runs in.
+# What Horovod's runner imports.
 RUNTIME: Final = ("cloudpickle", "psutil", "pyyaml", "packaging", "cffi")
-BUILD: Final = ("setuptools", "wheel")
 
 
 def sdist_hash(path: Path) -> str:
@@ -52,17 +61,21 @@ def installed_version() -> str | None:
         return None
 
 
-def fetch_sdist(steps: Steps, cache: Path, given: Path | None) -> Path:
+def fetch_sdist(steps: Steps, cache: Path, given: Path | None, env: Mapping[str, str]) -> Path:
     """Return the release's source archive, checked: the given one, the kept one, or a download."""
     kept = cache / "sdist" / f"horovod-{VERSION}.tar.gz"
     source = given or kept
     if given and not given.is_file():
         raise steps.failed([f"--sdist {given}: no such file"])
     if not source.is_file():
-        kept.parent.mkdir(parents=True, exist_ok=True)
+        # pip asks a source archive for its name by running its setup.py. With the hash given it
+        # compares first, so that an archive which is not the release never runs.
+        pin = f"horovod=={VERSION} --hash=sha256:{SDIST_SHA256}"
+        file = write_pins([pin], kept.parent / "horovod.txt")
         steps.run(
             [*PIP, "download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation"]
-            + ["--dest", str(kept.parent), f"horovod=={VERSION}"]
+            + ["--require-hashes", "--dest", str(kept.parent), "--requirement", str(file)],
+            env=env,
         )
     found = sdist_hash(source)
     if found != SDIST_SHA256:
@@ -170,13 +183,17 @@ def build(
 ) -> Path:
     """Make the wheel: fetch, edit, compile. Returns its path in the cache."""
     steps: Steps = args.steps
-    steps.begin("get what the build needs")
-    steps.run([*PIP, "install", "--quiet", *BUILD, *RUNTIME])
     with tempfile.TemporaryDirectory(prefix="horovod-build-") as name:
         work = Path(name)
+        steps.begin("get what the build needs")
+        tools: dict[str, str] = {}
+        if not args.installed_tools:
+            install_pinned(steps, BUILD_PINS, work / "tools")
+            # Before what is installed here, for every Python that the build starts.
+            tools = {"PYTHONPATH": str(work / "tools")}
         cmake = find_cmake(steps, work)
         steps.begin("get Horovod's source and check its hash")
-        sdist = fetch_sdist(steps, args.cache, args.sdist)
+        sdist = fetch_sdist(steps, args.cache, args.sdist, os.environ | tools)
         steps.begin(f"unpack and make {len(edits)} edits")
         unpack(sdist, work)
         tree = work / f"horovod-{VERSION}"
@@ -184,7 +201,7 @@ def build(
             horovod_edits.apply(edits, tree)
         except horovod_edits.EditError as error:
             raise steps.failed([str(error)]) from error
-        env = build_environment(target, folder.name, args.jobs) | {"HOROVOD_CMAKE": cmake}
+        env = build_environment(target, folder.name, args.jobs) | tools | {"HOROVOD_CMAKE": cmake}
         if target.gpu:
             env |= nccl_from_wheel(work)
         steps.begin(f"compile with {args.jobs} job{'s' if args.jobs > 1 else ''}")
@@ -199,6 +216,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--force", action="store_true", help="build even if a wheel is cached")
     parser.add_argument("--cache", type=Path, default=CACHE, help="where wheels are kept")
     parser.add_argument("--sdist", type=Path, help=f"a horovod-{VERSION}.tar.gz already here")
+    parser.add_argument(
+        "--installed-tools",
+        action="store_true",
+        help="build with the setuptools and wheel of this interpreter, not the pinned ones: for "
+        "machines without a package index",
+    )
     parser.add_argument("--jobs", type=int, default=default_jobs(), help="parallel compilers")
     args = parser.parse_args(argv)
     args.cache = args.cache.resolve()

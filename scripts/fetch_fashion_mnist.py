@@ -3,8 +3,8 @@
 
 Looked for in $FASHION_MNIST_DIR, where Debian's package puts it, and in .cache/fashion-mnist of
 this project. Else, where apt is at hand, the package is fetched and unpacked into that cache: this
-needs no root and installs nothing. It happens in a folder that nobody else may write to or read, and
-a file comes into the cache only if what it holds is known.
+needs no root and installs nothing. It happens in a folder that is closed to everybody else, and a
+file comes into the cache only if what it holds is known.
 """
 
 from __future__ import annotations
@@ -22,10 +22,18 @@ from typing import Final
 
 # SHA-256 of what each file unpacks to: packing it again changes the file, not the data.
 HASHES: Final = {
-    "train-images-idx3-ubyte.gz": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
-    "train-labels-idx1-ubyte.gz": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
-    "t10k-images-idx3-ubyte.gz": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
-    "t10k-labels-idx1-ubyte.gz": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+    "train-images-idx3-ubyte.gz": (
+        "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888"
+    ),
+    "train-labels-idx1-ubyte.gz": (
+        "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9"
+    ),
+    "t10k-images-idx3-ubyte.gz": (
+        "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b"
+    ),
+    "t10k-labels-idx1-ubyte.gz": (
+        "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34"
+    ),
 }
 FILES: Final = tuple(HASHES)
 PACKAGE: Final = "dataset-fashion-mnist"

@@ -33,8 +33,12 @@ HINTS: Final = (
     (r"Could NOT find MPI", "repair the MPI installation, or take mpirun off PATH"),
     (
         r"NewConnectionError|No matching distribution|Temporary failure in name resolution",
-        "the package index was not reached: get horovod-0.28.1.tar.gz elsewhere and pass it "
-        "with --sdist",
+        "the package index was not reached: get horovod-0.28.1.tar.gz elsewhere, pass it with "
+        "--sdist, and build with --installed-tools",
+    ),
+    (
+        r"THESE PACKAGES DO NOT MATCH THE HASHES",
+        "a mirror or proxy gave another file than the pinned one; it was not run",
     ),
     (r"No module named pip", "this interpreter has no pip: run `python -m ensurepip` first"),
     (r"Compatibility with CMake < 3\.5", "set CMAKE_POLICY_VERSION_MINIMUM=3.5, or use cmake < 4"),

@@ -1,4 +1,4 @@
-"""What the build of Horovod borrows from the machine: compilers, CMake, memory, NCCL."""
+"""What the build of Horovod borrows: compilers, memory, NCCL; and tools pinned by hash."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +15,21 @@ from horovod_steps import Steps
 from horovod_target import Target, compiler
 
 PIP: Final = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+# What builds it, by version and SHA-256, so that a build in a year runs the same tools and nothing
+# unknown. Wheels only: taking one runs no code of it.
+BUILD_PINS: Final = (
+    "setuptools==84.2.1"
+    " --hash=sha256:ca140b45d5325a9478f880e351484f62fef15f336462e449ca0c03c873d589c2",
+    "wheel==0.48.0 --hash=sha256:3217dcc807155e45db462d7ef2431f5ddda0d7273b700d05a67b271ceb1287ab",
+    "packaging==26.3"
+    " --hash=sha256:d7193f7c8e4e93f444fde0262bf90af30e16fa0ad0ad44cb553c87339b23cd1c",
+)
+CMAKE_PINS: Final = (
+    # Linux on x86-64, then on 64-bit Arm.
+    "cmake==4.4.4"
+    " --hash=sha256:f773a0544c66370408f451acd487c2c643b0dfebb48c5d64f3638bc1bb820238"
+    " --hash=sha256:b3029f586853e01ddf2824c1ff124a1c5284f8ae897994758e9c4eeb45903b58",
+)
 # One compiler of torch's headers takes up to this much memory.
 BYTES_PER_JOB: Final = 2 * 2**30
 
@@ -49,6 +65,22 @@ def default_jobs() -> int:
     return max(1, min(cores, memory // BYTES_PER_JOB))
 
 
+def write_pins(pins: Sequence[str], path: Path) -> Path:
+    """Write pinned requirements to a file: pip takes hashes from files only."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(pins) + "\n", encoding="utf-8")
+    return path
+
+
+def install_pinned(steps: Steps, pins: Sequence[str], folder: Path) -> None:
+    """Install pinned wheels into a folder of their own; pip stops where a hash differs."""
+    file = write_pins(pins, folder.with_suffix(".txt"))
+    steps.run(
+        [*PIP, "install", "--quiet", "--no-deps", "--only-binary=:all:", "--require-hashes"]
+        + ["--target", str(folder), "--requirement", str(file)]
+    )
+
+
 def find_cmake(steps: Steps, work: Path) -> str:
     """Return a cmake >= 3.13; where there is none, one from the package index, for this build."""
     scripts = Path(sysconfig.get_path("scripts"), "cmake")
@@ -59,7 +91,7 @@ def find_cmake(steps: Steps, work: Path) -> str:
         if version and (int(version[1]), int(version[2])) >= (3, 13):
             return candidate
     steps.say("no cmake >= 3.13 here: taking one from the package index for this build only")
-    steps.run([*PIP, "install", "--target", str(work / "cmake"), "cmake"])
+    install_pinned(steps, CMAKE_PINS, work / "cmake")
     return str(work / "cmake" / "cmake" / "data" / "bin" / "cmake")
 
 

@@ -1,6 +1,10 @@
 """The build script: edits find their place or stop, the hash sees every input. No network."""
 
 import dataclasses
+import hashlib
+import io
+import os
+import re
 import sys
 import tarfile
 from pathlib import Path
@@ -161,7 +165,78 @@ def test_a_wrong_archive_is_refused(tmp_path):
     steps = horovod_steps.Steps(1, tmp_path / "log")
     steps.begin("get Horovod's source and check its hash")
     with pytest.raises(horovod_steps.StepError, match=build_horovod.SDIST_SHA256):
-        build_horovod.fetch_sdist(steps, tmp_path / "cache", archive)
+        build_horovod.fetch_sdist(steps, tmp_path / "cache", archive, {})
+
+
+def serve(folder, **files):
+    """Lay out a folder as a package index for pip; return the environment that makes pip use it."""
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return {
+        **os.environ,
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(folder),
+        "PIP_CONFIG_FILE": os.devnull,
+    }
+
+
+def source_archive(tmp_path, *, touches):
+    """Return a source archive whose setup.py leaves a file behind when it runs."""
+    setup = (
+        f"open({str(touches)!r}, 'w').close()\n"
+        "from setuptools import setup\n"
+        f"setup(name='horovod', version={build_horovod.VERSION!r})\n"
+    )
+    name = f"horovod-{build_horovod.VERSION}"
+    blob = io.BytesIO()
+    with tarfile.open(fileobj=blob, mode="w:gz") as tar:
+        for file, text in (
+            ("setup.py", setup),
+            (
+                "PKG-INFO",
+                f"Metadata-Version: 1.0\nName: horovod\nVersion: {build_horovod.VERSION}\n",
+            ),
+        ):
+            member = tarfile.TarInfo(f"{name}/{file}")
+            member.size = len(text)
+            tar.addfile(member, io.BytesIO(text.encode()))
+    return blob.getvalue()
+
+
+def test_a_downloaded_archive_with_another_hash_never_runs(tmp_path):
+    ran = tmp_path / "it ran"
+    archive = source_archive(tmp_path, touches=ran)
+    env = serve(tmp_path, **{f"horovod-{build_horovod.VERSION}.tar.gz": archive})
+    steps = horovod_steps.Steps(1, tmp_path / "log")
+    steps.begin("get Horovod's source and check its hash")
+    with pytest.raises(horovod_steps.StepError, match="DO NOT MATCH THE HASHES"):
+        build_horovod.fetch_sdist(steps, tmp_path / "cache", None, env)
+    assert not ran.exists()
+
+
+def test_the_archive_of_that_test_would_run(tmp_path, monkeypatch):
+    # Or the test before this one could not fail.
+    ran = tmp_path / "it ran"
+    archive = source_archive(tmp_path, touches=ran)
+    monkeypatch.setattr(build_horovod, "SDIST_SHA256", hashlib.sha256(archive).hexdigest())
+    env = serve(tmp_path, **{f"horovod-{build_horovod.VERSION}.tar.gz": archive})
+    steps = horovod_steps.Steps(1, tmp_path / "log")
+    steps.begin("get Horovod's source and check its hash")
+    kept = build_horovod.fetch_sdist(steps, tmp_path / "cache", None, env)
+    assert kept.read_bytes() == archive
+    assert ran.exists()
+
+
+def test_tools_of_the_build_are_pinned_by_version_and_hash(tmp_path, monkeypatch):
+    for pin in (*horovod_tools.BUILD_PINS, *horovod_tools.CMAKE_PINS):
+        assert re.fullmatch(r"[a-z]+==[\d.]+( --hash=sha256:[0-9a-f]{64})+", pin)
+    for name, value in serve(tmp_path, **{"wheel-0.48.0-py3-none-any.whl": b"another"}).items():
+        monkeypatch.setenv(name, value)
+    steps = horovod_steps.Steps(1, tmp_path / "log")
+    steps.begin("get what the build needs")
+    with pytest.raises(horovod_steps.StepError, match="another file than the pinned one"):
+        horovod_tools.install_pinned(steps, horovod_tools.BUILD_PINS[1:2], tmp_path / "tools")
+    assert not (tmp_path / "tools" / "wheel").exists()
 
 
 def test_a_failed_command_names_step_log_and_cure(tmp_path):
