@@ -45,7 +45,7 @@ class FFTCompression:
         factors follow from it, by the energy that the tensors' gradients have in few directions
     warmup, every : dense steps at the start (default 10), and from one dense step to the next
         after that (default 2000)
-    beside : encode in a thread, beside the rest of the backward pass (default False; optimizers of
+    overlap : encode in a thread during the rest of the backward pass (default False; optimizers of
         torch only). Pays where gradients are not computed on the cores that encode
 
     Settings of the gather exchange

@@ -1,0 +1,58 @@
+"""A setting that a docstring names is one that can be given."""
+
+import ast
+import inspect
+import re
+from dataclasses import fields
+from pathlib import Path
+
+from sn_compress import FFTCompression
+from sn_compress.settings import Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted(
+    path for name in ("sn_compress", "sn_memory") for path in (ROOT / name).rglob("*.py")
+)
+SECTION = re.compile(r"^Parameters\n-+\n(.*?)(?=^\S[^\n]*\n-{3,}|\Z)", re.DOTALL | re.MULTILINE)
+ENTRY = re.compile(r"^([*\w]+(?:, [*\w]+)*) : ", re.MULTILINE)
+
+
+def named(section):
+    """Names that begin an entry, `name : ...` or `one, other : ...`."""
+    return [n.lstrip("*") for names in ENTRY.findall(section) for n in names.split(", ")]
+
+
+def accepted(node):
+    """Names that a function, or the constructor of a class, takes."""
+    found = set()
+    functions = [node]
+    if isinstance(node, ast.ClassDef):
+        made = ("__init__", "__new__")
+        functions = [f for f in node.body if isinstance(f, ast.FunctionDef) and f.name in made]
+        found = {a.target.id for a in node.body if isinstance(a, ast.AnnAssign)}
+    for function in functions:
+        given = function.args
+        every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+        found |= {argument.arg for argument in every if argument}
+    return found
+
+
+def test_parameters_named_in_docstrings_exist():
+    seen, wrong = 0, []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+                continue
+            section = SECTION.search(ast.get_docstring(node) or "")
+            names = set(named(section[1])) if section else set()
+            seen += len(names)
+            if unknown := names - accepted(node):
+                wrong.append(f"{path}:{node.lineno}: {node.name} does not take {unknown}")
+    assert not wrong
+    assert seen > 100
+
+
+def test_settings_named_by_fft_compression_exist():
+    found = named(inspect.cleandoc(FFTCompression.__doc__))
+    assert "ratio" in found
+    assert not set(found) - {field.name for field in fields(Settings)} - {"mode"}
