@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -31,6 +32,14 @@ def test_a_missing_source_says_where_it_looked():
     assert "no_such_kernel.cu" in text
     assert "_csrc" in text
     assert "Install superneurons again" in text
+
+
+def test_no_extra_brings_a_framework_that_never_sees_a_gpu():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert any(need.startswith("tensorflow>=") for need in extras["tensorflow"])
+    assert not [need for needs in extras.values() for need in needs if "-cpu" in need]
 
 
 @pytest.fixture
