@@ -1,0 +1,95 @@
+"""Hugging Face's programs run planned models: text generation and the Trainer."""
+
+import warnings
+
+import pytest
+import torch
+
+from sn_memory.torch import PlanWarning, plan
+
+transformers = pytest.importorskip("transformers")
+
+SETTINGS = {"profile": False, "planner": "greedy", "backend": "graph"}
+
+
+def gpt2(**settings):
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=64,
+        n_positions=32,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=1,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        # Large, so that positions and masks show in the tokens.
+        initializer_range=0.5,
+        **settings,
+    )
+    config.loss_type = "ForCausalLM"
+    return transformers.GPT2LMHeadModel(config).train()
+
+
+def tokens(rows=4, length=16):
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randint(2, 64, (rows, length), generator=generator)
+
+
+def test_generate_with_prompts_padded_on_the_left():
+    model, prompts = gpt2(use_cache=False), tokens(2, 6)
+    planned = plan(model, {"input_ids": tokens(), "labels": tokens()}, "80%", **SETTINGS)
+    mask = torch.ones_like(prompts)
+    mask[0, :3] = 0
+    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 1}
+    for use_cache in (False, True):
+        plain, mine = (
+            it.eval().generate(prompts, attention_mask=mask, use_cache=use_cache, **settings)
+            for it in (model, planned)
+        )
+        assert torch.equal(plain, mine)
+
+
+def trained(model, folder):
+    """Train by the Trainer; return its losses and the weights after."""
+    rows = [{"input_ids": it, "labels": it.clone()} for it in tokens(16)]
+    settings = transformers.TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=4,
+        max_steps=3,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = transformers.Trainer(model, settings, train_dataset=rows)
+    trainer.train()
+    losses = [it["loss"] for it in trainer.state.log_history if "loss" in it]
+    return losses, [it.clone() for it in model.parameters()]
+
+
+def test_the_trainer_trains_by_the_plan(tmp_path):
+    plain, weights = trained(gpt2(use_cache=False), tmp_path / "plain")
+    sample = {"labels": tokens(), "input_ids": tokens(), "num_items_in_batch": torch.tensor(64.0)}
+    planned = plan(gpt2(use_cache=False), sample, "80%", **SETTINGS)
+    assert planned.sn_memory.plan.decided("recompute")
+    step, ran = planned.sn_memory.latest, []
+    own = step.run
+    step.run = lambda *given: ran.append(1) or own(*given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        losses, mine = trained(planned, tmp_path / "planned")
+    assert len(ran) == 3
+    assert losses == plain
+    assert all(torch.equal(a, b) for a, b in zip(mine, weights, strict=True))
+
+
+def test_the_trainers_other_argument_is_named(tmp_path):
+    planned = plan(
+        gpt2(use_cache=False), {"input_ids": tokens(), "labels": tokens()}, "80%", **SETTINGS
+    )
+    with pytest.warns(PlanWarning, match="num_items_in_batch was not given then"):
+        trained(planned, tmp_path)
