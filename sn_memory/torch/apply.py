@@ -34,6 +34,7 @@ from .errors import TraceError
 from .kinds import Kind, Written, as_sampled, attributes_of, kind_of
 from .modules import ModuleStep
 from .replay import Replay
+from .step import chance_put_back
 from .trace import Trace, beside, call_arguments, trace
 from .wrapping import RECORD, bare, plain_model, planned_class
 
@@ -267,7 +268,8 @@ def plan(
     name, step, refusal = backend, None, None
     try:
         name = "graph" if backend == "auto" else backend
-        step = backends[name]()
+        with chance_put_back():
+            step = backends[name]()
     except TraceError as error:
         if backend != "auto" or compress:
             raise

@@ -76,7 +76,7 @@ def capture(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             "the model is a ScriptModule, whose parts cannot be swapped. Pass the nn.Module it was "
             "made from."
         )
-    with as_it_was(model), no_chance():
+    with as_it_was(model, (args, kwargs)), no_chance():
         try:
             return _Capture(model).run(args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -115,6 +115,8 @@ class _Capture:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.recorder = Recorder()
         self.fakes: dict[int, torch.Tensor] = {}
+        # Per fake of a parameter, whether it requires a gradient.
+        self.wanted: dict[int, bool] = {}
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         parameters = self.swapped("_parameters", "parameter")
@@ -173,6 +175,8 @@ class _Capture:
                 if tensor is None:
                     continue
                 tensors[name] = fake = self.fake(tensor, role)
+                if slot == "_parameters":
+                    self.wanted[id(fake)] = fake.requires_grad
                 found.setdefault(id(fake), (f"{path}.{name}" if path else name, fake))
             if isinstance(module, torch.nn.RNNBase) and slot == "_parameters":
                 # It keeps a list of its own, and would go on with the real ones.
@@ -228,14 +232,19 @@ class _Capture:
         return copy.copy_(gradient.detach())
 
     def check_buffers(self) -> None:
-        """Refuse a model that puts new tensors in the place of its buffers."""
+        """Refuse a model that puts new tensors in the place of its buffers, or freezes weights."""
         known = {id(fake) for fake in self.fakes.values()}
         for path, module in self.model.named_modules():
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                where = f"{path}.{name}" if path else name
                 if tensor is not None and id(tensor) not in known:
                     raise TraceError(
-                        f"the forward pass puts a new tensor in the place of "
-                        f"{f'{path}.{name}' if path else name}. Change it in place (copy_, mul_)."
+                        f"the forward pass puts a new tensor in the place of {where}. Change it in "
+                        "place (copy_, mul_)."
+                    )
+                if id(tensor) in self.wanted and tensor.requires_grad != self.wanted[id(tensor)]:
+                    raise TraceError(
+                        f"the forward pass sets requires_grad of {where}. Set it before planning."
                     )
 
     def check_inputs(self, inputs: set[int]) -> None:

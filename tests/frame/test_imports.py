@@ -99,6 +99,7 @@ MEMORY_LAYERS = (
         "sn_memory.torch.errors",
         "sn_memory.torch.kinds",
         "sn_memory.torch.lanes",
+        "sn_memory.torch.marks",
         "sn_memory.torch.tracker",
         "sn_memory.torch.wrapping",
     ),
