@@ -31,7 +31,7 @@ from .compiled import COMPILERS, CompiledStep, Settings
 from .compressing import as_planned
 from .convolutions import Measure
 from .errors import TraceError
-from .kinds import Kind, Written, as_sampled, attributes_of, kind_of
+from .kinds import Kind, Written, as_sampled, attributes_of, changeable, kind_of
 from .modules import ModuleStep
 from .replay import Replay
 from .step import chance_put_back
@@ -243,6 +243,12 @@ def plan(
         return made
 
     def by_graph() -> Step:
+        unseen = changeable(args, kwargs)
+        if unseen:
+            raise TraceError(
+                f"an argument is a {', '.join(unseen)}: what it holds could change from step to "
+                "step, and a replay would not see it. Pass the tensors and numbers in it."
+            )
         traced = trace(
             plain,
             sample,

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .errors import TraceError
 from .guard import as_it_was, no_chance
 from .recorder import Recorder, Recording, View
+from .results import Form, taken_apart
 from .tidy import without_unused
 
 
@@ -46,7 +47,7 @@ class Captured:
         View per flat input, None where it is no tensor.
     outputs
         Per flat output: its View, or the value itself where it is no tensor.
-    output_spec
+    output_form
         How the flat outputs make up what the model returns.
     differentiable
         Per flat output, whether a gradient comes back for it.
@@ -63,7 +64,7 @@ class Captured:
     buffers: tuple[tuple[str, View], ...]
     inputs: tuple[View | None, ...]
     outputs: tuple[Any, ...]
-    output_spec: Any
+    output_form: Form | None
     differentiable: tuple[bool, ...]
     tangents: tuple[View, ...]
     gradients: tuple[tuple[str, View | None], ...]
@@ -126,7 +127,7 @@ class _Capture:
         views = tuple(self.recorder.view(arg) if _is_tensor(arg) else None for arg in inputs)
         args, kwargs = tree_unflatten(inputs, spec)
         with torch.enable_grad(), self.mode, self.recorder, _scopes(self.model, self.recorder):
-            outputs, output_spec = tree_flatten(self.model.forward(*args, **kwargs))
+            outputs, output_form = taken_apart(self.model.forward(*args, **kwargs), self.model)
             boundary = len(self.recorder.recording.calls)
             self.check_buffers()
             leaves = [(name, it) for name, it in parameters if it.requires_grad]
@@ -150,7 +151,7 @@ class _Capture:
             buffers=tuple((name, view(it)) for name, it in buffers),
             inputs=views,
             outputs=tuple(view(out) if _is_tensor(out) else out for out in outputs),
-            output_spec=output_spec,
+            output_form=output_form,
             differentiable=tuple(_is_tensor(out) and out.requires_grad for out in outputs),
             tangents=tuple(view(tangent) for tangent in tangents),
             gradients=tuple(

@@ -62,6 +62,10 @@ class Marks:
             for holder in _holders(value, seen, _DEPTH)
         ]
 
+    def __bool__(self) -> bool:
+        """Whether there is anything that could change."""
+        return bool(self._before)
+
     def changed(self) -> list[str]:
         """Return the names of the values that hold something else now."""
         found = [name for name, holder, it in self._before if not _held(holder).same(it)]

@@ -18,6 +18,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from .marks import Marks, Values, kept_by
+from .results import tensors_of
 from .tracker import StorageTracker
 
 # What stands for the forward pass of a model: a planned one, or the model itself.
@@ -83,7 +84,7 @@ def run_step(
     )
     began = _now(device)
     with _counted(tracker, count):
-        outputs = tree_leaves(forward(*args, **kwargs))
+        outputs = tensors_of(forward(*args, **kwargs), model)
     ends, tangents = _tangents(outputs)
     for tangent in tangents:
         tracker.meet(tangent)

@@ -127,3 +127,31 @@ def test_by_modules_a_cache_of_keys_is_filled_once():
     found = verify(planned, sample)
     assert found.equal, found.different
     assert planned(**sample).past_key_values.layers[0].keys.shape[2] == 16
+
+
+def test_a_planned_step_returns_its_cache():
+    """By default GPT-2 returns keys and values in an object of its own class."""
+    model, sample = gpt2(), {"input_ids": tokens(), "labels": tokens()}
+    planned = plan(model, sample, "85%", **SETTINGS)
+    assert planned.sn_memory.plan.decided("recompute")
+    caches = []
+    for ids in (tokens(), tokens().flip(0)):
+        mine, theirs = (it(input_ids=ids, labels=ids.clone()) for it in (planned, model))
+        assert torch.equal(mine.loss, theirs.loss)
+        caches.append(mine.past_key_values)
+        assert type(caches[-1]) is type(theirs.past_key_values)
+        for a, b in zip(caches[-1].layers, theirs.past_key_values.layers, strict=True):
+            assert type(a.keys) is type(a.values) is torch.Tensor
+            assert torch.equal(a.keys, b.keys)
+            assert torch.equal(a.values, b.values)
+    assert caches[0] is not caches[1]
+    found = verify(planned, sample)
+    assert found.equal, found.different
+    assert found.measured_peak_bytes == found.predicted_peak_bytes
+    # The cache can be gone on with.
+    more = tokens(4, 1)
+    with torch.no_grad():
+        mine, theirs = (
+            it(more, past_key_values=it(tokens()).past_key_values) for it in (planned, model)
+        )
+    assert torch.equal(mine.logits, theirs.logits)
