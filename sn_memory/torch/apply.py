@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_flatten
 
 from ..activations import Controller
 from ..check import carry_out, check_plan
@@ -32,14 +31,16 @@ from .compiled import COMPILERS, CompiledStep, Settings
 from .compressing import as_planned
 from .convolutions import Measure
 from .errors import TraceError
+from .kinds import Kind, Written, as_sampled, attributes_of, changeable, kind_of
 from .modules import ModuleStep
 from .replay import Replay
+from .step import chance_put_back
 from .trace import Trace, beside, call_arguments, trace
+from .wrapping import RECORD, bare, plain_model, planned_class
 
 log = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "graph", "compile", "modules")
-RECORD = "sn_memory"
 _WRAPPERS = (
     "DistributedDataParallel",
     "DataParallel",
@@ -87,14 +88,20 @@ class Planned:
         What runs in place of the forward pass, per kind of input.
     latest
         The one planned last.
+    noted
+        Per module, the attributes it had when it was planned; others make no other kind of input.
+    written
+        Per kind of input, how the arguments of its sample were written.
     refused
-        Kinds of input that were run plainly; each is warned about once.
+        Why steps were run plainly; each reason is warned about once.
     """
 
     backend: str
-    steps: dict[Hashable, Step]
+    steps: dict[Kind, Step]
     latest: Step
-    refused: set[Hashable] = field(default_factory=set)
+    noted: tuple[frozenset[str], ...]
+    written: dict[Kind, Written]
+    refused: set[str] = field(default_factory=set)
 
     @property
     def plan(self) -> Any:
@@ -218,8 +225,9 @@ def plan(
     before = model.__dict__.get(RECORD)
     plain = plain_model(model)
     args, kwargs = call_arguments(sample)
-    key = signature(plain, args, kwargs)
-    if key is None:
+    noted = before.noted if before else attributes_of(plain)
+    kind = kind_of(plain, args, kwargs, noted)
+    if kind is None:
         raise TraceError(
             "an argument of the sample is neither a tensor nor hashable, so it cannot be told "
             "whether later inputs are like it. Pass tensors, numbers, strings or tuples."
@@ -235,6 +243,12 @@ def plan(
         return made
 
     def by_graph() -> Step:
+        unseen = changeable(args, kwargs)
+        if unseen:
+            raise TraceError(
+                f"an argument is a {', '.join(unseen)}: what it holds could change from step to "
+                "step, and a replay would not see it. Pass the tensors and numbers in it."
+            )
         traced = trace(
             plain,
             sample,
@@ -260,7 +274,8 @@ def plan(
     name, step, refusal = backend, None, None
     try:
         name = "graph" if backend == "auto" else backend
-        step = backends[name]()
+        with chance_put_back():
+            step = backends[name]()
     except TraceError as error:
         if backend != "auto" or compress:
             raise
@@ -274,10 +289,11 @@ def plan(
             stacklevel=2,
         )
     log.info("%s planned by %s: %s", type(plain).__name__, name, summary(step.plan))
-    twin = _bare(_planned_class(type(plain)))
+    twin = bare(planned_class(type(plain), _PlannedForward))
     twin.__dict__.update(plain.__dict__)
-    steps = {**(before.steps if before else {}), key: step}
-    twin.__dict__[RECORD] = Planned(name, steps, step)
+    steps = {**(before.steps if before else {}), kind: step}
+    written = {**(before.written if before else {}), kind: (len(args), tuple(kwargs))}
+    twin.__dict__[RECORD] = Planned(name, steps, step, noted, written)
     return twin
 
 
@@ -317,105 +333,51 @@ def _check_model(model: torch.nn.Module) -> None:
         raise TraceError("the parameters lie on several devices; a plan is for the memory of one.")
 
 
-def plain_model(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a planned model as it was before; any other as it is."""
-    if RECORD not in model.__dict__:
-        return model
-    plain = _bare(type(model).__mro__[2])
-    plain.__dict__.update({key: it for key, it in model.__dict__.items() if key != RECORD})
-    return plain
-
-
-def signature(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Hashable | None:
-    """What a plan depends on beside the values of tensors; None if that cannot be compared."""
-    flat, spec = tree_flatten((args, kwargs))
-    first: dict[int, int] = {}
-    leaves: list[Any] = []
-    for place, leaf in enumerate(flat):
-        if not isinstance(leaf, torch.Tensor):
-            leaves.append(leaf)
-            continue
-        # Which inputs are the same tensor, or share memory, is part of the trace.
-        same = first.setdefault(id(leaf), place)
-        shared = first.setdefault(_memory(leaf), place)
-        form = (tuple(leaf.size()), leaf.stride(), leaf.storage_offset(), leaf.dtype)
-        leaves.append((*form, leaf.requires_grad, same, shared))
-    kinds = ("cpu", "cuda")
-    casts = [
-        (kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)
-    ]
-    key = (
-        str(spec),
-        tuple(leaves),
-        tuple(casts),
-        tuple(it.requires_grad for it in model.parameters()),
-        tuple(_settings(module) for module in model.modules()),
-    )
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
-
-
-def _settings(module: torch.nn.Module) -> tuple[Any, ...]:
-    """What a forward may read from a module beside tensors it registers: modes, rates, numbers.
-
-    A dropout rate that is changed between steps is in the recorded calls with its old value.
-    """
-    return tuple(
-        id(value) if isinstance(value, torch.Tensor) else value
-        for value in module.__dict__.values()
-        if isinstance(value, bool | int | float | str | torch.Tensor)
-    )
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    # Negative, so that it is no id; tensors without memory (meta) share nothing.
-    return -(tensor.untyped_storage()._cdata) if tensor.device.type != "meta" else -id(tensor)
-
-
 class _PlannedForward:
     """What a planned model does otherwise than its class."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        step = self._step(args, kwargs) if torch.is_grad_enabled() else None
-        if step is None:
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+    def run_planned(
+        self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the forward pass by the plan where there is one, else as the class does."""
+        found = self._step(args, kwargs) if torch.is_grad_enabled() else None
+        if found is None:
+            return plain(self, *args, **kwargs)
+        step, sample = found
+        if sample is not None:
+            args, kwargs = as_sampled(self, sample, (args, kwargs))  # type: ignore[arg-type]
         return step.run(self, args, kwargs)  # type: ignore[arg-type]
 
-    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step | None:
+    def _step(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Step, Written | None] | None:
         record: Planned = self.__dict__[RECORD]
-        key = signature(self, args, kwargs)  # type: ignore[arg-type]
-        step = record.steps.get(key) if key is not None else None
-        form = key[1:3] if isinstance(key, tuple) else None
-        if step is None and record.backend == "modules" and self.training:  # type: ignore[attr-defined]
+        kind = kind_of(self, args, kwargs, record.noted)  # type: ignore[arg-type]
+        if kind is not None and kind in record.steps:
+            return record.steps[kind], record.written[kind]
+        if record.backend == "modules" and self.training:  # type: ignore[attr-defined]
             # Running modules again is right for any input; the budget was kept on the sample.
-            return record.latest
-        if step is None and self.training and form not in record.refused:  # type: ignore[attr-defined]
-            record.refused.add(form)
-            warnings.warn(
-                f"a training step of {type(self).__name__} runs without its plan: the input's "
-                "shapes or types, autocast, or modes and numbers in the model's modules are not "
-                "those it was planned with. Plan it for these too: model = "
-                "sn_memory.torch.plan(model, sample, budget).",
-                PlanWarning,
-                stacklevel=4,
-            )
-        return step
+            return record.latest, None
+        if self.training:  # type: ignore[attr-defined]
+            self._warn(record, kind)
+        return None
+
+    def _warn(self, record: Planned, kind: Kind | None) -> None:
+        """Say once why a step runs without its plan."""
+        paths = [path for path, _ in self.named_modules()]  # type: ignore[attr-defined]
+        reasons = min((kind.unlike(it, paths) for it in record.steps), key=len) if kind else []
+        why = "; ".join(reasons) or "an argument is neither a tensor nor hashable"
+        if why in record.refused:
+            return
+        record.refused.add(why)
+        warnings.warn(
+            f"a training step of {type(self).__name__} runs without its plan, because it is not "
+            f"what was planned: {why}. Plan it for this too: model = "
+            "sn_memory.torch.plan(model, sample, budget).",
+            PlanWarning,
+            stacklevel=7,
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = plain_model(self)  # type: ignore[arg-type]
-        return _bare, (type(plain),), dict(plain.__dict__)
-
-
-def _bare(kind: type[torch.nn.Module]) -> torch.nn.Module:
-    made: torch.nn.Module = object.__new__(kind)
-    return made
-
-
-def _planned_class(kind: type) -> type:
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (_PlannedForward, kind), names)
+        return bare, (type(plain),), dict(plain.__dict__)

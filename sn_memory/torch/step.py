@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
+from .marks import Marks, Values, kept_by
+from .results import tensors_of
 from .tracker import StorageTracker
 
 # What stands for the forward pass of a model: a planned one, or the model itself.
@@ -82,7 +84,7 @@ def run_step(
     )
     began = _now(device)
     with _counted(tracker, count):
-        outputs = tree_leaves(forward(*args, **kwargs))
+        outputs = tensors_of(forward(*args, **kwargs), model)
     ends, tangents = _tangents(outputs)
     for tangent in tangents:
         tracker.meet(tangent)
@@ -102,11 +104,18 @@ def run_step(
 
 @contextmanager
 def put_back(model: torch.nn.Module, inputs: Any) -> Iterator[None]:
-    """Put gradients, buffers, attributes and the states of chance back as they were."""
+    """Put gradients, buffers, attributes and the states of chance back as they were.
+
+    So are the tensors that modules have as attributes, and what lists, mappings and objects hold
+    that a forward pass or a hook may write to. Values of parameters are not: that is for training.
+    """
     leaves = [it for it in (*model.parameters(), *tensors(inputs)) if it.is_leaf]
-    gradients = [(it, it.grad) for it in leaves]
-    buffers = [(it, it.clone()) for it in model.buffers()]
-    attributes = [(module, dict(module.__dict__)) for module in model.modules()]
+    gradients = [(it, it.grad, it.requires_grad) for it in leaves]
+    modules = list(model.modules())
+    attributes = [(module, dict(module.__dict__)) for module in modules]
+    kept = Marks([("arguments", inputs), *(it for module in modules for it in kept_by(module))])
+    held = (it for _, before in attributes for it in before.values())
+    values = Values((*model.buffers(), *kept.tensors(), *held), leaves)
     with chance_put_back():
         try:
             yield
@@ -114,11 +123,11 @@ def put_back(model: torch.nn.Module, inputs: Any) -> Iterator[None]:
             for module, before in attributes:
                 module.__dict__.clear()
                 module.__dict__.update(before)
-            for leaf, gradient in gradients:
+            kept.put_back()
+            for leaf, gradient, requires in gradients:
+                leaf.requires_grad_(requires)
                 leaf.grad = gradient
-            for buffer, value in buffers:
-                # Beside autograd: a version that counts up would look like a change.
-                buffer.data.copy_(value)
+            values.put_back()
 
 
 @contextmanager

@@ -10,9 +10,11 @@ import torch
 
 from ..errors import PlanError
 from ..sizes import show_bytes
-from .apply import RECORD, Planned, plain_model, signature
+from .apply import Planned
+from .kinds import kind_of
 from .step import Measured, put_back, run_step
 from .trace import call_arguments
+from .wrapping import RECORD, plain_model
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def verify(model: torch.nn.Module, sample: Any) -> Verification:
     """
     record = model.__dict__.get(RECORD)
     arguments = call_arguments(sample)
-    step = record and record.steps.get(signature(model, *arguments))
+    step = record and record.steps.get(kind_of(model, *arguments, record.noted))
     if step is None:
         raise PlanError(
             "the model has no plan for this sample; call verify with what "

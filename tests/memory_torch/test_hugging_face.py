@@ -1,0 +1,157 @@
+"""Hugging Face's programs run planned models: text generation and the Trainer."""
+
+import warnings
+
+import pytest
+import torch
+
+from sn_memory import BudgetError
+from sn_memory.torch import PlanWarning, plan, verify
+
+transformers = pytest.importorskip("transformers")
+
+SETTINGS = {"profile": False, "planner": "greedy", "backend": "graph"}
+
+
+def gpt2(**settings):
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=64,
+        n_positions=32,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=1,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        # Large, so that positions and masks show in the tokens.
+        initializer_range=0.5,
+        **settings,
+    )
+    config.loss_type = "ForCausalLM"
+    return transformers.GPT2LMHeadModel(config).train()
+
+
+def tokens(rows=4, length=16):
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randint(2, 64, (rows, length), generator=generator)
+
+
+def test_generate_with_prompts_padded_on_the_left():
+    model, prompts = gpt2(use_cache=False), tokens(2, 6)
+    planned = plan(model, {"input_ids": tokens(), "labels": tokens()}, "80%", **SETTINGS)
+    mask = torch.ones_like(prompts)
+    mask[0, :3] = 0
+    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 1}
+    for use_cache in (False, True):
+        plain, mine = (
+            it.eval().generate(prompts, attention_mask=mask, use_cache=use_cache, **settings)
+            for it in (model, planned)
+        )
+        assert torch.equal(plain, mine)
+
+
+def trained(model, folder):
+    """Train by the Trainer; return its losses and the weights after."""
+    rows = [{"input_ids": it, "labels": it.clone()} for it in tokens(16)]
+    settings = transformers.TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=4,
+        max_steps=3,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = transformers.Trainer(model, settings, train_dataset=rows)
+    trainer.train()
+    losses = [it["loss"] for it in trainer.state.log_history if "loss" in it]
+    return losses, [it.clone() for it in model.parameters()]
+
+
+def test_the_trainer_trains_by_the_plan(tmp_path):
+    plain, weights = trained(gpt2(use_cache=False), tmp_path / "plain")
+    sample = {"labels": tokens(), "input_ids": tokens(), "num_items_in_batch": torch.tensor(64.0)}
+    planned = plan(gpt2(use_cache=False), sample, "80%", **SETTINGS)
+    assert planned.sn_memory.plan.decided("recompute")
+    step, ran = planned.sn_memory.latest, []
+    own = step.run
+    step.run = lambda *given: ran.append(1) or own(*given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        losses, mine = trained(planned, tmp_path / "planned")
+    assert len(ran) == 3
+    assert losses == plain
+    assert all(torch.equal(a, b) for a, b in zip(mine, weights, strict=True))
+
+
+def test_the_trainers_other_argument_is_named(tmp_path):
+    planned = plan(
+        gpt2(use_cache=False), {"input_ids": tokens(), "labels": tokens()}, "80%", **SETTINGS
+    )
+    with pytest.warns(PlanWarning, match="num_items_in_batch was not given then"):
+        trained(planned, tmp_path)
+
+
+def smallest(model, sample):
+    """Plan by modules with all that may run again run again."""
+    with pytest.raises(BudgetError) as refusal:
+        plan(model, sample, 1000, backend="modules")
+    return plan(model, sample, refusal.value.peak_bytes, backend="modules")
+
+
+def test_planning_by_modules_registers_no_hooks():
+    """transformers registers hooks in a model's first run, and says so on the model."""
+    sample = {"input_ids": tokens(), "labels": tokens(), "output_hidden_states": True}
+    model = gpt2(use_cache=False)
+    planned = smallest(model, sample)
+    assert planned.sn_memory.plan.decided("recompute")
+    assert not any(it._forward_hooks for it in model.modules())
+    for _ in range(2):
+        for it in (planned, model):
+            found = it(**sample)
+            found.loss.backward()
+            assert len(found.hidden_states) == 3
+    assert verify(planned, sample).equal
+
+
+def test_by_modules_a_cache_of_keys_is_filled_once():
+    model = gpt2()
+    sample = {"input_ids": tokens(), "labels": tokens(), "attention_mask": torch.ones(4, 16)}
+    planned = smallest(model, sample)
+    assert planned.sn_memory.plan.decided("recompute")
+    assert not any("attn" in it.name for it in planned.sn_memory.plan.choices)
+    found = verify(planned, sample)
+    assert found.equal, found.different
+    assert planned(**sample).past_key_values.layers[0].keys.shape[2] == 16
+
+
+def test_a_planned_step_returns_its_cache():
+    """By default GPT-2 returns keys and values in an object of its own class."""
+    model, sample = gpt2(), {"input_ids": tokens(), "labels": tokens()}
+    planned = plan(model, sample, "85%", **SETTINGS)
+    assert planned.sn_memory.plan.decided("recompute")
+    caches = []
+    for ids in (tokens(), tokens().flip(0)):
+        mine, theirs = (it(input_ids=ids, labels=ids.clone()) for it in (planned, model))
+        assert torch.equal(mine.loss, theirs.loss)
+        caches.append(mine.past_key_values)
+        assert type(caches[-1]) is type(theirs.past_key_values)
+        for a, b in zip(caches[-1].layers, theirs.past_key_values.layers, strict=True):
+            assert type(a.keys) is type(a.values) is torch.Tensor
+            assert torch.equal(a.keys, b.keys)
+            assert torch.equal(a.values, b.values)
+    assert caches[0] is not caches[1]
+    found = verify(planned, sample)
+    assert found.equal, found.different
+    assert found.measured_peak_bytes == found.predicted_peak_bytes
+    # The cache can be gone on with.
+    more = tokens(4, 1)
+    with torch.no_grad():
+        mine, theirs = (
+            it(more, past_key_values=it(tokens()).past_key_values) for it in (planned, model)
+        )
+    assert torch.equal(mine.logits, theirs.logits)
