@@ -144,7 +144,9 @@ class _Annealer:
 
     def excess(self, live: Ints) -> float:
         above = live[live > self.rules.budget_bytes] - self.rules.budget_bytes
-        return float(above.sum()) / max(1, self.rules.budget_bytes - self.gaps.graph.base_bytes)
+        room = self.rules.budget_bytes - self.gaps.graph.base_bytes
+        # As a whole number the sum may pass 64 bits.
+        return float(above.sum(dtype=float)) / max(1, room)
 
     def take(self, here: Joint) -> None:
         """Stand where this was carried out; note it if it is the best so far."""

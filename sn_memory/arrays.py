@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -11,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import GraphError
+from .limits import check_sums, is_amount, is_count
 
 if TYPE_CHECKING:
     from .graph import Graph, Op
@@ -79,24 +79,22 @@ class Arrays:
     source: list[str]
 
 
-def _is_seconds(value: float) -> bool:
-    return value >= 0 and math.isfinite(value)
-
-
 def _check_storages(graph: Graph) -> None:
     for number, storage in enumerate(graph.storages):
         where = f"storages[{number}] ({storage.name})"
-        if storage.bytes < 0:
-            raise GraphError(f"{where}.bytes: got {storage.bytes}, expected 0 or more.")
+        if not is_count(storage.bytes):
+            raise GraphError(
+                f"{where}.bytes: got {storage.bytes!r}, expected a whole number from 0 to 2**62."
+            )
         if storage.role not in ROLES:
             raise GraphError(
                 f"{where}.role: got {storage.role!r}, expected one of {', '.join(ROLES)}."
             )
         small = storage.compressed
         if small is not None and not (
-            small.bytes >= 0
-            and _is_seconds(small.compress_s)
-            and (small.decompress_s is None or _is_seconds(small.decompress_s))
+            is_count(small.bytes)
+            and is_amount(small.compress_s)
+            and (small.decompress_s is None or is_amount(small.decompress_s))
         ):
             raise GraphError(f"{where}.compressed: got {small}, expected numbers of 0 or more.")
     if len({storage.name for storage in graph.storages}) != len(graph.storages):
@@ -118,15 +116,18 @@ def _check_op(op: Op, where: str) -> None:
     if op.phase not in PHASES:
         raise GraphError(f"{where}.phase: got {op.phase!r}, expected one of {', '.join(PHASES)}.")
     for key, value in (("seconds", op.seconds), ("flops", op.flops)):
-        if value is not None and not _is_seconds(value):
+        if value is not None and not is_amount(value):
             raise GraphError(f"{where}.{key}: got {value!r}, expected a finite number of 0 or more")
-    if op.traffic_bytes is not None and op.traffic_bytes < 0:
-        raise GraphError(f"{where}.traffic_bytes: got {op.traffic_bytes}, expected 0 or more.")
+    if op.traffic_bytes is not None and not is_count(op.traffic_bytes):
+        raise GraphError(
+            f"{where}.traffic_bytes: got {op.traffic_bytes!r}, expected a whole number from 0 to "
+            "2**62."
+        )
     for index, way in enumerate(op.workspaces):
-        if way.bytes < 0 or (way.seconds is not None and not _is_seconds(way.seconds)):
+        if not is_count(way.bytes) or (way.seconds is not None and not is_amount(way.seconds)):
             raise GraphError(
-                f"{where}.workspaces[{index}]: got {way.bytes} bytes and {way.seconds} s, expected "
-                "0 or more."
+                f"{where}.workspaces[{index}]: got {way.bytes!r} bytes and {way.seconds!r} s, "
+                "expected 0 or more, and 2**62 bytes at most."
             )
 
 
@@ -230,9 +231,11 @@ def number(graph: Graph) -> Arrays:
                 f"({', '.join(ROLES[:4])}), or remove it."
             )
     flat = rounded(np.array([size for ways in spaces for size in ways], np.int64), graph.allocator)
+    held = rounded(np.array(raw, np.int64), graph.allocator)
+    check_sums(graph, held.tolist(), flat.tolist(), map(max, seconds))
     sizes = iter(flat.tolist())
     return Arrays(
-        bytes=rounded(np.array(raw, np.int64), graph.allocator),
+        bytes=held,
         resident=np.array(resident, bool),
         keep=np.array([storage.keep for storage in graph.storages], bool),
         producer=np.array(producer, np.int64),

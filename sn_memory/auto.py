@@ -73,6 +73,8 @@ class Auto:
             progress=progress,
         )
         self.plans: list[Plan] = []
+        # Whether exact solving has given up, so that it proves nothing.
+        self.gave_up = False
         self.floor = smallest_peak(self.search.shape, offload=self.search.offload)
 
     def front(self, budgets: Sequence[int]) -> list[Plan]:
@@ -80,12 +82,14 @@ class Auto:
 
     def look(self, budget_bytes: int) -> None:
         """Fill the archives with what can be found for a budget."""
-        if self.exactly(budget_bytes) and not self.search.offload:
+        began = now()
+        if self.exactly(budget_bytes, began + self.limit_s / 2) and not self.search.offload:
             return
+        spent = now() - began
         if self.floor[0] > budget_bytes:
             return
         self.from_policies(budget_bytes)
-        self.search.deadline = now() + self.limit_s
+        self.search.deadline = now() + self.limit_s - spent
         within = [plan for plan in self.plans if plan.peak_bytes <= budget_bytes]
         best = min(within, key=lambda plan: plan.seconds, default=None)
         if best is not None and best.planner != "exact" and self.search.recompute:
@@ -95,9 +99,10 @@ class Auto:
     @property
     def small(self) -> bool:
         """Whether the graph is small enough to be solved exactly."""
-        return len(self.graph.ops) <= EXACT_OPS and self.search.recompute
+        few = len(self.graph.ops) <= EXACT_OPS and self.search.recompute
+        return few and not self.gave_up
 
-    def exactly(self, budget_bytes: int) -> bool:
+    def exactly(self, budget_bytes: int, deadline: float) -> bool:
         """Put an optimal plan without transfers, if there is one, among the plans.
 
         False where the graph is too large for that.
@@ -105,8 +110,9 @@ class Auto:
         if not self.small:
             return False
         try:
-            found = solve_exactly(self.graph, budget_bytes)
-        except MemoryError:
+            found = solve_exactly(self.graph, budget_bytes, deadline=deadline)
+        except (MemoryError, TimeoutError):
+            self.gave_up = True
             return False
         if found is None:
             return True
@@ -153,7 +159,11 @@ class Auto:
         """Return the fastest of all that keeps a budget, with its bound."""
         plan = self.fastest(budget_bytes)
         if plan is None:
-            raise self.refusal(budget_bytes)
+            # To say what the smallest peak is takes a search of its own, which may find a plan.
+            error = self.refusal(budget_bytes)
+            plan = self.fastest(budget_bytes)
+            if plan is None:
+                raise error
         proven = (
             it.lower_bound_seconds
             for it in self.plans
@@ -226,15 +236,14 @@ class Auto:
 
     def shrink(self, low: int) -> bool:
         """Look for plans of ever smaller peaks; whether this ended by itself, not by the clock."""
-        if not self.small:
-            self.search.least(low)
-            return not self.search.late
-        high = min(item.peak_bytes for item in self.search.archive.items)
-        while high > low:
+        high, least = min(item.peak_bytes for item in self.search.archive.items), low
+        while self.small and high > low:
             middle = (low + high) // 2
             before = len(self.plans)
-            self.exactly(middle)
+            self.exactly(middle, self.search.deadline)
             low, high = (low, middle) if len(self.plans) > before else (middle + 1, high)
-        if self.search.offload:
+        if not self.small:
+            self.search.least(least)
+        elif self.search.offload:
             self.search.least(self.floor[0])
         return not self.search.late

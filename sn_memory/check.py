@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .errors import PlanError
+from .errors import GraphError, PlanError
 from .graph import Graph
 from .plan import Plan
 
@@ -75,11 +75,12 @@ def check_plan(graph: Graph, plan: Plan) -> Replay:
             f"peak_bytes: the plan says {plan.peak_bytes}, the replay reached {replay.peak_bytes} "
             f"at step {replay.peak_step} ({_said(plan, replay.peak_step)})."
         )
-    if abs(replay.seconds - plan.seconds) > SECONDS_TOLERANCE * max(1e-9, replay.seconds):
+    # Asked for what is right, so that NaN, which is neither above nor below, is wrong.
+    if not abs(replay.seconds - plan.seconds) <= SECONDS_TOLERANCE * max(1e-9, replay.seconds):
         raise PlanError(
             f"seconds: the plan says {plan.seconds!r}, the replay took {replay.seconds!r}."
         )
-    if plan.lower_bound_seconds > replay.seconds * (1 + SECONDS_TOLERANCE):
+    if not plan.lower_bound_seconds <= replay.seconds * (1 + SECONDS_TOLERANCE):
         raise PlanError(
             f"lower_bound_seconds: the plan says {plan.lower_bound_seconds!r}, but the replay took "
             f"only {replay.seconds!r}."
@@ -92,8 +93,11 @@ def carry_out(graph: Graph, plan: Plan) -> Replay:
 
     Raises PlanError for steps that cannot be carried out.
     """
-    ops = (step.target for step in plan.steps if step.action == "run")
-    return _Replayer(graph.as_run(ops), plan).result()
+    try:
+        graph = graph.as_run(step.target for step in plan.steps if step.action == "run")
+    except GraphError as problem:
+        raise PlanError(f"steps: {problem}") from problem
+    return _Replayer(graph, plan).result()
 
 
 def _said(plan: Plan, at: int) -> str:

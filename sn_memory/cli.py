@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("-o", "--output", help="where the plan goes; without it only a summary")
     plan.add_argument("--planner", default="auto", help="auto, or a historical planner")
     plan.add_argument("--actions", default=",".join(ACTIONS), help="what auto may do")
-    plan.add_argument("--time-limit", type=float, default=60.0, help="seconds (default 60)")
+    plan.add_argument("--time-limit", type=float, default=60.0, help="CPU seconds (default 60)")
     plan.add_argument("--quiet", action="store_true", help="no progress on standard error")
     plan.set_defaults(command=_plan)
     check = commands.add_parser("check", help="replay a plan")

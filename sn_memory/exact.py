@@ -14,13 +14,19 @@ never better than one that has done as much, at most as late, and holds all of t
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import count, product
+from itertools import accumulate, count, product
 
+from .clock import now
 from .graph import Graph
 from .plan import Step
+
+# Looks at moves before the clock is asked at all, so that very small graphs are solved in any time,
+# and between two questions.
+_FREE, _BETWEEN = 5_000, 64
 
 # A state: ops done, and what is present, one bit for each version of each storage.
 State = tuple[int, int]
@@ -35,13 +41,16 @@ class Exact:
     seconds: float
 
 
-def solve(graph: Graph, budget_bytes: int, *, most_states: int = 200_000) -> Exact | None:
+def solve(
+    graph: Graph, budget_bytes: int, *, most_states: int = 200_000, deadline: float = math.inf
+) -> Exact | None:
     """Return a fastest plan within the budget; None if there is no plan.
 
-    Raises MemoryError when more than `most_states` states would have to be looked at.
+    Raises MemoryError when more than `most_states` states would have to be looked at, and
+    TimeoutError at this moment of `clock.now()`, though not before some thousands of moves.
     """
     space, last = _Space(graph, budget_bytes), len(graph.ops)
-    ticket = count()
+    ticket, looks = count(), 0
     best: dict[State, float] = {(0, 0): 0.0}
     origin: dict[State, tuple[State, tuple[Step, ...], int]] = {}
     closed: list[list[int]] = [[] for _ in range(last + 1)]
@@ -58,6 +67,9 @@ def solve(graph: Graph, budget_bytes: int, *, most_states: int = 200_000) -> Exa
         if len(best) > most_states:
             raise MemoryError(f"more than {most_states} states for {last} ops")
         for seconds, after, steps, live in space.moves(done, held):
+            looks += 1
+            if looks > _FREE and looks % _BETWEEN == 0 and now() > deadline:
+                raise TimeoutError(f"no optimal plan of {last} ops was found in time")
             spent = cost + seconds
             if spent < best.get(after, float("inf")):
                 best[after] = spent
@@ -221,8 +233,8 @@ class _Space:
             yield held
             return
         free = sorted(self._held(held & ~stays), key=lambda pair: -pair[1])
-        if sum(size for _, size in free) < over:
-            return
+        # What all from each on could still give up.
+        rest = [*accumulate((size for _, size in reversed(free)), initial=0)][::-1]
         work = [(0, held, over, 0)]
         while work:
             at, left, lacking, smallest = work.pop()
@@ -231,7 +243,7 @@ class _Space:
                 if lacking + smallest > 0:
                     yield left
                 continue
-            if at < len(free):
+            if lacking <= rest[at]:
                 bit, size = free[at]
                 work.append((at + 1, left, lacking, smallest))
                 if size:

@@ -7,11 +7,12 @@ of the key (`ops[12].inputs[0]`), because that is what the writer of the file ha
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from .limits import LARGEST, LARGEST_FLOAT
 
 _MISSING = object()
 
@@ -19,19 +20,54 @@ _MISSING = object()
 def load(source: str | os.PathLike[str], error: type[ValueError], what: str) -> Any:
     """Parse JSON from a path, or from text that starts with a brace.
 
-    Raises `error` with the line and column when the text is not JSON, and OSError when the file
-    cannot be read.
+    Raises `error` when the text is not JSON, with the line and column where there is one, or says
+    a key twice, and OSError when the file cannot be read.
     """
     text, origin = str(source), "the text"
     if not text.lstrip().startswith("{"):
-        origin = text
-        text = Path(source).read_text(encoding="utf-8")
+        origin = show(text)
+        text = _content(source, error, what)
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        record = dict(pairs)
+        if len(record) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for at, key in enumerate(keys) if key in keys[:at])
+            raise error(f"{what}: {origin} has the key {show(twice)} twice in one object.")
+        return record
+
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=unique)
     except json.JSONDecodeError as problem:
         raise error(
             f"{what}: {origin} is not JSON: {problem.msg} at line {problem.lineno}, "
             f"column {problem.colno}. Expected one object; see docs/graph_format.md."
+        ) from problem
+    except RecursionError as problem:
+        raise error(
+            f"{what}: {origin} is nested too deeply to be read. Expected a list of records in one "
+            "object; see docs/graph_format.md."
+        ) from problem
+    except error:
+        raise
+    except ValueError as problem:
+        raise error(
+            f"{what}: {origin} has a number that cannot be read ({problem}). Expected numbers of "
+            "2**62 at most."
+        ) from problem
+
+
+def _content(source: str | os.PathLike[str], error: type[ValueError], what: str) -> str:
+    try:
+        return Path(source).read_text(encoding="utf-8")
+    except UnicodeDecodeError as problem:
+        raise error(
+            f"{what}: {show(str(source))} is not text in UTF-8: {problem.reason} at byte "
+            f"{problem.start}. Expected JSON; see docs/graph_format.md."
+        ) from problem
+    except ValueError as problem:
+        raise error(
+            f"{what}: {show(str(source))} is no path and no JSON object ({problem})."
         ) from problem
 
 
@@ -51,7 +87,7 @@ class Fields:
     def __init__(self, value: object, path: str, error: type[ValueError]) -> None:
         self.path, self.error = path, error
         if not isinstance(value, dict):
-            raise error(f"{path}: got {_show(value)}, expected an object {{...}}.")
+            raise error(f"{path}: got {show(value)}, expected an object {{...}}.")
         self._left: dict[str, Any] = dict(value)
 
     def _take(self, key: str, default: object) -> Any:
@@ -64,18 +100,22 @@ class Fields:
 
     def fail(self, key: str, value: object, expected: str) -> ValueError:
         """Return the error for a value of the wrong kind, ready to be raised."""
-        return self.error(f"{self.path}.{key}: got {_show(value)}, expected {expected}.")
+        return self.error(f"{self.path}.{key}: got {show(value)}, expected {expected}.")
 
     def text(self, key: str, default: object = _MISSING) -> Any:
         value = self._take(key, default)
-        if value is not default and not isinstance(value, str):
+        if value is not default and not is_text(value):
             raise self.fail(key, value, "a string")
         return value
 
     def integer(self, key: str, default: object = _MISSING) -> Any:
         value = self._take(key, default)
-        if value is not default and (isinstance(value, bool) or not isinstance(value, int)):
+        if value is default:
+            return value
+        if isinstance(value, bool) or not isinstance(value, int):
             raise self.fail(key, value, "a whole number")
+        if abs(value) > LARGEST:
+            raise self.fail(key, value, "a whole number of 2**62 at most")
         return value
 
     def number(self, key: str, default: object = _MISSING) -> Any:
@@ -84,7 +124,7 @@ class Fields:
             return value
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.fail(key, value, "a number")
-        if not math.isfinite(value):
+        if not abs(value) <= LARGEST_FLOAT:
             raise self.fail(key, value, "a finite number")
         return float(value)
 
@@ -105,7 +145,7 @@ class Fields:
     def names(self, key: str) -> tuple[str, ...]:
         value = self.items(key, ())
         for index, name in enumerate(value):
-            if not isinstance(name, str):
+            if not is_text(name):
                 raise self.fail(f"{key}[{index}]", name, "a string")
         return tuple(value)
 
@@ -113,6 +153,9 @@ class Fields:
         value = self._take(key, {})
         if not isinstance(value, dict):
             raise self.fail(key, value, "an object {...}")
+        for name in value:
+            if not is_text(name):
+                raise self.fail(key, name, "keys that are strings")
         return value
 
     def child(self, key: str) -> Fields | None:
@@ -124,11 +167,26 @@ class Fields:
         if self._left:
             key = next(iter(self._left))
             raise self.error(
-                f"{self.path}: unknown key {key!r}. Remove it, or see docs/graph_format.md for "
-                "the keys there are."
+                f"{self.path}: unknown key {key[:60]!r}. Remove it, or see "
+                "docs/graph_format.md for the keys there are."
             )
 
 
-def _show(value: object) -> str:
-    text = json.dumps(value, default=str)
+def is_text(value: object) -> bool:
+    """Whether this is a string that can be written to a file: half of a pair of surrogates cannot.
+
+    JSON may have one as an escape, and whoever prints the name would fail on it, long after.
+    """
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
+def show(value: object) -> str:
+    """Return a value for a message: as JSON, cut to sixty characters, whatever it is."""
+    try:
+        text = json.dumps(value, default=str)
+    except (RecursionError, ValueError):
+        text = f"a {type(value).__name__} too deep or too large to show"
     return text if len(text) <= 60 else text[:57] + "..."

@@ -83,7 +83,7 @@ def fit_in_python(
             return current, schedule
         if now() > deadline:
             return None
-        changes = _changes(gaps, current, schedule, over, banned, factors)
+        changes = _changes(gaps, current, schedule, over, banned, factors, deadline)
         if not changes:
             return None
         trial = list(current)
@@ -94,6 +94,8 @@ def fit_in_python(
             # Some of them do not go together; find out which, one by one.
             trial = list(current)
             for gap, held in changes:
+                if now() > deadline:
+                    return None
                 before, trial[gap] = trial[gap], held
                 if _lowered(gaps, trial, moves) is None:
                     trial[gap] = before
@@ -119,8 +121,11 @@ def _changes(
     over: Ints,
     banned: set[int],
     factors: Sequence[float],
+    deadline: float,
 ) -> list[tuple[int, int]]:
     """Pick gaps to let go, cheapest per relieved byte first, until nothing is over by estimate.
+
+    Empty if there are none or time is over.
 
     A storage that is kept can leave at the start of its gap. One that was rebuilt early, for the
     sake of another, can be dropped after that and rebuilt once more later.
@@ -165,7 +170,10 @@ def _changes(
     over = over.copy()
     changes = []
     while over.any() and alive.any():
-        relief = _covered(over, table[:, 1], table[:, 2]) * weight
+        if now() > deadline:
+            return []
+        # As a whole number this may pass 64 bits.
+        relief = _covered(over, table[:, 1], table[:, 2]).astype(float) * weight.astype(float)
         score = np.where(alive & (relief > 0), (prices + 1e-12) / np.maximum(relief, 1), np.inf)
         best = int(score.argmin())
         if not np.isfinite(score[best]):

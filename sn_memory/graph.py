@@ -11,7 +11,6 @@ Names are for people and files. Inside, ops and storages are numbered in the ord
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from typing import Final
 
 from .arrays import ALLOCATORS, Arrays, number
 from .errors import GraphError
+from .limits import is_amount, is_count
 
 RESIDENT_ROLES: Final = ("parameter", "input", "state", "constant")
 
@@ -301,11 +301,14 @@ class Graph:
 def _check_device(device: Device) -> None:
     for key in ("flops_per_s", "bytes_per_s", "to_host_bytes_per_s", "to_device_bytes_per_s"):
         value = getattr(device, key)
-        if value is not None and not (value > 0 and math.isfinite(value)):
+        if value is not None and not (is_amount(value) and value > 0):
             raise GraphError(f"device.{key}: got {value!r}, expected a finite number above 0.")
-    if not (device.transfer_latency_s >= 0 and math.isfinite(device.transfer_latency_s)):
+    if not is_amount(device.transfer_latency_s):
         raise GraphError(
             f"device.transfer_latency_s: got {device.transfer_latency_s!r}, expected 0 or more."
         )
-    if device.pinned_bytes is not None and device.pinned_bytes < 0:
-        raise GraphError(f"device.pinned_bytes: got {device.pinned_bytes!r}, expected 0 or more.")
+    if device.pinned_bytes is not None and not is_count(device.pinned_bytes):
+        raise GraphError(
+            f"device.pinned_bytes: got {device.pinned_bytes!r}, expected a whole number from 0 to "
+            "2**62, or none."
+        )

@@ -7,7 +7,7 @@ import os
 from typing import Any, Final
 
 from .errors import GraphError
-from .fields import Fields, load
+from .fields import Fields, is_text, load, show
 from .graph import Compressed, Device, Graph, Op, Storage, Workspace
 
 FORMAT: Final = "sn_memory.graph.v1"
@@ -93,8 +93,10 @@ def read(source: str | os.PathLike[str]) -> Graph:
         raise row.fail("format", version, f'"{FORMAT}"')
     aliases = row.mapping("aliases")
     for alias, target in aliases.items():
-        if not isinstance(target, str):
-            raise GraphError(f"aliases.{alias}: got {target!r}, expected the name of a storage.")
+        if not is_text(target):
+            raise GraphError(
+                f"aliases.{alias}: got {show(target)}, expected the name of a storage."
+            )
     graph = Graph(
         [_read_storage(item, f"storages[{at}]") for at, item in enumerate(row.items("storages"))],
         [_read_op(item, f"ops[{at}]") for at, item in enumerate(row.items("ops"))],

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from .errors import PlanError
-from .fields import Fields, load
+from .fields import Fields, is_text, load, show
+from .limits import is_count
 
 FORMAT: Final = "sn_memory.plan.v1"
 ACTIONS: Final = ("run", "free", "offload", "prefetch", "compress", "decompress")
@@ -153,15 +154,17 @@ _NUMBERS: Final = (
 def _read_steps(rows: Iterable[Any]) -> Iterable[Step]:
     for at, row in enumerate(rows):
         usual = isinstance(row, list) and len(row) in (2, 3)
-        if not (usual and isinstance(row[0], str) and isinstance(row[1], str)):
-            raise PlanError(f'steps[{at}]: got {row!r}, expected ["action", "name"].')
+        if not (usual and is_text(row[0]) and is_text(row[1])):
+            raise PlanError(f'steps[{at}]: got {show(row)}, expected ["action", "name"].')
         if row[0] not in ACTIONS:
             raise PlanError(
-                f"steps[{at}][0]: got {row[0]!r}, expected one of {', '.join(ACTIONS)}."
+                f"steps[{at}][0]: got {show(row[0])}, expected one of {', '.join(ACTIONS)}."
             )
         way = row[2] if len(row) == 3 else 0
         if isinstance(way, bool) or not isinstance(way, int) or way < 0:
-            raise PlanError(f"steps[{at}][2]: got {way!r}, expected a whole number of 0 or more.")
+            raise PlanError(
+                f"steps[{at}][2]: got {show(way)}, expected a whole number of 0 or more."
+            )
         yield Step(row[0], row[1], way)
 
 
@@ -193,8 +196,8 @@ def _from_data(data: object) -> Plan:
             raise row.fail(key, value, "0 or more")
     sources = row.mapping("seconds_sources")
     for key, count in sources.items():
-        if isinstance(count, bool) or not isinstance(count, int):
-            raise row.fail(f"seconds_sources.{key}", count, "a whole number")
+        if not is_count(count):
+            raise row.fail(f"seconds_sources.{key}", count, "a whole number of 0 or more")
     plan = Plan(
         steps=tuple(_read_steps(row.items("steps"))),
         decisions=tuple(

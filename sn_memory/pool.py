@@ -12,7 +12,6 @@ limit of a run grows, so that in the end one either finds a packing or proves th
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from .clock import now
 from .errors import CapacityError, PackError
 from .pool_greedy import RULES, first_fit, order_by
 from .pool_problem import Ints, Problem, read_problem
@@ -27,8 +27,10 @@ from .pool_search import UNIT, Rule, Searcher, Verdict
 
 # Lists of neighbours for more pairs than this would fill gigabytes; greedy rules need none.
 _SEARCHABLE_PAIRS: Final = 4_000_000
-# Decisions between two looks at the clock: a few milliseconds in C++.
+# Decisions, and buffers looked at, between two looks at the clock: a millisecond in C++, a tenth of
+# a second in Python.
 _SLICE: Final = 64
+_WORK: Final = 20_000
 # A run ends after 500 decisions and this many for each buffer; every few runs the limit grows.
 _RUN: Final = 5
 _GROWTH: Final = 1.5
@@ -49,7 +51,7 @@ class Packing:
     lower_bound
         No packing is lower.
     seconds
-        Time it took.
+        CPU seconds it took.
     """
 
     offsets: tuple[int, ...]
@@ -79,7 +81,9 @@ def pack(
     capacity
         Bytes of the arena. None: as few as can be found in the time.
     time_limit_s
-        Seconds in all; the first greedy rule is carried to its end whatever they are.
+        Seconds in all, of the CPU time of the calling thread, as everywhere in sn_memory: what is
+        found does not depend on what else the machine does. The first greedy rule is carried to its
+        end whatever they are.
 
     Raises
     ------
@@ -119,7 +123,7 @@ def arrange(
         raise PackError(f"got time_limit_s={time_limit_s!r}, expected seconds, 0 or more.")
     if capacity is not None and capacity < 0:
         raise PackError(f"got capacity={capacity!r}, expected bytes, 0 or more.")
-    began = time.monotonic()
+    began = now()
     problem = read_problem(buffers)
     # Empty buffers lie anywhere; what is left is packed part by part.
     full = np.flatnonzero(problem.size)
@@ -137,7 +141,7 @@ def arrange(
         offsets=tuple(offsets.tolist()),
         height=max((part.height for part in parts), default=0),
         lower_bound=max((part.bound for part in parts), default=0),
-        seconds=time.monotonic() - began,
+        seconds=now() - began,
     )
 
 
@@ -160,11 +164,11 @@ class _Part:
 
         A packing that is found replaces the one so far, a proof raises the bound.
         """
-        if not self.searchable:
+        if not self.searchable or now() > deadline:
             return Verdict.UNFINISHED
         self._searcher = self._searcher or Searcher(self.problem)
         at_first = self._runs
-        while effort > 0 and time.monotonic() < deadline:
+        while effort > 0 and now() < deadline:
             rule = list(Rule)[self._runs % len(Rule)]
             search = self._searcher.start(
                 capacity, rule, _ranks(self.problem, self._runs // len(Rule)), self._weights
@@ -173,10 +177,9 @@ class _Part:
             steps = int(self.run_steps * _GROWTH**rounds)
             self._runs += 1
             verdict = Verdict.UNFINISHED
-            while verdict is Verdict.UNFINISHED and steps > 0 and time.monotonic() < deadline:
-                verdict = search.run(_SLICE)
-                steps -= _SLICE
-                effort -= _SLICE
+            while verdict is Verdict.UNFINISHED and steps > search.spent and now() < deadline:
+                verdict = search.run(_SLICE - search.spent % _SLICE, _WORK)
+            effort -= search.spent
             # Weights fade, so that what hindered the last runs counts most.
             self._weights = UNIT + (search.weights() - UNIT) // 2
             if verdict is Verdict.FOUND:
@@ -192,7 +195,7 @@ class _Part:
         """Halve the distance between the bound and the height, as far as `effort` allows."""
         low = max(self.bound, floor)
         capacity = low
-        while low < self.height and time.monotonic() < deadline:
+        while low < self.height and now() < deadline:
             verdict = self.decide(capacity, effort, deadline)
             if verdict is not Verdict.FOUND:
                 low = capacity + self.grain
@@ -223,7 +226,7 @@ def _best_greedy(problem: Problem, bound: int, deadline: float) -> tuple[Ints, i
         height = int((offsets + problem.size).max())
         if best is None or height < best[1]:
             best = offsets, height
-        if height <= bound or time.monotonic() > deadline:
+        if height <= bound or now() > deadline:
             break
     assert best is not None  # there are rules, and the first one always runs
     return best
@@ -233,7 +236,7 @@ def _minimise(parts: list[_Part], deadline: float) -> None:
     """Lower the highest part until it meets the bound of some part, or time is up."""
     # In runs of the search: two is one with each rule.
     effort = 2
-    while parts and time.monotonic() < deadline:
+    while parts and now() < deadline:
         floor = max(part.bound for part in parts)
         highest = max(parts, key=lambda part: part.height)
         if highest.height <= floor or not highest.searchable:

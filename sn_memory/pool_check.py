@@ -39,6 +39,11 @@ def check_packing(
     for at, (buffer, offset) in enumerate(zip(buffers, offsets, strict=True)):
         lower, upper, size = buffer[:3]
         alignment = buffer[3] if len(buffer) > 3 else 1
+        if lower >= upper or size < 0 or alignment < 1:
+            raise PackError(
+                f"buffer {at}: got {tuple(buffer)}, expected lower < upper, a size of 0 or more "
+                "and an alignment of 1 or more."
+            )
         if offset < 0 or offset % alignment:
             raise PackError(
                 f"buffer {at}: got offset {offset}, expected a multiple of {alignment}, 0 or more."

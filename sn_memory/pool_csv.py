@@ -6,9 +6,10 @@ import csv
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from .errors import PackError
+from .fields import show
 
 _COLUMNS: Final = ("id", "lower", "upper", "size")
 
@@ -26,33 +27,49 @@ def read_csv(path: str | os.PathLike[str]) -> BufferFile:
 
     Raises PackError naming the line, and OSError.
     """
-    with open(path, newline="", encoding="utf-8") as file:
-        rows = csv.reader(file, skipinitialspace=True)
-        head = [name.strip() for name in next(rows, [])]
-        known = {*_COLUMNS, "alignment", "offset"}
-        if not set(_COLUMNS) <= set(head) <= known or len(set(head)) < len(head):
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            return _read(path, csv.reader(file, skipinitialspace=True))
+    except PackError:
+        raise
+    except (csv.Error, ValueError) as problem:
+        # Not UTF-8, a field without end, a path with a NUL in it.
+        raise PackError(
+            f"{show(str(path))}: cannot be read as a table of text in UTF-8: {problem}."
+        ) from problem
+
+
+def _read(path: str | os.PathLike[str], rows: Any) -> BufferFile:
+    head = [name.strip() for name in next(rows, [])]
+    known = {*_COLUMNS, "alignment", "offset"}
+    if not set(_COLUMNS) <= set(head) <= known or len(set(head)) < len(head):
+        raise PackError(
+            f"{path}: line 1: got columns {', '.join(head)[:60] or 'none'}, expected "
+            f"{', '.join(_COLUMNS)} and perhaps alignment and offset, each once."
+        )
+    wanted = [head.index(name) for name in (*_COLUMNS[1:], "alignment") if name in head]
+    ids: dict[str, int] = {}
+    buffers: list[tuple[int, ...]] = []
+    for row in rows:
+        if not row:
+            continue
+        line = rows.line_num
+        if len(row) != len(head):
+            raise PackError(f"{path}: line {line}: got {len(row)} fields, expected {len(head)}.")
+        try:
+            buffers.append(tuple(int(row[at]) for at in wanted))
+        except ValueError:
             raise PackError(
-                f"{path}: line 1: got columns {', '.join(head) or 'none'}, expected "
-                f"{', '.join(_COLUMNS)} and perhaps alignment and offset, each once."
+                f"{path}: line {line}: got {','.join(row)[:60]}, expected whole numbers after the "
+                "id."
+            ) from None
+        name = row[head.index("id")]
+        if name in ids:
+            raise PackError(
+                f"{path}: line {line}: the id {show(name)} is there twice, in line {ids[name]} "
+                "first; give each buffer its own."
             )
-        wanted = [head.index(name) for name in (*_COLUMNS[1:], "alignment") if name in head]
-        ids: list[str] = []
-        buffers: list[tuple[int, ...]] = []
-        for row in rows:
-            if not row:
-                continue
-            if len(row) != len(head):
-                raise PackError(
-                    f"{path}: line {rows.line_num}: got {len(row)} fields, expected {len(head)}."
-                )
-            try:
-                buffers.append(tuple(int(row[at]) for at in wanted))
-            except ValueError:
-                raise PackError(
-                    f"{path}: line {rows.line_num}: got {','.join(row)}, expected whole numbers "
-                    "after the id."
-                ) from None
-            ids.append(row[head.index("id")])
+        ids[name] = line
     return BufferFile(tuple(ids), tuple(buffers))
 
 

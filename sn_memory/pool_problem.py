@@ -116,13 +116,24 @@ def read_problem(buffers: Iterable[Sequence[int]] | npt.NDArray[Any]) -> Problem
         empty = np.zeros(0, np.int64)
         return of_arrays(empty, empty, empty, empty)
     lengths = {len(row) if hasattr(row, "__len__") else 0 for row in rows}
-    table = np.array(rows) if len(lengths) == 1 and 0 not in lengths else _padded(rows)
+    try:
+        table = np.array(rows) if len(lengths) == 1 and 0 not in lengths else _padded(rows)
+    except PackError:
+        raise
+    except (TypeError, ValueError, OverflowError) as problem:
+        raise PackError(
+            f"got buffers that make no table ({problem}), expected rows of whole numbers: "
+            "(lower, upper, size) or (lower, upper, size, alignment)."
+        ) from problem
     if table.ndim != 2 or table.shape[1] not in (3, 4) or table.dtype.kind not in "iu":
         raise PackError(
             f"got buffers of shape {table.shape} and dtype {table.dtype}, expected rows of "
             "whole numbers below 2**63: (lower, upper, size) or (lower, upper, size, alignment)."
         )
+    # As they came: what does not fit would wrap around.
+    _refuse(np.any(table > _LARGEST, axis=1), rows, "numbers of 2**62 at most")
     table = table.astype(np.int64)
+    _refuse(np.any(table < -_LARGEST, axis=1), rows, "times of -2**62 at least")
     lower, upper, size = (np.ascontiguousarray(table[:, at]) for at in range(3))
     align = np.ascontiguousarray(table[:, 3]) if table.shape[1] == 4 else np.ones_like(size)
     _refuse(upper <= lower, rows, "a lifetime with lower < upper")

@@ -22,6 +22,7 @@ One long file, as its twin is, so that the two can be read side by side.
 
 from __future__ import annotations
 
+from collections import deque
 from enum import IntEnum
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -32,6 +33,12 @@ from .pool_problem import Ints, Problem
 
 UNIT: Final = 1 << 20
 """Weight of one ended branch, and the weight every section starts with."""
+
+# So many looks at every buffer in every section are what one decision may lead to. Bounds of two
+# buffers that rest on each other rise byte by byte, for years if the capacity is large. On the
+# published files this counts some two hundredths more decisions than there are.
+_PASSES: Final = 100
+_ALL: Final = 2**62
 
 
 class Verdict(IntEnum):
@@ -50,9 +57,17 @@ class Rule(IntEnum):
 
 
 class Search(Protocol):
-    """A search that can be interrupted: `run` goes on for at most so many decisions."""
+    """A search that can be interrupted.
 
-    def run(self, steps: int) -> Verdict: ...
+    `run` goes on for at most `steps` decisions, and stops soon after having looked at `work`
+    buffers, in the middle of a decision too; asked again, it resumes. `spent` are the decisions so
+    far, where one that looked at far more than it should counts several times.
+    """
+
+    @property
+    def spent(self) -> int: ...
+
+    def run(self, steps: int, work: int = _ALL) -> Verdict: ...
 
     def offsets(self) -> Ints: ...
 
@@ -89,9 +104,11 @@ class Searcher:
 class _NativeSearch:
     def __init__(self, core: Any, handle: Any, count: int, sections: int) -> None:
         self._core, self._handle, self._shape = core, handle, (count, sections)
+        self.spent = 0
 
-    def run(self, steps: int) -> Verdict:
-        return Verdict(self._core.run(self._handle, steps))
+    def run(self, steps: int, work: int = _ALL) -> Verdict:
+        verdict, self.spent = self._core.run(self._handle, steps, work)
+        return Verdict(verdict)
 
     def offsets(self) -> Ints:
         return self._read()[0]
@@ -156,13 +173,27 @@ class PythonSearch:
         # By section: bytes that may be wasted (None: no buffer left), and the least `least`.
         self.slack: list[int | None] = [0] * lists.sections
         self.lowest = [0] * lists.sections
-        self.queue: list[int] = []
+        self.queue: deque[int] = deque()
         self.marked = [False] * lists.sections
+        # What to put back on the way to the last choice: of each value only how it was at that
+        # choice. The stamps say which are noted already.
         self.trail: list[tuple[list[Any], int, Any]] = []
+        self.level = 1
+        self.stamps = {
+            id(values): [0] * len(values)
+            for values in (self.least, self.base, self.slack, self.lowest, self.placed)
+        }
         self.choices: list[_Choice] = []
         self.component: list[int] | None = list(lists.by_start)
         self.pending: _Pending | None = None
-        self.started = self.refuted = False
+        self.refuted = max(lists.size) > capacity
+        # What a decision leads to is still being inferred; the component is split afterwards.
+        self.settling = self.split_after = True
+        self.decisions, self.work = 0, 0
+        for i in range(count):
+            self.mark(i)
+        looks = sum(last - first for first, last in zip(lists.first, lists.last, strict=True))
+        self.unit: int = _PASSES * (looks + lists.sections + count)
 
     def offsets(self) -> Ints:
         return np.array(self.offset, np.int64)
@@ -170,48 +201,59 @@ class PythonSearch:
     def weights(self) -> Ints:
         return np.array(self.weight, np.int64)
 
-    def run(self, steps: int) -> Verdict:
-        if not self.started:
-            self.started = True
-            for i in range(len(self.offset)):
-                self.mark(i)
-            too_large = max(self.lists.size) > self.capacity
-            self.refuted = too_large or not self.propagate()
-            if not self.refuted:
-                self.split(self.lists.by_start)
-        if self.refuted:
-            return Verdict.IMPOSSIBLE
-        for _ in range(steps):
-            if self.component is None:
-                if self.pending is None:
-                    return Verdict.FOUND
-                self.component, self.pending, choices = self.pending
-                # What was chosen inside the finished neighbour cannot help this component.
-                del self.choices[choices:]
-            if not self.decide(self.component) and not self.backtrack():
-                self.refuted = True
-                return Verdict.IMPOSSIBLE
-        done = self.component is None and self.pending is None
-        return Verdict.FOUND if done else Verdict.UNFINISHED
+    @property
+    def spent(self) -> int:
+        return self.decisions + self.work // self.unit
+
+    def run(self, steps: int, work: int = _ALL) -> Verdict:
+        until = self.work + work
+        while not self.refuted:
+            alive: bool | None = True
+            if self.settling:
+                alive = self.propagate(until)
+                if alive is None:
+                    return Verdict.UNFINISHED
+                self.settling = False
+                if alive and self.split_after:
+                    assert self.component is not None
+                    self.split(self.component)
+            else:
+                if self.component is None:
+                    if self.pending is None:
+                        return Verdict.FOUND
+                    self.component, self.pending, choices = self.pending
+                    # What was chosen inside the finished neighbour cannot help this component.
+                    del self.choices[choices:]
+                if steps <= 0 or self.work >= until:
+                    return Verdict.UNFINISHED
+                steps -= 1
+                self.decisions += 1
+                self.settling = alive = self.decide(self.component)
+            if not alive:
+                self.split_after = False
+                self.settling = self.backtrack()
+                self.refuted = not self.settling
+        return Verdict.IMPOSSIBLE
 
     def decide(self, component: list[int]) -> bool:
+        """Place the next buffer or put it on top of another; False where that cannot be."""
+        self.work += len(component)
         i = self.pick(component)
-        if self.least[i] > self.base[i]:
+        self.split_after = self.least[i] <= self.base[i]
+        if not self.split_after:
             # It would float, so it rests on a buffer that is not placed yet.
-            alive = self.raise_onto_others(i) and self.propagate()
-            if not alive:
-                self.clear_marks()
-            return alive
+            return self.raise_onto_others(i)
         top = self.least[i] + self.lists.size[i]
         if any(not self.placed[k] and self.least[k] < top for k in self.lists.neighbours[i]):
             self.choices.append(_Choice(i, len(self.trail), component, self.pending))
-        alive = self.place(i)
-        if alive:
-            self.split(component)
-        return alive
+            self.level += 1
+        return self.place(i)
 
     def set(self, values: list[Any], index: int, value: Any) -> None:
-        self.trail.append((values, index, values[index]))
+        stamp = self.stamps[id(values)]
+        if stamp[index] != self.level:
+            self.trail.append((values, index, values[index]))
+            stamp[index] = self.level
         values[index] = value
 
     def mark(self, i: int) -> None:
@@ -274,14 +316,18 @@ class PythonSearch:
                 return False
         return True
 
-    def propagate(self) -> bool:
+    def propagate(self, until: int) -> bool | None:
+        """Infer until nothing is left to infer; None where `until` comes first."""
         # First come, first served converges in half the visits that last come, first served takes.
-        for section in self.queue:  # grows while it is read
+        while self.queue:
+            if self.work >= until:
+                return None
+            section = self.queue.popleft()
             self.marked[section] = False
+            self.work += 1 + len(self.lists.members[section])
             if not self.infer(section):
                 self.clear_marks()
                 return False
-        self.queue.clear()
         return True
 
     def place(self, i: int) -> bool:
@@ -296,20 +342,21 @@ class PythonSearch:
             if self.base[k] < base:
                 self.set(self.base, k, base)
             if not self.raise_to(k, top):
-                self.clear_marks()
                 return False
-        return self.propagate()
+        return True
 
     def backtrack(self) -> bool:
+        """Go back to the last choice and put its buffer higher; False where no choice is left."""
+        self.clear_marks()
         while self.choices:
             choice = self.choices.pop()
+            self.level += 1
             while len(self.trail) > choice.trail:
                 values, index, before = self.trail.pop()
                 values[index] = before
             self.component, self.pending = choice.component, choice.pending
-            if self.raise_onto_others(choice.buffer) and self.propagate():
+            if self.raise_onto_others(choice.buffer):
                 return True
-            self.clear_marks()
         return False
 
     def split(self, component: list[int]) -> None:
@@ -345,10 +392,13 @@ class PythonSearch:
         end = max(self.lists.last[k] for k in left)
         section = min((s for s in range(begin, end) if self.slack[s] is not None), key=self.score)
         best = min((k for k in self.lists.members[section] if not self.placed[k]), key=self.order)
-        while under := [
-            k
-            for k in self.lists.neighbours[best]
-            if not self.placed[k] and self.least[k] + self.lists.size[k] <= self.least[best]
-        ]:
+        while True:
+            self.work += 1 + len(self.lists.neighbours[best])
+            under = [
+                k
+                for k in self.lists.neighbours[best]
+                if not self.placed[k] and self.least[k] + self.lists.size[k] <= self.least[best]
+            ]
+            if not under:
+                return best
             best = min(under, key=self.order)
-        return best

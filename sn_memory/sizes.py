@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import Final
+
+from .fields import show
 
 _UNITS: Final = {"": 1, "b": 1} | {
     f"{letter}{middle}b": (1024 if middle else 1000) ** power
     for power, letter in enumerate("kmgt", start=1)
     for middle in ("", "i")
 }
+# Characters that a size may have; nobody writes so many.
+_LONGEST: Final = 60
 _TEXT: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*|%)\s*")
 
 
@@ -36,14 +41,23 @@ def parse_bytes(size: int | str, *, whole: int | None = None) -> int:
     (1536, 5, 7)
     """
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
-        return size
-    found = _TEXT.fullmatch(size) if isinstance(size, str) else None
+        return _small(size)
+    found = _TEXT.fullmatch(size) if isinstance(size, str) and len(size) <= _LONGEST else None
     if found is not None and found[2] == "%" and whole is not None:
-        return int(float(found[1]) / 100 * whole)
+        return _small(Fraction(found[1]) * whole / 100)
     if found is None or found[2].lower() not in _UNITS:
         percent = ', "60%"' if whole is not None else ""
-        raise ValueError(f'got size {size!r}, expected bytes or text as "6GiB", "500 MB"{percent}.')
-    return int(float(found[1]) * _UNITS[found[2].lower()])
+        raise ValueError(
+            f'got size {show(size)}, expected bytes or text as "6GiB", "500 MB"{percent}.'
+        )
+    return _small(Fraction(found[1]) * _UNITS[found[2].lower()])
+
+
+# Exact: as a float, 100% of something may be one byte too few.
+def _small(size: int | Fraction) -> int:
+    if not size < 2**63:
+        raise ValueError(f"got size {show(int(size))}, expected less than 2**63 bytes.")
+    return int(size)
 
 
 def show_bytes(size: float) -> str:

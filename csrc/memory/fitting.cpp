@@ -93,8 +93,7 @@ class Fitter {
     for (int round = 0; round < rounds; ++round) {
       if (!possible) return false;
       if (!excess()) return true;
-      if (late()) return false;
-      find(choice);
+      if (late() || !find(choice, late)) return false;
       if (changes_.empty()) return false;
       Choice trial = choice;
       for (const Change& change : changes_) trial[change.gap] = change.held;
@@ -103,6 +102,7 @@ class Fitter {
         // Some of them do not go together; find out which, one by one.
         trial = choice;
         for (const Change& change : changes_) {
+          if (late()) return false;
           int32_t before = trial[change.gap];
           trial[change.gap] = change.held;
           if (schedule_.run(trial, moves)) continue;
@@ -144,7 +144,8 @@ class Fitter {
       rows_.push_back({gap, left, right, t_.bytes[t_.storage[gap]], 0});
   }
 
-  void find(const Choice& choice) {
+  // False if it was too late.
+  bool find(const Choice& choice, const Late& late) {
     changes_.clear();
     rows_.clear();
     count();
@@ -174,24 +175,27 @@ class Fitter {
       rows_[kept++].price = factors_.empty() ? price : price * factors_[row.gap];
     }
     rows_.resize(kept);
-    pick(choice, last_over);
+    return pick(choice, last_over, late);
   }
 
-  void pick(const Choice& choice, int32_t last_over) {
+  bool pick(const Choice& choice, int32_t last_over, const Late& late) {
     while (!rows_.empty()) {
+      if (late()) return false;
       size_t best = rows_.size();
       double least = kNever;
       for (size_t n = 0; n < rows_.size(); ++n) {
         const Row& row = rows_[n];
-        int64_t relief = (total_[row.right] - total_[row.left]) * row.weight;
+        // As a whole number this may pass 64 bits.
+        double relief = static_cast<double>(total_[row.right] - total_[row.left]) *
+                        static_cast<double>(row.weight);
         if (relief <= 0) continue;
-        double score = (row.price + 1e-12) / static_cast<double>(relief);
+        double score = (row.price + 1e-12) / relief;
         if (score < least) {
           least = score;
           best = n;
         }
       }
-      if (best == rows_.size()) return;
+      if (best == rows_.size()) return true;
       Row row = rows_[best];
       rows_.erase(rows_.begin() + static_cast<std::ptrdiff_t>(best));
       bool kept = choice[row.gap] == kKeep;
@@ -199,8 +203,9 @@ class Fitter {
       for (int32_t op = row.left; op < row.right; ++op)
         over_[op] = std::max<int64_t>(over_[op] - row.weight, 0);
       count();
-      if (total_.back() == 0) return;
+      if (total_.back() == 0) return true;
     }
+    return true;
   }
 
   const Tables& t_;

@@ -1,5 +1,6 @@
 #include "lowering_door.h"
 
+#include <chrono>
 #include <memory>
 #include <new>
 
@@ -20,7 +21,7 @@ struct Bench {
   bool busy = false;
 };
 
-// `late` may let another thread of Python run, and that one must not come in here.
+// Other threads of Python run meanwhile, and must not come in here.
 class Turn {
  public:
   explicit Turn(Bench* bench) : bench_(bench->busy ? nullptr : bench) {
@@ -151,16 +152,41 @@ PyObject* bytes_of(const Values& values) {
                                    static_cast<Py_ssize_t>(values.size() * sizeof(values[0])));
 }
 
-// Asks a Python callable; an exception in it ends the work too, and is raised afterwards.
-Late asking(PyObject* callable) {
-  return [callable] {
-    PyObject* answer = PyObject_CallNoArgs(callable);
-    if (!answer) return true;
-    int late = PyObject_IsTrue(answer);
-    Py_DECREF(answer);
-    return late != 0;
-  };
-}
+// Work without the interpreter lock, as long as this lives. `late` takes the lock for a moment now
+// and then to ask a Python callable, which also lets Ctrl-C in; an exception in it ends the work too,
+// and is raised afterwards.
+class Unlocked {
+ public:
+  explicit Unlocked(PyObject* callable) : callable_(callable), thread_(PyEval_SaveThread()) {}
+  ~Unlocked() { PyEval_RestoreThread(thread_); }
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+
+  Late late() {
+    return [this] { return ask(); };
+  }
+
+ private:
+  bool ask() {
+    const auto now = std::chrono::steady_clock::now();
+    if (late_ || (asked_ && now - last_ < kBetween)) return late_;
+    PyEval_RestoreThread(thread_);
+    PyObject* answer = PyObject_CallNoArgs(callable_);
+    late_ = !answer || PyObject_IsTrue(answer) != 0;
+    Py_XDECREF(answer);
+    thread_ = PyEval_SaveThread();
+    asked_ = true;
+    last_ = std::chrono::steady_clock::now();
+    return late_;
+  }
+
+  // With another thread at work the lock is handed over only after some milliseconds.
+  static constexpr std::chrono::milliseconds kBetween{20};
+  PyObject* callable_;
+  PyThreadState* thread_;
+  bool asked_ = false, late_ = false;
+  std::chrono::steady_clock::time_point last_;
+};
 
 template <class Work>
 PyObject* guarded(Work work) {
@@ -262,8 +288,12 @@ PyObject* fit_choice(PyObject*, PyObject* args) {
       wrong("factors");
       return nullptr;
     }
-    bool found = fit(bench->tables, *bench->lowering, choice, moves, factors, budget, dear, rounds,
-                     asking(late));
+    bool found;
+    {
+      Unlocked work(late);
+      found = fit(bench->tables, *bench->lowering, choice, moves, factors, budget, dear, rounds,
+                  work.late());
+    }
     if (PyErr_Occurred() || !write_choice(choice_arg, choice)) return nullptr;
     return PyBool_FromLong(found);
   });
@@ -289,8 +319,11 @@ PyObject* trim_choice(PyObject*, PyObject* args) {
         !read_moves(moves_arg, bench->tables, &moves) || !listed.take(order_arg) ||
         !listed.indices(&order, bench->tables.gaps()))
       return nullptr;
-    trim(bench->tables, *bench->lowering, choice, moves, order, budget, filtered != 0,
-         asking(late));
+    {
+      Unlocked work(late);
+      trim(bench->tables, *bench->lowering, choice, moves, order, budget, filtered != 0,
+           work.late());
+    }
     if (PyErr_Occurred() || !write_choice(choice_arg, choice)) return nullptr;
     Py_RETURN_NONE;
   });
@@ -326,7 +359,10 @@ PyObject* anneal_choice(PyObject*, PyObject* args) {
     settings.tries = tries;
     settings.seed = seed;
     settings.recompute = recompute != 0;
-    anneal(bench->tables, *bench->lowering, lanes, settings, choice, moved, asking(late));
+    {
+      Unlocked work(late);
+      anneal(bench->tables, *bench->lowering, lanes, settings, choice, moved, work.late());
+    }
     Choice flags(moved.begin(), moved.end());
     if (PyErr_Occurred() || !write_choice(choice_arg, choice) || !write_choice(moved_arg, flags))
       return nullptr;

@@ -21,6 +21,12 @@ constexpr const char* kSearch = "sn_memory._core.search";
 using sn::Integers;
 using ProblemPointer = std::shared_ptr<const sn::Indexed>;
 
+// A search works without the interpreter lock, so two threads could come in at once.
+struct Desk {
+  sn::Search search;
+  bool busy = false;
+};
+
 bool read_problem(PyObject* first_arg, PyObject* last_arg, PyObject* size_arg, PyObject* align_arg,
                   int sections, sn::Problem* problem) {
   Integers first, last, size, align;
@@ -55,7 +61,30 @@ void free_problem(PyObject* capsule) {
 }
 
 void free_search(PyObject* capsule) {
-  delete static_cast<sn::Search*>(PyCapsule_GetPointer(capsule, kSearch));
+  delete static_cast<Desk*>(PyCapsule_GetPointer(capsule, kSearch));
+}
+
+// The search of a capsule that no thread works on; nullptr with an exception otherwise.
+Desk* idle_desk(PyObject* capsule) {
+  auto* desk = static_cast<Desk*>(PyCapsule_GetPointer(capsule, kSearch));
+  if (!desk || !desk->busy) return desk;
+  PyErr_SetString(PyExc_RuntimeError, "another thread runs this search; start one of your own");
+  return nullptr;
+}
+
+// Runs what needs no interpreter without its lock; false with MemoryError set if memory is short.
+template <typename Work>
+bool unlocked(Work work) {
+  bool out_of_memory = false;
+  Py_BEGIN_ALLOW_THREADS
+  try {
+    work();
+  } catch (const std::bad_alloc&) {
+    out_of_memory = true;
+  }
+  Py_END_ALLOW_THREADS
+  if (out_of_memory) PyErr_NoMemory();
+  return !out_of_memory;
 }
 
 PyObject* first_fit(PyObject*, PyObject* args) {
@@ -76,15 +105,7 @@ PyObject* first_fit(PyObject*, PyObject* args) {
       return PyErr_Format(PyExc_ValueError, "%zu offsets for %d buffers", out.count(),
                           problem.count());
     std::vector<int64_t> offsets;
-    bool out_of_memory = false;
-    Py_BEGIN_ALLOW_THREADS
-    try {
-      offsets = sn::first_fit(problem, indices);
-    } catch (const std::bad_alloc&) {
-      out_of_memory = true;
-    }
-    Py_END_ALLOW_THREADS
-    if (out_of_memory) return PyErr_NoMemory();
+    if (!unlocked([&] { offsets = sn::first_fit(problem, indices); })) return nullptr;
     std::copy(offsets.begin(), offsets.end(), out.begin());
   } catch (const std::bad_alloc&) {
     return PyErr_NoMemory();
@@ -99,8 +120,9 @@ PyObject* problem(PyObject*, PyObject* args) {
   try {
     sn::Problem plain;
     if (!read_problem(first, last, size, align, sections, &plain)) return nullptr;
-    auto pointer = std::make_unique<ProblemPointer>(
-        std::make_shared<const sn::Indexed>(std::move(plain)));
+    auto pointer = std::make_unique<ProblemPointer>();
+    if (!unlocked([&] { *pointer = std::make_shared<const sn::Indexed>(std::move(plain)); }))
+      return nullptr;
     PyObject* capsule = PyCapsule_New(pointer.get(), kProblem, free_problem);
     if (capsule) pointer.release();
     return capsule;
@@ -128,9 +150,9 @@ PyObject* search(PyObject*, PyObject* args) {
         std::any_of(weight.begin(), weight.end(), [](int64_t x) { return x < 1; }))
       return PyErr_Format(PyExc_ValueError, "rank, weight or rule do not suit %d buffers",
                           known.count());
-    auto made = std::make_unique<sn::Search>(
-        *shared, capacity, static_cast<sn::Rule>(rule), std::move(ranks),
-        std::vector<int64_t>(weight.begin(), weight.end()));
+    auto made = std::unique_ptr<Desk>(
+        new Desk{sn::Search(*shared, capacity, static_cast<sn::Rule>(rule), std::move(ranks),
+                            std::vector<int64_t>(weight.begin(), weight.end()))});
     PyObject* capsule = PyCapsule_New(made.get(), kSearch, free_search);
     if (capsule) made.release();
     return capsule;
@@ -139,25 +161,27 @@ PyObject* search(PyObject*, PyObject* args) {
   }
 }
 
-// The interpreter lock is kept: a capsule may not be run by two threads, and slices are short.
 PyObject* run(PyObject*, PyObject* args) {
   PyObject* capsule;
-  long long steps;
-  if (!PyArg_ParseTuple(args, "OL", &capsule, &steps)) return nullptr;
-  auto* search = static_cast<sn::Search*>(PyCapsule_GetPointer(capsule, kSearch));
-  if (!search) return nullptr;
-  try {
-    return PyLong_FromLong(static_cast<long>(search->run(steps)));
-  } catch (const std::bad_alloc&) {
-    return PyErr_NoMemory();
-  }
+  long long steps, work;
+  if (!PyArg_ParseTuple(args, "OLL", &capsule, &steps, &work)) return nullptr;
+  Desk* desk = idle_desk(capsule);
+  if (!desk) return nullptr;
+  auto verdict = sn::Verdict::unfinished;
+  desk->busy = true;
+  const bool done = unlocked([&] { verdict = desk->search.run(steps, work); });
+  desk->busy = false;
+  if (!done) return nullptr;
+  return Py_BuildValue("(iL)", static_cast<int>(verdict),
+                       static_cast<long long>(desk->search.spent()));
 }
 
 PyObject* read(PyObject*, PyObject* args) {
   PyObject *capsule, *offset_arg, *weight_arg;
   if (!PyArg_ParseTuple(args, "OOO", &capsule, &offset_arg, &weight_arg)) return nullptr;
-  auto* search = static_cast<sn::Search*>(PyCapsule_GetPointer(capsule, kSearch));
-  if (!search) return nullptr;
+  Desk* desk = idle_desk(capsule);
+  if (!desk) return nullptr;
+  const sn::Search* search = &desk->search;
   Integers offset, weight;
   if (!offset.take(offset_arg, true) || !weight.take(weight_arg, true)) return nullptr;
   if (offset.count() != search->offsets().size() || weight.count() != search->weights().size())

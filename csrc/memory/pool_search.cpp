@@ -11,6 +11,10 @@ namespace {
 constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 constexpr int32_t kNone = -1;
 constexpr int64_t kUnit = 1 << 20;
+// So many looks at every buffer in every section are what one decision may lead to; see pool.py.
+constexpr int64_t kPasses = 100;
+// The queue is cut when so many sections in front of it are done.
+constexpr size_t kDone = 4096;
 
 }  // namespace
 
@@ -53,10 +57,24 @@ Search::Search(std::shared_ptr<const Indexed> problem, int64_t capacity, Rule ru
   std::stable_sort(ids_.begin(), ids_.end(), [&](int32_t x, int32_t y) {
     return problem_.first[x] < problem_.first[y];
   });
+  for (What what : {What::least, What::base}) stamp_[static_cast<int>(what)].resize(ids_.size(), 0);
+  for (What what : {What::slack, What::lowest})
+    stamp_[static_cast<int>(what)].resize(problem_.sections, 0);
+  int64_t looks = 0;
+  for (int32_t i = 0; i < problem_.count(); ++i) {
+    refuted_ |= problem_.size[i] > capacity_;
+    looks += problem_.last[i] - problem_.first[i];
+    mark(i);
+  }
+  unit_ = kPasses * (looks + problem_.sections + problem_.count());
 }
 
 void Search::set(What what, std::vector<int64_t>& values, int32_t index, int64_t value) {
-  trail_.push_back({what, index, values[index]});
+  int64_t& stamp = stamp_[static_cast<int>(what)][index];
+  if (stamp != level_) {
+    trail_.push_back({what, index, values[index]});
+    stamp = level_;
+  }
   values[index] = value;
 }
 
@@ -71,6 +89,7 @@ void Search::mark(int32_t i) {
 void Search::clear_marks() {
   for (int32_t s : queue_) marked_[s] = 0;
   queue_.clear();
+  head_ = 0;
 }
 
 bool Search::raise(int32_t i, int64_t offset) {
@@ -136,17 +155,24 @@ bool Search::infer(int32_t section) {
   return true;
 }
 
-bool Search::propagate() {
-  for (size_t x = 0; x < queue_.size(); ++x) {
-    const int32_t section = queue_[x];
+Search::Settled Search::propagate(int64_t until) {
+  while (head_ < queue_.size()) {
+    if (work_ >= until) return Settled::later;
+    const int32_t section = queue_[head_++];
     marked_[section] = 0;
+    work_ += 1 + static_cast<int64_t>(problem_.members[section].size());
     if (!infer(section)) {
       clear_marks();
-      return false;
+      return Settled::no;
+    }
+    if (head_ >= kDone && head_ > queue_.size() / 2) {
+      queue_.erase(queue_.begin(), queue_.begin() + static_cast<std::ptrdiff_t>(head_));
+      head_ = 0;
     }
   }
   queue_.clear();
-  return true;
+  head_ = 0;
+  return Settled::yes;
 }
 
 bool Search::place(int32_t i) {
@@ -159,12 +185,9 @@ bool Search::place(int32_t i) {
     if (placed_[k]) continue;
     const int64_t base = problem_.aligned(k, top);
     if (base_[k] < base) set(What::base, base_, k, base);
-    if (!raise(k, top)) {
-      clear_marks();
-      return false;
-    }
+    if (!raise(k, top)) return false;
   }
-  return propagate();
+  return true;
 }
 
 bool Search::forced(int32_t i) const {
@@ -175,6 +198,7 @@ bool Search::forced(int32_t i) const {
 }
 
 void Search::undo(size_t trail) {
+  ++level_;
   for (; trail_.size() > trail; trail_.pop_back()) {
     const Change& change = trail_.back();
     switch (change.what) {
@@ -187,7 +211,9 @@ void Search::undo(size_t trail) {
   }
 }
 
+// Goes back to the last choice and puts its buffer higher; false where no choice is left.
 bool Search::backtrack() {
+  clear_marks();
   while (!choices_.empty()) {
     const Choice choice = choices_.back();
     choices_.pop_back();
@@ -197,8 +223,7 @@ bool Search::backtrack() {
     ids_.resize(choice.ids);
     components_.resize(choice.components);
     agenda_.resize(choice.agenda);
-    if (raise_onto_others(choice.buffer) && propagate()) return true;
-    clear_marks();
+    if (raise_onto_others(choice.buffer)) return true;
   }
   return false;
 }
@@ -263,12 +288,13 @@ int32_t Search::pick_section() const {
   return best;
 }
 
-int32_t Search::pick() const {
+int32_t Search::pick() {
   int32_t best = kNone;
   for (int32_t k : problem_.members[pick_section()])
     if (!placed_[k] && (best == kNone || before(k, best))) best = k;
   for (;;) {
     int32_t under = kNone;
+    work_ += 1 + static_cast<int64_t>(problem_.neighbours[best].size());
     for (int32_t k : problem_.neighbours[best])
       if (!placed_[k] && least_[k] + problem_.size[k] <= least_[best] &&
           (under == kNone || before(k, under)))
@@ -278,45 +304,52 @@ int32_t Search::pick() const {
   }
 }
 
-Verdict Search::run(int64_t steps) {
-  if (refuted_) return Verdict::impossible;
-  if (!started_) {
-    started_ = true;
-    for (int32_t i = 0; i < problem_.count(); ++i) {
-      refuted_ |= problem_.size[i] > capacity_;
-      mark(i);
-    }
-    refuted_ = refuted_ || !propagate();
-    if (refuted_) return Verdict::impossible;
-    split();
+// Places the next buffer or puts it on top of another; false where that cannot be.
+bool Search::decide() {
+  const Range range = components_[component_];
+  work_ += static_cast<int64_t>(range.end - range.begin);
+  const int32_t i = pick();
+  split_after_ = least_[i] <= base_[i];
+  // What would float rests on a buffer that is not placed yet.
+  if (!split_after_) return raise_onto_others(i);
+  if (!forced(i)) {
+    choices_.push_back({i, component_, pending_, trail_.size(), ids_.size(), components_.size(),
+                        agenda_.size()});
+    ++level_;
   }
-  for (; steps > 0; --steps) {
-    if (component_ == kNone) {
-      if (pending_ == kNone) return Verdict::found;
-      const Pending& next = agenda_[pending_];
-      component_ = next.component;
-      pending_ = next.next;
-      // What was chosen inside the finished neighbour cannot help this component.
-      choices_.resize(next.choices);
-    }
-    const int32_t i = pick();
-    bool alive;
-    if (least_[i] > base_[i]) {
-      alive = raise_onto_others(i) && propagate();
-      if (!alive) clear_marks();
+  return place(i);
+}
+
+Verdict Search::run(int64_t steps, int64_t work) {
+  const int64_t until = work_ + std::min(work, kNever - work_);
+  while (!refuted_) {
+    bool alive = true;
+    if (settling_) {
+      const Settled settled = propagate(until);
+      if (settled == Settled::later) return Verdict::unfinished;
+      settling_ = false;
+      alive = settled == Settled::yes;
+      if (alive && split_after_) split();
     } else {
-      if (!forced(i))
-        choices_.push_back({i, component_, pending_, trail_.size(), ids_.size(),
-                            components_.size(), agenda_.size()});
-      alive = place(i);
-      if (alive) split();
+      if (component_ == kNone) {
+        if (pending_ == kNone) return Verdict::found;
+        const Pending& next = agenda_[pending_];
+        component_ = next.component;
+        pending_ = next.next;
+        // What was chosen inside the finished neighbour cannot help this component.
+        choices_.resize(next.choices);
+      }
+      if (steps <= 0 || work_ >= until) return Verdict::unfinished;
+      --steps;
+      ++decisions_;
+      settling_ = alive = decide();
     }
-    if (!alive && !backtrack()) {
-      refuted_ = true;
-      return Verdict::impossible;
-    }
+    if (alive) continue;
+    split_after_ = false;
+    settling_ = backtrack();
+    refuted_ = !settling_;
   }
-  return component_ == kNone && pending_ == kNone ? Verdict::found : Verdict::unfinished;
+  return Verdict::impossible;
 }
 
 }  // namespace sn

@@ -27,8 +27,11 @@ class Search {
   Search(std::shared_ptr<const Indexed> problem, int64_t capacity, Rule rule,
          std::vector<int32_t> rank, std::vector<int64_t> weight);
 
-  // Goes on for at most `steps` decisions; asked again, it resumes.
-  Verdict run(int64_t steps);
+  // Goes on for at most `steps` decisions, and stops soon after having looked at `work` buffers,
+  // in the middle of a decision too; asked again, it resumes.
+  Verdict run(int64_t steps, int64_t work);
+  // Decisions made, each that looked at far more than it should counted several times.
+  int64_t spent() const { return decisions_ + work_ / unit_; }
   const std::vector<int64_t>& offsets() const { return offset_; }
   const std::vector<int64_t>& weights() const { return weight_; }
 
@@ -51,19 +54,22 @@ class Search {
     size_t trail, ids, components, agenda;
   };
 
+  enum class Settled { yes, no, later };
+
   void set(What what, std::vector<int64_t>& values, int32_t index, int64_t value);
   void mark(int32_t i);
   void clear_marks();
   bool raise(int32_t i, int64_t offset);
   bool raise_onto_others(int32_t i);
   bool infer(int32_t section);
-  bool propagate();
+  Settled propagate(int64_t until);
+  bool decide();
   bool place(int32_t i);
   bool forced(int32_t i) const;
   void undo(size_t trail);
   bool backtrack();
   void split();
-  int32_t pick() const;
+  int32_t pick();
   int32_t pick_section() const;
   bool before(int32_t i, int32_t k) const;
 
@@ -71,8 +77,10 @@ class Search {
   const Indexed& problem_;
   int64_t capacity_;
   Rule rule_;
-  bool started_ = false;
   bool refuted_ = false;
+  // What a decision leads to is still being inferred; the component is split afterwards.
+  bool settling_ = true, split_after_ = true;
+  int64_t decisions_ = 0, work_ = 0, unit_ = 1;
   std::vector<int32_t> rank_;
   std::vector<int64_t> weight_;  // [sections] how often each one ended a branch, times kUnit
 
@@ -82,10 +90,15 @@ class Search {
   std::vector<int64_t> slack_;   // [sections] bytes that may still be wasted
   std::vector<int64_t> lowest_;  // [sections] least of the least offsets
   std::vector<char> placed_, marked_;
-  std::vector<int32_t> queue_;
+  std::vector<int32_t> queue_;  // sections to infer from, those before head_ are done
+  size_t head_ = 0;
   std::vector<std::pair<int64_t, int64_t>> row_;
 
+  // What to put back on the way to the last choice: of each value only how it was at that choice,
+  // or bounds that rise byte by byte would fill the memory. stamp_ says which are noted already.
   std::vector<Change> trail_;
+  std::vector<int64_t> stamp_[4];
+  int64_t level_ = 1;
   std::vector<Choice> choices_;
   std::vector<int32_t> ids_;  // buffers of the components, by first section
   std::vector<Range> components_;

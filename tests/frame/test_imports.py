@@ -40,6 +40,7 @@ MEMORY_LAYERS = (
     (
         "sn_memory.errors",
         "sn_memory.fields",
+        "sn_memory.limits",
         "sn_memory.sizes",
         "sn_memory.clock",
         "sn_memory._native",

@@ -1,0 +1,306 @@
+"""Numbers and files that are too much: documented errors, in every reader, and nothing wraps."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from random_graphs import random_graph, training_chain
+
+from sn_memory import (
+    BudgetError,
+    Compressed,
+    Device,
+    Graph,
+    GraphError,
+    Op,
+    PackError,
+    Plan,
+    PlanError,
+    Step,
+    Storage,
+    Workspace,
+    check_plan,
+    pack,
+    plan_graph,
+)
+from sn_memory.cli import main
+from sn_memory.liveness import peak
+from sn_memory.policies import policy
+from sn_memory.pool import arrange
+from sn_memory.pool_check import check_packing
+from sn_memory.pool_csv import read_csv
+from sn_memory.sizes import parse_bytes
+
+MOST = 2**62
+
+
+def chain(*sizes, seconds=1.0, device=None, allocator="none", **last):
+    """One op for each size, each reading what the one before made."""
+    storages = [Storage(f"s{at}", size) for at, size in enumerate(sizes)]
+    storages[-1] = replace(storages[-1], keep=True, **last)
+    ops = [
+        Op(f"o{at}", (f"s{at - 1}",) if at else (), (f"s{at}",), seconds=seconds)
+        for at in range(len(sizes))
+    ]
+    return Graph(storages, ops, device=device, allocator=allocator)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: chain(2**63 - 1, 2**63 - 1, 2**63 - 1, 2**63 - 1),
+        lambda: chain(2**61, 2**61),
+        lambda: chain(MOST),
+        # It is the rounded sizes that are added up.
+        lambda: chain(*[MOST // 8 - 1] * 8, allocator="torch"),
+        lambda: chain(MOST - 10, 1, compressed=Compressed(20, 0.0, 0.0)),
+        lambda: Graph(
+            [Storage("y", 4)],
+            [Op("f", (), ("y",), seconds=1.0, workspaces=(Workspace(2**61), Workspace(2**61)))],
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(make):
+    with pytest.raises(GraphError, match=r"2\*\*62"):
+        make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: chain(4, 4, seconds=1e308),
+        lambda: chain(4, 4, seconds=3e18),
+        lambda: chain(4, compressed=Compressed(2, 1e308, 1e308)),
+        lambda: chain(4, device=Device(to_host_bytes_per_s=5e-324, to_device_bytes_per_s=1.0)),
+        lambda: chain(4, 4, seconds=None, device=Device(flops_per_s=1.0, bytes_per_s=1e-320)),
+        lambda: chain(4, 4, device=Device(transfer_latency_s=1e308)),
+    ],
+)
+def test_seconds_that_do_not_stay_finite_are_refused(make):
+    with pytest.raises(GraphError, match=r"together take .* expected 2\*\*62 at most"):
+        make()
+
+
+def test_what_just_fits_is_planned_and_checked_without_wrapping():
+    size = (MOST - 1) // 6
+    graph = chain(*[size] * 6)
+    assert peak(graph).bytes == 6 * size - 4 * size
+    plan = plan_graph(graph, "100%", time_limit_s=1)
+    assert check_plan(graph, plan).peak_bytes == 2 * size
+    # One op that makes all, run twice: twice the sum is live.
+    storages = [Storage(f"s{at}", size, keep=True) for at in range(6)]
+    both = Graph(storages, [Op("f", (), tuple(it.name for it in storages), seconds=1.0)])
+    steps = (Step("run", "f"), Step("run", "f"))
+    twice = Plan(steps, (), "by hand", 12 * size, 2.0, 1.0)
+    assert check_plan(both, twice).peak_bytes == 12 * size > 2**62
+    with pytest.raises(BudgetError):
+        plan_graph(both, 5 * size, time_limit_s=1)
+
+
+def test_plans_of_sizes_near_the_limit_keep_their_budgets():
+    made = 0
+    for seed in range(6):
+        small = random_graph(seed, most_ops=25, plain=seed % 2 == 0)
+        scale = (
+            (MOST - 1)
+            // sum(
+                it.bytes + sum(way.bytes for way in (it.compressed,) if way)
+                for it in small.storages
+            )
+            // 8
+        )
+        graph = Graph(
+            [replace(it, bytes=it.bytes * scale, compressed=None) for it in small.storages],
+            small.ops, device=replace(small.device, pinned_bytes=None), aliases=small.aliases,
+        )  # fmt: skip
+        budget = graph.base_bytes + int((peak(graph).bytes - graph.base_bytes) * 0.85)
+        try:
+            plan = plan_graph(graph, budget, time_limit_s=0.3)
+        except BudgetError:
+            continue
+        made += 1
+        assert check_plan(graph, plan).peak_bytes <= budget
+    assert made
+
+
+def test_predictions_that_are_no_numbers_are_refused():
+    graph = training_chain(3)
+    plan = policy("liveness")(graph, budget_bytes=None)
+    check_plan(graph, plan)
+    for wrong in (math.nan, math.inf, 1e308):
+        with pytest.raises(PlanError, match="seconds"):
+            check_plan(graph, replace(plan, seconds=wrong))
+        with pytest.raises(PlanError, match="lower_bound_seconds"):
+            check_plan(graph, replace(plan, lower_bound_seconds=wrong))
+
+
+def test_plans_that_compress_what_cannot_be_are_plan_errors():
+    graph = training_chain(3)
+    plan = policy("liveness")(graph, budget_bytes=None)
+    steps = (*plan.steps, Step("run", "compress c0"))
+    with pytest.raises(PlanError, match="cannot be compressed"):
+        check_plan(graph, replace(plan, steps=steps))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"storages": [Storage("y", 1.5)]},
+        {"storages": [Storage("y", True)]},
+        {"storages": [Storage("y", math.nan)]},
+        {"storages": [Storage("y", 4, compressed=Compressed(2, math.nan, 1.0))]},
+        {"seconds": math.nan},
+        {"seconds": 10**400},
+        {"seconds": "1"},
+        {"traffic_bytes": 2**70},
+        {"flops": math.inf},
+        {"device": Device(flops_per_s=10**400)},
+        {"device": Device(pinned_bytes=2**70)},
+        {"device": Device(to_host_bytes_per_s=math.nan)},
+    ],
+    ids=str,
+)
+def test_graphs_made_in_python_are_read_as_strictly(fields):
+    fields = {"storages": [Storage("y", 4)], "device": None, **fields}
+    storages, device = fields.pop("storages"), fields.pop("device")
+    with pytest.raises(GraphError):
+        Graph(storages, [Op("f", (), ("y",), **fields)], device=device)
+
+
+def test_numbers_of_numpy_are_numbers():
+    graph = Graph([Storage("y", np.int64(4))], [Op("f", (), ("y",), seconds=np.float32(0.5))])
+    assert graph.arrays.seconds == [(0.5,)]
+
+
+HEAD = '{"format": "sn_memory.graph.v1", "storages": [{"name": "y", "bytes": 4%s}], "ops": []}'
+DEEP = "[" * 100_000 + "]" * 100_000
+BAD_TEXTS = {
+    "deep": '{"a": %s}' % DEEP,  # noqa: UP031 - braces
+    "just as deep as it can be read": HEAD % (', "keep": ' + "[" * 900 + "]" * 900),
+    "huge integer": HEAD % ("0" * 5000),
+    "large integer": HEAD % ("0" * 30),
+    "huge exponent": HEAD % ', "compressed": {"bytes": 1, "compress_s": 1e999}',
+    "large number as integer": HEAD
+    % (', "compressed": {"bytes": 1, "compress_s": 1%s}' % ("0" * 400)),
+    "key twice": HEAD % ', "name": "z"',
+    "half a character": HEAD % ', "role": "\\ud800"',
+    "name of half a character": HEAD.replace('"y"', '"\\udfff"') % "",
+    "alias of half a character": HEAD.replace('"ops"', '"aliases": {"\\ud800": "y"}, "ops"') % "",
+    "nan": HEAD % ', "compressed": {"bytes": NaN, "compress_s": 1}',
+    "cut": HEAD[:40],
+    "nul": HEAD.replace("4", "\0") % "",
+}
+
+
+@pytest.mark.parametrize("name", BAD_TEXTS)
+def test_bad_graph_and_plan_texts_are_documented_errors(name, tmp_path, capsys):
+    text = BAD_TEXTS[name]
+    with pytest.raises(GraphError) as caught:
+        Graph.from_json(text)
+    assert len(str(caught.value)) < 400
+    with pytest.raises(PlanError):
+        Plan.from_json(text)
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    assert main(["check", str(path), str(path)]) == 1
+    assert capsys.readouterr().err.startswith("GraphError: ")
+
+
+def test_plans_name_the_key_of_what_is_too_much():
+    plan = json.loads(policy("liveness")(training_chain(3), budget_bytes=None).to_json())
+    for key, value, said in (
+        ("peak_bytes", 2**63, "plan.peak_bytes"),
+        ("budget_bytes", -(2**63), "plan.budget_bytes"),
+        ("solve_s", 10**400, "plan.solve_s"),
+        ("seconds_sources", {"measured": 2**80}, "plan.seconds_sources.measured"),
+        ("steps", [["run", "\ud800"]], "steps[0]"),
+        ("steps", [["run", "f", [[]]]], "steps[0][2]"),
+    ):
+        with pytest.raises(PlanError) as caught:
+            Plan.from_json(json.dumps({**plan, key: value}))
+        assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("read", [Graph.from_json, Plan.from_json, read_csv])
+def test_files_that_are_no_text_and_paths_that_are_none(read, tmp_path):
+    error = {Graph.from_json: GraphError, Plan.from_json: PlanError, read_csv: PackError}[read]
+    path = tmp_path / "noise"
+    path.write_bytes(b'{"format": \xff\xfe}')
+    with pytest.raises(error, match="UTF-8"):
+        read(path)
+    for odd in ("a\0b", "\ud800\0"):
+        with pytest.raises(error):
+            read(odd)
+    with pytest.raises(OSError, match="No such file"):
+        read(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a,0,1,4\na,1,2,4\n", "line 3: the id .a. is there twice, in line 2 first"),
+        ("a,0,1,%s\n" % ("9" * 5000), "line 2: got a,0,1,999"),
+        ('"%s",0,1,4\n' % ("x" * 200_000), "field larger"),
+        ("a,0,1,\0\n", "line 2"),
+    ],
+)
+def test_bad_tables_are_pack_errors(tmp_path, capsys, text, message):
+    path = tmp_path / "a.csv"
+    path.write_text("id,lower,upper,size\n" + text)
+    with pytest.raises(PackError, match=message) as caught:
+        read_csv(path)
+    assert len(str(caught.value)) < 400
+    assert main(["pack", str(path)]) == 1
+    assert capsys.readouterr().err.startswith("PackError: ")
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(0, 2**63, 1)],
+        [(2**63, 2**63 + 5, 1)],
+        [(0, 1, 2**63)],
+        [(0, 1, 10**30)],
+        [(-(2**63), 2**63 - 1, 1)],
+        [(-(2**62) - 1, 0, 1)],
+        [(0, 1, 1, 2**62), (0, 1, 1, 2**62)],
+        [(0, 1, [1])],
+        [(0, 1, {}), (0, 1, 1)],
+        [(0, 1, "1")],
+        [None],
+        np.array([[0, 2**63, 1]], np.uint64),
+        np.array([[0.0, 1.0, 1.0]]),
+    ],
+    ids=str,
+)
+def test_rows_beyond_64_bits_are_pack_errors(rows):
+    with pytest.raises(PackError):
+        pack(rows)
+
+
+def test_rows_at_the_limits_are_packed():
+    rows = [(-(2**62), 2**62, 2**61 - 5), (2**62 - 1, 2**62, 2**61, 4), (0, 1, 0)]
+    packing = arrange(rows, time_limit_s=1)
+    assert check_packing(rows, packing.offsets) == packing.height < 2**62
+    assert pack(rows, capacity=2**70) == list(packing.offsets)
+
+
+@pytest.mark.parametrize("row", [(1, 1, 4), (0, 1, -4), (0, 1, 4, 0)])
+def test_the_judge_of_packings_refuses_senseless_rows(row):
+    with pytest.raises(PackError, match="buffer 0"):
+        check_packing([row], [0])
+
+
+@pytest.mark.parametrize("size", ["9" * 400, "1e9", "9" * 5000, "99999999 TiB", 2**63, "\ud800"])
+def test_sizes_beyond_64_bits_are_refused(size):
+    with pytest.raises(ValueError, match="got size"):
+        parse_bytes(size)
+    with pytest.raises(ValueError, match="got size"):
+        plan_graph(training_chain(3), size)
+
+
+def test_whole_bytes_are_exact():
+    assert parse_bytes(str(2**62 + 1)) == 2**62 + 1
+    assert parse_bytes(f"{2**53 + 1} B") == 2**53 + 1

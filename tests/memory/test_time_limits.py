@@ -1,0 +1,208 @@
+"""Time limits hold: in packer and planner, in both twins, in seconds of this thread's work."""
+
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from graphs import resnet
+
+from sn_memory import BudgetError, Graph, Op, Storage, _native, check_plan, fitting, plan_graph
+from sn_memory.exact import solve
+from sn_memory.gaps import gaps
+from sn_memory.liveness import peak
+from sn_memory.pool import arrange
+from sn_memory.pool_problem import read_problem
+from sn_memory.pool_search import UNIT, Lists, PythonSearch, Rule, Searcher, Verdict
+
+ROOT = Path(__file__).resolve().parents[2]
+# Two buffers rest on each other here, so that their bounds rise byte by byte to 5e11.
+CREEPING = (
+    (10, 19, 1, 3), (7, 10, 14, 1), (18, 27, 1, 512), (13, 14, 75, 1), (6, 14, 30, 512),
+    (6, 14, 566833903835, 1), (0, 9, 0, 8), (19, 28, 0, 3), (14, 15, 0, 512), (3, 8, 65, 512),
+)  # fmt: skip
+needs_core = pytest.mark.skipif(_native.core() is None, reason=_native.load()[1])
+
+
+@pytest.mark.parametrize("backend", ["python", pytest.param("cpp", marks=needs_core)])
+@pytest.mark.parametrize("capacity", [None, 566833903944])
+def test_bounds_that_creep_do_not_hang(backend, capacity):
+    """In a process of its own, which can be ended whoever has the interpreter lock."""
+    code = (
+        "import time\n"
+        "from sn_memory import CapacityError\n"
+        "from sn_memory.pool import arrange\n"
+        "from sn_memory.pool_check import check_packing\n"
+        f"rows = {CREEPING}\n"
+        "try:\n"
+        f"    packing = arrange(rows, {capacity}, time_limit_s=0.3)\n"
+        "    check_packing(rows, packing.offsets)\n"
+        "except CapacityError as error:\n"
+        "    assert not error.proved\n"
+        "print(time.process_time())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "SN_MEMORY_BACKEND": backend, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert float(done.stdout) < 5
+
+
+def creeping(backend):
+    rows = [row for row in CREEPING if row[2]]
+    problem = read_problem(rows)
+    problem = problem.only(problem.components()[0])
+    rank = np.arange(len(rows))
+    weights = np.full(problem.sections, UNIT, np.int64)
+    capacity = problem.lower_bound
+    if backend is PythonSearch:
+        return PythonSearch(Lists(problem), capacity, Rule.LOWEST, rank, weights)
+    return backend(problem).start(capacity, Rule.LOWEST, rank, weights)
+
+
+@needs_core
+def test_a_search_cut_in_a_decision_goes_on_as_its_twin():
+    native, twin = creeping(Searcher), creeping(PythonSearch)
+    for work in (1, 7, 100, 3, 50_000, 1):
+        assert native.run(50, work) is twin.run(50, work) is Verdict.UNFINISHED
+        assert native.spent == twin.spent
+        assert native.offsets().tolist() == twin.offsets().tolist()
+        assert native.weights().tolist() == twin.weights().tolist()
+    whole = creeping(PythonSearch)
+    assert whole.run(10**9, twin.work) is Verdict.UNFINISHED
+    assert whole.least == twin.least
+
+
+def test_a_search_notes_each_value_once():
+    search = creeping(PythonSearch)
+    search.run(10**9, 100_000)
+    # Some 50 values of 10 buffers and their sections; byte by byte there would be thousands.
+    assert len(search.trail) < 100
+
+
+class Ticks:
+    """Counts, in another thread, while a call runs."""
+
+    def __enter__(self):
+        self.count, self.over = 0, threading.Event()
+        self.thread = threading.Thread(target=self.run)
+        self.thread.start()
+        return self
+
+    def run(self):
+        while not self.over.wait(0.01):
+            self.count += 1
+
+    def __exit__(self, *_):
+        self.seen = self.count
+        self.over.set()
+        self.thread.join()
+
+
+@needs_core
+def test_other_threads_run_while_the_packer_searches():
+    search = creeping(Searcher)
+    with Ticks() as ticks:
+        search.run(10**9, 20_000_000)  # half a second
+    assert ticks.seen > 3
+    problem = search._handle
+    with pytest.raises(RuntimeError, match="another thread"):
+        both_at_once(lambda: _native.core().run(problem, 10**9, 100_000_000))
+
+
+def both_at_once(call):
+    errors = []
+
+    def one():
+        try:
+            call()
+        except RuntimeError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=one) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    raise errors[0]
+
+
+@needs_core
+def test_other_threads_run_while_the_planner_anneals():
+    shape = gaps(resnet(2, 50).graph(), lean=True)
+    base = shape.graph.base_bytes
+    budget = base + (peak(shape.graph).bytes - base) // 2
+    with Ticks() as ticks:
+        # `bool` is no Python code: asked, it gives no other thread a turn.
+        shape.compiled.anneal(
+            shape.natural(), [False] * shape.count, budget, bool, (0.0, 0.0, 0.0, -1),
+            (0.003, 1e-5), tries=20_000, seed=0, recompute=True,
+        )  # fmt: skip
+    assert ticks.seen > 3
+
+
+def wide(width, seed=0):
+    """Ten ops with so many storages that to look at everything takes for ever."""
+    draw = random.Random(seed)
+    storages, ops, names = [Storage("x", 8, "input")], [], []
+    for at in range(9):
+        made = [f"s{at}_{k}" for k in range(width)]
+        storages += [Storage(name, draw.randrange(50, 99)) for name in made]
+        read = tuple(draw.sample(names or ["x"], min(len(names) or 1, 4)))
+        ops.append(Op(f"o{at}", read, tuple(made), seconds=draw.random()))
+        names += made
+    storages.append(Storage("y", 1, keep=True))
+    ops.append(Op("last", tuple(draw.sample(names, 30)), ("y",), seconds=1.0))
+    return Graph(storages, ops)
+
+
+def test_exact_solving_ends_in_time():
+    graph = wide(8)
+    budget = peak(graph).bytes * 9 // 10
+    began = time.thread_time()
+    # What saying no finds within the budget is an answer too: no error names a peak below it.
+    plan = plan_graph(graph, budget, actions=("keep", "recompute"), time_limit_s=0.3)
+    assert time.thread_time() - began < 5
+    assert check_plan(graph, plan).peak_bytes <= budget
+    with pytest.raises(TimeoutError):
+        solve(graph, budget, deadline=0.0)
+
+
+def test_what_exact_solving_did_not_finish_is_not_called_proven():
+    graph = wide(4)
+    began = time.thread_time()
+    with pytest.raises(BudgetError) as caught:
+        plan_graph(graph, graph.base_bytes, actions=("keep", "recompute"), time_limit_s=0.3)
+    assert time.thread_time() - began < 5
+    error = caught.value
+    assert "no plan has a peak below" not in str(error)
+    assert error.floor_bytes < error.peak_bytes
+
+
+def test_fitting_looks_at_the_clock_within_a_round(monkeypatch):
+    shape = gaps(resnet(2, 50).graph())
+    base = shape.graph.base_bytes
+    budget = base + (peak(shape.graph).bytes - base) // 3
+    looks = []
+    monkeypatch.setattr(fitting, "now", lambda: looks.append(0) or len(looks))
+    assert fitting.fit_in_python(shape, shape.natural(), budget, deadline=5, rounds=1) is None
+    assert len(looks) == 6
+
+
+def test_limits_are_seconds_of_this_thread():
+    """Sleeping in between does not use a limit up; the packer counts as the planner does."""
+    rows = [(0, 2, 3), (0, 2, 5, 16), (0, 2, 1, 8)]
+    packing = arrange(rows, time_limit_s=5)
+    assert packing.seconds < 1
+    before = time.thread_time()
+    arrange(CREEPING, time_limit_s=0.2)
+    assert 0.2 <= time.thread_time() - before < 2
