@@ -18,18 +18,20 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import CompressError, PayloadError
+from .ops import checksum as sums
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 MAGIC = b"SN"
-VERSION = 1
+VERSION = 2  # what is written; version 1, with another checksum, is still read
 HEADER_BYTES = 32
 SETTINGS_BYTES = 12
 ALIGN = 16
 MAX_ELEMENTS = 2**48
 # magic, version, codec id, n, settings, saturated, checksum
 _HEADER = struct.Struct("<2sBBQ12sII")
+_CHECKSUMS = {1: sums.weighted_sum, VERSION: sums.crc}
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +79,7 @@ class Payload:
         saturated = min(saturated, 2**32 - 1)
         head = _HEADER.pack(MAGIC, VERSION, codec_id, n, settings, saturated, 0)
         buffer[:HEADER_BYTES] = np.frombuffer(head, np.uint8)
-        buffer[28:32] = np.frombuffer(struct.pack("<I", checksum(buffer)), np.uint8)
+        buffer[28:32] = np.frombuffer(struct.pack("<I", sums.crc(buffer)), np.uint8)
         return cls(buffer, codec_id, n, settings, saturated, energy, error)
 
     @classmethod
@@ -103,32 +105,19 @@ class Payload:
         magic, version, codec_id, n, settings, saturated, said = _HEADER.unpack(
             buffer[:HEADER_BYTES].tobytes()
         )
-        if magic != MAGIC or version != VERSION:
+        if magic != MAGIC or version not in _CHECKSUMS:
             raise PayloadError(
                 f"not a payload of this format: got magic {magic!r}, version {version}; "
-                f"expected {MAGIC!r}, {VERSION}. Use one version on all ranks."
+                f"expected {MAGIC!r}, 1 or {VERSION}. Use one version on all ranks."
             )
         if n > MAX_ELEMENTS:
             raise PayloadError(f"header claims {n} elements; the format allows {MAX_ELEMENTS}")
-        if (found := checksum(buffer)) != said:
+        if (found := _CHECKSUMS[version](buffer)) != said:
             raise PayloadError(
                 f"checksum is {found:#010x}, header says {said:#010x}: the bytes were damaged on "
                 "the way. Resend; if it happens again, suspect memory or the network."
             )
         return cls(buffer, codec_id, n, settings, saturated)
-
-
-def checksum(buffer: Bytes) -> int:
-    """Sum of (2i + 1) * word_i over the 32-bit words, modulo 2**32, the checksum's own word as 0.
-
-    An odd factor is invertible modulo 2**32, so every change to a single word is seen, and the
-    factor differs from word to word, so that few swaps go unseen. Integers and a sum: the same
-    on every back end, and parallel on a GPU, which a CRC is not.
-    """
-    words = buffer.view("<u4")
-    factors = np.arange(1, 2 * words.size, 2, dtype=np.uint32)
-    total = int(np.dot(words, factors))
-    return (total - int(words[7]) * 15) % 2**32
 
 
 class Codec(ABC):
