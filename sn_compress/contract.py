@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from . import saved as saved_
 from .errors import CompressError, PayloadError
 from .ops import checksum as sums
 
@@ -29,6 +30,7 @@ HEADER_BYTES = 32
 SETTINGS_BYTES = 12
 ALIGN = 16
 MAX_ELEMENTS = 2**48
+_MOST_UNASKED, _MOST_OF_A_BYTE = 2**26, 2**16
 # magic, version, codec id, n, settings, saturated, checksum
 _HEADER = struct.Struct("<2sBBQ12sII")
 _CHECKSUMS = {1: sums.weighted_sum, VERSION: sums.crc}
@@ -83,10 +85,17 @@ class Payload:
         return cls(buffer, codec_id, n, settings, saturated, energy, error)
 
     @classmethod
-    def from_bytes(cls, data: bytes | bytearray | memoryview | Bytes) -> Payload:
+    def from_bytes(
+        cls, data: bytes | bytearray | memoryview | Bytes, *, n: int | None = None
+    ) -> Payload:
         """Read a payload; the bytes may come from an untrusted peer.
 
         They are not copied, unless they begin at an address that is no multiple of four.
+
+        Parameters
+        ----------
+        n : the elements it has to have, which decoding allocates. Pass it wherever it is known:
+            else a few bytes may ask for up to 2**26 elements, or 2**16 for each of them
 
         Raises
         ------
@@ -102,7 +111,7 @@ class Payload:
                 f"{buffer.size} bytes are not a payload: expected {HEADER_BYTES} or more, in "
                 f"multiples of {ALIGN}. Pass the bytes of Payload.to_bytes() unchanged."
             )
-        magic, version, codec_id, n, settings, saturated, said = _HEADER.unpack(
+        magic, version, codec_id, claimed, settings, saturated, said = _HEADER.unpack(
             buffer[:HEADER_BYTES].tobytes()
         )
         if magic != MAGIC or version not in _CHECKSUMS:
@@ -110,14 +119,34 @@ class Payload:
                 f"not a payload of this format: got magic {magic!r}, version {version}; "
                 f"expected {MAGIC!r}, 1 or {VERSION}. Use one version on all ranks."
             )
-        if n > MAX_ELEMENTS:
-            raise PayloadError(f"header claims {n} elements; the format allows {MAX_ELEMENTS}")
+        if claimed > MAX_ELEMENTS:
+            raise PayloadError(
+                f"header claims {claimed} elements; the format allows {MAX_ELEMENTS}"
+            )
         if (found := _CHECKSUMS[version](buffer)) != said:
             raise PayloadError(
                 f"checksum is {found:#010x}, header says {said:#010x}: the bytes were damaged on "
                 "the way. Resend; if it happens again, suspect memory or the network."
             )
-        return cls(buffer, codec_id, n, settings, saturated)
+        check_size(claimed, n, buffer.size)
+        return cls(buffer, codec_id, claimed, settings, saturated)
+
+
+def check_size(claimed: int, n: int | None, nbytes: int) -> None:
+    """Raise PayloadError if a header claims another number of elements than the caller expects.
+
+    Without one, if it claims more than a payload of so many bytes is likely to stand for.
+    """
+    if n is not None and claimed != n:
+        raise PayloadError(
+            f"header claims {claimed} elements; expected {n}. Do all ranks run the same model?"
+        )
+    most = max(_MOST_UNASKED, _MOST_OF_A_BYTE * nbytes)
+    if n is None and claimed > most:
+        raise PayloadError(
+            f"header claims {claimed} elements in {nbytes} bytes; expected at most {most}, if "
+            "nothing else is said. Say how many there are: Payload.from_bytes(data, n=...)."
+        )
 
 
 class Codec(ABC):
@@ -125,6 +154,8 @@ class Codec(ABC):
 
     codec_id: int
     settings: bytes
+    # Whether a state holds what was dropped, at least as many numbers as the vector has elements.
+    remembers = True
 
     @property
     def basis(self) -> dict[str, Any]:
@@ -149,8 +180,10 @@ class Codec(ABC):
     def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
         """The mean of what the payloads hold, [n] float32, summed in the order given."""
 
-    def decode(self, payload: Payload) -> Floats:
-        """What the payload holds, [n] float32."""
+    def decode(self, payload: Payload, *, n: int | None = None) -> Floats:
+        """What the payload holds, [n] float32; PayloadError if `n` is given and another."""
+        if n is not None:
+            check_size(payload.n, n, payload.nbytes)
         return self.decode_mean([payload])
 
     @abstractmethod
@@ -190,8 +223,10 @@ class Codec(ABC):
 
         Raises CompressError if something is missing, of another shape, NaN or Inf.
         """
-        expected = self.new_state(n)
         arrays = saved_item(saved, "arrays")
+        if self.remembers:
+            check_held(arrays, n)
+        expected = self.new_state(n)
         if not isinstance(arrays, (list, tuple)) or len(arrays) != len(expected):
             count = len(arrays) if isinstance(arrays, (list, tuple)) else 0
             raise CompressError(f"it has {count} arrays; expected {len(expected)}. {_OTHER}")
@@ -207,6 +242,15 @@ def saved_item(saved: Any, key: str) -> Any:
         has = sorted(map(str, saved)) if isinstance(saved, dict) else type(saved).__name__
         raise CompressError(f"it has no {key!r}, only {has}. {_OTHER}")
     return saved[key]
+
+
+def check_held(arrays: Any, n: int) -> None:
+    """Raise CompressError unless saved arrays have at least n elements.
+
+    So nothing is made of a size that only a number in a file asks for.
+    """
+    if (found := saved_.held(arrays)) < n:
+        raise CompressError(f"it says {n} elements and holds {found} numbers. {_OTHER}")
 
 
 def saved_array(saved: Any, like: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -48,9 +48,9 @@ SIZES_CLAIMED = (
 )
 # One phrase of each message, in the order of the checks.
 REFUSALS = (
-    "are not a payload", "not a payload of this format", "header claims", "checksum is",
-    "gathered", "sent", ", candidate", "with settings", "in the fixed size", "damaged",
-    "range ends", "marks", "ascend", "there is room",
+    "are not a payload", "not a payload of this format", "Do all ranks run the same model?",
+    "header claims", "checksum is", "gathered", ", candidate", "with settings",
+    "in the fixed size", "damaged", "range ends", "marks", "ascend", "there is room",
 )  # fmt: skip
 WORDS = (0, 1, 0x7F80, 0x7FC0, 0x7F7F, 0xFFFF, 0x80000000, 0xFFFFFFFF, 0x7FC0FFFF)
 

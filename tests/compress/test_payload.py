@@ -192,7 +192,7 @@ def test_gathered_payloads():
         mean_of_gathered(codec, joined[:-16], 3, 500)
     other = np.frombuffer(resealed(parts[1].to_bytes(), 4, struct.pack("<Q", 499)), np.uint8)
     joined[other.size : 2 * other.size] = other
-    with pytest.raises(PayloadError, match="rank 1 sent 499 elements; expected 500"):
+    with pytest.raises(PayloadError, match="rank 1: header claims 499 elements; expected 500"):
         mean_of_gathered(codec, joined, 3, 500)
 
 
