@@ -2,6 +2,7 @@
 # make demo    two ranks train Fashion-MNIST, plain and compressed; table and picture at the end
 # make test    the tests          make check   lint, format, types
 # make gpu     tests, benchmark and compute-sanitizer on a GPU; downloads nothing
+# make fuzz    damaged payloads, states, plans, graphs and problems: make fuzz MINUTES=30
 # make bench   the quick benchmark   make clean   removes .venv and builds; keeps .cache
 #
 # Each step leaves a stamp in .venv, so nothing is done twice. To build against your own:
@@ -22,7 +23,7 @@ CSRC := $(wildcard csrc/compress/* csrc/memory/*)
 HOROVOD_SCRIPTS := scripts/build_horovod.py $(wildcard scripts/horovod_*.py)
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo test check bench gpu clean data
+.PHONY: setup demo test check bench fuzz gpu clean data
 
 setup: $(STAMPS)/horovod $(STAMPS)/extension
 	-$(BIN)/python scripts/fetch_fashion_mnist.py
@@ -42,6 +43,12 @@ check: $(STAMPS)/packages
 bench: $(STAMPS)/extension
 	mkdir -p benchmarks/out
 	$(BIN)/python benchmarks/codec.py --quick --json benchmarks/out/codec.json
+
+# Every script of fuzz/, an equal part of the minutes each; fuzz/runner.py says what else there is.
+MINUTES ?= 10
+FUZZ_ARGS ?=
+fuzz: $(STAMPS)/extension
+	PYTHONPATH=. $(BIN)/python fuzz/runner.py --minutes $(MINUTES) $(FUZZ_ARGS)
 
 # On a machine with a GPU, torch and CuPy, and perhaps no network: takes the python on the PATH and
 # makes no environment. compute-sanitizer comes with the CUDA toolkit; without it, its part fails.
