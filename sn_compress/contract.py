@@ -17,19 +17,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from . import saved as saved_
 from .errors import CompressError, PayloadError
+from .ops import checksum as sums
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 MAGIC = b"SN"
-VERSION = 1
+VERSION = 2  # what is written; version 1, with another checksum, is still read
 HEADER_BYTES = 32
 SETTINGS_BYTES = 12
 ALIGN = 16
 MAX_ELEMENTS = 2**48
+_MOST_UNASKED, _MOST_OF_A_BYTE = 2**26, 2**16
 # magic, version, codec id, n, settings, saturated, checksum
 _HEADER = struct.Struct("<2sBBQ12sII")
+_CHECKSUMS = {1: sums.weighted_sum, VERSION: sums.crc}
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,14 +81,21 @@ class Payload:
         saturated = min(saturated, 2**32 - 1)
         head = _HEADER.pack(MAGIC, VERSION, codec_id, n, settings, saturated, 0)
         buffer[:HEADER_BYTES] = np.frombuffer(head, np.uint8)
-        buffer[28:32] = np.frombuffer(struct.pack("<I", checksum(buffer)), np.uint8)
+        buffer[28:32] = np.frombuffer(struct.pack("<I", sums.crc(buffer)), np.uint8)
         return cls(buffer, codec_id, n, settings, saturated, energy, error)
 
     @classmethod
-    def from_bytes(cls, data: bytes | bytearray | memoryview | Bytes) -> Payload:
+    def from_bytes(
+        cls, data: bytes | bytearray | memoryview | Bytes, *, n: int | None = None
+    ) -> Payload:
         """Read a payload; the bytes may come from an untrusted peer.
 
         They are not copied, unless they begin at an address that is no multiple of four.
+
+        Parameters
+        ----------
+        n : the elements it has to have, which decoding allocates. Pass it wherever it is known:
+            else a few bytes may ask for up to 2**26 elements, or 2**16 for each of them
 
         Raises
         ------
@@ -100,35 +111,42 @@ class Payload:
                 f"{buffer.size} bytes are not a payload: expected {HEADER_BYTES} or more, in "
                 f"multiples of {ALIGN}. Pass the bytes of Payload.to_bytes() unchanged."
             )
-        magic, version, codec_id, n, settings, saturated, said = _HEADER.unpack(
+        magic, version, codec_id, claimed, settings, saturated, said = _HEADER.unpack(
             buffer[:HEADER_BYTES].tobytes()
         )
-        if magic != MAGIC or version != VERSION:
+        if magic != MAGIC or version not in _CHECKSUMS:
             raise PayloadError(
                 f"not a payload of this format: got magic {magic!r}, version {version}; "
-                f"expected {MAGIC!r}, {VERSION}. Use one version on all ranks."
+                f"expected {MAGIC!r}, 1 or {VERSION}. Use one version on all ranks."
             )
-        if n > MAX_ELEMENTS:
-            raise PayloadError(f"header claims {n} elements; the format allows {MAX_ELEMENTS}")
-        if (found := checksum(buffer)) != said:
+        if claimed > MAX_ELEMENTS:
+            raise PayloadError(
+                f"header claims {claimed} elements; the format allows {MAX_ELEMENTS}"
+            )
+        if (found := _CHECKSUMS[version](buffer)) != said:
             raise PayloadError(
                 f"checksum is {found:#010x}, header says {said:#010x}: the bytes were damaged on "
                 "the way. Resend; if it happens again, suspect memory or the network."
             )
-        return cls(buffer, codec_id, n, settings, saturated)
+        check_size(claimed, n, buffer.size)
+        return cls(buffer, codec_id, claimed, settings, saturated)
 
 
-def checksum(buffer: Bytes) -> int:
-    """Sum of (2i + 1) * word_i over the 32-bit words, modulo 2**32, the checksum's own word as 0.
+def check_size(claimed: int, n: int | None, nbytes: int) -> None:
+    """Raise PayloadError if a header claims another number of elements than the caller expects.
 
-    An odd factor is invertible modulo 2**32, so every change to a single word is seen, and the
-    factor differs from word to word, so that few swaps go unseen. Integers and a sum: the same
-    on every back end, and parallel on a GPU, which a CRC is not.
+    Without one, if it claims more than a payload of so many bytes is likely to stand for.
     """
-    words = buffer.view("<u4")
-    factors = np.arange(1, 2 * words.size, 2, dtype=np.uint32)
-    total = int(np.dot(words, factors))
-    return (total - int(words[7]) * 15) % 2**32
+    if n is not None and claimed != n:
+        raise PayloadError(
+            f"header claims {claimed} elements; expected {n}. Do all ranks run the same model?"
+        )
+    most = max(_MOST_UNASKED, _MOST_OF_A_BYTE * nbytes)
+    if n is None and claimed > most:
+        raise PayloadError(
+            f"header claims {claimed} elements in {nbytes} bytes; expected at most {most}, if "
+            "nothing else is said. Say how many there are: Payload.from_bytes(data, n=...)."
+        )
 
 
 class Codec(ABC):
@@ -136,6 +154,8 @@ class Codec(ABC):
 
     codec_id: int
     settings: bytes
+    # Whether a state holds what was dropped, at least as many numbers as the vector has elements.
+    remembers = True
 
     @property
     def basis(self) -> dict[str, Any]:
@@ -160,8 +180,10 @@ class Codec(ABC):
     def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
         """The mean of what the payloads hold, [n] float32, summed in the order given."""
 
-    def decode(self, payload: Payload) -> Floats:
-        """What the payload holds, [n] float32."""
+    def decode(self, payload: Payload, *, n: int | None = None) -> Floats:
+        """What the payload holds, [n] float32; PayloadError if `n` is given and another."""
+        if n is not None:
+            check_size(payload.n, n, payload.nbytes)
         return self.decode_mean([payload])
 
     @abstractmethod
@@ -201,8 +223,10 @@ class Codec(ABC):
 
         Raises CompressError if something is missing, of another shape, NaN or Inf.
         """
-        expected = self.new_state(n)
         arrays = saved_item(saved, "arrays")
+        if self.remembers:
+            check_held(arrays, n)
+        expected = self.new_state(n)
         if not isinstance(arrays, (list, tuple)) or len(arrays) != len(expected):
             count = len(arrays) if isinstance(arrays, (list, tuple)) else 0
             raise CompressError(f"it has {count} arrays; expected {len(expected)}. {_OTHER}")
@@ -218,6 +242,15 @@ def saved_item(saved: Any, key: str) -> Any:
         has = sorted(map(str, saved)) if isinstance(saved, dict) else type(saved).__name__
         raise CompressError(f"it has no {key!r}, only {has}. {_OTHER}")
     return saved[key]
+
+
+def check_held(arrays: Any, n: int) -> None:
+    """Raise CompressError unless saved arrays have at least n elements.
+
+    So nothing is made of a size that only a number in a file asks for.
+    """
+    if (found := saved_.held(arrays)) < n:
+        raise CompressError(f"it says {n} elements and holds {found} numbers. {_OTHER}")
 
 
 def saved_array(saved: Any, like: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -42,6 +42,7 @@ from .exchange.gather import mean_of_gathered
 from .exchange.shared import Rounds
 from .feedback import ErrorFeedback
 from .horovod.traffic import Traffic
+from .saved import held, reading
 from .settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -399,6 +400,10 @@ class FFTState:
         the mean: what all still have to send together is then what it was. Nothing changes if a
         state does not fit.
         """
+        with reading("the saved state"):
+            self._load(state)
+
+    def _load(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         states = [state] if isinstance(state, dict) else list(state)
         for entry in states:
             if not isinstance(entry, dict) or entry.get("format") != _FORMAT:
@@ -406,6 +411,7 @@ class FFTState:
                     "not a state of FFTState.state_dict(); expected what it returned, unchanged"
                 )
         states = saving.each(torch.Tensor, lambda tensor: tensor.cpu().numpy(), states)
+        held(states)
         saved = states[0]["ranks"] if states else 0
         rank = dist.get_rank(self.process_group)
         own = [entry for entry in states if entry["rank"] == rank]
@@ -416,12 +422,20 @@ class FFTState:
                 f"got states {[entry['rank'] for entry in states]} of {saved} for rank {rank} "
                 f"of {self.ranks}; expected this rank's own, or the list of all that were saved"
             )
+        scale = states[0]["scale"]
+        if scale is not None and not (isinstance(scale, float) and 0 < scale < math.inf):
+            raise CompressError(f"a saved scale is {scale!r}; expected a number above 0, or None")
+        before = self.shared.kept()
         self.shared.load_state_dict(_mean_of_shared([entry["shared"] for entry in states]))
-        if len(states) == 1:
-            self.feedback.load_state_dict(states[0]["feedback"])
-        else:
-            self.feedback.load_mean([entry["feedback"] for entry in states])
-        self._scale = states[0]["scale"]
+        try:
+            if len(states) == 1:
+                self.feedback.load_state_dict(states[0]["feedback"])
+            else:
+                self.feedback.load_mean([entry["feedback"] for entry in states])
+        except CompressError:
+            self.shared.put_back(before)
+            raise
+        self._scale = scale
         self._held.clear()
         self._seen.clear()
 

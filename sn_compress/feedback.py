@@ -18,6 +18,7 @@ from . import _cuda
 from .codecs import saving
 from .contract import Codec, Payload, as_vector
 from .errors import CompressError
+from .saved import held, reading
 
 _FORMAT = 2
 
@@ -56,6 +57,7 @@ class ErrorFeedback:
         self.decay = decay
         self._codec_for = (lambda name: codec) if isinstance(codec, Codec) else codec
         self._codecs: dict[str, Codec] = {}
+        # Elements and state; None for a codec's that remembered nothing, made when it is needed.
         self._memory: dict[str, tuple[int, Any]] = {}
         self.undoable = False
         self._before: dict[str, tuple[int, Any]] = {}
@@ -99,12 +101,14 @@ class ErrorFeedback:
     def _find(self, name: str, like: Any) -> tuple[int, Any]:
         codec = self.codec_of(name)
         size = _cuda.view(like).elements if _cuda.on_device(like) else like.size
-        n, memory = self._memory.get(name) or (size, codec.new_state(size))
+        n, memory = self._memory.get(name) or (size, None)
         if n != size:
             raise CompressError(
                 f"{name!r} has {size} elements; its memory has {n}. Names must be unique "
                 "and shapes constant; call forget(name) after changing a layer."
             )
+        if memory is None:
+            memory = codec.new_state(size)
         return n, codec.place_state(memory, like)
 
     def _keep(self, name: str, n: int, memory: Any, before: tuple[int, Any] | None) -> None:
@@ -117,6 +121,8 @@ class ErrorFeedback:
         if name not in self._memory:
             raise CompressError(f"nothing was encoded for {name!r}; known: {sorted(self._memory)}")
         n, memory = self._memory[name]
+        if memory is None:
+            return np.zeros(n, np.float32)
         return self.codec_of(name).state_to_values(memory, n)
 
     def remembers(self, name: str) -> bool:
@@ -134,7 +140,9 @@ class ErrorFeedback:
 
     def rescale(self, factor: float) -> None:
         """Multiply all memories, as when a loss scaler has changed its scale."""
-        for name, (n, _) in self._memory.items():
+        for name, (n, memory) in self._memory.items():
+            if memory is None:
+                continue
             self._set(name, n, self.residual(name) * np.float32(factor))
 
     def _set(self, name: str, n: int, residual: npt.NDArray[np.float32]) -> None:
@@ -182,6 +190,7 @@ class ErrorFeedback:
         memory = {
             name: saving.save(self.codec_of(name), state, n)
             for name, (n, state) in self._memory.items()
+            if state is not None
         }
         return {"format": _FORMAT, "memory": memory}
 
@@ -191,6 +200,10 @@ class ErrorFeedback:
         Saved with another codec or other settings, the memory is taken over as the vector it
         stands for. States of format 1, of an FFTCodec, are read as well.
         """
+        with reading("the saved memories"):
+            self._memory = self._read(state)
+
+    def _read(self, state: dict[str, Any]) -> dict[str, tuple[int, Any]]:
         read = {1: _entries_1, 2: _entries}.get(
             state.get("format", 0) if isinstance(state, dict) else 0
         )
@@ -199,7 +212,15 @@ class ErrorFeedback:
                 f"not a state of format 1 or {_FORMAT}: {type(state).__name__}; expected what "
                 "state_dict() returned, unchanged"
             )
-        self._memory = {name: self._load(name, entry) for name, entry in read(state).items()}
+        held(state)
+        known, found = dict(self._codecs), {}
+        try:
+            for name, entry in read(state).items():
+                found[name] = self._load(name, entry)
+        except BaseException:
+            self._codecs = known  # those of names that there may not be
+            raise
+        return found
 
     def load_mean(self, states: Sequence[dict[str, Any]]) -> None:
         """Take over the mean of states saved on several ranks; nothing changes if one does not fit.
@@ -213,8 +234,15 @@ class ErrorFeedback:
         for state in states:
             rank = ErrorFeedback(self._codec_for)
             rank.load_state_dict(state)
-            for name in rank._memory:
+            for name, (_, memory) in rank._memory.items():
+                if memory is None:
+                    continue
                 residual = rank.residual(name).astype(np.float64)
+                if name in total and total[name].shape != residual.shape:
+                    raise CompressError(
+                        f"{name!r} has {residual.size} elements in one state and "
+                        f"{total[name].size} in another; expected those of one run"
+                    )
                 total[name] = total[name] + residual if name in total else residual
         self._memory = {
             name: (
@@ -225,6 +253,8 @@ class ErrorFeedback:
         }
 
     def _load(self, name: str, entry: dict[str, Any]) -> tuple[int, Any]:
+        if not isinstance(name, str):
+            raise CompressError(f"a saved memory is of {name!r}; expected a name")
         try:
             codec = self.codec_of(name)
         except LookupError as error:

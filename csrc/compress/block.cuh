@@ -59,6 +59,10 @@ SN_DEVICE void atomic_or(T* where, T value) {
   *where |= value;
 }
 template <typename T>
+SN_DEVICE void atomic_xor(T* where, T value) {
+  *where ^= value;
+}
+template <typename T>
 SN_DEVICE void atomic_max(T* where, T value) {
   if (*where < value) *where = value;
 }
@@ -91,10 +95,14 @@ class Block {
                                     : static_cast<int>((i * 37u + 11) % Threads));
   }
 
-  // Sum and maximum of a value per thread, left in `cell`, which was zero.
+  // Sum, exclusive or, and maximum of a value per thread, left in `cell`, which was zero.
   template <typename Value>
   void sum(u32* cell, Value value) const {
     each([&](int t) { *cell += value(t); });
+  }
+  template <typename Value>
+  void parity(u32* cell, Value value) const {
+    each([&](int t) { *cell ^= value(t); });
   }
   template <typename Value>
   void max(u32* cell, Value value) const {
@@ -165,6 +173,10 @@ SN_DEVICE void atomic_or(T* where, T value) {
   atomicOr(where, value);
 }
 template <typename T>
+SN_DEVICE void atomic_xor(T* where, T value) {
+  atomicXor(where, value);
+}
+template <typename T>
 SN_DEVICE void atomic_max(T* where, T value) {
   atomicMax(where, value);
 }
@@ -173,6 +185,10 @@ constexpr u32 kWarp = 0xFFFFFFFFu;
 
 SN_DEVICE u32 warp_sum(u32 value) {
   for (int step = 16; step; step >>= 1) value += __shfl_xor_sync(kWarp, value, step);
+  return value;
+}
+SN_DEVICE u32 warp_xor(u32 value) {
+  for (int step = 16; step; step >>= 1) value ^= __shfl_xor_sync(kWarp, value, step);
   return value;
 }
 SN_DEVICE u32 warp_max(u32 value) {
@@ -219,6 +235,12 @@ class Block {
   SN_DEVICE void sum(u32* cell, Value value) const {
     const u32 total = warp_sum(value(static_cast<int>(threadIdx.x)));
     if ((threadIdx.x & 31) == 0) atomicAdd(cell, total);
+    __syncthreads();
+  }
+  template <typename Value>
+  SN_DEVICE void parity(u32* cell, Value value) const {
+    const u32 total = warp_xor(value(static_cast<int>(threadIdx.x)));
+    if ((threadIdx.x & 31) == 0) atomicXor(cell, total);
     __syncthreads();
   }
   template <typename Value>

@@ -3,7 +3,7 @@
 // integers is done here in 32: a GPU has no others.
 #pragma once
 
-#include "block.cuh"
+#include "crc.cuh"
 
 namespace sn {
 
@@ -85,6 +85,7 @@ struct Settings {
   int top;           // end of every range, upper half of a float32; below 0: each block's own
   float factor;      // encode: decay of the memory; decode: weight of a rank
   int ranks;
+  u64 powers;        // the table of crc.cuh
 
   SN_DEVICE int head_bits() const { return values == kTwoBit ? 32 : 16; }
 };

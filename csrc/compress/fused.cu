@@ -237,20 +237,16 @@ SN_DEVICE void encode_block(const Threads& block, Shared& shared, u32* record,
     });
   }
   u32* out = pointer<u32>(section.words) + row * words;
-  const u32 first = static_cast<u32>(section.first_word + row * words);
-  block.sum(shared.cells + kChecksum, [&](int t) {
-    u32 own = 0;
-    for (int w = t; w < words; w += kThreads) {
-      out[w] = record[w];
-      own += (2 * (first + w) + 1) * record[w];
-    }
-    return own;
+  const i64 first = section.first_word + row * words;
+  block.parity(shared.cells + kChecksum, [&](int t) {
+    return share(pointer<const u32>(s.powers), first, t, words, kThreads,
+                 [&](int w) { return out[w] = record[w]; });
   });
   block.each([&](int t) {
     if (t == 0) {
       u64* totals = pointer<u64>(section.totals);
       if (shared.cells[kSaturated]) atomic_add(totals, u64{shared.cells[kSaturated]});
-      atomic_add(totals + 1, u64{shared.cells[kChecksum]});
+      atomic_xor(totals + 1, u64{shared.cells[kChecksum]});
     }
     if (!finite || !section.memory) return;
     const i64 pair = row * (kFloats / 2);
@@ -314,21 +310,16 @@ SN_DEVICE void decode_block(const Threads& block, Shared& shared, u32* record,
   const int words = static_cast<int>(s.words), parts = static_cast<int>(s.kept) * kParts;
   u16* positions = reinterpret_cast<u16*>(record + words);
   const u32* in = pointer<const u32>(section.words) + row * words;
-  const u32 first = static_cast<u32>(section.first_word + row * words);
+  const i64 first = section.first_word + row * words;
   bool sound = true, finite = true;
   block.each([&](int t) {
     for (int i = t; i < kFloats; i += kThreads) shared.data[slot(i)] = 0.0f;
     if (t < kCells) shared.cells[t] = 0;
   });
   for (int rank = 0; rank < s.ranks; ++rank, in += section.rank_words) {
-    block.sum(shared.cells + kChecksum, [&](int t) {
-      u32 own = 0;
-      for (int w = t; w < words; w += kThreads) {
-        const u32 word = in[w];
-        record[w] = word;
-        own += (2 * (first + w) + 1) * word;
-      }
-      return own;
+    block.parity(shared.cells + kChecksum, [&](int t) {
+      return share(pointer<const u32>(s.powers), first, t, words, kThreads,
+                   [&](int w) { return record[w] = in[w]; });
     });
     const u32 heads = record[0], top = heads & 0xFFFFu;
     const bool number = top != kNonFinite;
@@ -351,7 +342,7 @@ SN_DEVICE void decode_block(const Threads& block, Shared& shared, u32* record,
     }
     block.each([&](int t) {
       if (t == 0) {
-        atomic_add(pointer<u64>(section.totals) + rank, u64{shared.cells[kChecksum]});
+        atomic_xor(pointer<u64>(section.totals) + rank, u64{shared.cells[kChecksum]});
         shared.cells[kChecksum] = 0;
       }
     });

@@ -11,7 +11,7 @@ struct Section {
   u64 values;       // encode: the input; decode: the output
   u64 memory;       // encode: [blocks, floats] of memory_dtype, or 0; decode: u32 error flags
   u64 words;        // its first record; decode: that of the first rank
-  u64 totals;       // encode: {saturated, checksum} of its payload; decode: u64 checksums by rank
+  u64 totals;       // encode: {saturated, CRC's sum} of its payload; decode: u64 sums by rank
   i64 rank_words;   // decode: words from one rank's payload to the next
   i64 elements;     // of `values`; the last block may be cut short
   i64 first_block;  // number of blocks in the sections before
@@ -34,14 +34,16 @@ struct Sheet {
   i64 words;       // per payload
   i64 used;        // words before the padding
   u32 header[6];   // magic to reserved, the same for every rank
+  u32 end, unused;  // end: x**(32 words), see crc.cuh
 };
 
 struct Sheets {
   Sheet at[kSections];
 };
 
-static_assert(sizeof(Section) == 72 && sizeof(Sheet) == 72, "as in ops/");
+static_assert(sizeof(Section) == 72 && sizeof(Sheet) == 80, "as in ops/");
 static_assert(sizeof(Sections) + sizeof(Settings) + 64 <= 4096, "a kernel's arguments");
+static_assert(sizeof(Sheets) + 64 <= 4096, "a kernel's arguments");
 
 // What decoding found wrong; the flags only ever grow.
 enum Damage : u32 { kBadRecord = 1, kBadHeader = 2, kBadChecksum = 4 };

@@ -313,23 +313,21 @@ SN_DEVICE void pack_body(const Job& job) {
   });
 }
 
-// totals[1] += the record's share of the checksum; decode: totals[0], its rank's.
+// totals[1] ^= the record's share of the checksum; decode: totals[0], its rank's.
 SN_DEVICE void sum_words_body(const Job& job) {
   job.block.each([&](int t) {
     if (t == 0) job.shared.cells[0] = 0;
   });
   const i64 start = job.block.index() * 4 * kThreads;
-  job.block.sum(job.shared.cells, [&](int t) {
-    u32 own = 0;
-    for (int j = 0; j < 4; ++j) {
-      const i64 i = start + t + j * kThreads;
-      if (i < job.s.words) own += (2 * static_cast<u32>(job.w.first_word + i) + 1) * job.words()[i];
-    }
-    return own;
+  const i64 left = job.s.words - start;
+  const int count = static_cast<int>(left < 4 * kThreads ? left : 4 * kThreads);
+  job.block.parity(job.shared.cells, [&](int t) {
+    return share(pointer<const u32>(job.s.powers), job.w.first_word + start, t, count, kThreads,
+                 [&](int w) { return job.words()[start + w]; });
   });
   job.block.each([&](int t) {
     if (t == 0)
-      atomic_add(pointer<u64>(job.w.totals) + (job.w.flags ? 0 : 1), u64{job.shared.cells[0]});
+      atomic_xor(pointer<u64>(job.w.totals) + (job.w.flags ? 0 : 1), u64{job.shared.cells[0]});
   });
 }
 

@@ -167,7 +167,7 @@ class AutoCodec(Codec):
     def load_state(self, saved: dict[str, Any], n: int) -> AutoState:
         """See Codec.load_state. Of another release, with other candidates, only the memory."""
         age = saved_item(saved, "age")
-        if not isinstance(age, int) or age < 0:
+        if not isinstance(age, int) or isinstance(age, bool) or age < 0:
             raise CompressError(f"it is {age!r} encodings old; expected a number, 0 or more")
         if "choice" not in saved:
             return AutoState(None, None, age)
@@ -180,8 +180,10 @@ class AutoCodec(Codec):
         if isinstance(choice, int) and 0 <= choice < len(codecs):
             codec = codecs[choice]
             if codec.settings.hex() == saved_item(saved, "settings"):
-                return AutoState(choice, saving.load(codec, inner), age)
-        return self.values_to_state(saving.load_values(inner))
+                state = saving.load(codec, inner)
+                return self.new_state(n) if state is None else AutoState(choice, state, age)
+        values = saving.load_values(inner)
+        return self.new_state(n) if values is None else self.values_to_state(values)
 
     def encode(
         self, values: npt.ArrayLike, *, state: AutoState | None = None, decay: float = 1.0

@@ -66,6 +66,7 @@ class BoundedCodec(Codec):
     """
 
     codec_id = 24
+    remembers = False
     error_feedback = False
 
     def __init__(

@@ -44,6 +44,7 @@ class CastCodec(Codec):
     """
 
     codec_id = 22
+    remembers = False
     error_feedback = False
 
     def __init__(self, *, dtype: Literal["fp16", "bf16"] = "fp16") -> None:

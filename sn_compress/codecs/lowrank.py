@@ -28,6 +28,7 @@ from ..contract import (
     Floats,
     Payload,
     as_vector,
+    check_held,
     saved_array,
     saved_item,
 )
@@ -154,6 +155,7 @@ class LowRankCodec(Codec):
         return {"memory": state.memory.copy(), "start": state.start.copy()}
 
     def load_state(self, saved: dict[str, Any], n: int) -> LowRankState:
+        check_held([saved_item(saved, "memory"), saved_item(saved, "start")], n)
         like = self.new_state(n)
         return LowRankState(
             saved_array(saved_item(saved, "memory"), like.memory),

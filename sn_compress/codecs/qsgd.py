@@ -53,6 +53,7 @@ class QSGDCodec(Codec):
     """
 
     codec_id = 16
+    remembers = False
     error_feedback = False
 
     def __init__(

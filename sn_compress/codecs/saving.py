@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..contract import Codec, Floats, saved_item
+from ..contract import MAX_ELEMENTS, Codec, Floats, saved_item
 from ..errors import CompressError
 from .registry import by_class
 
@@ -28,33 +28,39 @@ def save(codec: Codec, state: Any, n: int) -> dict[str, Any]:
 
 
 def load(codec: Codec, entry: dict[str, Any]) -> Any:
-    """The state, for this codec; CompressError if it is damaged or cannot be carried over."""
+    """The state, for this codec; CompressError if it is damaged or cannot be carried over.
+
+    None if nothing is remembered in it that this codec could go on with.
+    """
     n = elements(entry)
     own = saved_item(entry, "codec") == type(codec).__name__
     if own and _plain(saved_item(entry, "basis")) == _plain(codec.basis):
         return codec.load_state(saved_item(entry, "state"), n)
-    return codec.values_to_state(load_values(entry))
+    values = load_values(entry)
+    return None if values is None else codec.values_to_state(values)
 
 
-def load_values(entry: dict[str, Any]) -> Floats:
-    """The vector that a saved state stands for, [n] float32."""
+def load_values(entry: dict[str, Any]) -> Floats | None:
+    """The vector that a saved state stands for, [n] float32; None for codecs without memory."""
     n, basis = elements(entry), saved_item(entry, "basis")
     try:
         settings = {k: tuple(v) if isinstance(v, list) else v for k, v in basis.items()}
         saved = by_class(saved_item(entry, "codec"), settings)
-    except (TypeError, AttributeError) as error:
+    except (TypeError, AttributeError, ArithmeticError) as error:
         raise CompressError(
             f"it was saved with settings {basis!r}, which make no codec: {error}"
         ) from error
     state = saved.load_state(saved_item(entry, "state"), n)
+    if not saved.remembers:
+        return None
     return np.asarray(saved.state_to_values(state, n), np.float32)
 
 
 def elements(entry: dict[str, Any]) -> int:
     """How many elements a saved state is of."""
     n = saved_item(entry, "n")
-    if not isinstance(n, int) or n < 0:
-        raise CompressError(f"it is of {n!r} elements; expected 0 or more")
+    if not isinstance(n, int) or isinstance(n, bool) or not 0 <= n <= MAX_ELEMENTS:
+        raise CompressError(f"it is of {n!r} elements; expected 0 to {MAX_ELEMENTS}")
     return n
 
 

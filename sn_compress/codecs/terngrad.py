@@ -55,6 +55,7 @@ class TernGradCodec(Codec):
     """
 
     codec_id = 17
+    remembers = False
     error_feedback = False
 
     def __init__(

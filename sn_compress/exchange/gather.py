@@ -42,9 +42,11 @@ def mean_of_gathered(codec: Codec, gathered: Bytes, ranks: int, n: int) -> Float
             f"gathered {gathered.size} bytes from {ranks} ranks; expected {size} from each. Do "
             "all ranks run the same version with the same settings?"
         )
-    payloads = [Payload.from_bytes(gathered[r * step : r * step + size]) for r in range(ranks)]
-    # The header's n comes from a peer; ours decides what is allocated.
-    for rank, payload in enumerate(payloads):
-        if payload.n != n:
-            raise PayloadError(f"rank {rank} sent {payload.n} elements; expected {n}")
+    payloads = []
+    for rank in range(ranks):
+        try:
+            part = gathered[rank * step : rank * step + size]
+            payloads.append(Payload.from_bytes(part, n=n))
+        except PayloadError as error:
+            raise PayloadError(f"from rank {rank}: {error}") from error
     return codec.decode_mean(payloads)

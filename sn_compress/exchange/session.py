@@ -17,13 +17,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..contract import Floats
+from .. import saved
+from ..codecs.lowrank import matrix_shape
+from ..contract import MAX_ELEMENTS, Floats
 from ..errors import CompressError
-from .allocate import Curve, allocate, better, budget, summable
+from ..saved import reading
+from .allocate import MOST, Curve, allocate, better, budget, summable
 from .shared import Rounds, Summable
 
 SMALLEST = 64  # elements; below, a head of two words is not worth it
 _FORMAT = 4
+_MOST_UNSEEN = 2**31  # elements of a saved tensor of which no array was saved
 
 
 @dataclass
@@ -231,18 +235,30 @@ class SharedExchange:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what state_dict returned; nothing changes if it does not fit."""
-        if not isinstance(state, dict) or state.get("format") != _FORMAT or "tensors" not in state:
-            raise CompressError(
-                f"not a state of format {_FORMAT} of the shared exchange; expected what "
-                "state_dict() returned, unchanged"
-            )
-        loaded = {}
-        for name, entry in state["tensors"].items():
-            try:
-                loaded[name] = self._load(entry)
-            except (KeyError, TypeError, ValueError) as error:
-                raise CompressError(f"the saved state of {name!r} does not fit: {error}") from error
-        self.tensors, self._left_out = loaded, dict(state["left_out"])
+        with reading("the saved state of the shared exchange"):
+            if not isinstance(state, dict) or state.get("format") != _FORMAT:
+                raise CompressError(
+                    f"not a state of format {_FORMAT} of the shared exchange; expected what "
+                    "state_dict() returned, unchanged"
+                )
+            saved.held(state)
+            loaded = {}
+            for name, entry in state["tensors"].items():
+                with reading(f"the saved state of {name!r}"):
+                    loaded[_name(name)] = self._load(entry)
+            left_out = {
+                _name(name): saved.count(n, "size of a tensor left out", high=MAX_ELEMENTS)
+                for name, n in state["left_out"].items()
+            }
+        self.tensors, self._left_out = loaded, left_out
+
+    def kept(self) -> tuple[Any, Any]:
+        """What loading replaces, for `put_back` where something else could not be loaded."""
+        return self.tensors, self._left_out
+
+    def put_back(self, kept: tuple[Any, Any]) -> None:
+        """As before loading."""
+        self.tensors, self._left_out = kept
 
     def remembers(self, name: str) -> bool:
         """Whether there is a memory of `name`."""
@@ -278,20 +294,42 @@ class SharedExchange:
                 summable.memory = residual.astype(np.float32)
 
     def _load(self, entry: dict[str, Any]) -> Tensor:
-        shape = tuple(int(size) for size in entry["shape"])
-        tensor = Tensor(shape, int(entry["step"]))
+        shape = saved.shape(entry["shape"], "shape")
+        n, step = math.prod(shape), saved.count(entry["step"], "step")
+        # Without an array there is nothing to hold a size against.
+        if saved.held(entry) < n and n > _MOST_UNSEEN:
+            raise CompressError(f"it says {n} elements and holds {saved.held(entry)} numbers")
+        tensor = Tensor(shape, step)
         if "shares" in entry:
-            sides = tuple(int(size) for size in entry["sides"])
-            shares = np.array(entry["shares"], np.float64)
-            tensor.curve = Curve(sides, shares, bool(entry["sparse"]))
+            tensor.curve = _curve(entry, n)
         for kind in ("mean", "owed"):
             if kind in entry:
-                setattr(tensor, kind, np.array(entry[kind], np.float32))
+                setattr(tensor, kind, saved.floats(entry[kind], kind, (n,)))
         if "summable" in entry:
-            tensor.size = int(entry["size"])
+            saved.floats(entry["summable"]["memory"], "memory", (n,))
+            tensor.size = saved.count(entry["size"], "size", high=n)
             tensor.summable = self._summable(tensor)
             tensor.summable.load_state_dict(entry["summable"])
         return tensor
+
+
+def _name(name: Any) -> str:
+    if not isinstance(name, str):
+        raise CompressError(f"a saved tensor is called {name!r}; expected a name")
+    return name
+
+
+def _curve(entry: dict[str, Any], n: int) -> Curve:
+    sides, sparse = saved.shape(entry["sides"], "shape of sides"), entry["sparse"]
+    rows, columns = matrix_shape(sides)
+    most = rows if sparse else min(rows, columns, MOST)
+    shares = np.asarray(entry["shares"])
+    sound = math.prod(sides) == n and isinstance(sparse, bool) and shares.shape == (most,)
+    if not sound or shares.dtype.kind != "f" or not np.isfinite(shares).all():
+        raise CompressError(
+            f"its {shares.size} shares of {shares.dtype} are not those of {sides}; expected {most}"
+        )
+    return Curve(sides, np.array(shares, np.float64), sparse)
 
 
 def _left(tensor: Tensor) -> Floats | None:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ..contract import Floats, as_vector
 from ..errors import CompressError, PayloadError
+from ..saved import floats, reading
 from .digits import Digits, Words
 
 Array = npt.NDArray[Any]
@@ -238,25 +239,29 @@ class Summable(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what state_dict returned; nothing changes if it does not fit."""
         mine = {"memory": self.memory, **self._shared()}
-        try:
+        with reading("the saved state"):
             saved = {"memory": state["memory"], **state["shared"]}
-            found = {name: np.array(saved[name], value.dtype) for name, value in mine.items()}
-        except (KeyError, TypeError, ValueError) as error:
-            raise CompressError(
-                f"the saved state is incomplete ({type(error).__name__}: {error}); expected what "
-                "state_dict() returned, unchanged"
-            ) from error
-        for name, value in mine.items():
-            if found[name].shape != value.shape:
-                raise CompressError(
-                    f"saved {name} has shape {found[name].shape}; expected {value.shape}. Was it "
-                    "saved with other settings, or for another layer?"
-                )
-            if not np.isfinite(found[name]).all():
-                raise CompressError(f"saved {name} holds NaN or Inf; load another, or none")
+            found = {name: _like(saved[name], name, value) for name, value in mine.items()}
         self._before = {}
         for name, value in found.items():
             setattr(self, name, value)
+
+
+def _like(saved: Any, name: str, value: Array) -> Array:
+    """A copy of a saved array, checked to be of the shape and kind of the one there is."""
+    if value.dtype.kind == "f":
+        return floats(saved, name, value.shape)
+    array = np.asarray(saved)
+    if array.shape != value.shape or array.dtype.kind not in (
+        "b" if value.dtype.kind == "b" else "iu"
+    ):
+        raise CompressError(
+            f"saved {name} has shape {array.shape} and dtype {array.dtype}; expected {value.shape} "
+            f"and {value.dtype}. Was it saved with other settings, or for another layer?"
+        )
+    if value.dtype.kind == "i" and not ((array >= _FLOOR) & (array <= _TOP)).all():
+        raise CompressError(f"saved {name} is outside {_FLOOR} to {_TOP}: it is damaged")
+    return np.array(array, value.dtype, order="C")
 
 
 class Halved(Summable):

@@ -21,12 +21,14 @@ import numpy.typing as npt
 
 from ..contract import Bytes, Codec, Floats, Payload
 from ..errors import CompressError, PayloadError
+from ..saved import count, floats, held, reading
 
 SMALLEST = 1024  # elements; smaller tensors travel as they are
 # Factor on the mixing weight; Koloskova et al. 2019 call it the consensus step size. Copies lag
 # behind, so ranks that are pulled by them at full weight swing apart: with 2 % of the values in a
 # message, 0.3 and more diverges, however small the learning rate. Some 5 times what is kept.
 PULL = 0.1
+Copies = tuple[Floats | None, dict[int, Floats], dict[int, Floats]]  # base, told, heard
 _FORMAT = 1
 
 Shape = tuple[int, ...]
@@ -121,9 +123,10 @@ class Differences:
                 found[stretch] = np.frombuffer(part.tobytes(), np.float32)
             else:
                 part = wire[start : start + codec.payload_bytes(size)]
-                payload = Payload.from_bytes(part)
-                if payload.n != size:
-                    raise PayloadError(f"rank {source} sent {payload.n} elements; expected {size}")
+                try:
+                    payload = Payload.from_bytes(part, n=size)
+                except PayloadError as error:
+                    raise PayloadError(f"from rank {source}: {error}") from error
                 found[stretch] = copy[stretch] + codec.decode(payload)
             start += part.size
             _replace(copy[stretch], found[stretch])
@@ -147,16 +150,28 @@ class Differences:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over saved copies; CompressError, and no change, if they are of other tensors."""
-        if state.get("format") != _FORMAT:
-            raise CompressError(
-                f"saved differences of format {state.get('format')!r}; expected {_FORMAT}"
+        self.take(self.read(state))
+
+    def read(self, state: dict[str, Any]) -> Copies:
+        """Saved copies, checked, for `take`; nothing changes."""
+        with reading("saved copies"):
+            if state.get("format") != _FORMAT:
+                raise CompressError(
+                    f"saved differences of format {state.get('format')!r}; expected {_FORMAT}"
+                )
+            held(state)
+            base = None if state["base"] is None else _vector(state["base"], self.n)
+            told, heard = (
+                {count(rank, "rank"): _vector(copy, self.n) for rank, copy in state[key].items()}
+                for key in ("told", "heard")
             )
-        base = None if state["base"] is None else _vector(state["base"], self.n)
-        told, heard = (
-            {int(rank): _vector(copy, self.n) for rank, copy in state[key].items()}
-            for key in ("told", "heard")
-        )
-        self.base, self._told, self._heard = base, told, heard
+            if base is None and (told or heard):
+                raise CompressError("saved copies without the weights they began with")
+        return base, told, heard
+
+    def take(self, copies: Copies) -> None:
+        """Go on with what `read` returned."""
+        self.base, self._told, self._heard = copies
 
 
 def _replace(copy: Floats, values: npt.NDArray[Any]) -> None:
@@ -166,10 +181,10 @@ def _replace(copy: Floats, values: npt.NDArray[Any]) -> None:
 
 
 def _vector(saved: Any, n: int) -> Floats:
-    array = np.array(saved, np.float32)
+    array = np.asarray(saved)
     if array.shape != (n,):
         raise CompressError(
             f"a saved copy has shape {array.shape}; expected ({n},). Load what was saved for this "
             "model and bucket_bytes, or call consensus() to begin anew."
         )
-    return array
+    return floats(array, "copy", (n,))

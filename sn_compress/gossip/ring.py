@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ..contract import Bytes
 from ..errors import CompressError, PayloadError
+from ..saved import count, held, reading
 
 Array = npt.NDArray[Any]
 
@@ -127,10 +128,13 @@ class Ring:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved shard; CompressError, and no change, if it is not one of this ring."""
-        count = self.counts[(self.rank - state["epoch"]) % len(self.counts)]
-        fields = [np.asarray(field) for field in state["fields"]]
-        found = [(f.shape, f.dtype) for f in fields]
-        expected = [((count, *f.shape[1:]), f.dtype) for f in self.fields]
-        if found != expected:
-            raise CompressError(f"a saved shard of {found}; expected {expected} at that epoch")
-        self.fields, self.epoch, self._arrived = fields, state["epoch"], []
+        with reading("the saved shard"):
+            epoch = count(state["epoch"], "epoch")
+            mine = self.counts[(self.rank - epoch) % len(self.counts)]
+            held(state["fields"])
+            fields = [np.asarray(field) for field in state["fields"]]
+            found = [(f.shape, f.dtype) for f in fields]
+            expected = [((mine, *f.shape[1:]), f.dtype) for f in self.fields]
+            if found != expected:
+                raise CompressError(f"a saved shard of {found}; expected {expected} at that epoch")
+        self.fields, self.epoch, self._arrived = fields, epoch, []

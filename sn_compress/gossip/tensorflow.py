@@ -124,7 +124,7 @@ class _Gossiping:
         return {} if self._sn.copies is None else self._sn.copies.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if (self._sn.copies is None) != (not state):
+        if not isinstance(state, dict) or (self._sn.copies is None) != (not state):
             raise CompressError(
                 "a state with copies for an optimizer without a codec, or the other way round; "
                 "expected one saved with the same codec, and an optimizer that is built"

@@ -23,6 +23,7 @@ import torch
 
 from ..contract import Codec
 from ..errors import CompressError
+from ..saved import reading
 from .differences import PULL, Shape
 from .loaders.torch import ring_shuffle
 from .peers.torch import find_peers
@@ -63,9 +64,11 @@ class _Gossiping:
         return super().state_dict() | {"gossip": self._sn.state_dict()}  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        own = {key: value for key, value in state_dict.items() if key != "gossip"}
-        super().load_state_dict(own)  # type: ignore[misc]
-        self._sn.load_state_dict(state_dict.get("gossip"))
+        with reading("the saved state of the optimizer"):
+            own = {key: value for key, value in state_dict.items() if key != "gossip"}
+            gossip = self._sn.read(state_dict.get("gossip"))
+            super().load_state_dict(own)  # type: ignore[misc]
+        self._sn.take(gossip)
 
 
 def GossipOptimizer(  # noqa: N802 - named as Horovod names its own

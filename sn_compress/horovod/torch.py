@@ -26,6 +26,7 @@ from .._waiting import result_of
 from ..codecs import saving
 from ..errors import CompressError
 from ..exchange.gather import on_wire, wire_bytes
+from ..saved import reading
 from ..settings import Settings
 from .caller import Caller, find_caller
 from .memory import Memory
@@ -230,7 +231,8 @@ def state_dict(optimizer: Any) -> dict[str, Any]:
 
 def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
     """Take over what state_dict returned."""
-    arrays = saving.each(torch.Tensor, lambda tensor: tensor.cpu().numpy(), state)
+    with reading("the saved state"):
+        arrays = saving.each(torch.Tensor, lambda tensor: tensor.cpu().numpy(), state)
     _memory_of(optimizer).come_back()
     _exchange_of(optimizer).load_state_dict(arrays)
 

@@ -25,6 +25,7 @@ from ..exchange.gather import mean_of_gathered, on_wire, wire_bytes
 from ..exchange.session import SharedExchange
 from ..exchange.shared import Rounds
 from ..feedback import ErrorFeedback
+from ..saved import arrays_of, reading
 from ..settings import Settings
 from .traffic import Traffic
 
@@ -204,7 +205,8 @@ class Traced:
 
     def from_bytes(self, data: bytes, rank: int) -> None:
         """Take over what to_bytes returned on the same rank; CompressError for another's."""
-        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+        with reading("this error memory"):
+            arrays = arrays_of(data)
             head = json.loads(arrays["head"].tobytes())
             if (head["rank"], head["exchange"]) != (rank, self.settings.exchange):
                 raise CompressError(

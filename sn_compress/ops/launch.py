@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from .._cuda import Program
 from ..errors import CompressError
-from . import pack
+from . import checksum, pack
 from .record import Layout
 
 TRANSFORMS = ("fft", "dct", "hadamard", "identity", "spectrum")
@@ -59,6 +59,7 @@ SETTINGS = np.dtype(
         ("top", "<i4"),
         ("factor", "<f4"),
         ("ranks", "<i4"),
+        ("powers", "<u8"),
     ]
 )
 
@@ -150,7 +151,9 @@ class Format:
         """Shared memory beside the fixed part: the record and the list of 16-bit positions."""
         return 4 * (self.words + -(-self.kept // 2))
 
-    def settings(self, *, factor: float, top: int | None = None, ranks: int = 1) -> Struct:
+    def settings(
+        self, device: Device, *, factor: float, top: int | None = None, ranks: int = 1
+    ) -> Struct:
         """The settings as the kernels take them."""
         settings = np.zeros(1, SETTINGS)
         settings["kept"], settings["bins"], settings["words"] = self.kept, self.bins, self.words
@@ -160,6 +163,7 @@ class Format:
         settings["low"] = pack.low_bits(self.kept, self.bins)
         settings["top"] = -1 if top is None else top
         settings["factor"], settings["ranks"] = factor, ranks
+        settings["powers"] = powers(device)
         return settings
 
 
@@ -184,11 +188,16 @@ class Piece:
     rank_words: int = 0
 
 
+def powers(device: Device) -> int:
+    """The address of the table that checksums are made with."""
+    return device.constant(("checksum",), checksum.powers())
+
+
 def encode_blocks(
     device: Device, form: Format, pieces: Sequence[Piece], *, decay: float, top: int | None = None
 ) -> None:
     """Encode every block of every piece, one launch for up to 48 pieces."""
-    _launch(device, form, pieces, "encode_blocks", form.settings(factor=decay, top=top))
+    _launch(device, form, pieces, "encode_blocks", form.settings(device, factor=decay, top=top))
 
 
 def decode_blocks(
@@ -198,7 +207,9 @@ def decode_blocks(
 
     A block with a record that cannot be one becomes NaN and raises a flag.
     """
-    _launch(device, form, pieces, "decode_blocks", form.settings(factor=weight, ranks=ranks))
+    _launch(
+        device, form, pieces, "decode_blocks", form.settings(device, factor=weight, ranks=ranks)
+    )
 
 
 def _launch(

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from .._cuda import Program
-from .launch import ROWS, Device
+from . import checksum
+from .launch import ROWS, Device, powers
 
 SHEET = np.dtype(
     [
@@ -24,6 +25,8 @@ SHEET = np.dtype(
         ("words", "<i8"),
         ("used", "<i8"),
         ("header", "<u4", 6),
+        ("end", "<u4"),
+        ("unused", "<u4"),
     ]
 )
 SHEETS = np.dtype([("at", SHEET, ROWS)])
@@ -43,6 +46,7 @@ class Sheet:
 
 
 SEAL = Program("seal.cu")
+THREADS = 128  # kThreads in seal.cu
 
 
 def open_payloads(device: Device, sheets: Sequence[Sheet]) -> None:
@@ -52,7 +56,7 @@ def open_payloads(device: Device, sheets: Sequence[Sheet]) -> None:
 
 def seal_payloads(device: Device, sheets: Sequence[Sheet]) -> None:
     """Write the number of saturated values and the checksum; after encoding."""
-    _sheets(device, sheets, "seal_payloads")
+    _sheets(device, sheets, "seal_payloads", _powers(device))
 
 
 def open_checks(device: Device, sheets: Sequence[Sheet], ranks: int) -> None:
@@ -62,7 +66,11 @@ def open_checks(device: Device, sheets: Sequence[Sheet], ranks: int) -> None:
 
 def check_payloads(device: Device, sheets: Sequence[Sheet], ranks: int) -> None:
     """Raise flags for headers that are not as expected and wrong checksums; after decoding."""
-    _sheets(device, sheets, "check_payloads", np.full(1, ranks, np.int32))
+    _sheets(device, sheets, "check_payloads", np.full(1, ranks, np.int32), _powers(device))
+
+
+def _powers(device: Device) -> Any:
+    return np.full(1, powers(device), np.uint64)
 
 
 def _sheets(device: Device, sheets: Sequence[Sheet], kernel: str, *args: Any) -> None:
@@ -78,7 +86,9 @@ def _sheets(device: Device, sheets: Sequence[Sheet], kernel: str, *args: Any) ->
                 sheet.words,
                 sheet.used,
                 np.frombuffer(sheet.header, "<u4"),
+                checksum.step_on(sheet.words),
+                0,
             )
         device.launch(
-            SEAL, kernel, blocks=len(rows), threads=32, shared_bytes=0, args=[table, *args]
+            SEAL, kernel, blocks=len(rows), threads=THREADS, shared_bytes=0, args=[table, *args]
         )

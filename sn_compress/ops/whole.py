@@ -65,7 +65,7 @@ def encode_whole(
             f"values={form.values!r} over a whole vector on a GPU; expected 'range' or 'fp16'. "
             "Choose a block of up to 8192, or encode on the CPU."
         )
-    run = _Run(device, form, vector, form.settings(factor=decay, top=top))
+    run = _Run(device, form, vector, form.settings(device, factor=decay, top=top))
     chunks = -(-form.bins // _CHUNK)
     floats = form.bins * form.parts
     run("begin", max(form.words, 2048), _THREADS, words)
@@ -83,7 +83,7 @@ def decode_whole(
     device: Device, form: Format, vector: Vector, ranks: Sequence[int], *, weight: float
 ) -> None:
     """Add weight * the values of the records at `ranks`, in order, to coefs."""
-    run = _Run(device, form, vector, form.settings(factor=weight, ranks=len(ranks)))
+    run = _Run(device, form, vector, form.settings(device, factor=weight, ranks=len(ranks)))
     bits = form.bins if form.positions == "bitmap" else pack.upper_bits(form.kept, form.bins)
     for rank, words in enumerate(ranks):
         run("begin_decode", 1, 1, words)

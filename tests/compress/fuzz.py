@@ -11,6 +11,7 @@ import importlib.util
 import struct
 import sys
 import time
+import zlib
 from collections import Counter
 
 import numpy as np
@@ -47,9 +48,9 @@ SIZES_CLAIMED = (
 )
 # One phrase of each message, in the order of the checks.
 REFUSALS = (
-    "are not a payload", "not a payload of this format", "header claims", "checksum is",
-    "gathered", "sent", ", candidate", "with settings", "in the fixed size", "damaged",
-    "range ends", "marks", "ascend", "there is room",
+    "are not a payload", "not a payload of this format", "Do all ranks run the same model?",
+    "header claims", "checksum is", "gathered", ", candidate", "with settings",
+    "in the fixed size", "damaged", "range ends", "marks", "ascend", "there is room",
 )  # fmt: skip
 WORDS = (0, 1, 0x7F80, 0x7FC0, 0x7F7F, 0xFFFF, 0x80000000, 0xFFFFFFFF, 0x7FC0FFFF)
 
@@ -63,8 +64,12 @@ def reseal(data: bytearray) -> None:
     if len(data) < 32 or len(data) % 4:
         return
     data[28:32] = bytes(4)
-    words = np.frombuffer(bytes(data), "<u4").astype(np.uint64)
-    total = int((words * np.arange(1, 2 * words.size, 2, dtype=np.uint64) % 2**32).sum()) % 2**32
+    if data[2] == 1:
+        words = np.frombuffer(bytes(data), "<u4").astype(np.uint64)
+        factors = np.arange(1, 2 * words.size, 2, dtype=np.uint64)
+        total = int((words * factors % 2**32).sum()) % 2**32
+    else:
+        total = zlib.crc32(data)
     data[28:32] = struct.pack("<I", total)
 
 

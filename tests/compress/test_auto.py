@@ -327,7 +327,7 @@ def forged(payload: Payload, **changes: object) -> Payload:
         np.array(fields["buffer"]), codec_id=fields["codec_id"], n=fields["n"],
         settings=fields["settings"],
     )  # fmt: skip
-    return Payload.from_bytes(sealed.to_bytes())
+    return Payload.from_bytes(sealed.to_bytes(), n=sealed.n)
 
 
 def test_forged_payloads_are_refused_cheaply():

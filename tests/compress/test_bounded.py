@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from samples import random, vectors
 
 from sn_compress import CompressError, Payload, PayloadError, codec
-from sn_compress.contract import checksum
+from sn_compress.ops.checksum import crc
 
 FORMS = st.one_of(
     st.builds(
@@ -27,7 +27,7 @@ BOUNDS = st.floats(2.0**-100, 2.0**100)
 
 
 def reseal(data: bytearray) -> bytes:
-    data[28:32] = struct.pack("<I", checksum(np.frombuffer(bytes(data), np.uint8)))
+    data[28:32] = struct.pack("<I", crc(np.frombuffer(bytes(data), np.uint8)))
     return bytes(data)
 
 

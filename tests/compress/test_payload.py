@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from samples import SIZES, codecs, examples, fft_error, random, transform_error
 
 from sn_compress import FFTCodec, Payload, PayloadError
-from sn_compress.contract import MAX_ELEMENTS, checksum
+from sn_compress.contract import MAX_ELEMENTS
 from sn_compress.exchange.gather import mean_of_gathered
+from sn_compress.ops import checksum as sums
 from sn_compress.ops.record import decode_records
 
 FORMAT = Path(__file__).resolve().parents[2] / "docs" / "format.md"
@@ -58,7 +59,7 @@ def test_bytes_at_any_address(backend):
 def test_header_is_as_documented():
     codec = FFTCodec(theta=0.75, block=64, bits=5, mantissa=2, positions="bitmap")
     data = codec.encode(random(100)).to_bytes()
-    assert data[:4] == b"SN\x01\x01"
+    assert data[:4] == b"SN\x02\x01"
     assert struct.unpack("<Q", data[4:12]) == (100,)
     assert data[12:24] == struct.pack("<IBBBBI", 3 << 30, 6, 5, 2, 0x01, 0)
     assert data[24:28] == bytes(4)
@@ -102,10 +103,15 @@ def test_every_change_of_one_byte_is_refused():
 
 @examples
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=8, max_size=200), st.data())
-def test_checksum(words, data):
+@pytest.mark.parametrize("version", [1, 2])
+def test_checksum(version, words, data):
     words[7] = 0
-    said = sum((2 * i + 1) * w for i, w in enumerate(words)) % 2**32
     buffer = np.array(words, "<u4")
+    said = {
+        1: sum((2 * i + 1) * w for i, w in enumerate(words)) % 2**32,
+        2: zlib.crc32(buffer.tobytes()),
+    }[version]
+    checksum = {1: sums.weighted_sum, 2: sums.crc}[version]
     assert checksum(buffer.view(np.uint8)) == said
     at = data.draw(st.integers(0, len(words) - 1).filter(lambda i: i != 7))
     buffer[at] ^= np.uint32(data.draw(st.integers(1, 2**32 - 1)))  # any change to one word
@@ -115,8 +121,8 @@ def test_checksum(words, data):
 @pytest.mark.parametrize(
     ("at", "new", "message"),
     [
-        (0, b"PK", r"magic b'PK', version 1; expected b'SN', 1"),
-        (2, b"\x02", "version 2.*Use one version on all ranks"),
+        (0, b"PK", r"magic b'PK', version 2; expected b'SN', 1 or 2"),
+        (2, b"\x03", "version 3.*Use one version on all ranks"),
         (2, b"\x00", "version 0"),
         (4, struct.pack("<Q", MAX_ELEMENTS + 1), "claims 281474976710657 elements"),
         (4, struct.pack("<Q", 2**64 - 1), "claims"),
@@ -186,7 +192,7 @@ def test_gathered_payloads():
         mean_of_gathered(codec, joined[:-16], 3, 500)
     other = np.frombuffer(resealed(parts[1].to_bytes(), 4, struct.pack("<Q", 499)), np.uint8)
     joined[other.size : 2 * other.size] = other
-    with pytest.raises(PayloadError, match="rank 1 sent 499 elements; expected 500"):
+    with pytest.raises(PayloadError, match="rank 1: header claims 499 elements; expected 500"):
         mean_of_gathered(codec, joined, 3, 500)
 
 

@@ -15,7 +15,8 @@ import sn_compress
 from sn_compress import CompressError, Payload, PayloadError, codec, presets
 from sn_compress.codecs import fft
 from sn_compress.codecs.registry import CODECS
-from sn_compress.contract import MAX_ELEMENTS, SETTINGS_BYTES, checksum
+from sn_compress.contract import MAX_ELEMENTS, SETTINGS_BYTES
+from sn_compress.ops.checksum import crc
 
 SIZES = (0, 1, 31, 32, 33, 63, 1000, 4097)
 U = 2.0**-24  # unit roundoff of float32
@@ -109,7 +110,7 @@ def equal(left, right) -> bool:
 
 def reseal(data: bytearray) -> bytes:
     """Make the checksum right again."""
-    data[28:32] = struct.pack("<I", checksum(np.frombuffer(bytes(data), np.uint8)))
+    data[28:32] = struct.pack("<I", crc(np.frombuffer(bytes(data), np.uint8)))
     return bytes(data)
 
 

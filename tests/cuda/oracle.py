@@ -6,8 +6,11 @@ It knows both kinds of coefficients (complex bins, real ones) and every value co
 
 from __future__ import annotations
 
+import zlib
+
 import numpy as np
 
+from sn_compress.ops import checksum as sums
 from sn_compress.ops import pack, quantize
 from sn_compress.ops.launch import Format
 
@@ -157,3 +160,10 @@ def _bfloat(fixed: np.ndarray, exponent: np.ndarray) -> np.ndarray:
 def _half_scale(heads: np.ndarray) -> np.ndarray:
     exponent = np.maximum(heads.astype(np.uint32) >> 7, 15)
     return ((268 - exponent) << 23).astype(np.uint32).view(np.float32)
+
+
+def checksum(words: np.ndarray, first: int = 8) -> int:
+    """The share of words from number `first` of a payload on, from zlib's CRC of their bytes."""
+    # zlib turns all bits of what it begins and ends with; so it begins with zero here.
+    crc = zlib.crc32(words.astype("<u4").tobytes(), 0xFFFFFFFF) ^ 0xFFFFFFFF
+    return sums.product(crc, sums.step_back(first + words.size))

@@ -24,6 +24,7 @@ START_LIMIT_S = 0.3
 # rims -> settings -> exchange -> feedback, schedule, cost -> codecs -> codec -> ops -> back ends
 LAYERS = (
     ("sn_compress.errors", "sn_compress._sources", "sn_compress._waiting"),
+    ("sn_compress.saved",),
     ("sn_compress._native", "sn_compress._cuda"),
     ("sn_compress.ops",),
     ("sn_compress.contract",),

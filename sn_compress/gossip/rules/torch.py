@@ -6,6 +6,7 @@ share what is under way in a step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from ...contract import Codec
 from ...errors import CompressError
+from ...saved import count, reading
 from ..buckets.torch import Bucket, split
 from ..differences import Differences, Shape
 from ..messages.torch import Messages
@@ -253,6 +255,38 @@ class Gossip:
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Take over a saved state; None: of an optimizer without gossip, to begin anew."""
+        self.take(self.read(state))
+
+    def read(self, state: dict[str, Any] | None) -> dict[str, Any] | None:
+        """A saved state, checked, for `take`; nothing changes."""
+        if state is None:
+            return None
+        coded = [bucket.copies for bucket in self.buckets if bucket.copies is not None]
+        with reading("the saved state of gossip"):
+            if state.get("format") != _FORMAT or len(state["copies"]) != len(coded):
+                raise CompressError(
+                    f"a state of format {state.get('format')!r} with {len(state['copies'])} "
+                    f"copies; expected {_FORMAT} with {len(coded)}: one saved by a GossipOptimizer "
+                    "with the same codec and bucket_bytes"
+                )
+            steps, spread, arrived = state["steps"], state["spread"], state["arrived"]
+            if spread is not None and not (isinstance(spread, float) and 0 <= spread < math.inf):
+                raise CompressError(f"a saved spread is {spread!r}; expected 0 or more, or None")
+            copies = [
+                own.read(_as_numpy(saved))
+                for own, saved in zip(coded, state["copies"], strict=True)
+            ]
+            if not isinstance(arrived, bool) or (
+                arrived and (not coded or any(base is None for base, _, _ in copies))
+            ):
+                raise CompressError(f"saved messages have arrived: {arrived!r}; expected False")
+            return {
+                "steps": count(steps, "number of steps"), "spread": spread, "arrived": arrived,
+                "copies": copies,
+            }  # fmt: skip
+
+    def take(self, state: dict[str, Any] | None) -> None:
+        """Go on with what `read` returned."""
         self._drop()
         self.spread.load(self.spread.value)
         self._agreed = state is not None
@@ -262,19 +296,13 @@ class Gossip:
                     bucket.copies.restart(None)
             return
         coded = [bucket for bucket in self.buckets if bucket.copies is not None]
-        if state.get("format") != _FORMAT or len(state["copies"]) != len(coded):
-            raise CompressError(
-                f"a state of format {state.get('format')!r} with {len(state['copies'])} copies; "
-                f"expected {_FORMAT} with {len(coded)}: one saved by a GossipOptimizer with the "
-                "same codec and bucket_bytes"
-            )
         self.steps = state["steps"]
         self.spread.load(state["spread"])
         partner = self.topology.partner(self.peers.rank, self.steps)
         for bucket, saved in zip(coded, state["copies"], strict=True):
             copies = bucket.copies
             assert copies is not None
-            copies.load_state_dict(_as_numpy(saved))
+            copies.take(saved)
             if state["arrived"]:
                 bucket.sent = torch.from_numpy(copies.told(partner.target))
                 bucket.arrived = torch.from_numpy(copies.heard(partner.source).copy())
