@@ -42,6 +42,7 @@ MEMORY_LAYERS = (
         "sn_memory.fields",
         "sn_memory.sizes",
         "sn_memory.clock",
+        "sn_memory.times_file",
         "sn_memory._native",
     ),
     ("sn_memory.arrays", "sn_memory.activations"),
@@ -95,7 +96,12 @@ MEMORY_LAYERS = (
     ("sn_memory.tensorflow.neutral",),
     ("sn_memory.tensorflow.program", "sn_memory.tensorflow.trace"),
     ("sn_memory.tensorflow",),
-    ("sn_memory.torch.errors", "sn_memory.torch.lanes", "sn_memory.torch.tracker"),
+    (
+        "sn_memory.torch.errors",
+        "sn_memory.torch.lanes",
+        "sn_memory.torch.recurrent",
+        "sn_memory.torch.tracker",
+    ),
     ("sn_memory.torch.packing", "sn_memory.torch.signs"),
     ("sn_memory.torch.calls", "sn_memory.torch.packer"),
     ("sn_memory.torch.guard", "sn_memory.torch.recorder", "sn_memory.torch.step"),
@@ -106,6 +112,7 @@ MEMORY_LAYERS = (
         "sn_memory.torch.saving",
         "sn_memory.torch.seconds",
         "sn_memory.torch.tidy",
+        "sn_memory.torch.timeable",
         "sn_memory.torch.units",
     ),
     (
@@ -115,7 +122,12 @@ MEMORY_LAYERS = (
         "sn_memory.torch.modules",
         "sn_memory.torch.rearrange",
     ),
-    ("sn_memory.torch.joint", "sn_memory.torch.neutral", "sn_memory.torch.optimizer"),
+    (
+        "sn_memory.torch.fake_step",
+        "sn_memory.torch.joint",
+        "sn_memory.torch.neutral",
+        "sn_memory.torch.optimizer",
+    ),
     ("sn_memory.torch.instructions", "sn_memory.torch.partition", "sn_memory.torch.trace"),
     (
         "sn_memory.torch.activations",
