@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .errors import TraceError
 from .guard import as_it_was, no_chance
 from .recorder import Recorder, Recording, View
+from .recurrent import FakeMode
 from .results import Form, taken_apart
 from .tidy import without_unused
 
@@ -113,7 +114,7 @@ class _Capture:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = FakeMode(allow_non_fake_inputs=True)
         self.recorder = Recorder()
         self.fakes: dict[int, torch.Tensor] = {}
         # Per fake of a parameter, whether it requires a gradient.

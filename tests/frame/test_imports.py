@@ -44,6 +44,7 @@ MEMORY_LAYERS = (
         "sn_memory.limits",
         "sn_memory.sizes",
         "sn_memory.clock",
+        "sn_memory.times_file",
         "sn_memory._native",
     ),
     ("sn_memory.arrays", "sn_memory.activations"),
@@ -101,6 +102,7 @@ MEMORY_LAYERS = (
         "sn_memory.torch.errors",
         "sn_memory.torch.lanes",
         "sn_memory.torch.marks",
+        "sn_memory.torch.recurrent",
         "sn_memory.torch.tracker",
         "sn_memory.torch.wrapping",
     ),
@@ -119,6 +121,7 @@ MEMORY_LAYERS = (
         "sn_memory.torch.saving",
         "sn_memory.torch.seconds",
         "sn_memory.torch.tidy",
+        "sn_memory.torch.timeable",
         "sn_memory.torch.units",
     ),
     (
@@ -128,7 +131,12 @@ MEMORY_LAYERS = (
         "sn_memory.torch.modules",
         "sn_memory.torch.rearrange",
     ),
-    ("sn_memory.torch.joint", "sn_memory.torch.neutral", "sn_memory.torch.optimizer"),
+    (
+        "sn_memory.torch.fake_step",
+        "sn_memory.torch.joint",
+        "sn_memory.torch.neutral",
+        "sn_memory.torch.optimizer",
+    ),
     ("sn_memory.torch.instructions", "sn_memory.torch.partition", "sn_memory.torch.trace"),
     (
         "sn_memory.torch.activations",
