@@ -195,6 +195,15 @@ class Emission:
             name = self.captured.tensors[value].name
             raise PlanError(f"the plan reads {name!r} where it is not. Check it with check_plan.")
         node = self.captured.nodes[at]
+        if len(node.outputs) > 1 and node.op.type in kinds.ALIASES:
+            # One by one: what the others pass on may be gone, as the input of SiLU is.
+            self.made[value] = self.need(node.inputs[node.outputs.index(value)])
+            return self.made[value]
+        if node.op.type in kinds.SHAPES:
+            # Known from the trace; what has that shape may be gone.
+            tensor = self.captured.tensors[value]
+            self.made[value] = tf.constant(kinds.constant(tensor), tensor.dtype)
+            return self.made[value]
         inputs = [self.need(it) for it in node.inputs]
         # A view takes no memory, so it may come at any time; a read, once the last change is done.
         after = self.changed.get(node.inputs[0], []) if node.op.type == kinds.READS else []
