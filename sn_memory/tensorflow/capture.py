@@ -108,7 +108,9 @@ def capture_step(step: Any, args: tuple[Any, ...]) -> tuple[Any, TapeLog]:
     with log.listening():
         try:
             concrete = fresh.get_concrete_function(*args)
-        except (TypeError, ValueError, tf.errors.OpError) as error:
+        except TraceError:
+            raise
+        except Exception as error:  # whatever the step's own code raises
             raise TraceError(
                 f"the step could not be traced: {error} Make it run under tf.function first."
             ) from error
@@ -212,7 +214,8 @@ def _readers_last(graph: Any) -> list[Any]:
     """
     found: dict[Any, None] = {}
     for op in graph.get_operations():
-        stack, waiting = [op], set()
+        stack: list[Any] = [op]
+        waiting: set[Any] = set()
         while stack:
             missing = [it.op for it in stack[-1].inputs if it.op not in found]
             if not waiting.isdisjoint(missing):

@@ -20,6 +20,7 @@ from . import kinds
 from .buffers import overwritten
 from .capture import Captured, Node
 from .neutral import LOSS, Named
+from .settings import Settings
 
 # Of c op (x op y) with a constant c, constant folding makes (c op x) op y, within each of these.
 _REORDERED = (frozenset({"Mul", "Div", "RealDiv"}), frozenset({"Add", "AddV2", "Sub"}))
@@ -57,10 +58,25 @@ class Program:
         # Of the sources of a model's gradients, which have one; and what its results look like.
         self.has_gradient: tuple[bool, ...] = ()
         self.results: Any = None
+        # Of a model's layers, those that are constants of the step.
+        self.settings: Settings = {}
         self.values: dict[str, list[int]] = {}
         for value, root in named.buffers.root.items():
             if root in named.storage:
                 self.values.setdefault(named.storage[root], []).append(value)
+
+    @property
+    def changed_variables(self) -> list[Any]:
+        """The variables that ops of the step change."""
+        captured = self.captured
+        found = {
+            value: captured.variables[value]
+            for node in captured.nodes
+            if kinds.has_effect(node.op)
+            for value in node.inputs
+            if value in captured.variables
+        }
+        return list(found.values())
 
 
 class Emission:
