@@ -5,10 +5,11 @@ from ..errors import PlanWarning
 from ..estimate import Estimate
 from .activations import CompressedActivations, compress_activations
 from .allocations import Allocations
-from .apply import Planned, plan
+from .apply import plan
 from .errors import TraceError
 from .estimate import estimate
 from .memory import AllocatorPeak
+from .planned import Planned
 from .step import PlannedStep, plan_step
 from .trace import Trace, trace
 from .verify import Verification, verify

@@ -108,7 +108,9 @@ def capture_step(step: Any, args: tuple[Any, ...]) -> tuple[Any, TapeLog]:
     with log.listening():
         try:
             concrete = fresh.get_concrete_function(*args)
-        except (TypeError, ValueError, tf.errors.OpError) as error:
+        except TraceError:
+            raise
+        except Exception as error:  # whatever the step's own code raises
             raise TraceError(
                 f"the step could not be traced: {error} Make it run under tf.function first."
             ) from error
@@ -188,7 +190,7 @@ class _Flattening:
         return number
 
     def ops(self, graph: Any, prefix: str) -> None:
-        for op in graph.get_operations():
+        for op in _readers_last(graph):
             if op.outputs and id(op.outputs[0]) in self.numbers:
                 continue
             inputs = tuple(self.numbers[id(it)] for it in op.inputs)
@@ -202,6 +204,31 @@ class _Flattening:
             self.ops(body, f"{prefix}{op.name}/")
             for outer, inner in zip(op.outputs, body.outputs, strict=True):
                 self.numbers[id(outer)] = self.numbers[id(inner)]
+
+
+def _readers_last(graph: Any) -> list[Any]:
+    """Return the ops of a graph in the order of the trace, but each after what it reads.
+
+    The gradient of a loop gives the loop further inputs, lists of what its passes leave, made
+    after it.
+    """
+    found: dict[Any, None] = {}
+    for op in graph.get_operations():
+        stack: list[Any] = [op]
+        waiting: set[Any] = set()
+        while stack:
+            missing = [it.op for it in stack[-1].inputs if it.op not in found]
+            if not waiting.isdisjoint(missing):
+                raise TraceError(
+                    f"op {stack[-1].name!r} reads what it makes: a loop of TensorFlow 1. Make it "
+                    "one of tf.while_loop under tf.function."
+                )
+            if missing:
+                waiting.add(stack[-1])
+                stack += missing
+            else:
+                found[stack.pop()] = None
+    return list(found)
 
 
 def bodies(op: Any) -> list[Captured]:

@@ -11,3 +11,12 @@ class TraceError(RuntimeError):
 
     The message says which op, and what to do. The model or step is left as it was.
     """
+
+
+def first_line(error: Exception) -> str:
+    """The line of an error that says something; Keras adds where, and all arguments."""
+    lines = [it.strip() for it in str(error).splitlines() if it.strip()]
+    if len(lines) > 1 and lines[0].startswith("Exception encountered when calling"):
+        lines = lines[1:]
+    said = lines[0].replace("\x1b[1m", "").replace("\x1b[0m", "") if lines else ""
+    return said if isinstance(error, TraceError) else f"{type(error).__name__}: {said}"

@@ -19,11 +19,12 @@ from ..graph import Graph
 from ..liveness import peak
 from . import kinds
 from .capture import Captured
+from .compare import put_back
 from .costs import NOMINAL, unmeasured
 from .model import call_arguments, capture_model, model_step
 from .neutral import neutral
 from .packing import all_counted
-from .verify import asked, put_back
+from .verify import asked
 
 if TYPE_CHECKING:
     from .activations import CompressedActivations

@@ -9,7 +9,6 @@ without keyword arguments, chooses by size of the output, and nobody checks what
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -20,10 +19,12 @@ from ..measured_choice import MeasuredPlan, fewest_again, measured_plan
 from ..sizes import parse_bytes
 from .again import run_again
 from .allocations import Allocations
+from .compare import put_back
 from .errors import TraceError
 from .model import model_step, twin_of
 from .probe import Probe
 from .sections import Chain, Item, Section, run_in_sections
+from .trial import left_alone
 
 # Models in models are opened no further than this: deeper layers are mostly single ops.
 _DEPTH = 3
@@ -89,7 +90,7 @@ class LayerStep:
         given = [*model.variables, *tf.nest.flatten(args)]
         self.base_bytes = resident_bytes + sum(_bytes(it) for it in given)
         self.sections: tuple[Section, ...] = ()
-        with _put_back(model):
+        with put_back(model.variables), left_alone(model):
             search = _Search(self, model, args, device)
             self.plan = search.plan(budget)
 
@@ -227,23 +228,6 @@ class _Search:
             op = found.holders[0].op if found.holders else "the variables"
             peaks.append(_Measured(self.step.base_bytes + found.peak_bytes, op))
         return max(peaks, key=lambda it: it.peak_bytes)
-
-
-@contextmanager
-def _put_back(model: Any) -> Iterator[None]:
-    """Put variables and attributes of a model and its layers back as they were."""
-    layers = model._flatten_layers()
-    attributes = [(it, dict(it.__dict__)) for it in layers]
-    values = [(it, it.numpy()) for it in model.variables]
-    try:
-        yield
-    finally:
-        for layer, before in attributes:
-            layer.__dict__.clear()
-            layer.__dict__.update(before)
-        for variable, value in values:
-            variable.assign(value)
-        model._clear_losses()
 
 
 def _bytes(value: Any) -> int:

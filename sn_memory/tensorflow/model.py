@@ -7,12 +7,14 @@ the outputs, which the loss will make, there are stand-ins.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import tensorflow as tf
 
+from .arguments import call_of, check_results
 from .capture import Captured, TapeLog, flat
-from .errors import TraceError
+from .errors import TraceError, first_line
 
 
 def call_arguments(sample: Any) -> tuple[Any, ...]:
@@ -34,8 +36,15 @@ def call_arguments(sample: Any) -> tuple[Any, ...]:
 
 def twin_of(model: Any, mixin: type) -> Any:
     """Return a model that shares everything with another and whose class has a mixin first."""
-    kind = type(model)
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    kind: Any = type(model)
+
+    @functools.wraps(kind.call)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return mixin.call(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+    # Whoever asks for the signature of `call` gets that of the model.
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "call": call}
+    names["__doc__"] = kind.__doc__
     made: Any = object.__new__(type(kind.__name__, (mixin, kind), names))
     made.__dict__.update(model.__dict__)
     # What Keras has compiled calls the model it was compiled for.
@@ -50,12 +59,13 @@ class _Listening:
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         seen: dict[str, Any] = self.__dict__["_sn_memory_seen"]
-        given = [it for it in tf.nest.flatten((args, kwargs)) if isinstance(it, tf.Tensor)]
+        key, given = call_of(self._call_signature, args, kwargs)  # type: ignore[attr-defined]
         variables = [it.value for it in self.trainable_variables]  # type: ignore[attr-defined]
         tape = tf.GradientTape(watch_accessed_variables=False)
         with tape:
             tape.watch(variables)
             results = super().call(*args, **kwargs)  # type: ignore[misc]
+        check_results(results)
         outs = [it for it in tf.nest.flatten(results) if isinstance(it, tf.Tensor)]
         ends = [it for it in outs if it.dtype.is_floating]
         seen["open"] = [it for it in ends if not it.shape.is_fully_defined()]
@@ -64,7 +74,7 @@ class _Listening:
         stand_ins = [tf.raw_ops.Empty(shape=it.shape.as_list(), dtype=it.dtype) for it in ends]
         gradients = tape.gradient(ends, variables, output_gradients=stand_ins)
         seen.update(
-            given=given, results=results, outs=outs, ends=ends, stand_ins=stand_ins,
+            key=key, given=given, results=results, outs=outs, ends=ends, stand_ins=stand_ins,
             gradients=gradients, variables=self.trainable_variables,  # type: ignore[attr-defined]
         )  # fmt: skip
         return results
@@ -84,8 +94,11 @@ def capture_model(model: Any, args: tuple[Any, ...]) -> tuple[Captured, dict[str
     try:
         with log.listening():
             concrete = tf.function(called, autograph=False).get_concrete_function(*args)
-    except (TypeError, ValueError, AttributeError, tf.errors.OpError) as error:
-        raise TraceError(f"{type(model).__name__} could not be traced: {error}") from error
+    except TraceError as error:
+        raise TraceError(first_line(error)) from error
+    except Exception as error:  # whatever the model's own code raises
+        said = f"{type(model).__name__} could not be traced: {first_line(error)}"
+        raise TraceError(said) from error
     for end in seen["open"]:
         raise TraceError(
             f"an output of the model, {end.name!r}, has the shape {end.shape}, which depends on "

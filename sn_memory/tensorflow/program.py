@@ -20,6 +20,7 @@ from . import kinds
 from .buffers import overwritten
 from .capture import Captured, Node
 from .neutral import LOSS, Named
+from .settings import Settings
 
 # Of c op (x op y) with a constant c, constant folding makes (c op x) op y, within each of these.
 _REORDERED = (frozenset({"Mul", "Div", "RealDiv"}), frozenset({"Add", "AddV2", "Sub"}))
@@ -57,10 +58,25 @@ class Program:
         # Of the sources of a model's gradients, which have one; and what its results look like.
         self.has_gradient: tuple[bool, ...] = ()
         self.results: Any = None
+        # Of a model's layers, those that are constants of the step.
+        self.settings: Settings = {}
         self.values: dict[str, list[int]] = {}
         for value, root in named.buffers.root.items():
             if root in named.storage:
                 self.values.setdefault(named.storage[root], []).append(value)
+
+    @property
+    def changed_variables(self) -> list[Any]:
+        """The variables that ops of the step change."""
+        captured = self.captured
+        found = {
+            value: captured.variables[value]
+            for node in captured.nodes
+            if kinds.has_effect(node.op)
+            for value in node.inputs
+            if value in captured.variables
+        }
+        return list(found.values())
 
 
 class Emission:
@@ -195,6 +211,15 @@ class Emission:
             name = self.captured.tensors[value].name
             raise PlanError(f"the plan reads {name!r} where it is not. Check it with check_plan.")
         node = self.captured.nodes[at]
+        if len(node.outputs) > 1 and node.op.type in kinds.ALIASES:
+            # One by one: what the others pass on may be gone, as the input of SiLU is.
+            self.made[value] = self.need(node.inputs[node.outputs.index(value)])
+            return self.made[value]
+        if node.op.type in kinds.SHAPES:
+            # Known from the trace; what has that shape may be gone.
+            tensor = self.captured.tensors[value]
+            self.made[value] = tf.constant(kinds.constant(tensor), tensor.dtype)
+            return self.made[value]
         inputs = [self.need(it) for it in node.inputs]
         # A view takes no memory, so it may come at any time; a read, once the last change is done.
         after = self.changed.get(node.inputs[0], []) if node.op.type == kinds.READS else []

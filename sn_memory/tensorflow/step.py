@@ -11,8 +11,9 @@ from ..check import check_plan
 from ..graph import Device
 from ..plan import Plan
 from ..planner import plan_graph
-from .apply import Planned, check_actions
-from .errors import TraceError
+from .apply import check_actions
+from .errors import TraceError, first_line
+from .planned import Planned
 from .program import Emission, Program
 from .trace import Trace, trace
 
@@ -84,7 +85,13 @@ def plan_step(
         traced.graph, budget, planner=planner, actions=actions, time_limit_s=time_limit_s
     )
     check_plan(traced.graph, made)
-    return PlannedStep(step, traced, made)
+    planned = PlannedStep(step, traced, made)
+    try:
+        planned.put_together()
+    except Exception as error:
+        said = f"the planned step cannot be put together: {first_line(error)}"
+        raise TraceError(said) from error
+    return planned
 
 
 class PlannedStep:
@@ -119,6 +126,10 @@ class PlannedStep:
             return [emission.need(value) for value in captured.outputs]
 
         self._run = tf.function(run, autograph=False, input_signature=specs)
+
+    def put_together(self) -> None:
+        """Put the planned ops into a graph; the first call finds it there."""
+        self._run.get_concrete_function()
 
     def __call__(self, *args: Any) -> Any:
         """Run the step; arguments as of the sample, results as of the plain step."""

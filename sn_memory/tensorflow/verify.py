@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,13 @@ from ..check import check_plan
 from ..errors import PlanError
 from ..sizes import show_bytes
 from .allocations import Allocations
-from .apply import RECORD, Planned, plain_model
+from .apply import plain_model
+from .compare import Results, different, nudged, put_back, relative_error, results_of, unit_of
 from .model import model_step
+from .planned import RECORD, Planned
 from .step import PlannedStep
 from .trace import main_device
+from .trial import as_tensor, compute_dtypes
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,9 @@ class Verification:
     different
         Results and variables that are not bit-equal to the unplanned run's.
     error_relative
-        The largest difference, relative to the largest value of its tensor.
+        The largest difference, relative to the largest value of its tensor. What is zero but for
+        rounding (the gradient of a bias before batch norm) is taken relative to the largest of all
+        results, or of all variables.
     """
 
     predicted_peak_bytes: int
@@ -119,13 +123,15 @@ def verify(model: Any, sample: Any) -> Verification:
         plain = model.plain if hasattr(model.plain, "python_function") else tf.function(model.plain)
         runs: list[Callable[[], Any]] = [lambda: plain(*args), lambda: model(*args)]
     else:
-        args = tf.nest.map_structure(tf.convert_to_tensor, args)
+        args = tf.nest.map_structure(as_tensor, args)
         steps = [model_step(plain_model(model)), model_step(model)]
         runs = [lambda: steps[0](*args), lambda: steps[1](*args)]
     touched = record.traced.captured.variables.values() if record.traced else model.variables
     variables = list({id(it): it for it in touched}.values())
+    unit = unit_of(_dtypes(record, model))
     with put_back(variables):
-        expected, got = (_results(run, variables) for run in runs)
+        expected, got = (results_of(run, variables) for run in runs)
+        error = relative_error(expected, got, lambda: _nudged(runs[0], variables, unit), unit)
         unplanned, measured = (asked(run, variables) for run in runs)
         seconds = [min(_seconds(run, variables) for _ in range(2)) for run in runs]
     if record.layers is not None and record.traced is None:
@@ -134,7 +140,6 @@ def verify(model: Any, sample: Any) -> Verification:
         graph = record.trace.graph
         base = graph.base_bytes
         peak_op = record.plan.steps[check_plan(graph, record.plan).peak_step].target
-    different, error = _compare(expected, got)
     return Verification(
         predicted_peak_bytes=record.plan.peak_bytes,
         measured_peak_bytes=base + measured.peak_bytes,
@@ -144,68 +149,34 @@ def verify(model: Any, sample: Any) -> Verification:
         predicted_s=record.plan.seconds,
         measured_s=seconds[1],
         unplanned_s=seconds[0],
-        different=different,
+        different=different(expected, got),
         error_relative=error,
         _planned=record,
     )
 
 
-def _results(run: Callable[[], Any], variables: list[Any]) -> dict[str, Any]:
-    """Run once from the present state; return results and variables, and put the latter back."""
-    before = [it.numpy() for it in variables]
-    flat = [it for it in tf.nest.flatten(run(), expand_composites=True) if it is not None]
-    found = {f"result {place}": np.asarray(it) for place, it in enumerate(flat)}
-    found |= {f"{it.name} #{place}": it.numpy() for place, it in enumerate(variables)}
-    _put(variables, before)
-    return found
+def _nudged(run: Callable[[], Any], variables: list[Any], unit: float) -> Results:
+    with nudged([it for it in variables if it.trainable], unit):
+        return results_of(run, variables)
+
+
+def _dtypes(record: Planned, model: Any) -> Iterable[Any]:
+    if record.traced is None:
+        return compute_dtypes(model)
+    return {it.dtype for it in record.traced.captured.tensors}
 
 
 def asked(run: Callable[[], Any], variables: list[Any]) -> Allocations:
     """Run once from the present state, and return what ops asked for; variables are put back."""
-    before = [it.numpy() for it in variables]
-    with Allocations(main_device()) as found:
+    with put_back(variables), Allocations(main_device()) as found:
         run()
-    _put(variables, before)
     return found
 
 
 def _seconds(run: Callable[[], Any], variables: list[Any]) -> float:
-    before = [it.numpy() for it in variables]
-    began = time.perf_counter()
-    flat = [it for it in tf.nest.flatten(run(), expand_composites=True) if it is not None]
-    if flat:
-        np.asarray(tf.reshape(flat[-1], (-1,))[:1])
-    took = time.perf_counter() - began
-    _put(variables, before)
-    return took
-
-
-def _put(variables: list[Any], values: list[Any]) -> None:
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
-
-
-@contextmanager
-def put_back(variables: list[Any]) -> Iterator[None]:
-    """Put variables back whatever happens."""
-    before = [it.numpy() for it in variables]
-    try:
-        yield
-    finally:
-        _put(variables, before)
-
-
-def _compare(expected: dict[str, Any], got: dict[str, Any]) -> tuple[tuple[str, ...], float]:
-    different, worst = [], 0.0
-    for name in expected.keys() | got.keys():
-        one, other = expected.get(name), got.get(name)
-        if one is not None and other is not None and one.tobytes() == other.tobytes():
-            continue
-        different.append(name)
-        if one is None or other is None or one.shape != other.shape:
-            worst = float("inf")
-        elif one.size:
-            scale = float(np.abs(one).max()) or 1.0
-            gap = np.abs(one.astype(np.float64) - other.astype(np.float64)).max()
-            worst = max(worst, float(gap) / scale)
-    return tuple(sorted(different)), worst
+    with put_back(variables):
+        began = time.perf_counter()
+        flat = [it for it in tf.nest.flatten(run(), expand_composites=True) if it is not None]
+        if flat:
+            np.asarray(tf.reshape(flat[-1], (-1,))[:1])
+        return time.perf_counter() - began

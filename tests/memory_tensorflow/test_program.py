@@ -54,3 +54,51 @@ def test_products_with_constants_are_not_taken_apart(planned):
             fenced += other.type == "EnsureShape"
             assert other.type not in ("Mul", "RealDiv"), op.name
     assert fenced
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "SimpleRNN", "Bidirectional"])
+def test_loops_get_inputs_that_are_traced_after_them(kind):
+    """The gradient of a loop gives it lists to fill."""
+    cell = keras.layers.LSTM(16) if kind == "Bidirectional" else getattr(keras.layers, kind)(16)
+    layer = keras.layers.Bidirectional(cell) if kind == "Bidirectional" else cell
+    model = keras.Sequential([keras.Input((6, 8)), layer, keras.layers.Dense(3)])
+    sample = tf.random.stateless_normal((4, 6, 8), (1, 2))
+    planned = rim.plan(model, sample, "100%", backend="graph", profile=False)
+    found = rim.verify(planned, sample)
+    assert found.equal or found.error_relative < 1e-6, str(found)
+
+
+def test_what_passes_several_buffers_on_needs_only_the_one_that_is_read():
+    """SiLU's gradient is told to TensorFlow by an IdentityN of its result and its input."""
+    layers = []
+    for _ in range(4):
+        layers += [keras.layers.Dense(128), keras.layers.BatchNormalization()]
+        layers += [keras.layers.Activation("silu")]
+    model = keras.Sequential([keras.Input((128,)), *layers])
+    sample = tf.random.stateless_normal((1024, 128), (1, 2))
+    planned = rim.plan(model, sample, "45%", backend="graph", profile=False, time_limit_s=2)
+    assert planned.sn_memory.plan.decided("recompute")
+    assert rim.verify(planned, sample).error_relative < 1e-5
+
+
+@tf.custom_gradient
+def _as_large(x):
+    """Its gradient asks for the shape of what was freed long before."""
+    shape = tf.raw_ops.Shape(input=x)
+    return tf.tanh(x), lambda dy: tf.broadcast_to(tf.reduce_mean(dy), shape)
+
+
+def test_a_shape_that_is_known_needs_nothing_of_what_has_it():
+    weights = [tf.Variable(tf.eye(64)) for _ in range(3)]
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            for weight in weights:
+                x = _as_large(-(x @ weight))
+            loss = tf.reduce_sum(x)
+        return tape.gradient(loss, weights)
+
+    sample = tf.ones((256, 64))
+    planned = rim.plan_step(step, sample, "100%", profile=False)
+    assert rim.verify(planned, sample).error_relative < 1e-6

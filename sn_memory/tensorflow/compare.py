@@ -1,0 +1,139 @@
+"""Two runs of a step: their results and variables, and how far apart they are.
+
+What is zero but for rounding differs by all of itself when sums are taken in another order: the
+gradient of a bias before batch norm does. So a difference is not held against its own tensor's
+largest value where that value itself is rounding; what rounding does is measured, by a run with
+the last bit of the weights turned over at random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import numpy as np
+import tensorflow as tf
+
+Results = dict[str, Any]
+# The part of a tensor's largest value that may be rounding before the tensor counts as rounding.
+_ROUNDING_SHARE: Final = 0.1
+# Differences of so many last bits need no second look.
+_FEW: Final = 16
+
+
+def results_of(run: Callable[[], Any], variables: Sequence[Any]) -> Results:
+    """Run once from the present state; return results and variables, and put the latter back."""
+    with put_back(variables):
+        flat = tf.nest.flatten(run(), expand_composites=True)
+        found = {
+            f"result {place}": np.asarray(it) for place, it in enumerate(flat) if it is not None
+        }
+        found |= {_name(it, place): it.numpy() for place, it in enumerate(variables)}
+    return found
+
+
+@contextmanager
+def put_back(variables: Sequence[Any]) -> Iterator[None]:
+    """Put variables back whatever happens."""
+    before = [it.numpy() for it in variables]
+    try:
+        yield
+    finally:
+        for variable, value in zip(variables, before, strict=True):
+            variable.assign(value)
+
+
+def different(expected: Results, got: Results) -> tuple[str, ...]:
+    """Return the names of what is not bit-equal."""
+    names = expected.keys() | got.keys()
+    return tuple(sorted(it for it in names if not _same(expected.get(it), got.get(it))))
+
+
+def relative_error(
+    expected: Results, got: Results, nudged: Callable[[], Results], unit: float
+) -> float:
+    """Return the largest difference, relative to the largest value of its tensor.
+
+    A tensor that is zero but for rounding is taken relative to the largest value of all results,
+    or of all variables.
+
+    Parameters
+    ----------
+    nudged
+        Returns the results with weights that differ in their last bit. Called where it matters.
+    unit
+        Relative difference of that last bit.
+    """
+    names = different(expected, got)
+    if not names:
+        return 0.0
+    pairs = {name: (expected.get(name), got.get(name)) for name in names}
+    if any(
+        one is None or other is None or one.shape != other.shape for one, other in pairs.values()
+    ):
+        return float("inf")
+    gaps = {name: _gap(*pair) for name, pair in pairs.items()}
+    errors = {name: gap / (_largest(expected[name]) or 1.0) for name, gap in gaps.items()}
+    if max(errors.values()) < _FEW * unit:
+        return max(errors.values())
+    other = nudged()
+    for name in names:
+        if _gap(expected[name], other[name]) > _ROUNDING_SHARE * _largest(expected[name]):
+            peers = [it for key, it in expected.items() if _is_result(key) == _is_result(name)]
+            errors[name] = gaps[name] / (max(_largest(it) for it in peers) or 1.0)
+    return max(errors.values())
+
+
+@contextmanager
+def nudged(variables: Sequence[Any], unit: float) -> Iterator[None]:
+    """Change variables by a relative `unit` up or down, at random; they are put back."""
+    generator = np.random.default_rng(0)
+    with put_back(variables):
+        for variable in variables:
+            value = variable.numpy()
+            if tf.as_dtype(variable.dtype).is_floating:
+                signs = generator.choice(np.array([-1.0, 1.0]), value.shape)
+                wide = value.astype(np.float64) * (1 + unit * signs)
+                variable.assign(wide.astype(value.dtype))
+        yield
+
+
+def unit_of(dtypes: Iterable[Any]) -> float:
+    """Return the step of the least exact among floating types, relative to a value."""
+    return max((_UNITS[it] for it in map(tf.as_dtype, dtypes) if it in _UNITS), default=2.0**-23)
+
+
+_UNITS: Final = {
+    tf.bfloat16: 2.0**-7, tf.float16: 2.0**-10, tf.float32: 2.0**-23, tf.float64: 2.0**-52,
+}  # fmt: skip
+
+
+def _name(variable: Any, place: int) -> str:
+    return f"{variable.name} #{place}"
+
+
+def _is_result(name: str) -> bool:
+    return name.startswith("result ")
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is not None and other is not None and bool(one.tobytes() == other.tobytes())
+
+
+def _wide(value: Any) -> Any:
+    """Return numbers as float64; of text, nothing that could be measured."""
+    return value.astype(np.float64) if value.dtype.kind not in "OSU" else np.full(1, np.nan)
+
+
+def _largest(value: Any) -> float:
+    return float(np.abs(np.nan_to_num(_wide(value))).max()) if value.size else 0.0
+
+
+def _gap(one: Any, other: Any) -> float:
+    """Return the largest difference; what is a number in one run only is infinitely far off."""
+    if one.tobytes() == other.tobytes():
+        return 0.0
+    left, right = _wide(one), _wide(other)
+    alike = (left == right) | (np.isnan(left) & np.isnan(right) & (one.dtype.kind not in "OSU"))
+    return float(np.nan_to_num(np.where(alike, 0.0, np.abs(left - right)), nan=np.inf).max())

@@ -1,0 +1,198 @@
+"""A planned step is tried before it is trusted; what fails falls back, and leaves no trace."""
+
+import random
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import sn_memory.tensorflow as rim
+from sn_memory import BudgetError
+from sn_memory.tensorflow import apply, program, trial
+from sn_memory.tensorflow.trial import TrialError
+
+
+class Noted(keras.Model):
+    """Dropout, statistics, a counter, a list and a number from Python's chance."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = [keras.layers.Dense(128, "relu") for _ in range(4)]
+        self.norm = keras.layers.BatchNormalization()
+        self.drop = keras.layers.Dropout(0.3, seed=3)
+        self.calls, self.seen, self.notes = 0, [], {}
+
+    def call(self, x):
+        self.calls += 1
+        self.seen.append(self.calls)
+        self.notes["calls"] = random.random()
+        for layer in self.wide:
+            x = layer(x)
+        return self.drop(self.norm(x))
+
+
+def rows():
+    return tf.random.stateless_normal((2048, 128), (1, 2))
+
+
+def built():
+    model = Noted()
+    model(tf.ones((2, 128)))
+    model.compile("adam", "mse")
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def state(model):
+    layers = model._flatten_layers()
+    return (
+        [it.numpy().tobytes() for it in (*model.variables, *model.optimizer.variables)],
+        [dict(it.__dict__) for it in layers],
+        (model.calls, list(model.seen), dict(model.notes)),
+        random.getstate(),
+        np.random.get_state()[1].tobytes(),  # noqa: NPY002
+    )
+
+
+@pytest.mark.parametrize("backend", ["graph", "layers"])
+def test_planning_leaves_no_trace(backend):
+    model = built()
+    before = state(model)
+    planned = rim.plan(model, rows(), "100%", backend=backend, profile=False)
+    after = state(model)
+    assert planned.sn_memory.backend == backend
+    assert after[0] == before[0]
+    for now, then in zip(after[1], before[1], strict=True):
+        assert now.keys() == then.keys()
+        assert all(now[key] is then[key] for key in then)
+    assert after[2:] == before[2:]
+    assert model.losses == []
+
+
+def small():
+    layers = [keras.layers.Dense(256, "gelu") for _ in range(4)]
+    return keras.Sequential([keras.Input((128,)), *layers, keras.layers.Dense(10)])
+
+
+def test_a_plan_that_raises_in_training_falls_back(monkeypatch):
+    def lost(self, value):
+        raise KeyError(f"value {value}")
+
+    monkeypatch.setattr(program.Emission, "need", lost)
+    with pytest.warns(rim.PlanWarning, match=r"by layers.*put together.*KeyError.*value"):
+        planned = rim.plan(small(), rows(), "95%", profile=False, time_limit_s=2)
+    assert planned.sn_memory.backend == "layers"
+    with pytest.raises(rim.TraceError, match="put together"):
+        rim.plan(small(), rows(), "95%", profile=False, backend="graph", time_limit_s=2)
+    # Without values there is nothing to be run, and still the step is put together.
+    spec = tf.TensorSpec((2048, 128))
+    with pytest.raises(rim.TraceError, match="put together"):
+        rim.plan(small(), spec, "95%", profile=False, backend="graph", time_limit_s=2)
+
+
+def test_a_step_is_put_together_when_it_is_planned(monkeypatch):
+    def lost(self, value):
+        raise KeyError(f"value {value}")
+
+    monkeypatch.setattr(program.Emission, "need", lost)
+    weight = tf.Variable(tf.eye(128))
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.tanh(x @ weight))
+        return tape.gradient(loss, weight)
+
+    with pytest.raises(rim.TraceError, match="put together"):
+        rim.plan_step(step, rows(), "100%", profile=False)
+
+
+def test_a_plan_with_wrong_results_falls_back(monkeypatch):
+    plain = program.put
+
+    def wrong(node, inputs, after):
+        op = plain(node, inputs, after)
+        # One sum in the backward pass: the gradient of the last bias.
+        return tf.negative(op.outputs[0]).op if op.type == "BiasAddGrad" else op
+
+    monkeypatch.setattr(program, "put", wrong)
+    with pytest.raises(TrialError, match="other results"):
+        rim.plan(small(), rows(), "95%", profile=False, backend="graph", time_limit_s=2)
+    with pytest.warns(rim.PlanWarning, match="by layers.*other results"):
+        rim.plan(small(), rows(), "95%", profile=False, time_limit_s=2)
+
+
+def test_a_plan_that_holds_more_than_its_budget_falls_back(monkeypatch):
+    class Greedy(rim.Allocations):
+        def __exit__(self, *args):
+            super().__exit__(*args)
+            self.peak_bytes *= 2
+
+    monkeypatch.setattr(trial, "Allocations", Greedy)
+    with pytest.raises(TrialError, match=r"holds .* the budget is"):
+        rim.plan(small(), rows(), "60%", profile=False, backend="graph", time_limit_s=2)
+
+
+def test_whatever_a_trace_raises_falls_back(monkeypatch):
+    def broken(*args, **kwargs):
+        raise KeyError("an op nobody has seen")
+
+    monkeypatch.setattr(apply, "trace", broken)
+    with pytest.warns(rim.PlanWarning, match="by layers.*an op nobody has seen"):
+        planned = rim.plan(small(), rows(), "95%", profile=False)
+    assert planned.sn_memory.backend == "layers"
+
+
+class Refusing(keras.Model):
+    """Its call raises what no one expects, once it is built."""
+
+    def call(self, x):
+        if self.built:
+            raise NotImplementedError("not today")
+        return x
+
+
+def test_where_nothing_works_the_refusal_names_both_reasons():
+    model = Refusing()
+    model.build((None, 128))
+    model.built = True
+    with pytest.raises(rim.TraceError, match=r"neither.*not today.*nor by layers.*not today"):
+        rim.plan(model, rows(), "90%", profile=False)
+
+
+def test_a_budget_that_layers_cannot_keep_says_why_it_was_layers(monkeypatch):
+    def broken(*args, **kwargs):
+        raise KeyError("an op nobody has seen")
+
+    monkeypatch.setattr(apply, "trace", broken)
+    with pytest.raises(BudgetError) as refusal:
+        rim.plan(small(), rows(), "1MiB", profile=False)
+    assert any("an op nobody has seen" in it for it in refusal.value.__notes__)
+
+
+def test_chance_is_no_error():
+    class Drawing(keras.layers.Layer):
+        def call(self, x):
+            return tf.nn.dropout(x, 0.5)
+
+    layers = [keras.layers.Dense(128), Drawing(), keras.layers.Dense(128)]
+    model = keras.Sequential([keras.Input((128,)), *layers])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        planned = rim.plan(model, rows(), "100%", profile=False)
+    assert planned.sn_memory.backend == "graph"
+
+
+def test_gradients_that_are_zero_but_for_rounding_are_no_alarm():
+    """Batch norm takes the mean away, so biases before it have no gradient."""
+    layers = []
+    for _ in range(3):
+        layers += [keras.layers.Conv2D(16, 3, padding="same"), keras.layers.BatchNormalization()]
+        layers += [keras.layers.Activation("gelu")]
+    model = keras.Sequential([keras.Input((16, 16, 3)), *layers, keras.layers.Flatten()])
+    images = tf.random.stateless_normal((32, 16, 16, 3), (1, 2))
+    planned = rim.plan(model, images, "100%", profile=False)
+    found = rim.verify(planned, images)
+    assert not found.equal
+    assert found.error_relative < 1e-4, str(found)
