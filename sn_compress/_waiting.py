@@ -10,12 +10,32 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from .errors import CompressError
+
 # Seconds between two questions: long enough to leave the core, short beside any collective.
 _NAP = 1e-4
+WAIT_S = 1800.0  # longer than a rank takes that validates, or writes a checkpoint, alone
 
 
-def result_of(hvd: Any, handle: int) -> Any:
-    """What hvd.synchronize(handle) returns or raises; `hvd` is horovod.torch."""
+def result_of(hvd: Any, handle: int, *, limit_s: float, what: str) -> Any:
+    """What hvd.synchronize(handle) returns or raises; `hvd` is horovod.torch.
+
+    what : is waited for, in words
+
+    Raises CompressError after so many seconds: a rank does something else, and would for ever.
+    """
+    until = time.monotonic() + limit_s
     while not hvd.poll(handle):
         time.sleep(_NAP)
+        if time.monotonic() > until:
+            raise CompressError(waited(what, limit_s))
     return hvd.synchronize(handle)
+
+
+def waited(what: str, limit_s: float) -> str:
+    """The message after a wait that was too long."""
+    return (
+        f"waited {limit_s:g} s for the other ranks, for {what}. They have ended, or do not come to "
+        "it: another number of optimizers or of steps, or a branch that only some take. Look where "
+        "they are; if they only take long, set a larger wait_s."
+    )

@@ -20,13 +20,12 @@ and hook, both exchanges and the scaler's undoing share the state of a step.
 """
 # No `from __future__ import annotations`: DDP compares the hook's annotations as objects.
 
-import hashlib
 import logging
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
@@ -38,7 +37,11 @@ from . import __version__, _cuda
 from .codecs import _device, saving
 from .contract import Payload
 from .errors import CompressError
+from .exchange.agreement import agree, alike, question
+from .exchange.digests.torch import digest
 from .exchange.gather import mean_of_gathered
+from .exchange.layout import Axes, axes_of, reorder
+from .exchange.sameness import Sameness
 from .exchange.shared import Rounds
 from .feedback import ErrorFeedback
 from .horovod.traffic import Traffic
@@ -79,7 +82,8 @@ class FFTState:
         skips is taken back; costs a second copy of the memory.
     find_unused_parameters : as DDP has it. On CUDA tensors it costs one wait for the device a
         bucket, to keep the memory of parameters that were not used; on the CPU it is always on.
-    mode, **settings : those of FFTCompression.using, exchange among them
+    mode, **settings : those of FFTCompression.using, exchange among them; check_every, too. How
+        long to wait for other ranks is the process group's matter
 
     Raises CompressError for settings that are not legal, or not the same on all ranks (then in
     the first backward pass, on every rank).
@@ -97,6 +101,12 @@ class FFTState:
     ) -> None:
         self.settings = Settings().changed(mode=mode, **settings)
         self.settings.refuse_torch_only("torch's DistributedDataParallel")
+        if "wait_s" in settings:
+            raise CompressError(
+                f"wait_s={settings['wait_s']!r} has no effect with torch's DistributedDataParallel;"
+                " it waits as long as its process group does. Set "
+                "init_process_group(timeout=...)."
+            )
         self.codec = self.settings.codec(torch.get_num_threads())
         self.feedback = ErrorFeedback(self.codec, decay=self.settings.decay)
         self.process_group = process_group
@@ -110,8 +120,10 @@ class FFTState:
         self.feedback.undoable = scaler is not None
         self.shared = self.settings.shared(undoable=scaler is not None)
         self._held: dict[str, Any] = {}  # memories of the shared exchange that sit this step out
-        self._traffic = Traffic()
+        self.traffic = Traffic()
         self._agreed = False
+        self._sameness = Sameness(self.settings.check_every)
+        self._said: list[tuple[str, str]] | None = None  # of the parameters, in a step that asks
         self.pending: dict[torch.futures.Future[torch.Tensor], Any] = {}  # rounds by bucket
         self._seen: set[str] = set()  # in this step
         self._scale: float | None = None  # the unit of the memory
@@ -128,7 +140,7 @@ class FFTState:
 
     def report(self) -> dict[str, float]:
         """What this rank sent so far; see FFTCompression.report."""
-        return self._traffic.report()
+        return self.traffic.report()
 
     def parts(self, bucket: dist.GradBucket) -> list[Part]:
         """The parameters of a bucket in the order in which their gradients lie there."""
@@ -187,7 +199,7 @@ class FFTState:
     ) -> Generator[None, None, None]:
         """All-reduce `packed`, where the values of these parts are, and write them into `flat`."""
         for part in parts:
-            self._traffic.plain(part.name, part.elements, part.elements * packed.element_size())
+            self.traffic.plain(part.name, part.elements, part.elements * packed.element_size())
         packed.div_(self.ranks)  # before the sum, which half precision might not hold
         work = self._sum(packed) if parts else None
         yield
@@ -243,7 +255,7 @@ class FFTState:
             if part.name in self._held:
                 self._memory_put_back(part.name)
             energy, error = self.shared.lost(part.name)
-            self._traffic.shared(part.name, part.elements, nbytes, energy, error)
+            self.traffic.shared(part.name, part.elements, nbytes, energy, error)
         yield from plain
         for part, mean in zip(shown, _pieces(packed, [*small, *shown])[len(small) :], strict=True):
             self.shared.learn(part.name, mean.cpu().numpy())
@@ -265,19 +277,49 @@ class FFTState:
         """Raise on every rank unless all have the same settings; asked once."""
         if self._agreed:
             return
-        said = f"{__version__} {replace(self.settings, threads=None)!r}"
-        digest = bytearray(hashlib.sha256(said.encode()).digest())
-        mine = torch.frombuffer(digest, dtype=torch.uint8).to(device)
-        every = mine.new_empty(self.ranks * mine.numel())
-        _all_gather(every, mine, group=self.process_group)
-        rows = every.cpu().view(self.ranks, -1)
-        other = [rank for rank in range(self.ranks) if not torch.equal(rows[rank], rows[0])]
-        if other:
-            raise CompressError(
-                f"ranks {other} have other settings or another version than rank 0; this one has "
-                f"{said}. Make FFTState alike on all ranks."
-            )
+        named = self._names.values() if self._all_named else ()
+        said = [
+            *(
+                (f"tensor {place}", f"{name!r} {tuple(parameter.shape)} {parameter.dtype}")
+                for place, (parameter, name) in enumerate(named)
+            ),
+            *self.settings.said(),
+            ("scaler", "none" if self._scaler is None else "one"),
+            ("version of sn_compress", __version__),
+        ]
+        agree(
+            said, total=partial(self._total, device), rank=self.rank, ranks=self.ranks,
+            name="start", do="Make FFTState alike on all ranks.",
+        )  # fmt: skip
         self._agreed = True
+
+    def _total(self, device: torch.device, _: str, words: Any) -> Any:
+        """The sum over the ranks, at once."""
+        total = torch.from_numpy(words.copy()).to(device)
+        self.traffic.beside(words.nbytes)
+        self._sum(total).wait()
+        return total.cpu().numpy()
+
+    def begin_pass(self) -> None:
+        """A backward pass begins; what is still there is of one that ended with an error."""
+        self.pending.clear()
+        self._seen.clear()
+        self._said = [] if self._sameness.step() else None
+
+    def note(self, bucket: dist.GradBucket) -> None:
+        """Take digests of a bucket's parameters in a pass that compares them."""
+        if self._said is not None:
+            self._said += [(self._name_of(p), digest(p)) for p in bucket.parameters()]
+
+    def compare(self, device: torch.device) -> None:
+        """At the end of such a pass: CompressError, on every rank, if parameters differ."""
+        said, self._said = self._said, None
+        if said is None:
+            return
+        total, at = partial(self._total, device), self._sameness.steps - 1
+        if not alike(total("same", question(said))):
+            raise self._sameness.apart(at, said, total=total, rank=self.rank, ranks=self.ranks)
+        self._sameness.found(at)
 
     def _open_step(self, parts: Sequence[Part]) -> None:
         names = {part.name for part in parts}
@@ -302,6 +344,7 @@ class FFTState:
                 self.feedback.rescale(scale / self._scale)
                 self.shared.rescale(scale / self._scale)
         self.feedback.settle()
+        self.shared.settle()
         self._held.clear()
         self._scale = scale
 
@@ -317,7 +360,7 @@ class FFTState:
             for payload, piece in zip(payloads, pieces, strict=True):
                 piece.copy_(torch.from_numpy(payload.buffer))
         for part, payload in zip(large, payloads, strict=True):
-            if self._traffic.payload(part.name, part.elements, payload, 0):
+            if self.traffic.payload(part.name, part.elements, payload, 0):
                 _log.warning(
                     "%s: values beyond the fixed window were clipped; see `saturated` in the "
                     "report",
@@ -389,7 +432,7 @@ class FFTState:
         state = {
             "format": _FORMAT, "ranks": self.ranks, "rank": dist.get_rank(self.process_group),
             "scale": self._scale, "feedback": self.feedback.state_dict(),
-            "shared": self.shared.state_dict(),
+            "shared": self.shared.state_dict(), "layout": self._layout(),
         }  # fmt: skip
         return saving.each(np.ndarray, torch.from_numpy, state)
 
@@ -425,6 +468,7 @@ class FFTState:
         scale = states[0]["scale"]
         if scale is not None and not (isinstance(scale, float) and 0 < scale < math.inf):
             raise CompressError(f"a saved scale is {scale!r}; expected a number above 0, or None")
+        moved = self._moved(states[0].get("layout", {}))
         before = self.shared.kept()
         self.shared.load_state_dict(_mean_of_shared([entry["shared"] for entry in states]))
         try:
@@ -435,9 +479,32 @@ class FFTState:
         except CompressError:
             self.shared.put_back(before)
             raise
+        for name, change in moved.items():
+            self.feedback.change(name, change)
+            self.shared.change(name, change)
         self._scale = scale
         self._held.clear()
         self._seen.clear()
+
+    def _layout(self) -> dict[str, Axes]:
+        """How each parameter lies in memory, and so what is remembered of its gradient."""
+        named = self._names.values()
+        return {name: axes_of(parameter.shape, parameter.stride()) for parameter, name in named}
+
+    def _moved(self, saved: Any) -> dict[str, Callable[[Any], Any]]:
+        """For parameters that lie otherwise than they did: from the saved order to theirs."""
+        found: dict[str, Callable[[Any], Any]] = {}
+        for parameter, name in self._names.values():
+            shape, new = tuple(parameter.shape), axes_of(parameter.shape, parameter.stride())
+            old = saved.get(name, new) if isinstance(saved, dict) else None
+            if not isinstance(old, list) or sorted(map(str, old)) != sorted(map(str, new)):
+                raise CompressError(
+                    f"the saved layout of {name!r} is {old!r}; expected the order of {len(new)} "
+                    "axes. Load what state_dict() returned, unchanged."
+                )
+            if old != new:
+                found[name] = partial(reorder, shape=shape, old=old, new=new)
+        return found
 
 
 def fft_hook(
@@ -450,11 +517,12 @@ def fft_hook(
     each rank, and the program may end, and abort, before that thread has let go of Python.
     """
     flat = bucket.buffer()
-    if bucket.index() == 0:  # what is still there is of a pass that ended with an error
-        state.pending.clear()
+    if bucket.index() == 0:
+        state.begin_pass()
+    state.note(bucket)
     # An embedding's sparse gradient is alone in its bucket, and travels as without the hook.
     if flat.is_sparse:
-        rounds = _sparse_rounds(state, flat)
+        rounds = _sparse_rounds(state, flat, state.parts(bucket)[0].name)
     else:
         rounds = state.rounds(flat, state.parts(bucket))
     next(rounds)
@@ -469,11 +537,18 @@ def fft_hook(
             except StopIteration as end:
                 waiting.set_result(end.value)
                 del state.pending[waiting]
+    if bucket.is_last():
+        state.compare(flat.device)
     return future
 
 
-def _sparse_rounds(state: FFTState, flat: torch.Tensor) -> Generator[None, None, torch.Tensor]:
-    work = dist.all_reduce(flat.div_(state.ranks), group=state.process_group, async_op=True)
+def _sparse_rounds(
+    state: FFTState, flat: torch.Tensor, name: str
+) -> Generator[None, None, torch.Tensor]:
+    flat = flat.div_(state.ranks).coalesce()  # as torch would, before it sends all of it
+    nbytes = sum(each.numel() * each.element_size() for each in (flat.indices(), flat.values()))
+    state.traffic.sparse(name, flat.values().numel(), nbytes)
+    work = dist.all_reduce(flat, group=state.process_group, async_op=True)
     yield
     work.wait()
     return work.get_future().wait()[0]

@@ -149,6 +149,11 @@ class ErrorFeedback:
         codec = self.codec_of(name)
         self._memory[name] = n, codec.values_to_state(residual)
 
+    def change(self, name: str, function: Callable[[Any], Any]) -> None:
+        """Put function(residual), [n] float32, in the place of a memory; nothing without one."""
+        if self.remembers(name):
+            self._set(name, self._memory[name][0], function(self.residual(name)))
+
     def sizes(self, state: dict[str, Any]) -> dict[str, int]:
         """Elements of each memory in a saved state, by name."""
         return {name: saving.elements(entry) for name, entry in state["memory"].items()}

@@ -6,8 +6,10 @@ from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from ._waiting import WAIT_S
 from .codecs.fft import PAPER, FFTCodec
 from .errors import CompressError
+from .exchange.agreement import said_of
 from .exchange.session import SharedExchange
 from .schedule import Constant, Schedule
 
@@ -35,6 +37,8 @@ class Settings:
     every: int = 2000
     tune: bool = False
     overlap: bool = False
+    check_every: int = 100
+    wait_s: float = WAIT_S
 
     def changed(self, *, mode: Literal["paper"] | None = None, **changes: Any) -> Settings:
         """These settings with changes; CompressError names what is unknown or not legal."""
@@ -56,6 +60,11 @@ class Settings:
             raise CompressError(
                 f"min_elements={settings.min_elements!r}, decay={settings.decay!r}; expected at "
                 "least 1, and a factor above 0 up to 1"
+            )
+        if settings.check_every < 0 or not settings.wait_s > 0:
+            raise CompressError(
+                f"check_every={settings.check_every!r}, wait_s={settings.wait_s!r}; expected steps "
+                "from 0 (never) up, and seconds above 0"
             )
         return settings
 
@@ -95,6 +104,10 @@ class Settings:
         """Theta over time, for one optimizer: a schedule may learn."""
         return Constant(self.theta) if isinstance(self.theta, float | int) else deepcopy(self.theta)
 
+    def said(self) -> list[tuple[str, str]]:
+        """Those that all ranks have to have alike, for exchange.agreement."""
+        return said_of(self, but=("threads", "wait_s"))
+
     def codec(self, threads: int) -> FFTCodec:
         """The codec of the first step; `threads` is used where the settings leave it open."""
         return self.codec_of(self.schedule().theta(0), threads)
@@ -112,5 +125,5 @@ class Settings:
 
 _SHARED_ONLY = {"ratio", "warmup", "every", "overlap"}
 _SHARED = {"ratio", "warmup", "every", "min_elements", "feedback", "decay"}
-_RIM = {"threads", "exchange", "tune", "overlap"}
+_RIM = {"threads", "exchange", "tune", "overlap", "check_every", "wait_s"}
 _CODEC = {field.name for field in fields(Settings)} - _SHARED - _RIM

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -73,14 +74,25 @@ class Pending:
                 self._advance(other)
 
     def finish(self, name: str) -> Floats:
-        """The mean of a tensor, [n]; takes all others as far as it has to."""
-        self.settle()
-        while any(other.mean is None for other in self._underway.values()):
-            for each in sorted(self._underway):
-                self._advance(each)
+        """The mean of a tensor, [n]; takes all others as far as it has to.
+
+        If that fails, so has the step, and nothing of it is on its way any more.
+        """
+        self.complete()
         mean = self._underway.pop(name).mean
         assert mean is not None
         return mean
+
+    def complete(self) -> None:
+        """Take all that is on its way as far as its mean; see `finish`."""
+        try:
+            self.settle()
+            while any(other.mean is None for other in self._underway.values()):
+                for each in sorted(self._underway):
+                    self._advance(each)
+        except BaseException:
+            self.drop()
+            raise
 
     def settle(self) -> None:
         """Wait until the thread has done what it was given; raises what failed there."""
@@ -90,16 +102,22 @@ class Pending:
             job.result()
 
     def drop(self) -> None:
-        """Forget what is on its way, after a step that failed."""
+        """Forget what is on its way, after a step that failed; waits for no other rank."""
         wait(self._jobs)
         self._jobs.clear()
-        self._underway.clear()
+        left, self._underway = self._underway, {}
+        for tensor in left.values():
+            # Taken, or the framework would keep the sum for ever. Why it failed has been said.
+            with suppress(Exception):
+                if tensor.handle is not None and tensor.wire.arrived(tensor.handle):
+                    tensor.wire.wait(tensor.handle)
 
     def _advance(self, name: str) -> None:
         tensor = self._underway[name]
         if tensor.mean is not None:
             return
-        total = tensor.wire.wait(tensor.handle)
+        handle, tensor.handle = tensor.handle, None  # good for one wait
+        total = tensor.wire.wait(handle)
         try:
             words = tensor.rounds.send(total)
         except StopIteration as end:

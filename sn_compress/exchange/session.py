@@ -10,7 +10,7 @@ Over 300 lines: the steps of a tensor, and what is saved of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,14 +98,27 @@ class SharedExchange:
         step = tensor.step
         return step < self.warmup or (step - self.warmup) % self.every == self.every - 1
 
-    def whole(self, name: str, values: npt.ArrayLike) -> Floats:
-        """What to send on a dense step, [n] float32: the values and all that was not sent yet."""
+    def whole(
+        self, name: str, values: npt.ArrayLike, *, wire: npt.DTypeLike = np.float32
+    ) -> npt.NDArray[Any]:
+        """What to send on a dense step, [n] of `wire`: the values and all that was not sent yet.
+
+        What rounding to the wire's type takes is owed.
+        """
         tensor = self._next(name)
         vector = np.asarray(values).astype(np.float32)
         if (left := _left(tensor)) is not None:
             vector += left * np.float32(self.decay)
         tensor.owed = None
-        return vector
+        if np.dtype(wire) == np.float32:
+            return vector
+        with np.errstate(all="ignore"):  # beyond half precision: the step is lost, and nothing owed
+            sent = vector.astype(wire)
+            lost = vector - sent
+            lost[~np.isfinite(lost)] = 0
+        if self.decay and lost.any():
+            tensor.owed = lost
+        return sent
 
     def learn(self, name: str, mean: npt.ArrayLike) -> None:
         """Take note of the mean gradient of a dense step, [n]; the same on every rank."""
@@ -186,7 +199,9 @@ class SharedExchange:
         for name, tensor in new.items():
             tensor.curve, tensor.size = curves[name], chosen[name]
             tensor.summable = self._summable(tensor, start=tensor.mean)
-            tensor.mean = None
+            if tensor.owed is not None:
+                tensor.summable.memory = tensor.owed
+            tensor.mean = tensor.owed = None
 
     def _budget(self, new: Iterable[Tensor]) -> int:
         """Words for these tensors; each pays its part of what travels plain."""
@@ -220,10 +235,11 @@ class SharedExchange:
                 tensor.summable.settle()
 
     def rescale(self, factor: float) -> None:
-        """Multiply all memories, as when a loss scaler has changed its scale."""
-        for tensor in self.tensors.values():
+        """Multiply what is of the size of gradients, as when a loss scaler changed its scale."""
+        for name, tensor in self.tensors.items():
+            self.change(name, lambda values: values * np.float32(factor))
             if tensor.summable is not None:
-                tensor.summable.memory = tensor.summable.memory * np.float32(factor)
+                tensor.summable.rescale(factor)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on bit by bit; only the memories differ between ranks."""
@@ -271,6 +287,17 @@ class SharedExchange:
         if left is None:
             raise CompressError(f"there is no memory of {name!r}; known: {sorted(self.tensors)}")
         return left.copy()
+
+    def change(self, name: str, function: Callable[[Floats], Floats]) -> None:
+        """Put function(vector), [n] float32, in the place of all that is remembered of a tensor."""
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            return
+        for kind in ("mean", "owed"):
+            if (values := getattr(tensor, kind)) is not None:
+                setattr(tensor, kind, function(values))
+        if tensor.summable is not None:
+            tensor.summable.memory = function(tensor.summable.memory)
 
     def restart(self, residuals: Mapping[str, npt.NDArray[np.float32]]) -> None:
         """Forget all tensors but what was not sent of these; shapes may be others from now on."""

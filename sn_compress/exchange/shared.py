@@ -10,6 +10,7 @@ rounding or clipping takes away stays in the rank's own memory, like everything 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 from typing import Any
@@ -154,6 +155,7 @@ class Summable(ABC):
     """
 
     rounds: int  # all-reduces in a step
+    _exponents: Array  # int32, of the scales on which columns travel
 
     def __init__(self, n: int, *, undoable: bool = False) -> None:
         self.n, self.undoable = n, undoable
@@ -220,6 +222,11 @@ class Summable(ABC):
         with _quiet():
             self.energy, self.error = energy, float(self.memory @ self.memory)
         return result
+
+    def rescale(self, factor: float) -> None:
+        """Expect gradients that are `factor` times as large from now on; memory is left alone."""
+        shift = round(_FINENESS * math.log2(factor))
+        self._exponents = (self._exponents + shift).clip(_FLOOR, _TOP).astype(np.int32)
 
     def undo(self) -> None:
         """Take the last step back, as a loss scaler does that found NaN in another tensor."""

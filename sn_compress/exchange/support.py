@@ -144,6 +144,10 @@ class Support(Summable):
         named[found.reshape(-1)] = True
         return named
 
+    def rescale(self, factor: float) -> None:
+        super().rescale(factor)
+        self._spread = self._spread * np.float32(factor)
+
     def _shared(self) -> dict[str, Array]:
         names = ("_exponents", "_spread", "_ages", "_named")
         return {name: getattr(self, name) for name in names}

@@ -58,6 +58,8 @@ class _Gossiping:
             "steps": self._sn.steps,
             "bytes_per_step": self._sn.messages.sent_bytes / max(self._sn.turns, 1),
             "averages": self._sn.averages,
+            "average_bytes": self._sn.average_bytes,
+            "other_bytes": self._sn.other_bytes,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -83,6 +85,7 @@ def GossipOptimizer(  # noqa: N802 - named as Horovod names its own
     limit: float | None = None,
     every: int = 10,
     bucket_bytes: int = BUCKET_BYTES,
+    wait_s: float = 1800.0,
     process_set: Any = None,
     group: Any = None,
 ) -> Any:
@@ -105,6 +108,8 @@ def GossipOptimizer(  # noqa: N802 - named as Horovod names its own
     limit : of the spread, above which all ranks take the exact mean; None: never by itself
     every : steps from one measure of the spread to the next, a sum of 258 numbers; 0: none
     bucket_bytes : largest message, unless a single tensor is larger
+    wait_s : seconds to wait for other ranks, then CompressError; with a group of fewer than all
+        ranks, its own time-out
     process_set, group : of Horovod or of torch.distributed; None: all ranks of what is initialised.
         A group of fewer than all ranks carries nothing else of gossip: make one for each optimizer.
         A group may also be an object with the methods of peers.torch.Peers
@@ -117,10 +122,12 @@ def GossipOptimizer(  # noqa: N802 - named as Horovod names its own
         ranks at the same step
     spread : the last measure, or None: root mean square distance to the mean over the norm of the
         weights, to some 4 %
-    report() : steps, bytes_per_step this rank sent, averages: how often the exact mean was taken
+    report() : steps; bytes_per_step this rank sent to partners; averages: how often the exact mean
+        was taken, and average_bytes, what this rank added to their sums so far; other_bytes, so
+        far, to give all the first weights, to agree, and to measure the spread
 
-    Raises CompressError for settings that are not legal, or, at the first step and on every rank,
-    not the same everywhere.
+    Raises CompressError for settings that are not legal, or, on every rank, not the same
+    everywhere; at the first step for weights that are not.
     """
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, _Gossiping):
         raise CompressError(
@@ -129,7 +136,9 @@ def GossipOptimizer(  # noqa: N802 - named as Horovod names its own
     check(average=average, codec=codec, momentum=momentum, pull=pull, limit=limit, every=every)
     if bucket_bytes < 1:
         raise CompressError(f"bucket_bytes={bucket_bytes}; expected 1 or more")
-    peers = find_peers(process_set, group)
+    if not wait_s > 0:
+        raise CompressError(f"wait_s={wait_s!r}; expected seconds above 0")
+    peers = find_peers(process_set, group, wait_s=wait_s)
     graph = graph_of(topology, peers.ranks, codec)
     own = type(optimizer)
     gossip = Gossip(

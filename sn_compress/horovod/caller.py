@@ -20,7 +20,10 @@ _DEEPEST = 6  # frames between Horovod's function and compress: subclasses, comp
 
 @dataclass(frozen=True)
 class Caller:
-    """`name` is None for an unnamed hvd.allreduce; `optimizer` for any hvd.allreduce."""
+    """`name` is None for an unnamed hvd.allreduce; `optimizer` for any hvd.allreduce.
+
+    `opens` says that nothing of the same step, or call, is on its way.
+    """
 
     name: str | None
     optimizer: Any
@@ -28,6 +31,7 @@ class Caller:
     process_set: Any
     scale: float = 1.0  # pre- and postscale factors of hvd.allreduce
     average: bool | None = None  # deprecated way to say the operation
+    opens: bool = True
 
 
 def find_caller(frame: FrameType | None, tensor: Any) -> Caller:
@@ -52,17 +56,21 @@ def _gradient(local: dict[str, Any], tensor: Any) -> Caller:
 
 def _grouped_gradient(local: dict[str, Any], tensor: Any) -> Caller:
     parameter = next(p for p in local["ps"] if p.grad is tensor)
-    return _of_optimizer(local["self"], parameter)
+    return _of_optimizer(local["self"], parameter, first=parameter is local["ps"][0])
 
 
-def _of_optimizer(optimizer: Any, parameter: Any) -> Caller:
+def _of_optimizer(optimizer: Any, parameter: Any, *, first: bool = True) -> Caller:
     name = optimizer._parameter_names.get(parameter)
     if hasattr(optimizer, "_starting_models"):  # only the Adasum optimizer has it
         raise CompressError(
             f"{name}: FFTCompression cannot be used with op=hvd.Adasum, which takes dot products "
             "of dense tensors. Use op=hvd.Average, or Compression.none with Adasum."
         )
-    return Caller(name, optimizer, optimizer.op, optimizer.process_set)
+    # Where gradients accumulate, those of earlier passes have None for a handle; a function is that
+    # of a sparse one, about which `compress` is never asked.
+    handles = (handle for handle, _ in optimizer._handles.values())
+    opens = first and all(handle is None or callable(handle) for handle in handles)
+    return Caller(name, optimizer, optimizer.op, optimizer.process_set, opens=opens)
 
 
 def _allreduce(local: dict[str, Any], tensor: Any) -> Caller:
@@ -71,12 +79,27 @@ def _allreduce(local: dict[str, Any], tensor: Any) -> Caller:
 
 def _grouped_allreduce(local: dict[str, Any], tensor: Any) -> Caller:
     index = next(i for i, member in enumerate(local["tensors"]) if member is tensor)
-    return _of_call(local, local["name"] and f"{local['name']}.{index}")
+    return _of_call(local, local["name"] and f"{local['name']}.{index}", first=not index)
 
 
-def _of_call(local: dict[str, Any], name: str | None) -> Caller:
+def _of_call(local: dict[str, Any], name: str | None, *, first: bool = True) -> Caller:
     scale = local["prescale_factor"] * local["postscale_factor"]
-    return Caller(name, None, local["op"], local["process_set"], scale, local["average"])
+    return Caller(name, None, local["op"], local["process_set"], scale, local["average"], first)
+
+
+def sparse_gradient(frame: FrameType | None) -> tuple[Any, Any]:
+    """The optimizer and the parameter whose sparse gradients Horovod has gathered."""
+    for _ in range(_DEEPEST):
+        if frame is None:
+            break
+        module = frame.f_globals.get("__name__", "")
+        if (module, frame.f_code.co_name) == ("horovod.torch.optimizer", "synchronize"):
+            return frame.f_locals["self"], frame.f_locals["p"]
+        frame = frame.f_back
+    raise CompressError(
+        "a sparse tensor was not handed to FFTCompression.decompress by Horovod 0.28.1; expected "
+        "it as compression= of hvd.DistributedOptimizer"
+    )
 
 
 def _refuse_reducescatter(local: dict[str, Any], tensor: Any) -> Caller:

@@ -63,6 +63,14 @@ class FFTCompression:
     tune : measure link and codec in the first steps, and go on as plain Horovod unless a step is
         faster with compression (default False; torch only). docs/cost.md says how
 
+    check_every : steps from one comparison of the ranks' parameters, by digests, to the next;
+        0 for none (default 100). If they differ, CompressError on every rank
+    wait_s : seconds to wait for other ranks in what this sends beside Horovod (default 1800), then
+        CompressError (optimizers of torch). docs/horovod.md has those of Horovod itself
+
+    At the first gradient all ranks compare settings, names and shapes: CompressError on every rank
+    says what differs.
+
     What it does not compress travels as with plain Horovod: sparse gradients (unless
     sparse_as_dense), float64 and integer tensors. What it cannot do it refuses: Adasum,
     reducescatter, operations other than Average and Sum, and, with gather, hvd.join() on a rank
@@ -87,7 +95,11 @@ class FFTCompression:
     @_as_written
     def decompress(cls, tensor: Any, ctx: Any) -> Any:
         """Called by Horovod."""
-        return tensor if ctx is None else ctx.finish(tensor)
+        if ctx is not None:
+            return ctx.finish(tensor)
+        if getattr(tensor, "is_sparse", False):  # of torch: nobody asked how to send it
+            _rim(tensor).count_sparse(sys._getframe(1))
+        return tensor
 
     @classmethod
     def report(cls, optimizer: Any) -> dict[str, float]:
@@ -96,6 +108,8 @@ class FFTCompression:
         steps; tensors, elements (compressed ones); dense_bytes (float32, all tensors),
         payload_bytes (this rank's contribution, uncompressed tensors included), both per step;
         ratio; relative_error, the mean over steps of |dropped| / |gradient + memory|; saturated.
+        Sparse gradients count in both as what travels of them, in float32 and as it is. Beside all
+        these other_bytes, so far: to agree at the start, to compare parameters, and to tune.
         """
         return _rim(optimizer).report(optimizer)  # type: ignore[no-any-return]
 

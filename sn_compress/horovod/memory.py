@@ -10,6 +10,7 @@ import numpy as np
 from ..codecs.fft import FFTCodec
 from ..contract import Payload
 from ..exchange.pending import Pending
+from ..exchange.sameness import Sameness
 from ..exchange.session import SharedExchange
 from ..feedback import ErrorFeedback
 from ..settings import Settings
@@ -29,6 +30,8 @@ class Memory:
         self.shared = settings.shared()
         self.pending = Pending()
         self.traffic = Traffic()
+        self.sameness = Sameness(settings.check_every)
+        self.agreed: int | None = None  # with how many ranks
         self.tuner: Tuner | None = None  # with tune=True
         self.aside: Aside | None = None  # where the tuner has settled on plain
         self.scaler: Any = None  # watched, see FFTCompression.watch
@@ -87,6 +90,7 @@ class Memory:
         Called when a tensor goes plain by the tuner's choice.
         """
         steps = self.tuner.idle_steps if self.tuner and self.aside is None else 0
+        steps = min(steps, self.sameness.free_steps)
         tensors, under_way = self.traffic.tensors
         # A tensor that only some steps ask about would make ranks lose count of each other.
         if steps and tensors == len(optimizer._requires_update):
@@ -98,6 +102,7 @@ class Memory:
     def _awake(self, steps: int) -> None:
         self.count()
         self.aside = None
+        self.sameness.pass_by(steps)
         if self.tuner:
             self.tuner.pass_by(steps)
 
@@ -110,6 +115,13 @@ class Memory:
         """Before a state is loaded or shared: ask about every tensor again."""
         if self.aside:
             self.aside.end()
+
+    def begin_anew(self) -> None:
+        """Before ranks that came share a state: all agree again, and count from here."""
+        self.come_back()
+        self.tuner = None  # it counted the steps of other ranks
+        self.agreed = None
+        self.sameness.begin_anew()
 
     def release(self, name: str) -> Any:
         """What was not sent of a tensor that travels plain from now on, [n]; None for nothing."""

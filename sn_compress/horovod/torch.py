@@ -11,6 +11,7 @@ import copy
 import logging
 import os
 import weakref
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
@@ -22,13 +23,14 @@ import numpy as np
 import torch
 from horovod.torch.elastic.state import StateHandler, get_handler_registry
 
-from .._waiting import result_of
 from ..codecs import saving
 from ..errors import CompressError
 from ..exchange.gather import on_wire, wire_bytes
+from ..exchange.pending import Pending
 from ..saved import reading
 from ..settings import Settings
-from .caller import Caller, find_caller
+from .alike.torch import Checked, agree_on_calls, agree_on_optimizers, total
+from .caller import Caller, find_caller, sparse_gradient
 from .memory import Memory
 from .underway.torch import Cast, InFlight, InRounds, Reducer, Shown
 
@@ -38,7 +40,8 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 # Optimizers are held weakly: a dropped optimizer takes its memory along.
 _of_optimizer: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
-_of_calls: dict[tuple[Settings, int], Memory] = {}  # plain hvd.allreduce(compression=...)
+_of_calls: OrderedDict[tuple[Settings, int], Memory] = OrderedDict()  # plain hvd.allreduce
+_MOST_CALLS = 64  # settings that calls remember; the same on all ranks, which make the same calls
 
 
 def compress(tensor: torch.Tensor, settings: Settings, frame: FrameType) -> tuple[Any, Any]:
@@ -55,20 +58,52 @@ def compress(tensor: torch.Tensor, settings: Settings, frame: FrameType) -> tupl
     memory = _memory_for(caller, settings)
     if caller.optimizer is None and tensor.requires_grad and torch.is_grad_enabled():
         return tensor, None  # a differentiable all-reduce; encoding would cut the graph
+    if caller.opens:
+        _open(memory, caller)
     memory.enter(caller.name)
+    due = caller.opens and caller.optimizer is not None and memory.sameness.step()
+    wire, ctx = _send(tensor, caller, memory)
+    return wire, Checked.begin(memory, caller.optimizer, ctx) if due else ctx
+
+
+def _send(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[Any, Any]:
+    settings = memory.settings
     shared = settings.exchange == "shared"
     # Without a name no rank knows what another one has agreed to.
     fits = tensor.dtype in _FLOATS and (caller.name or not shared)
     if not fits or not memory.shared.takes(str(caller.name), tensor.numel()):
         return _send_plain(tensor, caller, memory)
     if caller.name and caller.optimizer is not None:
-        ranks, total = caller.process_set.size(), partial(_total, caller.process_set)
-        if memory.plain(caller.name, tensor.shape, ranks=ranks, total=total):
+        ranks, ask = caller.process_set.size(), partial(total, memory, caller.process_set)
+        if memory.plain(caller.name, tensor.shape, ranks=ranks, total=ask):
             sent = _send_plain(_with_rest(tensor, caller.name, memory), caller, memory)
             if all(p.dtype != torch.bfloat16 for p in caller.optimizer._requires_update):
                 memory.stand_aside(caller.optimizer)  # Horovod reduces all of it as it is
             return sent
     return (_send_shared if shared else _send_payload)(tensor, caller, memory)
+
+
+def _open(memory: Memory, caller: Caller) -> None:
+    """A step begins, or a call: what is still on its way is of one that failed.
+
+    Before the first of them, and after ranks have come or gone, all ranks agree.
+    """
+    sets = caller.process_set
+    ranks = sets.size()
+    if caller.optimizer is None:
+        memory.pending = Pending()  # other calls, and other threads, have their own
+    else:
+        memory.pending.drop()
+    if memory.agreed == ranks:
+        return
+    if caller.optimizer is None:
+        agree_on_calls(memory, sets)
+        memory.agreed = ranks
+    else:
+        new = agree_on_optimizers(memory, sets, lambda each: _memory_of(each).agreed != ranks)
+        for own in map(_memory_of, new):
+            own.begin_anew()
+            own.agreed = ranks
 
 
 @cache
@@ -83,20 +118,21 @@ os.register_at_fork(after_in_child=_thread.cache_clear)
 
 def _memory_for(caller: Caller, settings: Settings) -> Memory:
     if caller.optimizer is None:
-        key = settings, caller.process_set.process_set_id
-        if key not in _of_calls:
-            _of_calls[key] = Memory(settings, torch.get_num_threads())
-        return _of_calls[key]
+        return _memory_of_calls(settings, caller.process_set.process_set_id)
     if caller.optimizer not in _of_optimizer:
         _of_optimizer[caller.optimizer] = Memory(settings, torch.get_num_threads())
     return _of_optimizer[caller.optimizer]
 
 
-def _total(process_set: Any, name: str, values: Any) -> Any:
-    """The sum over the ranks, at once, for the tuner."""
-    wire = torch.from_numpy(values.copy())
-    handle = hvd.allreduce_async(wire, name=name, op=hvd.Sum, process_set=process_set)
-    return result_of(hvd, handle).numpy()
+def _memory_of_calls(settings: Settings, process_set: int) -> Memory:
+    key = settings, process_set
+    if key not in _of_calls:
+        _of_calls[key] = Memory(settings, torch.get_num_threads())
+        if len(_of_calls) > _MOST_CALLS:
+            _of_calls.popitem(last=False)
+            _say_dropped_once()
+    _of_calls.move_to_end(key)
+    return _of_calls[key]
 
 
 def _with_rest(tensor: torch.Tensor, name: str, memory: Memory) -> torch.Tensor:
@@ -115,6 +151,16 @@ def _send_plain(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[A
     return wire, ctx
 
 
+def count_sparse(frame: FrameType) -> None:
+    """Count what this rank has sent of a sparse gradient: all ranks' are gathered as they are."""
+    optimizer, parameter = sparse_gradient(frame)
+    own = parameter.grad
+    parts = own._indices(), own._values()
+    nbytes = sum(part.numel() * part.element_size() for part in parts)
+    memory = _memory_of(optimizer)
+    memory.traffic.sparse(optimizer._parameter_names[parameter], own._values().numel(), nbytes)
+
+
 def _on_host(tensor: torch.Tensor) -> Any:
     """The tensor's values, [n] float32."""
     if tensor.device.type != "cpu":
@@ -128,22 +174,22 @@ def _send_shared(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[
     ranks = caller.process_set.size()
     factor = caller.scale * (ranks if caller.op == hvd.Sum else 1)
     if shared.dense(name, tensor.shape):
-        wire = torch.from_numpy(shared.whole(name, values)).reshape(tensor.shape)
+        # Horovod reduces no bfloat16; what half precision takes is sent later.
+        kind = np.float16 if tensor.dtype == torch.float16 else np.float32
+        wire = torch.from_numpy(shared.whole(name, values, wire=kind)).reshape(tensor.shape)
         wire = wire.to(tensor.device)
-        if tensor.dtype != torch.bfloat16:  # Horovod reduces no bfloat16
-            wire = wire.to(tensor.dtype)
         memory.traffic.plain(name, tensor.numel(), wire.numel() * wire.element_size())
         return wire, Shown(memory, name, factor, tensor.dtype)
 
     rank = caller.process_set.rank()
     rounds = partial(shared.exchange, name, values, ranks=ranks, rank=rank)
     beside = memory.settings.overlap and caller.optimizer is not None
-    wire = Reducer(caller.process_set)
+    wire = Reducer(caller.process_set, memory.settings.wait_s)
     memory.pending.begin(name, rounds, wire, _thread() if beside else None)
     # Grouped all-reduces want one dtype, that of the plain tensors beside it.
     dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
     token = torch.zeros(1, dtype=dtype, device=tensor.device)
-    return token, InRounds(memory, name, factor, tensor.detach(), ranks)
+    return token, InRounds(memory, name, factor, tensor.detach(), ranks, memory.pending)
 
 
 def _send_payload(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[Any, Any]:
@@ -166,6 +212,15 @@ def _send_payload(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple
     factor = caller.scale * (ranks if caller.op == hvd.Sum else 1)
     like = tensor.detach()
     return token, InFlight(handle, caller.name or "tensor", memory, codec, ranks, factor, like)
+
+
+@cache
+def _say_dropped_once() -> None:
+    _log.warning(
+        "hvd.allreduce was called with compressions of more than %d settings: what those used "
+        "longest ago remember is dropped. Make one FFTCompression.using(...) and keep it.",
+        _MOST_CALLS,
+    )
 
 
 @cache
@@ -240,8 +295,7 @@ def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
 def synchronize(optimizer: Any, root_rank: int) -> None:
     """See FFTCompression.synchronize."""
     own, sets = _exchange_of(optimizer), optimizer.process_set
-    _memory_of(optimizer).come_back()
-    _memory_of(optimizer).tuner = None  # it counted the steps of other ranks
+    _memory_of(optimizer).begin_anew()
     state = hvd.broadcast_object(own.state_dict(), root_rank=root_rank, process_set=sets)
     residuals = {}
     for name, n in sorted(own.sizes(state).items()):
@@ -272,8 +326,7 @@ class _ElasticHandler(StateHandler):
 
     def restore(self) -> None:
         _memory_of(self.value.optimizer).pending.drop()
-        _memory_of(self.value.optimizer).come_back()
-        _memory_of(self.value.optimizer).tuner = None
+        _memory_of(self.value.optimizer).begin_anew()
         load_state_dict(self.value.optimizer, copy.deepcopy(self._saved))
 
     def sync(self) -> None:

@@ -14,7 +14,8 @@ class Traffic:
     """
 
     def __init__(self) -> None:
-        self._bytes: dict[str, tuple[int, int, bool]] = {}  # name -> elements, bytes, compressed
+        # name -> elements, bytes uncompressed and sent, whether compressed
+        self._bytes: dict[str, tuple[int, int, int, bool]] = {}
         self._fixed: dict[str, tuple[int, int]] = {}  # the same in every step
         self._sent: set[str] = set()  # in the step still open
         self._before = 0  # tensors in the one before
@@ -23,20 +24,29 @@ class Traffic:
         self._energy = self._error = 0.0
         self._relative_sum, self._relative_count = 0.0, 0
         self._saturated = 0
+        self._beside = 0
 
     def plain(self, name: str | None, elements: int, nbytes: int) -> None:
         """Count a tensor that travelled uncompressed."""
         self._count(name, elements, nbytes, compressed=False)
 
+    def sparse(self, name: str, elements: int, nbytes: int) -> None:
+        """Count a sparse gradient of so many values, which travelled with where they are."""
+        self._count(name, elements, nbytes, compressed=False, dense=nbytes)
+
     def fixed(self, name: str, elements: int, nbytes: int) -> None:
         """Note a tensor that travels uncompressed in every step of a traced function."""
         self._fixed[name] = elements, nbytes
 
+    def beside(self, nbytes: int) -> None:
+        """Count what is no gradient: what ranks agree on and compare, and what a tuner measures."""
+        self._beside += nbytes
+
     def finish_step(self) -> None:
         """Count the rest of the open step as it was in the one before."""
-        for name, (elements, nbytes, compressed) in self._bytes.items():
+        for name, (elements, dense, nbytes, compressed) in self._bytes.items():
             if name not in self._sent:
-                self._count(name, elements, nbytes, compressed=compressed)
+                self._count(name, elements, nbytes, compressed=compressed, dense=dense)
 
     def plain_steps(self, steps: int) -> None:
         """Count steps in which all tensors of the last one travelled uncompressed again."""
@@ -44,8 +54,8 @@ class Traffic:
             self._close_step()
             self._sent.clear()
             self._steps += steps
-            self._dense_sum += steps * sum(4 * n for n, _, _ in self._bytes.values())
-            self._sent_sum += steps * sum(nbytes for _, nbytes, _ in self._bytes.values())
+            self._dense_sum += steps * sum(dense for _, dense, _, _ in self._bytes.values())
+            self._sent_sum += steps * sum(nbytes for _, _, nbytes, _ in self._bytes.values())
 
     @property
     def tensors(self) -> tuple[int, int]:
@@ -68,17 +78,25 @@ class Traffic:
         self._energy += energy
         self._error += error
 
-    def _count(self, name: str | None, elements: int, nbytes: int, *, compressed: bool) -> None:
-        key = name or ""
+    def _count(
+        self,
+        name: str | None,
+        elements: int,
+        nbytes: int,
+        *,
+        compressed: bool,
+        dense: int | None = None,
+    ) -> None:
+        key, dense = name or "", 4 * elements if dense is None else dense
         if key in self._sent or not self._sent:
             self._close_step()
             self._steps += 1
             self._before = len(self._sent) or self._before  # empty after `plain_steps`
             self._sent.clear()
         self._sent.add(key)
-        self._dense_sum += 4 * elements
+        self._dense_sum += dense
         self._sent_sum += nbytes
-        self._bytes[key] = elements, nbytes, compressed
+        self._bytes[key] = elements, dense, nbytes, compressed
 
     def _close_step(self) -> None:
         if self._energy > 0 and math.isfinite(self._energy):
@@ -94,7 +112,7 @@ class Traffic:
         steps = max(self._steps, 1)
         dense = self._dense_sum / steps + sum(4 * n for n, _ in self._fixed.values())
         sent = self._sent_sum / steps + sum(nbytes for _, nbytes in self._fixed.values())
-        compressed = [elements for elements, _, small in self._bytes.values() if small]
+        compressed = [elements for elements, _, _, small in self._bytes.values() if small]
         return {
             "steps": self._steps,
             "tensors": len(compressed),
@@ -104,4 +122,5 @@ class Traffic:
             "ratio": dense / sent if sent else 0.0,
             "relative_error": relative_sum / count if count else 0.0,
             "saturated": self._saturated,
+            "other_bytes": self._beside,
         }

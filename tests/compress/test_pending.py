@@ -88,3 +88,63 @@ def test_without_a_thread_it_is_sent_at_once():
     pending.begin("a", lambda: two_rounds(1), wire)
     assert wire.sent == ["sn0.a"]
     np.testing.assert_array_equal(pending.finish("a"), [2, 2])
+
+
+class Spent(Wire):
+    """Whose handles may be waited for once, as Horovod's; the sum of one tensor fails."""
+
+    def __init__(self, fails=""):
+        super().__init__()
+        self.fails, self.spent = fails, set()
+
+    def start(self, name, words):
+        return (len(self.sent), *super().start(name, words))
+
+    def wait(self, handle):
+        number, name, words = handle
+        assert number not in self.spent, f"{name} was waited for again: for ever, in Horovod"
+        self.spent.add(number)
+        if name == self.fails:
+            self.fails = ""
+            raise RuntimeError(f"{name} is damaged")
+        return words
+
+
+@pytest.mark.parametrize("fails", ["sn0.a", "sn1.a", "sn0.b", "sn1.b"])
+def test_a_step_after_one_that_failed_waits_for_nothing_of_it(fails):
+    """By the sum of one tensor, while another is on its way that does not come again."""
+    pending, wire = Pending(), Spent(fails)
+    for name in ("a", "b"):
+        pending.begin(name, lambda: two_rounds(1), wire)
+    with pytest.raises(RuntimeError, match="damaged"):
+        pending.finish("a")
+    for name in ("c", "a"):
+        pending.begin(name, lambda: two_rounds(5), wire)
+    np.testing.assert_array_equal(pending.finish("a"), [6, 6])
+    np.testing.assert_array_equal(pending.finish("c"), [6, 6])
+
+
+def test_what_is_dropped_is_taken_if_it_is_there_and_not_waited_for():
+    """A handle that nobody takes would keep its tensor in Horovod for ever."""
+    pending, wire = Pending(), Spent("sn0.a")
+    for name in ("a", "b", "c"):
+        pending.begin(name, lambda: two_rounds(1), wire)
+    wire.arrived = lambda handle: handle[1] in ("sn0.a", "sn0.b")  # and the first one fails
+    pending.drop()
+    assert wire.spent == {0, 1}
+    pending.begin("a", lambda: two_rounds(5), wire)
+    np.testing.assert_array_equal(pending.finish("a"), [6, 6])
+
+
+def test_what_failed_in_the_thread_is_told_once(thread):
+    pending, wire = Pending(), Wire()
+
+    def fails():
+        raise RuntimeError("cannot be encoded")
+
+    pending.begin("a", fails, wire, thread)
+    pending.begin("b", lambda: two_rounds(1), wire, thread)
+    with pytest.raises(RuntimeError, match="cannot be encoded"):
+        pending.finish("b")
+    pending.begin("b", lambda: two_rounds(5), wire, thread)
+    np.testing.assert_array_equal(pending.finish("b"), [6, 6])

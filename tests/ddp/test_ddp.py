@@ -22,6 +22,14 @@ def test_hook(ranks, n):
         assert rank.output.count("ok ") == cases, rank.output
 
 
+def test_nothing_goes_wrong_in_silence(ranks):
+    source = (RANKS / "trust.py").read_text()
+    cases = source[source.index("CASES = [") :].partition("]")[0].count(",")
+    for rank in ranks(2, RANKS / "trust.py", timeout=120):
+        assert rank.returncode == 0, rank.output
+        assert rank.output.count("ok ") == cases, rank.output
+
+
 def test_killed_rank_ends_the_others(ranks):
     start = time.monotonic()
     ended = ranks(3, RANKS / "fail.py", timeout=90)

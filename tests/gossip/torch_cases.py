@@ -305,9 +305,38 @@ def differ(world):
         optimizer.step()
     optimizer.consensus()
     optimizer.step()
-    other = GossipOptimizer(sgd(net()), overlap=world.rank == 0, **world.places[0])
-    with pytest.raises(CompressError, match="different settings"):
-        other.step()
+    odd = world.rank == 1
+    longer = nn.Sequential(*FIRST, nn.Linear(16, 16))
+    for words, model, options in (
+        ("setting overlap: False on rank 0, True on rank 1", net(), {"overlap": odd}),
+        (
+            "setting bucket_bytes: 4000 on rank 0, 1000 on",
+            net(),
+            {"bucket_bytes": 4000 - 3000 * odd},
+        ),
+        ("setting pull", net(), {"pull": 0.5 if odd else 0.25, "codec": codec("fft", theta=0.5)}),
+        ("tensor", longer if odd else net(), {}),
+    ):
+        with pytest.raises(CompressError, match="ranks have other settings") as raised:
+            GossipOptimizer(sgd(model), **options, **world.places[0])
+        every = world.gather(str(raised.value))
+        assert len(set(every)) == 1, every
+        assert words in every[0], every[0]
+
+
+def counted(world):
+    """Exact averages, and what ranks agree on, are in the report."""
+    model, optimizer = trained(world)
+    size = 4 * flat(model).numel()
+    first = optimizer.report()
+    assert first["average_bytes"] == 0
+    optimizer.consensus()
+    second = optimizer.report()
+    assert second["average_bytes"] == 2 * size, "weights, and momenta of the same size"
+    assert second["bytes_per_step"] == first["bytes_per_step"] == size
+    start = size if world.rank == 0 else 0
+    # To agree on settings and on weights, 17 words each, and once to measure: 258 numbers.
+    assert first["other_bytes"] == start + 8 * (17 + 17 + 258), first
 
 
 def scaler(world):
@@ -365,6 +394,7 @@ CASES = {
     "limit": limit,
     "spread": spread,
     "differ": differ,
+    "counted": counted,
     "scaler": scaler,
     "ring": ring,
 }

@@ -47,6 +47,14 @@ def test_edges(horovodrun, tmp_path):
     assert run.stdout.count(">:ok ") == 2 * 13, run.stdout
 
 
+def test_nothing_goes_wrong_in_silence(horovodrun):
+    """The cases share one launch: starting horovodrun takes longer than most of them."""
+    source = (RANKS / "trust.py").read_text()
+    cases = source[source.index("CASES = [") :].partition("]")[0].count(",")
+    run = horovodrun(2, RANKS / "trust.py", timeout=200).check()
+    assert run.stdout.count(">:ok ") == 2 * cases, run.stdout
+
+
 @pytest.mark.parametrize("exchange", ["gather", "shared"])
 def test_killed_rank_ends_the_run(horovodrun, exchange):
     """Horovod's Gloo waits 30 s for a peer; the other ranks have to end within that."""

@@ -9,13 +9,15 @@ receives, and asks nobody but the partner.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakSet
 
 import torch
 
-from ..._waiting import result_of
+from ..._waiting import WAIT_S, result_of, waited
 from ...errors import CompressError
 from ..names import prefix
 from ..topology import Partner
@@ -47,10 +49,10 @@ class Peers(Protocol):
 class HorovodPeers:
     """The ranks of a process set of Horovod."""
 
-    def __init__(self, process_set: Any = None) -> None:
+    def __init__(self, process_set: Any = None, *, wait_s: float = WAIT_S) -> None:
         import horovod.torch as hvd
 
-        self._hvd = hvd
+        self._hvd, self._wait_s = hvd, wait_s
         self._set = hvd.global_process_set if process_set is None else process_set
         if not self._set.included():
             raise CompressError(
@@ -76,14 +78,14 @@ class HorovodPeers:
                 "A tensor that large needs transport over torch.distributed."
             )
         handle = self._hvd.alltoall_async(wire, splits, name=name, process_set=self._set)
-        return lambda: result_of(self._hvd, handle)[0]
+        return lambda: self._result(handle, name)[0]
 
     def sum(self, name: str, tensor: Any) -> Wait:
         """See Peers."""
         handle = self._hvd.allreduce_async(
             tensor, name=name, op=self._hvd.Sum, process_set=self._set
         )
-        return lambda: result_of(self._hvd, handle)
+        return lambda: self._result(handle, name)
 
     def broadcast(self, name: str, tensor: Any, root: int) -> None:
         """See Peers."""
@@ -91,7 +93,10 @@ class HorovodPeers:
         handle = self._hvd.broadcast_async_(
             tensor, root_rank=root, name=name, process_set=self._set
         )
-        result_of(self._hvd, handle)
+        self._result(handle, name)
+
+    def _result(self, handle: int, name: str) -> Any:
+        return result_of(self._hvd, handle, limit_s=self._wait_s, what=name)
 
 
 class GroupPeers:
@@ -108,12 +113,16 @@ class GroupPeers:
     Raises CompressError if another object sends over the group already.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Any = None, *, wait_s: float = WAIT_S) -> None:
         import torch.distributed as dist
 
-        self._dist = dist
+        self._dist, self._wait_s = dist, wait_s
         if group is None or dist.get_world_size(group) == dist.get_world_size():
-            self._group = dist.new_group(backend=None if group is None else dist.get_backend(group))
+            with self._limit("a group of their own"):
+                self._group = dist.new_group(
+                    backend=None if group is None else dist.get_backend(group),
+                    timeout=timedelta(seconds=wait_s),
+                )
         elif group in _taken:
             raise CompressError(
                 f"the group of ranks {dist.get_process_group_ranks(group)} carries the messages of "
@@ -125,7 +134,18 @@ class GroupPeers:
             self._group = group
         self.rank, self.ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
         # NCCL makes a group's communicator at its first use, which must have all ranks in it.
-        dist.barrier(self._group)
+        with self._limit("a barrier of their group"):
+            dist.barrier(self._group)
+
+    @contextmanager
+    def _limit(self, what: str) -> Iterator[None]:
+        """Say that a wait was too long, where torch says that it timed out."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "timed out" not in str(error).lower() and "timeout" not in str(error).lower():
+                raise
+            raise CompressError(waited(what, self._wait_s)) from error
 
     def prefix(self, kind: str) -> str:
         """See Peers. No other object sends over the group, so names tell nothing."""
@@ -147,8 +167,9 @@ class GroupPeers:
         )
 
         def wait() -> Any:
-            for work in works:
-                work.wait()
+            with self._limit(name):
+                for work in works:
+                    work.wait()
             return received
 
         return wait
@@ -159,7 +180,8 @@ class GroupPeers:
         work = self._dist.all_reduce(total, group=self._group, async_op=True)
 
         def wait() -> Any:
-            work.wait()
+            with self._limit(name):
+                work.wait()
             return total
 
         return wait
@@ -167,10 +189,11 @@ class GroupPeers:
     def broadcast(self, name: str, tensor: Any, root: int) -> None:
         """See Peers."""
         root = self._dist.get_global_rank(self._group, root)
-        self._dist.broadcast(tensor, root, group=self._group)
+        with self._limit(name):
+            self._dist.broadcast(tensor, root, group=self._group)
 
 
-def find_peers(process_set: Any, group: Any) -> Peers:
+def find_peers(process_set: Any, group: Any, *, wait_s: float = WAIT_S) -> Peers:
     """Those of what is given, else of what has been initialised.
 
     Raises CompressError if that is neither Horovod nor torch.distributed, or both.
@@ -184,9 +207,9 @@ def find_peers(process_set: Any, group: Any) -> Peers:
     horovod = hvd is not None and hvd.is_initialized()
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     if process_set is not None or (group is None and horovod and not distributed):
-        return HorovodPeers(process_set)
+        return HorovodPeers(process_set, wait_s=wait_s)
     if group is not None or (distributed and not horovod):
-        return GroupPeers(group)
+        return GroupPeers(group, wait_s=wait_s)
     raise CompressError(
         f"{'both' if horovod else 'neither'} of Horovod and torch.distributed initialised; "
         "expected one. Call hvd.init() or dist.init_process_group() first, or pass process_set= or "

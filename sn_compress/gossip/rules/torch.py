@@ -14,12 +14,13 @@ import torch
 
 from ...contract import Codec
 from ...errors import CompressError
+from ...exchange.agreement import plain
 from ...saved import count, reading
 from ..buckets.torch import Bucket, split
 from ..differences import Differences, Shape
 from ..messages.torch import Messages
 from ..peers.torch import Peers
-from ..together.torch import Spread, agree
+from ..together.torch import Spread, Sums, agree_on_settings, agree_on_weights
 from ..topology import Topology
 
 _FORMAT = 1
@@ -47,6 +48,7 @@ class Gossip:
         self.average, self.momentum, self.overlap = average, momentum, overlap
         self.every = every
         self.steps = self.turns = self.averages = 0
+        self.average_bytes = self._start_bytes = 0
         self._agreed = False
         self._bucket_bytes = bucket_bytes
         self._prefix = peers.prefix("gossip")
@@ -55,6 +57,7 @@ class Gossip:
             pull=pull if codec else 1.0,
         )  # fmt: skip
         self.spread = Spread(peers, self._prefix, limit)
+        self._sums = Sums(peers, self._prefix)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.parameters = [p for p in parameters if p.requires_grad]
         self.buckets = split(self.parameters[::-1], "w", bucket_bytes)
@@ -62,6 +65,13 @@ class Gossip:
             for bucket in self.buckets:
                 shapes = [tuple(tensor.shape) for tensor in bucket.tensors]
                 bucket.copies = Differences(shapes, codec)
+        settings = {
+            "topology": topology, "average": average, "momentum": momentum, "overlap": overlap,
+            "codec": codec if isinstance(codec, Codec) else codec is not None, "pull": pull,
+            "limit": limit, "every": every, "bucket_bytes": bucket_bytes,
+        }  # fmt: skip
+        said = [(f"setting {name}", plain(value)) for name, value in settings.items()]
+        agree_on_settings(self._sums, said, self.buckets)
         self._moving = self.buckets  # those of the step under way
         if average == "gradients":
             self._missing = [len(bucket.tensors) for bucket in self.buckets]
@@ -71,6 +81,7 @@ class Gossip:
                     parameter.register_post_accumulate_grad_hook(self._hook(number))
         for bucket in self.buckets:
             values = bucket.flat()
+            self._start_bytes += 0 if peers.rank else values.nbytes
             # As bytes: Horovod knows no bfloat16.
             peers.broadcast(f"{self._prefix}.start.{bucket.name}", values.view(torch.uint8), 0)
             bucket.put(values)
@@ -205,23 +216,23 @@ class Gossip:
 
     # Staying together.
 
-    def _agree(self, *, same_weights: bool = True) -> None:
+    def _agree(self) -> None:
         self._agreed = True
-        settings = (
-            self.topology, self.average, self.momentum, self.overlap, self.messages.pull,
-            self.spread.limit, self.every,
-        )  # fmt: skip
-        agree(self.peers, self._prefix, settings, self.buckets, same_weights=same_weights)
+        agree_on_weights(self._sums, self.buckets)
+
+    @property
+    def other_bytes(self) -> int:
+        """What this rank sent beside weights and averages: to begin, to agree, to measure."""
+        return self._start_bytes + self._sums.sent_bytes + self.spread.sent_bytes
 
     def consensus(self, also: Iterable[Any] = ()) -> None:
         """See GossipOptimizer."""
-        if not self._agreed:
-            self._agree(same_weights=False)
+        self._agreed = True  # ranks have the same weights, afterwards
         self.spread.over_limit()  # a measure under way would be of what is no more
         self._drop()
         momenta = list(self._momenta())
         have = torch.tensor([len(momenta), -len(momenta)], dtype=torch.float64)
-        agreed = self.peers.sum(f"{self._prefix}.momenta", have)()
+        agreed = self._sums("momenta", have.numpy())
         if agreed[0] != self.peers.ranks * have[0]:
             momenta = []  # a rank has not stepped yet, or never used a parameter
         floats = [tensor for tensor in also if tensor.is_floating_point()]
@@ -230,6 +241,7 @@ class Gossip:
         for bucket in self.buckets + parts:
             flat = bucket.flat()
             wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
+            self.average_bytes += wide.nbytes
             total = self.peers.sum(f"{self._prefix}.mean.{bucket.name}", wide)()
             bucket.put(total / self.peers.ranks)
             if bucket.copies is not None:

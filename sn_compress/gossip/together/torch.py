@@ -2,51 +2,64 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from ... import __version__
 from ...errors import CompressError
+from ...exchange.agreement import Said, agree, alike, difference, question
+from ...exchange.digests.torch import digest
 from .. import sketch
 from ..buckets.torch import Bucket
 from ..peers.torch import Peers, Wait
 
 
-def agree(
-    peers: Peers, prefix: str, settings: Sequence[Any], buckets: Iterable[Bucket], *,
-    same_weights: bool = True,
-) -> None:  # fmt: skip
-    """Raise CompressError, on every rank, unless all have the same settings and weights.
+class Sums:
+    """Sums of a few words over all ranks, for what they agree on; `sent_bytes` of this rank."""
 
-    settings : anything whose repr() is the same on ranks that agree
-    """
-    buckets = list(buckets)
-    shapes = [
-        (b.name, [tuple(t.shape) for t in b.tensors], str(b.tensors[0].dtype),
-         b.copies and b.copies.wire_bytes)
-        for b in buckets
-    ]  # fmt: skip
-    told = hashlib.sha256(repr((*settings, shapes)).encode())
-    digest = torch.tensor(list(told.digest()), dtype=torch.float64)
-    for bucket in buckets:
-        told.update(bucket.flat().view(torch.uint8).cpu().numpy().tobytes())
-    own = torch.cat([digest, torch.tensor(list(told.digest()), dtype=torch.float64)])
-    # Sums of whole numbers below 256 are exact. One that differs shows on some rank at least,
-    # and is then told to all.
-    total = peers.sum(f"{prefix}.agree", own)()
-    differ = (own * peers.ranks != total).view(2, -1).any(1).double()
-    differ = peers.sum(f"{prefix}.differ", differ)()
-    if differ[0]:
+    def __init__(self, peers: Peers, prefix: str) -> None:
+        self.peers, self.prefix, self.sent_bytes = peers, prefix, 0
+
+    def __call__(self, name: str, words: Any) -> Any:
+        self.sent_bytes += words.nbytes
+        wire = torch.from_numpy(words.copy())
+        return self.peers.sum(f"{self.prefix}.{name}", wire)().cpu().numpy()
+
+
+def agree_on_settings(sums: Sums, settings: Said, buckets: Iterable[Bucket]) -> None:
+    """Raise CompressError, on every rank, unless all have the same settings and tensors."""
+    tensors = [
+        (f"tensor {place} of bucket {bucket.name}", f"{tuple(tensor.shape)} {tensor.dtype}")
+        for bucket in buckets
+        for place, tensor in enumerate(bucket.tensors)
+    ]
+    coded = [
+        (f"bytes of bucket {bucket.name}", str(bucket.copies and bucket.copies.wire_bytes))
+        for bucket in buckets
+    ]
+    peers = sums.peers
+    agree(
+        [*settings, *tensors, *coded, ("version of sn_compress", __version__)], total=sums,
+        rank=peers.rank, ranks=peers.ranks, name="agree",
+        do="Give all ranks the same model, and GossipOptimizer the same arguments.",
+    )  # fmt: skip
+
+
+def agree_on_weights(sums: Sums, buckets: Iterable[Bucket]) -> None:
+    """Raise CompressError, on every rank, unless all have the same weights."""
+    said = [
+        (f"tensor {place} of bucket {bucket.name}", digest(tensor))
+        for bucket in buckets
+        for place, tensor in enumerate(bucket.tensors)
+    ]
+    if not alike(sums("weights", question(said))):
+        peers = sums.peers
+        told = difference(said, total=sums, rank=peers.rank, ranks=peers.ranks, name="weights")
         raise CompressError(
-            "ranks have different settings or parameters; expected the same model and the same "
-            "arguments of GossipOptimizer on all of them"
-        )
-    if differ[1] and same_weights:
-        raise CompressError(
-            "ranks begin with different weights; expected the same. Load a checkpoint into "
-            "all ranks, or call consensus() to begin with their mean."
+            f"ranks begin with different weights; expected the same; {told} (digests). Load a "
+            "checkpoint into all ranks, or call consensus() to begin with their mean."
         )
 
 
@@ -61,6 +74,7 @@ class Spread:
     def __init__(self, peers: Peers, prefix: str, limit: float | None) -> None:
         self.peers, self.prefix, self.limit = peers, prefix, limit
         self.value: float | None = None
+        self.sent_bytes = 0
         self._measured: Wait | None = None
 
     def measure(self, buckets: Iterable[Bucket]) -> None:
@@ -75,6 +89,7 @@ class Spread:
             own[:-2] += (sign.to(part.device) @ filled).double().cpu()
             own[-1] += part.norm().item() ** 2
         own[-2] = own[:-2] @ own[:-2]
+        self.sent_bytes += own.nbytes
         self._measured = self.peers.sum(f"{self.prefix}.spread", own)
 
     def over_limit(self) -> bool:

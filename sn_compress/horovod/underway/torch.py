@@ -13,6 +13,7 @@ from ..._waiting import result_of
 from ...codecs.fft import FFTCodec
 from ...errors import CompressError, PayloadError
 from ...exchange.gather import mean_of_gathered
+from ...exchange.pending import Pending
 from ..memory import Memory
 
 
@@ -41,7 +42,9 @@ class InFlight:
     def finish(self, token: torch.Tensor) -> torch.Tensor:
         self.memory.theta.observe(self.name, *token.tolist())
         try:
-            gathered = result_of(hvd, self.handle).numpy()
+            limit_s = self.memory.settings.wait_s
+            what = f"the payloads of {self.name}"
+            gathered = result_of(hvd, self.handle, limit_s=limit_s, what=what).numpy()
         except hvd.mpi_ops.HorovodInternalError as error:
             if "join" in str(error).lower():
                 raise self._joined() from error
@@ -71,17 +74,19 @@ class Reducer:
     """Sums of words over the ranks of a process set."""
 
     process_set: Any
+    limit_s: float
 
-    def start(self, name: str, words: Any) -> int:
+    def start(self, name: str, words: Any) -> tuple[str, int]:
         wire = torch.from_numpy(words)
-        handle: int = hvd.allreduce_async(wire, name=name, op=hvd.Sum, process_set=self.process_set)
-        return handle
+        handle = hvd.allreduce_async(wire, name=name, op=hvd.Sum, process_set=self.process_set)
+        return name, handle
 
-    def arrived(self, handle: int) -> bool:
-        return bool(hvd.poll(handle))
+    def arrived(self, handle: tuple[str, int]) -> bool:
+        return bool(hvd.poll(handle[1]))
 
-    def wait(self, handle: int) -> Any:
-        return result_of(hvd, handle).numpy()
+    def wait(self, handle: tuple[str, int]) -> Any:
+        name, number = handle
+        return result_of(hvd, number, limit_s=self.limit_s, what=name).numpy()
 
 
 @dataclass
@@ -109,9 +114,10 @@ class InRounds:
     factor: float
     like: torch.Tensor
     ranks: int
+    pending: Pending
 
     def finish(self, token: torch.Tensor) -> torch.Tensor:
-        mean = self.memory.pending.finish(self.name)
+        mean = self.pending.finish(self.name)
         self.memory.check(mean)
         shared = self.memory.shared
         sent = 4 * sum(shared.words(self.name, self.ranks)) + token.element_size()

@@ -70,7 +70,17 @@ def threads(world):
             assert torch.equal(flat(model), expected), settings
 
 
-OWN = {"idle-ranks": idle_ranks, "threads": threads}
+def late(world):
+    """Who waits for ranks that do not come is told so; the last case, as its messages stay behind.
+
+    Rank 0 makes an optimizer that the others make only when it has given up, and then wait in vain.
+    """
+    time.sleep(3 * (world.rank > 0))
+    with pytest.raises(CompressError, match=r"waited 1 s .* larger wait_s"):
+        GossipOptimizer(sgd(net()), wait_s=1, process_set=hvd.global_process_set)
+
+
+OWN = {"idle-ranks": idle_ranks, "threads": threads, "late": late}
 
 if __name__ == "__main__":
     warnings.simplefilter("error")

@@ -1,0 +1,1 @@
+"""Digests of tensors where they are; a file for each framework that needs one."""

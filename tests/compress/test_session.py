@@ -1,0 +1,94 @@
+"""The shared exchange over steps: another loss scale, half precision; all ranks in one place."""
+
+import numpy as np
+import pytest
+
+from sn_compress.exchange.session import SharedExchange
+
+RANKS = 2
+LARGER = 2.0**10  # a power of two: everything that follows is exact
+
+
+def step(exchanges, name, gradients, wire=np.float32):
+    """One step of one tensor on all ranks; returns the mean that all get."""
+    dense = [each.dense(name, gradients[0].shape) for each in exchanges]
+    if all(dense):
+        pairs = zip(exchanges, gradients, strict=True)
+        sent = [each.whole(name, own.ravel(), wire=wire) for each, own in pairs]
+        mean = np.mean([each.astype(np.float64) for each in sent], axis=0).astype(np.float32)
+        for each in exchanges:
+            each.learn(name, mean)
+        return mean
+    rounds = [
+        each.exchange(name, g.ravel(), ranks=RANKS, rank=rank)
+        for rank, (each, g) in enumerate(zip(exchanges, gradients, strict=True))
+    ]
+    words = [next(each) for each in rounds]
+    while True:
+        total = np.sum(words, axis=0, dtype=np.int32)
+        words, means = [], []
+        for each in rounds:
+            try:
+                words.append(each.send(total))
+            except StopIteration as end:
+                means.append(end.value)
+        if means:
+            assert all(np.array_equal(means[0], mean) for mean in means)
+            return means[0]
+
+
+def ranks(**settings):
+    return [SharedExchange(ratio=8, warmup=2, **settings) for _ in range(RANKS)]
+
+
+def gradients_of(shape, steps, seed=0):
+    rng = np.random.default_rng(seed)
+    found = rng.standard_normal((steps, RANKS, *shape)).astype(np.float32)
+    if shape == (400, 8):  # few rows that are not zero: sent by rows
+        found[:, :, 9:] = 0
+    return found
+
+
+@pytest.mark.parametrize("shape", [(64, 48), (400, 8), (2000,)], ids=["factors", "rows", "whole"])
+@pytest.mark.parametrize("at", [0, 1, 2, 4, 6])
+@pytest.mark.parametrize("factor", [LARGER, 1 / LARGER])
+def test_a_new_loss_scale_changes_nothing_but_the_scale(shape, at, factor):
+    """Rescaled before step `at`, all that follows is the run without, times the factor: to the bit
+    where only digits and sums are scaled, to rounding where LAPACK decomposes.
+    """
+    plain, scaled = ranks(), ranks()
+    owed = {"w": gradients_of(shape, 1, seed=1)[0, 0]}
+    for exchange in (*plain, *scaled):
+        exchange.restart(owed)
+    for number, gradients in enumerate(gradients_of(shape, 8)):
+        if number == at:
+            for exchange in scaled:
+                exchange.rescale(factor)
+        times = np.float32(factor if number >= at else 1)
+        expected = step(plain, "w", gradients) * times
+        found = step(scaled, "w", gradients * times)
+        # 2**-20: float32 rounds by 2**-24, a decomposition of 64 columns by some times that.
+        assert np.abs(found - expected).max() <= 2.0**-20 * np.abs(expected).max(), number
+
+
+def test_what_half_precision_rounds_away_on_a_dense_step_is_sent_later():
+    """Nothing is lost: what came in went out, or is still remembered on its rank."""
+    exchanges, due, paid = ranks(), 0.0, 0.0
+    for number, gradients in enumerate(gradients_of((64, 48), 6)):
+        gradients = gradients * np.float32(1 + 2.0**-12)  # no float16
+        due = due + gradients.astype(np.float64).mean(axis=0).ravel()
+        paid = paid + step(exchanges, "w", gradients, np.float16).astype(np.float64)
+        kept = np.mean([each.residual("w").astype(np.float64) for each in exchanges], axis=0)
+        # Six steps round sums of float32, 2**-24 each, and the mean of the ranks once.
+        assert np.abs(paid + kept - due).max() <= 20 * 2.0**-24 * np.abs(due).max(), number
+        if number < 2:
+            assert np.abs(kept).max() > 2.0**-14, "half precision was to round something away"
+
+
+def test_what_half_precision_cannot_hold_is_not_remembered_as_nonsense():
+    exchanges = ranks()
+    gradients = gradients_of((64, 48), 1)[0]
+    gradients[0, 0, 0] = 1e30
+    with np.errstate(over="ignore"):
+        step(exchanges, "w", gradients, np.float16)
+    assert np.isfinite(exchanges[0].residual("w")).all()

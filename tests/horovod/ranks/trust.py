@@ -1,0 +1,316 @@
+"""One rank: what may not go wrong in silence, one function a case.
+
+Run as `trust.py [CASE...]`; prints "ok CASE" on every rank, or fails with an assertion.
+"""
+
+import sys
+import time
+
+import horovod.torch as hvd
+import torch
+from torch import nn
+
+from sn_compress import CompressError, FFTCompression
+from sn_compress.horovod import torch as rim
+
+RATIO = {"ratio": 8, "warmup": 2, "check_every": 5}
+SHARED = FFTCompression.using(**RATIO)
+WAYS = [SHARED, FFTCompression.using(theta=0.9, check_every=5)]
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 48))
+
+
+def wrap(model, compression=SHARED, named=None, **options):
+    return hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        named_parameters=named or model.named_parameters(),
+        compression=compression,
+        **options,
+    )
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(1000 * step + hvd.rank())
+    return torch.randn(8, 48, generator=generator)
+
+
+def backward(model, step):
+    model(batch(step)).square().mean().backward()
+
+
+def message_of(call):
+    try:
+        call()
+    except CompressError as error:
+        return str(error)
+    raise AssertionError("CompressError was to be raised")
+
+
+def said_by_all(call):
+    """The message that every rank was given; it has to be the same one."""
+    every = hvd.allgather_object(message_of(call))
+    assert len(set(every)) == 1, every
+    return every[0]
+
+
+def settings_and_names_are_agreed_on_at_the_start():
+    odd = hvd.rank() == 1
+    swapped = [("0.weight", 2), ("0.bias", 0), ("2.weight", 0), ("2.bias", 2)]
+
+    def first(compression=SHARED, seed=0, extra=None, freeze=False, swap=False, **options):
+        model = net(seed)
+        if freeze:
+            model[0].bias.requires_grad = False
+        named = dict(model.named_parameters())
+        if swap:
+            named = {n: getattr(model[at], n.partition(".")[2]) for n, at in swapped}
+        held.append(wrap(model, compression, list(named.items()), **options))
+        if extra:
+            held.append(wrap(net()))
+        backward(model, 0)
+
+    held = []
+    for words, options in (
+        (["setting ratio: 8 on rank 0, 4 on rank 1"],
+         {"compression": SHARED.using(ratio=4) if odd else SHARED}),
+        (["setting theta: 0.9 on rank 0, 0.8 on rank 1"],
+         {"compression": FFTCompression.using(theta=0.8 if odd else 0.9)}),
+        (["setting exchange", "gather", "shared"], {"compression": WAYS[odd]}),
+        (["0.weight", "2.weight", "tensor 0"], {"swap": odd}),
+        (["tensor", "0.bias"], {"freeze": odd}),
+        (["number of optimizers: 1 on rank 0, 2 on rank 1"], {"extra": odd}),
+    ):  # fmt: skip
+        said = said_by_all(lambda options=options: first(**options))
+        # Their gradients would otherwise hold them for ever, in C++.
+        for optimizer in held:
+            optimizer._grad_accs.clear()
+        del held[:], optimizer
+        for word in words:
+            assert word in said, (word, said)
+    # What all have alike is no error, in whatever order it was made.
+    models = [net(0), net(1)]
+    optimizers = [wrap(models[0], named=[(f"a.{n}", p) for n, p in models[0].named_parameters()])]
+    optimizers.append(
+        wrap(models[1], WAYS[1], named=[(f"b.{n}", p) for n, p in models[1].named_parameters()])
+    )
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def calls_agree_too():
+    """A ratio of its own would be another number of words, and wait for ever or abort."""
+    fft = FFTCompression.using(ratio=7 + hvd.rank(), warmup=1)
+
+    def calls():
+        for _ in range(2):
+            hvd.allreduce(torch.ones(64, 64), name="odd", compression=fft)
+
+    said = said_by_all(calls)
+    assert "setting ratio: 7 on rank 0, 8 on rank 1" in said, said
+
+
+def damage_on_receipt_is_found():
+    """In what travels gathered, in rounds, on dense steps, and plain."""
+    for fft, name, at, found in (
+        (WAYS[1], "0.weight", 6, 10),  # gathered
+        (SHARED, "2.weight", 7, 10),  # summed in rounds
+        (SHARED, "0.weight", 1, 5),  # dense
+        (SHARED, "2.bias", 12, 15),  # plain
+    ):
+        model = net()
+        optimizer = wrap(model, fft)
+
+        reached = [0]
+
+        def train(model=model, optimizer=optimizer, name=name, at=at, reached=reached):
+            for step in range(40):
+                reached[0] = step
+                backward(model, step)
+                optimizer.synchronize()
+                if step == at and hvd.rank() == 1:
+                    gradient = dict(model.named_parameters())[name].grad
+                    gradient.view(torch.int32).view(-1)[3] ^= 1 << 20
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+                optimizer.zero_grad()
+
+        said = said_by_all(train)
+        assert reached[0] == found, (reached, said)
+        assert f"{name}: " in said, said
+        assert f"after step {found}, " in said, said
+        before = f"the same after step {found - 5}" if found > 5 else "not compared before"
+        assert before in said, said
+        assert "check_every" in said, said
+        assert "checkpoint" in said, said
+
+
+class Settled:
+    """A tuner that has settled on plain: everything is left to stock Horovod."""
+
+    idle_steps = 10_000
+
+    def method(self, name, shape):
+        return "plain"
+
+    def pass_by(self, steps):
+        pass
+
+
+def it_is_found_where_all_stand_aside():
+    model = net()
+    optimizer = wrap(model, FFTCompression.using(tune=True, check_every=5))
+    memory = rim._memory_of(optimizer)
+    aside = 0
+
+    def train():
+        nonlocal aside
+        for step in range(40):
+            backward(model, step)
+            if step == 1:
+                memory.tuner = Settled()
+            aside += memory.aside is not None
+            optimizer.step()
+            if step == 11 and hvd.rank() == 1:
+                with torch.no_grad():
+                    model[2].bias[0] += 1e-6
+            optimizer.zero_grad()
+            reached[0] = step
+
+    reached = [0]
+    said = said_by_all(train)
+    assert reached[0] == 14, (reached, said)
+    assert "2.bias: " in said, said
+    assert aside >= 10, aside
+    assert memory.traffic.report()["steps"] >= 15
+
+
+def equal_ranks_are_never_told_to_differ():
+    for fft in WAYS:
+        for options in ({}, {"groups": 2}, {"backward_passes_per_step": 2}):
+            model = net()
+            optimizer = wrap(model, fft, **options)
+            passes = options.get("backward_passes_per_step", 1)
+            for step in range(16):
+                for each in range(passes):
+                    backward(model, step + 100 * each)
+                optimizer.step()
+                optimizer.zero_grad()
+            memory = rim._memory_of(optimizer)
+            assert memory.sameness.same_at == 15, memory.sameness.same_at
+            # One question at the start of 17 words of 8 bytes, and one every 5 steps.
+            assert FFTCompression.report(optimizer)["other_bytes"] == 4 * 17 * 8
+
+
+def sparse_gradients_are_in_the_report():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(2000, 32, sparse=True), nn.Linear(32, 32))
+    optimizer = wrap(model)
+    dense = 4 * (32 * 32 + 32)
+    rows = 50 + hvd.rank()
+    for _ in range(2):
+        model(torch.arange(rows)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report = FFTCompression.report(optimizer)
+    gathered = rows * (8 + 4 * 32)  # an index of 8 bytes and a row
+    assert report["payload_bytes"] == dense + gathered, (report, gathered)
+    assert report["dense_bytes"] == dense + gathered, report
+    assert report["steps"] == 2, report
+
+
+def a_call_that_failed_leaves_nothing_behind():
+    fft = FFTCompression.using(ratio=8, warmup=1)
+    send = hvd.allreduce_async
+
+    def fails(tensor, *args, name=None, **options):
+        if name == "sn1.x":
+            raise RuntimeError("no memory for the second round")
+        return send(tensor, *args, name=name, **options)
+
+    def call(name):
+        return hvd.allreduce(torch.randn(64, 64), name=name, compression=fft)
+
+    for name in ("x", "y"):
+        call(name)
+    hvd.allreduce_async = fails
+    try:
+        call("x")
+    except RuntimeError as error:
+        assert "second round" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError("the second round was to fail")
+    hvd.allreduce_async = send
+    for _ in range(2):
+        assert call("y").isfinite().all()
+
+
+def a_step_that_failed_leaves_nothing_behind():
+    model = net()
+    optimizer = wrap(model)
+    for step in range(8):
+        if step == 4:
+            hook = model[0].weight.register_hook(lambda gradient: 1 / 0)
+            try:
+                backward(model, step)
+            except ZeroDivisionError:
+                optimizer.load_state_dict(optimizer.state_dict())  # as Horovod wants it
+            hook.remove()
+            optimizer.zero_grad()
+            assert rim._memory_of(optimizer).pending._underway, "it was to break off in mid-step"
+            hvd.barrier()
+            time.sleep(0.2)  # what Horovod has under way itself of that step comes to its end
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not rim._memory_of(optimizer).pending._underway
+    for parameter in model.parameters():
+        every = hvd.allgather_object(parameter.detach())
+        assert all(torch.equal(every[0], other) for other in every)
+
+
+def calls_of_many_settings_keep_a_bounded_number_of_memories():
+    before = len(rim._of_calls)
+    for number in range(rim._MOST_CALLS + 9):
+        fft = FFTCompression.using(theta=0.5 + number / 1000)
+        hvd.allreduce(torch.ones(2048), name="many", compression=fft)
+        assert len(rim._of_calls) <= rim._MOST_CALLS
+    assert before < rim._MOST_CALLS
+
+
+def a_wait_has_a_limit():
+    if hvd.rank() == 0:
+        fft = FFTCompression.using(theta=0.77, wait_s=1)
+        said = message_of(lambda: hvd.allreduce(torch.ones(2048), name="l", compression=fft))
+        assert "waited 1 s" in said, said
+        assert "wait_s" in said, said
+    else:
+        time.sleep(2)
+        hvd.allreduce(torch.zeros(17, dtype=torch.int64), name="sn.agree", op=hvd.Sum)
+    hvd.barrier()
+
+
+CASES = [
+    settings_and_names_are_agreed_on_at_the_start, calls_agree_too, damage_on_receipt_is_found,
+    it_is_found_where_all_stand_aside, equal_ranks_are_never_told_to_differ,
+    sparse_gradients_are_in_the_report, a_call_that_failed_leaves_nothing_behind,
+    a_step_that_failed_leaves_nothing_behind,
+    calls_of_many_settings_keep_a_bounded_number_of_memories, a_wait_has_a_limit,
+]  # fmt: skip
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    hvd.init()
+    for case in CASES:
+        if sys.argv[1:] and case.__name__ not in sys.argv[1:]:
+            continue
+        start = time.monotonic()
+        case()
+        if hvd.rank() == 0:
+            print(f"{case.__name__}: {time.monotonic() - start:.1f} s", flush=True)
+        print(f"ok {case.__name__}", flush=True)
