@@ -36,12 +36,18 @@ class Memory:
     receive
         What takes gradients as they become ready, given their numbers and a list of them, which
         it empties; None where they are returned in the end.
+
+    Notes
+    -----
+    However it ends - after the backward pass, by an exception in the middle, or as a forward pass
+    that no backward pass follows - ops wait for the copies under way before its storages are given
+    back, and `arena` goes to `arenas`, for the next step.
     """
 
-    def __init__(self, storages: int, arena: HostArena | None) -> None:
+    def __init__(self, storages: int, arena: HostArena | None, arenas: list[HostArena]) -> None:
         self.held: list[torch.Tensor | None] = [None] * storages
         self.chance: dict[int, torch.Tensor] = {}
-        self.arena = arena
+        self.arena, self._arenas = arena, arenas
         self.receive: Callable[[list[int], list[torch.Tensor]], None] | None = None
 
     @property
@@ -51,7 +57,14 @@ class Memory:
 
     def clear(self) -> None:
         """Let go of everything."""
-        self.held, self.chance, self.arena, self.receive = [], {}, None, None
+        arena, self.arena = self.arena, None
+        if arena is not None:
+            arena.settle()
+            self._arenas.append(arena)
+        self.held, self.chance, self.receive = [], {}, None
+
+    def __del__(self) -> None:
+        self.clear()
 
 
 def free_storage(storage: int) -> Instruction:

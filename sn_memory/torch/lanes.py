@@ -7,6 +7,7 @@ the device, for the copy they need. On the CPU a copy is done when it is asked f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,10 +17,14 @@ Ticket = Any
 
 
 class Lanes(Protocol):
-    """Two lanes between a device and the host."""
+    """Two lanes between a device and the host.
 
-    def leave(self, here: torch.Tensor, host: torch.Tensor) -> Ticket:
-        """Copy from the device to the host, after all ops so far."""
+    A copy may run at any time between what it is said to come after and the `wait` for its ticket.
+    Neither lane needs to keep an order of its own.
+    """
+
+    def leave(self, here: torch.Tensor, host: torch.Tensor, after: Sequence[Ticket] = ()) -> Ticket:
+        """Copy from the device to the host, after all ops so far and the copies of `after`."""
 
     def arrive(self, host: torch.Tensor, here: torch.Tensor, after: Ticket) -> Ticket:
         """Copy back into new memory, after the copy that `after` stands for."""
@@ -31,7 +36,7 @@ class Lanes(Protocol):
 class PlainLanes:
     """Copies at once: for the CPU, where host and device are the same memory."""
 
-    def leave(self, here: torch.Tensor, host: torch.Tensor) -> Ticket:
+    def leave(self, here: torch.Tensor, host: torch.Tensor, after: Sequence[Ticket] = ()) -> Ticket:
         """Copy now."""
         host.copy_(here)
 
@@ -50,9 +55,11 @@ class StreamLanes:
         self.device = device
         self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
-    def leave(self, here: torch.Tensor, host: torch.Tensor) -> Ticket:
-        """Queue the copy behind the ops so far."""
+    def leave(self, here: torch.Tensor, host: torch.Tensor, after: Sequence[Ticket] = ()) -> Ticket:
+        """Queue the copy behind the ops so far, and behind those that read its place before."""
         self.out.wait_event(torch.cuda.current_stream(self.device).record_event())
+        for ticket in after:
+            self.out.wait_event(ticket)
         with torch.cuda.stream(self.out):
             host.copy_(here, non_blocking=True)
         return self.out.record_event()

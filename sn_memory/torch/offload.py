@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ..arrays import Ints
+from ..errors import PlanError
 from ..pool import arrange
 from .lanes import Lanes, Ticket, lanes_for
 from .recorder import View
@@ -84,15 +85,42 @@ class HostArena:
         Where storages come from and return to.
     lanes
         What copies; default: streams on a GPU, plain copies on the CPU.
+    pinned_bytes
+        The most that the block may take; None: any.
+
+    Raises
+    ------
+    PlanError
+        If the places take more than `pinned_bytes`.
+
+    Notes
+    -----
+    A place is taken from a trip's copy out to the start of its copy back, as the plan counts. The
+    next copy to that place waits for the copy back, on the lane; the ops do not.
     """
 
     def __init__(
-        self, trips: dict[int, Trip], device: torch.device, lanes: Lanes | None = None
+        self,
+        trips: dict[int, Trip],
+        device: torch.device,
+        lanes: Lanes | None = None,
+        *,
+        pinned_bytes: int | None = None,
     ) -> None:
         self.trips, self.device = dict(trips), device
         self.lanes = lanes_for(device) if lanes is None else lanes
-        rows = [(it.start, it.end + 1, max(1, it.nbytes), _ALIGNMENT) for it in trips.values()]
+        # Sizes rounded as places are: so the packing knows when it cannot be any lower.
+        rows = [
+            (it.start, it.end + 1, max(1, -(-it.nbytes // _ALIGNMENT)) * _ALIGNMENT, _ALIGNMENT)
+            for it in trips.values()
+        ]
         packed = arrange(rows)
+        if pinned_bytes is not None and packed.height > pinned_bytes:
+            raise PlanError(
+                f"the places on the host of what the plan moves, multiples of {_ALIGNMENT} bytes "
+                f"that lie side by side, take {packed.height} bytes; device.pinned_bytes is "
+                f"{pinned_bytes}. Allow {packed.height}, or plan with a smaller pinned_bytes."
+            )
         self.offsets = dict(zip(trips, packed.offsets, strict=True))
         self.block = torch.empty(packed.height, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._left: dict[int, Ticket] = {}
@@ -102,7 +130,9 @@ class HostArena:
         """Start to copy the storage of a tensor to the place of a trip."""
         memory = tensor.untyped_storage()
         here = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
-        self._left[trip] = self.lanes.leave(here, self._place(trip))
+        # A place is given away when the copy back is asked for; it may still be read from.
+        reading = [ticket for other, ticket in self._arriving.items() if self._share(trip, other)]
+        self._left[trip] = self.lanes.leave(here, self._place(trip), reading)
 
     def left(self, trip: int) -> None:
         """Let ops wait until a trip's copy out has ended: its device memory is given back now."""
@@ -118,6 +148,17 @@ class HostArena:
     def arrived(self, trip: int) -> None:
         """Let ops wait until a trip's copy back has ended: it is used next."""
         self.lanes.wait(self._arriving.pop(trip))
+
+    def settle(self) -> None:
+        """Let ops wait for all copies under way: their memory is given back, whatever happened."""
+        for ticket in (*self._left.values(), *self._arriving.values()):
+            self.lanes.wait(ticket)
+        self._left.clear()
+        self._arriving.clear()
+
+    def _share(self, one: int, other: int) -> bool:
+        first, second = sorted((one, other), key=self.offsets.__getitem__)
+        return self.offsets[second] < self.offsets[first] + self.trips[first].nbytes
 
     def _place(self, trip: int) -> torch.Tensor:
         return self.block[self.offsets[trip] : self.offsets[trip] + self.trips[trip].nbytes]

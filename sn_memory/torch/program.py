@@ -68,9 +68,10 @@ class Program:
             at: trip for at, trip in enumerate(writer.journeys.trips) if at in writer.made
         }
         self._device = main_device(captured)
+        self._pinned_bytes = named.graph.device.pinned_bytes
         self._arenas: list[HostArena] = []
         if self._trips:
-            self._arenas.append(HostArena(self._trips, self._device))
+            self._arenas.append(self._arena())
 
     def taken(self, view: View) -> Callable[[list[Any]], torch.Tensor]:
         """Return the function that takes a view of what is held."""
@@ -85,14 +86,11 @@ class Program:
         """Return empty memory to run in."""
         arena = None
         if self._trips:
-            arena = self._arenas.pop() if self._arenas else HostArena(self._trips, self._device)
-        return Memory(self.storages, arena)
+            arena = self._arenas.pop() if self._arenas else self._arena()
+        return Memory(self.storages, arena, self._arenas)
 
-    def end(self, memory: Memory) -> None:
-        """Take memory back when its backward pass has run."""
-        if memory.arena is not None:
-            self._arenas.append(memory.arena)
-        memory.clear()
+    def _arena(self) -> HostArena:
+        return HostArena(self._trips, self._device, pinned_bytes=self._pinned_bytes)
 
 
 class _Writer:
@@ -118,7 +116,8 @@ class _Writer:
             if view is not None and not name.startswith("input ")
         ]
         self.last = self.last_steps()
-        # Storages on their way back, with the trip that brings them.
+        # Storages on the host, and those on their way back, with the trip that brings them.
+        self.away: set[int] = set()
         self.arriving: dict[int, int] = {}
         for view in (
             *(view for _, view in (*captured.parameters, *captured.buffers)),
@@ -203,7 +202,8 @@ class _Writer:
         for place, view in enumerate(call.outputs):
             if view is None:
                 continue
-            fresh = view.storage in call.makes and view.storage not in self.held
+            # What is there or on the host is made a second time and dropped at once.
+            fresh = view.storage in call.makes and view.storage not in self.held | self.away
             if fresh:
                 self.held.add(view.storage)
                 self.forms[view.storage] = view
@@ -230,6 +230,7 @@ class _Writer:
                 return []
             self.held.discard(storage)
             if trip is not None:
+                self.away.add(storage)
                 return [leave_device(storage, trip)]
             return [*self.arrivals({storage}), free_storage(storage)]
         if trip is None or not made:
@@ -237,6 +238,7 @@ class _Writer:
         if action == "offload":
             return [*self.arrivals({storage}), offload_storage(storage, trip)]
         self.held.add(storage)
+        self.away.discard(storage)
         self.arriving[storage] = trip
         return [prefetch_storage(storage, trip, self.forms[storage])]
 

@@ -109,11 +109,16 @@ class _Planned(torch.autograd.Function):
         ctx: Any, replay: Replay, given: Any, early: list[torch.Tensor], *wanted: torch.Tensor
     ) -> Any:
         memory = replay.start(given)
-        with _as_recorded(replay.device):
-            for instruction in replay.program.forward:
-                instruction(memory)
-            # Another tensor on the same storage: what is held here must not hold this node.
-            results = tuple(take(memory.held).detach() for take in replay.program.results)
+        try:
+            with _as_recorded(replay.device):
+                for instruction in replay.program.forward:
+                    instruction(memory)
+                # Another tensor on the same storage: what is held here must not hold this node.
+                results = tuple(take(memory.held).detach() for take in replay.program.results)
+        except BaseException:
+            # At once: what is raised may be held for long, and this frame with it.
+            memory.clear()
+            raise
         ctx.mark_non_differentiable(
             *(it for it, again in zip(results, replay.differentiable, strict=True) if not again)
         )
@@ -153,7 +158,7 @@ class _Planned(torch.autograd.Function):
                     for take in replay.program.gradients[len(early) :]
                 ]
         finally:
-            replay.program.end(memory)
+            memory.clear()
         anchor = (None,) if early else ()
         return None, None, None, *anchor, *gradients
 

@@ -55,8 +55,8 @@ class Written(PlainLanes):
     def __init__(self):
         self.log = []
 
-    def leave(self, here, host):
-        self.log.append("leave")
+    def leave(self, here, host, after=()):
+        self.log.append(" after ".join(["leave", *after]))
         super().leave(here, host)
         return f"out {len(self.log)}"
 
