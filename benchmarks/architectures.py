@@ -41,7 +41,7 @@ def loss_of(outputs: Any) -> torch.Tensor:
         loss: torch.Tensor = outputs.loss
         return loss
     first = getattr(outputs, "sample", outputs)
-    made: torch.Tensor = first.float().pow(2).mean()
+    made: torch.Tensor = first.float().pow(2).mean() if first.dim() else first
     return made
 
 
@@ -59,10 +59,6 @@ def _causal() -> Sample:
     """What a data collator gives: tokens, a mask of ones, labels."""
     tokens = _tokens()
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
-
-
-def _masked() -> Sample:
-    return _causal()
 
 
 def _pairs() -> Sample:
@@ -86,7 +82,7 @@ _DECODER = {
     "vocab_size": 128,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
@@ -95,7 +91,7 @@ _ENCODER = {
     "vocab_size": 128,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "max_position_embeddings": 80,
 }
@@ -118,7 +114,7 @@ def _gpt2() -> nn.Module:
         vocab_size=128,
         n_positions=64,
         n_embd=32,
-        n_layer=3,
+        n_layer=2,
         n_head=4,
     )
 
@@ -205,7 +201,7 @@ def _dit() -> nn.Module:
         num_attention_heads=4,
         attention_head_dim=8,
         in_channels=4,
-        num_layers=3,
+        num_layers=2,
         sample_size=16,
         patch_size=2,
         num_embeds_ada_norm=10,
@@ -222,7 +218,7 @@ def _dit_sample() -> Sample:
 
 
 class Recurrent(nn.Module):
-    """An embedding, two layers of a recurrent net with dropout between them, a head."""
+    """An embedding, two layers of a recurrent net with dropout between them, a head, a loss."""
 
     def __init__(self, kind: type[nn.RNNBase], width: int = 32) -> None:
         super().__init__()
@@ -231,13 +227,13 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(width, 128)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.head(self.layers(self.embedding(tokens))[0])
-        return found
+        found = self.head(self.layers(self.embedding(tokens[:, :-1]))[0])
+        return nn.functional.cross_entropy(found.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def _gnn() -> nn.Module:
     library = importlib.import_module("torch_geometric.nn")
-    model: nn.Module = library.GCN(16, 32, num_layers=4, out_channels=8, dropout=0.1, norm="batch")
+    model: nn.Module = library.GCN(16, 32, num_layers=8, out_channels=8, dropout=0.1, norm="batch")
     return model.train()
 
 
@@ -255,9 +251,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen3": Architecture(_decoder("Qwen3", head_dim=8), _causal),
     "Mistral": Architecture(_decoder("Mistral", sliding_window=32), _causal),
     "Mixtral": Architecture(_decoder("Mixtral", num_local_experts=4), _causal),
-    "BERT": Architecture(lambda: _of("BertForMaskedLM", "BertConfig", **_ENCODER), _masked),
+    "BERT": Architecture(lambda: _of("BertForMaskedLM", "BertConfig", **_ENCODER), _causal),
     "RoBERTa": Architecture(
-        lambda: _of("RobertaForMaskedLM", "RobertaConfig", **_ENCODER), _masked
+        lambda: _of("RobertaForMaskedLM", "RobertaConfig", **_ENCODER), _causal
     ),
     "T5": Architecture(
         lambda: _of(
@@ -329,8 +325,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "UNet2DCondition": Architecture(_unet, _unet_sample),
     "DiT": Architecture(_dit, _dit_sample),
     "LoRA": Architecture(_lora, _causal),
-    "LSTM": Architecture(lambda: Recurrent(nn.LSTM), lambda: {"tokens": _tokens()}),
-    "GRU": Architecture(lambda: Recurrent(nn.GRU), lambda: {"tokens": _tokens()}),
+    "LSTM": Architecture(lambda: Recurrent(nn.LSTM), lambda: {"tokens": _tokens(16, 12)}),
+    "GRU": Architecture(lambda: Recurrent(nn.GRU), lambda: {"tokens": _tokens(16, 12)}),
     "GNN (GCN)": Architecture(_gnn, _gnn_sample),
 }
 
