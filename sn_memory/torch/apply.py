@@ -32,10 +32,11 @@ from .compiled import COMPILERS, CompiledStep, Settings
 from .compressing import as_planned
 from .convolutions import Measure
 from .errors import TraceError
-from .kinds import Kind, Written, as_sampled, attributes_of, kind_of
+from .kinds import Kind, Written, as_sampled, attributes_of, changeable, kind_of
 from .modules import ModuleStep
 from .recorder import Layouts
 from .replay import Replay
+from .step import chance_put_back
 from .trace import Trace, beside, call_arguments, trace
 from .trial import Trial, layouts_seen, tried
 from .wrapping import RECORD, bare, plain_model, planned_class
@@ -268,6 +269,12 @@ def plan(
         return Replay(as_planned(traced, made), made, overlap=overlap)
 
     def by_graph() -> Step:
+        unseen = changeable(args, kwargs)
+        if unseen:
+            raise TraceError(
+                f"an argument is a {', '.join(unseen)}: what it holds could change from step to "
+                "step, and a replay would not see it. Pass the tensors and numbers in it."
+            )
         return replay({}, make, profile)
 
     def by_compiler() -> Step:
@@ -301,7 +308,8 @@ def plan(
     backends = {"graph": by_graph, "compile": by_compiler, "modules": by_modules}
     name = "graph" if backend == "auto" else backend
     try:
-        step, found = in_trial(backends[name]())
+        with chance_put_back():
+            step, found = in_trial(backends[name]())
     except (BudgetError, ValueError, torch.OutOfMemoryError):
         raise
     except Exception as error:

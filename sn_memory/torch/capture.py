@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .errors import TraceError, innermost_line
 from .guard import as_it_was, casting, no_chance, outside_autocast
 from .recorder import Layouts, Recorder, Recording, View, layout_key
+from .results import Form, taken_apart
 from .tidy import without_unused
 
 
@@ -46,7 +47,7 @@ class Captured:
         View per flat input, None where it is no tensor.
     outputs
         Per flat output: its View, or the value itself where it is no tensor.
-    output_spec
+    output_form
         How the flat outputs make up what the model returns.
     differentiable
         Per flat output, whether a gradient comes back for it.
@@ -66,7 +67,7 @@ class Captured:
     buffers: tuple[tuple[str, View], ...]
     inputs: tuple[View | None, ...]
     outputs: tuple[Any, ...]
-    output_spec: Any
+    output_form: Form | None
     differentiable: tuple[bool, ...]
     tangents: tuple[View, ...]
     gradients: tuple[tuple[str, View | None], ...]
@@ -107,7 +108,7 @@ def _captured(
             "the model is a ScriptModule, whose parts cannot be swapped. Pass the nn.Module it was "
             "made from."
         )
-    with as_it_was(model), no_chance():
+    with as_it_was(model, (args, kwargs)), no_chance():
         try:
             return _Capture(model, layouts, inside).run(args, kwargs)
         except TraceError:
@@ -155,6 +156,8 @@ class _Capture:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.recorder = Recorder(layouts)
         self.fakes: dict[int, torch.Tensor] = {}
+        # Per fake of a parameter, whether it requires a gradient.
+        self.wanted: dict[int, bool] = {}
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         parameters = self.swapped("_parameters", "parameter")
@@ -164,7 +167,7 @@ class _Capture:
         views = tuple(self.recorder.view(arg) if _is_tensor(arg) else None for arg in inputs)
         args, kwargs = tree_unflatten(inputs, spec)
         with torch.enable_grad(), self.mode, self.recorder, _scopes(self.model, self.recorder):
-            outputs, output_spec = tree_flatten(self.model.forward(*args, **kwargs))
+            outputs, output_form = taken_apart(self.model.forward(*args, **kwargs), self.model)
             boundary = len(self.recorder.recording.calls)
             self.check_buffers()
             leaves = [(name, it) for name, it in parameters if it.requires_grad]
@@ -188,7 +191,7 @@ class _Capture:
             buffers=tuple((name, view(it)) for name, it in buffers),
             inputs=views,
             outputs=tuple(view(out) if _is_tensor(out) else out for out in outputs),
-            output_spec=output_spec,
+            output_form=output_form,
             differentiable=tuple(_is_tensor(out) and out.requires_grad for out in outputs),
             tangents=tuple(view(tangent) for tangent in tangents),
             gradients=tuple(
@@ -213,6 +216,8 @@ class _Capture:
                 if tensor is None:
                     continue
                 tensors[name] = fake = self.fake(tensor, role)
+                if slot == "_parameters":
+                    self.wanted[id(fake)] = fake.requires_grad
                 found.setdefault(id(fake), (f"{path}.{name}" if path else name, fake))
             if isinstance(module, torch.nn.RNNBase) and slot == "_parameters":
                 # It keeps a list of its own, and would go on with the real ones.
@@ -269,14 +274,19 @@ class _Capture:
         return copy.copy_(gradient.detach())
 
     def check_buffers(self) -> None:
-        """Refuse a model that puts new tensors in the place of its buffers."""
+        """Refuse a model that puts new tensors in the place of its buffers, or freezes weights."""
         known = {id(fake) for fake in self.fakes.values()}
         for path, module in self.model.named_modules():
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                where = f"{path}.{name}" if path else name
                 if tensor is not None and id(tensor) not in known:
                     raise TraceError(
-                        f"the forward pass puts a new tensor in the place of "
-                        f"{f'{path}.{name}' if path else name}. Change it in place (copy_, mul_)."
+                        f"the forward pass puts a new tensor in the place of {where}. Change it in "
+                        "place (copy_, mul_)."
+                    )
+                if id(tensor) in self.wanted and tensor.requires_grad != self.wanted[id(tensor)]:
+                    raise TraceError(
+                        f"the forward pass sets requires_grad of {where}. Set it before planning."
                     )
 
     def check_inputs(self, inputs: set[int]) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from .errors import TraceError
+from .marks import Marks, Values, kept_by
 
 # The generator behind np.random.rand and its like, which models draw from.
 _legacy: Any = np.random.mtrand._rand
@@ -36,18 +37,41 @@ def outside_autocast() -> Iterator[None]:
 
 
 @contextmanager
-def as_it_was(model: torch.nn.Module) -> Iterator[None]:
-    """Put the model back as it was; refuse a forward that changed attributes of its modules."""
+def as_it_was(model: torch.nn.Module, given: Any = ()) -> Iterator[None]:
+    """Put the model, and what its forward is given, back as they were.
+
+    Refuses a forward that changed attributes of its modules, or what lists, mappings and objects
+    hold: in these, in what it is given, in what hooks of the modules reach.
+    """
     modules = dict(model.named_modules())
     slots = ("_parameters", "_buffers", "_modules")
     before = [
         (path, module, dict(module.__dict__), {slot: dict(getattr(module, slot)) for slot in slots})
         for path, module in modules.items()
     ]
+    wanted = [(it, it.requires_grad) for it in (*model.parameters(), *model.buffers())]
+    kept = Marks(
+        (f"{path}.{name}" if path else name, value)
+        for path, module in modules.items()
+        for name, value in kept_by(module)
+        # The slots are full of fake tensors by the time they are looked at.
+        if name not in slots and not name.startswith("_flat_weight")
+    )
+    arguments = Marks([("arguments", given)])
+    # Under fake tensors a real one that is met is computed with, and written to.
+    held = (it for _, _, attributes, _ in before for it in attributes.values())
+    values = Values((*kept.tensors(), *held), (*model.parameters(), *model.buffers()))
     changed: list[str] = []
+    received: list[str] = []
     try:
         yield
     finally:
+        # Read before it is put back, and all is put back whatever is found.
+        changed += kept.changed()
+        received += arguments.changed()
+        kept.put_back()
+        arguments.put_back()
+        values.put_back()
         for path, module, attributes, parts in before:
             changed += _differences(path, module, attributes, parts)
             module.__dict__.clear()
@@ -56,11 +80,20 @@ def as_it_was(model: torch.nn.Module) -> Iterator[None]:
                 held = getattr(module, slot)
                 held.clear()
                 held.update(parts[slot])
+        for tensor, requires in wanted:
+            tensor.requires_grad_(requires)
         torch.clear_autocast_cache()
+    if received:
+        raise TraceError(
+            "the forward pass changes what it is given: it writes into a list, mapping or object "
+            "among its arguments, as text models do into a cache of keys and values; a replay of "
+            "its calls would not. Train without it."
+        )
     if changed:
         raise TraceError(
-            f"the forward pass sets {', '.join(changed[:5])}; a replay of its calls would not. "
-            "Keep that in a buffer changed in place."
+            f"the forward pass sets {', '.join(dict.fromkeys(changed[:5]))}; a replay of its calls "
+            "would not. Keep that in a buffer changed in place. If it does so in its first step "
+            "only, run one step before planning."
         )
 
 
@@ -86,14 +119,16 @@ def _differences(
 def no_chance() -> Iterator[None]:
     """Refuse a forward that draws random numbers outside torch: a replay would go one way only."""
     python, arrays = random.getstate(), _legacy.get_state(legacy=False)
-    yield
     drawn = []
-    if random.getstate() != python:
-        random.setstate(python)
-        drawn.append("random")
-    if repr(_legacy.get_state(legacy=False)) != repr(arrays):
-        _legacy.set_state(arrays)
-        drawn.append("numpy.random")
+    try:
+        yield
+    finally:
+        if random.getstate() != python:
+            random.setstate(python)
+            drawn.append("random")
+        if repr(_legacy.get_state(legacy=False)) != repr(arrays):
+            _legacy.set_state(arrays)
+            drawn.append("numpy.random")
     if drawn:
         raise TraceError(
             f"the forward pass draws from {' and '.join(drawn)}, so what it does differs from step "

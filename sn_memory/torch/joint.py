@@ -134,7 +134,7 @@ def joint_of(module: fx.GraphModule, num_forward_outputs: int, static: list[int]
         buffers=(),
         inputs=(),
         outputs=tuple(view(it) if it in reader.storages else it for it in outputs),
-        output_spec=None,
+        output_form=None,
         differentiable=(),
         tangents=tuple(view(it) for it in _placeholders(module) if _is_tangent(it)),
         gradients=tuple((it.name, view(it)) for it in gradients if isinstance(it, fx.Node)),

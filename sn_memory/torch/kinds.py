@@ -16,7 +16,9 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from .marks import Marks
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 # How arguments are written: how many by place, and the names of the rest.
@@ -118,6 +120,25 @@ def kind_of(
     except TypeError:
         return None
     return kind
+
+
+def changeable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """Return the kinds of objects among arguments that could change and be of the same kind.
+
+    They are compared by identity, and what is in them is a constant of what was recorded.
+    """
+    return [
+        type(leaf).__name__
+        for leaf in tree_leaves((args, kwargs))
+        if not isinstance(leaf, torch.Tensor)
+        and (_by_identity(type(leaf)) or Marks([("", leaf)]).tensors())
+        and Marks([("", leaf)])
+    ]
+
+
+def _by_identity(kind: type) -> bool:
+    own: Any = kind.__hash__
+    return own is object.__hash__
 
 
 def attributes_of(model: torch.nn.Module) -> tuple[frozenset[str], ...]:

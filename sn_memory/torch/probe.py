@@ -1,8 +1,9 @@
 """What each module of a model does in one forward pass: seconds, saved bytes, marks it leaves.
 
 The sample runs once with gradients on, but what autograd would save is only counted and dropped, so
-the pass needs little memory. A module that sets attributes, draws from Python's or NumPy's random
-numbers, or changes its input in place would not do the same when run again; it is told apart.
+the pass needs little memory. A module that sets attributes or appends to a list it has, draws from
+Python's or NumPy's random numbers, changes its input in place, or is given an object (a cache) that
+changes then or later, would not do the same when run again; it is told apart.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import random
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules import module as module_hooks
 
+from .marks import Marks, fingerprint, kept_by
 from .step import put_back, tensors
 
 
@@ -45,6 +46,7 @@ class _Running:
     module: torch.nn.Module
     began: float
     chance: tuple[Any, str]
+    seen: Hashable
     inputs: list[tuple[torch.Tensor, int]]
     own: set[int]
     counted: dict[int, Any] = field(default_factory=dict)
@@ -66,6 +68,8 @@ class Probe:
         self.behaviour: dict[torch.nn.Module, Behaviour] = {}
         self.changed: list[tuple[torch.nn.Module, str]] = []
         self._running: list[_Running] = []
+        # What modules were given, and how it was: to be looked at again in the end.
+        self._given: list[tuple[torch.nn.Module, Any, Hashable]] = []
         self._resident = {
             it.untyped_storage()._cdata for it in (*model.parameters(), *model.buffers())
         }
@@ -77,17 +81,25 @@ class Probe:
                 for name, it in module._buffers.items()
                 if it is not None
             ]
-            attributes = [(module, dict(module.__dict__)) for module in model.modules()]
+            attributes = [
+                (module, dict(module.__dict__), Marks(kept_by(module)))
+                for module in model.modules()
+            ]
             with torch.enable_grad(), self._watched(), saved_tensors_hooks(self._saved, _gone):
                 model(*args, **kwargs)
             for module, name, buffer, before in buffers:
                 if module._buffers[name] is not buffer or not torch.equal(buffer, before):
                     self.changed.append((module, name))
-            for module, before in attributes:
-                if any(module.__dict__.get(key) is not it for key, it in before.items()) or len(
-                    before
-                ) != len(module.__dict__):
+            for module, before, kept in attributes:
+                same = before.keys() == module.__dict__.keys() and all(
+                    module.__dict__[key] is it for key, it in before.items()
+                )
+                if not same or kept.changed():
                     self._mark(module)
+            for module, given, seen in self._given:
+                if fingerprint(given) != seen:
+                    self._mark(module)
+            self._given.clear()
 
     def unrepeatable(self, module: torch.nn.Module) -> bool:
         """Whether running a module again would do otherwise than the first time."""
@@ -100,28 +112,31 @@ class Probe:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        ours = set(self.model.modules())
+        ours = list(self.model.modules())
 
-        def enter(module: torch.nn.Module, args: Any) -> None:
-            if module in ours:
-                inputs = [(it, it._version) for it in tensors(args)]
-                own = {it.untyped_storage()._cdata for it, _ in inputs}
-                self._running.append(_Running(module, time.perf_counter(), _chance(), inputs, own))
+        def enter(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            given = (args, kwargs)
+            inputs = [(it, it._version) for it in tensors(given)]
+            own = {it.untyped_storage()._cdata for it, _ in inputs}
+            chance, seen = _chance(), fingerprint(given)
+            self._running.append(_Running(module, time.perf_counter(), chance, seen, inputs, own))
 
-        def leave(module: torch.nn.Module, args: Any, result: Any) -> None:
-            if module not in ours:
-                return
+        def leave(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
             run = self._running.pop()
             found = self.behaviour.setdefault(module, Behaviour())
             found.seconds += time.perf_counter() - run.began
+            given = (args, kwargs)
             changed = any(it._version != version for it, version in run.inputs)
-            if changed or _chance() != run.chance:
+            if changed or _chance() != run.chance or fingerprint(given) != run.seen:
                 found.repeatable = False
+            elif run.seen:
+                self._given.append((module, given, run.seen))
 
-        hooks = [
-            module_hooks.register_module_forward_pre_hook(enter),
-            module_hooks.register_module_forward_hook(leave),
-        ]
+        hooks = []
+        for module in ours:
+            # Outside of the module's own hooks, which are part of what it does.
+            hooks.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+            hooks.append(module.register_forward_hook(leave, with_kwargs=True))
         try:
             yield
         finally:

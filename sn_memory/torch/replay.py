@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from ..plan import Plan
 from .errors import ReplayError
@@ -83,7 +83,9 @@ class Replay:
             wanted = [torch.empty(0, requires_grad=True), *others.values()]
         results = iter(_Planned.apply(self, given, early, *wanted))
         flat = [next(results) if isinstance(out, View) else out for out in self.captured.outputs]
-        return tree_unflatten(flat, self.captured.output_spec)
+        # Of the joint graph of torch.compile alone there is no form, and it is not replayed.
+        assert self.captured.output_form is not None
+        return self.captured.output_form.filled(flat)
 
     def start(self, given: Sequence[torch.Tensor]) -> Memory:
         """Return memory with what is given in its place."""
@@ -119,13 +121,15 @@ class _Planned(torch.autograd.Function):
         ctx.mark_non_differentiable(
             *(it for it, again in zip(results, replay.differentiable, strict=True) if not again)
         )
+        # Zeros that autograd made for outputs without a gradient would be in no plan.
+        ctx.set_materialize_grads(False)
         ctx.replay, ctx.memory, ctx.early = replay, memory, early
         ctx.versions = _versions(replay.program, memory)
         return results
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *incoming: torch.Tensor) -> Any:
+    def backward(ctx: Any, *incoming: torch.Tensor | None) -> Any:
         replay, memory, early = ctx.replay, ctx.memory, ctx.early
         if memory.spent:
             raise ReplayError(
@@ -151,7 +155,7 @@ class _Planned(torch.autograd.Function):
         try:
             with _as_recorded(replay.device):
                 for view in captured.tangents:
-                    memory.held[view.storage] = _as_planned(view, arrived.pop(0))
+                    memory.held[view.storage] = _as_planned(view, arrived.pop(0), replay.device)
                 for instruction in replay.program.backward:
                     instruction(memory)
                 gradients = [
@@ -192,13 +196,15 @@ def _versions(program: Program, memory: Memory) -> list[int]:
     return [tensor._version for tensor in held if tensor is not None]
 
 
-def _as_planned(view: View, tangent: torch.Tensor) -> torch.Tensor:
-    """Return a gradient in the layout that was traced; `sum` hands over one number, expanded."""
-    if view.shows(tangent):
+def _as_planned(view: View, tangent: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """Return a gradient in the layout that was traced; `sum` hands over one number, expanded.
+
+    Of an output that the loss does not use there is none: zeros.
+    """
+    if tangent is not None and view.shows(tangent):
         return tangent
-    return torch.empty_strided(
-        view.size, view.stride, dtype=view.dtype, device=tangent.device
-    ).copy_(tangent)
+    made = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=device)
+    return made.zero_() if tangent is None else made.copy_(tangent)
 
 
 def _as_recorded(device: torch.device) -> Any:

@@ -18,6 +18,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from .guard import outside_autocast
+from .marks import Marks, Values, kept_by
+from .results import tensors_of
 from .tracker import StorageTracker
 
 # What stands for the forward pass of a model: a planned one, or the model itself.
@@ -90,8 +92,8 @@ def run_step(
     began = _now(device)
     with _counted(tracker, count):
         returned = forward(*args, **kwargs)
-        ends = [loss(returned)] if loss is not None else _ends(returned)
-    outputs = tree_leaves(returned)
+        outputs = tensors_of(returned, model)
+        ends = [loss(returned)] if loss is not None else _ends(returned, outputs)
     del returned
     tangents = _tangents(ends)
     for tangent in tangents:
@@ -114,13 +116,18 @@ def run_step(
 def put_back(model: torch.nn.Module, inputs: Any) -> Iterator[None]:
     """Put gradients, buffers, attributes and the states of chance back as they were.
 
+    So are the tensors that modules have as attributes, and what lists, mappings and objects hold
+    that a forward pass or a hook may write to. Values of parameters are not: that is for training.
     Inside, other parameters with the same memory stand in the model, so that hooks on the user's
     own, an optimizer's step among them, do not run.
     """
     leaves = [it for it in (*model.parameters(), *tensors(inputs)) if it.is_leaf]
-    gradients = [(it, it.grad) for it in leaves]
-    buffers = [(it, it.clone()) for it in model.buffers()]
-    attributes = [(module, dict(module.__dict__)) for module in model.modules()]
+    gradients = [(it, it.grad, it.requires_grad) for it in leaves]
+    modules = list(model.modules())
+    attributes = [(module, dict(module.__dict__)) for module in modules]
+    kept = Marks([("arguments", inputs), *(it for module in modules for it in kept_by(module))])
+    held = (it for _, before in attributes for it in before.values())
+    values = Values((*model.buffers(), *kept.tensors(), *held), leaves)
     with chance_put_back(), _without_hooks(model):
         try:
             yield
@@ -128,11 +135,11 @@ def put_back(model: torch.nn.Module, inputs: Any) -> Iterator[None]:
             for module, before in attributes:
                 module.__dict__.clear()
                 module.__dict__.update(before)
-            for leaf, gradient in gradients:
+            kept.put_back()
+            for leaf, gradient, requires in gradients:
+                leaf.requires_grad_(requires)
                 leaf.grad = gradient
-            for buffer, value in buffers:
-                # Beside autograd: a version that counts up would look like a change.
-                buffer.data.copy_(value)
+            values.put_back()
 
 
 @contextmanager
@@ -202,12 +209,12 @@ def loss_among(returned: Any) -> torch.Tensor | None:
     return named if isinstance(named, torch.Tensor) and named.numel() == 1 else None
 
 
-def _ends(returned: Any) -> list[torch.Tensor]:
+def _ends(returned: Any, outputs: Sequence[Any]) -> list[torch.Tensor]:
     """Return where the backward pass begins: at the loss, or at all outputs that take gradients."""
     loss = loss_among(returned)
     if loss is not None and loss.requires_grad:
         return [loss]
-    return [it for it in tensors(returned) if it.requires_grad]
+    return [it for it in outputs if isinstance(it, torch.Tensor) and it.requires_grad]
 
 
 def _tangents(ends: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -24,6 +24,7 @@ from .optimizer import optimizer_memory
 from .rearrange import put_off, spared, taken_apart
 from .recorder import Layouts
 from .seconds import NOMINAL, measured_device, measured_seconds
+from .step import chance_put_back
 from .tidy import in_place
 
 OPTIMIZER = "optimizer state"
@@ -65,6 +66,7 @@ def call_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (sample if isinstance(sample, tuple) else (sample,)), {}
 
 
+@chance_put_back()
 def trace(
     model: torch.nn.Module,
     sample: Any,

@@ -5,7 +5,8 @@ import warnings
 import pytest
 import torch
 
-from sn_memory.torch import PlanWarning, plan
+from sn_memory import BudgetError
+from sn_memory.torch import PlanWarning, plan, verify
 
 transformers = pytest.importorskip("transformers")
 
@@ -93,3 +94,64 @@ def test_the_trainers_other_argument_is_named(tmp_path):
     )
     with pytest.warns(PlanWarning, match="num_items_in_batch was not given then"):
         trained(planned, tmp_path)
+
+
+def smallest(model, sample):
+    """Plan by modules with all that may run again run again."""
+    with pytest.raises(BudgetError) as refusal:
+        plan(model, sample, 1000, backend="modules")
+    return plan(model, sample, refusal.value.peak_bytes, backend="modules")
+
+
+def test_planning_by_modules_registers_no_hooks():
+    """transformers registers hooks in a model's first run, and says so on the model."""
+    sample = {"input_ids": tokens(), "labels": tokens(), "output_hidden_states": True}
+    model = gpt2(use_cache=False)
+    planned = smallest(model, sample)
+    assert planned.sn_memory.plan.decided("recompute")
+    assert not any(it._forward_hooks for it in model.modules())
+    for _ in range(2):
+        for it in (planned, model):
+            found = it(**sample)
+            found.loss.backward()
+            assert len(found.hidden_states) == 3
+    assert verify(planned, sample).equal
+
+
+def test_by_modules_a_cache_of_keys_is_filled_once():
+    model = gpt2()
+    sample = {"input_ids": tokens(), "labels": tokens(), "attention_mask": torch.ones(4, 16)}
+    planned = smallest(model, sample)
+    assert planned.sn_memory.plan.decided("recompute")
+    assert not any("attn" in it.name for it in planned.sn_memory.plan.choices)
+    found = verify(planned, sample)
+    assert found.equal, found.different
+    assert planned(**sample).past_key_values.layers[0].keys.shape[2] == 16
+
+
+def test_a_planned_step_returns_its_cache():
+    """By default GPT-2 returns keys and values in an object of its own class."""
+    model, sample = gpt2(), {"input_ids": tokens(), "labels": tokens()}
+    planned = plan(model, sample, "85%", **SETTINGS)
+    assert planned.sn_memory.plan.decided("recompute")
+    caches = []
+    for ids in (tokens(), tokens().flip(0)):
+        mine, theirs = (it(input_ids=ids, labels=ids.clone()) for it in (planned, model))
+        assert torch.equal(mine.loss, theirs.loss)
+        caches.append(mine.past_key_values)
+        assert type(caches[-1]) is type(theirs.past_key_values)
+        for a, b in zip(caches[-1].layers, theirs.past_key_values.layers, strict=True):
+            assert type(a.keys) is type(a.values) is torch.Tensor
+            assert torch.equal(a.keys, b.keys)
+            assert torch.equal(a.values, b.values)
+    assert caches[0] is not caches[1]
+    found = verify(planned, sample)
+    assert found.equal, found.different
+    assert found.measured_peak_bytes == found.predicted_peak_bytes
+    # The cache can be gone on with.
+    more = tokens(4, 1)
+    with torch.no_grad():
+        mine, theirs = (
+            it(more, past_key_values=it(tokens()).past_key_values) for it in (planned, model)
+        )
+    assert torch.equal(mine.logits, theirs.logits)

@@ -208,6 +208,33 @@ def test_outputs_of_all_kinds():
         planned(x=sample["x"], offset=2.5)
 
 
+def test_zeros_for_outputs_without_a_gradient_are_not_made():
+    """Autograd would make them for every output, while the plan counts none."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.last = mlp(4), nn.Linear(32, 32)
+
+        def forward(self, x):
+            h = self.inner(x)
+            return self.last(h), h.detach()
+
+    sample = torch.randn(64, 32)
+    for budget in ("100%", "90%"):
+        found = verify(plan(Two(), sample, budget, **SETTINGS), sample)
+        assert found.equal
+        assert found.measured_peak_bytes == found.predicted_peak_bytes
+
+
+def test_an_output_the_loss_does_not_use():
+    model, sample = SeveralOutputs(), {"x": torch.randn(4, 6), "offset": 1.5}
+    planned = plan(copy.deepcopy(model), sample, "100%", **SETTINGS)
+    for it in (model, planned):
+        it(**sample)["logits"].sum().backward()
+    assert same((it.grad for it in model.parameters()), (it.grad for it in planned.parameters()))
+
+
 def test_gradients_of_inputs():
     sample = torch.randn(64, 32, requires_grad=True)
     model = mlp(4)

@@ -1,0 +1,419 @@
+"""Planning, measuring and failing to plan leave a model as it was: whatever its forward does."""
+
+import copy
+import random
+import warnings
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+from small_models import Everything, images, mlp
+from torch import nn
+
+from sn_memory import BudgetError
+from sn_memory.torch import TraceError, estimate, plan, trace, verify
+
+# The generator behind np.random.rand and its like, which models draw from.
+OLD = np.random.mtrand._rand
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), mlp(2))
+
+
+class Appends(Base):
+    """Keeps what it computes in containers, at several depths."""
+
+    def __init__(self):
+        super().__init__()
+        self.history, self.table, self.last = [], {"deep": [{}]}, deque(maxlen=2)
+        self.kinds = set()
+
+    def forward(self, x):
+        h = self.inner(x)
+        self.history.append(h.detach())
+        self.table["deep"][0]["mean"] = h.detach().mean()
+        self.last.append(len(self.history))
+        self.kinds.add(len(self.history))
+        return h
+
+
+class Settings:
+    def __init__(self):
+        self.calls, self.inner = 0, {"shape": None}
+
+
+class Slotted:
+    __slots__ = ("kept",)
+
+
+class Configured(Base):
+    """Writes into objects it has."""
+
+    def __init__(self):
+        super().__init__()
+        self.config, self.slotted = Settings(), Slotted()
+        self.slotted.kept = None
+
+    def forward(self, x):
+        h = self.inner(x)
+        self.config.calls += 1
+        self.config.inner["shape"] = h.shape
+        self.slotted.kept = h
+        return h
+
+
+class Hooks(Base):
+    """Registers hooks in its first run, as transformers does for hidden states."""
+
+    def forward(self, x):
+        if not getattr(self, "_hooked", False):
+            self.inner[0].register_forward_hook(lambda module, args, out: out * 2)
+            self._hooked = True
+        return self.inner(x)
+
+
+class Lazy(Base):
+    """Makes a buffer and a parameter in its first run, and a module; switches modes."""
+
+    def forward(self, x):
+        if not hasattr(self, "mask"):
+            self.register_buffer("mask", torch.ones(32))
+            self.register_parameter("gain", nn.Parameter(torch.ones(32)))
+            self.more = nn.Linear(32, 32)
+        self.inner[1].eval()
+        self.inner[0].bias.requires_grad_(False)
+        return self.more(self.inner(x) * self.mask * self.gain)
+
+
+class Replaces(Base):
+    """Puts new tensors in the place of buffers, and counts in a tensor that is none."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(32))
+        self.register_buffer("steps", torch.zeros(()))
+        self.count = torch.zeros(1)
+        self.tensors = [torch.zeros(2)]
+
+    def forward(self, x):
+        h = self.inner(x)
+        self.seen = self.seen + h.detach().mean(0)
+        self.steps += 1
+        self.count.add_(1)
+        self.tensors[0].add_(1)
+        return h + self.seen
+
+
+class Gambles(Base):
+    def forward(self, x):
+        return self.inner(x) * (random.random() + OLD.rand() + torch.rand(()))
+
+
+class OfItsOwnError(Exception):
+    pass
+
+
+class Fails(Base):
+    """Leaves marks and raises."""
+
+    def __init__(self):
+        super().__init__()
+        self.history = []
+
+    def forward(self, x):
+        self.history.append(random.random() + OLD.rand())
+        self.inner(x + torch.rand(()))
+        self.inner[1].eval()
+        self.inner[0].register_forward_hook(lambda *_: None)
+        raise OfItsOwnError
+
+
+class Observed(Base):
+    """Its hooks keep what they see: in a closure, in a bound object, in a global."""
+
+    def __init__(self):
+        super().__init__()
+        seen = {}
+        self.keeper = Settings()
+        self.inner[0].register_forward_hook(lambda module, args, out: seen.update(out=out))
+        self.inner[1].register_forward_hook(lambda module, args, out: SEEN.append(out))
+        self.inner[3].register_forward_hook(keeping(self.keeper))
+        self.seen_by_test = seen
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+SEEN = []
+
+
+def keeping(settings):
+    def hook(module, args, out):
+        settings.inner["shape"] = out
+
+    return hook
+
+
+class Plain(Base):
+    def forward(self, x):
+        return self.inner(x)
+
+
+class Values(Base):
+    def forward(self, x):
+        h = self.inner(x)
+        return h if h.sum().item() < 1e9 else -h
+
+
+MODELS = (
+    *(Plain, Values, Appends, Configured, Hooks, Lazy, Replaces, Gambles, Fails, Observed),
+    Everything,
+)
+
+
+def look(value, depth=8):
+    """Describe a value so that any change shows: tensors by identity, version and bits."""
+    if isinstance(value, torch.Tensor):
+        kind = type(value).__name__
+        bits = value.detach().clone().numpy().tobytes() if kind != "FakeTensor" else None
+        grad = None if value.grad is None else (id(value.grad), look(value.grad))
+        return kind, id(value), bits, value.requires_grad, grad
+    if depth == 0 or isinstance(value, nn.Module | type) or callable(value):
+        return id(value)
+    if isinstance(value, dict):
+        return id(value), tuple((look(k), look(v, depth - 1)) for k, v in value.items())
+    if isinstance(value, list | tuple | deque):
+        return type(value), tuple(look(it, depth - 1) for it in value)
+    if isinstance(value, set):
+        return sorted(value)
+    if isinstance(value, Settings):
+        return id(value), look(vars(value), depth - 1)
+    if isinstance(value, Slotted):
+        return id(value), look(value.kept, depth - 1)
+    return repr(value)
+
+
+def looks_of(model):
+    """All of a model and of what is beside it."""
+    found = {name: (id(it), look(it.__dict__)) for name, it in model.named_modules()}
+    found["state"] = [(name, look(it)) for name, it in model.state_dict(keep_vars=True).items()]
+    found["chance"] = (
+        torch.get_rng_state().numpy().tobytes(),
+        random.getstate(),
+        repr(OLD.get_state()),
+    )
+    found["beside"] = look(SEEN), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+    return found
+
+
+def differences(before, after):
+    return [key for key in before.keys() | after.keys() if before.get(key) != after.get(key)]
+
+
+WAYS = {
+    "graph": lambda model, x: plan(model, x, "80%", backend="graph", planner="greedy"),
+    "too little": lambda model, x: plan(model, x, 100, profile=False, time_limit_s=1),
+    "auto": lambda model, x: plan(model, x, "90%", profile=False, planner="greedy"),
+    "modules": lambda model, x: plan(model, x, "95%", backend="modules"),
+    "modules, too little": lambda model, x: plan(model, x, 100, backend="modules"),
+    "trace": lambda model, x: trace(model, x, profile=False),
+    "estimate": lambda model, x: estimate(model, x, optimizer=torch.optim.Adam),
+    "verify": lambda model, x: verify(plan(model, x, "100%", profile=False), x),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_model_is_as_it_was(kind, way):
+    torch.manual_seed(0)
+    model = kind()
+    x = images() if kind is Everything else torch.randn(128, 32)
+    # Gradients of an earlier step, one frozen weight, one part in another mode.
+    for it in model.parameters():
+        it.grad = torch.ones_like(it)
+    first = next(model.parameters())
+    first.grad = None
+    list(model.modules())[-1].eval()
+    SEEN.clear()
+    kept, before = first, looks_of(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            WAYS[way](model, x)
+        except (TraceError, BudgetError, OfItsOwnError):
+            assert kind is not Plain or "too little" in way
+    assert not differences(before, looks_of(model))
+    assert next(model.parameters()) is kept
+
+
+def compiled(model, x):
+    return plan(model, x, "100%", backend="compile", compiler="eager", profile=False)
+
+
+@pytest.mark.parametrize("kind", [Plain, Values, Fails, Everything])
+def test_the_model_is_as_it_was_under_compile(kind):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = kind(), images() if kind is Everything else torch.randn(128, 32)
+    before = looks_of(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            compiled(model, x)
+        except TraceError:
+            assert kind in (Values, Fails)
+    assert not differences(before, looks_of(model))
+
+
+@pytest.mark.parametrize("kind", [Appends, Configured, Hooks, Observed])
+def test_what_leaves_a_mark_is_not_replayed(kind):
+    with pytest.raises(TraceError, match="a replay of its calls would not"):
+        trace(kind(), torch.randn(128, 32), profile=False)
+
+
+@pytest.mark.parametrize("kind", [Appends, Configured, Hooks])
+def test_by_modules_the_mark_is_left_as_ever(kind):
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(64, 32)
+    twin = copy.deepcopy(model)
+    with pytest.raises(BudgetError) as refusal:
+        plan(model, x, 100, backend="modules")
+    planned = plan(model, x, refusal.value.peak_bytes, backend="modules")
+    assert planned.sn_memory.plan.decided("recompute")
+    for it in (planned, twin):
+        for _ in range(2):
+            torch.manual_seed(5)
+            it(x).sum().backward()
+    if kind is Appends:
+        assert [len(it.history) for it in (planned, twin)] == [2, 2]
+        assert all(torch.equal(a, b) for a, b in zip(planned.history, twin.history, strict=True))
+    if kind is Configured:
+        assert planned.config.calls == twin.config.calls == 2
+    for mine, theirs in zip(planned.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+class Freezes(Base):
+    def forward(self, x):
+        self.inner[0].bias.requires_grad_(False)
+        return self.inner(x)
+
+
+def test_a_forward_that_freezes_a_weight():
+    model = Freezes()
+    with pytest.raises(TraceError, match=r"sets requires_grad of inner\.0\.bias"):
+        trace(model, torch.randn(128, 32), profile=False)
+    assert model.inner[0].bias.requires_grad
+
+
+class Cache:
+    def __init__(self):
+        self.rows = None
+
+
+class Attends(nn.Module):
+    """Adds what it computes to a cache, and uses all that is there."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x, *, cache=None):
+        rows = torch.tanh(self.first(x))
+        cache.rows = rows if cache.rows is None else torch.cat([cache.rows, rows])
+        return torch.tanh(self.second(cache.rows.mean(0) + x)).exp()
+
+
+class Reads(nn.Module):
+    """Changes nothing, but what it reads is longer when it would run again."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x, *, cache):
+        return torch.tanh(self.second(torch.tanh(self.first(x)) + cache.rows.sum(0))).exp()
+
+
+class InPlace(nn.Module):
+    """Changes an input that is passed by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x, *, scale):
+        scale.mul_(1.5)
+        return torch.tanh(self.second(torch.tanh(self.first(x)))).exp() * scale
+
+
+class Caching(nn.Module):
+    def __init__(self, given=False):
+        super().__init__()
+        self.parts = nn.ModuleList([Attends(), Reads(), Attends(), mlp(2)])
+        self.scaling = InPlace()
+
+    def forward(self, x, cache=None):
+        cache = Cache() if cache is None else cache
+        for part in self.parts[:3]:
+            x = x + part(x, cache=cache) / 100
+        scale = torch.ones(32)
+        x = self.scaling(x, scale=scale)
+        return self.parts[3](x)
+
+
+def test_a_module_that_appends_to_a_cache_runs_once():
+    torch.manual_seed(0)
+    model, x = Caching(), torch.randn(64, 32)
+    with pytest.raises(BudgetError) as refusal:
+        plan(model, x, 100, backend="modules")
+    # All that may run again does, and it is right.
+    planned = plan(model, x, refusal.value.peak_bytes, backend="modules")
+    names = {it.name for it in planned.sn_memory.plan.choices}
+    assert not names & {"parts.0", "parts.1", "parts.2", "scaling"}
+    assert planned.sn_memory.plan.decided("recompute")
+    assert verify(planned, x).equal
+
+
+def test_a_cache_in_the_sample_is_as_it_was():
+    torch.manual_seed(0)
+    model, x, cache = Caching(), torch.randn(64, 32), Cache()
+    for backend in ("graph", "modules"):
+        if backend == "graph":
+            with pytest.raises(TraceError, match="changes what it is given"):
+                plan(model, (x, cache), "100%", backend=backend, profile=False)
+        else:
+            plan(model, (x, cache), "100%", backend=backend)
+        assert cache.rows is None
+
+
+class Counts(Base):
+    """Counts in a tensor that is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = torch.zeros(1)
+
+    def forward(self, x):
+        self.count.add_(1)
+        return self.inner(x) * self.count
+
+
+@pytest.mark.parametrize("backend", ["graph", "modules"])
+def test_a_count_in_a_tensor_goes_on(backend):
+    torch.manual_seed(0)
+    model, x = Counts(), torch.randn(64, 32)
+    twin = copy.deepcopy(model)
+    planned = plan(model, x, "100%", backend=backend, profile=False)
+    assert verify(planned, x).equal
+    for it in (planned, twin):
+        for _ in range(2):
+            torch.manual_seed(5)
+            it(x).sum().backward()
+        assert it.count == 2
+    for mine, theirs in zip(planned.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)

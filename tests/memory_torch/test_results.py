@@ -1,0 +1,182 @@
+"""What a model returns is returned by the plan: objects with tensors in them, new in each step."""
+
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from small_models import mlp
+from torch import nn
+
+from sn_memory.torch import PlanWarning, TraceError, plan, verify
+
+SETTINGS = {"profile": False, "planner": "greedy", "backend": "graph"}
+
+
+@dataclass
+class Result:
+    logits: torch.Tensor
+    states: list = field(default_factory=list)
+    settings: object = None
+    number: int = 3
+
+
+class Bare:
+    """No dataclass, with a tensor, itself, and a tensor that the caller also gets elsewhere."""
+
+
+class Slotted:
+    __slots__ = ("rows",)
+
+
+class Returns(nn.Module):
+    def __init__(self, made):
+        super().__init__()
+        self.inner, self.last, self.made = mlp(4), nn.Linear(32, 32), made
+        self.settings = Bare()
+
+    def forward(self, x):
+        h = self.inner(x)
+        return self.made(self, h, self.last(h))
+
+
+def a_dataclass(model, h, out):
+    return Result(out, [h, {"twice": h * 2}], model.settings)
+
+
+def an_object(model, h, out):
+    found = Bare()
+    found.rows, found.own, found.count = out, found, 0
+    return {"rows": out, "object": found, "again": found}
+
+
+def slots(model, h, out):
+    found = Slotted()
+    found.rows = (out, h.detach())
+    return [found, 7]
+
+
+def a_distribution(model, h, out):
+    return torch.distributions.Normal(out, h.exp(), validate_args=False)
+
+
+def nothing_of_tensors(model, h, out):
+    return out, Result(None, [1, 2])
+
+
+MADE = (a_dataclass, an_object, slots, a_distribution, nothing_of_tensors)
+
+
+def tensors_in(value, seen=None):
+    """All tensors that can be reached, in order."""
+    seen = set() if seen is None else seen
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if id(value) in seen or isinstance(value, nn.Module | str | int | float | type(None)):
+        return []
+    seen.add(id(value))
+    if isinstance(value, dict):
+        inside = value.values()
+    elif isinstance(value, list | tuple):
+        inside = value
+    elif isinstance(value, Slotted):
+        inside = [value.rows]
+    else:
+        inside = vars(value).values()
+    return [tensor for it in inside for tensor in tensors_in(it, seen)]
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_objects_are_filled_with_this_steps_tensors(made):
+    torch.manual_seed(0)
+    model, sample = Returns(made), torch.randn(64, 32)
+    planned = plan(model, sample, "85%", **SETTINGS)
+    earlier = []
+    for seed in range(3):
+        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(seed))
+        mine, theirs = planned(x), model(x)
+        assert type(mine) is type(theirs)
+        pairs = list(zip(tensors_in(mine), tensors_in(theirs), strict=True))
+        assert pairs
+        for a, b in pairs:
+            assert type(a) is torch.Tensor
+            assert torch.equal(a, b)
+            assert a.requires_grad == b.requires_grad
+        for it in (mine, theirs):
+            model.zero_grad()
+            sum(a.square().sum() for a in tensors_in(it) if a.requires_grad).backward()
+            gradients = [a.grad.clone() for a in model.parameters() if a.grad is not None]
+            earlier.append(gradients)
+        assert all(torch.equal(a, b) for a, b in zip(*earlier[-2:], strict=True))
+        # Whatever the caller does to it, the next is as new.
+        if isinstance(mine, Result):
+            mine.number, mine.states = 5, None
+    if made is a_dataclass:
+        assert planned(x).number == 3
+        assert planned(x).settings is model.settings
+        assert planned(x) is not planned(x)
+    if made is an_object:
+        out = planned(x)
+        assert out["object"].own is out["object"] is out["again"]
+        assert out["object"].rows is out["rows"]
+    if made is nothing_of_tensors:
+        out = planned(x)
+        out[1].states.append(3)
+        assert planned(x)[1].states == [1, 2]
+
+
+@pytest.mark.parametrize("made", MADE)
+@pytest.mark.parametrize("backend", ["graph", "modules"])
+def test_verify_looks_into_objects(made, backend):
+    torch.manual_seed(0)
+    model, sample = Returns(made), torch.randn(64, 32)
+    planned = plan(model, sample, "95%", profile=False, backend=backend)
+    found = verify(planned, sample)
+    assert found.equal, found.different
+    assert found.measured_peak_bytes == found.predicted_peak_bytes
+
+
+def test_nothing_of_the_tracing_stays():
+    """The trace is kept for the life of a planned model: no fake tensor may be in it."""
+    planned = plan(Returns(a_dataclass), torch.randn(64, 32), "100%", **SETTINGS)
+    form = planned.sn_memory.trace.captured.output_form
+    assert not tensors_in(form.shells)
+
+
+class Locked:
+    def __init__(self, rows):
+        self.rows, self.lock = [rows], threading.Lock()
+
+
+def test_what_cannot_be_copied_is_refused():
+    model, sample = Returns(lambda model, h, out: Locked(out)), torch.randn(64, 32)
+    with pytest.raises(TraceError, match="returns a Locked, which cannot be copied"):
+        plan(model, sample, "100%", **SETTINGS)
+    with pytest.warns(PlanWarning, match="by modules"):
+        planned = plan(model, sample, "100%", profile=False)
+    assert type(planned(sample).rows[0]) is torch.Tensor
+
+
+class Batch:
+    def __init__(self, rows):
+        self.rows = rows
+
+
+class Takes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = mlp(3)
+
+    def forward(self, batch):
+        return self.inner(batch.rows)
+
+
+def test_an_argument_that_could_change_unseen_is_refused():
+    """A step replayed would go on with the tensors that were in it when it was planned."""
+    model, batch = Takes(), Batch(torch.randn(64, 32))
+    with pytest.raises(TraceError, match="Batch"):
+        plan(model, batch, "100%", **SETTINGS)
+    with pytest.warns(PlanWarning, match="Batch"):
+        planned = plan(model, batch, "100%", profile=False)
+    batch.rows = torch.randn(64, 32)
+    assert torch.equal(planned(batch), model(batch))
