@@ -26,7 +26,8 @@ class Estimate:
     update_bytes
         The peak of an optimizer's step that is counted by itself, else 0.
     peak_op
-        The op that reaches `step_bytes`.
+        The op that reaches `step_bytes`: its name in the graph, or the framework's own where
+        tensors live longer than the graph says.
     batch
         The size of the sample's first dimension; None where its tensors differ in that.
     """

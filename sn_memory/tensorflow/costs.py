@@ -9,21 +9,20 @@ roofline, without workspace.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context, execute
+from tensorflow.python.framework import config
 
 from ..graph import Device
+from ..times_file import TimesFile, is_seconds
 from . import kinds
 from .allocations import MARK, Allocations
 from .capture import Node
@@ -42,9 +41,9 @@ class MeasuredCosts:
     """Seconds and workspace bytes of nodes, from the file of a device or measured now."""
 
     def __init__(self, device: str) -> None:
-        self.device, self.path = device, cache_path(device)
-        self.table = _read(self.path)
-        self.known = len(self.table)
+        self.device, self.file = device, TimesFile(cache_name(device), is_cost)
+        self.table = self.file.read()
+        self.known, self.settings = set(self.table), circumstances()
 
     def __call__(self, node: Node) -> Cost:
         seconds, space = self.table[self._key(node)]
@@ -62,17 +61,15 @@ class MeasuredCosts:
         for key, seconds in timed.items():
             self.table[key] = [seconds, scratch.get(MARK + key, 0)]
 
-    @staticmethod
-    def _key(node: Node) -> str:
-        return hashlib.sha256(signature(node.op).encode()).hexdigest()[:24]
+    def _key(self, node: Node) -> str:
+        return hashlib.sha256(f"{signature(node.op)} {self.settings}".encode()).hexdigest()[:24]
 
     def save(self) -> None:
         """Write what was measured since the file was read."""
-        if len(self.table) > self.known:
-            _write(self.path, self.table)
-            log.info(
-                "measured %d new op signatures on %s", len(self.table) - self.known, self.device
-            )
+        new = {key: it for key, it in self.table.items() if key not in self.known}
+        if new:
+            self.file.add(new)
+            log.info("measured %d new op signatures on %s", len(new), self.device)
 
 
 def unmeasured(node: Node) -> Cost:
@@ -80,12 +77,34 @@ def unmeasured(node: Node) -> Cost:
     return None, 0
 
 
-def cache_path(device: str) -> Path:
-    """The file of costs for a device, this TensorFlow and this number of threads."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+def is_cost(value: Any) -> bool:
+    """Say whether a value read from a file is a Cost: seconds or None, and bytes."""
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    seconds, space = value
+    whole = type(space) is int and 0 <= space < 2**62
+    return whole and (seconds is None or is_seconds(seconds))
+
+
+def circumstances() -> str:
+    """Settings of TensorFlow under which the same op takes another time, or another kernel."""
+    settings = {
+        "tf32": tf.config.experimental.tensor_float_32_execution_enabled(),
+        "deterministic": config.is_op_determinism_enabled(),
+        "onednn": os.environ.get("TF_ENABLE_ONEDNN_OPTS"),
+        "between": tf.config.threading.get_inter_op_parallelism_threads(),
+    }
+    return str(settings)
+
+
+def cache_name(device: str) -> str:
+    """Name of the file of costs for a device, this TensorFlow and this number of threads."""
+    for card in tf.config.list_physical_devices("GPU") if "GPU" in device else ():
+        if card.name.endswith(device):
+            device = tf.config.experimental.get_device_details(card).get("device_name", device)
     threads = tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count()
     plain = "".join(letter if letter.isalnum() else "-" for letter in f"{device}-{threads}")
-    return Path(home) / "sn_memory" / f"op-costs-2-{plain}-tensorflow-{tf.__version__}.json"
+    return f"op-costs-3-{plain}-tensorflow-{tf.__version__}.json"
 
 
 def signature(op: Any) -> str:
@@ -175,23 +194,3 @@ def _wait(result: Any) -> None:
     flat = [it for it in tf.nest.flatten(result) if isinstance(it, tf.Tensor)]
     if flat and "GPU" in flat[-1].device:
         np.asarray(tf.reshape(flat[-1], (-1,))[:1])
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError:
-        log.warning("%s is no table of costs; it is written anew", path)
-        return {}
-    return table
-
-
-def _write(path: Path, table: dict[str, Any]) -> None:
-    """Write in one go: two processes may measure at once, and a reader must find a whole file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(table, file)
-    os.replace(name, path)

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .errors import TraceError, innermost_line
 from .guard import as_it_was, casting, no_chance, outside_autocast
 from .recorder import Layouts, Recorder, Recording, View, layout_key
+from .recurrent import FakeMode
 from .results import Form, taken_apart
 from .tidy import without_unused
 
@@ -153,7 +154,7 @@ class _Capture:
         self.model = model
         # Whether the backward pass runs inside autocast, where the forward pass does.
         self.inside = inside
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = FakeMode(allow_non_fake_inputs=True)
         self.recorder = Recorder(layouts)
         self.fakes: dict[int, torch.Tensor] = {}
         # Per fake of a parameter, whether it requires a gradient.

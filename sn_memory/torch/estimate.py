@@ -1,4 +1,8 @@
-"""estimate: what a training step will hold, by category, before anything is allocated."""
+"""estimate: what a training step will hold, by category, before anything is allocated.
+
+Categories are those of the traced graph; the peak is that of the step itself, run on tensors
+without values, as a forward in Python holds more than it still needs.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,9 @@ from torch.utils._pytree import tree_map_only
 
 from ..estimate import Estimate
 from ..liveness import live_bytes, peak
+from .fake_step import fake_step
 from .optimizer import OptimizerMemory, optimizer_memory
-from .trace import Trace, trace_unplanned
+from .trace import Trace, call_arguments, trace_unplanned
 
 
 def estimate(model: torch.nn.Module, sample: Any, *, optimizer: Any = None) -> Estimate:
@@ -49,9 +54,10 @@ def estimate(model: torch.nn.Module, sample: Any, *, optimizer: Any = None) -> E
 
     def step_of(batch: int) -> int:
         resized = tree_map_only(torch.Tensor, lambda it: _resized(it, batch), sample)
-        return peak(trace_unplanned(model, resized).graph).bytes + held.state_bytes
+        return fake_step(model, call_arguments(resized), constants).peak_bytes + held.state_bytes
 
-    highest = peak(traced.graph)
+    constants = list(traced.captured.recording.constants.values())
+    measured, highest = fake_step(model, call_arguments(sample), constants), peak(traced.graph)
     return Estimate(
         parameters_bytes=sums["parameter"],
         buffers_bytes=sums["state"],
@@ -59,9 +65,13 @@ def estimate(model: torch.nn.Module, sample: Any, *, optimizer: Any = None) -> E
         gradients_bytes=sums["gradient"],
         optimizer_bytes=held.state_bytes,
         activations_bytes=_left(traced, boundary),
-        step_bytes=highest.bytes + held.state_bytes,
+        step_bytes=measured.peak_bytes + held.state_bytes,
         update_bytes=between + sums["gradient"] + held.state_bytes + held.transient_bytes,
-        peak_op=traced.graph.ops[highest.op].name,
+        peak_op=(
+            traced.graph.ops[highest.op].name
+            if highest.bytes == measured.peak_bytes
+            else measured.peak_op
+        ),
         batch=_batch(sample),
         _step_of=step_of,
     )

@@ -7,22 +7,18 @@ included, on tensors that have sizes and no values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
 )
 from torch.utils._pytree import tree_map_only
 
 from ..activations import Controller, Peaks
-from .capture import fake_of
 from .errors import TraceError
-from .guard import as_it_was
+from .fake_step import fake_step
 from .packer import Packer
 from .packing import Exact, Kept, Layout, Lossy, Shape, Window
 from .step import put_back, run_step
@@ -34,13 +30,10 @@ if TYPE_CHECKING:
 
 def predicted_peak(packed: CompressedActivations, sample: Any) -> int:
     """Return the peak of a step on a sample; nothing is allocated."""
-    model, mode = packed.model, FakeTensorMode(allow_non_fake_inputs=True)
-    arguments = tree_map_only(torch.Tensor, lambda it: fake_of(mode, it), call_arguments(sample))
     before = packed.packer
     packed.packer = _BlankPacker(before)
     try:
-        with as_it_was(model), _swapped(model, mode), mode:
-            return run_step(model, model, arguments).peak_bytes
+        return fake_step(packed.model, call_arguments(sample)).peak_bytes
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise TraceError(
             f"{error.func} makes the course of the model depend on values, so its memory cannot be "
@@ -68,29 +61,6 @@ def peaks(packed: CompressedActivations, sample: Any) -> Peaks:
     tree_map_only(torch.Tensor, held.append, arguments)
     sizes = {it.untyped_storage()._cdata: it.untyped_storage().nbytes() for it in held}
     return Peaks(plain, predicted, measured(), sum(sizes.values()))
-
-
-@contextmanager
-def _swapped(model: torch.nn.Module, mode: FakeTensorMode) -> Iterator[None]:
-    """Let parameters and buffers be tensors without values."""
-    made: dict[int, torch.Tensor] = {}
-    before = []
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            before.append((tensors, dict(tensors)))
-            for name, it in tensors.items():
-                if it is None:
-                    continue
-                if id(it) not in made:
-                    fake = fake_of(mode, it)
-                    is_weight = isinstance(it, torch.nn.Parameter)
-                    made[id(it)] = torch.nn.Parameter(fake, it.requires_grad) if is_weight else fake
-                cast("dict[str, Any]", tensors)[name] = made[id(it)]
-    try:
-        yield
-    finally:
-        for tensors, own in before:
-            cast("dict[str, Any]", tensors).update(own)
 
 
 class _Blank:

@@ -17,6 +17,7 @@ from .errors import ReplayError
 from .neutral import statistics
 from .offload import HostArena
 from .recorder import Call, Layouts, View, form_of, layout_key
+from .recurrent import LAYER, in_training
 
 Instruction = Callable[["Memory"], None]
 
@@ -146,6 +147,8 @@ def run_call(
     way : how to carry it out; None where there is no choice
     """
     target = call.target if way is None else _in_way(call.target, way)
+    if call.target is LAYER and call.outputs[-1] is not None:
+        target = in_training(target)
     arguments = _arguments(call, forms, without=statistics(call) if again else ())
 
     def run(memory: Memory) -> None:

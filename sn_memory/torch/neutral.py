@@ -13,6 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from ..graph import Compressed, Device, Graph, Op, Storage, Workspace
 from .capture import Captured
 from .recorder import Call, View
+from .recurrent import LAYER, LAYER_BACKWARD, layer_flops
 
 LOSS = "loss"
 
@@ -121,11 +122,13 @@ def statistics(call: Call) -> tuple[int, ...]:
 
 
 def flops(call: Call) -> float:
-    """Arithmetic of a call, as torch's own counter has it; 0 for what it does not know."""
+    """Arithmetic of a call, as torch's own counter or `recurrent` has it; 0 for the rest."""
     count = flop_registry.get(call.target.overloadpacket)
-    if count is None:
+    if count is None and call.target not in (LAYER, LAYER_BACKWARD):
         return 0.0
     args, kwargs = call.arguments(lambda view: torch.Size(view.size))
+    if count is None:
+        return layer_flops(call.target, args)
     shapes = [torch.Size(out.size) if out is not None else None for out in call.outputs]
     return float(count(*args, **kwargs, out_val=shapes[0] if len(shapes) == 1 else tuple(shapes)))
 

@@ -2,27 +2,25 @@
 
 A signature is the op, and of each tensor its shape, strides and type. Tensors of that form are made
 anew, so that one op's working set is all the memory needed; a model too large to run can be timed.
-What cannot be timed so (an op that checks its values) is left to the roofline, and the plan says
-how many ops are.
+What may not be timed so (timeable.py) or cannot (an op that checks its values) is left to the
+roofline, and the plan says how many ops are.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
-import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..graph import Device
+from ..times_file import TimesFile, is_seconds
 from .recorder import Call, Recording, View
+from .timeable import timeable
 
 log = logging.getLogger(__name__)
 
@@ -33,40 +31,79 @@ NOMINAL = Device("nominal", 1e14, 2e12, 2.5e10, 2.5e10, 1e-5)
 
 
 def measured_seconds(recording: Recording, device: torch.device) -> list[float | None]:
-    """Return seconds per call on a device; None for calls that could not be timed."""
-    return cached_seconds(
-        [(signature(call), partial(_time, call, recording, device)) for call in recording.calls],
-        device,
-    )
+    """Return seconds per call on a device; None for calls that could not or may not be timed."""
+    calls = {at: call for at, call in enumerate(recording.calls) if timeable(call)}
+    works = [(signature(it), partial(_time, it, recording, device)) for it in calls.values()]
+    found = dict(zip(calls, cached_seconds(works, device), strict=True))
+    return [found.get(at) for at in range(len(recording.calls))]
 
 
 def cached_seconds(
     works: Sequence[tuple[str, Callable[[], float | None]]], device: torch.device
 ) -> list[float | None]:
     """Return seconds per (signature, function that measures them), from the file where it can."""
-    path = cache_path(device)
-    table = _read(path)
-    known, result = len(table), []
+    file = TimesFile(cache_name(device), is_seconds)
+    table: dict[str, float | None] = file.read()
+    known, settings, result = set(table), circumstances(), []
     for text, measure in works:
-        key = hashlib.sha256(text.encode()).hexdigest()[:24]
+        key = hashlib.sha256(f"{text} {settings}".encode()).hexdigest()[:24]
         if key not in table:
             table[key] = measure()
         result.append(table[key])
-    if len(table) > known:
-        _write(path, table)
-        log.info("timed %d new op signatures on %s, kept in %s", len(table) - known, device, path)
+    # What could not be timed is tried again next time: memory may have been short.
+    new = {key: it for key, it in table.items() if key not in known and it is not None}
+    if new:
+        file.add(new)
+        log.info("timed %d new op signatures on %s, kept in %s", len(new), device, file.path)
     return result
 
 
-def cache_path(device: torch.device) -> Path:
-    """The file of times for a device, this torch and this number of threads."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+def circumstances() -> str:
+    """Settings of torch under which the same call takes another time, or runs another kernel."""
+    backends: Any = torch.backends
+    products = backends.cuda.matmul
+    settings = {
+        "float32": _precisions(),
+        "reduced": (
+            products.allow_fp16_reduced_precision_reduction,
+            products.allow_bf16_reduced_precision_reduction,
+        ),
+        "cudnn": (
+            backends.cudnn.enabled,
+            backends.cudnn.benchmark,
+            backends.cudnn.deterministic,
+        ),
+        "mkldnn": getattr(backends.mkldnn, "enabled", None),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "threads": torch.get_num_threads(),
+    }
+    return str(settings)
+
+
+def _precisions() -> list[Any]:
+    """How products in float32 are rounded, by library."""
+    backends: Any = torch.backends
+    try:
+        places = (
+            backends.cuda.matmul,
+            *(backends.cudnn.conv, backends.cudnn.rnn),
+            *(backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn),
+        )
+        # Not by allow_tf32 and its kin, which raise when somebody has set these.
+        return [it.fp32_precision for it in places]
+    except AttributeError:  # before torch 2.9
+        flags = backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32
+        return [torch.get_float32_matmul_precision(), *flags]
+
+
+def cache_name(device: torch.device) -> str:
+    """Name of the file of times for a device, this torch and this number of threads."""
     if device.type == "cuda":
         what = torch.cuda.get_device_name(device)
     else:
         what = f"{device.type}-{torch.get_num_threads()}-{torch.backends.cpu.get_cpu_capability()}"
     plain = "".join(letter if letter.isalnum() else "-" for letter in what)
-    return Path(home) / "sn_memory" / f"op-seconds-{plain}-torch-{torch.__version__}.json"
+    return f"op-seconds-2-{plain}-torch-{torch.__version__}.json"
 
 
 def signature(call: Call) -> str:
@@ -103,11 +140,20 @@ def measured_device(device: torch.device) -> Device:
 def rebuilt(call: Call, recording: Recording) -> Callable[[], Any]:
     """Return a call on tensors made anew in the form of those it was recorded with."""
     storages: dict[int, torch.UntypedStorage] = {}
+    # One storage may be looked at as floats and as integers, where only the shape of the floats is
+    # asked for; the integers decide, as they are places in memory.
+    types = {it.storage: it.dtype for it in call.flat if isinstance(it, View)}
+    types |= {
+        it.storage: it.dtype
+        for it in call.flat
+        if isinstance(it, View) and not it.dtype.is_floating_point
+    }
 
     def made(view: View) -> torch.Tensor:
         place = recording.device[view.storage]
         if view.storage not in storages:
-            storages[view.storage] = _filled(recording.nbytes[view.storage], view.dtype, place)
+            kind = types[view.storage]
+            storages[view.storage] = _filled(recording.nbytes[view.storage], kind, place)
         empty = torch.empty(0, dtype=view.dtype, device=place)
         return empty.set_(storages[view.storage], view.offset, view.size, view.stride)
 
@@ -119,7 +165,7 @@ def _time(call: Call, recording: Recording, device: torch.device) -> float | Non
     try:
         with torch.no_grad():
             return best_seconds(rebuilt(call, recording), device)
-    except (RuntimeError, IndexError, ValueError, NotImplementedError) as error:
+    except Exception as error:  # noqa: BLE001 - whatever an op says to values that are made up
         log.info("%s could not be timed (%s); a roofline stands in", call.target, error)
         return None
 
@@ -153,23 +199,3 @@ def best_seconds(work: Any, device: torch.device) -> float:
         if spent > _ENOUGH_S:
             break
     return best
-
-
-def _read(path: Path) -> dict[str, float | None]:
-    try:
-        table: dict[str, float | None] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError:
-        log.warning("%s is no table of times; it is written anew", path)
-        return {}
-    return table
-
-
-def _write(path: Path, table: dict[str, float | None]) -> None:
-    """Write in one go: two processes may time at once, and a reader must find a whole file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(table, file)
-    os.replace(name, path)

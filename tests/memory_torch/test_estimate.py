@@ -1,5 +1,7 @@
 """Bytes by category before anything is allocated."""
 
+import importlib
+
 import pytest
 import torch
 from small_models import Everything, images, mlp
@@ -7,6 +9,7 @@ from torch import nn
 
 from sn_memory import BudgetError
 from sn_memory.torch import StorageTracker, estimate
+from sn_memory.torch.step import put_back, run_step
 
 
 def test_categories_of_a_chain():
@@ -90,3 +93,101 @@ def test_it_reads_like_a_table():
     text = str(estimate(mlp(1), torch.zeros(2, 32)))
     assert "parameters" in text
     assert "KiB" in text
+
+
+def measured(model, arguments):
+    with put_back(model, arguments):
+        return run_step(model, model, arguments).peak_bytes
+
+
+class Holds(nn.Module):
+    """Its variables hold what nobody needs any more, while it makes what is largest."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x):
+        wide = self.linear(x).repeat(1, 8)
+        kept = {"scaled": wide * 2, "again": wide.neg()}
+        x = (kept["scaled"] + kept["again"]).sum(1, keepdim=True) + self.linear(x).repeat(1, 12)
+        return x.sum(1)
+
+
+def test_what_variables_hold_counts():
+    model, sample = Holds(), torch.randn(16, 32)
+    found = estimate(model, sample)
+    assert found.step_bytes == measured(model, ((sample,), {}))
+    # As large a batch as fits is told by the same count.
+    assert found.largest_batch(found.step_bytes) == 16
+
+
+LAYERS = {
+    "GCNConv": {"add_self_loops": False},
+    "GATConv": {"add_self_loops": False, "heads": 4},
+    "GATv2Conv": {"add_self_loops": False, "heads": 4},
+    "SAGEConv": {"aggr": "max"},
+    "TransformerConv": {"heads": 4},
+}
+
+
+class Graph(nn.Module):
+    """Three layers of torch_geometric."""
+
+    def __init__(self, kind, **settings):
+        super().__init__()
+        layer = getattr(importlib.import_module("torch_geometric.nn"), kind)
+        width = 32 // settings.get("heads", 1)
+        self.layers = nn.ModuleList(layer(32, width, **settings) for _ in range(3))
+
+    def forward(self, x, edges):
+        for layer in self.layers:
+            x = torch.relu(layer(x, edges))
+        return x
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_messages_on_a_graph(kind):
+    pytest.importorskip("torch_geometric")
+    model = Graph(kind, **LAYERS[kind])
+    sample = torch.randn(100, 32), torch.randint(0, 100, (2, 700))
+    assert estimate(model, sample).step_bytes == measured(model, (sample, {}))
+
+
+def test_messages_through_a_layer_that_is_given():
+    geometric = pytest.importorskip("torch_geometric.nn")
+    parts = [nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)) for _ in range(2)]
+    layers = [(geometric.GINConv(it), "x, edges -> x") for it in parts]
+    model = geometric.Sequential("x, edges", layers)
+    sample = torch.randn(100, 32), torch.randint(0, 100, (2, 700))
+    assert estimate(model, sample).step_bytes == measured(model, (sample, {}))
+
+
+SIZES = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+TINY = {
+    "BertForMaskedLM": ("BertConfig", {**SIZES, "intermediate_size": 64}),
+    "GPT2LMHeadModel": (
+        "GPT2Config",
+        {
+            "vocab_size": 100,
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "use_cache": False,
+        },
+    ),
+    "LlamaForCausalLM": ("LlamaConfig", {**SIZES, "intermediate_size": 64}),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", TINY)
+def test_models_of_others(kind):
+    transformers = pytest.importorskip("transformers")
+    config, settings = TINY[kind]
+    model = getattr(transformers, kind)(getattr(transformers, config)(**settings))
+    words = torch.randint(0, 100, (3, 16))
+    sample = {"input_ids": words, "labels": words}
+    assert estimate(model, sample).step_bytes == measured(model, ((), sample))

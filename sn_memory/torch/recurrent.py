@@ -1,0 +1,96 @@
+"""An LSTM layer on the CPU is one op of oneDNN, about which torch's fake tensors are wrong.
+
+Its forward leaves a workspace for its backward, larger than all else it makes; the rule for fake
+tensors has it empty. Where no gradient is wanted it makes none. Its backward returns the gradient
+of the bias twice, in storages of their own; the rule has one. Traced as torch says, memory is told
+at half and the backward kernel reads a workspace that is not there. Here both are put right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+LAYER = torch.ops.aten.mkldnn_rnn_layer.default
+LAYER_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
+_PAGE = 4096
+_FLOAT = 4
+
+
+class FakeMode(FakeTensorMode):
+    """Fake tensors, with torch's rules for recurrent layers put right."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs or {})
+        if func is LAYER:
+            *made, _ = result
+            return (*made, self._workspace(args) if torch.is_grad_enabled() else None)
+        if func is LAYER_BACKWARD:
+            gradients = list(result)
+            with self:
+                gradients[4] = torch.empty_like(gradients[3])
+            return tuple(gradients)
+        return result
+
+    def _workspace(self, args: tuple[Any, ...]) -> torch.Tensor:
+        x, cell, hidden = args[0], args[6], args[10]
+        steps, batch, inputs = x.shape
+        sizes = x.element_size(), cell.element_size()
+        nbytes = workspace_bytes(steps, batch, inputs, hidden, *sizes)
+        with self:
+            return torch.empty(nbytes, dtype=torch.uint8, device=x.device)
+
+
+def workspace_bytes(
+    steps: int, batch: int, inputs: int, hidden: int, itemsize: int, cell_itemsize: int
+) -> int:
+    """Return the bytes that one direction of an LSTM layer leaves for its backward pass.
+
+    oneDNN keeps each of these in whole pages: the gates; the states of layer and cell, with those
+    before the first step and below the first layer; gradients of both and of the iteration, always
+    in float32; one state more per step.
+    """
+    states, wide = 2 * (steps + 1) * batch, max(inputs, hidden)
+    parts = (
+        steps * batch * _row(4 * hidden, itemsize),
+        states * _row(wide, itemsize),
+        states * hidden * cell_itemsize,
+        states * _row(wide, _FLOAT),
+        states * _row(wide, _FLOAT),
+        states * hidden * _FLOAT,
+        steps * batch * _row(hidden, itemsize),
+    )
+    return sum(-(-part // _PAGE) * _PAGE for part in parts)
+
+
+def layer_flops(func: Any, args: tuple[Any, ...]) -> float:
+    """Return the arithmetic of a layer or of its backward, given the shapes of its arguments."""
+    steps, batch, inputs = args[0]
+    hidden = args[1][0] // 4
+    forward = 2.0 * steps * batch * 4 * hidden * (inputs + hidden)
+    return forward if func is LAYER else 2 * forward
+
+
+def in_training(target: Any) -> Callable[..., Any]:
+    """Return a layer's forward as it runs where gradients are wanted, whatever the mode is.
+
+    The kernel asks for the mode of autograd, though autograd lies above it.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+            return target(*args, **kwargs)
+
+    return run
+
+
+def _row(n: int, itemsize: int) -> int:
+    """Bytes of a row of a matrix: whole cache lines, and no multiple of 256 elements."""
+    line = 64 // itemsize
+    n = -(-n // line) * line
+    return (n + line if n % 256 == 0 else n) * itemsize

@@ -1,0 +1,102 @@
+"""The file of op costs: what is wrong with it is ignored in one line; what it depends on."""
+
+import logging
+
+import keras
+import pytest
+import tensorflow as tf
+
+from sn_memory.tensorflow import costs, trace
+from sn_memory.tensorflow.costs import circumstances, is_cost
+
+
+@pytest.fixture
+def folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "sn_memory"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """What an op takes is not looked at here."""
+    monkeypatch.setattr(costs, "_seconds", lambda *_: 1e-6)
+
+
+def graph():
+    layers = [keras.Input((4,)), keras.layers.Dense(512, "relu"), keras.layers.Dense(256)]
+    return trace(keras.Sequential(layers), tf.TensorSpec((64, 4)), device=costs.NOMINAL).graph
+
+
+def times(traced):
+    return [op.seconds for op in traced.ops]
+
+
+DAMAGED = ["", "[]", "{", '{"a": NaN}', '{"a": [NaN, 0]}', '{"a": [-1.0, 0]}', '{"a": [1.0]}', "7"]
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_damaged_file_is_no_reason_not_to_plan(folder, caplog, content):
+    before = times(graph())
+    (file,) = folder.iterdir()
+    file.write_text(content, encoding="utf-8")
+    with caplog.at_level(logging.WARNING, "sn_memory"):
+        assert times(graph()) == before
+    assert len([it for it in caplog.records if it.name.startswith("sn_memory")]) == 1
+    # It was written anew.
+    caplog.clear()
+    graph()
+    assert not [it for it in caplog.records if it.name.startswith("sn_memory")]
+
+
+def test_a_folder_in_its_place_is_ignored(folder, caplog):
+    before = times(graph())
+    (file,) = folder.iterdir()
+    file.unlink()
+    file.mkdir()
+    assert times(graph()) == before
+    assert str(file) in caplog.text
+
+
+def test_a_cache_that_cannot_be_is_no_reason_not_to_plan(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "below"))
+    assert times(graph())
+
+
+def test_two_at_once_keep_what_both_measured(folder):
+    first, second = costs.MeasuredCosts("CPU:0"), costs.MeasuredCosts("CPU:0")
+    first.table["a"], second.table["b"] = [1.0, 0], [None, 8]
+    first.save()
+    second.save()
+    assert costs.MeasuredCosts("CPU:0").table == {"a": [1.0, 0], "b": [None, 8]}
+
+
+def test_another_setting_is_another_time(folder):
+    plain = circumstances()
+    before = tf.config.experimental.tensor_float_32_execution_enabled()
+    tf.config.experimental.enable_tensor_float_32_execution(not before)
+    try:
+        assert circumstances() != plain
+    finally:
+        tf.config.experimental.enable_tensor_float_32_execution(before)
+    assert circumstances() == plain
+
+
+def test_the_key_holds_the_settings(folder, monkeypatch):
+    graph()
+    (file,) = folder.iterdir()
+    entries = len(costs.MeasuredCosts("CPU:0").table)
+    monkeypatch.setattr(costs, "circumstances", lambda: "others")
+    graph()
+    assert len(costs.MeasuredCosts("CPU:0").table) == 2 * entries
+    assert list(folder.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("value", [[None, 0], [0.5, 8], [0, 0]])
+def test_costs(value):
+    assert is_cost(value)
+
+
+@pytest.mark.parametrize("value", [None, 1.0, [], [1.0], [1.0, -1], [1.0, 2**62], [1.0, 0.5], {}])
+def test_no_costs(value):
+    assert not is_cost(value)

@@ -1,0 +1,229 @@
+"""Which calls are timed on made-up tensors, and what becomes of the times."""
+
+import logging
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from small_models import Everything, images, mlp
+from torch import nn
+
+from sn_memory.torch import trace
+from sn_memory.torch.seconds import NOMINAL, cached_seconds, circumstances, rebuilt
+from sn_memory.torch.timeable import timeable
+
+CPU = torch.device("cpu")
+
+
+@torch.library.custom_op("sn_memory_tests::only_mine", mutates_args=())
+def only_mine(x: torch.Tensor) -> torch.Tensor:
+    """An op that takes nothing but what its owner gives it."""
+    assert x.shape == (0,), "this op was run on made-up values"
+    return x.clone()
+
+
+@only_mine.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+only_mine.register_autograd(lambda ctx, gradient: gradient)
+
+
+class Embeds(nn.Module):
+    """Indexes, gathers, selects by a mask, scatters, and a cross entropy."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(7, 4)
+
+    def forward(self, x):
+        h = self.words(x)
+        h = h + h[x % 2, 0] + torch.gather(h, 0, (x % 3)[..., None].expand_as(h))
+        h = torch.where((x > 3)[..., None], h, h.sort(-1).values)
+        h = torch.zeros(9, 5, 4).index_add(0, x[:, 0], h)
+        h = nn.functional.max_pool1d(h, 2, stride=1)
+        return nn.functional.cross_entropy(h.flatten(0, 1), torch.arange(45) % 3)
+
+
+class Odd(nn.Module):
+    """A linear layer and one op after it."""
+
+    def __init__(self, op):
+        super().__init__()
+        self.linear, self.op = nn.Linear(6, 6), op
+
+    def forward(self, x):
+        return self.op(self.linear(x))
+
+
+def pools(x):
+    return nn.functional.max_unpool1d(*nn.functional.max_pool1d(x, 2, return_indices=True), 2)
+
+
+def solves(x):
+    return torch.linalg.lu_solve(*torch.linalg.lu_factor(x.detach() + torch.eye(6)), x)
+
+
+def bags(x):
+    offsets = torch.tensor([0, 2])
+    return nn.functional.embedding_bag(torch.tensor([1, 2, 3]), x, offsets, mode="mean")
+
+
+def parts(model, sample):
+    calls = trace(model, sample, profile=False).captured.recording.calls
+    return {it: {call.name for call in calls if timeable(call) is it} for it in (True, False)}
+
+
+@pytest.mark.parametrize(
+    ("model", "sample"),
+    [
+        (mlp(2), torch.zeros(3, 32)),
+        (Everything(), images()),
+        (Embeds(), torch.arange(10).view(2, 5) % 7),
+    ],
+    ids=["linear", "convolutions", "indices"],
+)
+def test_what_is_common_is_timed(model, sample):
+    assert parts(model, sample)[False] == set()
+    graph = trace(model, sample, device=NOMINAL).graph
+    assert set(graph.seconds_sources) == {"measured"}
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        (only_mine, "only_mine"),
+        (pools, "max_unpool2d"),
+        (solves, "linalg_lu_solve"),
+        (bags, "_embedding_bag"),
+    ],
+)
+def test_what_reads_where_integers_say_is_not(op, name):
+    """Of these some end the process on values of nobody's; none may be run to see which."""
+    model, sample = Odd(op), torch.randn(6, 6)
+    assert name in parts(model, sample)[False]
+    sources = trace(model, sample, device=NOMINAL).graph.seconds_sources
+    assert sources["roofline"] >= 1
+
+
+def test_where_floats_share_a_storage_with_indices_the_indices_are_in_range():
+    """A pool's backward asks its input for the shape only, and may be given its indices."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.MaxPool1d(2))
+    recording = trace(model, torch.randn(6, 6), profile=False).captured.recording
+    (call,) = (it for it in recording.calls if it.name == "max_pool2d_with_indices_backward")
+    views = [it for it in call.flat if hasattr(it, "storage")]
+    assert len({it.storage for it in views}) < len(views)
+    made = rebuilt(replace(call, target=lambda *args: args), recording)()
+    assert not made[-1].any()
+    assert made[-1].dtype == torch.int64
+
+
+def test_collectives_are_not_timed():
+    """They would wait for ranks that do not come."""
+    calls = trace(mlp(1), torch.zeros(3, 32), profile=False).captured.recording.calls
+
+    class Reduce:
+        namespace, tags = "_c10d_functional", ()
+
+    object.__setattr__(calls[0], "target", Reduce)
+    assert not timeable(calls[0])
+
+
+def test_an_op_that_raises_anything_is_left_to_the_roofline(monkeypatch):
+    def raises(*_):
+        raise AssertionError("made-up values")
+
+    monkeypatch.setattr("sn_memory.torch.seconds.best_seconds", raises)
+    graph = trace(mlp(1), torch.zeros(3, 32), device=NOMINAL).graph
+    assert graph.seconds_sources["roofline"] == len(graph.ops) - 1
+
+
+def test_what_could_not_be_timed_is_tried_again():
+    answers = iter([None, 2.0])
+    work = [("op", lambda: next(answers))]
+    assert [cached_seconds(work, CPU) for _ in range(3)] == [[None], [2.0], [2.0]]
+
+
+SETTINGS = {
+    "matmul": (torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    "convolutions": (torch.backends.cudnn.conv, "fp32_precision", "ieee"),
+    "onednn": (torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
+    "reduced": (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
+    "cudnn": (torch.backends.cudnn, "enabled", False),
+    "benchmark": (torch.backends.cudnn, "benchmark", True),
+    "deterministic": (torch.backends.cudnn, "deterministic", True),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_another_setting_is_another_time(name):
+    place, key, value = SETTINGS[name]
+    before = getattr(place, key)
+    assert before != value
+    plain = circumstances()
+    times = iter([1.0, 2.0])
+    work = [("op", lambda: next(times))]
+    assert cached_seconds(work, CPU) == [1.0]
+    setattr(place, key, value)
+    try:
+        assert circumstances() != plain
+        assert cached_seconds(work, CPU) == [2.0]
+    finally:
+        setattr(place, key, before)
+    assert cached_seconds(work, CPU) == [1.0]
+
+
+def test_legacy_precision_and_determinism_count():
+    plain = circumstances()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert circumstances() != plain
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert circumstances() != plain
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", '{"a": NaN}', "7", '{"a": "b"}'])
+def test_a_damaged_file_is_no_reason_not_to_plan(tmp_path, caplog, content):
+    model, sample = mlp(1), torch.zeros(3, 32)
+    trace(model, sample, device=NOMINAL)
+    (file,) = (tmp_path / "sn_memory").iterdir()
+    file.write_text(content, encoding="utf-8")
+    with caplog.at_level(logging.WARNING):
+        graph = trace(model, sample, device=NOMINAL).graph
+    assert graph.seconds_sources == {"measured": len(graph.ops)}
+    assert len(caplog.records) == 1
+
+
+def test_a_cache_that_cannot_be_is_no_reason_not_to_plan(monkeypatch, tmp_path, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "below"))
+    with caplog.at_level(logging.WARNING):
+        graph = trace(mlp(1), torch.zeros(3, 32), device=NOMINAL).graph
+    assert graph.seconds_sources == {"measured": len(graph.ops)}
+    assert len(caplog.records) == 1
+
+
+def test_two_at_once_keep_what_both_measured():
+    """The second reads before the first has written, and writes after it."""
+    first_measures, second_is_done = threading.Event(), threading.Event()
+
+    def slow():
+        first_measures.set()
+        second_is_done.wait(30)
+        return 1.0
+
+    thread = threading.Thread(target=cached_seconds, args=([("slow", slow)], CPU))
+    thread.start()
+    first_measures.wait(30)
+    cached_seconds([("quick", lambda: 2.0)], CPU)
+    second_is_done.set()
+    thread.join(30)
+    never = [("slow", lambda: None), ("quick", lambda: None)]
+    assert cached_seconds(never, CPU) == [1.0, 2.0]
