@@ -231,14 +231,17 @@ class Recurrent(nn.Module):
         return nn.functional.cross_entropy(found.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def _gnn() -> nn.Module:
-    library = importlib.import_module("torch_geometric.nn")
-    model: nn.Module = library.GCN(16, 32, num_layers=8, out_channels=8, dropout=0.1, norm="batch")
-    return model.train()
+def _gnn(name: str, **more: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        kind = getattr(importlib.import_module("torch_geometric.nn"), name)
+        model: nn.Module = kind(16, 32, num_layers=4, out_channels=8, dropout=0.1, **more)
+        return model.train()
+
+    return make
 
 
 def _gnn_sample() -> Sample:
-    return {"x": torch.randn(256, 16), "edge_index": torch.randint(0, 256, (2, 1024))}
+    return {"x": torch.randn(256, 16), "edge_index": torch.randint(0, 256, (2, 4096))}
 
 
 def _decoder(family: str, **more: Any) -> Callable[[], nn.Module]:
@@ -327,7 +330,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "LoRA": Architecture(_lora, _causal),
     "LSTM": Architecture(lambda: Recurrent(nn.LSTM), lambda: {"tokens": _tokens(16, 12)}),
     "GRU": Architecture(lambda: Recurrent(nn.GRU), lambda: {"tokens": _tokens(16, 12)}),
-    "GNN (GCN)": Architecture(_gnn, _gnn_sample),
+    "GraphSAGE": Architecture(_gnn("GraphSAGE"), _gnn_sample),
+    "GAT": Architecture(_gnn("GAT", heads=4), _gnn_sample),
+    "GCN": Architecture(_gnn("GCN", norm="batch"), _gnn_sample),
 }
 
 
