@@ -70,6 +70,11 @@ def _pairs() -> Sample:
     }
 
 
+# Unset, the forward pass of the first step would write it into the configuration, which `plan`
+# refuses to replay: as its message says, a step before planning would do as well.
+_CLASSES = {"problem_type": "single_label_classification"}
+
+
 def _images(size: int = 32, batch: int = 8) -> Sample:
     return {
         "pixel_values": torch.randn(batch, 3, size, size),
@@ -279,7 +284,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         _pairs,
     ),
     "ViT": Architecture(
-        lambda: _of("ViTForImageClassification", "ViTConfig", **_vision(), patch_size=8), _images
+        lambda: _of(
+            "ViTForImageClassification", "ViTConfig", **_vision(), patch_size=8, **_CLASSES
+        ),
+        _images,
     ),
     "Swin": Architecture(
         lambda: _of(
@@ -291,6 +299,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             depths=(2, 2),
             num_heads=(2, 4),
             window_size=4,
+            **_CLASSES,
         ),
         _images,
     ),
