@@ -20,12 +20,13 @@ import torch
 
 from ..activations import Controller
 from ..check import carry_out, check_plan
-from ..errors import PlanError, PlanWarning
+from ..errors import BudgetError, PlanError, PlanWarning
 from ..graph import Device, Graph
 from ..liveness import baseline_seconds, peak
 from ..measured_choice import MeasuredPlan, summary
 from ..plan import Plan
 from ..planner import over_budget, plan_graph
+from ..policies import policy
 from ..sizes import parse_bytes
 from .compiled import COMPILERS, CompiledStep, Settings
 from .compressing import as_planned
@@ -33,9 +34,11 @@ from .convolutions import Measure
 from .errors import TraceError
 from .kinds import Kind, Written, as_sampled, attributes_of, changeable, kind_of
 from .modules import ModuleStep
+from .recorder import Layouts
 from .replay import Replay
 from .step import chance_put_back
 from .trace import Trace, beside, call_arguments, trace
+from .trial import Trial, layouts_seen, tried
 from .wrapping import RECORD, bare, plain_model, planned_class
 
 log = logging.getLogger(__name__)
@@ -92,6 +95,8 @@ class Planned:
         Per module, the attributes it had when it was planned; others make no other kind of input.
     written
         Per kind of input, how the arguments of its sample were written.
+    trial
+        What the trial of the plan made last found.
     refused
         Why steps were run plainly; each reason is warned about once.
     """
@@ -101,6 +106,7 @@ class Planned:
     latest: Step
     noted: tuple[frozenset[str], ...]
     written: dict[Kind, Written]
+    trial: Trial
     refused: set[str] = field(default_factory=set)
 
     @property
@@ -141,6 +147,7 @@ def plan(
     overlap: bool = False,
     workspaces: bool | Measure = False,
     bits: int | Controller = 8,
+    trial: bool = True,
 ) -> torch.nn.Module:
     """Return the model as one that trains within a budget of bytes, with the same gradients.
 
@@ -182,6 +189,10 @@ def plan(
         for, as in `trace`. Other algorithms round otherwise, so bits may differ.
     bits
         Of what `compress` keeps, as in `trace`: 8, or the controller of `compress_activations`.
+    trial
+        Run the planned step once on the sample, and the model's own if memory allows, and compare.
+        The model is left as it was. For a sample that is no real input (token numbers beyond the
+        vocabulary), say False; one without memory is never tried, nor is `compile`.
 
     Returns
     -------
@@ -242,13 +253,7 @@ def plan(
         check_plan(graph, made)
         return made
 
-    def by_graph() -> Step:
-        unseen = changeable(args, kwargs)
-        if unseen:
-            raise TraceError(
-                f"an argument is a {', '.join(unseen)}: what it holds could change from step to "
-                "step, and a replay would not see it. Pass the tensors and numbers in it."
-            )
+    def replay(layouts: Layouts, make: Callable[[Graph], Plan], profile: bool) -> Replay:
         traced = trace(
             plain,
             sample,
@@ -258,9 +263,19 @@ def plan(
             workspaces=workspaces,
             overlap=overlap,
             bits=bits if compress else None,
+            layouts=layouts,
         )
         made = make(traced.graph)
         return Replay(as_planned(traced, made), made, overlap=overlap)
+
+    def by_graph() -> Step:
+        unseen = changeable(args, kwargs)
+        if unseen:
+            raise TraceError(
+                f"an argument is a {', '.join(unseen)}: what it holds could change from step to "
+                "step, and a replay would not see it. Pass the tensors and numbers in it."
+            )
+        return replay({}, make, profile)
 
     def by_compiler() -> Step:
         settings = Settings(make, profile, device, beside(plain, optimizer), compiler)
@@ -270,21 +285,49 @@ def plan(
         held = sum(it.bytes for it in beside(plain, optimizer))
         return ModuleStep(plain, args, kwargs, budget, resident_bytes=held)
 
+    def in_trial(step: Step) -> tuple[Step, Trial]:
+        if not trial:
+            return step, Trial(False, {}, remark="no trial was asked for")
+
+        def found() -> Trial:
+            need = step.plan.baseline_peak_bytes
+            return tried(step, plain, (args, kwargs), plain_bytes=need, gradients=not compress)
+
+        result = found()
+        if result.layouts:
+            seen = layouts_seen(
+                result.layouts, plain, (args, kwargs), lambda known: replay(known, _smallest, False)
+            )
+            step = replay(seen, make, profile)
+            result = found()
+        if result.failure or result.layouts:
+            reason = result.failure or f"kernels lay out otherwise {next(iter(result.layouts))}"
+            raise TraceError(f"a step with the plan, tried on the sample, failed: {reason}")
+        return step, result
+
     backends = {"graph": by_graph, "compile": by_compiler, "modules": by_modules}
-    name, step, refusal = backend, None, None
+    name = "graph" if backend == "auto" else backend
     try:
-        name = "graph" if backend == "auto" else backend
         with chance_put_back():
-            step = backends[name]()
-    except TraceError as error:
+            step, found = in_trial(backends[name]())
+    except (BudgetError, ValueError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
         if backend != "auto" or compress:
             raise
-        refusal = error
-    if step is None:
-        name, step = "modules", by_modules()
+        kind_of_error = "" if isinstance(error, TraceError) else f"{type(error).__name__}: "
         warnings.warn(
             f"{type(plain).__name__} is planned by modules, which saves less than a plan of its "
-            f"ops, because it cannot be traced: {refusal}",
+            f"ops, because it cannot be traced: {kind_of_error}{error}",
+            PlanWarning,
+            stacklevel=2,
+        )
+        name = "modules"
+        step, found = in_trial(by_modules())
+    if found.different:
+        warnings.warn(
+            f"with its plan {type(plain).__name__} computes the same but for rounding: "
+            f"{found.remark}.",
             PlanWarning,
             stacklevel=2,
         )
@@ -293,8 +336,13 @@ def plan(
     twin.__dict__.update(plain.__dict__)
     steps = {**(before.steps if before else {}), kind: step}
     written = {**(before.written if before else {}), kind: (len(args), tuple(kwargs))}
-    twin.__dict__[RECORD] = Planned(name, steps, step, noted, written)
+    twin.__dict__[RECORD] = Planned(name, steps, step, noted, written, found)
     return twin
+
+
+def _smallest(graph: Graph) -> Plan:
+    """Return a plan that needs little memory and is found at once."""
+    return policy("superneurons_memory")(graph, budget_bytes=None)
 
 
 def _within(graph: Graph, made: Plan, budget: int | str) -> Plan:

@@ -9,8 +9,8 @@ from Python's random numbers, looks at values) cannot be replayed from its calls
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,9 +24,9 @@ from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .errors import TraceError
-from .guard import as_it_was, no_chance
-from .recorder import Recorder, Recording, View
+from .errors import TraceError, innermost_line
+from .guard import as_it_was, casting, no_chance, outside_autocast
+from .recorder import Layouts, Recorder, Recording, View, layout_key
 from .recurrent import FakeMode
 from .results import Form, taken_apart
 from .tidy import without_unused
@@ -57,6 +57,9 @@ class Captured:
     gradients
         Name and View of the gradient for each parameter that requires one and then for each flat
         input that does (`input 0`); None where the outputs do not depend on it.
+    only_outside
+        The forward pass runs under autocast, and the backward pass, recorded outside of it as torch
+        advises, would make other calls inside.
     """
 
     recording: Recording
@@ -69,10 +72,38 @@ class Captured:
     differentiable: tuple[bool, ...]
     tangents: tuple[View, ...]
     gradients: tuple[tuple[str, View | None], ...]
+    only_outside: bool = False
 
 
-def capture(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
-    """Record a training step of a model; raises TraceError (see `trace`)."""
+def capture(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    layouts: Layouts | None = None,
+) -> Captured:
+    """Record a training step of a model; raises TraceError (see `trace`).
+
+    layouts : how kernels were seen to lay results out, as in Recorder
+    """
+    captured = _captured(model, args, kwargs, layouts, inside=False)
+    if not casting():
+        return captured
+    inside = _captured(model, args, kwargs, layouts, inside=True)
+    return replace(captured, only_outside=_course(inside) != _course(captured))
+
+
+def _course(captured: Captured) -> list[Any]:
+    return [layout_key(call.target, call.flat) for call in captured.recording.calls]
+
+
+def _captured(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    layouts: Layouts | None,
+    *,
+    inside: bool,
+) -> Captured:
     if isinstance(model, torch.jit.ScriptModule):
         raise TraceError(
             "the model is a ScriptModule, whose parts cannot be swapped. Pass the nn.Module it was "
@@ -80,7 +111,9 @@ def capture(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         )
     with as_it_was(model, (args, kwargs)), no_chance():
         try:
-            return _Capture(model).run(args, kwargs)
+            return _Capture(model, layouts, inside).run(args, kwargs)
+        except TraceError:
+            raise
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise TraceError(
                 f"{error.func} makes the course of the model depend on values, not only on shapes "
@@ -90,6 +123,11 @@ def capture(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             raise TraceError(
                 f"{error.func} has no rule for fake tensors ({_place(error)}). Register one with "
                 "torch.library.register_fake."
+            ) from error
+        except Exception as error:
+            raise TraceError(
+                f"it raises {type(error).__name__} under fake tensors ({_place(error)}): "
+                f"{_first_line(error)}"
             ) from error
 
 
@@ -112,10 +150,12 @@ def fake_of(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
 class _Capture:
     """One capture: fake tensors by the identity of the real ones, and the recorder."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, layouts: Layouts | None, inside: bool) -> None:
         self.model = model
+        # Whether the backward pass runs inside autocast, where the forward pass does.
+        self.inside = inside
         self.mode = FakeMode(allow_non_fake_inputs=True)
-        self.recorder = Recorder()
+        self.recorder = Recorder(layouts)
         self.fakes: dict[int, torch.Tensor] = {}
         # Per fake of a parameter, whether it requires a gradient.
         self.wanted: dict[int, bool] = {}
@@ -202,7 +242,8 @@ class _Capture:
             tangents = [torch.empty_like(out) for out in ends]
         for tangent in tangents:
             self.recorder.meet(tangent)
-        found = torch.autograd.grad(ends, wanted, tangents, allow_unused=True)
+        with nullcontext() if self.inside else outside_autocast():
+            found = torch.autograd.grad(ends, wanted, tangents, allow_unused=True)
         taken = {self.recorder.view(tangent).storage for tangent in tangents}
         taken |= set(self.recorder.recording.given)
         gradients = []
@@ -264,14 +305,11 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line of the user's code, as far as it can be told."""
-    trace, found = error.__traceback__, "place unknown"
-    while trace is not None:
-        path = trace.tb_frame.f_code.co_filename
-        if "/torch/" not in path:
-            found = f"{path}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return found
+    return innermost_line(error.__traceback__)
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), "no message")
 
 
 @contextmanager

@@ -6,6 +6,9 @@ ReplayError(RuntimeError)   a planned step cannot be carried out as traced
 
 from __future__ import annotations
 
+import traceback
+from types import FrameType, TracebackType
+
 
 class TraceError(RuntimeError):
     """The model cannot be recorded as a graph, or a replay would not do what the model does.
@@ -16,3 +19,13 @@ class TraceError(RuntimeError):
 
 class ReplayError(RuntimeError):
     """A planned step cannot be carried out: something is not as it was traced."""
+
+
+def innermost_line(where: TracebackType | FrameType | None) -> str:
+    """Return the innermost line of the user's code, as far as it can be told."""
+    if isinstance(where, TracebackType):
+        frames = list(traceback.walk_tb(where))
+    else:
+        frames = list(traceback.walk_stack(where))[::-1] if where is not None else []
+    lines = [f"{frame.f_code.co_filename}:{line}" for frame, line in frames]
+    return next((it for it in reversed(lines) if "/torch/" not in it), "place unknown")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,20 @@ from .marks import Marks, Values, kept_by
 
 # The generator behind np.random.rand and its like, which models draw from.
 _legacy: Any = np.random.mtrand._rand
+
+
+def casting() -> list[str]:
+    """Return the kinds of devices for which autocast is on."""
+    return [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+
+
+@contextmanager
+def outside_autocast() -> Iterator[None]:
+    """Where a backward pass runs, as torch advises: outside of the `with` of the forward pass."""
+    with ExitStack() as stack:
+        for kind in casting():
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from .convolutions import carried_out
 from .errors import ReplayError
 from .neutral import statistics
 from .offload import HostArena
-from .recorder import Call, View
+from .recorder import Call, Layouts, View, form_of, layout_key
 from .recurrent import LAYER, in_training
 
 Instruction = Callable[["Memory"], None]
@@ -36,6 +36,8 @@ class Memory:
     receive
         What takes gradients as they become ready, given their numbers and a list of them, which
         it empties; None where they are returned in the end.
+    layouts
+        Where a trial notes results that are laid out otherwise than traced; None raises instead.
 
     Notes
     -----
@@ -49,6 +51,7 @@ class Memory:
         self.chance: dict[int, torch.Tensor] = {}
         self.arena, self._arenas = arena, arenas
         self.receive: Callable[[list[int], list[torch.Tensor]], None] | None = None
+        self.layouts: Layouts | None = None
 
     @property
     def spent(self) -> bool:
@@ -178,16 +181,32 @@ def run_call(
         for place, view, fresh in results:
             tensor = flat[place]
             if not view.shows(tensor):
-                raise ReplayError(
-                    f"{call.target} returned a tensor of size {tuple(tensor.size())}, stride "
-                    f"{tensor.stride()} and type {tensor.dtype}; traced were {view.size}, "
-                    f"{view.stride} and {view.dtype}. Its rule for fake tensors is wrong: report "
-                    "it to its owner; this model cannot be planned."
-                )
+                tensor = _as_traced(call, view, tensor, flat, memory.layouts if fresh else None)
             if fresh:
                 memory.held[view.storage] = tensor
 
     return run
+
+
+def _as_traced(
+    call: Call, view: View, tensor: torch.Tensor, flat: Sequence[Any], layouts: Layouts | None
+) -> torch.Tensor:
+    """Note how a kernel lays its results out, and return this one as traced; or raise."""
+    if layouts is not None:
+        layouts[layout_key(call.target, call.flat)] = tuple(
+            form_of(it, -1) if isinstance(it, torch.Tensor) else None for it in flat
+        )
+        if tensor.size() == view.size:
+            made = torch.empty_strided(
+                view.size, view.stride, dtype=view.dtype, device=tensor.device
+            )
+            return made.copy_(tensor)
+    raise ReplayError(
+        f"{call.target} returned a tensor of size {tuple(tensor.size())}, stride {tensor.stride()} "
+        f"and type {tensor.dtype}; traced were {view.size}, {view.stride} and {view.dtype}. Its "
+        "rule for fake tensors is wrong. Plan with a real sample and a trial, which sees what the "
+        "kernel does."
+    )
 
 
 def _in_way(target: Any, way: str) -> Callable[..., Any]:

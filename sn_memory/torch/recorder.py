@@ -8,7 +8,7 @@ how it is looked at. View ops cost nothing and are not calls; whoever needs a vi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +53,18 @@ def form_of(tensor: torch.Tensor, storage: int) -> View:
     """Return the View of a tensor, given the number of its storage."""
     size, stride = tuple(tensor.size()), tuple(tensor.stride())
     return View(storage, size, stride, int(tensor.storage_offset()), tensor.dtype)
+
+
+# What a kernel was seen to return: by the forms of its arguments, the form of each result.
+Layouts = dict[Hashable, tuple[View | None, ...]]
+
+
+def layout_key(func: Any, flat: Sequence[Any]) -> Hashable:
+    """What the layout of a kernel's results depends on: the forms of its arguments, not values."""
+    forms = (
+        (arg.size, arg.stride, arg.dtype) if isinstance(arg, View) else repr(arg) for arg in flat
+    )
+    return str(func), *forms
 
 
 def byte_view(storage: int, nbytes: int) -> View:
@@ -137,11 +149,18 @@ class Recorder(TorchDispatchMode):
 
     Raises TraceError for what cannot be replayed: tensors without strides, random numbers drawn in
     the backward pass or from a generator of the user's own.
+
+    Parameters
+    ----------
+    layouts
+        How kernels were seen to lay their results out, where the rules for fake tensors say
+        otherwise; the kernels have the last word.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, layouts: Mapping[Hashable, tuple[View | None, ...]] | None = None) -> None:
         super().__init__()
         self.recording = Recording()
+        self.layouts = layouts or {}
         self.phase = "forward"
         self.scope = ""
         self._number: dict[int, int] = {}
@@ -191,8 +210,23 @@ class Recorder(TorchDispatchMode):
         flat, spec = tree_flatten((args, kwargs))
         views = tuple(self._argument(arg, func) for arg in flat)
         result = func(*args, **kwargs)
+        if self.layouts:
+            result = self._as_seen(func, views, result)
         self._note(func, views, spec, result)
         return result
+
+    def _as_seen(self, func: Any, views: Sequence[Any], result: Any) -> Any:
+        """Return a result laid out as the kernel was seen to do it."""
+        seen = self.layouts.get(layout_key(func, views))
+        if seen is None:
+            return result
+        flat, spec = tree_flatten(result)
+        for place, (out, form) in enumerate(zip(flat, seen, strict=True)):
+            if isinstance(out, torch.Tensor) and form is not None and not form.shows(out):
+                flat[place] = torch.empty_strided(
+                    form.size, form.stride, dtype=form.dtype, device=out.device
+                )
+        return tree_unflatten(flat, spec)
 
     def _note(self, func: Any, flat: Sequence[Any], spec: Any, result: Any) -> None:
         views = tuple(flat)

@@ -17,10 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 from ..plan import Plan
 from .errors import ReplayError
+from .guard import casting
 from .instructions import Memory
 from .neutral import main_device
 from .program import Program
-from .recorder import View
+from .recorder import Layouts, View
 from .trace import Trace
 
 
@@ -42,6 +43,8 @@ class Replay:
         self.captured = captured = trace.captured
         self.program = Program(trace.named, captured, plan)
         self.device = main_device(captured)
+        # Of a trial: how kernels lay their results out, where that is not as traced.
+        self.layouts: Layouts | None = None
         # Per output that is a tensor, whether a gradient comes back for it.
         self.differentiable = [
             again
@@ -87,6 +90,7 @@ class Replay:
     def start(self, given: Sequence[torch.Tensor]) -> Memory:
         """Return memory with what is given in its place."""
         memory = self.program.memory()
+        memory.layouts = self.layouts
         for view, tensor in zip(self._given, given, strict=True):
             place = self.captured.recording.device[view.storage]
             if not view.shows(tensor) or tensor.device != place:
@@ -143,14 +147,20 @@ class _Planned(torch.autograd.Function):
                 "place since the forward pass. Change it after backward."
             )
         captured = replay.captured
+        if captured.only_outside and casting():
+            raise ReplayError(
+                "backward runs inside torch.autocast, where this model's backward pass computes "
+                "with other types than outside; its plan was made for backward outside, as torch "
+                "advises. Call backward after the `with torch.autocast` block."
+            )
         arrived = [it for it, again in zip(incoming, replay.differentiable, strict=True) if again]
         del incoming
         if early:
             memory.receive = _receiver(early)
         try:
             with _as_recorded(replay.device):
-                for view, tangent in zip(captured.tangents, arrived, strict=True):
-                    memory.held[view.storage] = _as_planned(view, tangent, replay.device)
+                for view in captured.tangents:
+                    memory.held[view.storage] = _as_planned(view, arrived.pop(0), replay.device)
                 for instruction in replay.program.backward:
                     instruction(memory)
                 gradients = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +17,14 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
+from .guard import outside_autocast
 from .marks import Marks, Values, kept_by
 from .results import tensors_of
 from .tracker import StorageTracker
 
 # What stands for the forward pass of a model: a planned one, or the model itself.
 Forward = Callable[..., Any]
+Loss = Callable[[Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,13 @@ def run_step(
     known: Sequence[torch.Tensor] = (),
     ignored: Sequence[torch.Tensor] = (),
     count: bool = True,
+    loss: Loss | None = None,
 ) -> Measured:
-    """Run forward and backward; count live storages unless told not to.
+    """Run forward and backward as users do; count live storages unless told not to.
 
-    In place of a loss, the outputs' gradients are random (1 for a scalar), always the same.
+    The forward pass runs under autocast where the caller does, the backward pass always outside of
+    it, as torch advises. A model that returns its loss by that name is trained on it; in place of
+    the loss of any other the outputs' gradients are random (1 for a scalar), always the same.
 
     Parameters
     ----------
@@ -68,6 +73,8 @@ def run_step(
         Positional and by keyword.
     known, ignored
         Tensors that are there beside the model's, and those that are not counted.
+    loss
+        Makes the loss of what the model returns; it runs where the forward pass does.
     """
     args, kwargs = arguments
     device = device_of(model)
@@ -84,11 +91,14 @@ def run_step(
     )
     began = _now(device)
     with _counted(tracker, count):
-        outputs = tensors_of(forward(*args, **kwargs), model)
-    ends, tangents = _tangents(outputs)
+        returned = forward(*args, **kwargs)
+        outputs = tensors_of(returned, model)
+        ends = [loss(returned)] if loss is not None else _ends(returned, outputs)
+    del returned
+    tangents = _tangents(ends)
     for tangent in tangents:
         tracker.meet(tangent)
-    with _counted(tracker, count):
+    with _counted(tracker, count), outside_autocast():
         torch.autograd.backward(ends, tangents)
     seconds = _now(device) - began
     results: dict[str, torch.Tensor | None] = {
@@ -108,6 +118,8 @@ def put_back(model: torch.nn.Module, inputs: Any) -> Iterator[None]:
 
     So are the tensors that modules have as attributes, and what lists, mappings and objects hold
     that a forward pass or a hook may write to. Values of parameters are not: that is for training.
+    Inside, other parameters with the same memory stand in the model, so that hooks on the user's
+    own, an optimizer's step among them, do not run.
     """
     leaves = [it for it in (*model.parameters(), *tensors(inputs)) if it.is_leaf]
     gradients = [(it, it.grad, it.requires_grad) for it in leaves]
@@ -116,7 +128,7 @@ def put_back(model: torch.nn.Module, inputs: Any) -> Iterator[None]:
     kept = Marks([("arguments", inputs), *(it for module in modules for it in kept_by(module))])
     held = (it for _, before in attributes for it in before.values())
     values = Values((*model.buffers(), *kept.tensors(), *held), leaves)
-    with chance_put_back():
+    with chance_put_back(), _without_hooks(model):
         try:
             yield
         finally:
@@ -128,6 +140,38 @@ def put_back(model: torch.nn.Module, inputs: Any) -> Iterator[None]:
                 leaf.requires_grad_(requires)
                 leaf.grad = gradient
             values.put_back()
+
+
+@contextmanager
+def _without_hooks(model: torch.nn.Module) -> Iterator[None]:
+    modules = list(model.modules())
+    before = [(module, dict(module._parameters)) for module in modules]
+    stand_ins: dict[int, torch.nn.Parameter] = {}
+    try:
+        for module, parameters in before:
+            for name, own in parameters.items():
+                if own is not None:
+                    module._parameters[name] = stand_ins.setdefault(id(own), _stand_in(own))
+        _tell_recurrent(modules)
+        yield
+    finally:
+        for module, parameters in before:
+            module._parameters.clear()
+            module._parameters.update(parameters)
+        _tell_recurrent(modules)
+
+
+def _stand_in(own: torch.nn.Parameter) -> torch.nn.Parameter:
+    made = torch.nn.Parameter(own.detach(), requires_grad=own.requires_grad)
+    made.__dict__.update(own.__dict__)
+    return made
+
+
+def _tell_recurrent(modules: Sequence[torch.nn.Module]) -> None:
+    """Let recurrent layers, which keep a list of their own, see the parameters they have."""
+    for module in modules:
+        if isinstance(module, torch.nn.RNNBase):
+            module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
 
 @contextmanager
@@ -158,12 +202,26 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _tangents(outputs: list[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the outputs that take gradients, and gradients for them, always the same."""
-    ends = [it for it in outputs if isinstance(it, torch.Tensor) and it.requires_grad]
+def loss_among(returned: Any) -> torch.Tensor | None:
+    """Return what a model returns as its loss, by that name; None if it returns none."""
+    named = returned.get("loss") if isinstance(returned, Mapping) else None
+    named = getattr(returned, "loss", named)
+    return named if isinstance(named, torch.Tensor) and named.numel() == 1 else None
+
+
+def _ends(returned: Any, outputs: Sequence[Any]) -> list[torch.Tensor]:
+    """Return where the backward pass begins: at the loss, or at all outputs that take gradients."""
+    loss = loss_among(returned)
+    if loss is not None and loss.requires_grad:
+        return [loss]
+    return [it for it in outputs if isinstance(it, torch.Tensor) and it.requires_grad]
+
+
+def _tangents(ends: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return gradients for outputs, always the same."""
     tangents = []
     for place, end in enumerate(ends):
         tangent = torch.empty_like(end)
         generator = torch.Generator(end.device).manual_seed(place)
         tangents.append(tangent.normal_(generator=generator) if end.dim() else tangent.fill_(1.0))
-    return ends, tangents
+    return tangents

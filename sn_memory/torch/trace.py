@@ -22,6 +22,7 @@ from .forms import Form, forms, seconds_of_forms
 from .neutral import Named, neutral
 from .optimizer import optimizer_memory
 from .rearrange import put_off, spared, taken_apart
+from .recorder import Layouts
 from .seconds import NOMINAL, measured_device, measured_seconds
 from .step import chance_put_back
 from .tidy import in_place
@@ -76,6 +77,7 @@ def trace(
     workspaces: bool | Measure = False,
     overlap: bool = False,
     bits: int | Controller | None = None,
+    layouts: Layouts | None = None,
 ) -> Trace:
     """Record a training step of a model as a graph. The model is left as it was.
 
@@ -109,6 +111,9 @@ def trace(
         State the compressed forms of what may wait so for the backward pass: 1, 2, 4 or 8 bits of
         a value, or the controller of `compress_activations`, which has seen some steps. What ReLUs,
         pooling layers and dropout ask for is exact. None: no storage has one.
+    layouts
+        How kernels were seen to lay their results out, where fake tensors say otherwise: what the
+        trial of `plan` saw.
 
     Raises
     ------
@@ -126,7 +131,7 @@ def trace(
     ['addmm', 'relu', 'addmm', 'loss']
     """
     args, kwargs = call_arguments(sample)
-    captured = taken_apart(in_place(capture(model, args, kwargs)))
+    captured = taken_apart(in_place(capture(model, args, kwargs, layouts)))
     captured = spared(captured if overlap else put_off(captured))
     place = next(iter(model.parameters())).device
     speeds, seconds = operations(captured, place, profile=profile, device=device)

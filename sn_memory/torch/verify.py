@@ -11,8 +11,9 @@ import torch
 from ..errors import PlanError
 from ..sizes import show_bytes
 from .apply import Planned
+from .compare import differences
 from .kinds import kind_of
-from .step import Measured, put_back, run_step
+from .step import Loss, Measured, put_back, run_step
 from .trace import call_arguments
 from .wrapping import RECORD, plain_model
 
@@ -33,6 +34,9 @@ class Verification:
         Seconds of the step; the last two measured without the tracker, the better of two runs.
     different
         Outputs, gradients and buffers that are not bit-equal to the unplanned run's.
+    difference
+        The largest of their differences, against the size of the output, gradient or buffer; a
+        gradient counts as a tenth, at least, of its share of all gradients.
     """
 
     predicted_peak_bytes: int
@@ -43,6 +47,7 @@ class Verification:
     measured_s: float
     unplanned_s: float
     different: tuple[str, ...]
+    difference: float
     _planned: Planned = field(repr=False, compare=False)
 
     @property
@@ -60,7 +65,9 @@ class Verification:
         self._planned.report(path)
 
     def __str__(self) -> str:
-        result = "bit-equal" if self.equal else f"different: {', '.join(self.different)}"
+        result = "bit-equal"
+        if not self.equal:
+            result = f"different by {self.difference:.1e} at most: {', '.join(self.different)}"
         return (
             f"peak {show_bytes(self.measured_peak_bytes)} at {self.peak_op}, predicted "
             f"{show_bytes(self.predicted_peak_bytes)} ({self.error:+.2%}), without the plan "
@@ -70,12 +77,12 @@ class Verification:
         )
 
 
-def verify(model: torch.nn.Module, sample: Any) -> Verification:
+def verify(model: torch.nn.Module, sample: Any, *, loss: Loss | None = None) -> Verification:
     """Run a training step with the plan and without, and compare.
 
-    In place of a loss, the outputs' gradients are random (1 for a scalar), the same in both runs.
-    Buffers, gradients and the state of the random number generator are put back afterwards. The
-    step without the plan needs the memory it needs.
+    Called where the forward pass of a training step is called, inside `torch.autocast` if that is;
+    the backward pass runs outside of it. Buffers, gradients and the state of the random number
+    generator are put back afterwards. The step without the plan needs the memory it needs.
 
     Parameters
     ----------
@@ -83,6 +90,10 @@ def verify(model: torch.nn.Module, sample: Any) -> Verification:
         Made by `plan`.
     sample
         A real input like the one it was planned for.
+    loss
+        Makes the loss of what the model returns. Without, it is what the model returns as `loss`;
+        where it returns none, the outputs' gradients are random (1 for a scalar), the same in both
+        runs.
 
     Raises
     ------
@@ -102,10 +113,17 @@ def verify(model: torch.nn.Module, sample: Any) -> Verification:
     def measured(run: Any, *, count: bool) -> Measured:
         with put_back(model, sample):
             return run_step(
-                run, model, arguments, known=step.known, ignored=step.ignored, count=count
+                run,
+                model,
+                arguments,
+                known=step.known,
+                ignored=step.ignored,
+                count=count,
+                loss=loss,
             )
 
     expected, got = measured(plain, count=True), measured(model, count=True)
+    different = differences(expected.results, got.results)
     planned_s = min(measured(model, count=False).seconds for _ in range(2))
     plain_s = min(measured(plain, count=False).seconds for _ in range(2))
     return Verification(
@@ -116,19 +134,7 @@ def verify(model: torch.nn.Module, sample: Any) -> Verification:
         predicted_s=step.plan.seconds,
         measured_s=planned_s,
         unplanned_s=plain_s,
-        different=tuple(
-            name
-            for name in expected.results.keys() | got.results.keys()
-            if not _same(expected.results.get(name), got.results.get(name))
-        ),
+        different=tuple(different),
+        difference=max(different.values(), default=0.0),
         _planned=record,
-    )
-
-
-def _same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
-    if left is None or right is None:
-        return left is right
-    return left.dtype == right.dtype and torch.equal(
-        left.detach().contiguous().view(-1).view(torch.uint8) if left.numel() else left,
-        right.detach().contiguous().view(-1).view(torch.uint8) if right.numel() else right,
     )

@@ -119,7 +119,12 @@ MEMORY_LAYERS = (
         "sn_memory.torch.signs",
     ),
     ("sn_memory.torch.calls", "sn_memory.torch.packer"),
-    ("sn_memory.torch.guard", "sn_memory.torch.recorder", "sn_memory.torch.step"),
+    (
+        "sn_memory.torch.compare",
+        "sn_memory.torch.guard",
+        "sn_memory.torch.recorder",
+        "sn_memory.torch.step",
+    ),
     (
         "sn_memory.torch.again",
         "sn_memory.torch.offload",
@@ -128,6 +133,7 @@ MEMORY_LAYERS = (
         "sn_memory.torch.seconds",
         "sn_memory.torch.tidy",
         "sn_memory.torch.timeable",
+        "sn_memory.torch.trial",
         "sn_memory.torch.units",
     ),
     (

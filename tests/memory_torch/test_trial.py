@@ -1,0 +1,280 @@
+"""The trial step of `plan`: what only a real step can tell, and that it leaves no mark."""
+
+import copy
+
+import pytest
+import torch
+from small_models import Everything, images, mlp
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from sn_memory.errors import PlanWarning
+from sn_memory.torch import ReplayError, TraceError, plan, verify
+
+SETTINGS = {"profile": False, "time_limit_s": 2.0}
+
+
+class Between(nn.Module):
+    """A function between two linear layers, on images or on rows."""
+
+    def __init__(self, function, rows=False):
+        super().__init__()
+        self.function, self.rows = function, rows
+        self.first, self.last = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.norm = nn.LayerNorm(12)
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        return self.last(self.function(self, x))
+
+
+def turned(x):
+    """The same values, with the last two axes the other way round in memory."""
+    return x.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+def channels_last(x):
+    return x.permute(0, 3, 1, 2)
+
+
+# Kernels that lay their results out otherwise than the rules for fake tensors say.
+LAID_OUT_OTHERWISE = {
+    "layer norm": lambda net, x: net.norm(x).transpose(1, 2),
+    "log softmax": lambda net, x: channels_last(x).log_softmax(1).permute(0, 2, 3, 1),
+    "roll": lambda net, x: channels_last(x).roll(1, 1).permute(0, 2, 3, 1).exp(),
+    "batch norm": lambda net, x: (
+        functional.batch_norm(x.transpose(0, 1).contiguous(), None, None, training=True)
+        .transpose(0, 1)
+        .exp()
+    ),
+    "elu": lambda net, x: functional.elu(turned(x)),
+    "hardswish": lambda net, x: functional.hardswish(turned(x)),
+}
+
+
+def step(model, sample, seed=1):
+    """Train as users do; return the loss and the gradients."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)
+    loss = model(sample).float().square().mean()
+    loss.backward()
+    return [loss.detach(), *(it.grad for it in model.parameters() if it.grad is not None)]
+
+
+def same(model, planned, sample):
+    expected = [it.clone() for it in step(model, sample)]
+    return all(torch.equal(*it) for it in zip(expected, step(planned, sample), strict=True))
+
+
+@pytest.mark.parametrize("name", LAID_OUT_OTHERWISE)
+def test_results_lie_as_the_kernels_lay_them(name):
+    model, sample = Between(LAID_OUT_OTHERWISE[name]), torch.randn(4, 6, 10, 12)
+    planned = plan(model, sample, "100%", **SETTINGS)
+    assert planned.sn_memory.backend == "graph"
+    found = verify(planned, sample)
+    assert found.equal
+    assert found.measured_peak_bytes == found.predicted_peak_bytes
+    assert same(model, planned, torch.randn(4, 6, 10, 12))
+
+
+class AsksForFakes(nn.Module):
+    """Takes another course under fake tensors."""
+
+    def __init__(self, otherwise):
+        super().__init__()
+        self.otherwise = otherwise
+        self.layers = mlp(4)
+
+    def forward(self, x):
+        x = self.layers(x)
+        if isinstance(x, FakeTensor):
+            return self.otherwise(x)
+        return x if (x != 0).any() else x + 1
+
+
+def test_a_step_with_other_results_is_not_used():
+    model, sample = AsksForFakes(lambda x: 1.01 * x), torch.randn(64, 32)
+    with pytest.raises(TraceError, match="not those of the model"):
+        plan(model, sample, "80%", backend="graph", **SETTINGS)
+    with pytest.warns(PlanWarning, match="by modules.*not those of the model"):
+        planned = plan(model, sample, "80%", **SETTINGS)
+    assert planned.sn_memory.backend == "modules"
+    assert same(model, planned, torch.randn(64, 32))
+
+
+def test_a_step_that_rounds_otherwise_says_so():
+    model, sample = AsksForFakes(lambda x: x * 3 / 3), torch.randn(64, 32)
+    with pytest.warns(PlanWarning, match="but for rounding.*looks at values .*test_trial.py"):
+        planned = plan(model, sample, "80%", **SETTINGS)
+    assert planned.sn_memory.backend == "graph"
+    assert 0 < planned.sn_memory.trial.difference < 1e-6
+    assert 0 < verify(planned, sample).difference < 1e-6
+
+
+def test_without_a_trial_nothing_runs():
+    model, sample = AsksForFakes(lambda x: 1.01 * x), torch.randn(64, 32)
+    planned = plan(model, sample, "80%", trial=False, **SETTINGS)
+    assert planned.sn_memory.backend == "graph"
+    assert not planned.sn_memory.trial.compared
+
+
+class RaisesUnderFakes(nn.Module):
+    def __init__(self, error):
+        super().__init__()
+        self.error, self.layers = error, mlp(4)
+
+    def forward(self, x):
+        if isinstance(x, FakeTensor):
+            raise self.error
+        return self.layers(x)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("of BF16 type"), AttributeError("size"), KeyError("no"), ValueError("a")]
+)
+def test_any_failure_to_trace_leads_to_modules(error):
+    model, sample = RaisesUnderFakes(error), torch.randn(64, 32)
+    with pytest.warns(PlanWarning, match=f"{type(error).__name__} under fake tensors .*test_trial"):
+        planned = plan(model, sample, "80%", **SETTINGS)
+    assert planned.sn_memory.backend == "modules"
+    assert same(model, planned, sample)
+    with pytest.raises(TraceError, match=type(error).__name__):
+        plan(model, sample, "80%", backend="graph", **SETTINGS)
+
+
+class Reentrant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.layers = nn.Linear(32, 32), mlp(4)
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+def test_reentrant_checkpoints_lead_to_modules():
+    model, sample = Reentrant(), torch.randn(64, 32)
+    with pytest.warns(PlanWarning, match="by modules"):
+        planned = plan(model, sample, "100%", **SETTINGS)
+    assert planned.sn_memory.backend == "modules"
+    assert same(model, planned, sample)
+
+
+@pytest.mark.filterwarnings("ignore::sn_memory.errors.PlanWarning")
+def test_the_models_own_error_is_raised():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        plan(mlp(2), torch.randn(4, 31), "80%", **SETTINGS)
+
+
+def test_a_sample_that_is_no_input_is_planned_untried():
+    model = nn.Sequential(nn.Embedding(10, 32), *mlp(4))
+    sample = torch.full((64,), 99)
+    planned = plan(model, sample, "80%", **SETTINGS)
+    assert not planned.sn_memory.trial.compared
+    assert "IndexError" in planned.sn_memory.trial.remark
+    assert same(model, planned, torch.randint(0, 10, (64,)))
+
+
+def test_a_trial_leaves_no_mark():
+    model, sample = Everything(), images()
+    model(sample).sum().backward()
+    gradients = {name: it.grad for name, it in model.named_parameters()}
+    values = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for parameter in model.parameters():
+        # As those do who step in the backward pass.
+        parameter.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    own, chance = dict(model.named_parameters()), torch.get_rng_state()
+    planned = plan(model, sample, "80%", **SETTINGS)
+    assert planned.sn_memory.trial.compared
+    assert not planned.sn_memory.trial.different
+    verify(planned, sample)
+    assert torch.equal(torch.get_rng_state(), chance)
+    assert all(it.grad is gradients[name] for name, it in model.named_parameters())
+    assert all(it is own[name] for name, it in model.named_parameters())
+    assert all(torch.equal(it, values[name]) for name, it in model.state_dict().items())
+
+
+class FloatInside(nn.Module):
+    """A product in float32 in the middle: inside autocast its backward pass is in bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        with torch.autocast("cpu", enabled=False):
+            x = x.float() @ self.last.weight.T
+        return self.last(torch.tanh(x))
+
+
+def autocast():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def gradients_of(model, sample, *, inside):
+    model.zero_grad(set_to_none=True)
+    with autocast():
+        loss = model(sample).float().square().sum()
+        if inside:
+            loss.backward()
+    if not inside:
+        loss.backward()
+    return [it.grad for it in model.parameters()]
+
+
+@pytest.mark.parametrize("backend", ["graph", "modules"])
+def test_backward_outside_autocast(backend):
+    model, sample = FloatInside(), torch.randn(64, 32)
+    with autocast():
+        planned = plan(model, sample, "100%", backend=backend, **SETTINGS)
+        assert verify(planned, sample).equal
+    expected = gradients_of(model, sample, inside=False)
+    got = gradients_of(planned, sample, inside=False)
+    assert all(torch.equal(*it) for it in zip(expected, got, strict=True))
+
+
+def test_backward_inside_autocast_is_refused_where_it_computes_otherwise():
+    model, sample = FloatInside(), torch.randn(64, 32)
+    with autocast():
+        planned = plan(model, sample, "100%", **SETTINGS)
+    outside, inside = (gradients_of(model, sample, inside=it) for it in (False, True))
+    assert not all(torch.equal(*it) for it in zip(outside, inside, strict=True))
+    with pytest.raises(ReplayError, match="inside torch"):
+        gradients_of(planned, sample, inside=True)
+
+
+def test_backward_inside_autocast_where_that_is_the_same():
+    model, sample = mlp(4), torch.randn(64, 32)
+    with autocast():
+        planned = plan(model, sample, "80%", **SETTINGS)
+    expected = gradients_of(model, sample, inside=True)
+    got = gradients_of(planned, sample, inside=True)
+    assert all(torch.equal(*it) for it in zip(expected, got, strict=True))
+
+
+class Scored(nn.Module):
+    """Returns a loss by that name, and scores beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = mlp(4)
+
+    def forward(self, x):
+        scores = self.layers(x)
+        return {"loss": scores.square().mean(), "scores": scores}
+
+
+def test_verify_follows_the_loss():
+    model, sample = Scored(), torch.randn(64, 32)
+    planned = plan(model, sample, "90%", **SETTINGS)
+    assert verify(planned, sample).equal
+    seen = []
+    found = verify(planned, sample, loss=lambda out: seen.append(1) or out["scores"].sum())
+    assert found.equal
+    assert len(seen) == 6
