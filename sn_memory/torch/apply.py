@@ -39,7 +39,7 @@ from .replay import Replay
 from .step import chance_put_back
 from .trace import Trace, beside, call_arguments, trace
 from .trial import Trial, layouts_seen, tried
-from .wrapping import RECORD, bare, plain_model, planned_class
+from .wrapping import RECORD, bare, plain_class, plain_model, planned_class
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,6 @@ _WRAPPERS = (
     "DistributedDataParallel",
     "DataParallel",
     "FullyShardedDataParallel",
-    "OptimizedModule",
 )
 
 
@@ -372,6 +371,12 @@ def _check_model(model: torch.nn.Module) -> None:
             f"the model is a {kind.__name__}. Plan the module inside it first, then wrap what plan "
             "returns."
         )
+    # Under the second name, model.compile() keeps what stands in for the model's own call.
+    if kind.__name__ == "OptimizedModule" or model.__dict__.get("_compiled_call_impl") is not None:
+        raise TraceError(
+            "the model was given to torch.compile, which would run it without the plan. Plan the "
+            "module itself with backend='compile', which compiles it as planned."
+        )
     if "forward" in model.__dict__:
         raise TraceError(
             "the model's forward was replaced on the instance, so that of its class would not be "
@@ -412,16 +417,26 @@ class _PlannedForward:
 
     def _warn(self, record: Planned, kind: Kind | None) -> None:
         """Say once why a step runs without its plan."""
-        paths = [path for path, _ in self.named_modules()]  # type: ignore[attr-defined]
-        reasons = min((kind.unlike(it, paths) for it in record.steps), key=len) if kind else []
-        why = "; ".join(reasons) or "an argument is neither a tensor nor hashable"
+        if kind is not None and kind.sharded:
+            why = (
+                "parameters of modules inside it were sharded after planning, and its plan "
+                "computes with whole ones. Shard the planned model alone, fully_shard(model), or "
+                "plan with backend='modules', which takes sharded modules, before fully_shard"
+            )
+        else:
+            paths = [path for path, _ in self.named_modules()]  # type: ignore[attr-defined]
+            found = min((kind.unlike(it, paths) for it in record.steps), key=len) if kind else []
+            told = "; ".join(found) or "an argument is neither a tensor nor hashable"
+            why = (
+                f"it is not what was planned: {told}. Plan it for this too: model = "
+                "sn_memory.torch.plan(model, sample, budget)"
+            )
         if why in record.refused:
             return
         record.refused.add(why)
         warnings.warn(
-            f"a training step of {type(self).__name__} runs without its plan, because it is not "
-            f"what was planned: {why}. Plan it for this too: model = "
-            "sn_memory.torch.plan(model, sample, budget).",
+            f"a training step of {plain_class(type(self)).__name__} runs without its plan, "  # type: ignore[arg-type]
+            f"because {why}.",
             PlanWarning,
             stacklevel=7,
         )

@@ -16,6 +16,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from .marks import Marks
@@ -38,6 +39,8 @@ class Kind:
         Kind of device and type, where autocast is on.
     wanted
         Per parameter, whether it requires a gradient.
+    sharded
+        Whether some parameter is no plain tensor, as where FSDP2 has sharded a module.
     settings
         Per module, names and values of what a forward may read beside tensors it registers.
     """
@@ -45,6 +48,7 @@ class Kind:
     arguments: tuple[tuple[str, Hashable], ...]
     casts: tuple[Hashable, ...]
     wanted: tuple[bool, ...]
+    sharded: bool
     settings: tuple[frozenset[tuple[str, Hashable]], ...]
 
     def unlike(self, planned: Kind, paths: list[str]) -> list[str]:
@@ -109,6 +113,7 @@ def kind_of(
         tuple(arguments),
         tuple(casts),
         tuple(it.requires_grad for it in model.parameters()),
+        any(is_traceable_wrapper_subclass(it) for it in model.parameters()),
         tuple(
             _settings(module, names)
             for module, names in zip_longest(model.modules(), noted)

@@ -14,6 +14,9 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
+from torch._C._dynamo import eval_frame
+
+from .errors import TraceError
 
 RECORD = "sn_memory"
 _PLAIN = "_sn_memory_plain_class"
@@ -29,6 +32,13 @@ def planned_class(kind: type[torch.nn.Module], mixin: type) -> type[torch.nn.Mod
     def run(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if RECORD not in model.__dict__:
             return kind.forward(model, *args, **kwargs)
+        if _is_compiled():
+            raise TraceError(
+                f"torch.compile was given a planned {kind.__name__}, or a function that calls one, "
+                "and would compile its forward without the plan. Plan with backend='compile', "
+                "which compiles the model as planned, and call that; or leave it out: "
+                "torch.compiler.disable(model)."
+            )
         return mixin.run_planned(model, kind.forward, args, kwargs)  # type: ignore[attr-defined]
 
     members = {
@@ -65,6 +75,14 @@ def plain_model(model: torch.nn.Module) -> torch.nn.Module:
         if key != RECORD:
             plain.__dict__[key] = it
     return plain
+
+
+def _is_compiled() -> bool:
+    """Whether torch.compile traces what runs here, or runs it as what it could not trace."""
+    if torch.compiler.is_compiling():
+        return True
+    # Where tracing ended in an error, ours among them, the same code runs under the callback.
+    return callable(eval_frame.get_eval_frame_callback())
 
 
 def _dressed(run: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

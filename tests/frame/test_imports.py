@@ -110,13 +110,13 @@ MEMORY_LAYERS = (
         "sn_memory.torch.marks",
         "sn_memory.torch.recurrent",
         "sn_memory.torch.tracker",
-        "sn_memory.torch.wrapping",
     ),
     (
         "sn_memory.torch.kinds",
         "sn_memory.torch.packing",
         "sn_memory.torch.results",
         "sn_memory.torch.signs",
+        "sn_memory.torch.wrapping",
     ),
     ("sn_memory.torch.calls", "sn_memory.torch.packer"),
     (

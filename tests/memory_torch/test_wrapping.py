@@ -10,7 +10,7 @@ import torch
 from small_models import mlp
 from torch import nn
 
-from sn_memory.torch import PlanWarning, plan, verify
+from sn_memory.torch import PlanWarning, TraceError, plan, verify
 
 SETTINGS = {"profile": False, "planner": "greedy", "backend": "graph"}
 
@@ -229,3 +229,52 @@ def test_a_forward_that_others_put_on_the_instance():
     # The plain one that is compared with must not run the plan, nor a copy want one.
     assert verify(planned, rows()).equal
     assert torch.equal(copy.deepcopy(planned)(rows()), model(rows()))
+
+
+def by_method(planned):
+    planned.compile(backend="eager")
+    return planned
+
+
+def by_function(planned):
+    return torch.compile(lambda x: planned(x).sum(), backend="eager")
+
+
+COMPILED = {
+    "module": lambda planned: torch.compile(planned, backend="eager"),
+    "method": by_method,
+    "inside another": lambda planned: torch.compile(nn.Sequential(planned), backend="eager"),
+    "function": by_function,
+}
+
+
+@pytest.mark.parametrize("way", COMPILED)
+@pytest.mark.parametrize("backend", ["graph", "modules", "compile"])
+def test_torch_compile_of_a_planned_model(way, backend):
+    torch._dynamo.reset()
+    settings = {**SETTINGS, "backend": backend, "compiler": "eager"}
+    planned = plan(mlp(2), rows(), "100%", **settings)
+    compiled = COMPILED[way](planned)
+    with pytest.raises(TraceError, match=r"Plan with backend='compile'"):
+        compiled(rows())
+
+
+@pytest.mark.parametrize("way", ["module", "method"])
+def test_a_model_that_is_compiled_already(way):
+    """Compiled in place, a model answers calls itself, whoever has its attributes."""
+    model = COMPILED[way](mlp(2))
+    with pytest.raises(TraceError, match="backend='compile'"):
+        plan(model, rows(), "100%", **SETTINGS)
+
+
+# torch.compile asks what its inputs are, and torch warns of that.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_planned_model_beside_compiled_code():
+    torch._dynamo.reset()
+    planned = plan(mlp(2), rows(), "100%", **SETTINGS)
+    ran = runs_of(planned)
+    left_out = torch.compiler.disable(planned)
+    compiled = torch.compile(lambda x: left_out(x * 2), backend="eager")
+    compiled(rows()).sum().backward()
+    torch.compile(lambda x: x * 2, backend="eager")(planned(rows()))
+    assert len(ran) == 2
