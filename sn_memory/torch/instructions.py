@@ -177,10 +177,15 @@ def run_call(
         flat = (result,) if isinstance(result, torch.Tensor) else tree_flatten(result)[0]
         for place, view, fresh in results:
             tensor = flat[place]
-            if not view.shows(tensor):
+            if tensor is None or not view.shows(tensor):
+                got = (
+                    "nothing"
+                    if tensor is None
+                    else f"a tensor of size {tuple(tensor.size())}, stride {tensor.stride()} and "
+                    f"type {tensor.dtype}"
+                )
                 raise ReplayError(
-                    f"{call.target} returned a tensor of size {tuple(tensor.size())}, stride "
-                    f"{tensor.stride()} and type {tensor.dtype}; traced were {view.size}, "
+                    f"{call.target} returned {got}; traced were {view.size}, "
                     f"{view.stride} and {view.dtype}. Its rule for fake tensors is wrong: report "
                     "it to its owner; this model cannot be planned."
                 )
