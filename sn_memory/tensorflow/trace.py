@@ -6,12 +6,14 @@ capture.py and model.py, how that becomes a graph in neutral.py, where costs com
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from ..errors import PlanWarning
 from ..graph import Device, Graph, Storage
 from .capture import Captured, capture_step, flat
 from .costs import NOMINAL, MeasuredCosts, measured_device, unmeasured
@@ -125,16 +127,39 @@ def main_device() -> str:
     return "GPU:0" if tf.config.list_physical_devices("GPU") else "CPU:0"
 
 
-def optimizer_bytes(model: Any, optimizer: Any) -> int:
-    """Bytes of the variables of a Keras optimizer for a model; none are made."""
-    if isinstance(optimizer, keras.optimizers.Optimizer) and optimizer.built:
-        variables = optimizer.variables
-    else:
-        made = keras.optimizers.get(optimizer)
-        twin = type(made).from_config(made.get_config())
+def _variables_of(optimizer: Any, model: Any) -> Any:
+    """Return the variables a twin of an optimizer has for a model."""
+    kind, settings = type(optimizer), optimizer.get_config()
+    twin = kind.from_config(settings)
+    try:
         with keras.StatelessScope(initialize_variables=False):
             twin.build(model.trainable_variables)
-        variables = twin.variables
+    except ValueError:
+        # Adafactor and Nadam have numbers among their variables, which no scope puts off. Made for
+        # real they are gone again at once, and not from the memory that is planned.
+        twin = kind.from_config(settings)
+        with tf.device("CPU:0"):
+            twin.build(model.trainable_variables)
+    return twin.variables
+
+
+def optimizer_bytes(model: Any, optimizer: Any) -> int:
+    """Bytes of the variables of a Keras optimizer for a model; none are made, where that can be.
+
+    Of an optimizer whose variables cannot be told, a PlanWarning says why, and none are counted.
+    """
+    made = keras.optimizers.get(optimizer)
+    try:
+        variables = made.variables if made.built else _variables_of(made, model)
+    except Exception as error:  # noqa: BLE001 - anybody's optimizer raises anything
+        warnings.warn(
+            f"the variables of {type(made).__name__} cannot be told before it has made a step "
+            f"({type(error).__name__}: {error}), so none are counted. Build it first, or leave "
+            "room for them.",
+            PlanWarning,
+            stacklevel=3,
+        )
+        return 0
     return sum(
         int(tf.TensorShape(it.shape).num_elements() or 0) * tf.as_dtype(it.dtype).size
         for it in variables

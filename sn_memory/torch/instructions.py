@@ -180,7 +180,7 @@ def run_call(
         flat = (result,) if isinstance(result, torch.Tensor) else tree_flatten(result)[0]
         for place, view, fresh in results:
             tensor = flat[place]
-            if not view.shows(tensor):
+            if tensor is None or not view.shows(tensor):
                 tensor = _as_traced(call, view, tensor, flat, memory.layouts if fresh else None)
             if fresh:
                 memory.held[view.storage] = tensor
@@ -189,10 +189,14 @@ def run_call(
 
 
 def _as_traced(
-    call: Call, view: View, tensor: torch.Tensor, flat: Sequence[Any], layouts: Layouts | None
+    call: Call,
+    view: View,
+    tensor: torch.Tensor | None,
+    flat: Sequence[Any],
+    layouts: Layouts | None,
 ) -> torch.Tensor:
     """Note how a kernel lays its results out, and return this one as traced; or raise."""
-    if layouts is not None:
+    if layouts is not None and tensor is not None:
         layouts[layout_key(call.target, call.flat)] = tuple(
             form_of(it, -1) if isinstance(it, torch.Tensor) else None for it in flat
         )
@@ -201,9 +205,14 @@ def _as_traced(
                 view.size, view.stride, dtype=view.dtype, device=tensor.device
             )
             return made.copy_(tensor)
+    got = (
+        "nothing"
+        if tensor is None
+        else f"a tensor of size {tuple(tensor.size())}, stride {tensor.stride()} and type "
+        f"{tensor.dtype}"
+    )
     raise ReplayError(
-        f"{call.target} returned a tensor of size {tuple(tensor.size())}, stride {tensor.stride()} "
-        f"and type {tensor.dtype}; traced were {view.size}, {view.stride} and {view.dtype}. Its "
+        f"{call.target} returned {got}; traced were {view.size}, {view.stride} and {view.dtype}. Its "
         "rule for fake tensors is wrong. Plan with a real sample and a trial, which sees what the "
         "kernel does."
     )

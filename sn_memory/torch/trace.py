@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from ..activations import Controller
 from ..graph import Compressed, Device, Graph, Storage
@@ -60,9 +61,14 @@ class Trace:
 
 
 def call_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return (args, kwargs) of a sample: a tuple is args, a mapping kwargs, the rest one arg."""
+    """Return (args, kwargs) of a sample: a tuple is args, a mapping kwargs, the rest one arg.
+
+    A packed sequence is one, though torch made it a tuple.
+    """
     if isinstance(sample, Mapping):
         return (), dict(sample)
+    if isinstance(sample, PackedSequence):
+        return (sample,), {}
     return (sample if isinstance(sample, tuple) else (sample,)), {}
 
 

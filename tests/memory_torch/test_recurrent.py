@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from sn_memory.errors import PlanWarning
-from sn_memory.torch import estimate, plan, trace, verify
+from sn_memory.torch import TraceError, estimate, plan, trace, verify
 from sn_memory.torch.capture import fake_of
 from sn_memory.torch.recurrent import LAYER, FakeMode, workspace_bytes
 from sn_memory.torch.step import put_back, run_step
@@ -213,6 +213,15 @@ def test_packed_sequences_are_planned_by_modules_and_right():
     with pytest.warns(PlanWarning, match="planned by modules"):
         planned = plan(model, sample, "100%")
     assert verify(planned, sample).equal
+
+
+def test_a_packed_sequence_is_one_argument():
+    sample = nn.utils.rnn.pack_padded_sequence(sample_of("packed"), [7, 6, 4, 4, 1])
+    with pytest.warns(PlanWarning, match="planned by modules"):
+        planned = plan(nn.LSTM(WIDTH, HIDDEN), sample, "100%")
+    assert verify(planned, sample).equal
+    with pytest.raises(TraceError, match="depend on values"):
+        estimate(nn.LSTM(WIDTH, HIDDEN), sample)
 
 
 def test_training_goes_as_without_a_plan():

@@ -1,0 +1,52 @@
+"""Bytes of optimizers, where their variables cannot be made without memory as well."""
+
+import keras
+import pytest
+import tensorflow as tf
+
+from sn_memory.errors import PlanWarning
+from sn_memory.tensorflow import estimate
+
+SAMPLE = tf.TensorSpec((64, 4))
+
+
+def network():
+    layers = [keras.Input((4,)), keras.layers.Dense(64, "relu"), keras.layers.Dense(8)]
+    return keras.Sequential(layers)
+
+
+def held_by(optimizer, model):
+    twin = type(optimizer).from_config(optimizer.get_config())
+    twin.build(model.trainable_variables)
+    return sum(tf.size(it).numpy() * tf.as_dtype(it.dtype).size for it in twin.variables)
+
+
+KINDS = ("adafactor", "nadam", "adam", "lion", "rmsprop", "sgd")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_of_any_kind(name):
+    model, optimizer = network(), keras.optimizers.get(name)
+    found = estimate(model, SAMPLE, optimizer=optimizer)
+    assert found.optimizer_bytes == held_by(optimizer, model)
+    assert not optimizer.built
+
+
+class Own(keras.optimizers.SGD):
+    """Says nothing of how it was made."""
+
+    def __init__(self, model):
+        super().__init__(0.1)
+        self.model = model
+
+
+def test_one_that_cannot_be_told_is_said_with_its_reason():
+    model = network()
+    with pytest.warns(PlanWarning, match="Own cannot be told"):
+        found = estimate(model, SAMPLE, optimizer=Own(model))
+    assert found.optimizer_bytes == 0
+
+
+def test_a_name_that_is_none_is_an_error():
+    with pytest.raises(ValueError, match="optimizer"):
+        estimate(network(), SAMPLE, optimizer="adamm")
