@@ -266,7 +266,8 @@ def _every_script() -> None:
     _add_amounts(parser)
     options = parser.parse_args()
     here = Path(__file__).resolve()
-    scripts = sorted(set(here.parent.glob("*.py")) - {here})
+    scripts = sorted(path for path in here.parent.glob("*.py") if "__main__" in path.read_text())
+    scripts.remove(here)
     arguments = ["--seed", str(options.seed), "--workers", str(options.workers)]
     if options.minutes is not None:
         arguments += ["--minutes", str(options.minutes / len(scripts))]

@@ -67,7 +67,7 @@ def _plan(options: argparse.Namespace) -> str:
 
     plan = plan_graph(
         graph,
-        _budget(options.budget),
+        options.budget,
         planner=options.planner,
         actions=[action.strip() for action in options.actions.split(",")],
         time_limit_s=options.time_limit,
@@ -76,10 +76,6 @@ def _plan(options: argparse.Namespace) -> str:
     if options.output is not None:
         plan.to_json(options.output)
     return summary(plan)
-
-
-def _budget(text: str) -> int | str:
-    return int(text) if text.isdigit() else text
 
 
 def summary(plan: Plan) -> str:

@@ -31,6 +31,15 @@ def test_errors_are_one_line(tmp_path, capsys):
     assert main(["check", str(tmp_path / "none.json"), str(plan)]) == 1
 
 
+def test_budgets_are_bytes_or_text_and_anything_else_is_named(tmp_path, capsys):
+    graph = tmp_path / "graph.json"
+    training_chain(3).to_json(graph)
+    assert main(["plan", str(graph), "--budget", "100000", "--quiet"]) == 0
+    for odd in ("²", "", "9" * 400, "-1", "nan"):
+        assert main(["plan", str(graph), f"--budget={odd}", "--quiet"]) == 1
+        assert capsys.readouterr().err.startswith("ValueError: got size ")
+
+
 def test_the_module_runs(tmp_path):
     graph = tmp_path / "graph.json"
     training_chain(3).to_json(graph)

@@ -1,0 +1,150 @@
+"""What docs/graph_format.md says of a plan, once more: by names, with Python's own numbers.
+
+Shares nothing with `sn_memory/check.py` but the records. It says whether a plan can be carried out,
+and what peak and seconds it has then; not why not.
+"""
+
+from __future__ import annotations
+
+from sn_memory import Graph, Plan
+
+GRAINS = {"none": 1, "torch": 512, "torch_segments": 512, "tensorflow": 256}
+
+
+class Wrong(Exception):  # noqa: N818 - it is the plan that is wrong
+    """The plan cannot be carried out."""
+
+
+def ensure(fact: bool) -> None:
+    """Raise Wrong unless this is so."""
+    if not fact:
+        raise Wrong
+
+
+def rounded(size: int, allocator: str) -> int:
+    """Return a size as the allocator hands it out."""
+    grain = GRAINS[allocator]
+    if allocator == "torch_segments" and size >= 10 * 2**20:
+        grain = 2 * 2**20
+    return -(-size // grain) * grain
+
+
+def judge(graph: Graph, plan: Plan) -> bool:
+    """Whether the plan can be carried out, keeps its budget and predicts what happens."""
+    try:
+        peak, seconds = carry_out(graph, plan)
+    except Wrong:
+        return False
+    return (
+        (plan.budget_bytes is None or peak <= plan.budget_bytes)
+        and peak == plan.peak_bytes
+        and abs(seconds - plan.seconds) <= 1e-9 * max(1e-9, seconds)
+        and plan.lower_bound_seconds <= seconds * (1 + 1e-9)
+    )
+
+
+def carry_out(graph: Graph, plan: Plan) -> tuple[int, float]:
+    """Return peak and seconds; raises Wrong."""
+    records = {it.name: it for it in graph.storages}
+    true_name = {**{name: name for name in records}, **graph.aliases}
+    size = {name: rounded(it.bytes, graph.allocator) for name, it in records.items()}
+    number = {op.name: at for at, op in enumerate(graph.ops)}
+    device = graph.device
+    # Per op: what it needs in which version.
+    written = dict.fromkeys(records, 0)
+    needs: list[dict[str, int]] = []
+    for op in graph.ops:
+        needs.append({true_name[it]: written[true_name[it]] for it in (*op.inputs, *op.writes)})
+        for name in {true_name[it] for it in op.writes}:
+            written[name] += 1
+    here = {name: 0 for name, it in records.items() if it.resident}
+    readable: dict[str, float] = {}
+    host: dict[str, tuple[int, float]] = {}
+    copying: dict[str, float] = {}
+    small: dict[str, int] = {}
+    order: list[int] = []
+    ops_free = down_free = up_free = 0.0
+    base = sum(size[name] for name in here)
+    peak = base
+    for action, target, way in plan.steps:
+        if action == "run":
+            ensure(target in number)
+            at = number[target]
+            op = graph.ops[at]
+            made = [true_name[it] for it in op.outputs]
+            times = graph.arrays.seconds[at]
+            ensure(way < len(times))
+            ensure(all(here.get(name) == version for name, version in needs[at].items()))
+            changed = {true_name[it] for it in op.writes}
+            ensure(not changed & host.keys())
+            if at in order:
+                ensure(not (op.effect or op.collective or op.once))
+                ensure(not op.random or op.replayable)
+            else:
+                freed = {true_name[it] for it in op.releases}
+                ensure(freed <= here.keys() | set(made))
+                order.append(at)
+            begin = max([ops_free, *(readable.get(name, 0.0) for name in needs[at])])
+            double = [it for it in made if it in here or it in host or it in small]
+            here.update({name: 0 for name in made if name not in double})
+            space = rounded(op.workspaces[way].bytes, graph.allocator) if op.workspaces else 0
+            held = sum(size[it] for it in here) + sum(form(graph, it) for it in small)
+            peak = max(peak, held + sum(size[it] for it in double) + space)
+            for name in changed:
+                here[name] += 1
+            ops_free = begin + times[way]
+            for name in (*made, *changed):
+                if name in here:
+                    readable[name] = max(readable.get(name, 0.0), ops_free)
+            continue
+        ensure(target in true_name)
+        name = true_name[target]
+        ensure(not records[name].resident)
+        held = sum(size[it] for it in here) + sum(form(graph, it) for it in small)
+        if action == "free":
+            ensure(name in here)
+            del here[name]
+            ops_free = max(ops_free, copying.pop(name, 0.0), readable.pop(name, 0.0))
+        elif action == "offload":
+            ensure(name in here and name not in host and device.can_offload)
+            begin = max(down_free, ops_free, readable.get(name, 0.0))
+            down_free = begin + device.transfer_latency_s + size[name] / device.to_host_bytes_per_s
+            host[name], copying[name] = (here[name], down_free), down_free
+            if device.pinned_bytes is not None:
+                ensure(sum(size[it] for it in host) <= device.pinned_bytes)
+        elif action == "prefetch":
+            ensure(name in host and name not in here)
+            here[name], copied = host.pop(name)
+            begin = max(up_free, ops_free, copied)
+            up_free = begin + device.transfer_latency_s + size[name] / device.to_device_bytes_per_s
+            readable[name] = up_free
+            held += size[name]
+        elif action == "compress":
+            ensure(name in here and name not in host and records[name].compressed is not None)
+            ops_free = max(ops_free, readable.pop(name, 0.0)) + records[name].compressed.compress_s
+            small[name] = here.pop(name)
+            held += form(graph, name)
+        else:
+            ensure(action == "decompress" and name in small)
+            ensure(records[name].compressed.decompress_s is not None)
+            ops_free += records[name].compressed.decompress_s
+            here[name] = small.pop(name)
+            held += size[name]
+        peak = max(peak, held)
+    ensure(sorted(order) == list(range(len(graph.ops))))
+    kept = [at for at in order if graph.ops[at].ordered]
+    ensure(kept == sorted(kept))
+    for place, at in enumerate(order):
+        if graph.ops[at].fixed:
+            ensure(place == at and all(other < at for other in order[:place]))
+    for name, record in records.items():
+        if record.keep or record.resident:
+            ensure(here.get(name) == written[name])
+    return peak, max([ops_free, *readable.values()])
+
+
+def form(graph: Graph, name: str) -> int:
+    """Bytes of a storage's compressed form."""
+    small = graph.storages[graph.storage_index[name]].compressed
+    assert small is not None
+    return small.bytes

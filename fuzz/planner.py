@@ -1,0 +1,227 @@
+"""Graphs, plans and command lines with damage, and planning of what is left: errors or truth.
+
+What is accepted must be so by `oracle.py` too, which shares no code with the checker.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import io
+import json
+import sys
+import tempfile
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from mutants import damaged_json, damaged_text, pick
+from oracle import judge
+from runner import Target, main
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "memory"))
+from random_graphs import random_graph, training_chain
+
+from sn_memory import (
+    BudgetError,
+    Compressed,
+    Graph,
+    GraphError,
+    Plan,
+    PlanError,
+    check_plan,
+    plan_graph,
+)
+from sn_memory.cli import main as command
+from sn_memory.liveness import peak
+from sn_memory.policies import names, policy
+
+BASES = 48
+DOCUMENTED = ("GraphError", "PlanError", "PackError", "BudgetError", "CapacityError")
+
+
+@cache
+def graph(number: int) -> Graph:
+    """One of the sound graphs: random ones with everything the format can say, and chains."""
+    if number % 4 == 0:
+        made = training_chain(2 + number // 8, seed=number)
+    else:
+        made = random_graph(number, most_ops=14, plain=number % 4 == 1)
+    if number % 3 == 0:
+        forms = [
+            it if it.resident else replace(it, compressed=Compressed(it.bytes // 2, 0.5, 0.25))
+            for it in made.storages
+        ]
+        made = Graph(forms, made.ops, name=made.name, device=made.device)
+    return made
+
+
+@cache
+def plan_text(number: int, planner: str) -> str:
+    """A sound plan of a graph, as text."""
+    made = graph(number)
+    budget = (peak(made).bytes * 4 + made.base_bytes) // 5
+    if planner == "auto":
+        with contextlib.suppress(BudgetError):
+            return plan_graph(made, budget, time_limit_s=0.1).to_json()
+    return policy("dtr" if planner == "auto" else planner)(made, budget_bytes=budget).to_json()
+
+
+def graphs(seed: int) -> str:
+    """Read a damaged graph; one that is read is carried out as it stands."""
+    rng = np.random.default_rng(seed)
+    text = graph(seed % BASES).to_json()
+    if seed % 3:
+        mutant = damaged_json(rng, text)
+    else:
+        mutant = damaged_text(rng, text).decode(errors="surrogateescape")
+    if not mutant.lstrip().startswith("{"):
+        return "no brace"
+    try:
+        made = Graph.from_json(mutant)
+    except GraphError as error:
+        assert len(str(error)) < 2000
+        return "GraphError"
+    assert Graph.from_json(made.to_json()) == made
+    assert sum(made.arrays.bytes.tolist()) < 2**62
+    plan = policy("liveness")(made, budget_bytes=None)
+    assert check_plan(made, plan).peak_bytes == plan.peak_bytes
+    assert judge(made, plan)
+    return "read"
+
+
+def damaged_steps(rng: np.random.Generator, text: str, made: Graph) -> str:
+    """Return a plan with steps changed so that they still look like steps."""
+    data = json.loads(text)
+    steps = data["steps"]
+    for _ in range(int(rng.integers(1, 3))):
+        if not steps:
+            break
+        at, to = (int(it) for it in rng.integers(len(steps), size=2))
+        kind = rng.integers(6)
+        if kind == 0:
+            del steps[at]
+        elif kind == 1:
+            steps.insert(to, list(steps[at]))
+        elif kind == 2:
+            steps[at], steps[to] = steps[to], steps[at]
+        elif kind == 3 and at:
+            steps[at], steps[at - 1] = steps[at - 1], steps[at]
+        elif kind == 4:
+            records = made.ops if steps[at][0] == "run" else made.storages
+            steps[at][1] = pick(rng, records).name if records else "x"
+        else:
+            action = pick(rng, ("free", "offload", "prefetch", "compress", "decompress"))
+            steps.insert(at, [action, pick(rng, made.storages).name])
+    return json.dumps(data)
+
+
+def predicted(made: Graph, plan: Plan) -> Plan:
+    """Return the plan with the peak and seconds that its steps have, where they can be run."""
+    from sn_memory.check import carry_out
+
+    with contextlib.suppress(PlanError):
+        replay = carry_out(made, plan)
+        return replace(plan, peak_bytes=replay.peak_bytes, seconds=replay.seconds)
+    return plan
+
+
+def mutants(seed: int) -> str:
+    """Read and check a damaged plan; checker and oracle agree."""
+    rng = np.random.default_rng(seed)
+    made = graph(seed % BASES)
+    text = plan_text(seed % BASES, pick(rng, ("auto", *names())))
+    if seed % 5 == 0:
+        mutant = damaged_text(rng, text).decode(errors="surrogateescape")
+    else:
+        mutant = damaged_json(rng, text) if seed % 5 == 1 else damaged_steps(rng, text, made)
+    if not mutant.lstrip().startswith("{"):
+        return "no brace"
+    try:
+        plan = Plan.from_json(mutant)
+    except PlanError as error:
+        assert len(str(error)) < 2000
+        return "PlanError, reading"
+    if seed % 5 > 2:
+        # So that not all fail by what they predict.
+        plan = predicted(made, plan)
+    run = made
+    with contextlib.suppress(GraphError):
+        run = made.as_run(step.target for step in plan.steps if step.action == "run")
+    try:
+        check_plan(made, plan)
+    except PlanError:
+        assert not judge(run, plan)
+        return "PlanError, checking"
+    assert judge(run, plan)
+    return "accepted"
+
+
+def planned(seed: int) -> str:
+    """Plan what is left of a damaged graph."""
+    rng = np.random.default_rng(seed)
+    try:
+        made = Graph.from_json(damaged_json(rng, graph(seed % BASES).to_json()))
+    except GraphError:
+        return "GraphError"
+    budget = made.base_bytes + int((peak(made).bytes - made.base_bytes) * rng.uniform(0.4, 1.1))
+    actions = pick(rng, (("keep",), ("keep", "recompute"), ("keep", "recompute", "offload")))
+    chosen = pick(rng, ("auto", "auto", "auto", *names()))
+    try:
+        plan = plan_graph(made, budget, planner=chosen, actions=actions, time_limit_s=0.2)
+    except BudgetError as error:
+        assert error.peak_bytes > budget
+        return "BudgetError"
+    assert check_plan(made, plan).peak_bytes <= budget
+    assert judge(made, plan)
+    return "planned"
+
+
+def commands(seed: int) -> str:
+    """Give the command line damaged files and odd arguments."""
+    rng = np.random.default_rng(seed)
+    made = graph(seed % BASES)
+    with tempfile.TemporaryDirectory() as folder:
+        graph_file, plan_file = Path(folder, "graph.json"), Path(folder, "plan.json")
+        texts = [made.to_json(), plan_text(seed % BASES, pick(rng, names()))]
+        for file, text in zip((graph_file, plan_file), texts, strict=True):
+            file.write_bytes(damaged_text(rng, text) if rng.random() < 0.3 else text.encode())
+        budget = pick(rng, ("60%", "1e9", "-5", "9" * 400, "", "0", "1 GiB", "nan", "²", "\ud800"))
+        odd = pick(rng, ("", "nan", "-1", "inf", "1e999", "0.05", "0.1", "x"))
+        argv = pick(
+            rng,
+            (
+                ["plan", str(graph_file), "--quiet", "--budget", budget, "--time-limit", odd],
+                ["plan", str(graph_file), "--quiet", "--budget", "90%", "--time-limit", "0.05"],
+                ["check", str(graph_file), str(plan_file)],
+                ["report", str(graph_file), str(plan_file), "--against", "none", "--rows", "3"],
+                ["check", str(graph_file) + pick(rng, ("\0", "\ud800", "/", "x")), folder],
+                ["pack", str(graph_file), "--capacity", budget],
+            ),
+        )
+        said, wrong = io.StringIO(), io.TextIOWrapper(io.BytesIO(), errors="backslashreplace")
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(wrong):
+            try:
+                code = command(argv)
+            except SystemExit as end:
+                return f"{argv[0]}: usage, exit {end.code}"
+        said.getvalue().encode()
+        if code == 0:
+            return f"{argv[0]}: done"
+        wrong.flush()
+        name, _, rest = wrong.buffer.getvalue().decode().partition(": ")
+        known = name in DOCUMENTED or issubclass(getattr(builtins, name, str), OSError)
+        assert known or (name == "ValueError" and rest.startswith("got size")), (argv, name, rest)
+        return f"{argv[0]}: {name}"
+
+
+TARGETS = {
+    "graphs": Target(graphs, full=100_000),
+    "plans": Target(mutants, full=100_000),
+    "planned": Target(planned, full=3_000),
+    "commands": Target(commands, full=10_000),
+}
+
+if __name__ == "__main__":
+    main(TARGETS)

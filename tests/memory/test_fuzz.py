@@ -1,0 +1,39 @@
+"""The scripts of fuzz/ for graphs, plans, command lines and packing problems, in short."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("script", "target", "cases", "seen"),
+    [
+        ("planner", "graphs", 600, ("read", "GraphError")),
+        ("planner", "plans", 300, ("accepted", "PlanError, checking", "PlanError, reading")),
+        ("planner", "planned", 60, ("planned", "BudgetError", "GraphError")),
+        ("planner", "commands", 80, ("check: done", "plan: done", "pack: PackError")),
+        ("packer", "problems", 60, ("packed, proved", "CapacityError, proved", "PackError")),
+        ("packer", "twin", 40, ("packed, proved", "CapacityError, proved")),
+        ("packer", "tables", 200, ("read, packed, proved", "PackError")),
+    ],
+)
+def test_damage_leads_to_documented_errors_or_to_what_is_true(script, target, cases, seen):
+    path = ROOT / "fuzz" / f"{script}.py"
+    done = subprocess.run(
+        [sys.executable, str(path), "--only", target, "--cases", str(cases), "--seed", "7"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    # The cases reach what they are for.
+    counts = {name: int(times) for times, name in (line.split(None, 1) for line in
+              done.stdout.splitlines()[1:] if line[:9].strip().isdigit())}  # fmt: skip
+    assert sum(counts.values()) == cases
+    assert all(counts.get(name) for name in seen), counts
