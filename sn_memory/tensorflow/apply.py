@@ -25,7 +25,7 @@ from .model import check_model, twin_of
 from .planned import RECORD, Planned, PlannedCall, signature
 from .program import Program
 from .settings import settings_of, steady
-from .trace import main_device, optimizer_bytes, trace
+from .trace import main_device, optimizer_bytes, trace, uncounted
 from .trial import left_alone, try_model
 
 log = logging.getLogger(__name__)
@@ -120,6 +120,11 @@ def plan(
         with _as_trace_error():
             traced = trace(plain, sample, profile=profile, device=device, optimizer=optimizer)
             held = steady(then, settings_of(plain))
+        unknown = uncounted(traced.named)
+        if unknown and backend == "auto":
+            raise TraceError(f"{unknown}, and layers are measured")
+        if unknown:
+            warnings.warn(f"The peak may be higher: {unknown}.", PlanWarning, stacklevel=3)
         made = plan_graph(
             traced.graph, budget, planner=planner, actions=actions, time_limit_s=time_limit_s
         )

@@ -63,14 +63,20 @@ def call_of(
     return tuple(key), tensors
 
 
+def closed(values: Any) -> Any:
+    """Return what holds tensors that nobody can reach, or None: objects, RaggedTensors."""
+    leaves = tf.nest.flatten(values)
+    return next((it for it in leaves if not isinstance(it, (tf.Tensor, *SIMPLE))), None)
+
+
 def check_results(results: Any) -> None:
     """Raise TraceError if a model's results hold what would come back as it was in the trace."""
-    for leaf in tf.nest.flatten(results):
-        if not isinstance(leaf, (tf.Tensor, *SIMPLE)):
-            raise TraceError(
-                f"the model returns a {type(leaf).__name__}; a plan of ops knows only the tensors "
-                "in lists, tuples and dicts. Return those."
-            )
+    found = closed(results)
+    if found is not None:
+        raise TraceError(
+            f"the model returns a {type(found).__name__}; a plan of ops knows only the tensors in "
+            "lists, tuples and dicts. Return those."
+        )
 
 
 def refilled(results: Any, tensors: Sequence[Any]) -> Any:

@@ -16,8 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from .errors import TraceError
-
-CALLS = ("PartitionedCall", "StatefulPartitionedCall")
+from .kinds import CALLS
 
 
 @dataclass(frozen=True, slots=True)

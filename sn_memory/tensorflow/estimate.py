@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from ..errors import PlanWarning
 from ..estimate import Estimate
 from ..liveness import live_bytes, peak
 from .model import call_arguments
-from .trace import Trace, optimizer_bytes, trace
+from .trace import Trace, optimizer_bytes, trace, uncounted
 
 
 def estimate(model: Any, sample: Any, *, optimizer: Any = None) -> Estimate:
@@ -40,6 +42,9 @@ def estimate(model: Any, sample: Any, *, optimizer: Any = None) -> Estimate:
     (4004000, 4004000, True)
     """
     traced = trace(model, sample, profile=False)
+    unknown = uncounted(traced.named)
+    if unknown:
+        warnings.warn(f"A step holds more than estimated: {unknown}.", PlanWarning, stacklevel=2)
     held = optimizer_bytes(model, optimizer) if optimizer is not None else 0
     args = call_arguments(sample)
 

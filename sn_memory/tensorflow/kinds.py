@@ -37,6 +37,7 @@ READS: Final = "ReadVariableOp"
 # Known from static shapes alone.
 SHAPES: Final = _kinds("BroadcastGradientArgs Rank Shape ShapeN Size")
 LOOPS: Final = _kinds("Case If StatelessCase StatelessIf StatelessWhile While")
+CALLS: Final = ("PartitionedCall", "StatefulPartitionedCall")
 # Stateless by name only: nobody knows what the Python behind them remembers.
 PYTHON: Final = _kinds("EagerPyFunc PyFunc PyFuncStateless")
 # Stateful by name only: nothing is changed, and the result is the same when run again.
@@ -104,9 +105,22 @@ def is_collective(op: Any) -> bool:
 
 
 def has_effect(op: Any) -> bool:
-    """Say whether an op changes something outside of its results."""
+    """Say whether an op changes something outside of its results.
+
+    Loops, branches and calls do what is inside of them: all that read a variable are stateful by
+    name. One that draws by chance is told apart from others by nothing, so that counts as well.
+    """
+    if op.type in LOOPS or op.type in CALLS:
+        return any(has_effect(it) or is_random(it) for it in _inside(op))
     harmless = op.type in HARMLESS or op.type == READS or is_random(op)
     return is_collective(op) or op.type in PYTHON or (bool(op.op_def.is_stateful) and not harmless)
+
+
+def _inside(op: Any) -> list[Any]:
+    """Return the ops of all functions that an op may call."""
+    attrs = op.node_def.attr.values()
+    names = [it.name for attr in attrs for it in (attr.func, *attr.list.func) if it.name]
+    return [it for name in names for it in op.graph._get_function(name).graph.get_operations()]
 
 
 def changes_variables(op: Any) -> bool:

@@ -202,12 +202,16 @@ class _Builder:
                 flops=flops(op) if seconds is None else 0.0,
                 random=kinds.is_random(op),
                 # What makes small values only is not run again: they are held.
-                effect=effect or not (makes or writes),
+                effect=effect or not (makes or writes) or self.reads_changed(node),
                 collective=kinds.is_collective(op),
                 workspaces=(Workspace(space),) if space else (),
             )
         )
         return node.name
+
+    def reads_changed(self, node: Node) -> bool:
+        """Whether a loop reads a variable by itself that the step changes: it would see that."""
+        return node.op.type in kinds.LOOPS and any(it in self.buffers.changes for it in node.inputs)
 
     def add_maxima(self, node: Node) -> str:
         name = f"{node.name}:maxima"

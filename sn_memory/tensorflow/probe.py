@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from . import kinds
 from .allocations import MARK, Allocations
+from .arguments import closed
 from .sections import Chain, Item, chains_of, crossing, watched
 
 
@@ -159,11 +160,18 @@ class Probe:
                 and len(scope.losses) == losses
                 and not any(kinds.has_effect(it) or kinds.is_random(it) for it in ops)
                 and _chance() == chance
+                # In the body of a loop, a gradient of ours would read variables that it cannot.
+                and graph is top[-1]
+                # Tensors inside of what cannot be opened would have no gradient.
+                and closed(results) is None
                 and _same(_attributes(item.operation), attributes)
             )
             return results
 
+        top: list[Any] = []
+
         def forward(*inputs: Any) -> None:
+            top.append(tf.compat.v1.get_default_graph())
             model(*inputs, training=True)
 
         scope = keras.StatelessScope(collect_losses=True)

@@ -17,6 +17,8 @@ import keras
 import tensorflow as tf
 from keras.src.models.functional import Functional  # keras.Model makes it; it has no public name
 
+from .arguments import closed
+
 
 @dataclass(frozen=True, eq=False)
 class Item:
@@ -253,6 +255,9 @@ def _around_section(section: Section, again: Again) -> Any:
     plain = section.items[0].operation.call
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if closed((args, kwargs)) is not None:
+            # Tensors inside of it would have no gradient.
+            return plain(*args, **kwargs)
         leaves = tf.nest.flatten((args, kwargs))
         places = [at for at, it in enumerate(leaves) if isinstance(it, tf.Tensor)]
         structure: list[Any] = []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from ..check import check_plan
+from ..errors import PlanWarning
 from ..graph import Device
 from ..plan import Plan
 from ..planner import plan_graph
@@ -15,7 +17,7 @@ from .apply import check_actions
 from .errors import TraceError, first_line
 from .planned import Planned
 from .program import Emission, Program
-from .trace import Trace, trace
+from .trace import Trace, trace, uncounted
 
 
 def plan_step(
@@ -81,6 +83,9 @@ def plan_step(
     if isinstance(step, PlannedStep):
         step = step.plain
     traced = trace(step, sample, profile=profile, device=device)
+    unknown = uncounted(traced.named)
+    if unknown:
+        warnings.warn(f"The peak may be higher: {unknown}.", PlanWarning, stacklevel=2)
     made = plan_graph(
         traced.graph, budget, planner=planner, actions=actions, time_limit_s=time_limit_s
     )

@@ -122,6 +122,16 @@ def trace(
     return Trace(named, captured, structure)
 
 
+def uncounted(named: Named) -> str | None:
+    """Say what of a step its graph does not count; None if it counts all."""
+    if not named.uncounted:
+        return None
+    return (
+        f"the bytes of {len(named.uncounted)} values are not counted, such as "
+        f"{named.uncounted[0]!r}: a trace does not tell what loops collect in lists"
+    )
+
+
 def main_device() -> str:
     """The device whose memory is planned: the first GPU, else the CPU."""
     return "GPU:0" if tf.config.list_physical_devices("GPU") else "CPU:0"

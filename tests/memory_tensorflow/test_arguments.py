@@ -1,0 +1,215 @@
+"""A planned Keras model is called as the plain one: other arguments are another call."""
+
+import inspect
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import sn_memory.tensorflow as rim
+
+
+class Told(keras.Model):
+    """Arguments of many kinds, and settings in attributes, lists and dicts."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = keras.layers.Dense(32, "relu"), keras.layers.Dense(32)
+        self.drop = keras.layers.Dropout(0.5, seed=1)
+        self.factor, self.factors, self.by_name = 1.0, [1.0, 2.0], {"scale": 1.0}
+
+    def call(self, x, added=None, taken=None, *, scale: float = 1.0, training=None):
+        """Do what is told."""
+        x = self.second(self.first(x))
+        x = x if added is None else x + added
+        x = x if taken is None else x - taken
+        scale = scale * self.factor * self.factors[0] * self.by_name["scale"]
+        return {"out": scale * self.drop(x, training=training), "name": "told", "none": None}
+
+
+X = tf.random.stateless_normal((16, 32), (1, 2))
+MORE = tf.random.stateless_normal((16, 32), (3, 4))
+
+
+def told():
+    keras.utils.set_random_seed(1)
+    model = Told()
+    model(X)
+    return model
+
+
+def both(model, planned, *args, **kwargs):
+    """Return what a training call of each returns, and whether the planned one warned."""
+    found, warned = [], False
+    for it in (model, planned):
+        seed = [it.numpy() for it in model.variables]
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            made = tf.function(lambda it=it: it(*args, training=True, **kwargs)["out"])()
+        for variable, value in zip(model.variables, seed, strict=True):
+            variable.assign(value)
+        warned = any(issubclass(note.category, rim.PlanWarning) for note in said)
+        found.append(made.numpy())
+    return found, warned
+
+
+@pytest.fixture(scope="module")
+def pair():
+    model = told()
+    return model, rim.plan(model, (X, MORE), "100%", profile=False, backend="graph")
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "known"),
+    [
+        ((X, MORE), {}, True),
+        ((X,), {"added": MORE}, True),
+        ((X, MORE), {"taken": None, "scale": 1.0}, True),
+        ((X,), {"taken": MORE}, False),
+        ((X, None, MORE), {}, False),
+        ((X, MORE), {"scale": 3.0}, False),
+        ((X,), {}, False),
+    ],
+)
+def test_other_arguments_are_another_call(pair, args, kwargs, known):
+    model, planned = pair
+    planned.sn_memory.refused.clear()
+    (plain, got), warned = both(model, planned, *args, **kwargs)
+    np.testing.assert_array_equal(got, plain)
+    assert warned is not known
+
+
+def _rate(model):
+    model.drop.rate = 0.1
+
+
+def _factor(model):
+    model.factor = 2.0
+
+
+def _in_a_list(model):
+    model.factors[0] = 2.0
+
+
+def _in_a_dict(model):
+    model.by_name["scale"] = 2.0
+
+
+def _activation(model):
+    model.first.activation = tf.tanh
+
+
+def _trainable(model):
+    model.second.trainable = False
+
+
+def _lora(model):
+    model.first.enable_lora(2)
+
+
+@pytest.mark.parametrize(
+    "change", [_rate, _factor, _in_a_list, _in_a_dict, _activation, _trainable, _lora]
+)
+def test_settings_changed_after_planning_are_noticed(change):
+    model = told()
+    planned = rim.plan(model, X, "100%", profile=False, backend="graph")
+    # Attributes of the model itself are the planned one's own; layers are shared.
+    change(planned)
+    model.factor = planned.factor
+    (plain, got), warned = both(model, planned, X)
+    np.testing.assert_array_equal(got, plain)
+    assert warned
+
+
+def test_the_signature_is_the_models(pair):
+    model, planned = pair
+    assert inspect.signature(planned.call) == inspect.signature(model.call)
+    assert type(planned).call.__doc__ == Told.call.__doc__
+    assert type(planned).__doc__ == Told.__doc__
+    assert type(planned).__name__ == "Told"
+
+
+def test_results_hold_no_symbolic_tensors(pair):
+    model, planned = pair
+    run = tf.function(lambda it, *args: it(*args, training=True))
+    plain, got = run(model, X, MORE), run(planned, X, MORE)
+    assert plain.keys() == got.keys()
+    assert got["none"] is None
+    assert np.isfinite(got["out"].numpy()).all()
+
+
+class Result:
+    """What TensorFlow cannot look into."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+class Hidden(keras.Model):
+    """Returns an object, by way of a layer that does so too."""
+
+    class Inner(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(64, "gelu")
+
+        def build(self, shape):
+            self.dense.build(shape)
+
+        def call(self, x):
+            return Result(self.dense(x))
+
+        def compute_output_spec(self, x):
+            return Result(x)
+
+    def __init__(self, opened):
+        super().__init__()
+        self.opened, self.inner = opened, [Hidden.Inner() for _ in range(3)]
+
+    def call(self, x):
+        for layer in self.inner:
+            x = layer(x).value
+        return x if self.opened else {"found": x, "object": Result(x)}
+
+
+def test_objects_in_results_are_not_planned_as_ops():
+    model = Hidden(opened=False)
+    x = tf.random.stateless_normal((2048, 64), (1, 2))
+    model(x)
+    with pytest.raises(rim.TraceError, match="returns a Result"):
+        rim.plan(model, x, "100%", profile=False, backend="graph")
+
+
+def test_a_gradient_goes_through_objects_between_layers():
+    model = Hidden(opened=True)
+    x = tf.random.stateless_normal((4096, 64), (1, 2))
+    model(x)
+    planned = rim.plan(model, x, "80%", profile=False, backend="layers")
+    assert planned.sn_memory.plan.decided("recompute")
+    assert rim.verify(planned, x).error_relative < 1e-5
+
+
+def test_fit_with_weights_of_samples_and_a_metric():
+    x, y = np.random.default_rng(0).normal(size=(2, 64, 32)).astype(np.float32)
+    weights = np.linspace(0, 1, 64, dtype=np.float32)
+    losses = []
+    for planned in (False, True):
+        keras.utils.set_random_seed(1)
+        layers = [keras.layers.Dense(64, "relu"), keras.layers.Dense(32)]
+        model = keras.Sequential([keras.Input((32,)), *layers])
+        if planned:
+            model = rim.plan(model, tf.TensorSpec((16, 32)), "100%", profile=False)
+        model.compile("adam", "mse", metrics=["mae"], weighted_metrics=["mse"], jit_compile=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", rim.PlanWarning)
+            history = model.fit(
+                x, y, 16, 3, sample_weight=weights, verbose=0, shuffle=False,
+                callbacks=[keras.callbacks.EarlyStopping("loss")],
+            )  # fmt: skip
+            model.fit(x, y, 16, 1, verbose=0, shuffle=False)
+            model.compile("sgd", "mae", jit_compile=False)
+            model.fit(x, y, 16, 1, verbose=0, shuffle=False)
+        losses.append(history.history["loss"])
+    np.testing.assert_allclose(*losses, rtol=1e-6)
