@@ -447,6 +447,7 @@ class FFTState:
             self._load(state)
 
     def _load(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        held(state)
         states = [state] if isinstance(state, dict) else list(state)
         for entry in states:
             if not isinstance(entry, dict) or entry.get("format") != _FORMAT:
@@ -454,9 +455,8 @@ class FFTState:
                     "not a state of FFTState.state_dict(); expected what it returned, unchanged"
                 )
         states = saving.each(torch.Tensor, lambda tensor: tensor.cpu().numpy(), states)
-        held(states)
         saved = states[0]["ranks"] if states else 0
-        rank = dist.get_rank(self.process_group)
+        rank = self.rank
         own = [entry for entry in states if entry["rank"] == rank]
         if saved == self.ranks and len(own) == 1:
             states = own

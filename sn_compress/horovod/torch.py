@@ -27,7 +27,7 @@ from ..codecs import saving
 from ..errors import CompressError
 from ..exchange.gather import on_wire, wire_bytes
 from ..exchange.pending import Pending
-from ..saved import reading
+from ..saved import held, reading
 from ..settings import Settings
 from .alike.torch import Checked, agree_on_calls, agree_on_optimizers, total
 from .caller import Caller, find_caller, sparse_gradient
@@ -287,6 +287,7 @@ def state_dict(optimizer: Any) -> dict[str, Any]:
 def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
     """Take over what state_dict returned."""
     with reading("the saved state"):
+        held(state)
         arrays = saving.each(torch.Tensor, lambda tensor: tensor.cpu().numpy(), state)
     _memory_of(optimizer).come_back()
     _exchange_of(optimizer).load_state_dict(arrays)
