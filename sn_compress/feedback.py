@@ -208,6 +208,14 @@ class ErrorFeedback:
         with reading("the saved memories"):
             self._memory = self._read(state)
 
+    def kept(self) -> dict[str, tuple[int, Any]]:
+        """What loading replaces, for `put_back` where something else could not be loaded."""
+        return self._memory
+
+    def put_back(self, kept: dict[str, tuple[int, Any]]) -> None:
+        """As before loading."""
+        self._memory = kept
+
     def _read(self, state: dict[str, Any]) -> dict[str, tuple[int, Any]]:
         held(state)
         read = {1: _entries_1, 2: _entries}.get(

@@ -281,6 +281,8 @@ def restart(optimizer: Any, residuals: Any) -> NoReturn:
 def state_dict(optimizer: Any) -> dict[str, Any]:
     """As torch tensors, so that torch.save and torch.load(weights_only=True) take it."""
     state = _exchange_of(optimizer).state_dict()
+    if theta := _memory_of(optimizer).theta.state_dict():
+        state = {**state, "theta": theta}
     return saving.each(np.ndarray, torch.from_numpy, state)  # type: ignore[no-any-return]
 
 
@@ -290,7 +292,8 @@ def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
         held(state)
         arrays = saving.each(torch.Tensor, lambda tensor: tensor.cpu().numpy(), state)
     _memory_of(optimizer).come_back()
-    _exchange_of(optimizer).load_state_dict(arrays)
+    with _memory_of(optimizer).theta.loading(arrays):
+        _exchange_of(optimizer).load_state_dict(arrays)
 
 
 def synchronize(optimizer: Any, root_rank: int) -> None:
