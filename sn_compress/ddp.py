@@ -44,6 +44,7 @@ from .exchange.layout import Axes, axes_of, reorder
 from .exchange.sameness import Sameness
 from .exchange.shared import Rounds
 from .feedback import ErrorFeedback
+from .horovod.theta import ThetaInTime
 from .horovod.traffic import Traffic
 from .saved import held, reading
 from .settings import Settings
@@ -51,6 +52,7 @@ from .settings import Settings
 _log = logging.getLogger(__name__)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _FORMAT = 1
+_STEP = "step"  # what theta is counted by: all parameters have the same
 # torch 2.13 gave it another name, and warns under the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -107,7 +109,9 @@ class FFTState:
                 " it waits as long as its process group does. Set "
                 "init_process_group(timeout=...)."
             )
-        self.codec = self.settings.codec(torch.get_num_threads())
+        self.theta = ThetaInTime(self.settings, torch.get_num_threads())
+        self.codec = self.settings.codec(torch.get_num_threads())  # of the step under way
+        self._lost: tuple[float, float] | None = None  # energy and error of this step, if asked
         self.feedback = ErrorFeedback(self.codec, decay=self.settings.decay)
         self.process_group = process_group
         self._scaler = scaler
@@ -326,7 +330,23 @@ class FFTState:
         if names & self._seen or not self._seen:
             self._settle()
             self._seen.clear()
+            if self.settings.exchange == "gather":
+                self._next_theta()
         self._seen |= names
+
+    def _next_theta(self) -> None:
+        """The codec of the step that begins, the same for all parameters and on all ranks."""
+        if self.theta.learns and self._lost is not None:
+            total = torch.tensor(self._lost, dtype=torch.float64)
+            self._sum(total).wait()
+            self.theta.observe(_STEP, *total.tolist())
+        self.codec, self._lost = self.theta.codec_for(_STEP), None
+
+    def _tell(self, payload: Payload) -> None:
+        if self.theta.learns:
+            energy, error = self._lost or (0.0, 0.0)
+            more = self.theta.tell(payload, wide=True)
+            self._lost = energy + more[0], error + more[1]
 
     def _settle(self) -> None:
         """Take a step back that the scaler skipped; bring the memory to the present scale."""
@@ -360,6 +380,7 @@ class FFTState:
             for payload, piece in zip(payloads, pieces, strict=True):
                 piece.copy_(torch.from_numpy(payload.buffer))
         for part, payload in zip(large, payloads, strict=True):
+            self._tell(payload)
             if self.traffic.payload(part.name, part.elements, payload, 0):
                 _log.warning(
                     "%s: values beyond the fixed window were clipped; see `saturated` in the "
@@ -433,6 +454,7 @@ class FFTState:
             "format": _FORMAT, "ranks": self.ranks, "rank": dist.get_rank(self.process_group),
             "scale": self._scale, "feedback": self.feedback.state_dict(),
             "shared": self.shared.state_dict(), "layout": self._layout(),
+            "theta": self.theta.state_dict(),
         }  # fmt: skip
         return saving.each(np.ndarray, torch.from_numpy, state)
 
@@ -447,6 +469,7 @@ class FFTState:
             self._load(state)
 
     def _load(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        held(state)
         states = [state] if isinstance(state, dict) else list(state)
         for entry in states:
             if not isinstance(entry, dict) or entry.get("format") != _FORMAT:
@@ -454,9 +477,8 @@ class FFTState:
                     "not a state of FFTState.state_dict(); expected what it returned, unchanged"
                 )
         states = saving.each(torch.Tensor, lambda tensor: tensor.cpu().numpy(), states)
-        held(states)
         saved = states[0]["ranks"] if states else 0
-        rank = dist.get_rank(self.process_group)
+        rank = self.rank
         own = [entry for entry in states if entry["rank"] == rank]
         if saved == self.ranks and len(own) == 1:
             states = own
@@ -469,22 +491,30 @@ class FFTState:
         if scale is not None and not (isinstance(scale, float) and 0 < scale < math.inf):
             raise CompressError(f"a saved scale is {scale!r}; expected a number above 0, or None")
         moved = self._moved(states[0].get("layout", {}))
-        before = self.shared.kept()
-        self.shared.load_state_dict(_mean_of_shared([entry["shared"] for entry in states]))
+        with self.theta.loading(states[0]):
+            self._load_exchanges(states, moved)
+        self._scale = scale
+        self._held.clear()
+        self._seen.clear()
+
+    def _load_exchanges(
+        self, states: Sequence[dict[str, Any]], moved: dict[str, Callable[[Any], Any]]
+    ) -> None:
+        """Both exchanges, or none."""
+        shared, feedback = self.shared.kept(), self.feedback.kept()
         try:
+            self.shared.load_state_dict(_mean_of_shared([entry["shared"] for entry in states]))
             if len(states) == 1:
                 self.feedback.load_state_dict(states[0]["feedback"])
             else:
                 self.feedback.load_mean([entry["feedback"] for entry in states])
-        except CompressError:
-            self.shared.put_back(before)
+            for name, change in moved.items():
+                self.feedback.change(name, change)
+                self.shared.change(name, change)
+        except Exception:
+            self.shared.put_back(shared)
+            self.feedback.put_back(feedback)
             raise
-        for name, change in moved.items():
-            self.feedback.change(name, change)
-            self.shared.change(name, change)
-        self._scale = scale
-        self._held.clear()
-        self._seen.clear()
 
     def _layout(self) -> dict[str, Axes]:
         """How each parameter lies in memory, and so what is remembered of its gradient."""

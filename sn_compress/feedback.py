@@ -208,7 +208,16 @@ class ErrorFeedback:
         with reading("the saved memories"):
             self._memory = self._read(state)
 
+    def kept(self) -> dict[str, tuple[int, Any]]:
+        """What loading replaces, for `put_back` where something else could not be loaded."""
+        return self._memory
+
+    def put_back(self, kept: dict[str, tuple[int, Any]]) -> None:
+        """As before loading."""
+        self._memory = kept
+
     def _read(self, state: dict[str, Any]) -> dict[str, tuple[int, Any]]:
+        held(state)
         read = {1: _entries_1, 2: _entries}.get(
             state.get("format", 0) if isinstance(state, dict) else 0
         )
@@ -217,7 +226,6 @@ class ErrorFeedback:
                 f"not a state of format 1 or {_FORMAT}: {type(state).__name__}; expected what "
                 "state_dict() returned, unchanged"
             )
-        held(state)
         known, found = dict(self._codecs), {}
         try:
             for name, entry in read(state).items():

@@ -51,13 +51,17 @@ def held(node: Any, depth: int = 0) -> int:
         return sum(held(value, depth + 1) for value in node.values())
     if isinstance(node, (list, tuple)):
         return sum(held(value, depth + 1) for value in node)
-    if not isinstance(node, np.ndarray):
+    if isinstance(node, np.ndarray):
+        steps, shape = node.strides, node.shape
+    elif callable(getattr(node, "stride", None)):  # a tensor of torch, which has no name here
+        steps, shape = node.stride(), tuple(node.shape)
+    else:
         return 1 if isinstance(node, (int, float)) else 0
-    if any(step == 0 and size > 1 for step, size in zip(node.strides, node.shape, strict=True)):
+    if any(step == 0 and size > 1 for step, size in zip(steps, shape, strict=True)):
         raise CompressError(
-            f"a saved array of shape {node.shape} repeats its elements; expected each in memory"
+            f"a saved array of shape {shape} repeats its elements; expected each in memory"
         )
-    return node.size
+    return math.prod(shape)
 
 
 def count(value: Any, what: str, *, low: int = 0, high: int = 2**62) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from .errors import CompressError
+from .saved import count, reading
 
 _RUNGS_PER_HALVING = 4
 
@@ -98,6 +99,11 @@ class Diminishing:
     def __post_init__(self) -> None:
         _check_theta(self.start)
 
+    def __repr__(self) -> str:
+        # A function shows its address, which is another one in every process.
+        name = getattr(self.rate, "__qualname__", type(self.rate).__qualname__)
+        return f"Diminishing(start={self.start!r}, rate={name}, power={self.power!r})"
+
     def theta(self, step: int) -> float:
         rate = self.rate(step)
         if not 0 <= rate <= 1:
@@ -138,12 +144,36 @@ class EnergyBudget:
                 f"{high}; expected a fraction, a number of steps, and a start inside the limits"
             )
         self.lost, self.low, self.high, self.every = lost, low, high, every
+        self._start = start
         self._theta = on_ladder(start)
         self._energy = self._error = 0.0
         self._seen = 0
 
+    def __repr__(self) -> str:
+        # What it was made with: ranks compare settings by it, and so do runs.
+        return (
+            f"EnergyBudget(lost={self.lost!r}, start={self._start!r}, low={self.low!r}, "
+            f"high={self.high!r}, every={self.every!r})"
+        )
+
     def theta(self, step: int) -> float:
         return self._theta
+
+    def state_dict(self) -> dict[str, float]:
+        """What it has learned, to go on from."""
+        return {
+            "theta": self._theta, "energy": self._energy, "error": self._error, "seen": self._seen,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Take over what state_dict returned; CompressError, and no change, if it is not that."""
+        with reading("what a schedule has learned"):
+            theta, energy, error = (float(state[key]) for key in ("theta", "energy", "error"))
+            seen = count(state["seen"], "number of steps")
+            _check_theta(theta)
+            if not (0 <= energy < math.inf and 0 <= error < math.inf):
+                raise CompressError(f"a saved energy is {energy!r}, error {error!r}; expected >= 0")
+        self._theta, self._energy, self._error, self._seen = theta, energy, error, seen
 
     def observe(self, energy: float, error: float) -> None:
         """What one step encoded and lost, summed over the ranks; non-finite steps are left out."""
@@ -160,6 +190,16 @@ class EnergyBudget:
         self._theta = min(self.high, max(self.low, on_ladder(1 - min(1.0, keep))))
         self._energy = self._error = 0.0
         self._seen = 0
+
+
+def learner(schedule: Schedule, step: int) -> EnergyBudget | None:
+    """The part of a schedule that has to see what a step lost; None if it has none by then."""
+    while isinstance(schedule, Warmup):
+        if step < schedule.steps:
+            return None
+        warmup: Warmup = schedule
+        schedule, step = warmup.then, step - warmup.steps
+    return schedule if isinstance(schedule, EnergyBudget) else None
 
 
 def _check_theta(theta: float) -> None:

@@ -100,6 +100,11 @@ class Settings:
                 "torch. Leave it out."
             )
 
+    @property
+    def fixed(self) -> bool:
+        """Whether theta is the same at every step."""
+        return isinstance(self.theta, float | int | Constant)
+
     def schedule(self) -> Schedule:
         """Theta over time, for one optimizer: a schedule may learn."""
         return Constant(self.theta) if isinstance(self.theta, float | int) else deepcopy(self.theta)

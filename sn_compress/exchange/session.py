@@ -252,12 +252,12 @@ class SharedExchange:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what state_dict returned; nothing changes if it does not fit."""
         with reading("the saved state of the shared exchange"):
+            saved.held(state)
             if not isinstance(state, dict) or state.get("format") != _FORMAT:
                 raise CompressError(
                     f"not a state of format {_FORMAT} of the shared exchange; expected what "
                     "state_dict() returned, unchanged"
                 )
-            saved.held(state)
             loaded = {}
             for name, entry in state["tensors"].items():
                 with reading(f"the saved state of {name!r}"):

@@ -155,11 +155,11 @@ class Differences:
     def read(self, state: dict[str, Any]) -> Copies:
         """Saved copies, checked, for `take`; nothing changes."""
         with reading("saved copies"):
+            held(state)
             if state.get("format") != _FORMAT:
                 raise CompressError(
                     f"saved differences of format {state.get('format')!r}; expected {_FORMAT}"
                 )
-            held(state)
             base = None if state["base"] is None else _vector(state["base"], self.n)
             told, heard = (
                 {count(rank, "rank"): _vector(copy, self.n) for rank, copy in state[key].items()}

@@ -129,9 +129,9 @@ class Ring:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a saved shard; CompressError, and no change, if it is not one of this ring."""
         with reading("the saved shard"):
+            held(state)
             epoch = count(state["epoch"], "epoch")
             mine = self.counts[(self.rank - epoch) % len(self.counts)]
-            held(state["fields"])
             fields = [np.asarray(field) for field in state["fields"]]
             found = [(f.shape, f.dtype) for f in fields]
             expected = [((mine, *f.shape[1:]), f.dtype) for f in self.fields]

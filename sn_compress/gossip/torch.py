@@ -23,7 +23,7 @@ import torch
 
 from ..contract import Codec
 from ..errors import CompressError
-from ..saved import reading
+from ..saved import held, reading
 from .differences import PULL, Shape
 from .loaders.torch import ring_shuffle
 from .peers.torch import find_peers
@@ -67,6 +67,7 @@ class _Gossiping:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         with reading("the saved state of the optimizer"):
+            held(state_dict)  # before torch makes copies
             own = {key: value for key, value in state_dict.items() if key != "gossip"}
             gossip = self._sn.read(state_dict.get("gossip"))
             super().load_state_dict(own)  # type: ignore[misc]

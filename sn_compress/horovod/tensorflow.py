@@ -177,7 +177,7 @@ class Gathering:
         way, n = self.way, self.way.like.shape.num_elements()
 
         def decode(key: str | None, gathered: Any) -> Any:
-            return way.memory.mean(gathered, ranks=way.ranks(), n=n, factor=way.factor())
+            return way.memory.mean(key, gathered, ranks=way.ranks(), n=n, factor=way.factor())
 
         return way.restored(way.python(decode, [self.gathered], tf.float32))
 
@@ -303,7 +303,9 @@ def _send(tensor: Any, call: Call, memory: Memory, shared: bool) -> tuple[Any, A
 
 def _gather(way: OnItsWay, values: Any) -> Gathering:
     payload = way.python(way.memory.encode, [values], tf.uint8)
-    payload.set_shape([wire_bytes(way.memory.codec.payload_bytes(values.shape[0]))])
+    fixed = way.memory.settings.fixed
+    size = wire_bytes(way.memory.codec.payload_bytes(values.shape[0])) if fixed else None
+    payload.set_shape([size])
     gathered = hvd.allgather(
         tf.identity(payload, name=f"{way.mark}_payload"),
         name=way.name("payload"),

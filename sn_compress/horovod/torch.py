@@ -27,7 +27,7 @@ from ..codecs import saving
 from ..errors import CompressError
 from ..exchange.gather import on_wire, wire_bytes
 from ..exchange.pending import Pending
-from ..saved import reading
+from ..saved import held, reading
 from ..settings import Settings
 from .alike.torch import Checked, agree_on_calls, agree_on_optimizers, total
 from .caller import Caller, find_caller, sparse_gradient
@@ -281,15 +281,19 @@ def restart(optimizer: Any, residuals: Any) -> NoReturn:
 def state_dict(optimizer: Any) -> dict[str, Any]:
     """As torch tensors, so that torch.save and torch.load(weights_only=True) take it."""
     state = _exchange_of(optimizer).state_dict()
+    if theta := _memory_of(optimizer).theta.state_dict():
+        state = {**state, "theta": theta}
     return saving.each(np.ndarray, torch.from_numpy, state)  # type: ignore[no-any-return]
 
 
 def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
     """Take over what state_dict returned."""
     with reading("the saved state"):
+        held(state)
         arrays = saving.each(torch.Tensor, lambda tensor: tensor.cpu().numpy(), state)
     _memory_of(optimizer).come_back()
-    _exchange_of(optimizer).load_state_dict(arrays)
+    with _memory_of(optimizer).theta.loading(arrays):
+        _exchange_of(optimizer).load_state_dict(arrays)
 
 
 def synchronize(optimizer: Any, root_rank: int) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..codecs.fft import FFTCodec
 from ..contract import Bytes, Floats
 from ..errors import CompressError, PayloadError
 from ..exchange.digits import Words
@@ -27,6 +28,7 @@ from ..exchange.shared import Rounds
 from ..feedback import ErrorFeedback
 from ..saved import arrays_of, reading
 from ..settings import Settings
+from .theta import ThetaInTime
 from .traffic import Traffic
 
 _log = logging.getLogger(__name__)
@@ -52,8 +54,15 @@ class Traced:
 
     def __init__(self, settings: Settings, threads: int) -> None:
         settings.refuse_torch_only("TensorFlow and Keras")
+        if settings.exchange == "gather" and ThetaInTime(settings, threads).learns:
+            raise CompressError(
+                f"theta={settings.theta!r} with TensorFlow and Keras, whose graph has no place for "
+                "what ranks would have to tell each other; expected a number, or a schedule of the "
+                "step alone: Warmup, Diminishing"
+            )
         self.settings = settings
-        self.codec = settings.codec(threads)
+        self.codec = settings.codec(threads)  # that of the first step
+        self._threads = threads
         self.traffic = Traffic()
         self._lock = threading.Lock()
         self.clear()
@@ -63,6 +72,8 @@ class Traced:
         with self._lock:
             self.feedback = ErrorFeedback(self.codec, decay=self.settings.decay)
             self.shared = self.settings.shared()
+            self.theta = ThetaInTime(self.settings, self._threads)
+            self._codecs: dict[str | None, FFTCodec] = {}  # of the step under way, by key
             self._rounds: dict[str, Begun] = {}
             self._slot_of: dict[str, int] = {}
             self._keys: list[str] = []
@@ -104,10 +115,12 @@ class Traced:
 
     def encode(self, key: str | None, values: Floats) -> Bytes:
         """The payload of a gradient, [payload bytes] uint8."""
+        with self._lock:
+            codec = self._codecs[key] = self.theta.codec_for(key)
         if key is None or not self.settings.feedback:
-            payload = self.codec.encode(values)
+            payload = codec.encode(values)
         else:
-            payload = self.feedback.encode(key, values)
+            payload = self.feedback.encode(key, values, codec=codec)
         with self._lock:
             saturated = self.traffic.payload(
                 key, values.size, payload, extra=wire_bytes(payload.nbytes) - payload.nbytes
@@ -119,10 +132,13 @@ class Traced:
             )
         return on_wire(payload.buffer)
 
-    def mean(self, gathered: Bytes, *, ranks: int, n: int, factor: float) -> Floats:
-        """The mean of the gathered payloads times a factor, [n] float32."""
+    def mean(
+        self, key: str | None, gathered: Bytes, *, ranks: int, n: int, factor: float
+    ) -> Floats:
+        """The mean of the gathered payloads of a gradient times a factor, [n] float32."""
+        codec = self._codecs[key]
         try:
-            mean = mean_of_gathered(self.codec, gathered, ranks, n)
+            mean = mean_of_gathered(codec, gathered, ranks, n)
         except PayloadError as error:
             if all(part.any() for part in np.array_split(gathered, ranks)):
                 raise
@@ -175,11 +191,13 @@ class Traced:
 
     def state_dict(self) -> dict[str, Any]:
         """The error memory by variable ("0:kernel"), as arrays; it differs between ranks."""
-        return self.exchange().state_dict()
+        state = self.exchange().state_dict()
+        return state if self.settings.fixed else state | {"theta": self.theta.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what state_dict returned on the same rank, with the same exchange."""
-        self.exchange().load_state_dict(state)
+        with self.theta.loading(state):
+            self.exchange().load_state_dict(state)
 
     def exchange(self) -> ErrorFeedback | SharedExchange:
         """Who keeps the memories."""

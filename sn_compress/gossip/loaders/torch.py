@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ...errors import CompressError
-from ...saved import reading
+from ...saved import held, reading
 from ..peers.torch import find_peers
 from ..ring import Ring
 from ..topology import Partner
@@ -68,6 +68,7 @@ class RingShuffle(IterableDataset):  # type: ignore[misc]
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what state_dict returned."""
         with reading("the saved shard"):
+            held(state)
             fields = [field.cpu().numpy() for field in state["fields"]]
             self.ring.load_state_dict(state | {"fields": fields})
 

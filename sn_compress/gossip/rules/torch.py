@@ -15,7 +15,7 @@ import torch
 from ...contract import Codec
 from ...errors import CompressError
 from ...exchange.agreement import plain
-from ...saved import count, reading
+from ...saved import count, held, reading
 from ..buckets.torch import Bucket, split
 from ..differences import Differences, Shape
 from ..messages.torch import Messages
@@ -275,6 +275,7 @@ class Gossip:
             return None
         coded = [bucket.copies for bucket in self.buckets if bucket.copies is not None]
         with reading("the saved state of gossip"):
+            held(state)
             if state.get("format") != _FORMAT or len(state["copies"]) != len(coded):
                 raise CompressError(
                     f"a state of format {state.get('format')!r} with {len(state['copies'])} "

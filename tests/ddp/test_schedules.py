@@ -1,0 +1,134 @@
+"""Theta over time is followed in every seam, and its settings say the same on every rank."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from sn_compress import CompressError
+from sn_compress import ddp as rim
+from sn_compress.ddp import FFTState, Part
+from sn_compress.horovod.traced import Traced
+from sn_compress.schedule import Diminishing, EnergyBudget, Warmup, learner
+from sn_compress.settings import Settings
+
+N = 50_000
+WARMUP = Warmup(4, EnergyBudget(lost=0.5, start=0.9, every=2), dense=0.25)
+STEPWISE = Warmup(4, Diminishing(0.99, rate=lambda step: 0.5**step), dense=0.25)
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process only."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def expected(schedule, steps: int) -> list[int]:
+    settings = Settings().changed(theta=schedule, exchange="gather")
+    own = settings.schedule()
+    return [settings.codec_of(own.theta(s), 1).payload_bytes(N) for s in range(steps)]
+
+
+def steps_of(state: FFTState, steps: int, sent: list[int]) -> list[int]:
+    """Bytes of each step's payload."""
+    found = []
+    for seed in range(steps):
+        del sent[:]
+        flat = torch.from_numpy(np.random.default_rng(seed).standard_normal(N).astype("f4"))
+        for _ in state.rounds(flat, [Part("w", 0, (N,))]):
+            pass
+        found.append(sent[-1])
+    return found
+
+
+@pytest.fixture
+def sent(alone, monkeypatch):
+    """What is gathered, in bytes."""
+    found, gather = [], rim._all_gather
+
+    def counted(out, wire, **options):
+        found.append(wire.numel())
+        return gather(out, wire, **options)
+
+    monkeypatch.setattr(rim, "_all_gather", counted)
+    return found
+
+
+def test_ddp_follows_the_steps(sent):
+    want = expected(STEPWISE, 9)
+    assert len(set(want)) > 4
+    named = [("w", torch.zeros(N))]
+    state = FFTState(named_parameters=named, theta=STEPWISE, exchange="gather")
+    assert steps_of(state, 5, sent) == want[:5]
+    again = FFTState(named_parameters=named, theta=STEPWISE, exchange="gather")
+    again.load_state_dict(state.state_dict())
+    assert steps_of(again, 4, sent) == want[5:]
+
+
+def test_ddp_learns_what_was_lost(sent):
+    """Far above the budget theta falls, far below it rises; not before the warm-up is over."""
+    for lost, up in ((1e-6, True), (0.999, False)):
+        budget = EnergyBudget(lost=lost, start=0.9, every=2)
+        state = FFTState(theta=Warmup(3, budget), exchange="gather")
+        sizes = steps_of(state, 12, sent)
+        start = expected(EnergyBudget(lost=lost, start=0.9), 1)[0]
+        assert sizes[3] == start
+        assert sizes[11] > start if up else sizes[11] < start
+        assert budget.theta(0) == EnergyBudget(lost=lost, start=0.9).theta(0)  # the user's own
+
+
+def test_tensorflow_follows_the_steps():
+    own = Traced(Settings().changed(theta=STEPWISE, exchange="gather"), threads=1)
+    rng, want, found = np.random.default_rng(0), expected(STEPWISE, 9), []
+    for step in range(9):
+        for key in ("0:w", "1:v"):  # steps are counted for each
+            x = rng.standard_normal(N).astype("f4")
+            wire = own.encode(key, x)
+            mean = own.mean(key, wire, ranks=1, n=N, factor=1.0)
+            assert np.isfinite(mean).all()
+        found.append(wire.size)
+        if step == 4:
+            state = own.state_dict()
+            own = Traced(Settings().changed(theta=STEPWISE, exchange="gather"), threads=1)
+            own.load_state_dict(state)
+    from sn_compress.exchange.gather import wire_bytes
+
+    assert found == [wire_bytes(size) for size in want]
+    with pytest.raises(CompressError, match="without a name"):
+        own.encode(None, x)
+
+
+def test_what_a_graph_cannot_follow_is_refused():
+    for schedule in (EnergyBudget(lost=0.1), WARMUP):
+        with pytest.raises(CompressError, match="EnergyBudget"):
+            Traced(Settings().changed(theta=schedule, exchange="gather"), threads=1)
+
+
+def test_settings_say_the_same_in_every_process():
+    for schedule in (WARMUP, STEPWISE, EnergyBudget(lost=0.1), Diminishing(0.5, rate=np.sin)):
+        assert "0x" not in repr(Settings().changed(theta=schedule, exchange="gather"))
+    budget = EnergyBudget(lost=0.1, start=0.8, low=0.1, high=0.99, every=7)
+    before = repr(budget)
+    for _ in range(20):
+        budget.observe(1.0, 0.9)
+    assert repr(budget) == before  # what it was made with
+    assert repr(eval(before)) == before
+    assert before != repr(EnergyBudget(lost=0.1))
+
+
+def test_who_learns():
+    inner = WARMUP.then
+    assert learner(WARMUP, 3) is None
+    assert learner(WARMUP, 4) is inner
+    assert learner(Warmup(2, WARMUP), 6) is inner
+    assert learner(STEPWISE, 100) is None
+    inner = EnergyBudget(lost=0.1)
+    with pytest.raises(CompressError):
+        inner.load_state_dict({"theta": 2.0, "energy": 0, "error": 0, "seen": 0})
+    for _ in range(60):
+        inner.observe(1.0, 0.9)
+    other = EnergyBudget(lost=0.1)
+    other.load_state_dict(inner.state_dict())
+    assert other.theta(0) == inner.theta(0) < EnergyBudget(lost=0.1).theta(0)

@@ -1,0 +1,162 @@
+"""Forged and cut states: fuzz/states.py in short, and what it must not get past."""
+
+import importlib.util
+import io
+import json
+import sys
+import tracemalloc
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sn_compress import CompressError, ErrorFeedback, FFTCodec, codec
+from sn_compress.horovod.traced import Traced
+from sn_compress.settings import Settings
+
+FUZZ = Path(__file__).resolve().parents[2] / "fuzz"
+CASES = 360  # twenty for each subject
+
+
+@pytest.fixture(scope="module")
+def states():
+    """fuzz/states.py as a module."""
+    sys.path.insert(0, str(FUZZ))
+    try:
+        spec = importlib.util.spec_from_file_location("fuzz_states", FUZZ / "states.py")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # dataclasses look it up
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(FUZZ))
+    return module
+
+
+def test_sound_states_are_taken(states):
+    for name, make in states.SUBJECTS.items():
+        subject = make()
+        saved = subject.save(subject.make())
+        other = subject.make()
+        subject.use(other)
+        subject.load(other, saved)
+        # Two of DDP give their mean; gossip makes copies when it first asks for them.
+        if name not in ("ddp of two", "gossip"):
+            assert states.digest(subject.save(other)) == states.digest(saved), name
+
+
+def test_damaged_states(states):
+    """Taken, or refused with a CompressError and nothing changed; whatever else is raised."""
+    seen = [states.case(seed) for seed in range(CASES)]
+    assert seen.count("CompressError") > CASES / 2
+    assert seen.count("taken") > CASES / 20
+
+
+def peak(load) -> int:
+    tracemalloc.start()
+    try:
+        with pytest.raises(CompressError):
+            load()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", ["topk", "dgc", "onebit", "demo", "dct"])
+@pytest.mark.parametrize("n", [2**34, 2**40, 2**47])
+def test_a_forged_number_of_elements_makes_nothing(name, n):
+    own = ErrorFeedback(codec(name))
+    own.encode("w", np.ones(1000, np.float32))
+    state = own.state_dict()
+    state["memory"]["w"]["n"] = n
+    assert peak(lambda: own.load_state_dict(state)) < 1 << 20
+    other = ErrorFeedback(FFTCodec())
+    assert peak(lambda: other.load_state_dict(state)) < 1 << 20
+    assert not other.remembers("w")
+
+
+def test_a_codec_without_memory_says_a_size_for_nothing():
+    own = ErrorFeedback(codec("qsgd"))
+    own.encode("w", np.ones(1000, np.float32))
+    state = own.state_dict()
+    state["memory"]["w"]["n"] = 2**40
+    other = ErrorFeedback(FFTCodec())
+    tracemalloc.start()
+    other.load_state_dict(state)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+    with pytest.raises(CompressError, match="1000 elements"):
+        other.encode("w", np.ones(1000, np.float32))
+
+
+def test_an_array_of_one_number_said_often_makes_nothing():
+    own = ErrorFeedback(codec("topk"))
+    own.encode("w", np.ones(1000, np.float32))
+    state = own.state_dict()
+    state["memory"]["w"]["n"] = 2**40
+    state["memory"]["w"]["state"]["arrays"] = [np.broadcast_to(np.float32(0), (2**40,))]
+    assert peak(lambda: own.load_state_dict(state)) < 1 << 20
+
+
+@pytest.mark.parametrize("change", [{"shape": [2**20, 2**20]}, {"size": 2**40}, {"step": -1}])
+def test_forged_sizes_of_the_shared_exchange_make_nothing(states, change):
+    own = states._shared()
+    state = own.state_dict()
+    before = states.digest(state)
+    state["tensors"]["w"] |= change
+    assert peak(lambda: own.load_state_dict(state)) < 1 << 20
+    assert states.digest(own.state_dict()) == before
+
+
+def test_ddp_takes_both_exchanges_or_none(states):
+    subject = states.SUBJECTS["ddp"]()
+    own = subject.make()
+    before = states.digest(subject.save(own))
+    state = subject.save(subject.make())
+    state["shared"]["tensors"]["w"]["step"] = 77
+    state["feedback"]["memory"]["w"]["n"] = 5
+    with pytest.raises(CompressError):
+        own.load_state_dict(state)
+    assert states.digest(subject.save(own)) == before
+
+
+def file_of(**arrays: bytes) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as file:
+        for name, data in arrays.items():
+            file.writestr(f"{name}.npy", data)
+    return stream.getvalue()
+
+
+def header(shape: tuple[int, ...], rest: bytes = b"", dtype: str = "<f4") -> bytes:
+    text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape!r}, }}".encode()
+    text = text.ljust(117) + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + rest
+
+
+def test_the_file_of_a_checkpoint():
+    own = Traced(Settings().changed(exchange="gather", min_elements=1), threads=1)
+    own.encode("0:w", np.ones(500, np.float32))
+    data = own.to_bytes(3)
+    other = Traced(Settings().changed(exchange="gather", min_elements=1), threads=1)
+    other.from_bytes(data, 3)
+    np.testing.assert_array_equal(other.feedback.residual("0:w"), own.feedback.residual("0:w"))
+    with pytest.raises(CompressError, match="rank 3"):
+        other.from_bytes(data, 2)
+    head = json.dumps({"rank": 3, "exchange": "gather", "state": {}}).encode()
+    for wrong in (
+        b"", b"PK", data[:-30], data[: len(data) // 2],
+        file_of(head=header((2**40,))),
+        file_of(head=header((len(head),), head, "|O")),
+        file_of(head=header((len(head),), head, "|u1")),
+        file_of(other=header((1,), b"1234")),
+    ):  # fmt: skip
+        assert peak(lambda wrong=wrong: other.from_bytes(wrong, 3)) < 1 << 20
+
+
+def test_means_of_states_of_other_sizes():
+    one, two = (ErrorFeedback(codec("topk")) for _ in range(2))
+    one.encode("w", np.ones(100, np.float32))
+    two.encode("w", np.ones(200, np.float32))
+    with pytest.raises(CompressError, match="elements in one state"):
+        one.load_mean([one.state_dict(), two.state_dict()])
