@@ -283,13 +283,13 @@ class FFTState:
             return
         named = self._names.values() if self._all_named else ()
         said = [
+            *self.settings.said(),
+            ("scaler", "none" if self._scaler is None else "one"),
+            ("version of sn_compress", __version__),
             *(
                 (f"tensor {place}", f"{name!r} {tuple(parameter.shape)} {parameter.dtype}")
                 for place, (parameter, name) in enumerate(named)
             ),
-            *self.settings.said(),
-            ("scaler", "none" if self._scaler is None else "one"),
-            ("version of sn_compress", __version__),
         ]
         agree(
             said, total=partial(self._total, device), rank=self.rank, ranks=self.ranks,

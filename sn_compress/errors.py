@@ -12,6 +12,10 @@ Every message has four parts: what failed, what was got, what was expected, what
 class CompressError(ValueError):
     """A setting, tensor or call that cannot be carried out."""
 
+    # By it TensorFlow's AutoGraph knows that it may make the error anew, with its own trace in the
+    # message; of another constructor it makes an error of its own class.
+    __init__ = Exception.__init__
+
 
 class PayloadError(CompressError):
     """Bytes that are not a payload of this codec (damaged, truncated, foreign)."""

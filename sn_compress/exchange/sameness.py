@@ -69,9 +69,10 @@ class Sameness:
                 "they were not compared before: did all begin with the same, as broadcasting "
                 "the parameters of one rank makes them"
             )
-        return CompressError(
+        error: CompressError = CompressError(
             f"ranks have different parameters after step {at}, {since}; {told} (digests). {DO}."
         )
+        return error
 
 
 @cache

@@ -118,6 +118,7 @@ class _Gossiping:
             "steps": int(self._iterations.numpy()),  # type: ignore[attr-defined]
             "bytes_per_step": share * once,
             "averages": int(self._sn.averages.numpy()),
+            "average_bytes": int(self._sn.average_bytes.numpy()),
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -11,7 +11,9 @@ Over 300 lines: all that Keras users import is here, and a third of it is docstr
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -21,9 +23,20 @@ import numpy as np
 import tensorflow as tf
 
 from ..errors import CompressError
+from ..exchange.names import relative
+from .alike.tensorflow import (
+    agree_at_trace,
+    as_variables,
+    compared,
+    said_of_compression,
+    said_of_variables,
+)
 from .compression import FFTCompression
 from .tensorflow import Memory, refuse_xla
 from .tensorflow import memory_of as _memory_of_compression
+
+# Those that are alive, to be compared among ranks.
+_made: weakref.WeakSet[Averaging] = weakref.WeakSet()
 
 
 class Averaging:
@@ -44,6 +57,7 @@ class Averaging:
         self.scales = {"prescale_factor": 1 / predivide, "postscale_factor": predivide}
         self.groups, self.sparse_as_dense = groups, sparse_as_dense
         self.missing_as_zeros = missing_as_zeros
+        self.asked: set[str] = set()  # what ranks have agreed on
         self.variables: list[Any] = []  # those of the gradients that Keras is about to apply
         # Run one by one, eager collectives would never travel together.
         self._traced = tf.function(self._average, autograph=False)
@@ -87,7 +101,8 @@ class Averaging:
             "process_set": self.process_set,
             **self.scales,
         }
-        with tf.name_scope(scope):
+        self._agree(scope)
+        with tf.name_scope(scope), tf.control_dependencies([self._beside(gradients)]):
             if parts is None:
                 return [
                     hvd.allreduce(gradient, name=f"gradient_{place}", **how)
@@ -99,6 +114,54 @@ class Averaging:
                 for i, mean in zip(part, means, strict=True):
                     gradients[i] = mean
             return gradients
+
+    def _agree(self, scope: str) -> None:
+        """CompressError on every rank unless all have the same optimizers; while it traces.
+
+        By `scope`, the optimizer's name, Horovod finds what belongs together.
+        """
+        options = {
+            "op": self.op, "sparse_as_dense": self.sparse_as_dense,
+            "missing_as_zeros": self.missing_as_zeros, **self.scales,
+        }  # fmt: skip
+        groups = self.groups
+        if isinstance(groups, Sequence):
+            groups = str(relative([v.path for group in groups for v in group]))
+        said = [
+            ("number of optimizers", _number_of_optimizers(self.process_set)),
+            ("name of the optimizer", scope),
+            *said_of_compression(self.compression),
+            *((name, str(value)) for name, value in options.items()),
+            ("groups", str(groups)),
+            *said_of_variables(self.variables),
+        ]
+        agree_at_trace(self.asked, self.process_set, said, self._count)
+
+    def _count(self, nbytes: int) -> None:
+        if hasattr(self.compression, "settings"):
+            _memory_of_compression(self.compression).count_beside(nbytes)
+
+    def _beside(self, gradients: list[Any]) -> Any:
+        """A node that counts sparse gradients, and compares variables when it is time to."""
+        if not hasattr(self.compression, "settings"):
+            return tf.constant(0, tf.int64)
+        memory = _memory_of_compression(self.compression)
+        paths = [v.path for v in self.variables]
+        sparse = [i for i, each in enumerate(gradients) if isinstance(each, tf.IndexedSlices)]
+        parts = [part for i in sparse for part in (gradients[i].values, gradients[i].indices)]
+        sizes = [part.dtype.size for part in parts]
+
+        def begin(*counts: Any) -> Any:
+            nbytes = [int(count) * size for count, size in zip(counts, sizes, strict=True)]
+            for at, i in enumerate(sparse):
+                sent = nbytes[2 * at] + nbytes[2 * at + 1]
+                memory.count_sparse(paths[i], int(counts[2 * at]), sent)
+            return memory.sameness_of(self).step()
+
+        with tf.device("CPU"):
+            due = tf.numpy_function(begin, [tf.size(part) for part in parts], tf.bool)
+        variables = as_variables(self.variables)
+        return compared(due, variables, memory, self.process_set, lambda: memory.sameness_of(self))
 
     def keys(self, optimizer: Any) -> dict[str, tuple[Any, str]]:
         """Variables, and what their error memories are kept under, by path."""
@@ -285,10 +348,18 @@ def _become(optimizer: Any, gained: type, averaging: Averaging) -> Any:
     own = type(optimizer)
     # Keras saves an optimizer under the module and name of its class.
     same_name = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    _made.add(averaging)
     # Past Keras's own __setattr__, which would track what it is given.
     object.__setattr__(optimizer, "_sn", averaging)
     object.__setattr__(optimizer, "__class__", type(own.__name__, (gained, own), same_name))
     return optimizer
+
+
+def _number_of_optimizers(process_set: Any) -> str:
+    """Those that have not agreed yet; garbage is cleared away, as ranks do so at other times."""
+    gc.collect()
+    sets = [each.process_set.process_set_id for each in _made if not each.asked]
+    return str(sets.count(process_set.process_set_id))
 
 
 def memory_of(optimizer: Any) -> Memory:

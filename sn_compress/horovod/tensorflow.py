@@ -31,6 +31,13 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from ..errors import CompressError
 from ..exchange.gather import wire_bytes
 from ..settings import Settings
+from .alike.tensorflow import (
+    agree_at_trace,
+    as_variables,
+    compared,
+    said_of_compression,
+    said_of_variables,
+)
 from .traced import NO_VARIABLE, Traced
 from .tracing import Call, find_call
 
@@ -54,6 +61,7 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
     def synchronize(self, root_rank: int = 0, *, process_set: Any = hvd.global_process_set) -> None:
         """See FFTCompression.synchronize; called by all ranks of the set."""
         own = self.exchange()
+        self.begin_anew()
         state = hvd.broadcast_object(self.state_dict(), root_rank, process_set=process_set)
         residuals = {}
         for name, n in sorted(own.sizes(state).items()):
@@ -236,12 +244,24 @@ def compress(tensor: Any, settings: Settings, frame: FrameType) -> tuple[Any, An
         # Made dense from sparse, a gradient has lost its shape; its variable has not.
         tensor = tf.ensure_shape(tensor, call.sources[call.place].shape)
     memory = _memory(call.compression, settings)
+    said = [*said_of_compression(call.compression), ("op", str(call.op))]
+    if call.sources is not None and all(v is not None for v in call.sources):
+        said += said_of_variables(call.sources)
+    agree_at_trace(memory.asked, call.process_set, said, memory.count_beside)
     n = tensor.shape.num_elements()
     shared = settings.exchange == "shared"
     fits = tensor.dtype in _FLOATS and n is not None and not _unclear(call, shared)
     if not fits or not memory.takes(_label(call, tensor), n):
-        return _send_plain(tensor, call, memory)
+        return _send_plain(_after_slots(tensor, call, memory), call, memory)
     return _send(tensor, call, memory, shared)
+
+
+def _after_slots(tensor: Any, call: Call, memory: Memory) -> Any:
+    """A tensor that travels plain, behind what is done once in a step for all of a tape."""
+    if call.sources is None or tf.executing_eagerly():
+        return tensor
+    with tf.control_dependencies([_slots(tensor, call, memory)]):
+        return tf.identity(tensor)
 
 
 def _unclear(call: Call, shared: bool) -> bool:
@@ -283,9 +303,19 @@ def _send_plain(tensor: Any, call: Call, memory: Memory) -> tuple[Any, Any]:
     if tensor.dtype == tf.bfloat16:  # Horovod reduces no bfloat16
         wire, ctx = tf.cast(tensor, tf.float32), Cast(tensor.dtype)
     elements = tensor.shape.num_elements()
+    label, size = _label(call, tensor), wire.dtype.size
     if elements is not None:
-        memory.traffic.fixed(_label(call, tensor), elements, elements * wire.dtype.size)
-    return wire, ctx
+        memory.traffic.fixed(label, elements, elements * size)
+        return wire, ctx
+
+    def count(elements: Any) -> Any:
+        memory.count_plain(label, int(elements), int(elements) * size)
+        return np.int64(0)
+
+    with tf.device("CPU"):
+        counted = tf.numpy_function(count, [tf.size(wire)], tf.int64)
+    with tf.control_dependencies([counted]):
+        return tf.identity(wire), ctx
 
 
 def _send(tensor: Any, call: Call, memory: Memory, shared: bool) -> tuple[Any, Any]:
@@ -340,16 +370,41 @@ def _slots(tensor: Any, call: Call, memory: Memory) -> Any:
     key = memory, tuple(map(id, sources))
     if key not in known:
         handles = {i: v.handle for i, v in enumerate(sources) if isinstance(v, tf.Variable)}
+        places = [place for place, _ in call.sparse]
+        sizes = [part.dtype.size for _, each in call.sparse for part in _parts(each)]
 
         def find(*found: Any) -> Any:
             slots = np.full(len(sources), NO_VARIABLE, np.int64)
-            slots[list(handles)] = memory.slots(map(repr, found))
-            return slots
+            slots[list(handles)] = memory.slots(map(repr, found[: len(handles)]))
+            counts = [int(count) for count in found[len(handles) :]]
+            _count_sparse(memory, places, slots, counts, sizes)
+            latest[:] = [memory.sameness_of(slots.tobytes())]
+            return slots, latest[0].step()
 
+        latest: list[Any] = []
         with graph.as_default(), tf.device("CPU"):
-            known[key] = tf.py_function(find, list(handles.values()), tf.int64)
-            known[key].set_shape([len(sources)])
+            counts = [tf.size(part) for _, each in call.sparse for part in _parts(each)]
+            slots, due = tf.py_function(find, [*handles.values(), *counts], [tf.int64, tf.bool])
+            slots.set_shape([len(sources)])
+            variables = as_variables(sources)
+            known[key] = slots + compared(
+                due, variables, memory, call.process_set, lambda: latest[0]
+            )
     return known[key]
+
+
+def _parts(sparse: Any) -> tuple[Any, Any]:
+    return sparse.values, sparse.indices
+
+
+def _count_sparse(
+    memory: Memory, places: list[int], slots: Any, counts: list[int], sizes: list[int]
+) -> None:
+    """Count sparse gradients: their values and indices, by place, as many and as large as given."""
+    nbytes = [count * size for count, size in zip(counts, sizes, strict=True)]
+    for i, place in enumerate(places):
+        key = memory.key(f"{place}:sparse", int(slots[place])) or ""
+        memory.count_sparse(key, counts[2 * i], nbytes[2 * i] + nbytes[2 * i + 1])
 
 
 def _differentiable(tensor: Any, mean: Any, call: Call) -> Any:

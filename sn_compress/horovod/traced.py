@@ -23,6 +23,7 @@ from ..contract import Bytes, Floats
 from ..errors import CompressError, PayloadError
 from ..exchange.digits import Words
 from ..exchange.gather import mean_of_gathered, on_wire, wire_bytes
+from ..exchange.sameness import Sameness
 from ..exchange.session import SharedExchange
 from ..exchange.shared import Rounds
 from ..feedback import ErrorFeedback
@@ -77,12 +78,40 @@ class Traced:
             self._rounds: dict[str, Begun] = {}
             self._slot_of: dict[str, int] = {}
             self._keys: list[str] = []
+            self.asked: set[str] = set()  # what ranks have agreed on
+            self._sameness: dict[Any, Sameness] = {}
 
     def restart(self, residuals: Mapping[str, Floats]) -> None:
         """Begin anew, counts as well, with what was not sent of these; shapes may be others."""
         self.clear()
         self.traffic = Traffic()
         self.exchange().restart(residuals)
+
+    def sameness_of(self, what: Any) -> Sameness:
+        """When the parameters of one tape or optimizer are compared, which `what` stands for."""
+        with self._lock:
+            return self._sameness.setdefault(what, Sameness(self.settings.check_every))
+
+    def begin_anew(self) -> None:
+        """When ranks have come or gone, on all of them: count steps from here."""
+        with self._lock:
+            for sameness in self._sameness.values():
+                sameness.begin_anew()
+
+    def count_beside(self, nbytes: int) -> None:
+        """Count what is no gradient; see Traffic."""
+        with self._lock:
+            self.traffic.beside(nbytes)
+
+    def count_plain(self, name: str, elements: int, nbytes: int) -> None:
+        """Count a tensor whose size only the step knows."""
+        with self._lock:
+            self.traffic.plain(name, elements, nbytes)
+
+    def count_sparse(self, name: str, elements: int, nbytes: int) -> None:
+        """Count a sparse gradient."""
+        with self._lock:
+            self.traffic.sparse(name, elements, nbytes)
 
     def takes(self, name: str, elements: int) -> bool:
         """Whether a gradient is compressed; one that shrank goes on to be, small as it may be."""
@@ -180,6 +209,7 @@ class Traced:
             with self._lock:
                 energy, error = self.shared.lost(key)
                 self.traffic.shared(key, end.value.size, begun.sent, energy, error)
+                self._rounds.pop(key, None)
             return False, np.zeros(0, np.int32), _times(end.value, factor)
         begun.sent += words.nbytes
         return True, words, np.zeros(0, np.float32)

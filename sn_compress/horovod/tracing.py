@@ -31,6 +31,8 @@ class Call:
     name : the name given to hvd.allreduce, or None
     sources, place : the variables of a tape and the gradient's index among them; None for a
         plain hvd.allreduce, and place is None where one tensor is the gradient of several
+    sparse : of the tape's gradients those that are sparse, (place, tf.IndexedSlices), about which
+        `compress` is never asked
     op, process_set, scale : the operation, who takes part, pre- and postscale factors multiplied
     ignore_name_scope : what was said to hvd.allreduce
     """
@@ -43,6 +45,7 @@ class Call:
     process_set: Any
     scale: float
     ignore_name_scope: bool
+    sparse: Sequence[tuple[int, Any]] = ()
 
 
 def find_call(frame: FrameType | None, tensor: Any) -> Call:
@@ -55,7 +58,7 @@ def find_call(frame: FrameType | None, tensor: Any) -> Call:
                 "pieces. Use Compression.none or Compression.fp16 there."
             )
         if function in _REDUCE:
-            sources, place = _place(frames, tensor)
+            sources, place, sparse = _place(frames, tensor)
             return Call(
                 compression=local["compression"],
                 name=_name(function, local, tensor),
@@ -65,6 +68,7 @@ def find_call(frame: FrameType | None, tensor: Any) -> Call:
                 process_set=local["process_set"],
                 scale=local["prescale_factor"] * local["postscale_factor"],
                 ignore_name_scope=local["ignore_name_scope"],
+                sparse=sparse,
             )
     raise CompressError(
         "FFTCompression.compress was not called by Horovod 0.28.1; expected it as compression= "
@@ -90,12 +94,14 @@ def _name(function: str, local: dict[str, Any], tensor: Any) -> str | None:
 
 def _place(
     frames: Iterator[tuple[str, dict[str, Any]]], tensor: Any
-) -> tuple[Sequence[Any] | None, int | None]:
+) -> tuple[Sequence[Any] | None, int | None, Sequence[tuple[int, Any]]]:
     for function, local in frames:
         if function == "allreduce_grads":
-            place = _only(local["grads"], tensor)
-            return local["vars"] or [None] * len(local["grads"]), place
-    return None, None
+            grads = local["grads"]
+            place = _only(grads, tensor)
+            sparse = [(i, each) for i, each in enumerate(grads) if hasattr(each, "indices")]
+            return local["vars"] or [None] * len(grads), place, sparse
+    return None, None, ()
 
 
 def _only(tensors: Sequence[Any], tensor: Any) -> int | None:

@@ -9,6 +9,7 @@ import pytest
 from sn_compress.errors import CompressError
 from sn_compress.exchange import sameness
 from sn_compress.exchange.agreement import agree, alike, question, said_of
+from sn_compress.exchange.names import relative
 from sn_compress.exchange.sameness import Sameness, digest
 
 
@@ -175,3 +176,13 @@ def test_ranks_apart_say_since_when_and_what_to_do():
     for words in ("after step 400", "same after step 300", "b: 01 on rank 0, 0f on rank 2"):
         assert words in said[0], said[0]
     assert sameness.DO in said[0]
+
+
+def test_numbers_in_names_count_by_their_order():
+    first = relative(["dense/kernel", "dense_1/kernel", "dense_1/bias_3", "x_y"])
+    assert first == relative(["dense_4/kernel", "dense_7/kernel", "dense_7/bias_9", "x_y"])
+    assert first != relative(["dense_1/kernel", "dense/kernel", "dense/bias_3", "x_y"])
+    assert first != relative(["dense/kernel", "dense_1/kernel", "dense/bias_3", "x_y"])
+    assert first != relative(["dense/kernel", "dense_1/kernel", "dense_1/bias_3", "x_z"])
+    assert relative([]) == []
+    assert relative([""]) == ["#0"]

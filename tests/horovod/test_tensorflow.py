@@ -36,6 +36,13 @@ def test_edges(horovodrun):
     assert run.stdout.count(">:ok ") == 2 * cases, run.stdout
 
 
+def test_nothing_goes_wrong_in_silence(horovodrun):
+    source = (RANKS / "tensorflow_trust.py").read_text()
+    cases = source[source.index("CASES = [") :].partition("]")[0].count(",")
+    run = horovodrun(2, RANKS / "tensorflow_trust.py", timeout=280).check()
+    assert run.stdout.count(">:ok ") == 2 * cases, run.stdout
+
+
 @pytest.mark.parametrize("how", ["kill", "join"])
 def test_a_rank_that_is_gone_ends_the_run_with_an_error(horovodrun, how):
     """Never a silent wrong gradient, and soon: Horovod's Gloo waits 30 s for a peer."""

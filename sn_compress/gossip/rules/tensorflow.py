@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from ...contract import Codec
+from ...exchange.agreement import agree, plain
 from .. import sketch
 from ..differences import Differences, Shape
 from ..names import prefix
@@ -48,15 +49,39 @@ class Gossip:
         # Made where no trace is under way, and past Keras, which would save them.
         self.spread = tf.Variable(np.nan, dtype=tf.float64, trainable=False)
         self.averages = tf.Variable(0, dtype=tf.int64, trainable=False)
+        self.average_bytes = tf.Variable(0, dtype=tf.int64, trainable=False)
         self._prefix = prefix("gossip", process_set)
 
     def build(self, variables: Sequence[Any]) -> None:
-        """All ranks get the weights of rank 0."""
+        """All ranks get the weights of rank 0; CompressError unless they have the same settings."""
         if self.ranks > 1:
+            self._agree(variables)
             hvd.broadcast_variables([v.value for v in variables], 0, process_set=self.process_set)
         if self.codec is not None:
             self.copies = Differences([tuple(v.shape) for v in variables], self.codec)
             self.copies.restart(flattened(variables).numpy())
+
+    def _agree(self, variables: Sequence[Any]) -> None:
+        # A function from shapes to codecs shows an address at best: its codecs are of a size.
+        codec = self.codec if isinstance(self.codec, Codec) else self.codec is not None
+        names = ("topology", "average", "momentum", "overlap", "pull", "limit", "every")
+        said = [(f"setting {name}", plain(getattr(self, name))) for name in names]
+        tensors = [
+            (f"variable {place}", f"{tuple(v.shape)} {v.dtype}")
+            for place, v in enumerate(variables)
+        ]
+
+        def total(name: str, words: Any) -> Any:
+            sets = self.process_set
+            return hvd.allreduce(
+                tf.constant(words), op=hvd.Sum, name=name, process_set=sets
+            ).numpy()
+
+        agree(
+            [*said, ("setting codec", plain(codec)), *tensors], total=total, rank=self.rank,
+            ranks=self.ranks, name=f"{self._prefix}.agree",
+            do="Give all ranks the same model, and GossipOptimizer the same arguments.",
+        )  # fmt: skip
 
     # In the graph.
 
@@ -133,6 +158,8 @@ class Gossip:
         for variable, mean in zip(variables, means, strict=True):
             variable.assign(tf.cast(mean, variable.dtype))
         self.averages.assign_add(1)
+        size = sum(int(np.prod(value.shape)) * value.dtype.size for value in values)
+        self.average_bytes.assign_add(size)
         if self.copies is None:
             return tf.constant(0)
         return tf.numpy_function(self._restart, [flattened(weights)], tf.int32)

@@ -41,7 +41,7 @@ def agree_on_settings(sums: Sums, settings: Said, buckets: Iterable[Bucket]) -> 
     ]
     peers = sums.peers
     agree(
-        [*settings, *tensors, *coded, ("version of sn_compress", __version__)], total=sums,
+        [("version of sn_compress", __version__), *settings, *tensors, *coded], total=sums,
         rank=peers.rank, ranks=peers.ranks, name="agree",
         do="Give all ranks the same model, and GossipOptimizer the same arguments.",
     )  # fmt: skip

@@ -69,6 +69,8 @@ def _optimizers(process_set: Any) -> list[Any]:
         each
         for each in kinds
         if isinstance(getattr(getattr(each, "_compression", None), "settings", None), Settings)
+        # That of Adasum has none, and is refused at its own first gradient.
+        and hasattr(each, "process_set")
         and each.process_set.process_set_id == process_set.process_set_id
     ]
 
@@ -98,7 +100,7 @@ def _said_of_one(optimizer: Any) -> list[tuple[str, str]]:
         for place, p in enumerate(reduced)
     )
     options = ((option, plain(getattr(optimizer, option))) for option in _OPTIONS)
-    return [*tensors, *_said_of(optimizer._compression.settings), *options, ("groups", str(groups))]
+    return [*_said_of(optimizer._compression.settings), *options, ("groups", str(groups)), *tensors]
 
 
 def _said_of(settings: Settings) -> list[tuple[str, str]]:

@@ -120,6 +120,7 @@ def consensus():
     expected = reference(topology("dissemination", hvd.size())).mean(0)
     np.testing.assert_allclose(found[0], expected, rtol=0, atol=5e-6)
     assert optimizer.report()["averages"] == 1
+    assert optimizer.report()["average_bytes"] == 2 * 4 * found.shape[1], "weights and momenta"
 
 
 def limit():
@@ -160,6 +161,13 @@ def coded():
 
 
 def refused():
+    try:
+        fit(overlap=hvd.rank() == 0)
+    except CompressError as error:
+        said = "ranks have other settings or other tensors: setting overlap: True on rank 0, False"
+        assert str(error).startswith(said), error  # noqa: PT017
+    else:
+        raise AssertionError("ranks with other settings were to be told so")
     with pytest.raises(CompressError, match="does not scale the loss"):
         GossipOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()))
     model = model_of()
