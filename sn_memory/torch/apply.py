@@ -180,9 +180,9 @@ def plan(
     compiler
         With `compile`: `inductor`, or `eager`, which runs the planned graphs call by call.
     overlap
-        With `graph`: hand each gradient to its parameter when it is ready, so that DDP or Horovod
-        exchanges it beside the rest of the backward pass, and make none later than torch does.
-        Then `torch.autograd.grad` does not see the parameters. The other back ends always do.
+        With `graph`: make no gradient of a parameter later than torch does, so that DDP or Horovod
+        exchanges each as early. Otherwise those larger than what they are made of come last, which
+        holds least. Each is handed over as soon as it is made either way.
     workspaces
         With `graph`: let the plan choose how each convolution runs, by the workspace it has room
         for, as in `trace`. Other algorithms round otherwise, so bits may differ.
@@ -265,7 +265,7 @@ def plan(
             layouts=layouts,
         )
         made = make(traced.graph)
-        return Replay(as_planned(traced, made), made, overlap=overlap)
+        return Replay(as_planned(traced, made), made)
 
     def by_graph() -> Step:
         unseen = changeable(args, kwargs)

@@ -33,11 +33,10 @@ class Memory:
         State of the random number generator before a call that will run again, per call.
     arena
         Where storages on the host lie; None where the plan moves none.
-    receive
-        What takes gradients as they become ready, given their numbers and a list of them, which
-        it empties; None where they are returned in the end.
     layouts
         Where a trial notes results that are laid out otherwise than traced; None raises instead.
+    begun
+        Whether a backward pass has begun to use it up.
 
     Notes
     -----
@@ -50,13 +49,8 @@ class Memory:
         self.held: list[torch.Tensor | None] = [None] * storages
         self.chance: dict[int, torch.Tensor] = {}
         self.arena, self._arenas = arena, arenas
-        self.receive: Callable[[list[int], list[torch.Tensor]], None] | None = None
         self.layouts: Layouts | None = None
-
-    @property
-    def spent(self) -> bool:
-        """Whether its backward pass has run."""
-        return not self.held
+        self.begun = False
 
     def clear(self) -> None:
         """Let go of everything."""
@@ -64,7 +58,7 @@ class Memory:
         if arena is not None:
             arena.settle()
             self._arenas.append(arena)
-        self.held, self.chance, self.receive = [], {}, None
+        self.held, self.chance = [], {}
 
     def __del__(self) -> None:
         self.clear()
@@ -120,26 +114,6 @@ def await_storage(trip: int) -> Instruction:
         memory.arena.arrived(trip)
 
     return arrived
-
-
-def hand_over(ready: Sequence[tuple[int, View, View]]) -> Instruction:
-    """Return the instruction that hands gradients over that nothing uses any more.
-
-    ready : number of the gradient, its View, and the form its storage is held in
-    """
-    places = [place for place, _, _ in ready]
-    takes = [take(view, form) for _, view, form in ready]
-    storages = [view.storage for _, view, _ in ready]
-
-    def hand(memory: Memory) -> None:
-        if memory.receive is None:
-            return
-        box = [take(memory.held) for take in takes]
-        for storage in storages:
-            memory.held[storage] = None
-        memory.receive(places, box)
-
-    return hand
 
 
 def run_call(
@@ -212,9 +186,9 @@ def _as_traced(
         f"{tensor.dtype}"
     )
     raise ReplayError(
-        f"{call.target} returned {got}; traced were {view.size}, {view.stride} and {view.dtype}. Its "
-        "rule for fake tensors is wrong. Plan with a real sample and a trial, which sees what the "
-        "kernel does."
+        f"{call.target} returned {got}; traced were {view.size}, {view.stride} and {view.dtype}. "
+        "Its rule for fake tensors is wrong. Plan with a real sample and a trial, which sees what "
+        "the kernel does."
     )
 
 

@@ -24,7 +24,6 @@ from .instructions import (
     Memory,
     await_storage,
     free_storage,
-    hand_over,
     leave_device,
     offload_storage,
     prefetch_storage,
@@ -33,11 +32,33 @@ from .instructions import (
 )
 from .neutral import LOSS, Named, main_device
 from .offload import HostArena, Trip, needless
+from .rearrange import place_of_shape
 from .recorder import Call, View, form_of
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of the backward pass that ends where gradients of parameters are ready.
+
+    Parameters
+    ----------
+    instructions
+        In order.
+    ready
+        Numbers of those gradients, what takes them, and the storages they are then gone from.
+    """
+
+    instructions: list[Instruction]
+    ready: list[int]
+    takes: list[Callable[[list[Any]], torch.Tensor]]
+    storages: list[int]
 
 
 class Program:
     """The instructions of a plan, before and after the loss.
+
+    Those after it come in sections. A gradient of a parameter is ready when no later step reads or
+    changes it or the parameter: whoever is given it may change both.
 
     Parameters
     ----------
@@ -63,6 +84,8 @@ class Program:
         self.gradients = [
             None if view is None else self.taken(view) for _, view in captured.gradients
         ]
+        # How many of them are of parameters.
+        self.leaves = writer.leaves
         self.journeys = writer.journeys
         self._trips = {
             at: trip for at, trip in enumerate(writer.journeys.trips) if at in writer.made
@@ -109,13 +132,11 @@ class _Writer:
         self.made = set(range(len(self.journeys.trips))) - needless(
             self.journeys.trips, _live_bytes(named, plan), plan.peak_bytes
         )
-        # Parameters come first among the gradients; the rest are of inputs.
-        self.parameter_gradients = [
-            (place, view)
-            for place, (name, view) in enumerate(captured.gradients)
-            if view is not None and not name.startswith("input ")
-        ]
-        self.last = self.last_steps()
+        # Parameters come first among the gradients, by the same names; the rest are of inputs.
+        names = {name for name, _ in captured.gradients}
+        self.trained = {name: it.storage for name, it in captured.parameters if name in names}
+        self.leaves = len(self.trained)
+        self.ready_at = self.ready()
         # Storages on the host, and those on their way back, with the trip that brings them.
         self.away: set[int] = set()
         self.arriving: dict[int, int] = {}
@@ -128,58 +149,59 @@ class _Writer:
         for number, tensor in captured.recording.constants.items():
             self.forms[number] = form_of(tensor, number)
 
-    def instructions(self) -> tuple[list[Instruction], list[Instruction]]:
+    def instructions(self) -> tuple[list[Instruction], list[Section]]:
         before: list[Instruction] = []
-        after: list[Instruction] = []
+        current = before
+        sections: list[Section] = []
         outside = {view.storage for view in self.captured.outputs if isinstance(view, View)}
         outside |= {view.storage for view in self.captured.tangents}
         changeable = outside | set(self.captured.recording.given)
-        current = before
         for at, (action, target, way) in enumerate(self.plan.steps):
             if action == "run" and target == LOSS:
-                current = after
+                current = []
                 self.held |= {view.storage for view in self.captured.tangents}
                 continue
             if action == "run":
                 call = self.calls[self.named.call_of[target]]
-                if current is after:
+                if current is not before:
                     self.read_later |= {*call.reads, *call.writes} & changeable
                 current += self.arrivals({*call.reads, *call.writes})
                 current.append(self.run(target, call, way))
-                if current is after:
-                    current += self.ready(at)
-                continue
-            storage = self.named.storage_of[target]
-            if storage in outside or action in ("compress", "decompress"):
-                raise ReplayError(
-                    f"the plan would {action} {target!r}, which this back end cannot do: outputs "
-                    "and their gradients belong to the caller, and nothing is compressed here. "
-                    "Plan with the actions keep and recompute."
-                )
-            current += self.move(at, action, storage)
-            if current is after:
-                current += self.ready(at)
-        after += self.arrivals(set(self.arriving))
-        # Those that no step of the backward pass touches: of views of what is given.
-        after += self.ready(-1)
-        return before, after
+            else:
+                storage = self.named.storage_of[target]
+                if storage in outside or action in ("compress", "decompress"):
+                    raise ReplayError(
+                        f"the plan would {action} {target!r}, which this back end cannot do: "
+                        "outputs and their gradients belong to the caller, and nothing is "
+                        "compressed here. Plan with the actions keep and recompute."
+                    )
+                current += self.move(at, action, storage)
+            if current is not before and self.ready_at.get(at):
+                sections.append(self.section(current, self.ready_at[at]))
+                current = []
+        current += self.arrivals(set(self.arriving))
+        # Gradients that no step of the backward pass touches: views of what is given.
+        rest = self.ready_at.get(-1, [])
+        if rest or not sections:
+            sections.append(self.section(current, rest))
+        else:
+            sections[-1].instructions.extend(current)
+        return before, sections
 
-    def ready(self, at: int) -> list[Instruction]:
-        """Hand over the gradients whose last step this was."""
-        items = [
-            (place, view, self.forms[view.storage])
-            for place, view in self.parameter_gradients
-            if self.last.get(view.storage, -1) == at
-        ]
-        return (
-            [*self.arrivals({view.storage for _, view, _ in items}), hand_over(items)]
-            if items
-            else []
+    def section(self, current: list[Instruction], ready: list[tuple[int, View]]) -> Section:
+        """Return the section that ends with these gradients."""
+        current += self.arrivals({view.storage for _, view in ready})
+        return Section(
+            current,
+            [place for place, _ in ready],
+            [take(view, self.forms[view.storage]) for _, view in ready],
+            [view.storage for _, view in ready],
         )
 
-    def last_steps(self) -> dict[int, int]:
-        """Per storage, the last step of the backward pass that touches it."""
+    def ready(self) -> dict[int, list[tuple[int, View]]]:
+        """Per step, the gradients of parameters that no later one needs; -1 where none does."""
         last: dict[int, int] = {}
+        read: dict[int, int] = {}
         loss = self.plan.steps.index(("run", LOSS, 0))
         for at, (action, target, _) in enumerate(self.plan.steps):
             if at <= loss:
@@ -187,9 +209,20 @@ class _Writer:
             if action == "run":
                 call = self.calls[self.named.call_of[target]]
                 last |= dict.fromkeys((*call.reads, *call.makes, *call.writes), at)
+                shape = place_of_shape(call)
+                read |= {
+                    arg.storage: at
+                    for place, arg in enumerate(call.flat)
+                    if isinstance(arg, View) and place != shape
+                }
             else:
                 last[self.named.storage_of[target]] = at
-        return last
+        found: dict[int, list[tuple[int, View]]] = {}
+        for place, (name, view) in enumerate(self.captured.gradients):
+            if view is not None and name in self.trained:
+                at = max(last.get(view.storage, -1), read.get(self.trained[name], -1))
+                found.setdefault(at, []).append((place, view))
+        return found
 
     def arrivals(self, storages: set[int]) -> list[Instruction]:
         """Wait for those of these storages that are on their way back."""

@@ -97,7 +97,7 @@ def spared(captured: Captured) -> Captured:
     live: set[int] = set()
     calls = []
     for at, call in enumerate(recording.calls):
-        place = _place_of_shape(call)
+        place = place_of_shape(call)
         if place is not None and recording.device[call.flat[place].storage].type in _DEVICES:
             others = [
                 *(it.storage for i, it in enumerate(call.flat) if i != place and _is_view(it)),
@@ -132,7 +132,7 @@ def _asked(call: Call, args: Any, kwargs: Any, mask: list[bool]) -> Call:
     return replace(call, flat=tuple(flat), spec=spec, outputs=outputs, makes=makes)
 
 
-def _place_of_shape(call: Call) -> int | None:
+def place_of_shape(call: Call) -> int | None:
     """Place among the flat arguments of the tensor whose shape alone is read; None for none."""
     place = _SHAPE_ONLY.get(call.target)
     if place is None or not _is_view(call.flat[place]):

@@ -1,14 +1,15 @@
-"""One autograd node for the whole model: its forward and its backward are a plan's instructions.
+"""The whole model to autograd: its forward and its backward are a plan's instructions.
 
-Its inputs are the parameters themselves, so their gradients are accumulated, and hooks on them
-(DistributedDataParallel, Horovod) fire, as ever; all of them when the node has ended. With
-`overlap` each gradient is handed to its parameter when no later step needs it, so that its exchange
-runs beside the rest of the backward pass; the node then hangs on an anchor, not on the parameters.
+Or rather a chain of nodes, one for each section of the backward pass, that ends where gradients are
+ready. The inputs of a node are the parameters whose gradients it makes, and a token, by which the
+next section follows. So gradients are accumulated as they are made, one at a time, as torch does
+it, hooks on parameters (DistributedDataParallel, Horovod) fire meanwhile, and `torch.autograd.grad`
+sees the parameters. One node for all would hold all gradients beside those of earlier steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,12 +35,10 @@ class Replay:
         The traced step.
     plan
         A plan of its graph.
-    overlap
-        Hand gradients over as they become ready.
     """
 
-    def __init__(self, trace: Trace, plan: Plan, *, overlap: bool = False) -> None:
-        self.trace, self.plan, self.overlap = trace, plan, overlap
+    def __init__(self, trace: Trace, plan: Plan) -> None:
+        self.trace, self.plan = trace, plan
         self.captured = captured = trace.captured
         self.program = Program(trace.named, captured, plan)
         self.device = main_device(captured)
@@ -77,15 +76,44 @@ class Replay:
         leaves = {id(it): it for it in parameters if it.requires_grad}
         others = {id(it): it for it in tensors if it.requires_grad and id(it) not in leaves}
         wanted = [*leaves.values(), *others.values()]
-        early: list[torch.Tensor] = []
-        if self.overlap:
-            early = list(leaves.values())
-            wanted = [torch.empty(0, requires_grad=True), *others.values()]
-        results = iter(_Planned.apply(self, given, early, *wanted))
+        memory = self.start(given)
+        sections = self.program.backward
+        follow = list(others.values())
+        for at in range(len(sections) - 1, 0, -1):
+            ready = [wanted[place] for place in sections[at].ready]
+            follow = [_Section.apply(self, memory, at, *ready, *follow)]
+        ready = [wanted[place] for place in sections[0].ready]
+        results = iter(_Planned.apply(self, memory, *ready, *follow))
         flat = [next(results) if isinstance(out, View) else out for out in self.captured.outputs]
         # Of the joint graph of torch.compile alone there is no form, and it is not replayed.
         assert self.captured.output_form is not None
         return self.captured.output_form.filled(flat)
+
+    def section(self, memory: Memory, at: int) -> list[torch.Tensor | None]:
+        """Run a section of the backward pass; return its gradients, with the last those of inputs.
+
+        With any other, the last item is the token's.
+        """
+        section = self.program.backward[at]
+        try:
+            with _as_recorded(self.device):
+                for instruction in section.instructions:
+                    instruction(memory)
+                gradients: list[torch.Tensor | None] = [take(memory.held) for take in section.takes]
+                # Nobody else holds them, so they become `.grad` and are not copied.
+                for storage in section.storages:
+                    memory.held[storage] = None
+                if at < len(self.program.backward) - 1:
+                    return [*gradients, torch.empty(0, device=self.device)]
+                gradients += [
+                    None if take is None else take(memory.held)
+                    for take in self.program.gradients[self.program.leaves :]
+                ]
+        except BaseException:
+            memory.clear()
+            raise
+        memory.clear()
+        return gradients
 
     def start(self, given: Sequence[torch.Tensor]) -> Memory:
         """Return memory with what is given in its place."""
@@ -108,11 +136,10 @@ class Replay:
 
 
 class _Planned(torch.autograd.Function):
+    """The forward pass, and the first section of the backward pass."""
+
     @staticmethod
-    def forward(
-        ctx: Any, replay: Replay, given: Any, early: list[torch.Tensor], *wanted: torch.Tensor
-    ) -> Any:
-        memory = replay.start(given)
+    def forward(ctx: Any, replay: Replay, memory: Memory, *wanted: torch.Tensor) -> Any:
         try:
             with _as_recorded(replay.device):
                 for instruction in replay.program.forward:
@@ -128,15 +155,15 @@ class _Planned(torch.autograd.Function):
         )
         # Zeros that autograd made for outputs without a gradient would be in no plan.
         ctx.set_materialize_grads(False)
-        ctx.replay, ctx.memory, ctx.early = replay, memory, early
+        ctx.replay, ctx.memory = replay, memory
         ctx.versions = _versions(replay.program, memory)
         return results
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *incoming: torch.Tensor | None) -> Any:
-        replay, memory, early = ctx.replay, ctx.memory, ctx.early
-        if memory.spent:
+        replay, memory = ctx.replay, ctx.memory
+        if memory.begun:
             raise ReplayError(
                 "backward runs a second time through a planned model, whose storages are gone. Run "
                 "the model again, or sum the losses and call backward once."
@@ -153,47 +180,30 @@ class _Planned(torch.autograd.Function):
                 "with other types than outside; its plan was made for backward outside, as torch "
                 "advises. Call backward after the `with torch.autocast` block."
             )
+        memory.begun = True
         arrived = [it for it, again in zip(incoming, replay.differentiable, strict=True) if again]
         del incoming
-        if early:
-            memory.receive = _receiver(early)
-        try:
-            with _as_recorded(replay.device):
-                for view in captured.tangents:
-                    memory.held[view.storage] = _as_planned(view, arrived.pop(0), replay.device)
-                for instruction in replay.program.backward:
-                    instruction(memory)
-                gradients = [
-                    None if take is None else take(memory.held)
-                    for take in replay.program.gradients[len(early) :]
-                ]
-        finally:
-            memory.clear()
-        anchor = (None,) if early else ()
-        return None, None, None, *anchor, *gradients
+        with _as_recorded(replay.device):
+            for view in captured.tangents:
+                memory.held[view.storage] = _as_planned(view, arrived.pop(0), replay.device)
+        del arrived
+        return None, None, *replay.section(memory, 0)
 
 
-class _Deliver(torch.autograd.Function):
-    """A node whose backward pass gives gradients to their leaves, hooks and all."""
+class _Section(torch.autograd.Function):
+    """A later section of the backward pass; forward, only a token for the one before."""
 
     @staticmethod
-    def forward(ctx: Any, box: list[torch.Tensor], *leaves: torch.Tensor) -> torch.Tensor:
-        ctx.box = box
-        return torch.zeros(())
+    def forward(
+        ctx: Any, replay: Replay, memory: Memory, at: int, *wanted: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.replay, ctx.memory, ctx.at = replay, memory, at
+        return torch.empty(0, device=replay.device)
 
     @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> Any:
-        # Nobody else holds them, so they become `.grad` and are not copied.
-        return None, *(ctx.box.pop(0) for _ in range(len(ctx.box)))
-
-
-def _receiver(leaves: list[torch.Tensor]) -> Callable[[list[int], list[torch.Tensor]], None]:
-    def receive(places: list[int], box: list[torch.Tensor]) -> None:
-        with torch.enable_grad():
-            token = _Deliver.apply(box, *(leaves[it] for it in places))
-        torch.autograd.backward(token)
-
-    return receive
+    @once_differentiable
+    def backward(ctx: Any, token: torch.Tensor) -> Any:
+        return None, None, None, *ctx.replay.section(ctx.memory, ctx.at)
 
 
 def _versions(program: Program, memory: Memory) -> list[int]:

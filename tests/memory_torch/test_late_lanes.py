@@ -170,20 +170,21 @@ def test_a_step_that_ends_early_leaves_no_copy_behind(lanes, where):
     replay = Replay(traced, replace(random_moves(traced, base, 3, share=1.0), peak_bytes=0))
     mine, plain = copy.deepcopy(model), copy.deepcopy(model)
     expected = run(plain, plain, sample)
-    forward = functools.partial(replay.run, mine)
-    instructions = getattr(replay.program, where, [None])
-    for place in range(0, len(instructions) + 1, 7):
-        if where == "between":
-            forward((sample,), {})
-        else:
-            instructions.insert(place, boom)
-            with pytest.raises(HookError):
-                run(lambda x: forward((x,), {}), mine, sample)
-            instructions.pop(place)
-        assert not made[0].faults, place
-        assert not made[0].under_way(), place
-        got = run(lambda x: forward((x,), {}), mine, sample)
-        assert same(got.results, expected.results), place
+    parts = {"forward": [replay.program.forward], "between": [[]]}
+    parts["backward"] = [it.instructions for it in replay.program.backward]
+    for part in parts[where]:
+        for place in range(0, len(part) + 1, 4):
+            if where == "between":
+                replay.run(mine, (sample,), {})
+            else:
+                part.insert(place, boom)
+                with pytest.raises(HookError):
+                    run(lambda x: replay.run(mine, (x,), {}), mine, sample)
+                part.pop(place)
+            assert not made[0].faults, place
+            assert not made[0].under_way(), place
+            got = run(lambda x: replay.run(mine, (x,), {}), mine, sample)
+            assert same(got.results, expected.results), place
     # The block is used again: none was made beside it.
     assert len(made) == len(replay.program.arenas) == 1
 
