@@ -121,11 +121,12 @@ def _quiet() -> np.errstate:
 
 
 def checksum(words: Words) -> int:
-    """Sum of (2i + 1) * word_i, the checksum's own word left out, modulo a prime.
+    """Sum of factor_i * word_i, the checksum's own word left out, modulo a prime.
 
-    Linear in the words; a prime, so that no change of a single bit goes unseen.
+    Linear in the words; a prime, and no factor a multiple of it, so that no change of a single bit
+    goes unseen, wherever it is. Factors count up from 1 and begin again below the prime.
     """
-    factors = np.arange(1, 2 * words.size, 2, dtype=np.int64) % PRIME
+    factors = 1 + np.arange(words.size, dtype=np.int64) % (PRIME - 1)
     factors[1] = 0
     return int((words.astype(np.int64) % PRIME * factors % PRIME).sum() % PRIME)
 

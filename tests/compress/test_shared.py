@@ -12,7 +12,7 @@ from sn_compress.exchange.allocate import Curve, allocate, summable, words_of
 from sn_compress.exchange.digits import MAX_RANKS, Digits
 from sn_compress.exchange.factors import Factors
 from sn_compress.exchange.session import SharedExchange
-from sn_compress.exchange.shared import Halved
+from sn_compress.exchange.shared import PRIME, Halved, checksum
 from sn_compress.exchange.support import Support
 
 SHAPE = (24, 5, 3)
@@ -467,3 +467,11 @@ def test_a_damaged_sum_is_an_error_and_changes_nothing(kind, round_):
         assert (after["memory"] == before["memory"]).all()
         for name, value in before["shared"].items():
             assert (after["shared"][name] == value).all()
+
+
+@pytest.mark.parametrize("where", [0, 2, PRIME // 2, PRIME - 1, PRIME, 2 * PRIME], ids=str)
+@pytest.mark.parametrize("bit", [0, 20, 31])
+def test_no_word_is_out_of_the_checksum(where, bit):
+    words = np.zeros(2 * PRIME + 1, np.int32)
+    words.view(np.uint32)[where] ^= np.uint32(1 << bit)
+    assert checksum(words)
