@@ -102,7 +102,8 @@ def _open(memory: Memory, caller: Caller) -> None:
     else:
         new = agree_on_optimizers(memory, sets, lambda each: _memory_of(each).agreed != ranks)
         for own in map(_memory_of, new):
-            own.begin_anew()
+            if own.agreed is not None:  # ranks have come or gone, and nobody said so
+                own.begin_anew()
             own.agreed = ranks
 
 

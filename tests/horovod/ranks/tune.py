@@ -77,7 +77,7 @@ def train(way, trial_s):
         memory.tuner = tuning.Tuner(
             way.settings,
             ranks=hvd.size(),
-            total=partial(rim._total, hvd.global_process_set),
+            total=partial(rim.total, memory, hvd.global_process_set),
             methods=(way.settings.exchange,),
             rates=FREE,
             clock=clock,
