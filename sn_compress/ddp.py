@@ -102,6 +102,7 @@ class FFTState:
         **settings: Any,
     ) -> None:
         self.settings = Settings().changed(mode=mode, **settings)
+        self.asked_for_shared = settings.get("exchange") == "shared"
         self.settings.refuse_torch_only("torch's DistributedDataParallel")
         if "wait_s" in settings:
             raise CompressError(
@@ -589,7 +590,16 @@ def hsdp_hook(state: FFTState, name: str) -> Callable[[torch.Tensor], None]:
 
     The module is sharded over one dimension of the mesh; `state` has the process group of the
     other one, the replicas. All the module's shards are one vector with one memory, under `name`.
+
+    Raises CompressError for a state of the shared exchange that was not asked for by name: a vector
+    has no low rank, and would travel in 16 bits whatever ratio is set.
     """
+    if state.settings.exchange == "shared" and not state.asked_for_shared:
+        raise CompressError(
+            "hsdp_hook of a state with the shared exchange, which is the default: shards are one "
+            f"vector and would travel in 16 bits, a ratio of 2 and not {state.settings.ratio:g}. "
+            'Make FFTState(..., exchange="gather"), or say exchange="shared" if 16 bits will do.'
+        )
 
     @torch.no_grad()
     def average(shards: torch.Tensor) -> None:

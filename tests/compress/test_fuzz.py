@@ -1,10 +1,12 @@
 """Damaged payloads in numbers: SN_FUZZ=100000 pytest tests/compress/test_fuzz.py for more."""
 
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,23 @@ def test_damaged_payloads_are_refused_or_decode_to_the_promised_size(backend):
     for phrase in REFUSALS[:9]:
         assert seen[phrase], phrase
     assert seen["damaged"] + seen["range ends"] + seen["marks"] + seen["ascend"] > COUNT / 20
+
+
+def test_every_codec_in_short():
+    """fuzz/payloads.py: with right checksums, and with those that are left wrong."""
+    folder = ROOT / "fuzz"
+    sys.path.insert(0, str(folder))
+    try:
+        spec = importlib.util.spec_from_file_location("fuzz_payloads", folder / "payloads.py")
+        payloads = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(payloads)
+    finally:
+        sys.path.remove(str(folder))
+    seen = Counter(payloads.sealed(seed) for seed in range(COUNT // 2))
+    assert seen["PayloadError"] > COUNT / 4
+    assert seen["decoded"] > COUNT / 40
+    seen = Counter(payloads.unsealed(seed) for seed in range(COUNT // 2))
+    assert seen["PayloadError"] > COUNT / 4
 
 
 def library(name: str) -> str:

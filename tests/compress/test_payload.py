@@ -246,3 +246,29 @@ def test_the_documented_decoder_reads_every_kind_of_payload(codec, n):
             # And 1e-14 for the plain transform's own sum in float64.
             slack += 1e-14 * np.linalg.norm(whole)
             assert np.linalg.norm(whole[:elements] - part) <= slack
+
+
+@pytest.mark.parametrize("settings", [{"block": None}, {"block": 1 << 20}], ids=str)
+def test_a_few_bytes_do_not_ask_for_gigabytes(settings):
+    """With theta near one, 2**32 elements have a payload that is small and right in all else."""
+    codec = FFTCodec(theta=1 - 2.0**-32, **settings)
+    sound = codec.encode(random(1000))
+    n = 2**32 if settings["block"] is None else 2**27
+    data = bytearray(codec.payload_bytes(n))
+    data[:32] = sound.to_bytes()[:32]
+    data[4:12] = struct.pack("<Q", n)
+    reseal(data)
+    tracemalloc.start()
+    for expected in (None, 1000):
+        with pytest.raises(PayloadError, match=f"header claims {n} elements"):
+            codec.decode(Payload.from_bytes(bytes(data), n=expected))
+    with pytest.raises(PayloadError, match="expected 1000"):
+        codec.decode(Payload.from_bytes(bytes(data), n=n), n=1000)
+    with pytest.raises(PayloadError, match="rank 0: header claims"):
+        mean_of_gathered(FFTCodec(theta=0.0), np.frombuffer(
+            bytes(resealed(FFTCodec(theta=0.0).encode(random(1000)).to_bytes(), 4,
+                           struct.pack("<Q", n))), np.uint8), 1, 1000)  # fmt: skip
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < len(data) * 4 + (1 << 20)
+    assert codec.decode(Payload.from_bytes(sound.to_bytes(), n=1000), n=1000).size == 1000
