@@ -102,7 +102,7 @@ class MissingExtra(ImportError):  # noqa: N818 - it is the extra that is missing
 
 
 class PlanWarning(UserWarning):
-    """A planned model ran without its plan."""
+    """A planned model ran without its plan, or what a plan or an estimate says is not all."""
 
 
 class AccuracyWarning(UserWarning):

@@ -64,7 +64,7 @@ def plan(
     backend
         `graph` runs the traced ops one by one as planned. `layers` runs chosen layers again in the
         backward pass; it takes any model and a real sample, on which it measures. `auto` is
-        `graph`, and `layers` with a warning for a model that cannot be traced.
+        `graph`, and `layers` with a warning where tracing or the trial fails.
     profile, device
         As in `trace`.
     optimizer
@@ -85,6 +85,9 @@ def plan(
 
     Notes
     -----
+    The planned step is put together here and, with a real sample, run once beside the plain one
+    (trial.py); the model is left as it was.
+
     Compile the returned model with `jit_compile=False`, or leave Keras' default: "auto" is taken as
     False here. Called eagerly, outside of any tf.function, the model runs plainly and warns: eager
     TensorFlow holds all arguments of what it calls.
