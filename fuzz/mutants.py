@@ -85,7 +85,7 @@ def damaged_json(rng: np.random.Generator, text: str) -> str:
         elif kind == 4 and isinstance(container, list):
             other = int(rng.integers(len(container)))
             container[key], container[other] = container[other], container[key]
-        elif kind == 5 and isinstance(container[key], int | float):
+        elif kind == 5 and isinstance(container[key], int | float) and abs(container[key]) < 1e300:
             container[key] = container[key] * pick(rng, (0, 2, 0.5, -1, 10**6, 1.0000001))
         else:
             number = container[key]
