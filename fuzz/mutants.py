@@ -73,7 +73,8 @@ def damaged_json(rng: np.random.Generator, text: str) -> str:
         container, key = pick(rng, spots)
         kind = rng.integers(7)
         if kind == 0:
-            container[key] = pick(rng, VALUES)
+            # A copy: what is put in is changed by the next damage.
+            container[key] = copy.deepcopy(pick(rng, VALUES))
         elif kind == 1:
             del container[key]
         elif kind == 2:
@@ -84,12 +85,14 @@ def damaged_json(rng: np.random.Generator, text: str) -> str:
         elif kind == 4 and isinstance(container, list):
             other = int(rng.integers(len(container)))
             container[key], container[other] = container[other], container[key]
-        elif kind == 5 and isinstance(container[key], int | float):
+        elif kind == 5 and isinstance(container[key], int | float) and abs(container[key]) < 1e300:
             container[key] = container[key] * pick(rng, (0, 2, 0.5, -1, 10**6, 1.0000001))
         else:
             number = container[key]
             if isinstance(number, int) and not isinstance(number, bool):
                 container[key] = number + pick(rng, (-1, 1, 2))
             elif isinstance(container, dict):
-                container[pick(rng, ("x", "name", "bytes", "keep", "seconds"))] = pick(rng, VALUES)
+                container[pick(rng, ("x", "name", "bytes", "keep", "seconds"))] = copy.deepcopy(
+                    pick(rng, VALUES)
+                )
     return json.dumps(data)

@@ -80,8 +80,7 @@ def graphs(seed: int) -> str:
         return "no brace"
     try:
         made = Graph.from_json(mutant)
-    except GraphError as error:
-        assert len(str(error)) < 2000
+    except GraphError:
         return "GraphError"
     assert Graph.from_json(made.to_json()) == made
     assert sum(made.arrays.bytes.tolist()) < 2**62
@@ -140,8 +139,7 @@ def mutants(seed: int) -> str:
         return "no brace"
     try:
         plan = Plan.from_json(mutant)
-    except PlanError as error:
-        assert len(str(error)) < 2000
+    except PlanError:
         return "PlanError, reading"
     if seed % 5 > 2:
         # So that not all fail by what they predict.

@@ -10,13 +10,14 @@ processes, so that a crash or a hang is one more fault, with its seed, and the r
     python fuzz/planner.py --full                  as many as each target asks for
     python fuzz/runner.py --minutes 10             all scripts, an equal part of the time each
 
-A hang is a case of more than its limit in seconds of the processor, or of ten times that on the
-clock: a busy machine is no fault. The exit code is 1 if there was any fault.
+A hang is a case of more than its limit in seconds of the processor, or one that is asleep after ten
+times that on the clock: a busy machine is no fault. The exit code is 1 if there was any fault.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -96,6 +97,12 @@ def _work(target: Target, seeds: range, bad: frozenset[int], pipe: Any, now: Any
     pipe.send((len(seeds), part))
 
 
+def _quietly(*arguments: Any) -> None:
+    """Work until done, or until whoever started this process has gone."""
+    with contextlib.suppress(BrokenPipeError):
+        _work(*arguments)
+
+
 class _Worker:
     """One process with its share of the seeds; started again behind each seed that ended it."""
 
@@ -111,7 +118,7 @@ class _Worker:
         self.now = self.context.RawArray("d", 3)
         left = self.seeds[self.done :]
         arguments = (self.target, left, frozenset(self.bad), theirs, self.now)
-        self.process = self.context.Process(target=_work, args=arguments, daemon=True)
+        self.process = self.context.Process(target=_quietly, args=arguments, daemon=True)
         self.offset = self.done
         self.process.start()
         theirs.close()
@@ -150,9 +157,10 @@ class _Worker:
         wall = time.monotonic() - began
         if not began or wall < self.target.limit_s or not self.process.is_alive():
             return False
-        worked = _cpu_seconds(self.process.pid) - used
+        state, worked = _state(self.process.pid)
         same = self.now[0] == seed and self.now[1] == began
-        return same and (worked > self.target.limit_s or wall > 10 * self.target.limit_s)
+        asleep = state != "R" and wall > 10 * self.target.limit_s
+        return same and (worked - used > self.target.limit_s or asleep)
 
     def end(self, why: str) -> None:
         seed = int(self.now[0])
@@ -175,13 +183,13 @@ class _Worker:
         self.process.join()
 
 
-def _cpu_seconds(pid: int) -> float:
-    """Return what a process has worked so far, all threads; 0 for one that is gone."""
+def _state(pid: int) -> tuple[str, float]:
+    """Return the state of a process and its seconds of work so far; of one that is gone, none."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return "R", 0.0
+    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def run(

@@ -5,6 +5,10 @@ storage of least h = (c + n) / (m * s) goes: c the seconds of its makers, n the 
 evicted storages it hangs together with, m its bytes, s the seconds since its last access. What is
 missing is rebuilt when an op asks for it. The neighbourhood is kept by union-find, and a rebuilt
 storage only takes its own seconds out of it, as the paper has it. Bookkeeping costs no time here.
+
+What counts as an access is open: the program's own only, as in the authors' simulator, so that what
+is rebuilt on the way to something else stays as stale as it was; or rebuilds as well. Now one, now
+the other is faster, by up to a sixth. Both are tried, and the faster plan is taken.
 """
 
 from __future__ import annotations
@@ -20,25 +24,27 @@ from .groups import Groups
 from .origins import Origins
 from .walk import Event, Walk
 
-# Candidates whose neighbourhood is looked at afresh; the others are ranked by what it last was.
-_EXACT = 8
+# Candidates whose neighbourhood is looked at afresh; the others, if there are more, are ranked by
+# what it last was.
+_EXACT = 2000
 # Beyond this many runs per op DTR thrashes, and the budget counts as too small for it.
 _MOST_RUNS = 10
 
 
 def dtr(graph: Graph, *, budget_bytes: int | None) -> Plan:
     """Evict by h under a budget; without one, or where it cannot be kept, nothing is evicted."""
-    events = None
-    if budget_bytes is not None:
+    found: list[list[Event]] = []
+    for own_only in (True, False) if budget_bytes is not None else ():
         with suppress(_OutOfMemory):
-            events = _Online(graph, budget_bytes).events()
-    if events is None:
+            found.append(_Online(graph, budget_bytes or 0, own_only=own_only).events())
+    if not found:
         walk = Walk(graph)
         for op in range(len(graph.ops)):
             walk.run(op)
-        events = walk.events
+        found.append(walk.events)
     reasons = dict.fromkeys(range(len(graph.storages)), "evicted when memory ran short, by least h")
-    return choose([carry_out(graph, events, planner="dtr", reasons=reasons)], budget_bytes)
+    plans = [carry_out(graph, events, planner="dtr", reasons=reasons) for events in found]
+    return choose(plans, budget_bytes)
 
 
 class _OutOfMemory(Exception):  # noqa: N818 - what happens to the program that is simulated
@@ -48,8 +54,8 @@ class _OutOfMemory(Exception):  # noqa: N818 - what happens to the program that 
 class _Online:
     """The runtime: what is there, what it would cost to lose it, and when it was last used."""
 
-    def __init__(self, graph: Graph, budget_bytes: int) -> None:
-        self.graph, self.budget = graph, budget_bytes
+    def __init__(self, graph: Graph, budget_bytes: int, *, own_only: bool) -> None:
+        self.graph, self.budget, self.own_only = graph, budget_bytes, own_only
         self.walk = Walk(graph)
         origin, arrays, count = self.walk.origin, graph.arrays, len(graph.storages)
         self.makers = origin.makers
@@ -81,30 +87,28 @@ class _Online:
 
     def perform(self, op: int, needs: tuple[int, ...]) -> None:
         """Run an op, rebuilding first what it needs; a stack, because chains are deep."""
-        arrays, resident = self.graph.arrays, self.graph.arrays.resident
-        # What to run, what that rebuilds, what it needs, and what it has pinned so far.
-        stack: list[tuple[int, int | None, tuple[int, ...], set[int]]] = [(op, None, needs, set())]
+        # What to run, what that rebuilds, and what it needs: locked at once, also what is not there
+        # yet, or the rebuild of one input would evict another.
+        stack: list[tuple[int, int | None, list[int]]] = [(op, None, self.lock(needs, None))]
         while stack:
-            op, target, needs, pinned = stack[-1]
-            missing = None
-            for storage in needs:
-                if storage in pinned or resident[storage] or storage == target:
-                    continue
-                if not self.held[storage]:
-                    missing = storage
-                    break
-                self.pins[storage] += 1
-                pinned.add(storage)
-            if missing is not None:
-                stack.extend(
-                    (maker, missing, arrays.reads[maker], set())
-                    for maker in reversed(self.makers[missing])
-                )
+            op, target, locked = stack[-1]
+            missing = next((storage for storage in locked if not self.held[storage]), None)
+            if missing is None:
+                stack.pop()
+                self.execute(op, target)
+                self.pins[locked] -= 1
                 continue
-            stack.pop()
-            self.execute(op, target)
-            for storage in pinned:
-                self.pins[storage] -= 1
+            stack.extend(
+                (maker, missing, self.lock(self.graph.arrays.reads[maker], missing))
+                for maker in reversed(self.makers[missing])
+            )
+
+    def lock(self, needs: tuple[int, ...], target: int | None) -> list[int]:
+        """Keep what an op reads from being evicted; return it, without what is always there."""
+        resident = self.graph.arrays.resident
+        locked = [storage for storage in needs if not resident[storage] and storage != target]
+        self.pins[locked] += 1
+        return locked
 
     def execute(self, op: int, target: int | None) -> None:
         """Make room and run."""
@@ -122,8 +126,9 @@ class _Online:
             # In a rebuild, what another op has yet to change is of no use to anyone.
             if target is None or storage == target or self.makers[storage] == (op,):
                 self.hold(storage)
-        for storage in (*arrays.reads[op], *arrays.outputs[op]):
-            self.accessed[storage] = self.clock
+        if target is None or not self.own_only:
+            for storage in (*arrays.reads[op], *arrays.outputs[op]):
+                self.accessed[storage] = self.clock
         if target is not None and len(self.makers[target]) > 1:
             # Between its makers a storage is no candidate.
             first, last = self.makers[target][0], self.makers[target][-1]

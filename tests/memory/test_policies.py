@@ -5,7 +5,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from graphs import alexnet, resnet, transformer
+from graphs import alexnet, resnet, transformer, unet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_graphs import random_graph
@@ -300,6 +300,46 @@ def test_dtr_evicts_what_is_cheap_large_and_stale():
     assert evicted() == ("p",)  # the oldest
     assert evicted(p=(10, 9.0)) == ("q",)  # the oldest of the cheap
     assert evicted(p=(10, 9.0), r=(90, 1.0)) == ("r",)  # the largest
+
+
+def test_dtr_locks_all_inputs_before_it_rebuilds_one():
+    # `end` reads a, which was evicted, and b, which is there. Rebuilding a takes room that only b
+    # or c can give: without a lock b goes, as it is cheaper than c, and is made again at once.
+    storages = [Storage(name, 10) for name in ("a", "b", "c", "t")]
+    storages += [Storage("end", 0, keep=True), Storage("last", 0, keep=True)]
+    ops = [
+        Op("make_a", (), ("a",), seconds=1.0),
+        Op("make_c", (), ("c",), seconds=20.0),
+        Op("make_b", (), ("b",), seconds=3.0),
+        Op("wait", seconds=5.0),
+        Op("make_t", (), ("t",), seconds=50.0),
+        Op("use_t", ("t",), (), seconds=1.0),
+        Op("wait_more", ("c",), seconds=5.0),
+        Op("end", ("a", "b"), ("end",), phase="backward", seconds=1.0),
+        Op("last", ("t", "c"), ("last",), phase="backward", seconds=1.0),
+    ]
+    graph = Graph(storages, ops)
+    plan = policy("dtr")(graph, budget_bytes=30)
+    again = [step.target for step in plan.steps if step.action == "run"]
+    check_plan(graph, plan)
+    assert again.count("make_b") == 1, again
+
+
+def test_dtr_is_as_fast_as_counting_only_the_programs_own_accesses():
+    """Seconds over those without a budget, by h with the staleness of the authors' simulator.
+
+    Where rebuilds counted as accesses, and inputs were locked one by one, it was 1.272 and 1.302.
+    """
+    for net, share, most in (
+        (unet(8), 0.5, 1.18),
+        (resnet(16, 50), 0.4, 1.15),
+    ):
+        graph = net.graph()
+        base = graph.base_bytes
+        budget = base + int((peak(graph).bytes - base) * share)
+        plan = policy("dtr")(graph, budget_bytes=budget)
+        assert check_plan(graph, plan).peak_bytes <= budget
+        assert plan.seconds <= most * plan.baseline_seconds
 
 
 def test_groups_of_evicted_storages():
