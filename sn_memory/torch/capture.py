@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .errors import TraceError, innermost_line
-from .guard import as_it_was, casting, no_chance, outside_autocast
+from .guard import as_it_was, casting, changes_what_it_is_given, no_chance, outside_autocast
+from .marks import Marks
 from .recorder import Layouts, Recorder, Recording, View, layout_key
 from .recurrent import FakeMode
 from .results import Form, taken_apart
@@ -167,9 +168,13 @@ class _Capture:
         inputs = [self.fake(arg, "input") if _is_tensor(arg) else arg for arg in flat]
         views = tuple(self.recorder.view(arg) if _is_tensor(arg) else None for arg in inputs)
         args, kwargs = tree_unflatten(inputs, spec)
+        # Its lists and mappings are others than the caller's.
+        given = Marks([("arguments", (args, kwargs))])
         with torch.enable_grad(), self.mode, self.recorder, _scopes(self.model, self.recorder):
             outputs, output_form = taken_apart(self.model.forward(*args, **kwargs), self.model)
             boundary = len(self.recorder.recording.calls)
+            if given.changed():
+                raise changes_what_it_is_given()
             self.check_buffers()
             leaves = [(name, it) for name, it in parameters if it.requires_grad]
             leaves += [

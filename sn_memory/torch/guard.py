@@ -36,6 +36,15 @@ def outside_autocast() -> Iterator[None]:
         yield
 
 
+def changes_what_it_is_given() -> TraceError:
+    """Return the refusal of a forward that writes into its arguments."""
+    return TraceError(
+        "the forward pass changes what it is given: it writes into a list, mapping or object among "
+        "its arguments, as text models do into a cache of keys and values; a replay of its calls "
+        "would not. Train without it."
+    )
+
+
 @contextmanager
 def as_it_was(model: torch.nn.Module, given: Any = ()) -> Iterator[None]:
     """Put the model, and what its forward is given, back as they were.
@@ -84,11 +93,7 @@ def as_it_was(model: torch.nn.Module, given: Any = ()) -> Iterator[None]:
             tensor.requires_grad_(requires)
         torch.clear_autocast_cache()
     if received:
-        raise TraceError(
-            "the forward pass changes what it is given: it writes into a list, mapping or object "
-            "among its arguments, as text models do into a cache of keys and values; a replay of "
-            "its calls would not. Train without it."
-        )
+        raise changes_what_it_is_given()
     if changed:
         raise TraceError(
             f"the forward pass sets {', '.join(dict.fromkeys(changed[:5]))}; a replay of its calls "
