@@ -19,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from .contents import OF_TORCH, contents, hooks, plain
 from .marks import Marks
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -115,7 +116,7 @@ def kind_of(
         tuple(it.requires_grad for it in model.parameters()),
         any(is_traceable_wrapper_subclass(it) for it in model.parameters()),
         tuple(
-            _settings(module, names)
+            _settings(module, names, outermost=module is model)
             for module, names in zip_longest(model.modules(), noted)
             if module is not None
         ),
@@ -215,17 +216,12 @@ def _signature(forward: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def _is(value: Any, default: Any) -> bool:
-    return value is default or (isinstance(default, _NUMBERS) and _plain(value) == _plain(default))
-
-
-def _plain(value: Any) -> Hashable:
-    # True, 1 and 1.0 are equal in Python, as are 0.0 and -0.0, and compute otherwise.
-    return type(value), repr(value) if isinstance(value, float) else value
+    return value is default or (isinstance(default, _NUMBERS) and plain(value) == plain(default))
 
 
 def _form(leaf: Any, first: dict[int, int], place: int) -> Hashable:
     if not isinstance(leaf, torch.Tensor):
-        return _plain(leaf)
+        return plain(leaf)
     # Which inputs are the same tensor, or share memory, is part of the trace.
     same = first.setdefault(id(leaf), place)
     shared = first.setdefault(_memory(leaf), place)
@@ -239,20 +235,27 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _settings(
-    module: torch.nn.Module, noted: frozenset[str] | None
+    module: torch.nn.Module, noted: frozenset[str] | None, *, outermost: bool
 ) -> frozenset[tuple[str, Hashable]]:
     """What a forward may read from a module beside tensors it registers: modes, rates, numbers.
 
-    A dropout rate that is changed between steps is in the recorded calls with its old value. An
-    attribute that is new since, and stands in for none of the class, no forward asked for then.
+    A dropout rate that is changed between steps is in the recorded calls with its old value, and
+    so is a number in a dict or a list. An attribute that is new since, and stands in for none of
+    the class, no forward asked for then. Hooks are part of what was recorded, but for those of the
+    outermost module, which run around its forward.
     """
     kind = type(module)
-    return frozenset(
-        (name, id(value) if isinstance(value, torch.Tensor) else _plain(value))
+    found = {
+        (name, held)
         for name, value in module.__dict__.items()
-        if isinstance(value, bool | int | float | str | torch.Tensor)
+        if name not in OF_TORCH
+        and not name.startswith("_flat_weight")
+        and value is not None
+        and (held := contents(value)) is not None
         and (noted is None or name in noted or hasattr(kind, name))
-    )
+    }
+    numbers = () if outermost else hooks(module)
+    return frozenset(found | {("its hooks", numbers)} if numbers else found)
 
 
 def _shown(form: Any, other: Any) -> str:

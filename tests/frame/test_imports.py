@@ -107,6 +107,7 @@ MEMORY_LAYERS = (
     (
         "sn_memory.torch.errors",
         "sn_memory.torch.lanes",
+        "sn_memory.torch.contents",
         "sn_memory.torch.marks",
         "sn_memory.torch.recurrent",
         "sn_memory.torch.tracker",
