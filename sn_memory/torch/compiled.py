@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._functorch import config as functorch_config
 
 from ..check import check_plan
 from ..errors import BudgetError
@@ -178,7 +179,9 @@ class CompiledStep:
                 return hooks["compile_fx"](module, inputs, config_patches=patches)
 
         def backend(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-            run = inner(module, inputs)
+            # As users call backward: outside of the `with torch.autocast` of the forward pass.
+            with functorch_config.patch(backward_pass_autocast="off"):
+                run = inner(module, inputs)
 
             def ready(*args: Any) -> Any:
                 if self.dry:
