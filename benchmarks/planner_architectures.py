@@ -18,6 +18,7 @@ import copy
 import json
 import logging
 import random
+import re
 import subprocess
 import sys
 import warnings
@@ -105,8 +106,7 @@ def _plan_warnings(said: list[warnings.WarningMessage]) -> list[str]:
 
 def _short(text: str) -> str:
     """Leave out where libraries are installed."""
-    words = (word.rpartition("site-packages/")[2] for word in text.split())
-    return " ".join(words)
+    return re.sub(r"[^\s(]*site-packages/", "", " ".join(text.split()))
 
 
 def in_a_process(name: str, quick: bool) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def main() -> None:
     for name in args.only or ARCHITECTURES:
         rows.append(in_a_process(name, args.quick) | about)
         print(table(rows[-1:]).splitlines()[-1], rows[-1]["reason"][:300], flush=True)
-    save(args.json, rows)
+        save(args.json, rows)
 
 
 if __name__ == "__main__":

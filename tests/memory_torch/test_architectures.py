@@ -3,8 +3,13 @@
 The same networks as in the table of docs/torch_memory.md.
 """
 
+import json
+from pathlib import Path
+
 import pytest
-from planner_architectures import row_of
+from planner_architectures import row_of, table
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # Planned by modules: their course depends on values, or they raise under fake tensors.
 BY_MODULES = {
@@ -66,3 +71,9 @@ def test_refused(name):
     found = row(name)
     assert found["chosen"] == "refused"
     assert REFUSED[name] in found["reason"]
+
+
+def test_the_page_has_the_table():
+    rows = json.loads((ROOT / "benchmarks/results/planner_architectures.json").read_text())
+    assert {it["architecture"] for it in rows} == {*BY_GRAPH, *BY_MODULES, *REFUSED}
+    assert table(rows) in (ROOT / "docs/torch_memory.md").read_text()
