@@ -285,8 +285,8 @@ def plan(
         return ModuleStep(plain, args, kwargs, budget, resident_bytes=held)
 
     def in_trial(step: Step) -> tuple[Step, Trial]:
-        if not trial:
-            return step, Trial(False, {}, remark="no trial was asked for")
+        if not trial or isinstance(step, CompiledStep):
+            return step, Trial(False, {}, remark="no trial was asked for, or compiled")
 
         def found() -> Trial:
             need = step.plan.baseline_peak_bytes
