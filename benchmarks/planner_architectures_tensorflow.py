@@ -87,6 +87,19 @@ def row(
     }
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return rows as a Markdown table."""
+    head = "architecture | by | own, MiB | budget | predicted | measured | differ by"
+    lines = [f"| {head} |", "| --- " * 7 + "|"]
+    for found in rows:
+        sizes = (found.get(f"{it}_bytes") for it in ("plain", "budget", "predicted", "measured"))
+        cells = [found["architecture"], found["chosen"]]
+        cells += ["" if it is None else f"{it / 2**20:.1f}" for it in sizes]
+        cells.append(f"{found['error_relative']:.0e}" if found.get("error_relative") else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _bytes(variable: Any) -> int:
     return int(variable.value.shape.num_elements() * variable.value.dtype.size)
 
@@ -100,12 +113,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--table", action="store_true", help="print the rows of FILE, make none")
     parser.add_argument("--models", nargs="+", default=list(BUILDERS), choices=list(BUILDERS))
     args = parser.parse_args()
     logging.getLogger("tensorflow").setLevel(logging.ERROR)
     rows = []
     if args.json and args.json.exists():
         rows = json.loads(args.json.read_text(encoding="utf-8"))["rows"]
+    if args.table:
+        print(table(rows))
+        return
     for name in args.models:
         scale = 1 if args.quick else 2
         rows = [it for it in rows if (it["architecture"], it["scale"]) != (name, scale)]

@@ -3,16 +3,19 @@
 The table of all of them, at larger sizes, is benchmarks/planner_architectures_tensorflow.py.
 """
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
-BENCHMARKS = str(Path(__file__).resolve().parent.parent.parent / "benchmarks")
+ROOT = Path(__file__).resolve().parent.parent.parent
+BENCHMARKS = str(ROOT / "benchmarks")
 if BENCHMARKS not in sys.path:
     sys.path.append(BENCHMARKS)
 
-from planner_architectures_tensorflow import row  # noqa: E402 - found by the line above
+from architectures_tensorflow import BUILDERS  # noqa: E402 - found by the line above
+from planner_architectures_tensorflow import row, table  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -39,3 +42,11 @@ def test_refused_with_a_reason():
     assert found["chosen"] == "refused", found
     assert "the budget is" in found["reason"]
     assert "depends on values" in found["reason"]
+
+
+def test_the_page_has_the_table():
+    results = ROOT / "benchmarks" / "results" / "planner_architectures_tensorflow.json"
+    rows = json.loads(results.read_text())["rows"]
+    assert {it["architecture"] for it in rows} == set(BUILDERS)
+    assert not [it for it in rows if it["chosen"] == "failed"]
+    assert table(rows) in (ROOT / "docs" / "tensorflow_memory.md").read_text()
