@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
+import numpy as np
 import tensorflow as tf
 
 
@@ -70,6 +71,8 @@ def constant(tensor: Any) -> Any:
 
 def nbytes(tensor: Any) -> int | None:
     """Bytes of a tensor; 0 for handles, None where the trace does not tell."""
+    if tensor.dtype == tf.string and tensor.op.type == "Const":
+        return sum(map(len, np.ravel(constant(tensor))))
     if tensor.dtype in (tf.resource, tf.variant, tf.string):
         return 0 if tensor.dtype == tf.resource else None
     count = tensor.shape.num_elements()
