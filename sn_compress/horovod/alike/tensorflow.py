@@ -113,10 +113,14 @@ def compared(
         words.set_shape([17])
         words = tf.identity(words, name="sn_same")
         asked = hvd.allreduce(words, op=hvd.Sum, process_set=process_set)
-        return tf.ensure_shape(tf.numpy_function(judge, [asked, *values], tf.int64), [])
+        judged = tf.numpy_function(judge, [asked, *values], tf.int64)
+        judged.set_shape([])
+        return judged
 
+    # Said of the tensor itself, not of a copy: who plans the step's memory has to know it, too.
+    due.set_shape([])
     with tf.device("CPU"):
-        return tf.cond(tf.ensure_shape(due, []), compare, lambda: tf.constant(0, tf.int64))
+        return tf.cond(due, compare, lambda: tf.constant(0, tf.int64))
 
 
 def as_variables(sources: Sequence[Any]) -> list[Any]:
