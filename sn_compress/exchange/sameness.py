@@ -82,7 +82,9 @@ def weights() -> npt.NDArray[np.int64]:
     return numbers * 2 + 1
 
 
-def weigh(words: Any, factors: Any, wide: Callable[[Any], Any]) -> str:
+def weigh(
+    words: Any, factors: Any, wide: Callable[[Any], Any], fetch: Callable[[list[Any]], list[int]]
+) -> str:
     """A digest of [n] words of up to 32 bits, on any device: their sum, each times an odd number.
 
     Modulo 2**64, so that another value of a single word is never missed, and of several hardly
@@ -90,11 +92,14 @@ def weigh(words: Any, factors: Any, wide: Callable[[Any], Any]) -> str:
 
     factors : `weights()`, of the same array library and device
     wide : makes int64 of words
+    fetch : brings the sums of all stretches to the host, at once: a device waits for each that
+        comes alone
     """
-    total = 0
-    for number, start in enumerate(range(0, len(words), _WIDTH)):
+    sums = []
+    for start in range(0, len(words), _WIDTH):
         part = wide(words[start : start + _WIDTH])
-        total += (2 * number + 1) * int((part * factors[: len(part)]).sum())
+        sums.append((part * factors[: len(part)]).sum())
+    total = sum((2 * number + 1) * each for number, each in enumerate(fetch(sums)))
     return f"{total & _MASK:016x}"
 
 
@@ -103,4 +108,6 @@ def digest(values: npt.NDArray[Any]) -> str:
     flat = np.ascontiguousarray(values).reshape(-1)
     size = min(flat.dtype.itemsize, 4)
     words = flat.view(np.uint8) if flat.dtype == np.bool_ else flat.view(f"i{size}")
-    return weigh(words, weights(), lambda part: part.astype(np.int64))
+    return weigh(
+        words, weights(), lambda part: part.astype(np.int64), lambda sums: [int(it) for it in sums]
+    )

@@ -15,7 +15,13 @@ def digest(tensor: torch.Tensor) -> str:
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     word = {1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32)
-    return weigh(flat.view(word), _weights(tensor.device), lambda part: part.to(torch.int64))
+    return weigh(
+        flat.view(word), _weights(tensor.device), lambda part: part.to(torch.int64), _fetched
+    )
+
+
+def _fetched(sums: list[torch.Tensor]) -> list[int]:
+    return torch.stack(sums).tolist() if sums else []
 
 
 @cache
