@@ -1,7 +1,11 @@
 """Models that cannot be traced are planned by layers: measured, bit-equal, within the budget."""
 
+import os
 import random
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -96,15 +100,40 @@ def test_bits_and_bytes(make):
     # Statistics, seeds and all gradients are among what is compared.
     found = rim.verify(planned, images())
     assert found.equal, str(found)
-    # The executor's order is its own from run to run, by one map: 16 channels of float32, 2 MiB.
-    map_bytes = BATCH * SIDE * SIDE * 16 * 4
-    difference = found.measured_peak_bytes - found.predicted_peak_bytes
-    assert abs(difference) < 1.1 * map_bytes, str(found)
-    assert found.measured_peak_bytes < 0.85 * found.unplanned_peak_bytes
     with pytest.raises(rim.TraceError, match="depends on values"):
         rim.plan(model, images(), "75%", profile=False, backend="graph")
     with pytest.raises(PlanError, match="cannot be traced"):
         record.report("nowhere.html")
+
+
+def check_bytes(make):
+    """What is measured is what was predicted; called on one thread."""
+    keras.utils.set_random_seed(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        planned = rim.plan(make(), images(), "75%", profile=False)
+    found = rim.verify(planned, images())
+    difference = found.measured_peak_bytes - found.predicted_peak_bytes
+    assert abs(difference) < 0.02 * found.predicted_peak_bytes, str(found)
+    assert found.measured_peak_bytes < 0.85 * found.unplanned_peak_bytes, str(found)
+
+
+@pytest.mark.parametrize("make", [flat, nested])
+def test_bytes_are_as_predicted(make):
+    """On one thread: with several, ops that do not wait for each other run in the order in which
+    the machine's load lets them, and peaks differ by up to two maps from step to step."""
+    program = f"""
+import tensorflow as tf
+tf.config.threading.set_inter_op_parallelism_threads(1)
+import test_layers as it
+it.check_bytes(it.{make.__name__})
+"""
+    here = str(Path(__file__).parent)
+    ran = subprocess.run(
+        [sys.executable, "-c", program], cwd=here, capture_output=True, text=True, timeout=300,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([here, *filter(None, sys.path)])},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_fit_of_any_batch_is_fit():
