@@ -1,0 +1,71 @@
+"""Everything, in 16-bit digits; what rounding takes is made good a step later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..arrays import namespace
+from .base import Array, Outcome, Part, Send, State, Step, Summed
+from .columns import Columns
+from .low_rank import numbers, shifted
+
+
+class Whole(Part):
+    """All numbers of each tensor, on one scale for a tensor.
+
+    Parameters
+    ----------
+    shapes : (rows, columns) of each tensor
+    """
+
+    rounds = 1
+
+    def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
+        self.shapes = tuple(shapes)
+        self._columns = Columns([(1, rows * columns) for rows, columns in shapes], fine=True)
+
+    def words(self, ranks: int) -> list[int]:
+        return [self._columns.words(ranks)]
+
+    def new_state(self, like: Array) -> State:
+        xp = namespace(like)
+        device = {"device": like.device} if hasattr(like, "device") else {}
+        return {"scales": xp.zeros(self._columns.count, dtype=xp.int32, **device)}
+
+    def begin(self, state: State, means: Sequence[Array]) -> State:
+        known, _ = numbers(self._columns, [_row(it) for it in means])
+        return {"scales": self._columns.expected(known, state["scales"])}
+
+    def rescale(self, state: State, quarters: int) -> State:
+        return {"scales": shifted(state["scales"], quarters)}
+
+    def step(
+        self,
+        state: State,
+        matrices: Sequence[Array],
+        *,
+        ranks: int,
+        rank: int | None,
+        exact: bool = False,
+        outs: Sequence[Array] | None = None,
+    ) -> Step:
+        xp = namespace(matrices[0])
+        rows, finite = numbers(self._columns, [_row(it) for it in matrices])
+        words, own = self._columns.pack(rows, state["scales"], ranks)
+        found: Summed = yield Send(words, finite)
+        sums, unit, scales = self._columns.unpack(found.words, state["scales"], ranks)
+        mean = self._columns.split(xp.astype(sums, xp.float32) * (unit * found.poison))
+        flat = self._columns.join(rows)
+        left = self._columns.split(flat - own)
+        means = []
+        for place, shape in enumerate(self.shapes):
+            value = xp.reshape(mean[place], shape)
+            if outs is not None:
+                outs[place][...] = value
+            means.append(value if outs is None else outs[place])
+        rest = [xp.reshape(it, shape) for it, shape in zip(left, self.shapes, strict=True)]
+        return Outcome(rest, means, {"scales": scales}, xp.sum(own * (2 * flat - own)))
+
+
+def _row(matrix: Array) -> Array:
+    return namespace(matrix).reshape(matrix, (1, -1))
