@@ -121,21 +121,13 @@ def allocate(curves: Mapping[str, Curve], words: int, ranks: int) -> dict[str, i
     return chosen
 
 
-def summable(
-    shape: Sequence[int],
-    size: int,
-    *,
-    sparse: bool = False,
-    start: Floats | None = None,
-    undoable: bool = False,
-) -> Summable:
+def part_of(shape: Sequence[int], size: int, *, sparse: bool = False) -> Part:
     """What a size from `allocate` stands for."""
     if size == 0:
-        return Halved(math.prod(shape), start=start, undoable=undoable)
+        return Whole([(1, math.prod(shape))])
     if sparse:
-        rows, columns = matrix_shape(shape)
-        return Support(rows=rows, columns=columns, each=size, start=start, undoable=undoable)
-    return Factors(shape=shape, rank=size, start=start, undoable=undoable)
+        return Rows([matrix_shape(shape)], each=size)
+    return LowRank([matrix_shape(shape)], [size])
 
 
 def words_of(shape: Sequence[int], size: int, ranks: int, *, sparse: bool = False) -> list[int]:

@@ -10,7 +10,7 @@ Over 300 lines: the steps of a tensor, and what is saved of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +18,19 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import saved
+from ..arrays import like_of, namespace, on_host, quiet, to_host
 from ..codecs.lowrank import matrix_shape
 from ..contract import MAX_ELEMENTS, Floats
 from ..errors import CompressError
 from ..saved import reading
-from .allocate import MOST, Curve, allocate, better, budget, summable
-from .shared import Rounds, Summable
+from ..sums.base import Array, Part
+from ..sums.summable import Summable, Verdict, exchange
+from .allocate import MOST, Curve, allocate, better, budget, part_of
+
+Rounds = Generator[Array, Array, Array]
 
 SMALLEST = 64  # elements; below, a head of two words is not worth it
-_FORMAT = 4
+_FORMAT = 5
 _MOST_UNSEEN = 2**31  # elements of a saved tensor of which no array was saved
 
 
@@ -37,11 +41,19 @@ class Tensor:
     shape: tuple[int, ...]
     step: int = 0  # that the next gradient belongs to
     curve: Curve | None = None  # by which its size was chosen
-    mean: Floats | None = None  # of the last dense step, until then
-    owed: Floats | None = None  # what was not sent of it when the exchange began anew
+    mean: Array | None = None  # of the last dense step, until then
+    owed: Array | None = None  # what was not sent of it when the exchange began anew
     summable: Summable | None = None
     size: int = 0
+    earlier: Summable | None = None  # until then, in case that step turns out to be lost
     before: dict[str, Any] | None = None  # the fields above, before the last step
+
+    def left(self) -> Array | None:
+        """What was not sent of it, [n]; no copy."""
+        if self.summable is None:
+            return self.owed
+        self.summable.conclude()
+        return self.summable.memory
 
 
 class SharedExchange:
@@ -55,7 +67,6 @@ class SharedExchange:
     every : steps from one dense step to the next after that
     min_elements : tensors below it are not taken, or travel whole in 16 bits; see `takes`
     feedback, decay : whether what was not sent is remembered, and the factor on it
-    undoable : see Summable
     """
 
     def __init__(
@@ -67,7 +78,6 @@ class SharedExchange:
         min_elements: int = 1024,
         feedback: bool = True,
         decay: float = 1.0,
-        undoable: bool = False,
     ) -> None:
         if not ratio > 1 or warmup < 1 or every < 1:
             raise CompressError(
@@ -75,10 +85,12 @@ class SharedExchange:
                 "and at least one step each"
             )
         self.ratio, self.warmup, self.every = ratio, warmup, every
-        self.min_elements, self.undoable = min_elements, undoable
+        self.min_elements = min_elements
+        self.exact = False  # ranks have unlike hardware
         self.decay = decay if feedback else 0.0
         self.tensors: dict[str, Tensor] = {}
         self._left_out: dict[str, int] = {}  # elements
+        self._verdicts: dict[str, tuple[Verdict, str]] = {}  # how each tensor's last step ended
 
     def takes(self, name: str, elements: int, *, fused: bool = False) -> bool:
         """Whether a tensor is for the exchange; one that is not travels plain, and is counted.
@@ -98,61 +110,78 @@ class SharedExchange:
         step = tensor.step
         return step < self.warmup or (step - self.warmup) % self.every == self.every - 1
 
-    def whole(
-        self, name: str, values: npt.ArrayLike, *, wire: npt.DTypeLike = np.float32
-    ) -> npt.NDArray[Any]:
+    def whole(self, name: str, values: Array, *, wire: Any = None) -> Array:
         """What to send on a dense step, [n] of `wire`: the values and all that was not sent yet.
 
-        What rounding to the wire's type takes is owed.
+        What rounding to the wire's type takes is owed. wire : a dtype of the library that `values`
+        is of; float32 by default
         """
         tensor = self._next(name)
-        vector = np.asarray(values).astype(np.float32)
-        if (left := _left(tensor)) is not None:
-            vector += left * np.float32(self.decay)
+        xp = namespace(values)
+        vector = xp.astype(values, xp.float32)
+        if (left := tensor.left()) is not None:
+            vector = vector + like_of(left, vector) * self.decay
         tensor.owed = None
-        if np.dtype(wire) == np.float32:
+        if wire in (None, xp.float32):
             return vector
-        with np.errstate(all="ignore"):  # beyond half precision: the step is lost, and nothing owed
-            sent = vector.astype(wire)
-            lost = vector - sent
-            lost[~np.isfinite(lost)] = 0
-        if self.decay and lost.any():
+        with quiet():  # beyond half precision: the step is lost, and nothing owed
+            sent = xp.astype(vector, wire)
+            lost = vector - xp.astype(sent, xp.float32)
+            lost = xp.where(xp.isfinite(lost), lost, xp.zeros_like(lost))
+        if self.decay:
             tensor.owed = lost
         return sent
 
-    def learn(self, name: str, mean: npt.ArrayLike) -> None:
+    def learn(self, name: str, mean: Array) -> None:
         """Take note of the mean gradient of a dense step, [n]; the same on every rank."""
         tensor = self.tensors[name]
-        mean = np.asarray(mean).astype(np.float32).reshape(-1)
-        if not np.isfinite(mean).all():
-            return
-        tensor.mean = mean
-        tensor.summable = None
+        xp = namespace(mean)
+        tensor.mean = xp.reshape(xp.astype(mean, xp.float32, copy=True), (-1,))
+        tensor.earlier, tensor.summable = tensor.summable or tensor.earlier, None
 
     def exchange(
-        self, name: str, values: npt.ArrayLike, *, ranks: int, rank: int | None = None
+        self, name: str, values: Array, *, ranks: int, rank: int | None = None
     ) -> Rounds:
-        """The rounds of a step that is not dense; see Summable.exchange.
+        """The rounds of one tensor in a step that is not dense; see exchange_all."""
+        (mean,) = yield from self.exchange_all([name], [values], ranks=ranks, rank=rank)
+        return mean
 
-        Without `rank`, on all ranks alike, no tensor is sent by rows.
+    def exchange_all(
+        self,
+        names: Sequence[str],
+        values: Sequence[Array],
+        *,
+        ranks: int,
+        rank: int | None = None,
+        outs: Sequence[Array] | None = None,
+    ) -> Generator[Array, Array, list[Array]]:
+        """The rounds of many tensors in a step that is dense for none of them.
+
+        Yields words to sum over the ranks and is sent the sum; returns the means, [n] float32
+        each. Without `rank`, on all ranks alike, no tensor is sent by rows. outs : where to write
+        the means; may be the values
         """
-        tensor = self._next(name)
-        if tensor.summable is None:
+        tensors = [self._next(name) for name in names]
+        if any(tensor.summable is None for tensor in tensors):
             self._choose(ranks, rows=rank is not None)
-        assert tensor.summable is not None
-        return tensor.summable.exchange(values, ranks=ranks, rank=rank, decay=self.decay)
+        summables = [tensor.summable for tensor in tensors if tensor.summable is not None]
+        xp = namespace(values[0])
+        vectors = [xp.reshape(xp.astype(it, xp.float32, copy=False), (-1,)) for it in values]
+        with quiet():
+            means, verdict = yield from exchange(
+                summables, vectors, ranks=ranks, rank=rank, decay=self.decay, exact=self.exact,
+                outs=outs,
+            )  # fmt: skip
+        for name in names:
+            self._verdicts[name] = verdict, names[0]
+        if on_host(values[0]):
+            verdict.read()  # a damaged sum is an error of this step
+        return means
 
     def words(self, name: str, ranks: int) -> list[int]:
         """Words of 4 bytes that travel of a tensor in each round, once its size is chosen."""
         last = self.tensors[name].summable
         return last.words(ranks) if last else []
-
-    def be_undoable(self) -> None:
-        """Keep from now on what `undo` needs: as much as all memories."""
-        self.undoable = True
-        for tensor in self.tensors.values():
-            if tensor.summable is not None:
-                tensor.summable.undoable = True
 
     def release(self, name: str) -> Floats:
         """What was not sent of a tensor yet, [n], which now travels elsewhere; it begins anew."""
@@ -162,14 +191,16 @@ class SharedExchange:
         return residual
 
     def lost(self, name: str) -> tuple[float, float]:
-        """Squared norms of what the last step held, memory included, and of what is left of it."""
-        last = self.tensors[name].summable
-        return (last.energy, last.error) if last else (0.0, 0.0)
+        """Squared norms of what the last step held, memory included, and of what is left of it.
+
+        Of tensors that travelled together, the first one has them all, and the others none.
+        """
+        verdict, first = self._verdicts.get(name, (None, name))
+        return (0.0, 0.0) if verdict is None or first != name else verdict.read()[1:]
 
     def _next(self, name: str) -> Tensor:
         tensor = self.tensors[name]
-        if self.undoable:
-            tensor.before = {k: v for k, v in vars(tensor).items() if k != "before"}
+        tensor.before = {k: v for k, v in vars(tensor).items() if k != "before"}
         tensor.step += 1
         return tensor
 
@@ -186,10 +217,17 @@ class SharedExchange:
         """Sizes for all tensors that have none yet, from what the dense steps showed."""
         # A copy: where a thread encodes, a hook may add a tensor meanwhile.
         new = {name: t for name, t in list(self.tensors.items()) if t.summable is None}
+        for name, tensor in list(new.items()):
+            known = None if tensor.mean is None else to_host(tensor.mean)
+            if known is not None and not np.isfinite(known).all():
+                # A dense step that was lost has shown nothing: all goes on as before.
+                tensor.mean, tensor.summable = None, tensor.earlier
+                if tensor.summable is not None:
+                    del new[name]
         curves = {}
         for name, t in new.items():
             n = math.prod(t.shape)
-            mean = np.zeros(n, np.float32) if t.mean is None else t.mean
+            mean = np.zeros(n, np.float32) if t.mean is None else to_host(t.mean)
             shape = t.shape if n >= self.min_elements else (n,)
             curves[name] = Curve.of(mean, shape)
             if rows and not curves[name].flat and t.mean is not None:
@@ -198,10 +236,13 @@ class SharedExchange:
         chosen = allocate(curves, self._budget(new.values()), ranks)
         for name, tensor in new.items():
             tensor.curve, tensor.size = curves[name], chosen[name]
-            tensor.summable = self._summable(tensor, start=tensor.mean)
+            mean = tensor.mean
+            if mean is None:
+                mean = np.zeros(math.prod(tensor.shape), np.float32)
+            tensor.summable = Summable.of(self._part(tensor), mean)
             if tensor.owed is not None:
-                tensor.summable.memory = tensor.owed
-            tensor.mean = tensor.owed = None
+                tensor.summable.replace(tensor.owed)
+            tensor.mean = tensor.owed = tensor.earlier = None
 
     def _budget(self, new: Iterable[Tensor]) -> int:
         """Words for these tensors; each pays its part of what travels plain."""
@@ -211,11 +252,11 @@ class SharedExchange:
         )
         return budget(taken, sum(self._left_out.values()) * taken / all_taken, self.ratio)
 
-    def _summable(self, tensor: Tensor, start: Floats | None = None) -> Summable:
+    def _part(self, tensor: Tensor) -> Part:
         shape, sparse = tensor.shape, False
         if tensor.curve is not None:
             shape, sparse = tensor.curve.shape, tensor.curve.sparse
-        return summable(shape, tensor.size, sparse=sparse, start=start, undoable=self.undoable)
+        return part_of(shape, tensor.size, sparse=sparse)
 
     def undo(self) -> None:
         """Take the last step of every tensor back; see Summable.undo."""
@@ -278,15 +319,15 @@ class SharedExchange:
 
     def remembers(self, name: str) -> bool:
         """Whether there is a memory of `name`."""
-        return name in self.tensors and _left(self.tensors[name]) is not None
+        return name in self.tensors and self.tensors[name].left() is not None
 
     def residual(self, name: str) -> Floats:
         """What this rank has not sent of `name` yet, [n] float32."""
         tensor = self.tensors.get(name)
-        left = None if tensor is None else _left(tensor)
+        left = None if tensor is None else tensor.left()
         if left is None:
             raise CompressError(f"there is no memory of {name!r}; known: {sorted(self.tensors)}")
-        return left.copy()
+        return np.array(to_host(left))
 
     def change(self, name: str, function: Callable[[Floats], Floats]) -> None:
         """Put function(vector), [n] float32, in the place of all that is remembered of a tensor."""
@@ -295,9 +336,10 @@ class SharedExchange:
             return
         for kind in ("mean", "owed"):
             if (values := getattr(tensor, kind)) is not None:
-                setattr(tensor, kind, function(values))
+                setattr(tensor, kind, function(to_host(values)))
         if tensor.summable is not None:
-            tensor.summable.memory = function(tensor.summable.memory)
+            tensor.summable.conclude()
+            tensor.summable.replace(function(to_host(tensor.summable.memory)))
 
     def restart(self, residuals: Mapping[str, npt.NDArray[np.float32]]) -> None:
         """Forget all tensors but what was not sent of these; shapes may be others from now on."""
@@ -318,7 +360,7 @@ class SharedExchange:
         for name, residual in residuals.items():
             summable = self.tensors[name].summable
             if summable is not None:
-                summable.memory = residual.astype(np.float32)
+                summable.replace(residual.astype(np.float32))
 
     def _load(self, entry: dict[str, Any]) -> Tensor:
         shape = saved.shape(entry["shape"], "shape")
@@ -335,7 +377,9 @@ class SharedExchange:
         if "summable" in entry:
             saved.floats(entry["summable"]["memory"], "memory", (n,))
             tensor.size = saved.count(entry["size"], "size", high=n)
-            tensor.summable = self._summable(tensor)
+            part = self._part(tensor)
+            empty = np.zeros(n, np.float32)
+            tensor.summable = Summable(part, part.new_state(empty), empty)
             tensor.summable.load_state_dict(entry["summable"])
         return tensor
 
@@ -359,20 +403,15 @@ def _curve(entry: dict[str, Any], n: int) -> Curve:
     return Curve(sides, np.array(shares, np.float64), sparse)
 
 
-def _left(tensor: Tensor) -> Floats | None:
-    """What was not sent of a tensor, [n]; no copy."""
-    return tensor.owed if tensor.summable is None else tensor.summable.memory
-
-
 def _dump(tensor: Tensor) -> dict[str, Any]:
     entry: dict[str, Any] = {"shape": list(tensor.shape), "step": tensor.step}
     if tensor.curve is not None:
         entry["sides"], entry["shares"] = list(tensor.curve.shape), tensor.curve.shares.copy()
         entry["sparse"] = tensor.curve.sparse
     if tensor.mean is not None:
-        entry["mean"] = tensor.mean.copy()
+        entry["mean"] = np.array(to_host(tensor.mean))
     if tensor.owed is not None:
-        entry["owed"] = tensor.owed.copy()
+        entry["owed"] = np.array(to_host(tensor.owed))
     if tensor.summable is not None:
         entry["size"], entry["summable"] = tensor.size, tensor.summable.state_dict()
     return entry

@@ -1,1 +1,1 @@
-"""What an all-reduce may add up: parts of a bucket, over any array library. Imports ops and arrays."""
+"""What an all-reduce may add up: parts of a bucket. Imports ops and arrays."""

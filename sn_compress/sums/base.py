@@ -13,7 +13,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
+
+from ..arrays import namespace
 
 Array = Any  # of NumPy, torch or CuPy
 State = dict[str, Array]  # small arrays, all alike on all ranks
@@ -72,6 +75,20 @@ class Part(ABC):
     def words(self, ranks: int) -> list[int]:
         """Words of 4 bytes that travel in each round."""
 
+    @classmethod
+    def together(cls, parts: Sequence[Part]) -> list[Part]:
+        """Parts of this class as fewer of them, the tensors in the same order."""
+        return list(parts)
+
+    def split(self, state: State) -> list[State]:
+        """The state of each tensor, in the order of `shapes`."""
+        return [state]
+
+    def join(self, states: Sequence[State]) -> State:
+        """What `split` has split."""
+        (state,) = states
+        return state
+
     @abstractmethod
     def new_state(self, like: Array) -> State:
         """The state before anything is known, on the device of `like`."""
@@ -109,3 +126,21 @@ class Part(ABC):
         exact : the mean has the same bits on hardware of any kind; else on equal hardware only
         outs : per tensor, where to write the mean; None for new arrays
         """
+
+
+def cut_up(state: State, lengths: dict[str, Sequence[int]]) -> list[State]:
+    """Each tensor's piece of arrays that hold those of many one behind the other."""
+    ends = {name: list(accumulate(each, initial=0)) for name, each in lengths.items()}
+    count = len(next(iter(lengths.values())))
+    return [
+        {name: state[name][at[place] : at[place + 1]] for name, at in ends.items()}
+        for place in range(count)
+    ]
+
+
+def joined(states: Sequence[State]) -> State:
+    """The pieces in one array by name."""
+    if len(states) == 1:
+        return dict(states[0])
+    xp = namespace(next(iter(states[0].values())))
+    return {name: xp.concat([it[name] for it in states]) for name in states[0]}

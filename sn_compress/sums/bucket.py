@@ -53,6 +53,16 @@ class Bucket:
         self.parts = tuple(parts)
         self.rounds = max(part.rounds for part in parts)
 
+    def split(self, state: State) -> list[State]:
+        """The state of each tensor, in the order of `shapes`."""
+        pieces = zip(self.parts, self._states(state), strict=True)
+        return [each for part, own in pieces for each in part.split(own)]
+
+    def join(self, states: Sequence[State]) -> State:
+        """What `split` has split."""
+        given = zip(self.parts, self._given(states), strict=True)
+        return self._named(part.join(own) for part, own in given)
+
     @property
     def shapes(self) -> list[tuple[int, int]]:
         """(rows, columns) of each tensor, in the order in which they are handed over."""
@@ -104,7 +114,7 @@ class Bucket:
         sends = {place: next(step) for place, step in enumerate(steps)}
         lost = damaged = None
         while sends:
-            words, finite = _round(sends)
+            words = _round(sends)
             total = yield words
             if total.shape != words.shape:
                 raise _wrong_size(total, words)
@@ -152,7 +162,7 @@ class Bucket:
         ]
 
 
-def _round(sends: dict[int, Any]) -> tuple[Array, Array]:
+def _round(sends: dict[int, Any]) -> Array:
     """The words of a round with their head; zeros but for the first one without numbers."""
     pieces = list(sends.values())
     xp = namespace(pieces[0].words)
@@ -164,7 +174,7 @@ def _round(sends: dict[int, Any]) -> tuple[Array, Array]:
     lost = xp.reshape(xp.astype(~finite, xp.int32), (1,))
     words = xp.concat([lost, xp.zeros_like(lost), body])
     check = xp.reshape(xp.astype(word_sum(words), xp.int32), (1,))
-    return xp.concat([lost, check, body]), finite
+    return xp.concat([lost, check, body])
 
 
 def _on(

@@ -19,7 +19,7 @@ import numpy as np
 from ..arrays import constant, matmul_into, namespace, subtract_product
 from ..errors import CompressError
 from ..ops.orthonormal import orthonormal
-from .base import Array, Outcome, Part, Send, State, Step, Summed
+from .base import Array, Outcome, Part, Send, State, Step, Summed, cut_up, joined
 from .columns import Columns
 
 _BITS = 15  # of a mean gradient's numbers, where directions are sought in integers
@@ -48,6 +48,19 @@ class LowRank(Part):
         pairs = list(zip(shapes, sizes, strict=True))
         self._left = Columns([(size, rows) for (rows, _), size in pairs])
         self._right = Columns([(size, columns) for (_, columns), size in pairs])
+
+    @classmethod
+    def together(cls, parts: Sequence[Part]) -> list[Part]:
+        lows = [part for part in parts if isinstance(part, cls)]
+        shapes = [shape for part in lows for shape in part.shapes]
+        return [cls(shapes, [size for part in lows for size in part.sizes])]
+
+    def split(self, state: State) -> list[State]:
+        basis = [count * side for count, side in self._right.shapes]
+        return cut_up(state, {"basis": basis, "left": self.sizes, "right": self.sizes})
+
+    def join(self, states: Sequence[State]) -> State:
+        return joined(states)
 
     def words(self, ranks: int) -> list[int]:
         return [self._left.words(ranks), self._right.words(ranks)]
@@ -160,7 +173,7 @@ def _whole(mean: Array) -> tuple[Array, Array]:
 
 
 def _product(factor: Array, whole: Array) -> Array:
-    """factor @ whole, the factor on a grid of 2**-15: exact in float64, in any order of sums."""
+    """Factor @ whole, the factor on a grid of 2**-15: exact in float64, in any order of sums."""
     xp = namespace(whole)
     return xp.round(xp.astype(factor, xp.float64) * 2.0**_BITS) @ whole * 2.0**-_BITS
 
@@ -178,7 +191,7 @@ def _single(xp: Array, factors: Sequence[Array]) -> list[Array]:
 
 
 def _exact_product(left: Array, right: Array, out: Array | None) -> Array:
-    """left @ right with one order of sums and one rounding, for ranks of unlike hardware."""
+    """Left @ right with one order of sums and one rounding, for ranks of unlike hardware."""
     xp = namespace(left)
     left, right = xp.astype(left, xp.float64), xp.astype(right, xp.float64)
     total = left[:, :1] * right[:1, :]

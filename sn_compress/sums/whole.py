@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..arrays import namespace
-from .base import Array, Outcome, Part, Send, State, Step, Summed
+from .base import Array, Outcome, Part, Send, State, Step, Summed, cut_up, joined
 from .columns import Columns
 from .low_rank import numbers, shifted
 
@@ -23,6 +23,16 @@ class Whole(Part):
     def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
         self.shapes = tuple(shapes)
         self._columns = Columns([(1, rows * columns) for rows, columns in shapes], fine=True)
+
+    @classmethod
+    def together(cls, parts: Sequence[Part]) -> list[Part]:
+        return [cls([shape for part in parts for shape in part.shapes])]
+
+    def split(self, state: State) -> list[State]:
+        return cut_up(state, {"scales": [1] * len(self.shapes)})
+
+    def join(self, states: Sequence[State]) -> State:
+        return joined(states)
 
     def words(self, ranks: int) -> list[int]:
         return [self._columns.words(ranks)]

@@ -1,0 +1,244 @@
+"""Summable: one tensor on one rank, its part of the sums and what it has not sent yet.
+
+Two buffers take turns: the memory, and what gradient and memory are added into, of which what is
+sent is then subtracted. So the memory before the last step is still there when that step turns out
+to be lost, or is taken back, and nothing is copied for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ..arrays import Later, like_of, namespace, squared_norm, to_host
+from ..errors import CompressError, PayloadError
+from ..ops.remember import remember
+from ..saved import floats, reading
+from .base import Array, Part, State
+from .bucket import Bucket
+
+_QUARTERS = 4  # of an octave: the steps of scales
+
+
+@dataclass
+class Verdict:
+    """How a step has ended, known when the device has come so far.
+
+    Attributes
+    ----------
+    later : the numbers lost, damaged, energy, sent
+    """
+
+    later: Later
+    _told: tuple[bool, float, float] | None = None
+
+    def read(self) -> tuple[bool, float, float]:
+        """Whether the step was lost, and squared norms of what it held and of what is left.
+
+        Raises PayloadError if a sum was damaged.
+        """
+        if self._told is None:
+            lost, damaged, energy, sent = self.later.read()
+            if damaged:
+                raise PayloadError(
+                    "the summed words do not have the sum of their checksums: they were damaged on "
+                    "the way, or ranks run with different settings. If it happens again, suspect "
+                    "memory or the network."
+                )
+            self._told = bool(lost), energy, max(energy - sent, 0.0)
+        return self._told
+
+
+@dataclass(eq=False)
+class Summable:
+    """One tensor's share in a bucket.
+
+    part : of this tensor alone
+    state : what all ranks share of it
+    memory : [n] float32, what this rank has not sent yet; of any array library, as `place` says
+    """
+
+    part: Part
+    state: State
+    memory: Array
+    _spare: Array | None = None
+    _before: tuple[Array, State] | None = None  # the last step, until it is settled
+    _verdict: Verdict | None = None
+    _mine: int | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, part: Part, mean: Array) -> Summable:
+        """For gradients like a mean, [n] float32, that all ranks know; zeros say nothing."""
+        (shape,) = part.shapes
+        state = part.begin(part.new_state(mean), [namespace(mean).reshape(mean, shape)])
+        return cls(part, state, namespace(mean).zeros_like(mean))
+
+    @property
+    def n(self) -> int:
+        """Elements."""
+        (shape,) = self.part.shapes
+        return math.prod(shape)
+
+    def words(self, ranks: int) -> list[int]:
+        """Words of 4 bytes that travel in each round when it travels alone."""
+        return Bucket([self.part]).words(ranks)
+
+    def place(self, like: Array) -> None:
+        """Move everything to where an array is."""
+        if type(self.memory) is not type(like) or _device(self.memory) != _device(like):
+            self.conclude()
+            self.memory = like_of(self.memory, like)
+            self.state = {name: like_of(it, like) for name, it in self.state.items()}
+            self._spare = self._before = None
+
+    def add(self, gradient: Array, decay: float) -> Array:
+        """Gradient plus memory, [rows, columns], in the buffer that becomes the memory."""
+        self.place(gradient)
+        (shape,) = self.part.shapes
+        self.conclude()
+        out = self._before[0] if self._before is not None else self._spare
+        vector = remember(self.memory, gradient, decay, out)
+        self._before, self._spare = None, vector
+        return namespace(vector).reshape(vector, shape)
+
+    def end(self, left: Array, state: State, verdict: Verdict) -> None:
+        """Take a step as it has ended, or will turn out to have."""
+        self._before = self.memory, self.state
+        self.memory, self.state = namespace(left).reshape(left, (-1,)), state
+        self._spare, self._verdict = None, verdict
+
+    def conclude(self) -> None:
+        """Wait for the last step's end; one that was lost is taken back."""
+        verdict, self._verdict = self._verdict, None
+        if verdict is not None and verdict.read()[0]:
+            self.undo()
+
+    def undo(self) -> None:
+        """Take the last step back, as a loss scaler does that found NaN in another tensor."""
+        self._verdict = None
+        if self._before is not None:
+            self._spare = self.memory
+            self.memory, self.state = self._before
+            self._before = None
+
+    def settle(self) -> None:
+        """Keep the last step: `undo` does nothing until there is another."""
+        self.conclude()
+        if self._before is not None:
+            self._spare, self._before = self._before[0], None
+
+    def rescale(self, factor: float) -> None:
+        """Expect gradients that are `factor` times as large from now on; memory is left alone."""
+        self.settle()
+        self.state = self.part.rescale(self.state, round(_QUARTERS * math.log2(factor)))
+
+    def replace(self, memory: Array) -> None:
+        """Put another memory, [n] float32, in the place of the one there is."""
+        self.settle()
+        self.memory, self._spare = memory, None
+
+    def state_dict(self) -> dict[str, Any]:
+        """NumPy arrays to go on from bit by bit; all but `memory` are alike on all ranks."""
+        self.conclude()
+        shared = {name: np.array(to_host(value)) for name, value in self.state.items()}
+        return {"memory": np.array(to_host(self.memory)), "shared": shared}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what state_dict returned; nothing changes if it does not fit."""
+        self.conclude()
+        mine = {"memory": self.memory, **self.state}
+        with reading("the saved state"):
+            saved = {"memory": state["memory"], **state["shared"]}
+            found = {name: _like(saved[name], name, to_host(it)) for name, it in mine.items()}
+        self.memory, self.state = found.pop("memory"), found
+        self._spare = self._before = None
+
+
+@lru_cache(maxsize=256)
+def _bucket(parts: tuple[Part, ...]) -> tuple[Bucket, tuple[int, ...]]:
+    """Parts taken together by class, and where each tensor has gone: parts are kept by settings."""
+    kinds = list(dict.fromkeys(type(part) for part in parts))
+    order = [at for kind in kinds for at, part in enumerate(parts) if type(part) is kind]
+    groups = [kind.together([it for it in parts if type(it) is kind]) for kind in kinds]
+    return Bucket([part for group in groups for part in group]), tuple(order)
+
+
+def exchange(
+    summables: Sequence[Summable],
+    gradients: Sequence[Array],
+    *,
+    ranks: int,
+    rank: int | None,
+    decay: float = 1.0,
+    exact: bool = False,
+    outs: Sequence[Array] | None = None,
+) -> Generator[Array, Array, tuple[list[Array], Verdict]]:
+    """One step of many tensors: yields words to sum, returns the means and how it has ended.
+
+    Parameters
+    ----------
+    summables, gradients : of each tensor; [n] float32 each
+    ranks, rank : how many may add to the sum; which of them this is, from 0
+    decay : factor on the memories before they are added
+    exact : the same bits on ranks of unlike hardware
+    outs : where to write each mean, [n] float32; may be the gradients
+
+    Every rank makes the same call. Ranks that are fed the same sums return the same bits.
+    """
+    for one, gradient in zip(summables, gradients, strict=True):
+        if gradient.shape != (one.n,):
+            raise CompressError(
+                f"exchange: got a gradient of shape {tuple(gradient.shape)}; expected ({one.n},)"
+            )
+    bucket, order = _bucket(tuple(one.part for one in summables))
+    matrices = [summables[at].add(gradients[at], decay) for at in order]
+    energy = _total([squared_norm(it) for it in matrices])
+    xp = namespace(matrices[0])
+    shapes = bucket.shapes
+    into = None
+    if outs is not None:
+        into = [xp.reshape(outs[at], shape) for at, shape in zip(order, shapes, strict=True)]
+    state = bucket.join([summables[at].state for at in order])
+    result = yield from bucket.step(
+        state, matrices, ranks=ranks, rank=rank, exact=exact, outs=into
+    )
+    numbers = [xp.astype(it, xp.float64) for it in (result.lost, result.damaged, energy)]
+    verdict = Verdict(Later(xp.stack([*numbers, xp.astype(result.sent, xp.float64)])))
+    means: list[Array] = [None] * len(order)
+    states = bucket.split(result.state)
+    for at, left, mean, own in zip(order, result.left, result.mean, states, strict=True):
+        summables[at].end(left, own, verdict)
+        means[at] = xp.reshape(mean, (-1,))
+    return means, verdict
+
+
+def _total(values: Sequence[Array]) -> Array:
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    return total
+
+
+def _device(array: Array) -> Any:
+    return getattr(array, "device", None)
+
+
+def _like(saved: Any, name: str, value: Any) -> Any:
+    """A copy of a saved array, checked to be of the shape and kind of the one there is."""
+    if value.dtype.kind == "f":
+        return floats(saved, name, value.shape)
+    array = np.asarray(saved)
+    wanted = "b" if value.dtype.kind == "b" else "iu"
+    if array.shape != value.shape or array.dtype.kind not in wanted:
+        raise CompressError(
+            f"saved {name} has shape {array.shape} and dtype {array.dtype}; expected {value.shape} "
+            f"and {value.dtype}. Was it saved with other settings, or for another layer?"
+        )
+    if value.dtype.kind == "i" and not ((array >= -256) & (array <= 255)).all():
+        raise CompressError(f"saved {name} is outside -256 to 255: it is damaged")
+    return np.array(array, value.dtype, order="C")
