@@ -19,9 +19,8 @@ import numpy.typing as npt
 
 from ..codecs.lowrank import matrix_shape
 from ..contract import Floats
-from .factors import Factors, leading
-from .shared import Halved, Summable, scaled_words
-from .support import Support
+from .factors import leading
+from .shared import scaled_words
 from .support import words_of as support_words
 
 MOST = 64  # directions looked at

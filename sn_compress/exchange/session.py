@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import saved
-from ..arrays import like_of, namespace, on_host, quiet, to_host
+from ..arrays import like_of, namespace, on_host, steady, to_host
 from ..codecs.lowrank import matrix_shape
 from ..contract import MAX_ELEMENTS, Floats
 from ..errors import CompressError
@@ -124,7 +124,7 @@ class SharedExchange:
         tensor.owed = None
         if wire in (None, xp.float32):
             return vector
-        with quiet():  # beyond half precision: the step is lost, and nothing owed
+        with steady(vector):  # beyond half precision: the step is lost, and nothing owed
             sent = xp.astype(vector, wire)
             lost = vector - xp.astype(sent, xp.float32)
             lost = xp.where(xp.isfinite(lost), lost, xp.zeros_like(lost))
@@ -139,9 +139,7 @@ class SharedExchange:
         tensor.mean = xp.reshape(xp.astype(mean, xp.float32, copy=True), (-1,))
         tensor.earlier, tensor.summable = tensor.summable or tensor.earlier, None
 
-    def exchange(
-        self, name: str, values: Array, *, ranks: int, rank: int | None = None
-    ) -> Rounds:
+    def exchange(self, name: str, values: Array, *, ranks: int, rank: int | None = None) -> Rounds:
         """The rounds of one tensor in a step that is not dense; see exchange_all."""
         (mean,) = yield from self.exchange_all([name], [values], ranks=ranks, rank=rank)
         return mean
@@ -167,11 +165,10 @@ class SharedExchange:
         summables = [tensor.summable for tensor in tensors if tensor.summable is not None]
         xp = namespace(values[0])
         vectors = [xp.reshape(xp.astype(it, xp.float32, copy=False), (-1,)) for it in values]
-        with quiet():
-            means, verdict = yield from exchange(
-                summables, vectors, ranks=ranks, rank=rank, decay=self.decay, exact=self.exact,
-                outs=outs,
-            )  # fmt: skip
+        means, verdict = yield from exchange(
+            summables, vectors, ranks=ranks, rank=rank, decay=self.decay, exact=self.exact,
+            outs=outs,
+        )  # fmt: skip
         for name in names:
             self._verdicts[name] = verdict, names[0]
         if on_host(values[0]):

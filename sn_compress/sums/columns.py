@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..arrays import constant, namespace, take
+from ..arrays import Constant, namespace, take
 from ..ops.digits import Digits
 from ..ops.scales import covering, units
 from .base import Array
@@ -31,7 +31,7 @@ class Columns:
         sides = [side for count, side in self.shapes for _ in range(count)]
         self.count, self.size = len(sides), sum(sides)
         self._ends = np.cumsum([0, *(count * side for count, side in self.shapes)]).tolist()
-        self._column_of = np.repeat(np.arange(self.count), sides)
+        self._column_of = Constant(np.repeat(np.arange(self.count), sides))
 
     def words(self, ranks: int) -> int:
         """Words that travel: a scale for each column, and the digits."""
@@ -85,4 +85,4 @@ class Columns:
 
     def _spread(self, values: Array) -> Array:
         """[count] to [size]: each column's value for all its numbers."""
-        return take(values, constant(self._column_of, values))
+        return take(values, self._column_of.on(values))

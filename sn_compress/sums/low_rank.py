@@ -16,9 +16,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..arrays import constant, matmul_into, namespace, subtract_product
+from ..arrays import device_of, like_of, namespace, product, subtract_product
 from ..errors import CompressError
 from ..ops.orthonormal import orthonormal
+from ..ops.scales import shifted
 from .base import Array, Outcome, Part, Send, State, Step, Summed, cut_up, joined
 from .columns import Columns
 
@@ -67,8 +68,7 @@ class LowRank(Part):
 
     def new_state(self, like: Array) -> State:
         xp = namespace(like)
-        device = {"device": like.device} if hasattr(like, "device") else {}
-        zeros = xp.zeros(self._left.count, dtype=xp.int32, **device)
+        zeros = xp.zeros(self._left.count, dtype=xp.int32, device=device_of(like))
         return {"basis": self._start(like), "left": zeros, "right": zeros}
 
     def _start(self, like: Array) -> Array:
@@ -77,7 +77,7 @@ class LowRank(Part):
         for (_, columns), size in zip(self.shapes, self.sizes, strict=True):
             chance = np.random.default_rng(columns).integers(-127, 128, (size, columns))
             factors.append(chance.astype(np.int32))
-        return constant(self._right.join(orthonormal(factors)), like)
+        return like_of(self._right.join(orthonormal(factors)), like)
 
     def begin(self, state: State, means: Sequence[Array]) -> State:
         # Integers all the way, so that no library's order of sums shows in the directions.
@@ -85,11 +85,11 @@ class LowRank(Part):
         wholes, steps = zip(*(_whole(it) for it in means), strict=True)
         basis = self._right.split(state["basis"])
         for _ in range(_ITERATIONS + 1):
-            p = [_product(q, m.T) for q, m in zip(basis, wholes, strict=True)]
+            p = [_grid_product(q, m.T) for q, m in zip(basis, wholes, strict=True)]
             left = orthonormal([_rounded(it) for it in p])
-            q = [_product(a, m) for a, m in zip(left, wholes, strict=True)]
+            q = [_grid_product(a, m) for a, m in zip(left, wholes, strict=True)]
             basis = _kept(orthonormal([_rounded(it) for it in q]), basis)
-        p = [_product(q, m.T) * step for q, m, step in zip(basis, wholes, steps, strict=True)]
+        p = [_grid_product(q, m.T) * step for q, m, step in zip(basis, wholes, steps, strict=True)]
         q = [it * step for it, step in zip(q, steps, strict=True)]
         return {
             "basis": self._right.join(basis),
@@ -126,8 +126,8 @@ class LowRank(Part):
         owns = self._right.split(own)
         left = [subtract_product(m, a.T, b) for m, a, b in zip(matrices, p, owns, strict=True)]
         into = outs or [None] * len(p)
-        product = _exact_product if exact else matmul_into
-        means = [product(a.T, b, out) for a, b, out in zip(p, mean, into, strict=True)]
+        multiply = _exact_product if exact else product
+        means = [multiply(a.T, b, out) for a, b, out in zip(p, mean, into, strict=True)]
         # P is orthonormal: the norm of what is left follows from the factors.
         sent = xp.sum(own * (2 * self._right.join(q) - own))
         state = {
@@ -144,12 +144,6 @@ def numbers(columns: Columns, factors: Sequence[Array]) -> tuple[list[Array], Ar
     flat = columns.join(factors)
     finite = xp.all(xp.isfinite(flat))
     return columns.split(xp.where(finite, flat, xp.zeros_like(flat))), finite
-
-
-def shifted(exponents: Array, quarters: int) -> Array:
-    """Exponents for numbers 2**(quarters / 4) times as large, within the table's."""
-    xp = namespace(exponents)
-    return xp.clip(exponents + quarters, -256, 255)
 
 
 def _kept(new: Sequence[Array], old: Sequence[Array]) -> list[Array]:
@@ -172,7 +166,7 @@ def _whole(mean: Array) -> tuple[Array, Array]:
     return xp.round(xp.where(some, wide, xp.zeros_like(wide)) / step), step
 
 
-def _product(factor: Array, whole: Array) -> Array:
+def _grid_product(factor: Array, whole: Array) -> Array:
     """Factor @ whole, the factor on a grid of 2**-15: exact in float64, in any order of sums."""
     xp = namespace(whole)
     return xp.round(xp.astype(factor, xp.float64) * 2.0**_BITS) @ whole * 2.0**-_BITS

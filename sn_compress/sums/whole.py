@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..arrays import namespace
+from ..arrays import device_of, namespace
+from ..ops.scales import shifted
 from .base import Array, Outcome, Part, Send, State, Step, Summed, cut_up, joined
 from .columns import Columns
-from .low_rank import numbers, shifted
+from .low_rank import numbers
 
 
 class Whole(Part):
@@ -39,8 +40,7 @@ class Whole(Part):
 
     def new_state(self, like: Array) -> State:
         xp = namespace(like)
-        device = {"device": like.device} if hasattr(like, "device") else {}
-        return {"scales": xp.zeros(self._columns.count, dtype=xp.int32, **device)}
+        return {"scales": xp.zeros(self._columns.count, dtype=xp.int32, device=device_of(like))}
 
     def begin(self, state: State, means: Sequence[Array]) -> State:
         known, _ = numbers(self._columns, [_row(it) for it in means])

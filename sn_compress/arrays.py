@@ -1,0 +1,185 @@
+"""Which array library and device an array has, and the few functions that libraries name apart.
+
+What lies between a rim and the wire is written once, over the array namespace of its arguments
+(array-api-compat): NumPy, CuPy, and torch on any device. Nothing here waits for a device but
+`to_host` and `Later.read`, which are for what happens between steps. No library is imported: an
+array brings its own along.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any
+
+import array_api_compat
+import numpy as np
+import numpy.typing as npt
+
+Array = Any  # of NumPy, CuPy or torch
+
+_spaces: dict[type, Any] = {}
+
+
+def namespace(array: Array) -> Any:
+    """The functions of the array's library, by their names in the array API standard."""
+    kind = type(array)
+    if kind not in _spaces:
+        _spaces[kind] = array_api_compat.array_namespace(array)
+    return _spaces[kind]
+
+
+def is_torch(array: Array) -> bool:
+    """Whether it is a tensor of torch."""
+    return not isinstance(array, np.ndarray | np.generic) and array_api_compat.is_torch_array(array)
+
+
+def device_of(array: Array) -> Any:
+    """Where it lies, for the `device=` of the functions that make arrays."""
+    return array_api_compat.device(array)
+
+
+def on_host(array: Array) -> bool:
+    """Whether its values lie in the host's memory, so that reading one waits for nothing."""
+    if isinstance(array, np.ndarray | np.generic):
+        return True
+    return is_torch(array) and array.device.type == "cpu"
+
+
+def to_host(array: Array) -> npt.NDArray[Any]:
+    """The values as a NumPy array; shares memory with an array on the host."""
+    if isinstance(array, np.ndarray):
+        return array
+    if is_torch(array):
+        return np.asarray(array.detach().cpu().numpy())
+    return np.asarray(array.get() if hasattr(array, "get") else array)
+
+
+def like_of(array: Array, like: Array) -> Array:
+    """An array in the library and on the device of another, in its own dtype; may share memory."""
+    if isinstance(like, np.ndarray):
+        return to_host(array)
+    if type(array) is type(like) and array.device == like.device:
+        return array
+    return namespace(like).asarray(to_host(array), device=like.device)
+
+
+class Constant:
+    """A host array that follows from shapes and settings, and its copies on devices.
+
+    The first call on a device copies it there.
+    """
+
+    def __init__(self, host: npt.NDArray[Any]) -> None:
+        self.host = host
+        self._copies: dict[str, Array] = {}
+
+    def on(self, like: Array) -> Array:
+        """The array where `like` lies."""
+        if isinstance(like, np.ndarray | np.generic):
+            return self.host
+        key = f"{type(like).__module__} {like.device}"
+        if key not in self._copies:
+            self._copies[key] = namespace(like).asarray(self.host, device=like.device)
+        return self._copies[key]
+
+
+def take(values: Array, index: Array) -> Array:
+    """[n] values at [m] places, [m]."""
+    if is_torch(values):
+        return values.index_select(0, index)  # several times as fast as values[index]
+    return values[index]
+
+
+def squared_norm(matrix: Array) -> Array:
+    """0-d: the sum of squares."""
+    flat = namespace(matrix).reshape(matrix, (-1,))
+    if is_torch(flat):
+        return sys.modules["torch"].dot(flat, flat)
+    return flat @ flat
+
+
+def product(left: Array, right: Array, out: Array | None) -> Array:
+    """The matrix product, in `out` if there is one."""
+    if is_torch(left):
+        return sys.modules["torch"].mm(left, right, out=out)
+    return namespace(left).matmul(left, right, out=out)
+
+
+def subtract_product(matrix: Array, left: Array, right: Array) -> Array:
+    """The matrix less left @ right, in its place."""
+    if is_torch(matrix):
+        return matrix.addmm_(left, right, alpha=-1)
+    if not isinstance(matrix, np.ndarray):
+        matrix -= left @ right
+        return matrix
+    # A product as large as the gradient would be written to memory and read again, and the C
+    # library hands buffers of that size back to the system each time.
+    rows = max(1, 2**16 // matrix.shape[1])
+    for start in range(0, len(matrix), rows):
+        matrix[start : start + rows] -= left[start : start + rows] @ right
+    return matrix
+
+
+def steady(like: Array) -> AbstractContextManager[Any]:
+    """Products of float32 in float32, and no word about overflow: what is not finite is looked for.
+
+    Torch may run them in fewer bits (TF32, bfloat16, autocast); a rank that subtracts another
+    product than that of the mean loses the difference.
+    """
+    if is_torch(like):
+        return _float32_products(like.device.type)
+    return np.errstate(all="ignore")
+
+
+@cache
+def _precisions() -> Any:
+    from contextlib import contextmanager
+
+    torch = sys.modules["torch"]
+
+    @contextmanager
+    def full(device: str) -> Any:
+        before = torch.get_float32_matmul_precision()
+        if before != "highest":
+            torch.set_float32_matmul_precision("highest")
+        try:
+            with torch.no_grad():
+                if device != "meta" and torch.is_autocast_enabled(device):
+                    with torch.autocast(device, enabled=False):
+                        yield
+                else:
+                    yield
+        finally:
+            if before != "highest":
+                torch.set_float32_matmul_precision(before)
+
+    return full
+
+
+def _float32_products(device: str) -> AbstractContextManager[Any]:
+    return _precisions()(device)  # type: ignore[no-any-return]
+
+
+class Later:
+    """A few numbers of a device, on their way to the host: read when they have long arrived.
+
+    numbers : [n] float64
+    """
+
+    def __init__(self, numbers: Array) -> None:
+        self._event: Any = None
+        self._numbers = numbers
+        if is_torch(numbers) and numbers.device.type == "cuda":
+            torch = sys.modules["torch"]
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> list[float]:
+        """The numbers; waits for the device if it has not come so far."""
+        if self._event is not None:
+            self._event.synchronize()
+        return [float(each) for each in to_host(self._numbers)]
