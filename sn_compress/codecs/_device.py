@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import _cuda
-from ..contract import Payload
 from ..errors import CompressError
 from ._device_decode import Decoder as Decoder
 from ._device_decode import raise_if_damaged as raise_if_damaged
 from ._device_decode import side_by_side
 from ._device_encode import Encoder as Encoder
+from .base import Payload
 
 if TYPE_CHECKING:
     from .fft import FFTCodec

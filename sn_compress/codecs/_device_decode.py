@@ -11,11 +11,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from .. import _cuda
-from ..contract import HEADER_BYTES
 from ..errors import PayloadError
 from ..ops import launch, seal, whole
 from ..ops.launch import Format, Piece
 from ._device_vector import HEADER_WORDS, blockwise, check_codec, checked, header, used_words
+from .base import HEADER_BYTES
 
 if TYPE_CHECKING:
     from .blocks import Section

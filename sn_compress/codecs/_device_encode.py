@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import _cuda
-from ..contract import HEADER_BYTES, Payload
 from ..errors import CompressError
 from ..ops import launch, quantize, seal, whole
 from ..ops.launch import Format, Piece
 from ._device_vector import HEADER_WORDS, blockwise, check_codec, checked, header, used_words
+from .base import HEADER_BYTES, Payload
 
 if TYPE_CHECKING:
     from .blocks import Section

@@ -6,9 +6,9 @@ import struct
 from typing import TYPE_CHECKING, Any
 
 from .. import _cuda
-from ..contract import HEADER_BYTES, MAGIC, VERSION
 from ..errors import CompressError
 from ..ops import launch
+from .base import HEADER_BYTES, MAGIC, VERSION
 
 if TYPE_CHECKING:
     from .fft import FFTCodec
