@@ -17,8 +17,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ..codecs.base import Floats
 from ..codecs.lowrank import matrix_shape
-from ..contract import Floats
+from ..sums.base import Part
+from ..sums.low_rank import LowRank
+from ..sums.rows import Rows
+from ..sums.whole import Whole
 from .factors import leading
 from .shared import scaled_words
 from .support import words_of as support_words

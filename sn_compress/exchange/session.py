@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from .. import saved
 from ..arrays import like_of, namespace, on_host, steady, to_host
+from ..codecs.base import MAX_ELEMENTS, Floats
 from ..codecs.lowrank import matrix_shape
-from ..contract import MAX_ELEMENTS, Floats
 from ..errors import CompressError
 from ..saved import reading
 from ..sums.base import Array, Part
