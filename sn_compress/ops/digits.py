@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..arrays import Array, namespace
+from ..arrays import Array, device_of, namespace
 from ..errors import CompressError
 
 MAX_RANKS = 2047
@@ -56,7 +56,8 @@ class Digits:
         whole = xp.astype(digits, xp.int64)
         missing = self.words(whole.shape[0]) * per - whole.shape[0]
         if missing:
-            whole = xp.concat([whole, xp.zeros_like(whole[:missing])])
+            rest = xp.zeros(missing, dtype=xp.int64, device=device_of(whole))
+            whole = xp.concat([whole, rest])
         rows = xp.reshape(whole, (-1, per))
         total = rows[:, 0]
         for place in range(1, per):
