@@ -122,10 +122,10 @@ class Settings:
         chosen = {name: getattr(self, name) for name in _CODEC} | {"theta": theta}
         return FFTCodec(**chosen, threads=self.threads or threads)
 
-    def shared(self, *, undoable: bool = False) -> SharedExchange:
+    def shared(self) -> SharedExchange:
         """The shared exchange of these settings, for one optimizer."""
         chosen = {name: getattr(self, name) for name in _SHARED}
-        return SharedExchange(**chosen, undoable=undoable)
+        return SharedExchange(**chosen)
 
 
 _SHARED_ONLY = {"ratio", "warmup", "every", "overlap"}

@@ -129,7 +129,7 @@ def part_of(shape: Sequence[int], size: int, *, sparse: bool = False) -> Part:
     if size == 0:
         return Whole([(1, math.prod(shape))])
     if sparse:
-        return Rows([matrix_shape(shape)], each=size)
+        return Rows([matrix_shape(shape)], [size])
     return LowRank([matrix_shape(shape)], [size])
 
 

@@ -39,7 +39,6 @@ from ..codecs import _device, saving
 from ..codecs.base import Payload
 from ..codecs.gather import mean_of_gathered
 from ..errors import CompressError
-from ..exchange.shared import Rounds
 from ..feedback import ErrorFeedback
 from ..report import Traffic
 from ..sameness import Sameness
@@ -52,6 +51,9 @@ from .layout import Axes, axes_of, reorder
 _log = logging.getLogger(__name__)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _FORMAT = 1
+_GLANCE = 64  # elements looked at before all
+_GROUP = 2**23  # elements of buckets whose words travel together: a collective costs its latency
+_OVER = object()
 _STEP = "step"  # what theta is counted by: all parameters have the same
 # torch 2.13 gave it another name, and warns under the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -123,13 +125,14 @@ class FFTState:
         for name, parameter in named_parameters or ():
             self._names[id(parameter)] = parameter, name
         self.feedback.undoable = scaler is not None
-        self.shared = self.settings.shared(undoable=scaler is not None)
+        self.shared = self.settings.shared()
         self._held: dict[str, Any] = {}  # memories of the shared exchange that sit this step out
         self.traffic = Traffic()
         self._agreed = False
         self._sameness = Sameness(self.settings.check_every)
         self._said: list[tuple[str, str]] | None = None  # of the parameters, in a step that asks
-        self.pending: dict[torch.futures.Future[torch.Tensor], Any] = {}  # rounds by bucket
+        self.waiting: list[Any] = []  # buckets whose rounds begin with that of a later one
+        self.pending: list[Generator[None, None, None]] = []  # rounds that have begun
         self._seen: set[str] = set()  # in this step
         self._scale: float | None = None  # the unit of the memory
 
@@ -167,19 +170,25 @@ class FFTState:
         return self._names[id(parameter)][1]
 
     def rounds(
-        self, flat: torch.Tensor, parts: Sequence[Part]
-    ) -> Generator[None, None, torch.Tensor]:
-        """Average a flat tensor in place; returns it.
+        self, flats: Sequence[tuple[torch.Tensor, Sequence[Part]]]
+    ) -> Generator[None, None, None]:
+        """Average flat tensors in place.
 
         Comes back whenever collectives have been started; going on waits for them. All ranks have
         to go through the rounds of all their tensors in the same order.
         """
-        self._agree(flat.device)
-        with _on_stream_of(flat):
-            self._open_step(parts)
-        way = self._shared_rounds if self.settings.exchange == "shared" else self._gather_rounds
-        yield from way(flat, parts)
-        return flat
+        self._agree(flats[0][0].device)
+        for flat, parts in flats:
+            with _on_stream_of(flat):
+                self._open_step(parts)
+        if self.settings.exchange == "shared":
+            yield from self._shared_rounds(flats)
+            return
+        under_way = [self._gather_rounds(flat, parts) for flat, parts in flats]
+        while under_way:
+            under_way = [rounds for rounds in under_way if next(rounds, _OVER) is not _OVER]
+            if under_way:
+                yield
 
     def _gather_rounds(
         self, flat: torch.Tensor, parts: Sequence[Part]
@@ -222,61 +231,86 @@ class FFTState:
         return dist.all_reduce(tensor, group=self.process_group, async_op=True)
 
     def _shared_rounds(
-        self, flat: torch.Tensor, parts: Sequence[Part]
+        self, flats: Sequence[tuple[torch.Tensor, Sequence[Part]]]
     ) -> Generator[None, None, None]:
-        large, small = _split(flat, parts, self._takes)
-        if not large:
-            yield from self._plain_rounds(flat, small, flat)
-            return
-        host = flat.to("cpu", torch.float32)
-        if flat.is_cuda:
-            _say_host_once()
-        shown = [part for part in large if self.shared.dense(part.name, part.shape)]
-        wholes = [torch.from_numpy(self.shared.whole(p.name, p.of(host).numpy())) for p in shown]
-        plainly = [*(part.of(host) for part in small), *wholes] or [host[:0]]
-        packed = torch.cat(plainly).to(flat.device)
-        plain = self._plain_rounds(flat, [*small, *shown], packed)
-        next(plain)
-        under_way = {part: self._exchange(part, host) for part in large if part not in shown}
-        words = {part: next(rounds) for part, rounds in under_way.items()}
-        sent = dict.fromkeys(words, 0)
-        while words:
-            for part, own in words.items():
-                sent[part] += own.nbytes
-            total = torch.from_numpy(np.concatenate(list(words.values()))).to(flat.device)
-            work = self._sum(total)
+        """Several flat tensors, whose words travel together."""
+        plain, summed, shown = [], [], []
+        for flat, parts in flats:
+            large, small = _split(flat, parts, self._takes)
+            dense = [part for part in large if self.shared.dense(part.name, part.shape)]
+            for part in dense:
+                values = part.of(flat)
+                values.copy_(self.shared.whole(part.name, values, wire=flat.dtype))
+            if not large or len(dense) == len(large):
+                plain.append(self._plain_rounds(flat, parts, flat))
+            elif small or dense:
+                packed = torch.cat([part.of(flat) for part in (*small, *dense)])
+                plain.append(self._plain_rounds(flat, [*small, *dense], packed))
+            shown += [(part, flat) for part in dense]
+            summed += [(part, flat) for part in large if part not in dense]
+        for rounds in plain:
+            next(rounds)
+        if summed:
+            yield from self._summed_rounds(summed)
+        else:
             yield
-            work.wait()
-            sums = total.cpu().split([own.size for own in words.values()])
-            for part, sum_ in zip(list(words), sums, strict=True):
-                try:
-                    words[part] = under_way[part].send(sum_.numpy())
-                except StopIteration as end:
-                    del words[part]
-                    part.of(flat).copy_(torch.from_numpy(end.value))
-        if not under_way:
-            yield
-        for part, nbytes in sent.items():
+        for rounds in plain:
+            for _ in rounds:
+                pass
+        for part, flat in shown:
+            self.shared.learn(part.name, part.of(flat))
+
+    def _summed_rounds(
+        self, summed: Sequence[tuple[Part, torch.Tensor]]
+    ) -> Generator[None, None, None]:
+        names = [part.name for part, _ in summed]
+        views = [part.of(flat) for part, flat in summed]
+        vectors = [view.float() for view in views]  # the same tensors if they are float32
+        for name, vector in zip(names, vectors, strict=True):
+            self._hold(name, vector)
+        rounds = self.shared.exchange_all(
+            names, vectors, ranks=self.ranks, rank=self.rank, outs=vectors
+        )
+        sent = 0
+        try:
+            with torch.no_grad():
+                total = next(rounds)
+                while True:
+                    sent += total.nbytes
+                    work = self._sum(total)
+                    yield
+                    work.wait()
+                    total = rounds.send(total)
+        except StopIteration:
+            pass
+        for view, vector in zip(views, vectors, strict=True):
+            if view is not vector:
+                view.copy_(vector)
+        for part, _ in summed:
             if part.name in self._held:
                 self._memory_put_back(part.name)
-            energy, error = self.shared.lost(part.name)
-            self.traffic.shared(part.name, part.elements, nbytes, energy, error)
-        yield from plain
-        for part, mean in zip(shown, _pieces(packed, [*small, *shown])[len(small) :], strict=True):
-            self.shared.learn(part.name, mean.cpu().numpy())
+            # The words of all are counted with the first.
+            self.traffic.shared(part.name, part.elements, sent, *self.shared.lost(part.name))
+            sent = 0
 
-    def _exchange(self, part: Part, host: torch.Tensor) -> Rounds:
-        values = part.of(host).numpy()
-        summable = self.shared.tensors[part.name].summable
-        if summable is not None and not values.any():  # as in _encode_on_host
-            self._held[part.name] = summable.memory
-            summable.memory = np.zeros_like(summable.memory)
-        return self.shared.exchange(part.name, values, ranks=self.ranks, rank=self.rank)
+    def _hold(self, name: str, vector: torch.Tensor) -> None:
+        """Keep the memory of what this rank has not used from travelling.
+
+        DDP drops the mean of a parameter that no rank has used, so nothing may be sent for it.
+        Elsewhere the memory of a rank without a gradient only waits.
+        """
+        summable = self.shared.tensors[name].summable
+        if summable is None or (vector.is_cuda and not self._find_unused):
+            return
+        # A look at a few is cheaper than one at all, and mostly enough.
+        if not vector[:_GLANCE].any() and not vector.any():
+            self._held[name] = summable.memory
+            summable.replace(torch.zeros_like(vector))
 
     def _memory_put_back(self, name: str) -> None:
         summable = self.shared.tensors[name].summable
         if summable is not None:
-            summable.memory = self._held[name]
+            summable.replace(self._held[name])
 
     def _agree(self, device: torch.device) -> None:
         """Raise on every rank unless all have the same settings; asked once."""
@@ -307,6 +341,7 @@ class FFTState:
 
     def begin_pass(self) -> None:
         """A backward pass begins; what is still there is of one that ended with an error."""
+        self.waiting.clear()
         self.pending.clear()
         self._seen.clear()
         self._said = [] if self._sameness.step() else None
@@ -551,38 +586,45 @@ def fft_hook(
     if bucket.index() == 0:
         state.begin_pass()
     state.note(bucket)
-    # An embedding's sparse gradient is alone in its bucket, and travels as without the hook.
-    if flat.is_sparse:
-        rounds = _sparse_rounds(state, flat, state.parts(bucket)[0].name)
-    else:
-        rounds = state.rounds(flat, state.parts(bucket))
-    next(rounds)
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
         devices=[flat.device] if flat.is_cuda else None
     )
-    state.pending[future] = rounds
+    # An embedding's sparse gradient is alone in its bucket, and travels as without the hook.
+    if flat.is_sparse:
+        state.pending.append(_sparse_rounds(state, flat, state.parts(bucket)[0].name, future))
+        next(state.pending[-1])
+    else:
+        state.waiting.append((future, flat, state.parts(bucket)))
+    large = sum(each.numel() for _, each, _ in state.waiting) >= _GROUP
+    if state.waiting and (large or bucket.is_last() or state.settings.exchange == "gather"):
+        group, state.waiting = state.waiting, []
+        state.pending.append(_group_rounds(state, group))
+        next(state.pending[-1])
     while bucket.is_last() and state.pending:
-        for waiting, under_way in list(state.pending.items()):
-            try:
-                next(under_way)
-            except StopIteration as end:
-                waiting.set_result(end.value)
-                del state.pending[waiting]
+        state.pending = [rounds for rounds in state.pending if next(rounds, _OVER) is not _OVER]
     if bucket.is_last():
         state.compare(flat.device)
     return future
 
 
+def _group_rounds(
+    state: FFTState, group: Sequence[tuple[torch.futures.Future[torch.Tensor], Any, list[Part]]]
+) -> Generator[None, None, None]:
+    yield from state.rounds([(flat, parts) for _, flat, parts in group])
+    for future, flat, _ in group:
+        future.set_result(flat)
+
+
 def _sparse_rounds(
-    state: FFTState, flat: torch.Tensor, name: str
-) -> Generator[None, None, torch.Tensor]:
+    state: FFTState, flat: torch.Tensor, name: str, future: torch.futures.Future[torch.Tensor]
+) -> Generator[None, None, None]:
     flat = flat.div_(state.ranks).coalesce()  # as torch would, before it sends all of it
     nbytes = sum(each.numel() * each.element_size() for each in (flat.indices(), flat.values()))
     state.traffic.sparse(name, flat.values().numel(), nbytes)
     work = dist.all_reduce(flat, group=state.process_group, async_op=True)
     yield
     work.wait()
-    return work.get_future().wait()[0]
+    future.set_result(work.get_future().wait()[0])
 
 
 @contextmanager

@@ -33,7 +33,7 @@ def hsdp_hook(state: FFTState, name: str) -> Callable[[torch.Tensor], None]:
 
     @torch.no_grad()
     def average(shards: torch.Tensor) -> None:
-        for _ in state.rounds(shards, [Part(name, 0, tuple(shards.shape))]):
+        for _ in state.rounds([(shards, [Part(name, 0, tuple(shards.shape))])]):
             pass
 
     return average

@@ -58,7 +58,6 @@ class Memory:
         """See FFTCompression.watch."""
         self.scaler, self._scale = scaler, scaler.get_scale()
         self.feedback.undoable = True
-        self.shared.be_undoable()
 
     def _follow_scaler(self) -> None:
         if self._lost:

@@ -37,7 +37,7 @@ def steps_of(state: FFTState, steps: int, sent: list[int]) -> list[int]:
     for seed in range(steps):
         del sent[:]
         flat = torch.from_numpy(np.random.default_rng(seed).standard_normal(N).astype("f4"))
-        for _ in state.rounds(flat, [Part("w", 0, (N,))]):
+        for _ in state.rounds([(flat, [Part("w", 0, (N,))])]):
             pass
         found.append(sent[-1])
     return found

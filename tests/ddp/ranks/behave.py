@@ -81,9 +81,8 @@ def residual(state, name, like):
 def own_memory(state, name, like):
     if name in state.feedback.state_dict()["memory"]:
         return torch.from_numpy(state.feedback.residual(name)).view(like.shape)
-    tensor = state.shared.tensors.get(name)
-    if tensor and tensor.summable:
-        return torch.from_numpy(tensor.summable.memory).view(like.shape)
+    if state.shared.remembers(name):
+        return torch.from_numpy(state.shared.residual(name)).view(like.shape)
     return torch.zeros_like(like)
 
 
@@ -199,9 +198,9 @@ def nothing_is_lost():
         sizes = []
         start = state.rounds
 
-        def spy(flat, parts, sizes=sizes, start=start):
-            sizes.append([part.name for part in parts])
-            return start(flat, parts)
+        def spy(flats, sizes=sizes, start=start):
+            sizes.extend([part.name for part in parts] for _, parts in flats)
+            return start(flats)
 
         state.rounds = spy
         for step in range(6):

@@ -203,7 +203,7 @@ def a_skipped_step_takes_back_nothing_older():
         def step(number, names, state=state):
             for name in names:
                 flat = batch(number, 4096, 1).view(-1)
-                for _ in state.rounds(flat, [Part(name, 0, (64, 64))]):
+                for _ in state.rounds([(flat, [Part(name, 0, (64, 64))])]):
                     pass
 
         for number in range(4):
