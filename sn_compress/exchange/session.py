@@ -166,6 +166,13 @@ class SharedExchange:
         last = self.tensors[name].summable
         return (last.energy, last.error) if last else (0.0, 0.0)
 
+    def way(self, name: str) -> str:
+        """How a tensor travels whose size is chosen: "low_rank", "rows" or "whole"."""
+        tensor = self.tensors[name]
+        if tensor.size == 0:
+            return "whole"
+        return "rows" if tensor.curve is not None and tensor.curve.sparse else "low_rank"
+
     def _next(self, name: str) -> Tensor:
         tensor = self.tensors[name]
         if self.undoable:
