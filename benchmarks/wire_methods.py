@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 import sn_compress
+from sn_compress import FFTCompression, LowRankCompression
 from sn_compress.codecs.gather import mean_of_gathered, on_wire
 from sn_compress.codecs.lowrank import first_factor, matrix_shape
 from sn_compress.settings import Settings
@@ -153,14 +154,14 @@ def _named(name: str, *, shaped: bool = False, **settings: Any) -> Callable[...,
     return make
 
 
-GATHER = Settings().changed(exchange="gather")
-PAPER = Settings().changed(mode="paper", theta=0.9)
+GATHER = FFTCompression.settings
+PAPER = FFTCompression.using(mode="paper", theta=0.9).settings
 WARMUP = 1  # dense steps of `shared` in the bench: they are not what is timed
 
 
 def shared_settings(ratio: float = 100.0, warmup: int = WARMUP) -> Settings:
     """The shared exchange of the bench."""
-    return Settings().changed(exchange="shared", ratio=ratio, warmup=warmup, every=10**9)
+    return LowRankCompression.using(ratio=ratio, warmup=warmup, every=10**9).settings
 
 
 def method(name: str, *, ranks: int, rank: int = 0, ratio: float = 100.0) -> Method:

@@ -64,7 +64,7 @@ class ThetaInTime:
         if payload.energy is None:
             raise CompressError(
                 "EnergyBudget has to see what a payload lost, which is not known of one made on a "
-                'GPU. Use another schedule, or exchange="shared".'
+                "GPU. Use another schedule, or LowRankCompression."
             )
         energy, error = payload.energy or 0.0, payload.error or 0.0
         return [energy, error] if wide else [float(energy > 0), error / energy if energy else 0.0]

@@ -195,6 +195,13 @@ class SharedExchange:
         verdict, first = self._verdicts.get(name, (None, name))
         return (0.0, 0.0) if verdict is None or first != name else verdict.read()[1:]
 
+    def way(self, name: str) -> str:
+        """How a tensor travels whose size is chosen: "low_rank", "rows" or "whole"."""
+        tensor = self.tensors[name]
+        if tensor.size == 0:
+            return "whole"
+        return "rows" if tensor.curve is not None and tensor.curve.sparse else "low_rank"
+
     def _next(self, name: str) -> Tensor:
         tensor = self.tensors[name]
         tensor.before = {k: v for k, v in vars(tensor).items() if k != "before"}

@@ -1,4 +1,4 @@
-"""FFTCompression for TensorFlow tensors in stock Horovod: eager tapes and tf.function.
+"""Compression of TensorFlow tensors in stock Horovod: eager tapes and tf.function.
 
 Horovod calls `compress` while it traces, never per step. So `compress` builds a graph: a Python
 function that encodes, Horovod's all-gather of the payload, and in `finish` a Python function that
@@ -29,6 +29,7 @@ import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from ..codecs.gather import wire_bytes
+from ..compression import settings_of
 from ..errors import CompressError
 from ..settings import Settings
 from .alike import (
@@ -48,7 +49,7 @@ _as_written = tf.autograph.experimental.do_not_convert
 
 
 class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
-    """What belongs to one FFTCompression: codec, error memories, counts.
+    """What belongs to one compression: codec, error memories, counts.
 
     It goes into a checkpoint like a variable: `tf.train.Checkpoint(memory=memory_of(fft))`. It
     differs between ranks, so each rank writes and reads a checkpoint of its own.
@@ -59,7 +60,7 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
         super().__init__(settings, threads or len(os.sched_getaffinity(0)))
 
     def synchronize(self, root_rank: int = 0, *, process_set: Any = hvd.global_process_set) -> None:
-        """See FFTCompression.synchronize; called by all ranks of the set."""
+        """See Compression.synchronize; called by all ranks of the set."""
         own = self.exchange()
         self.begin_anew()
         state = hvd.broadcast_object(self.state_dict(), root_rank, process_set=process_set)
@@ -88,18 +89,12 @@ _slots_in: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDicti
 
 
 def memory_of(compression: Any) -> Memory:
-    """What an FFTCompression remembers and has sent, for all tapes that were given it.
+    """What a compression remembers and has sent, for all tapes that were given it.
 
     To keep two models apart in reports and checkpoints, give each its own:
     `FFTCompression.using()` returns a new one each time.
     """
-    settings = getattr(compression, "settings", None)
-    if not isinstance(settings, Settings):
-        raise CompressError(
-            f"got {compression!r}; expected FFTCompression or what FFTCompression.using(...) "
-            "returned"
-        )
-    return _memory(compression, settings)
+    return _memory(compression, settings_of(compression, "memory_of"))
 
 
 def _memory(compression: Any, settings: Settings) -> Memory:
@@ -111,12 +106,12 @@ def _memory(compression: Any, settings: Settings) -> Memory:
 def _ask_memory(tape: Any, *_: Any) -> NoReturn:
     raise CompressError(
         f"got a {type(tape).__name__}; expected the optimizer of sn_compress.tensorflow.keras. A "
-        "tape lives for one step, its FFTCompression for the run: what they remember and have sent "
-        "is in sn_compress.tensorflow.tape.memory_of(compression)."
+        "tape lives for one step, its compression for the run: what they remember and have sent is "
+        "in sn_compress.tensorflow.tape.memory_of(compression)."
     )
 
 
-# What FFTCompression offers for optimizers; TensorFlow's own gradients come from a tape.
+# What Compression offers for optimizers; TensorFlow's own gradients come from a tape.
 report = residuals = restart = state_dict = load_state_dict = synchronize = _ask_memory
 watch = Elastic = _ask_memory
 
@@ -236,7 +231,7 @@ class Summing:
 
 @_as_written
 def compress(tensor: Any, settings: Settings, frame: FrameType) -> tuple[Any, Any]:
-    """One gradient on its way; see FFTCompression."""
+    """One gradient on its way; see Compression."""
     call = find_call(frame, tensor)
     _check(call)
     tensor = tf.convert_to_tensor(tensor)
@@ -244,6 +239,7 @@ def compress(tensor: Any, settings: Settings, frame: FrameType) -> tuple[Any, An
         # Made dense from sparse, a gradient has lost its shape; its variable has not.
         tensor = tf.ensure_shape(tensor, call.sources[call.place].shape)
     memory = _memory(call.compression, settings)
+    memory.traffic.speaks = call.process_set.rank() == 0
     said = [*said_of_compression(call.compression), ("op", str(call.op))]
     if call.sources is not None and all(v is not None for v in call.sources):
         said += said_of_variables(call.sources)
@@ -277,7 +273,7 @@ def _unclear(call: Call, shared: bool) -> bool:
 def _check(call: Call) -> None:
     if call.op not in (hvd.Average, hvd.Sum):
         raise CompressError(
-            f"{call.name or 'gradient'}: FFTCompression takes op=hvd.Average or hvd.Sum; Adasum, "
+            f"{call.name or 'gradient'}: compression takes op=hvd.Average or hvd.Sum; Adasum, "
             "Min, Max and Product need the dense tensor. Use another op, or no compression."
         )
     refuse_xla()

@@ -47,7 +47,7 @@ class Begun:
 
 
 class Traced:
-    """What belongs to one FFTCompression: codec, error memories, counts.
+    """What belongs to one compression: codec, error memories, counts.
 
     settings : the user's
     threads : of the codec, where the settings leave it open
@@ -84,7 +84,8 @@ class Traced:
     def restart(self, residuals: Mapping[str, Floats]) -> None:
         """Begin anew, counts as well, with what was not sent of these; shapes may be others."""
         self.clear()
-        self.traffic = Traffic()
+        speaks, self.traffic = self.traffic.speaks, Traffic()
+        self.traffic.speaks = speaks
         self.exchange().restart(residuals)
 
     def sameness_of(self, what: Any) -> Sameness:
@@ -174,7 +175,7 @@ class Traced:
             # Horovod puts zeros in the place of a rank that has joined.
             raise CompressError(
                 "another rank called hvd.join(), after which Horovod gathers nothing. Give all "
-                'ranks equally many batches (drop_remainder=True), or use exchange="shared".'
+                "ranks equally many batches (drop_remainder=True), or use LowRankCompression."
             ) from error
         return _times(mean, factor)
 
@@ -187,7 +188,7 @@ class Traced:
         """
         with self._lock:  # the first tensor of a step chooses for all
             if self.shared.dense(key, shape):
-                self.traffic.plain(key, values.size, 4 * values.size)
+                self.traffic.dense(key, values.size, 4 * values.size)
                 return True, self.shared.whole(key, values), np.zeros(0, np.int32)
             rounds = self.shared.exchange(key, values, ranks=ranks, rank=rank)
         words = next(rounds)
@@ -208,14 +209,15 @@ class Traced:
         except StopIteration as end:
             with self._lock:
                 energy, error = self.shared.lost(key)
-                self.traffic.shared(key, end.value.size, begun.sent, energy, error)
+                way = self.shared.way(key)
+                self.traffic.shared(key, end.value.size, begun.sent, energy, error, way=way)
                 self._rounds.pop(key, None)
             return False, np.zeros(0, np.int32), _times(end.value, factor)
         begun.sent += words.nbytes
         return True, words, np.zeros(0, np.float32)
 
     def report(self) -> dict[str, float]:
-        """See FFTCompression.report."""
+        """See Compression.report."""
         with self._lock:
             return self.traffic.report()
 
@@ -258,10 +260,10 @@ class Traced:
             head = json.loads(arrays["head"].tobytes())
             if (head["rank"], head["exchange"]) != (rank, self.settings.exchange):
                 raise CompressError(
-                    f'this error memory is of rank {head["rank"]} and exchange="'
-                    f'{head["exchange"]}"; expected rank {rank} and "{self.settings.exchange}". '
-                    "Save one checkpoint per rank, with the rank in its name, and go on with the "
-                    "same settings."
+                    f"this error memory is of rank {head['rank']} and the {head['exchange']} "
+                    f"exchange; expected rank {rank} and the {self.settings.exchange} one, which "
+                    f"is that of {self.settings.compression}. Save one checkpoint per rank, with "
+                    "the rank in its name, and go on with the same compression."
                 )
             state = _each(
                 head["state"],

@@ -1,11 +1,11 @@
 """Communication hook for torch's DistributedDataParallel.
 
-    state = FFTState(named_parameters=model.named_parameters())
-    ddp_model.register_comm_hook(state, fft_hook)
+    state = CompressionState(FFTCompression, named_parameters=model.named_parameters())
+    ddp_model.register_comm_hook(state, compression_hook)
 
 DDP hands the hook a bucket: the gradients of some parameters in one flat tensor. Every parameter
 is encoded by itself, with an error memory of its own, because DDP makes new buckets after the
-first step. For each bucket then, with exchange="gather":
+first step. For each bucket then, with FFTCompression:
 
 1. its small gradients, and those of types the codec does not take, are all-reduced together;
 2. the payloads of all others, of fixed size, go into one vector, which is all-gathered;
@@ -13,7 +13,7 @@ first step. For each bucket then, with exchange="gather":
 
 Every rank decodes the same bytes in the same order, so all end with the same bits. On CUDA tensors
 encoding and decoding run where the tensors are, on torch's current stream (extra [cuda]). With
-exchange="shared" the bucket's words are summed in rounds of all-reduces instead, on the host.
+LowRankCompression the bucket's words are summed in rounds of all-reduces instead, on the host.
 
 One file of this length, because hook, both exchanges and the scaler's undoing share the state of a
 step.
@@ -27,23 +27,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from .. import __version__, _cuda
+from .._waiting import WAIT_S
 from ..agreement import agree, alike, question
 from ..codecs import _device, saving
 from ..codecs.base import Payload
 from ..codecs.gather import mean_of_gathered
+from ..compression import Compression, settings_of
 from ..errors import CompressError
 from ..feedback import ErrorFeedback
 from ..report import Traffic
 from ..sameness import Sameness
 from ..saved import held, reading
-from ..settings import Settings
 from ..theta import ThetaInTime
 from .digests import digest
 from .layout import Axes, axes_of, reorder
@@ -75,41 +76,41 @@ class Part:
         return flat[self.start : self.start + self.elements]
 
 
-class FFTState:
+class CompressionState:
     """What the hook of one DDP model keeps: settings, error memory, counts.
 
     Parameters
     ----------
+    compression : FFTCompression or LowRankCompression, bare or by `using`. How long to wait for
+        other ranks is the process group's matter: wait_s is refused
     process_group : the group that DDP has; None is the default group
     named_parameters : of the model, before or after DDP wraps it. Needed by state_dict only.
     scaler : the GradScaler, if there is one. The memory then follows its scale, and a step that it
         skips is taken back; costs a second copy of the memory.
     find_unused_parameters : as DDP has it. On CUDA tensors it costs one wait for the device a
         bucket, to keep the memory of parameters that were not used; on the CPU it is always on.
-    mode, **settings : those of FFTCompression.using, exchange among them; check_every, too. How
-        long to wait for other ranks is the process group's matter
 
-    Raises CompressError for settings that are not legal, or not the same on all ranks (then in
-    the first backward pass, on every rank).
+    Raises CompressError for what is none of ours in place of compression or group, and for settings
+    that are not the same on all ranks (then in the first backward pass, on every rank).
     """
 
     def __init__(
         self,
+        compression: type[Compression],
         process_group: Any = None,
         *,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
         scaler: Any = None,
         find_unused_parameters: bool = False,
-        mode: Literal["paper"] | None = None,
-        **settings: Any,
     ) -> None:
-        self.settings = Settings().changed(mode=mode, **settings)
-        self.asked_for_shared = settings.get("exchange") == "shared"
+        self.compression = compression
+        self.settings = settings_of(compression, "CompressionState")
+        _check_group(process_group)
         self.settings.refuse_torch_only("torch's DistributedDataParallel")
-        if "wait_s" in settings:
+        if self.settings.wait_s != WAIT_S:
             raise CompressError(
-                f"wait_s={settings['wait_s']!r} has no effect with torch's DistributedDataParallel;"
-                " it waits as long as its process group does. Set "
+                f"wait_s={self.settings.wait_s!r} has no effect with torch's "
+                "DistributedDataParallel; it waits as long as its process group does. Set "
                 "init_process_group(timeout=...)."
             )
         self.theta = ThetaInTime(self.settings, torch.get_num_threads())
@@ -147,7 +148,7 @@ class FFTState:
         return dist.get_rank(self.process_group)
 
     def report(self) -> dict[str, float]:
-        """What this rank sent so far; see FFTCompression.report."""
+        """What this rank sent so far; see Compression.report."""
         return self.traffic.report()
 
     def parts(self, bucket: dist.GradBucket) -> list[Part]:
@@ -209,11 +210,19 @@ class FFTState:
         yield from plain
 
     def _plain_rounds(
-        self, flat: torch.Tensor, parts: Sequence[Part], packed: torch.Tensor
+        self,
+        flat: torch.Tensor,
+        parts: Sequence[Part],
+        packed: torch.Tensor,
+        shown: Sequence[Part] = (),
     ) -> Generator[None, None, None]:
-        """All-reduce `packed`, where the values of these parts are, and write them into `flat`."""
+        """All-reduce `packed`, where the values of these parts are, and write them into `flat`.
+
+        shown : the parts of which this is but a dense step
+        """
         for part in parts:
-            self.traffic.plain(part.name, part.elements, part.elements * packed.element_size())
+            count = self.traffic.dense if part in shown else self.traffic.plain
+            count(part.name, part.elements, part.elements * packed.element_size())
         packed.div_(self.ranks)  # before the sum, which half precision might not hold
         work = self._sum(packed) if parts else None
         yield
@@ -242,10 +251,10 @@ class FFTState:
                 values = part.of(flat)
                 values.copy_(self.shared.whole(part.name, values, wire=flat.dtype))
             if not large or len(dense) == len(large):
-                plain.append(self._plain_rounds(flat, parts, flat))
+                plain.append(self._plain_rounds(flat, parts, flat, dense))
             elif small or dense:
                 packed = torch.cat([part.of(flat) for part in (*small, *dense)])
-                plain.append(self._plain_rounds(flat, [*small, *dense], packed))
+                plain.append(self._plain_rounds(flat, [*small, *dense], packed, dense))
             shown += [(part, flat) for part in dense]
             summed += [(part, flat) for part in large if part not in dense]
         for rounds in plain:
@@ -290,7 +299,10 @@ class FFTState:
             if part.name in self._held:
                 self._memory_put_back(part.name)
             # The words of all are counted with the first.
-            self.traffic.shared(part.name, part.elements, sent, *self.shared.lost(part.name))
+            self.traffic.shared(
+                part.name, part.elements, sent, *self.shared.lost(part.name),
+                way=self.shared.way(part.name),
+            )  # fmt: skip
             sent = 0
 
     def _hold(self, name: str, vector: torch.Tensor) -> None:
@@ -328,9 +340,9 @@ class FFTState:
         ]
         agree(
             said, total=partial(self._total, device), rank=self.rank, ranks=self.ranks,
-            name="start", do="Make FFTState alike on all ranks.",
+            name="start", do="Make CompressionState alike on all ranks.",
         )  # fmt: skip
-        self._agreed = True
+        self._agreed, self.traffic.speaks = True, self.rank == 0
 
     def _total(self, device: torch.device, _: str, words: Any) -> Any:
         """The sum over the ranks, at once."""
@@ -480,7 +492,8 @@ class FFTState:
         if not self._all_named and self._names:
             raise CompressError(
                 "parameters are known by the order of DDP's buckets only, which the next run may "
-                "change; expected names. Make FFTState(named_parameters=model.named_parameters())."
+                "change; expected names. Make CompressionState(..., "
+                "named_parameters=model.named_parameters())."
             )
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
@@ -510,7 +523,8 @@ class FFTState:
         for entry in states:
             if not isinstance(entry, dict) or entry.get("format") != _FORMAT:
                 raise CompressError(
-                    "not a state of FFTState.state_dict(); expected what it returned, unchanged"
+                    "not a state of CompressionState.state_dict(); expected what it returned, "
+                    "unchanged"
                 )
         states = saving.each(torch.Tensor, lambda tensor: tensor.cpu().numpy(), states)
         saved = states[0]["ranks"] if states else 0
@@ -573,8 +587,8 @@ class FFTState:
         return found
 
 
-def fft_hook(
-    state: FFTState, bucket: dist.GradBucket
+def compression_hook(
+    state: CompressionState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:  # fmt: skip
     """Average a bucket's gradients over the ranks, compressed; for register_comm_hook.
 
@@ -582,6 +596,7 @@ def fft_hook(
     continuation of the collective's future it would run in a thread of Gloo's: in another order on
     each rank, and the program may end, and abort, before that thread has let go of Python.
     """
+    check_state(state, "compression_hook")
     flat = bucket.buffer()
     if bucket.index() == 0:
         state.begin_pass()
@@ -608,7 +623,8 @@ def fft_hook(
 
 
 def _group_rounds(
-    state: FFTState, group: Sequence[tuple[torch.futures.Future[torch.Tensor], Any, list[Part]]]
+    state: CompressionState,
+    group: Sequence[tuple[torch.futures.Future[torch.Tensor], Any, list[Part]]],
 ) -> Generator[None, None, None]:
     yield from state.rounds([(flat, parts) for _, flat, parts in group])
     for future, flat, _ in group:
@@ -616,7 +632,10 @@ def _group_rounds(
 
 
 def _sparse_rounds(
-    state: FFTState, flat: torch.Tensor, name: str, future: torch.futures.Future[torch.Tensor]
+    state: CompressionState,
+    flat: torch.Tensor,
+    name: str,
+    future: torch.futures.Future[torch.Tensor],
 ) -> Generator[None, None, None]:
     flat = flat.div_(state.ranks).coalesce()  # as torch would, before it sends all of it
     nbytes = sum(each.numel() * each.element_size() for each in (flat.indices(), flat.values()))
@@ -625,6 +644,25 @@ def _sparse_rounds(
     yield
     work.wait()
     future.set_result(work.get_future().wait()[0])
+
+
+def _check_group(group: Any) -> None:
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise CompressError(
+            f"CompressionState got a {type(group).__qualname__} as process_group; expected a "
+            "group of torch.distributed, or None for all ranks. Name what comes behind it: "
+            "named_parameters=..., scaler=..."
+        )
+
+
+def check_state(state: Any, where: str) -> None:
+    """Raise CompressError if a hook was given something else in the place of its state."""
+    if not isinstance(state, CompressionState):
+        raise CompressError(
+            f"{where} got a {type(state).__qualname__} as its state; expected a CompressionState. "
+            "Make CompressionState(FFTCompression, named_parameters=model.named_parameters()), or "
+            "of another compression."
+        )
 
 
 @contextmanager
@@ -639,7 +677,7 @@ def _on_stream_of(flat: torch.Tensor) -> Iterator[None]:
 
 @cache
 def _say_host_once() -> None:
-    _log.warning('exchange="shared" works on the host: gradients on CUDA devices are copied there')
+    _log.warning("LowRankCompression works on the host: gradients on CUDA devices are copied there")
 
 
 def _split(

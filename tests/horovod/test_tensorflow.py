@@ -1,4 +1,4 @@
-"""FFTCompression for TensorFlow in the real, unpatched Horovod: several processes."""
+"""Compression of TensorFlow in the real, unpatched Horovod: several processes."""
 
 from __future__ import annotations
 

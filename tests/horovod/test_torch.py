@@ -1,4 +1,4 @@
-"""FFTCompression in the real, unpatched Horovod: several processes on this machine."""
+"""Compression in the real, unpatched Horovod: several processes on this machine."""
 
 from __future__ import annotations
 
