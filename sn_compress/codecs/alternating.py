@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from ..contract import Floats
 from ..errors import CompressError
-from .lowrank import first_factor, matrix_shape
+from ..ops.matrices import cut
+from .lowrank import first_factor
 
 
 class AlternatingFactors:
@@ -36,7 +37,7 @@ class AlternatingFactors:
     """
 
     def __init__(self, *, shape: Sequence[int], rank: int = 4) -> None:
-        rows, columns = matrix_shape(shape)
+        rows, columns = cut(shape)
         if not 1 <= rank <= min(rows, columns):
             raise CompressError(
                 f"AlternatingFactors: rank={rank!r} for a {rows} x {columns} matrix; expected 1 "

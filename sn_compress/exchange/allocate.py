@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..codecs.lowrank import matrix_shape
 from ..contract import Floats
+from ..ops.matrices import cut
 from .factors import Factors, leading
 from .shared import Halved, Summable, scaled_words
 from .support import Support
@@ -45,7 +45,7 @@ class Curve:
     @classmethod
     def of(cls, mean: Floats, shape: Sequence[int]) -> Curve:
         """Of directions, measured on a mean gradient that all ranks know, [n]."""
-        rows, columns = matrix_shape(shape)
+        rows, columns = cut(shape)
         most = min(rows, columns, MOST)
         finite = np.isfinite(mean).all() and mean.any()
         if not finite or most < 2:
@@ -57,7 +57,7 @@ class Curve:
     @classmethod
     def of_rows(cls, mean: Floats, shape: Sequence[int]) -> Curve:
         """Of rows, measured likewise."""
-        rows, _ = matrix_shape(shape)
+        rows, _ = cut(shape)
         energy = np.square(mean.reshape(rows, -1), dtype=np.float64).sum(axis=1)
         total = energy.sum()
         if not np.isfinite(total) or not total:
@@ -80,7 +80,7 @@ class Curve:
     @property
     def flat(self) -> bool:
         """A vector has no factors."""
-        return min(matrix_shape(self.shape)) < 2
+        return min(cut(self.shape)) < 2
 
 
 def better(low_rank: Curve, rows: Curve, words: float, ranks: int) -> Curve:
@@ -133,7 +133,7 @@ def summable(
     if size == 0:
         return Halved(math.prod(shape), start=start, undoable=undoable)
     if sparse:
-        rows, columns = matrix_shape(shape)
+        rows, columns = cut(shape)
         return Support(rows=rows, columns=columns, each=size, start=start, undoable=undoable)
     return Factors(shape=shape, rank=size, start=start, undoable=undoable)
 
@@ -143,8 +143,8 @@ def words_of(shape: Sequence[int], size: int, ranks: int, *, sparse: bool = Fals
     if size == 0:
         return [scaled_words(math.prod(shape), 1, ranks, fine=True)]
     if sparse:
-        return [support_words(*matrix_shape(shape), size, ranks)]
-    return [scaled_words(side, size, ranks) for side in matrix_shape(shape)]
+        return [support_words(*cut(shape), size, ranks)]
+    return [scaled_words(side, size, ranks) for side in cut(shape)]
 
 
 def _words(curve: Curve, size: int, ranks: int) -> int:

@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import saved
-from ..codecs.lowrank import matrix_shape
 from ..contract import MAX_ELEMENTS, Floats
 from ..errors import CompressError
+from ..ops.matrices import cut
 from ..saved import reading
 from .allocate import MOST, Curve, allocate, better, budget, summable
 from .shared import Rounds, Summable
@@ -348,7 +348,7 @@ def _name(name: Any) -> str:
 
 def _curve(entry: dict[str, Any], n: int) -> Curve:
     sides, sparse = saved.shape(entry["sides"], "shape of sides"), entry["sparse"]
-    rows, columns = matrix_shape(sides)
+    rows, columns = cut(sides)
     most = rows if sparse else min(rows, columns, MOST)
     shares = np.asarray(entry["shares"])
     sound = math.prod(sides) == n and isinstance(sparse, bool) and shares.shape == (most,)
