@@ -44,7 +44,7 @@ from .exchange.layout import Axes, axes_of, reorder
 from .exchange.sameness import Sameness
 from .exchange.shared import Rounds
 from .feedback import ErrorFeedback
-from .horovod.theta import ThetaInTime
+from .horovod.theta import ThetaInTime, squares
 from .horovod.traffic import Traffic
 from .saved import held, reading
 from .settings import Settings
@@ -112,7 +112,7 @@ class FFTState:
             )
         self.theta = ThetaInTime(self.settings, torch.get_num_threads())
         self.codec = self.settings.codec(torch.get_num_threads())  # of the step under way
-        self._lost: tuple[float, float] | None = None  # energy and error of this step, if asked
+        self._lost = 0.0, 0.0  # energy and error of this step on this rank, if theta follows them
         self.feedback = ErrorFeedback(self.codec, decay=self.settings.decay)
         self.process_group = process_group
         self._scaler = scaler
@@ -176,7 +176,7 @@ class FFTState:
         """
         self._agree(flat.device)
         with _on_stream_of(flat):
-            self._open_step(parts)
+            self._open_step(parts, flat.device)
         way = self._shared_rounds if self.settings.exchange == "shared" else self._gather_rounds
         yield from way(flat, parts)
         return flat
@@ -326,26 +326,26 @@ class FFTState:
             raise self._sameness.apart(at, said, total=total, rank=self.rank, ranks=self.ranks)
         self._sameness.found(at)
 
-    def _open_step(self, parts: Sequence[Part]) -> None:
+    def _open_step(self, parts: Sequence[Part], device: torch.device) -> None:
         names = {part.name for part in parts}
         if names & self._seen or not self._seen:
             self._settle()
             self._seen.clear()
             if self.settings.exchange == "gather":
-                self._next_theta()
+                self._next_theta(device)
         self._seen |= names
 
-    def _next_theta(self) -> None:
+    def _next_theta(self, device: torch.device) -> None:
         """The codec of the step that begins, the same for all parameters and on all ranks."""
-        if self.theta.learns and self._lost is not None:
-            total = torch.tensor(self._lost, dtype=torch.float64)
-            self._sum(total).wait()
-            self.theta.observe(_STEP, *total.tolist())
-        self.codec, self._lost = self.theta.codec_for(_STEP), None
+        energy, error = self._lost
+        if self.theta.learns:
+            energy, error = self._total(device, "lost", np.array(self._lost)).tolist()
+        self.codec = self.theta.codec_at(self.theta.begin_step(_STEP, energy, error))
+        self._lost = 0.0, 0.0
 
     def _tell(self, payload: Payload) -> None:
         if self.theta.learns:
-            energy, error = self._lost or (0.0, 0.0)
+            energy, error = self._lost
             more = self.theta.tell(payload, wide=True)
             self._lost = energy + more[0], error + more[1]
 
@@ -455,7 +455,7 @@ class FFTState:
             "format": _FORMAT, "ranks": self.ranks, "rank": dist.get_rank(self.process_group),
             "scale": self._scale, "feedback": self.feedback.state_dict(),
             "shared": self.shared.state_dict(), "layout": self._layout(),
-            "theta": self.theta.state_dict(),
+            "theta": self.theta.state_dict(), "lost": list(self._lost),
         }  # fmt: skip
         return saving.each(np.ndarray, torch.from_numpy, state)
 
@@ -492,8 +492,13 @@ class FFTState:
         if scale is not None and not (isinstance(scale, float) and 0 < scale < math.inf):
             raise CompressError(f"a saved scale is {scale!r}; expected a number above 0, or None")
         moved = self._moved(states[0].get("layout", {}))
+        lost = [squares(entry.get("lost", (0.0, 0.0))) for entry in states]
         with self.theta.loading(states[0]):
             self._load_exchanges(states, moved)
+        # What the ranks' sum was; of other numbers of ranks, each brings its part.
+        parts = self.ranks if len(lost) > 1 else 1
+        energy, error = (math.fsum(each) / parts for each in zip(*lost, strict=True))
+        self._lost = energy, error
         self._scale = scale
         self._held.clear()
         self._seen.clear()
