@@ -41,6 +41,7 @@ from .exchange.agreement import agree, alike, question
 from .exchange.digests.torch import digest
 from .exchange.gather import mean_of_gathered
 from .exchange.layout import Axes, axes_of, reorder
+from .exchange.owed import Owed
 from .exchange.sameness import Sameness
 from .exchange.shared import Rounds
 from .feedback import ErrorFeedback
@@ -48,6 +49,7 @@ from .horovod.theta import ThetaInTime, squares
 from .horovod.traffic import Traffic
 from .saved import held, reading
 from .settings import Settings
+from .tuning import Tuner
 
 _log = logging.getLogger(__name__)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -103,7 +105,7 @@ class FFTState:
     ) -> None:
         self.settings = Settings().changed(mode=mode, **settings)
         self.asked_for_shared = settings.get("exchange") == "shared"
-        self.settings.refuse_torch_only("torch's DistributedDataParallel")
+        self.settings.refuse_torch_only("torch's DistributedDataParallel", tunes=True)
         if "wait_s" in settings:
             raise CompressError(
                 f"wait_s={settings['wait_s']!r} has no effect with torch's DistributedDataParallel;"
@@ -125,6 +127,9 @@ class FFTState:
         self.feedback.undoable = scaler is not None
         self.shared = self.settings.shared(undoable=scaler is not None)
         self._held: dict[str, Any] = {}  # memories of the shared exchange that sit this step out
+        self._plainly: set[str] = set()  # of the tensor under way, by the tuner's choice
+        self._owed = Owed()  # of tensors that the tuner lets travel plain
+        self.tuner: Tuner | None = None  # with tune=True
         self.traffic = Traffic()
         self._agreed = False
         self._sameness = Sameness(self.settings.check_every)
@@ -144,8 +149,8 @@ class FFTState:
         return dist.get_rank(self.process_group)
 
     def report(self) -> dict[str, float]:
-        """What this rank sent so far; see FFTCompression.report."""
-        return self.traffic.report()
+        """What this rank sent so far, and what the tuner chose; see FFTCompression.report."""
+        return self.traffic.report() | (self.tuner.report() if self.tuner else {})
 
     def parts(self, bucket: dist.GradBucket) -> list[Part]:
         """The parameters of a bucket in the order in which their gradients lie there."""
@@ -177,6 +182,7 @@ class FFTState:
         self._agree(flat.device)
         with _on_stream_of(flat):
             self._open_step(parts, flat.device)
+        self._tune(flat, parts)
         way = self._shared_rounds if self.settings.exchange == "shared" else self._gather_rounds
         yield from way(flat, parts)
         return flat
@@ -214,9 +220,31 @@ class FFTState:
             for part, mean in zip(parts, _pieces(packed, parts), strict=True):
                 part.of(flat).copy_(mean)
 
-    def _takes(self, part: Part) -> bool:
+    def _tune(self, flat: torch.Tensor, parts: Sequence[Part]) -> None:
+        """Have the tuner say which parts travel plain; what is owed of them goes along."""
+        self._plainly.clear()
+        if not self.settings.tune or flat.dtype not in _FLOATS:
+            return
+        if self.tuner is None:
+            self.tuner = Tuner(
+                self.settings, ranks=self.ranks, total=partial(self._total, flat.device),
+                methods=(self.settings.exchange,), plain="DDP",
+            )  # fmt: skip
+        own = self.shared if self.settings.exchange == "shared" else self.feedback
+        for part in filter(self._fits, parts):
+            if self.tuner.method(part.name, part.shape) == "plain":
+                self._plainly.add(part.name)
+                self._owed.take(part.name, own)
+            if part.name in self._owed and (values := part.of(flat)).any():
+                left = torch.from_numpy(self._owed.pay(part.name, part.elements))
+                values += left.to(values)
+
+    def _fits(self, part: Part) -> bool:
         fused = self.settings.exchange == "shared"
         return self.shared.takes(part.name, part.elements, fused=fused)
+
+    def _takes(self, part: Part) -> bool:
+        return part.name not in self._plainly and self._fits(part)
 
     def _sum(self, tensor: torch.Tensor) -> dist.Work:
         return dist.all_reduce(tensor, group=self.process_group, async_op=True)
@@ -359,13 +387,16 @@ class FFTState:
             if scale < self._scale:  # that is how a scaler says so, on all ranks alike
                 self.feedback.undo()
                 self.shared.undo()
+                self._owed.undo()
                 for name in self._held:
                     self._memory_put_back(name)
             if scale != self._scale:
                 self.feedback.rescale(scale / self._scale)
                 self.shared.rescale(scale / self._scale)
+                self._owed.rescale(scale / self._scale)
         self.feedback.settle()
         self.shared.settle()
+        self._owed.settle()
         self._held.clear()
         self._scale = scale
 
@@ -456,6 +487,7 @@ class FFTState:
             "scale": self._scale, "feedback": self.feedback.state_dict(),
             "shared": self.shared.state_dict(), "layout": self._layout(),
             "theta": self.theta.state_dict(), "lost": list(self._lost),
+            "owed": self._owed.state_dict(),
         }  # fmt: skip
         return saving.each(np.ndarray, torch.from_numpy, state)
 
@@ -492,13 +524,16 @@ class FFTState:
         if scale is not None and not (isinstance(scale, float) and 0 < scale < math.inf):
             raise CompressError(f"a saved scale is {scale!r}; expected a number above 0, or None")
         moved = self._moved(states[0].get("layout", {}))
+        owed = Owed.mean([entry.get("owed", {}) for entry in states])
+        for name, change in moved.items():
+            owed.change(name, change)
         lost = [squares(entry.get("lost", (0.0, 0.0))) for entry in states]
         with self.theta.loading(states[0]):
             self._load_exchanges(states, moved)
         # What the ranks' sum was; of other numbers of ranks, each brings its part.
         parts = self.ranks if len(lost) > 1 else 1
         energy, error = (math.fsum(each) / parts for each in zip(*lost, strict=True))
-        self._lost = energy, error
+        self._lost, self._owed = (energy, error), owed
         self._scale = scale
         self._held.clear()
         self._seen.clear()

@@ -87,12 +87,13 @@ class Settings:
             return asked
         return fitting[0] if fitting else self.exchange
 
-    def refuse_torch_only(self, where: str) -> None:
-        """Raise CompressError where tune=True or overlap=True would have no effect."""
-        if self.tune:
+    def refuse_torch_only(self, where: str, *, tunes: bool = False) -> None:
+        """Raise CompressError where overlap=True, or unless it `tunes` tune=True, has no effect."""
+        if self.tune and not tunes:
             raise CompressError(
-                f"tune=True has no effect with {where}; it is for optimizers of Horovod's torch. "
-                "Leave it out, and ask sn_compress.predict whether compression pays."
+                f"tune=True has no effect with {where}, whose graph is made before anything is "
+                "measured; it is for torch, under Horovod, DDP or FSDP2. Leave it out, and ask "
+                "sn_compress.predict whether compression pays."
             )
         if self.overlap:
             raise CompressError(

@@ -253,7 +253,8 @@ def report(optimizer: Any) -> dict[str, float]:
     """See FFTCompression.report."""
     memory = _memory_of(optimizer)
     memory.count()
-    return memory.traffic.report()
+    tuned = memory.tuner.report() if memory.tuner else {}
+    return memory.traffic.report() | tuned
 
 
 def watch(optimizer: Any, scaler: Any) -> None:
