@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ..contract import Floats
 from ..errors import CompressError
 from ..ops.matrices import cut
+from .base import Floats
 from .lowrank import first_factor
 
 

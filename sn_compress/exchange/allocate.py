@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..contract import Floats
+from ..codecs.base import Floats
 from ..ops.matrices import cut
 from .factors import Factors, leading
 from .shared import Halved, Summable, scaled_words

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..contract import Floats
+from ..codecs.base import Floats
 from ..errors import CompressError
 from ..saved import floats, reading
 

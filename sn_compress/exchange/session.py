@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import saved
-from ..contract import MAX_ELEMENTS, Floats
+from ..codecs.base import MAX_ELEMENTS, Floats
 from ..errors import CompressError
 from ..ops.matrices import cut
 from ..saved import reading

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from sn_compress import Link, PayloadError, predict
 from sn_compress.codecs.lowrank import LowRankCodec
-from sn_compress.layers import keras_layout, layers
 from sn_compress.ops.matrices import cut
+from sn_compress.prediction.layers import keras_layout, layers
 from sn_compress.settings import Settings
 
 

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from sn_compress.ddp import FFTState, fft_hook, hsdp_hook
+from sn_compress.torch.ddp import FFTState, fft_hook
+from sn_compress.torch.fsdp import hsdp_hook
 
 sys.path.append(str(Path(__file__).parents[2]))
 from schedule_kinds import KINDS, Watch, check

@@ -14,8 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from sn_compress import CompressError, FFTCompression
-from sn_compress.horovod.keras import DistributedOptimizer, memory_of
-from sn_compress.horovod.tensorflow import memory_of as memory_of_tape
+from sn_compress.tensorflow.keras import DistributedOptimizer, memory_of
+from sn_compress.tensorflow.tape import memory_of as memory_of_tape
 
 sys.path.append(str(Path(__file__).parents[2]))
 from schedule_kinds import KINDS, LEARNING, Watch, check
