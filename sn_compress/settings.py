@@ -152,13 +152,13 @@ class Settings:
         ]
         return f".using({', '.join(given)})" if given else ""
 
-    def refuse_torch_only(self, where: str) -> None:
-        """Raise CompressError for AutoCompression and overlap=True where they have no effect."""
-        if self.tune:
+    def refuse_torch_only(self, where: str, *, tunes: bool = False) -> None:
+        """Raise CompressError where overlap=True, or AutoCompression unless it `tunes`, is idle."""
+        if self.tune and not tunes:
             raise CompressError(
-                f"AutoCompression with {where}; it can measure with optimizers of Horovod's torch "
-                "only. Use LowRankCompression or FFTCompression here, and ask sn_compress.predict "
-                "whether it pays."
+                f"AutoCompression with {where}, whose graph is made before anything is measured; "
+                "it is for torch, under Horovod, DDP or FSDP2. Use LowRankCompression or "
+                "FFTCompression here, and ask sn_compress.predict whether it pays."
             )
         if self.overlap:
             raise CompressError(

@@ -20,8 +20,8 @@ import numpy.typing as npt
 from .. import saved
 from ..arrays import like_of, namespace, on_host, steady, to_host
 from ..codecs.base import MAX_ELEMENTS, Floats
-from ..codecs.lowrank import matrix_shape
 from ..errors import CompressError
+from ..ops.matrices import cut
 from ..saved import reading
 from ..sums.base import Array, Part
 from ..sums.summable import Summable, Verdict, exchange
@@ -396,7 +396,7 @@ def _name(name: Any) -> str:
 
 def _curve(entry: dict[str, Any], n: int) -> Curve:
     sides, sparse = saved.shape(entry["sides"], "shape of sides"), entry["sparse"]
-    rows, columns = matrix_shape(sides)
+    rows, columns = cut(sides)
     most = rows if sparse else min(rows, columns, MOST)
     shares = np.asarray(entry["shares"])
     sound = math.prod(sides) == n and isinstance(sparse, bool) and shares.shape == (most,)

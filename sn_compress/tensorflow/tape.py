@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -72,6 +73,7 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
             total = hvd.allreduce(wire, op=hvd.Sum, process_set=process_set).numpy()
             residuals[name] = total[:n] / max(total[n], 1)
         own.take_over(state, residuals)
+        self.follow(state)
 
     def serialize(self) -> bytes:
         """Called by tf.train.Checkpoint."""
@@ -84,7 +86,8 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
 
 # A compression that is dropped takes its memory along, unless Horovod's cache holds it.
 _memories: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
-# One call of Memory.slots serves all gradients of a call of Horovod.
+# One call of Memory.slots serves all gradients of a call of Horovod, and so does one theta where it
+# follows what steps have lost.
 _slots_in: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
@@ -137,6 +140,7 @@ class OnItsWay:
     slot: Any  # of its variable, a tensor
     slots: Any  # what keeps the calls from being folded away
     mark: str  # in the names of its collectives
+    theta: Any  # of the step, a tensor; None if the step alone tells it
 
     def python(self, function: Callable[..., Any], inputs: list[Any], outputs: Any) -> Any:
         """A node that calls `function(key, *inputs)` at each step."""
@@ -319,7 +323,8 @@ def _send(tensor: Any, call: Call, memory: Memory, shared: bool) -> tuple[Any, A
     slots = _slots(tensor, call, memory)
     slot = tf.constant(NO_VARIABLE, tf.int64) if call.place is None else slots[call.place]
     mark = "sn_plain" if call.place is None else f"sn_{call.place}"
-    way = OnItsWay(call, memory, tensor, slot, slots, mark)
+    theta = _theta_of_step(tensor, call, memory, slots) if memory.learns else None
+    way = OnItsWay(call, memory, tensor, slot, slots, mark, theta)
     values = tf.reshape(tf.cast(tensor, tf.float32), [-1])
     # Grouped all-reduces want one dtype, that of the plain tensors beside it.
     dtype = tf.float32 if tensor.dtype == tf.bfloat16 else tensor.dtype
@@ -328,7 +333,8 @@ def _send(tensor: Any, call: Call, memory: Memory, shared: bool) -> tuple[Any, A
 
 
 def _gather(way: OnItsWay, values: Any) -> Gathering:
-    payload = way.python(way.memory.encode, [values], tf.uint8)
+    known = [] if way.theta is None else [way.theta]
+    payload = way.python(way.memory.encode, [values, *known], tf.uint8)
     fixed = way.memory.settings.fixed
     size = wire_bytes(way.memory.codec.payload_bytes(values.shape[0])) if fixed else None
     payload.set_shape([size])
@@ -352,6 +358,42 @@ def _begin(way: OnItsWay, values: Any) -> Summing:
     dense, whole, words = way.python(begin, [values], [tf.bool, tf.float32, tf.int32])
     dense.set_shape([])
     return Summing(way, dense, whole, words)
+
+
+def _theta_of_step(tensor: Any, call: Call, memory: Memory, slots: Any) -> Any:
+    """Theta for all gradients of a call of Horovod, [] float64: made once for all of them.
+
+    Every rank adds what it has lost since the last one, and the sum decides: so all have the same
+    theta in the same step, in whatever order their threads encode.
+    """
+    if tf.executing_eagerly():
+        raise CompressError(
+            f"theta={memory.settings.theta!r} in an hvd.allreduce outside of a graph, where "
+            "nothing tells steps apart; expected a DistributedGradientTape, Keras, or a call "
+            "inside a tf.function. Or use a number, or a schedule of the step alone."
+        )
+    known = _slots_in[slots.graph]
+    key = memory, tuple(map(id, call.sources or ())), "theta"
+    if key not in known:
+
+        def tell(_: Any) -> Any:
+            memory.count_beside(16)
+            return memory.lost()
+
+        def hear(total: Any, slots: Any) -> Any:
+            # Whatever was traced for these variables counts their steps.
+            return np.float64(memory.begin_step(f"{zlib.crc32(slots.tobytes()):08x}", total))
+
+        with slots.graph.as_default(), tf.device("CPU"):
+            told = tf.numpy_function(tell, [slots], tf.float64)
+            told.set_shape([2])
+            total = hvd.allreduce(
+                tf.identity(told, name="sn_lost"), op=hvd.Sum, process_set=call.process_set
+            )
+            theta = tf.numpy_function(hear, [total, slots], tf.float64)
+            theta.set_shape([])
+        known[key] = theta
+    return known[key]
 
 
 def _slots(tensor: Any, call: Call, memory: Memory) -> Any:

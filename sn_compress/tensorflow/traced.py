@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,7 +31,7 @@ from ..report import Traffic
 from ..sameness import Sameness
 from ..saved import arrays_of, reading
 from ..settings import Settings
-from ..theta import ThetaInTime
+from ..theta import ThetaInTime, squares
 
 _log = logging.getLogger(__name__)
 _HANDLE = re.compile(r'ResourceHandle\(name="([^"]+)"')
@@ -55,12 +56,6 @@ class Traced:
 
     def __init__(self, settings: Settings, threads: int) -> None:
         settings.refuse_torch_only("TensorFlow and Keras")
-        if settings.exchange == "gather" and ThetaInTime(settings, threads).learns:
-            raise CompressError(
-                f"theta={settings.theta!r} with TensorFlow and Keras, whose graph has no place for "
-                "what ranks would have to tell each other; expected a number, or a schedule of the "
-                "step alone: Warmup, Diminishing"
-            )
         self.settings = settings
         self.codec = settings.codec(threads)  # that of the first step
         self._threads = threads
@@ -74,6 +69,7 @@ class Traced:
             self.feedback = ErrorFeedback(self.codec, decay=self.settings.decay)
             self.shared = self.settings.shared()
             self.theta = ThetaInTime(self.settings, self._threads)
+            self._lost: dict[str | None, tuple[float, float]] = {}  # energy, error; since asked
             self._codecs: dict[str | None, FFTCodec] = {}  # of the step under way, by key
             self._rounds: dict[str, Begun] = {}
             self._slot_of: dict[str, int] = {}
@@ -98,6 +94,12 @@ class Traced:
         with self._lock:
             for sameness in self._sameness.values():
                 sameness.begin_anew()
+
+    def follow(self, state: Mapping[str, Any]) -> None:
+        """Be where another rank's state is in the schedule."""
+        self.theta.load_state_dict(state.get("theta", {}))
+        with self._lock:
+            self._lost = {}
 
     def count_beside(self, nbytes: int) -> None:
         """Count what is no gradient; see Traffic."""
@@ -143,15 +145,39 @@ class Traced:
         """What the memory of a gradient is kept under: "0:kernel" for the first variable."""
         return name if slot == NO_VARIABLE else self._keys[slot]
 
-    def encode(self, key: str | None, values: Floats) -> Bytes:
-        """The payload of a gradient, [payload bytes] uint8."""
+    @property
+    def learns(self) -> bool:
+        """Whether theta follows what steps have lost: then `begin_step` says what it is."""
+        return self.settings.exchange == "gather" and self.theta.learns
+
+    def lost(self) -> npt.NDArray[np.float64]:
+        """Energy and error of what this rank has encoded since it was asked before, [2]."""
         with self._lock:
-            codec = self._codecs[key] = self.theta.codec_for(key)
+            told, self._lost = self._lost, {}
+        # Exact, as threads encode in any order.
+        return np.array([math.fsum(each) for each in zip(*told.values(), strict=True)] or [0.0, 0])
+
+    def begin_step(self, of: str, total: npt.NDArray[np.float64]) -> float:
+        """Theta for all gradients of a step, from the sum of the ranks' `lost`."""
+        with self._lock:
+            return self.theta.begin_step(of, *total.tolist())
+
+    def encode(self, key: str | None, values: Floats, theta: float | None = None) -> Bytes:
+        """The payload of a gradient, [payload bytes] uint8.
+
+        theta : of the step, where `learns`; else None, and steps are counted by key
+        """
+        with self._lock:
+            codec = self.theta.codec_for(key) if theta is None else self.theta.codec_at(theta)
+            self._codecs[key] = codec
         if key is None or not self.settings.feedback:
             payload = codec.encode(values)
         else:
             payload = self.feedback.encode(key, values, codec=codec)
         with self._lock:
+            if theta is not None:
+                told, before = self.theta.tell(payload, wide=True), self._lost.get(key, (0.0, 0.0))
+                self._lost[key] = before[0] + told[0], before[1] + told[1]
             saturated = self.traffic.payload(
                 key, values.size, payload, extra=wire_bytes(payload.nbytes) - payload.nbytes
             )
@@ -224,12 +250,19 @@ class Traced:
     def state_dict(self) -> dict[str, Any]:
         """The error memory by variable ("0:kernel"), as arrays; it differs between ranks."""
         state = self.exchange().state_dict()
-        return state if self.settings.fixed else state | {"theta": self.theta.state_dict()}
+        if self.settings.fixed:
+            return state
+        lost = {str(key): list(each) for key, each in self._lost.items()}
+        return state | {"theta": self.theta.state_dict(), "lost": lost}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what state_dict returned on the same rank, with the same exchange."""
         with self.theta.loading(state):
+            with reading("the saved state"):
+                saved = state.get("lost", {}).items()
+                lost: dict[str | None, tuple[float, float]] = {k: squares(v) for k, v in saved}
             self.exchange().load_state_dict(state)
+        self._lost = lost
 
     def exchange(self) -> ErrorFeedback | SharedExchange:
         """Who keeps the memories."""

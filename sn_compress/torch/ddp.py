@@ -41,11 +41,14 @@ from ..codecs.base import Payload
 from ..codecs.gather import mean_of_gathered
 from ..compression import Compression, settings_of
 from ..errors import CompressError
+from ..exchange.owed import Owed
+from ..exchange.session import SharedExchange
 from ..feedback import ErrorFeedback
+from ..prediction.tuning import Tuner
 from ..report import Traffic
 from ..sameness import Sameness
 from ..saved import held, reading
-from ..theta import ThetaInTime
+from ..theta import ThetaInTime, squares
 from .digests import digest
 from .layout import Axes, axes_of, reorder
 
@@ -106,7 +109,7 @@ class CompressionState:
         self.compression = compression
         self.settings = settings_of(compression, "CompressionState")
         _check_group(process_group)
-        self.settings.refuse_torch_only("torch's DistributedDataParallel")
+        self.settings.refuse_torch_only("torch's DistributedDataParallel", tunes=True)
         if self.settings.wait_s != WAIT_S:
             raise CompressError(
                 f"wait_s={self.settings.wait_s!r} has no effect with torch's "
@@ -115,7 +118,7 @@ class CompressionState:
             )
         self.theta = ThetaInTime(self.settings, torch.get_num_threads())
         self.codec = self.settings.codec(torch.get_num_threads())  # of the step under way
-        self._lost: tuple[float, float] | None = None  # energy and error of this step, if asked
+        self._lost = 0.0, 0.0  # energy and error of this step on this rank, if theta follows them
         self.feedback = ErrorFeedback(self.codec, decay=self.settings.decay)
         self.process_group = process_group
         self._scaler = scaler
@@ -128,6 +131,9 @@ class CompressionState:
         self.feedback.undoable = scaler is not None
         self.shared = self.settings.shared()
         self._held: dict[str, Any] = {}  # memories of the shared exchange that sit this step out
+        self._plainly: set[str] = set()  # of the tensor under way, by the tuner's choice
+        self._owed = Owed()  # of tensors that the tuner lets travel plain
+        self.tuner: Tuner | None = None  # of AutoCompression
         self.traffic = Traffic()
         self._agreed = False
         self._sameness = Sameness(self.settings.check_every)
@@ -147,9 +153,14 @@ class CompressionState:
         """The number of this rank among them."""
         return dist.get_rank(self.process_group)
 
+    @property
+    def exchange(self) -> ErrorFeedback | SharedExchange:
+        """The one in use: where the memories are."""
+        return self.shared if self.settings.exchange == "shared" else self.feedback
+
     def report(self) -> dict[str, float]:
-        """What this rank sent so far; see Compression.report."""
-        return self.traffic.report()
+        """What this rank sent so far, and what the tuner chose; see Compression.report."""
+        return self.traffic.report() | (self.tuner.report() if self.tuner else {})
 
     def parts(self, bucket: dist.GradBucket) -> list[Part]:
         """The parameters of a bucket in the order in which their gradients lie there."""
@@ -179,9 +190,11 @@ class CompressionState:
         to go through the rounds of all their tensors in the same order.
         """
         self._agree(flats[0][0].device)
+        self._plainly.clear()
         for flat, parts in flats:
             with _on_stream_of(flat):
-                self._open_step(parts)
+                self._open_step(parts, flat.device)
+            self._tune(flat, parts)
         if self.settings.exchange == "shared":
             yield from self._shared_rounds(flats)
             return
@@ -232,9 +245,29 @@ class CompressionState:
             for part, mean in zip(parts, _pieces(packed, parts), strict=True):
                 part.of(flat).copy_(mean)
 
-    def _takes(self, part: Part) -> bool:
+    def _tune(self, flat: torch.Tensor, parts: Sequence[Part]) -> None:
+        """Have the tuner say which parts travel plain; what is owed of them goes along."""
+        if not self.settings.tune or flat.dtype not in _FLOATS:
+            return
+        if self.tuner is None:
+            self.tuner = Tuner(
+                self.settings, ranks=self.ranks, total=partial(self._total, flat.device),
+                methods=(self.settings.exchange,), plain="DDP",
+            )  # fmt: skip
+        for part in filter(self._fits, parts):
+            if self.tuner.method(part.name, part.shape) == "plain":
+                self._plainly.add(part.name)
+                self._owed.take(part.name, self.exchange)
+            if part.name in self._owed and (values := part.of(flat)).any():
+                left = torch.from_numpy(self._owed.pay(part.name, part.elements))
+                values += left.to(values)
+
+    def _fits(self, part: Part) -> bool:
         fused = self.settings.exchange == "shared"
         return self.shared.takes(part.name, part.elements, fused=fused)
+
+    def _takes(self, part: Part) -> bool:
+        return part.name not in self._plainly and self._fits(part)
 
     def _sum(self, tensor: torch.Tensor) -> dist.Work:
         return dist.all_reduce(tensor, group=self.process_group, async_op=True)
@@ -373,26 +406,26 @@ class CompressionState:
             raise self._sameness.apart(at, said, total=total, rank=self.rank, ranks=self.ranks)
         self._sameness.found(at)
 
-    def _open_step(self, parts: Sequence[Part]) -> None:
+    def _open_step(self, parts: Sequence[Part], device: torch.device) -> None:
         names = {part.name for part in parts}
         if names & self._seen or not self._seen:
             self._settle()
             self._seen.clear()
             if self.settings.exchange == "gather":
-                self._next_theta()
+                self._next_theta(device)
         self._seen |= names
 
-    def _next_theta(self) -> None:
+    def _next_theta(self, device: torch.device) -> None:
         """The codec of the step that begins, the same for all parameters and on all ranks."""
-        if self.theta.learns and self._lost is not None:
-            total = torch.tensor(self._lost, dtype=torch.float64)
-            self._sum(total).wait()
-            self.theta.observe(_STEP, *total.tolist())
-        self.codec, self._lost = self.theta.codec_for(_STEP), None
+        energy, error = self._lost
+        if self.theta.learns:
+            energy, error = self._total(device, "lost", np.array(self._lost)).tolist()
+        self.codec = self.theta.codec_at(self.theta.begin_step(_STEP, energy, error))
+        self._lost = 0.0, 0.0
 
     def _tell(self, payload: Payload) -> None:
         if self.theta.learns:
-            energy, error = self._lost or (0.0, 0.0)
+            energy, error = self._lost
             more = self.theta.tell(payload, wide=True)
             self._lost = energy + more[0], error + more[1]
 
@@ -406,13 +439,16 @@ class CompressionState:
             if scale < self._scale:  # that is how a scaler says so, on all ranks alike
                 self.feedback.undo()
                 self.shared.undo()
+                self._owed.undo()
                 for name in self._held:
                     self._memory_put_back(name)
             if scale != self._scale:
                 self.feedback.rescale(scale / self._scale)
                 self.shared.rescale(scale / self._scale)
+                self._owed.rescale(scale / self._scale)
         self.feedback.settle()
         self.shared.settle()
+        self._owed.settle()
         self._held.clear()
         self._scale = scale
 
@@ -503,7 +539,8 @@ class CompressionState:
             "format": _FORMAT, "ranks": self.ranks, "rank": dist.get_rank(self.process_group),
             "scale": self._scale, "feedback": self.feedback.state_dict(),
             "shared": self.shared.state_dict(), "layout": self._layout(),
-            "theta": self.theta.state_dict(),
+            "theta": self.theta.state_dict(), "lost": list(self._lost),
+            "owed": self._owed.state_dict(),
         }  # fmt: skip
         return saving.each(np.ndarray, torch.from_numpy, state)
 
@@ -541,8 +578,16 @@ class CompressionState:
         if scale is not None and not (isinstance(scale, float) and 0 < scale < math.inf):
             raise CompressError(f"a saved scale is {scale!r}; expected a number above 0, or None")
         moved = self._moved(states[0].get("layout", {}))
+        owed = Owed.mean([entry.get("owed", {}) for entry in states])
+        for name, change in moved.items():
+            owed.change(name, change)
+        lost = [squares(entry.get("lost", (0.0, 0.0))) for entry in states]
         with self.theta.loading(states[0]):
             self._load_exchanges(states, moved)
+        # What the ranks' sum was; of other numbers of ranks, each brings its part.
+        parts = self.ranks if len(lost) > 1 else 1
+        energy, error = (math.fsum(each) / parts for each in zip(*lost, strict=True))
+        self._lost, self._owed = (energy, error), owed
         self._scale = scale
         self._held.clear()
         self._seen.clear()

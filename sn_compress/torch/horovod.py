@@ -254,7 +254,8 @@ def report(optimizer: Any) -> dict[str, float]:
     """See Compression.report."""
     memory = _memory_of(optimizer)
     memory.count()
-    return memory.traffic.report()
+    tuned = memory.tuner.report() if memory.tuner else {}
+    return memory.traffic.report() | tuned
 
 
 def watch(optimizer: Any, scaler: Any) -> None:
@@ -302,7 +303,9 @@ def synchronize(optimizer: Any, root_rank: int) -> None:
     """See Compression.synchronize."""
     own, sets = _exchange_of(optimizer), optimizer.process_set
     _memory_of(optimizer).begin_anew()
-    state = hvd.broadcast_object(own.state_dict(), root_rank=root_rank, process_set=sets)
+    theta = _memory_of(optimizer).theta
+    state = {**own.state_dict(), "theta": theta.state_dict()}
+    state = hvd.broadcast_object(state, root_rank=root_rank, process_set=sets)
     residuals = {}
     for name, n in sorted(own.sizes(state).items()):
         wire = torch.zeros(n + 1)  # the last one counts the ranks that have a memory
@@ -311,6 +314,7 @@ def synchronize(optimizer: Any, root_rank: int) -> None:
         total = hvd.allreduce(wire, name=f"sn.memory.{name}", op=hvd.Sum, process_set=sets)
         residuals[name] = (total[:n] / total[n].clamp(min=1)).numpy()
     own.take_over(state, residuals)
+    theta.load_state_dict(state["theta"])  # ranks that came are where the others are
 
 
 class Elastic:

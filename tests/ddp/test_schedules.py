@@ -1,5 +1,7 @@
 """Theta over time is followed in every seam, and its settings say the same on every rank."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from sn_compress.tensorflow.traced import Traced
 from sn_compress.torch import ddp as rim
 from sn_compress.torch.ddp import CompressionState, Part
 
+RANKS = Path(__file__).parent / "ranks"
 N = 50_000
 WARMUP = Warmup(4, EnergyBudget(lost=0.5, start=0.9, every=2), dense=0.25)
 STEPWISE = Warmup(4, Diminishing(0.99, rate=lambda step: 0.5**step), dense=0.25)
@@ -99,10 +102,12 @@ def test_tensorflow_follows_the_steps():
         own.encode(None, x)
 
 
-def test_what_a_graph_cannot_follow_is_refused():
-    for schedule in (EnergyBudget(lost=0.1), WARMUP):
-        with pytest.raises(CompressError, match="EnergyBudget"):
-            Traced(FFTCompression.using(theta=schedule).settings, threads=1)
+@pytest.mark.slow
+def test_every_kind_of_schedule_on_real_ranks(ranks):
+    """DDP with several buckets and accumulation, a run resumed bit by bit, and FSDP2."""
+    for rank in ranks(2, RANKS / "schedules.py", timeout=120):
+        assert rank.returncode == 0, rank.output
+        assert "ok thrifty\n" in rank.output, rank.output  # the last of KINDS
 
 
 def test_settings_say_the_same_in_every_process():
@@ -115,6 +120,25 @@ def test_settings_say_the_same_in_every_process():
     assert repr(budget) == before  # what it was made with
     assert repr(eval(before)) == before
     assert before != repr(EnergyBudget(lost=0.1))
+
+
+def test_a_saved_place_in_a_schedule_that_is_damaged_is_refused(alone):
+    budget = EnergyBudget(lost=0.2, every=2)
+    named = [("w", torch.zeros(N))]
+    state = CompressionState(FFTCompression.using(theta=budget), named_parameters=named)
+    steps = [torch.randn(N) for _ in range(3)]
+    for flat in steps:
+        for _ in state.rounds(flat, [Part("w", 0, (N,))]):
+            pass
+    saved = state.state_dict()
+    assert saved["lost"][0] > saved["lost"][1] > 0
+    again = CompressionState(FFTCompression.using(theta=budget), named_parameters=named)
+    for lost in ([-1.0, 0.0], [1.0], "ab", None):
+        with pytest.raises(CompressError):
+            again.load_state_dict(saved | {"lost": lost})
+        assert again.state_dict()["theta"]["steps"] == {}
+    again.load_state_dict(saved)
+    assert again.state_dict()["lost"] == saved["lost"]
 
 
 def test_who_learns():

@@ -43,6 +43,11 @@ def test_nothing_goes_wrong_in_silence(horovodrun):
     assert run.stdout.count(">:ok ") == 2 * cases, run.stdout
 
 
+def test_theta_follows_every_kind_of_schedule(horovodrun):
+    run = horovodrun(2, RANKS / "tensorflow_schedules.py", timeout=280).check()
+    assert run.stdout.count(">:ok thrifty") == 2, run.stdout  # the last of the kinds
+
+
 @pytest.mark.parametrize("how", ["kill", "join"])
 def test_a_rank_that_is_gone_ends_the_run_with_an_error(horovodrun, how):
     """Never a silent wrong gradient, and soon: Horovod's Gloo waits 30 s for a peer."""

@@ -47,6 +47,11 @@ def test_edges(horovodrun, tmp_path):
     assert run.stdout.count(">:ok ") == 2 * 13, run.stdout
 
 
+def test_theta_follows_every_kind_of_schedule(horovodrun):
+    run = horovodrun(2, RANKS / "schedules.py", timeout=200).check()
+    assert run.stdout.count(">:ok thrifty") == 2, run.stdout  # the last of the kinds
+
+
 def test_nothing_goes_wrong_in_silence(horovodrun):
     """The cases share one launch: starting horovodrun takes longer than most of them."""
     source = (RANKS / "trust.py").read_text()
