@@ -107,8 +107,8 @@ class Compression(metaclass=_Shown):
         ratio; relative_error, the mean over steps of |dropped| / |gradient + memory|; saturated.
         Sparse gradients count in both as what travels of them, in float32 and as it is. Beside all
         these other_bytes, so far: to agree at the start, to compare parameters, and to tune.
-        Of AutoCompression, as measured last: tuned, 1 when it is decided; tuned_tensors, those that are
-        compressed since; plain_step_s and trial_step_s, seconds of a step, 0 if none was timed.
+        Of AutoCompression, as measured last: tuned, 1 when it is decided; tuned_tensors, those that
+        are compressed since; plain_step_s and trial_step_s, seconds of a step, 0 if none was timed.
         """
         return _rim(optimizer).report(optimizer)  # type: ignore[no-any-return]
 

@@ -9,11 +9,13 @@ from functools import partial
 from typing import Any
 
 import horovod.torch as hvd
+import numpy as np
 import torch
 
 from .. import __version__
 from .._waiting import result_of
 from ..agreement import Said, agree, alike, plain, question
+from ..hardware import said
 from ..settings import Settings
 from .digests import digest
 from .memory import Memory
@@ -53,6 +55,12 @@ def agree_on_optimizers(memory: Memory, process_set: Any, new: Callable[[Any], b
 def agree_on_calls(memory: Memory, process_set: Any) -> None:
     """The same for plain hvd.allreduce, at the first call of these settings."""
     _agree(memory, process_set, [("calls of", "hvd.allreduce"), *_said_of(memory.settings)])
+
+
+def alike_in_hardware(memory: Memory, process_set: Any) -> bool:
+    """Whether all ranks compute products with the same bits; asked where sums carry factors."""
+    mine = question(said(np.zeros(1, np.float32)))
+    return alike(total(memory, process_set, "sn.hardware", mine))
 
 
 def _agree(memory: Memory, process_set: Any, said: Said) -> None:

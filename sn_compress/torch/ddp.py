@@ -33,7 +33,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .. import __version__, _cuda
+from .. import __version__, _cuda, hardware
 from .._waiting import WAIT_S
 from ..agreement import agree, alike, question
 from ..codecs import _device, saving
@@ -375,6 +375,9 @@ class CompressionState:
             said, total=partial(self._total, device), rank=self.rank, ranks=self.ranks,
             name="start", do="Make CompressionState alike on all ranks.",
         )  # fmt: skip
+        if self.settings.exchange == "shared":
+            mine = question(hardware.said(torch.zeros(1, device=device)))
+            self.shared.exact = not alike(self._total(device, "hardware", mine))
         self._agreed, self.traffic.speaks = True, self.rank == 0
 
     def _total(self, device: torch.device, _: str, words: Any) -> Any:

@@ -29,7 +29,7 @@ from ..errors import CompressError
 from ..exchange.pending import Pending
 from ..saved import held, reading
 from ..settings import Settings
-from .alike import Checked, agree_on_calls, agree_on_optimizers, total
+from .alike import Checked, agree_on_calls, agree_on_optimizers, alike_in_hardware, total
 from .caller import Caller, find_caller, sparse_gradient
 from .in_flight import Cast, InFlight, InRounds, Reducer, Shown
 from .memory import Memory
@@ -99,13 +99,19 @@ def _open(memory: Memory, caller: Caller) -> None:
     memory.traffic.speaks = sets.rank() == 0
     if caller.optimizer is None:
         agree_on_calls(memory, sets)
-        memory.agreed = ranks
+        agreed = [memory]
     else:
         new = agree_on_optimizers(memory, sets, lambda each: _memory_of(each).agreed != ranks)
-        for own in map(_memory_of, new):
+        agreed = list(map(_memory_of, new))
+        for own in agreed:
             if own.agreed is not None:  # ranks have come or gone, and nobody said so
                 own.begin_anew()
-            own.agreed = ranks
+    if any(own.settings.exchange == "shared" for own in agreed):
+        exact = not alike_in_hardware(memory, sets)
+        for own in agreed:
+            own.shared.exact = exact
+    for own in agreed:
+        own.agreed = ranks
 
 
 @cache

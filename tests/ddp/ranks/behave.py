@@ -16,7 +16,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from sn_compress import (
-    AutoCompression,
     CompressError,
     FFTCompression,
     LowRankCompression,
@@ -441,7 +440,6 @@ def errors_reach_every_rank():
         (lambda: make(dist.group.WORLD), "got a ProcessGroup as compression"),
         (lambda: make(FFTCompression, model), "got a Sequential as process_group"),
         (lambda: make(FFTCompression, unnamed), "got a CompressionState as process_group"),
-        (lambda: make(AutoCompression), "AutoCompression with torch's DistributedDataParallel"),
         (lambda: make(LowRankCompression.using(overlap=True)), "overlap=True has no effect"),
         (lambda: fsdp_hook(None, "layer"), "fsdp_hook got a NoneType as its state"),
     ):

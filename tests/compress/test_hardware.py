@@ -1,0 +1,43 @@
+"""What ranks say of their hardware: the same from equal ones, another from others."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from sn_compress.hardware import said
+
+PROGRAM = """
+import sys
+import numpy as np
+from sn_compress.hardware import said
+print(said(np.zeros(1, np.float32)))
+"""
+
+
+def in_process(**environment):
+    paths = os.pathsep.join(filter(None, sys.path))
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=100, check=True,
+        env=os.environ | {"PYTHONPATH": paths} | environment,
+    )  # fmt: skip
+    return ran.stdout
+
+
+def test_equal_ranks_say_the_same():
+    assert in_process() == in_process()
+
+
+def test_other_kernels_are_told():
+    """By what they compute: no name says which ones OpenBLAS has taken."""
+    made = {in_process(OPENBLAS_CORETYPE=kind) for kind in ("Haswell", "SkylakeX", "Sandybridge")}
+    if len(made) == 1:
+        pytest.skip("this NumPy has one set of kernels, or another BLAS")
+
+
+def test_libraries_differ():
+    torch = pytest.importorskip("torch")
+    assert said(torch.zeros(1)) != said(np.zeros(1, np.float32))
+    assert said(torch.zeros(1)) == said(torch.ones(3))
