@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..codecs.base import Floats
-from ..codecs.lowrank import matrix_shape
+from ..ops.matrices import cut
 from ..sums.base import Part
 from ..sums.low_rank import LowRank
 from ..sums.rows import Rows
@@ -48,7 +48,7 @@ class Curve:
     @classmethod
     def of(cls, mean: Floats, shape: Sequence[int]) -> Curve:
         """Of directions, measured on a mean gradient that all ranks know, [n]."""
-        rows, columns = matrix_shape(shape)
+        rows, columns = cut(shape)
         most = min(rows, columns, MOST)
         finite = np.isfinite(mean).all() and mean.any()
         if not finite or most < 2:
@@ -60,7 +60,7 @@ class Curve:
     @classmethod
     def of_rows(cls, mean: Floats, shape: Sequence[int]) -> Curve:
         """Of rows, measured likewise."""
-        rows, _ = matrix_shape(shape)
+        rows, _ = cut(shape)
         energy = np.square(mean.reshape(rows, -1), dtype=np.float64).sum(axis=1)
         total = energy.sum()
         if not np.isfinite(total) or not total:
@@ -83,7 +83,7 @@ class Curve:
     @property
     def flat(self) -> bool:
         """A vector has no factors."""
-        return min(matrix_shape(self.shape)) < 2
+        return min(cut(self.shape)) < 2
 
 
 def better(low_rank: Curve, rows: Curve, words: float, ranks: int) -> Curve:
@@ -129,8 +129,8 @@ def part_of(shape: Sequence[int], size: int, *, sparse: bool = False) -> Part:
     if size == 0:
         return Whole([(1, math.prod(shape))])
     if sparse:
-        return Rows([matrix_shape(shape)], [size])
-    return LowRank([matrix_shape(shape)], [size])
+        return Rows([cut(shape)], [size])
+    return LowRank([cut(shape)], [size])
 
 
 def words_of(shape: Sequence[int], size: int, ranks: int, *, sparse: bool = False) -> list[int]:
@@ -138,8 +138,8 @@ def words_of(shape: Sequence[int], size: int, ranks: int, *, sparse: bool = Fals
     if size == 0:
         return [scaled_words(math.prod(shape), 1, ranks, fine=True)]
     if sparse:
-        return [support_words(*matrix_shape(shape), size, ranks)]
-    return [scaled_words(side, size, ranks) for side in matrix_shape(shape)]
+        return [support_words(*cut(shape), size, ranks)]
+    return [scaled_words(side, size, ranks) for side in cut(shape)]
 
 
 def _words(curve: Curve, size: int, ranks: int) -> int:

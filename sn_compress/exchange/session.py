@@ -20,8 +20,8 @@ import numpy.typing as npt
 from .. import saved
 from ..arrays import like_of, namespace, on_host, steady, to_host
 from ..codecs.base import MAX_ELEMENTS, Floats
-from ..codecs.lowrank import matrix_shape
 from ..errors import CompressError
+from ..ops.matrices import cut
 from ..saved import reading
 from ..sums.base import Array, Part
 from ..sums.summable import Summable, Verdict, exchange
@@ -194,6 +194,13 @@ class SharedExchange:
         """
         verdict, first = self._verdicts.get(name, (None, name))
         return (0.0, 0.0) if verdict is None or first != name else verdict.read()[1:]
+
+    def way(self, name: str) -> str:
+        """How a tensor travels whose size is chosen: "low_rank", "rows" or "whole"."""
+        tensor = self.tensors[name]
+        if tensor.size == 0:
+            return "whole"
+        return "rows" if tensor.curve is not None and tensor.curve.sparse else "low_rank"
 
     def _next(self, name: str) -> Tensor:
         tensor = self.tensors[name]
@@ -389,7 +396,7 @@ def _name(name: Any) -> str:
 
 def _curve(entry: dict[str, Any], n: int) -> Curve:
     sides, sparse = saved.shape(entry["sides"], "shape of sides"), entry["sparse"]
-    rows, columns = matrix_shape(sides)
+    rows, columns = cut(sides)
     most = rows if sparse else min(rows, columns, MOST)
     shares = np.asarray(entry["shares"])
     sound = math.prod(sides) == n and isinstance(sparse, bool) and shares.shape == (most,)

@@ -1,8 +1,5 @@
 """Buckets: the same bits in every library, nothing read on the way, and no step half done."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sn_compress.arrays import steady
-from sn_compress.errors import CompressError, PayloadError
 from sn_compress.sums.bucket import Bucket
 from sn_compress.sums.low_rank import LowRank
 from sn_compress.sums.rows import Rows
-from sn_compress.sums.summable import Summable, exchange
 from sn_compress.sums.whole import Whole
 
 ROOT = Path(__file__).resolve().parents[2]
