@@ -120,6 +120,20 @@ def largest_of(values: Array, group_of: Array, groups: int) -> Array:
     return least
 
 
+def inverse(values: Array) -> Array:
+    """One divided by each, rounded once; 1 / x is two operations in torch."""
+    return values.reciprocal() if is_torch(values) else 1 / values
+
+
+def put_all(targets: Sequence[Array], values: Sequence[Array]) -> None:
+    """In place: each target becomes the value of its shape."""
+    if is_torch(targets[0]):
+        sys.modules["torch"]._foreach_copy_(list(targets), list(values))
+        return
+    for target, value in zip(targets, values, strict=True):
+        target[...] = value
+
+
 def split(flat: Array, sizes: Sequence[int]) -> list[Array]:
     """Views of stretches of a vector, of these sizes, which cover it."""
     if len(sizes) == 1:

@@ -17,7 +17,18 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import Array, Constant, join, namespace, products, split, steady, take, transposed
+from ..arrays import (
+    Array,
+    Constant,
+    inverse,
+    join,
+    namespace,
+    products,
+    split,
+    steady,
+    take,
+    transposed,
+)
 from .scales import integers
 
 Positions = npt.NDArray[np.int64]
@@ -46,7 +57,7 @@ class Orthonormal:
     def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
         alike: dict[tuple[int, int], list[int]] = {}
         for at, (rows, width) in enumerate(shapes):
-            alike.setdefault((rows.bit_length(), width.bit_length()), []).append(at)
+            alike.setdefault(((rows.bit_length() + 1) // 2, width.bit_length()), []).append(at)
         ends = np.cumsum([0, *(rows * width for rows, width in shapes)])
         n, self._rows = int(ends[-1]), max(rows for rows, _ in shapes)
         self._groups: list[tuple[int, int, int]] = []  # matrices, and rows and width of each
@@ -172,10 +183,10 @@ def _transform(gram: Array, unit: Array) -> tuple[Array, Array]:
     inverses = []
     for j in range(rows):
         pivot = both[:, j, j]
-        inverse = xp.where(pivot >= _LEAST, 1 / pivot, nothing)
-        inverses.append(inverse)
+        scale = xp.where(pivot >= _LEAST, inverse(pivot), nothing)
+        inverses.append(scale)
         if j + 1 < rows:
-            below = both[:, j + 1 :, j] * inverse[:, None]
+            below = both[:, j + 1 :, j] * scale[:, None]
             # Two operations: nothing may make one of them, which rounds once less.
             terms = below[:, :, None] * both[:, j : j + 1, j + 1 : j + 1 + rows]
             rest = both[:, j + 1 :, j + 1 : j + 1 + rows]

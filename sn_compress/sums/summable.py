@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Later, like_of, namespace, squared_norm, to_host
+from ..arrays import Later, like_of, namespace, squared_norm, steady, to_host
 from ..errors import CompressError, PayloadError
 from ..ops.remember import remember
 from ..saved import floats, reading
@@ -44,13 +44,13 @@ class Verdict:
         """
         if self._told is None:
             lost, damaged, energy, sent = self.later.read()
-            if damaged:
+            self._told = bool(lost or damaged), energy, max(energy - sent, 0.0)
+            if damaged:  # said once: for all else the step is a lost one
                 raise PayloadError(
                     "the summed words do not have the sum of their checksums: they were damaged on "
                     "the way, or ranks run with different settings. If it happens again, suspect "
                     "memory or the network."
                 )
-            self._told = bool(lost), energy, max(energy - sent, 0.0)
         return self._told
 
 
@@ -115,7 +115,14 @@ class Summable:
     def conclude(self) -> None:
         """Wait for the last step's end; one that was lost is taken back."""
         verdict, self._verdict = self._verdict, None
-        if verdict is not None and verdict.read()[0]:
+        if verdict is None:
+            return
+        try:
+            lost = verdict.read()[0]
+        except PayloadError:
+            self.undo()
+            raise
+        if lost:
             self.undo()
 
     def undo(self) -> None:
@@ -195,6 +202,30 @@ def exchange(
             raise CompressError(
                 f"exchange: got a gradient of shape {tuple(gradient.shape)}; expected ({one.n},)"
             )
+    steps = _steps(
+        summables, gradients, ranks=ranks, rank=rank, decay=decay, exact=exact, outs=outs
+    )
+    total = None
+    while True:
+        try:
+            with steady(gradients[0]):  # not while the caller has the word
+                words = next(steps) if total is None else steps.send(total)
+        except StopIteration as end:
+            means, verdict = end.value
+            return means, verdict
+        total = yield words
+
+
+def _steps(
+    summables: Sequence[Summable],
+    gradients: Sequence[Array],
+    *,
+    ranks: int,
+    rank: int | None,
+    decay: float,
+    exact: bool,
+    outs: Sequence[Array] | None,
+) -> Generator[Array, Array, tuple[list[Array], Verdict]]:
     bucket, order = _bucket(tuple(one.part for one in summables))
     matrices = [summables[at].add(gradients[at], decay) for at in order]
     energy = _total([squared_norm(it) for it in matrices])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..arrays import device_of, namespace
+from ..arrays import device_of, namespace, put_all
 from ..ops.scales import shifted
 from .base import Array, Outcome, Part, Send, State, Step, Summed, cut_up, joined
 from .columns import Columns, numbers
@@ -65,12 +65,10 @@ class Whole(Part):
         sums, unit, scales = self._columns.unpack(found.words, state["scales"], ranks)
         mean = self._columns.split(xp.astype(sums, xp.float32) * (unit * found.poison))
         left = self._columns.split(flat - own)
-        means = []
-        for place, shape in enumerate(self.shapes):
-            value = xp.reshape(mean[place], shape)
-            if outs is not None:
-                outs[place][...] = value
-            means.append(value if outs is None else outs[place])
+        means = [xp.reshape(it, shape) for it, shape in zip(mean, self.shapes, strict=True)]
+        if outs is not None:
+            put_all(outs, means)
+            means = list(outs)
         rest = [xp.reshape(it, shape) for it, shape in zip(left, self.shapes, strict=True)]
         return Outcome(rest, means, {"scales": scales}, xp.sum(own * (2 * flat - own)))
 
