@@ -20,8 +20,8 @@ import numpy as np
 from ..codecs.gather import wire_bytes
 from ..codecs.lowrank import matrix_shape
 from ..errors import CompressError
-from ..exchange.allocate import MOST, Curve, allocate, budget, words_of
 from ..settings import Settings
+from ..sums.choose import MOST, Curve, allocate, budget, words_of
 from .cost import Link, Method, Route, Step, break_even, choose, step
 from .layers import Layer
 from .rates import FREE, Rates
