@@ -27,7 +27,7 @@ from nets import NETS
 from torch import nn
 from tuned import same, trainer
 
-from sn_compress import FFTCompression
+from sn_compress import LowRankCompression
 from sn_compress.exchange.pending import Pending
 from sn_compress.torch import horovod as rim
 
@@ -78,7 +78,7 @@ def equal(one: nn.Module, other: nn.Module) -> bool:
 def compare(name: str, pairs: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """A row, and what happened in one step of each."""
     make = Replayed if name == "replayed" else NETS[name]
-    way = FFTCompression.using(warmup=WARMUP, every=10**9)
+    way = LowRankCompression.using(warmup=WARMUP, every=10**9)
     hook, one, _ = trainer(make, way, rate=RATE)
     thread, other, _ = trainer(make, way.using(overlap=True), rate=RATE)
     for _ in range(WARMUP + 2):

@@ -25,12 +25,13 @@ from machine import commit, machine
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from sn_compress import LowRankCompression
 from sn_compress.prediction.layers import layers
-from sn_compress.torch.ddp import FFTState, fft_hook
+from sn_compress.torch.ddp import CompressionState, compression_hook
 
-METHODS: dict[str, dict[str, Any] | None] = {
+METHODS: dict[str, Any] = {
     "plain": None,
-    "shared": {"ratio": 100, "warmup": 1},
+    "shared": LowRankCompression.using(ratio=100, warmup=1),
 }
 
 
@@ -53,11 +54,12 @@ class Given(nn.Module):
 def seconds(model: str, steps: int) -> dict[str, float]:
     """CPU seconds of a backward pass by method; the median of the steps behind the first four."""
     trained, taken = {}, {name: [] for name in METHODS}
-    for name, settings in METHODS.items():
+    for name, compression in METHODS.items():
         ddp = DistributedDataParallel(Given(model))
-        if settings:
+        if compression:
             named = list(ddp.module.named_parameters())
-            ddp.register_comm_hook(FFTState(named_parameters=named, **settings), fft_hook)
+            state = CompressionState(compression, named_parameters=named)
+            ddp.register_comm_hook(state, compression_hook)
         trained[name] = ddp
     # DDP rearranges its buckets after the first step, and the shared exchange chooses its sizes.
     for step in range(4 + steps):

@@ -20,7 +20,7 @@ from torch import nn
 from travel import Script, Stamp, Travel, play
 from wire_methods import OURS, PAPER, method
 
-from sn_compress import FFTCompression
+from sn_compress import FFTCompression, LowRankCompression
 from sn_compress.prediction.cost import BACKWARD, wire_bytes
 from sn_compress.torch import horovod as rim
 
@@ -130,9 +130,9 @@ def train(run: dict[str, Any]) -> dict[str, Any]:
         optimizer = torch.optim.Adam(net.parameters(), lr=2e-3)
     stock = {"plain": hvd.Compression.none, "fp16": hvd.Compression.fp16}
     ours = {
-        "gather": FFTCompression.using(exchange="gather"),
+        "gather": FFTCompression,
         "paper": FFTCompression.using(mode="paper", theta=PAPER.theta),
-        "shared": FFTCompression.using(ratio=run["ratio_asked"], warmup=WARM),
+        "shared": LowRankCompression.using(ratio=run["ratio_asked"], warmup=WARM),
     }
     name = run["method"]
     horovod = name in stock or name in ours
@@ -199,7 +199,7 @@ def sent_of(optimizer: Any, name: str) -> list[tuple[str, int]]:
     gathers = optimizer._compression.settings.exchange == "gather"
     return [
         ("allgather" if gathers and compressed else "allreduce", nbytes)
-        for _, nbytes, compressed in counted
+        for _, _, nbytes, compressed in counted
     ]
 
 

@@ -1,4 +1,4 @@
-"""Is tune=True ever slower than plain Horovod? Paired runs of small nets, no shaped links.
+"""Is AutoCompression ever slower than plain Horovod? Paired runs of small nets, no shaped links.
 
     OMP_NUM_THREADS=1 horovodrun --gloo -np 2 python benchmarks/tuned.py [--json FILE]
 
@@ -27,7 +27,7 @@ from machine import commit, machine
 from nets import NETS
 from torch import nn
 
-from sn_compress import FFTCompression
+from sn_compress import AutoCompression
 from sn_compress.torch import horovod as rim
 
 PAIRS, STEPS, BATCH, LEARN = 9, 60, 32, 80
@@ -70,9 +70,7 @@ def same(value: float) -> float:
 def compare(name: str, make: Any, *, pairs: int, steps: int, aa: bool) -> dict[str, Any]:
     """One row: the median of the pairs' ratios, and the middle half of them."""
     plain, _, _ = trainer(make, hvd.Compression.none)
-    tuned, _, optimizer = trainer(
-        make, hvd.Compression.none if aa else FFTCompression.using(tune=True)
-    )
+    tuned, _, optimizer = trainer(make, hvd.Compression.none if aa else AutoCompression)
     step_s = statistics.median(plain() for _ in range(LEARN))
     learning_s = sum(tuned() for _ in range(LEARN)) - LEARN * step_s
     tuner = None if aa else rim._memory_of(optimizer).tuner

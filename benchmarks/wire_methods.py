@@ -16,14 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
 import sn_compress
+from sn_compress import FFTCompression, LowRankCompression
 from sn_compress.codecs.gather import mean_of_gathered, on_wire
-from sn_compress.codecs.lowrank import first_factor, matrix_shape
+from sn_compress.codecs.lowrank import first_factor
 from sn_compress.settings import Settings
 
 SMALLEST = 1024  # elements; below, rivals send a tensor plain, as ours do
@@ -88,6 +90,11 @@ def coded(
     return exchange
 
 
+def matrix_of(shape: tuple[int, ...]) -> tuple[int, int]:
+    """The first axis by all others, as published PowerSGD has it."""
+    return (shape[0], prod(shape[1:])) if shape else (1, 1)
+
+
 def powersgd(ranks: int, *, rank: int) -> Method:
     """Two dependent all-reduces of float32 factors, with error feedback and warm start."""
     memory: dict[str, np.ndarray] = {}
@@ -95,7 +102,7 @@ def powersgd(ranks: int, *, rank: int) -> Method:
     dense = plain(ranks)
 
     def exchange(name: str, shape: tuple[int, ...], values: np.ndarray) -> Exchange:
-        rows, columns = matrix_shape(shape)
+        rows, columns = matrix_of(shape)
         r = min(rank, rows, columns)
         if len(shape) < 2 or r * (rows + columns) >= rows * columns:
             return (yield from dense(name, shape, values))
@@ -146,21 +153,21 @@ def _named(name: str, *, shaped: bool = False, **settings: Any) -> Callable[...,
     def make(shape: tuple[int, ...]) -> Any:
         if shaped:
             return sn_compress.codec(
-                name, shape=matrix_shape(shape) if len(shape) > 1 else None, **settings
+                name, shape=matrix_of(shape) if len(shape) > 1 else None, **settings
             )
         return sn_compress.codec(name, **settings)
 
     return make
 
 
-GATHER = Settings().changed(exchange="gather")
-PAPER = Settings().changed(mode="paper", theta=0.9)
+GATHER = FFTCompression.settings
+PAPER = FFTCompression.using(mode="paper", theta=0.9).settings
 WARMUP = 1  # dense steps of `shared` in the bench: they are not what is timed
 
 
 def shared_settings(ratio: float = 100.0, warmup: int = WARMUP) -> Settings:
     """The shared exchange of the bench."""
-    return Settings().changed(exchange="shared", ratio=ratio, warmup=warmup, every=10**9)
+    return LowRankCompression.using(ratio=ratio, warmup=warmup, every=10**9).settings
 
 
 def method(name: str, *, ranks: int, rank: int = 0, ratio: float = 100.0) -> Method:

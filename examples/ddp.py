@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sn_compress.torch.ddp import FFTState, fft_hook  # <- sn
+from sn_compress import FFTCompression  # <- sn
+from sn_compress.torch.ddp import CompressionState, compression_hook  # <- sn
 
 flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 flags.add_argument("--theta", type=float, default=0.95, help="fraction of the spectrum dropped")
@@ -38,8 +39,9 @@ layers = [nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 14 * 14, 
 model = nn.Sequential(*layers, nn.Linear(64, 10)).to(device)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 ddp = DistributedDataParallel(model)
-state = FFTState(named_parameters=model.named_parameters(), theta=args.theta)  # <- sn
-ddp.register_comm_hook(state, fft_hook)  # <- sn
+fft = FFTCompression.using(theta=args.theta)  # <- sn
+state = CompressionState(fft, named_parameters=model.named_parameters())  # <- sn
+ddp.register_comm_hook(state, compression_hook)  # <- sn
 
 mine = args.checkpoint and args.checkpoint / f"rank{rank}.pt"  # the error memory is a rank's own
 first = 0

@@ -1,4 +1,4 @@
-"""Fashion-MNIST on two ranks, plain and with FFTCompression: a table and a picture.
+"""Fashion-MNIST on two ranks, plain and with LowRankCompression: a table and a picture.
 
     python examples/demo.py
 
@@ -63,7 +63,7 @@ def memory(planned, unplanned):
     peaks = [show_bytes(planned[key]) for key in ("unplanned_bytes", "peak_bytes")]
     alike = "the same to the bit" if same else "not those"
     return (
-        f"FFTCompression and a memory plan: a step holds {peaks[1]} instead of {peaks[0]}; its "
+        f"LowRankCompression and a memory plan: a step holds {peaks[1]} instead of {peaks[0]}; its "
         f"{len(losses)} losses are {alike} without the plan."
     )
 
@@ -85,13 +85,13 @@ def main():
     common += ["--data", args.data] if args.data else []
     methods = {
         "plain Horovod": ["--compression", "none"],
-        "FFTCompression": ["--compression", "auto", "--ratio", args.ratio],
+        "LowRankCompression": ["--compression", "lowrank", "--ratio", args.ratio],
     }
     runs = []
     for number, (name, its_flags) in enumerate(methods.items(), start=1):
         print(f"{number}/{len(methods) + 1} {name}: 2 ranks of one thread each", flush=True)
         runs.append((name, _launch.train(*common, *its_flags, title="    ")))
-    print("3/3 FFTCompression and a memory plan: one epoch", flush=True)
+    print("3/3 LowRankCompression and a memory plan: one epoch", flush=True)
     both = [*common, *its_flags, "--budget", args.budget, "--stop", 1]
     saved = memory(_launch.train(*both, title="    "), runs[-1][1])
     args.out.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 
-from sn_compress import FFTCompression  # <- sn
+from sn_compress import FFTCompression, LowRankCompression  # <- sn
 from sn_compress.tensorflow import keras as together  # <- sn
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # of `apt-get install dataset-fashion-mnist`
@@ -21,9 +21,8 @@ CACHE = Path(__file__).resolve().parent.parent / ".cache/fashion-mnist"
 HELP = "run scripts/fetch_fashion_mnist.py, or give a folder that holds it with --data"
 
 flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-flags.add_argument("--compression", choices=["none", "fp16", "fft"], default="none")
-flags.add_argument("--theta", type=float, default=0.9, help="fraction of the spectrum dropped")
-flags.add_argument("--exchange", choices=["gather", "shared"], default="gather")
+flags.add_argument("--compression", choices=["none", "fp16", "fft", "lowrank"], default="none")
+flags.add_argument("--theta", type=float, default=0.9, help="fft: part of the spectrum dropped")
 flags.add_argument("--epochs", type=int, default=4)
 flags.add_argument("--seed", type=int, default=0)
 flags.add_argument("--limit", type=int, help="use the first LIMIT images, 64 or more a rank")
@@ -66,8 +65,8 @@ model = keras.Sequential(
 )
 cosine = keras.optimizers.schedules.CosineDecay(0.05, args.epochs * steps)
 optimizer = keras.optimizers.SGD(cosine, momentum=0.9)
-fft = FFTCompression.using(theta=args.theta, exchange=args.exchange)  # <- sn
-codec = {"none": None, "fp16": hvd.Compression.fp16, "fft": fft}[args.compression]
+ours = {"fft": FFTCompression.using(theta=args.theta), "lowrank": LowRankCompression}  # <- sn
+codec = {"none": None, "fp16": hvd.Compression.fp16, **ours}[args.compression]
 optimizer = together.DistributedOptimizer(optimizer, compression=codec)  # <- sn
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=False)
@@ -77,6 +76,6 @@ seen = model.fit(x[mine], y[mine], 64, args.epochs, show, callbacks).history
 accuracy = model.evaluate(test_x, test_y, 500, verbose=0, return_dict=True)["accuracy"]
 if hvd.rank() == 0:
     print(f"test accuracy {100 * accuracy:.2f} %")
-    sent = FFTCompression.report(optimizer) if args.compression == "fft" else {}  # <- sn
+    sent = codec.report(optimizer) if args.compression in ours else {}  # <- sn
     if args.history:
         Path(args.history).write_text(json.dumps(vars(args) | seen | sent | {"test": accuracy}))

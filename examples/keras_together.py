@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 import sn_memory.tensorflow  # <- sn
-from sn_compress import FFTCompression  # <- sn
+from sn_compress import LowRankCompression  # <- sn
 from sn_compress.tensorflow.keras import DistributedOptimizer  # <- sn
 from sn_memory.apoptosis.tensorflow import Apoptosis  # <- sn
 
@@ -79,7 +79,7 @@ layers += [
 model = keras.Sequential([keras.Input((28, 28, 1)), *layers, keras.layers.Dense(10)])
 loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 optimizer = keras.optimizers.Adam(1e-3)
-compression = FFTCompression.using(ratio=args.ratio)  # <- sn
+compression = LowRankCompression.using(ratio=args.ratio)  # <- sn
 optimizer = DistributedOptimizer(optimizer, compression=compression)  # <- sn
 optimizer.build(model.trainable_variables)
 looks = {"tolerance": args.tolerance, "every": args.every}
@@ -103,6 +103,6 @@ for epoch in range(args.epochs):
                 print(f"step {event.step}: {widths}; at most {peak / 1e6:.1f} MB a step")
     if hvd.rank() == 0:
         found = 100 * np.mean(model.predict(test_x, 500, verbose=0).argmax(1) == test_y)
-        sent = FFTCompression.report(optimizer)["payload_bytes"]  # <- sn
+        sent = LowRankCompression.report(optimizer)["payload_bytes"]  # <- sn
         print(f"epoch {epoch + 1}: {found:.2f} %, {model.count_params():,} parameters, "
               f"{sent / 1e3:.0f} kB sent a step")  # fmt: skip

@@ -1,6 +1,6 @@
 """Fashion-MNIST on any number of ranks: Horovod's usual torch recipe, our lines marked `# <- sn`.
 
-horovodrun -np 2 python examples/torch_fashion_mnist.py --compression auto
+horovodrun -np 2 python examples/torch_fashion_mnist.py --compression fft
 """
 
 import argparse
@@ -17,7 +17,7 @@ from torch import nn
 from tqdm import tqdm
 
 import sn_memory.torch  # <- sn
-from sn_compress import FFTCompression  # <- sn
+from sn_compress import AutoCompression, FFTCompression, LowRankCompression  # <- sn
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # of `apt-get install dataset-fashion-mnist`
 CACHE = Path(__file__).resolve().parent.parent / ".cache/fashion-mnist"
@@ -25,8 +25,9 @@ URL = "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/
 HELP = "give a folder that holds it with --data, or apt-get install dataset-fashion-mnist"
 
 flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-flags.add_argument("--compression", choices=["none", "fp16", "auto", "fft"], default="none")
-flags.add_argument("--ratio", type=float, default=100, help="auto: how many times fewer bytes")
+WAYS = ["none", "fp16", "fft", "lowrank", "auto"]
+flags.add_argument("--compression", choices=WAYS, default="none")
+flags.add_argument("--ratio", type=float, default=100, help="lowrank, auto: how many times fewer")
 flags.add_argument("--theta", type=float, default=0.9, help="fft: part of the spectrum dropped")
 flags.add_argument("--block", type=int, default=4096, help="fft: its length; 0: the gradient's")
 flags.add_argument("--budget", help="most memory of a step, as 80%% or 20MiB; default: no plan")
@@ -68,9 +69,10 @@ model = nn.Sequential(*conv, nn.Linear(1568, 512), nn.ReLU(), nn.Dropout(), nn.L
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 if args.budget:  # <- sn
     model = sn_memory.torch.plan(model, x[:64], args.budget, profile=False, overlap=True)  # <- sn
-auto = FFTCompression.using(ratio=args.ratio)  # <- sn
 fft = FFTCompression.using(theta=args.theta, block=args.block or None)  # <- sn
-codecs = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16, "auto": auto, "fft": fft}
+low = LowRankCompression.using(ratio=args.ratio)  # <- sn
+ours = {"fft": fft, "lowrank": low, "auto": AutoCompression.using(ratio=args.ratio)}  # <- sn
+codecs = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16, **ours}
 opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 opt = hvd.DistributedOptimizer(opt, model.named_parameters(), codecs[args.compression])
 cosine = torch.optim.lr_scheduler.CosineAnnealingLR(opt, args.epochs * steps)
@@ -99,8 +101,8 @@ if args.history and hvd.rank() == 0:
     values = sum(p.numel() for p in model.parameters())
     half = args.compression == "fp16"
     seen |= {"dense_bytes": 4 * values, "payload_bytes": values * (2 if half else 4)}
-    if args.compression in ("auto", "fft"):  # <- sn
-        seen |= FFTCompression.report(opt)  # <- sn
+    if args.compression in ours:  # <- sn
+        seen |= ours[args.compression].report(opt)  # <- sn
     if args.budget:  # <- sn
         plan = model.sn_memory.plan  # <- sn
         seen |= {"peak_bytes": plan.peak_bytes, "unplanned_bytes": plan.baseline_peak_bytes}

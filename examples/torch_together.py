@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import sn_memory.torch  # <- sn
-from sn_compress import FFTCompression  # <- sn
+from sn_compress import LowRankCompression  # <- sn
 from sn_memory.apoptosis.torch import Apoptosis  # <- sn
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache/fashion-mnist"
@@ -45,10 +45,10 @@ def read(name):
 
 def wrap(budget):
     """Make anew what knows parameters and shapes."""
-    compression = FFTCompression.using(ratio=args.ratio)  # <- sn
+    compression = LowRankCompression.using(ratio=args.ratio)  # <- sn
     opt = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression)
     opt.state = optimizer.state
-    apoptosis.carry = lambda: FFTCompression.residuals(opt)  # <- sn
+    apoptosis.carry = lambda: LowRankCompression.residuals(opt)  # <- sn
     return opt, sn_memory.torch.plan(model, x[:64], budget, profile=False)  # <- sn
 
 
@@ -86,7 +86,7 @@ for epoch in range(args.epochs):
         answers = torch.cat([model.eval()(part).argmax(1) for part in test_x.split(500)])
     model.train()
     if hvd.rank() == 0:
-        sent = FFTCompression.report(opt)["payload_bytes"]  # <- sn
+        sent = LowRankCompression.report(opt)["payload_bytes"]  # <- sn
         found = 100 * (answers == test_y).double().mean().item()
         print(f"epoch {epoch + 1}: {found:.2f} %, {sum(p.numel() for p in model.parameters()):,} "
               f"parameters, {sent / 1e3:.0f} kB sent a step")  # fmt: skip

@@ -20,14 +20,13 @@ import numpy as np
 import torch
 from runner import Target, main
 
-from sn_compress import CompressError, ErrorFeedback, FFTCodec, codec
+from sn_compress import CompressError, ErrorFeedback, FFTCodec, LowRankCompression, codec
 from sn_compress.codecs.auto import AutoCodec
 from sn_compress.exchange.session import SharedExchange
 from sn_compress.gossip.differences import Differences
 from sn_compress.gossip.ring import Ring
-from sn_compress.settings import Settings
 from sn_compress.tensorflow.traced import Traced
-from sn_compress.torch.ddp import FFTState
+from sn_compress.torch.ddp import CompressionState
 from sn_compress.torch.gossip import GossipOptimizer
 from sn_compress.torch.gossip.loaders import ring_shuffle
 
@@ -64,7 +63,10 @@ class Alone:
         pass
 
 
-class Lonely(FFTState):
+LOW_RANK = LowRankCompression.using(warmup=1, ratio=8, min_elements=100)
+
+
+class Lonely(CompressionState):
     """Of a group of one, without a group."""
 
     ranks, rank = 1, 0  # type: ignore[assignment]
@@ -118,8 +120,8 @@ def _shared() -> SharedExchange:
     return own
 
 
-def _ddp() -> FFTState:
-    own = Lonely(warmup=1, ratio=8, min_elements=100)
+def _ddp() -> CompressionState:
+    own = Lonely(LOW_RANK)
     own.process_group = "none"
     _step_all(own)
     return own
@@ -132,7 +134,7 @@ def _step_all(own: Any) -> None:
 
 
 def _traced() -> Traced:
-    own = Traced(Settings().changed(ratio=8, warmup=1, min_elements=100), threads=1)
+    own = Traced(LOW_RANK.settings, threads=1)
     for _ in range(2):
         _step(own.shared)
     return own
@@ -228,7 +230,7 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
 }
 
 
-def _saved_by_ddp(own: FFTState) -> Any:
+def _saved_by_ddp(own: CompressionState) -> Any:
     from sn_compress.codecs import saving
 
     state = {

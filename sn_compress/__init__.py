@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from .codecs.fft import FFTCodec as FFTCodec
     from .codecs.registry import codec as codec
     from .codecs.registry import presets as presets
+    from .compression import AutoCompression as AutoCompression
     from .compression import FFTCompression as FFTCompression
+    from .compression import LowRankCompression as LowRankCompression
     from .errors import CompressError as CompressError
     from .errors import MissingExtra as MissingExtra
     from .errors import PayloadError as PayloadError
@@ -30,12 +32,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "AutoCompression": ".compression",
     "Codec": ".codecs.base",
     "CompressError": ".errors",
     "ErrorFeedback": ".feedback",
     "FFTCodec": ".codecs.fft",
     "FFTCompression": ".compression",
     "Link": ".prediction.cost",
+    "LowRankCompression": ".compression",
     "MissingExtra": ".errors",
     "Payload": ".codecs.base",
     "PayloadError": ".errors",

@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _predict(args: argparse.Namespace) -> int:
-    settings = Settings().changed(exchange="shared", ratio=args.ratio)
+    settings = Settings(compression="LowRankCompression").changed(ratio=args.ratio)
     rates = FREE
     if args.codec == "measure":
         rates = measure_rates(

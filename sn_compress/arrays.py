@@ -9,7 +9,8 @@ array brings its own along.
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy.typing as npt
 
 Array = Any  # of NumPy, CuPy or torch
 
+_HOST = (np.ndarray, np.generic)
 _spaces: dict[type, Any] = {}
 
 
@@ -32,7 +34,7 @@ def namespace(array: Array) -> Any:
 
 def is_torch(array: Array) -> bool:
     """Whether it is a tensor of torch."""
-    return not isinstance(array, np.ndarray | np.generic) and array_api_compat.is_torch_array(array)
+    return namespace(array) is sys.modules.get("array_api_compat.torch")
 
 
 def device_of(array: Array) -> Any:
@@ -42,7 +44,7 @@ def device_of(array: Array) -> Any:
 
 def on_host(array: Array) -> bool:
     """Whether its values lie in the host's memory, so that reading one waits for nothing."""
-    if isinstance(array, np.ndarray | np.generic):
+    if isinstance(array, _HOST):
         return True
     return is_torch(array) and array.device.type == "cpu"
 
@@ -77,7 +79,7 @@ class Constant:
 
     def on(self, like: Array) -> Array:
         """The array where `like` lies."""
-        if isinstance(like, np.ndarray | np.generic):
+        if isinstance(like, _HOST):
             return self.host
         key = f"{type(like).__module__} {like.device}"
         if key not in self._copies:
@@ -90,6 +92,59 @@ def take(values: Array, index: Array) -> Array:
     if is_torch(values):
         return values.index_select(0, index)  # several times as fast as values[index]
     return values[index]
+
+
+def clipped(values: Array, least: int, largest: int) -> Array:
+    """Values no less and no more than these; the standard's form costs torch six operations."""
+    if is_torch(values):
+        return values.clamp(least, largest)
+    return namespace(values).clip(values, least, largest)
+
+
+def rounded(fresh: Array, limit: int) -> Array:
+    """Values of an array that nobody else has as whole numbers up to +-limit, of its dtype."""
+    if isinstance(fresh, np.ndarray):
+        return np.clip(np.rint(fresh, out=fresh), -limit, limit, out=fresh)
+    if is_torch(fresh):
+        return fresh.round_().clamp_(-limit, limit)
+    return clipped(namespace(fresh).round(fresh), -limit, limit)
+
+
+def largest_of(values: Array, group_of: Array, groups: int) -> Array:
+    """[groups]: the largest of the [n] values, none below zero, that are of each group."""
+    xp = namespace(values)
+    least = xp.zeros(groups, dtype=values.dtype, device=device_of(values))
+    if is_torch(values):
+        return least.scatter_reduce(0, group_of, values, "amax")
+    xp.maximum.at(least, group_of, values)
+    return least
+
+
+def split(flat: Array, sizes: Sequence[int]) -> list[Array]:
+    """Views of stretches of a vector, of these sizes, which cover it."""
+    if len(sizes) == 1:
+        return [flat]
+    if is_torch(flat):
+        return list(flat.split(list(sizes)))
+    ends = np.cumsum(sizes)
+    return [flat[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def join(parts: Sequence[Array]) -> Array:
+    """Vectors one behind the other; one alone is not copied."""
+    return parts[0] if len(parts) == 1 else namespace(parts[0]).concat(list(parts))
+
+
+def transposed(matrices: Array) -> Array:
+    """[k, a, b] as [k, b, a], a view."""
+    return namespace(matrices).permute_dims(matrices, (0, 2, 1))
+
+
+def products(left: Array, right: Array) -> Array:
+    """[k, a, b] times [k, b, c] is [k, a, c]."""
+    if is_torch(left):
+        return left.bmm(right)  # matmul is the same in six operations
+    return namespace(left).matmul(left, right)
 
 
 def squared_norm(matrix: Array) -> Array:
@@ -129,6 +184,8 @@ def steady(like: Array) -> AbstractContextManager[Any]:
     product than that of the mean loses the difference.
     """
     if is_torch(like):
+        if sys.modules["torch"].compiler.is_compiling():
+            return nullcontext()  # whoever captures a step says how its products are taken
         return _float32_products(like.device.type)
     return np.errstate(all="ignore")
 

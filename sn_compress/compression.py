@@ -1,22 +1,24 @@
-"""FFTCompression: the object given to an unpatched Horovod as `compression=`.
+"""What is given to an unpatched Horovod, and to the hooks of DDP and FSDP2, as compression.
 
-Horovod's seam is two functions, `compress(tensor) -> (tensor, ctx)` and
-`decompress(tensor, ctx)`, called on whatever object is passed. What is returned gets
-all-reduced, and nothing says which parameter it belongs to. So `compress` sends the payload by
-an all-gather of its own and gives Horovod one zero to reduce; the rim finds out the parameter
-from its caller (`docs/decisions/0004-finding-the-parameter.md`).
+Three classes, each bare or by `.using(...)`: what the name says travels. Horovod's seam is two
+functions, `compress(tensor) -> (tensor, ctx)` and `decompress(tensor, ctx)`, called on whatever
+object is passed. What is returned gets all-reduced, and nothing says which parameter it belongs
+to. So `compress` sends what it makes by collectives of its own and gives Horovod one zero to
+reduce; the rim finds out the parameter from its caller
+(`docs/decisions/0004-finding-the-parameter.md`).
 """
 
 from __future__ import annotations
 
+import copyreg
 import sys
 from collections.abc import Mapping
 from importlib import import_module
 from types import ModuleType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Self, Unpack, cast
 
 from .errors import CompressError, MissingExtra
-from .settings import Settings
+from .settings import AutoSettings, FFTSettings, LowRankSettings, Settings
 
 _RIMS = {
     "torch": ".torch.horovod",
@@ -31,63 +33,53 @@ def _as_written(method: Any) -> Any:
     return method
 
 
-class FFTCompression:
-    """Compression for `hvd.DistributedOptimizer(optimizer, compression=FFTCompression)`.
+class _Shown(type):
+    """The type of compressions: classes whose repr is the call that makes them."""
 
-    Use it bare, or configured: `FFTCompression.using(ratio=50)`.
+    def __repr__(cls) -> str:
+        settings = getattr(cls, "settings", None)
+        return cls.__name__ + (settings.call() if isinstance(settings, Settings) else "")
 
-    Two exchanges
-    -------------
-    "shared", the default: all ranks send low-rank factors that Horovod's all-reduce sums, in few
-    bits. What is received does not grow with the number of ranks. "gather": each rank sends what
-    FFTCodec makes of its own gradient, to all others. exchange="auto" takes the one that
-    the other settings belong to.
 
-    Settings of the shared exchange
-    -------------------------------
-    ratio : float32 bytes over bytes sent, for the model as a whole (default 100); the ranks of the
-        factors follow from it, by the energy that the tensors' gradients have in few directions
-    warmup, every : dense steps at the start (default 10), and from one dense step to the next
-        after that (default 2000)
-    overlap : encode in a thread during the rest of the backward pass (default False; optimizers of
-        torch only). Pays where gradients are not computed on the cores that encode
+class Compression(metaclass=_Shown):
+    """What FFTCompression, LowRankCompression and AutoCompression have in common.
 
-    Settings of the gather exchange
-    -------------------------------
-    theta, block, bits and all others of FFTCodec
-    mode : "paper" sets block=None, positions="bitmap", half=True and feedback=False first
+    Each is passed as a class, bare or configured by `using`, and never called:
+    `hvd.DistributedOptimizer(optimizer, compression=FFTCompression)`.
 
-    Settings of both
-    ----------------
+    At the first gradient all ranks compare settings, names and shapes: CompressError on every rank
+    says what differs. What is not compressed travels as with plain Horovod: sparse gradients
+    (unless sparse_as_dense), float64 and integer tensors. What cannot be done is refused: Adasum,
+    reducescatter, operations other than Average and Sum.
+
+    Settings of all three
+    ---------------------
     feedback : add what was dropped to the next step's gradient (default True)
     decay : factor on that memory, in (0, 1]
-    min_elements : tensors below this size are not compressed; what they send counts for `ratio`
-        (default 1024)
-    threads : threads of the codec; by default as many as the framework uses
-    tune : measure link and codec in the first steps, and go on as plain Horovod unless a step is
-        faster with compression (default False; torch only). docs/cost.md says how
-
+    min_elements : tensors below this size are not compressed (default 1024)
     check_every : steps from one comparison of the ranks' parameters, by digests, to the next;
         0 for none (default 100). If they differ, CompressError on every rank
     wait_s : seconds to wait for other ranks in what this sends beside Horovod (default 1800), then
         CompressError (optimizers of torch). docs/horovod.md has those of Horovod itself
-
-    At the first gradient all ranks compare settings, names and shapes: CompressError on every rank
-    says what differs.
-
-    What it does not compress travels as with plain Horovod: sparse gradients (unless
-    sparse_as_dense), float64 and integer tensors. What it cannot do it refuses: Adasum,
-    reducescatter, operations other than Average and Sum, and, with gather, hvd.join() on a rank
-    that has run out of data.
     """
 
-    settings: ClassVar[Settings] = Settings()
+    settings: ClassVar[Settings]
+    _bare: ClassVar[type[Compression]]  # of a configured one: the class that was configured
+
+    def __new__(cls, *_: Any, **settings: Any) -> Self:
+        """Always CompressError: the class itself is passed."""
+        said = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        raise CompressError(
+            f"{cls.__name__}({said}) makes no object; expected the class itself. Pass "
+            f"{cls.__name__}, or {cls.__name__}.using({said or '...'})."
+        )
 
     @classmethod
-    def using(cls, *, mode: Literal["paper"] | None = None, **changes: Any) -> type[FFTCompression]:
-        """A configured FFTCompression, to be passed wherever the bare one can."""
-        settings = cls.settings.changed(mode=mode, **changes)
-        return type("FFTCompression", (cls,), {"settings": settings})
+    def with_settings(cls, settings: Settings) -> type[Self]:
+        """A class of these settings, another one each time."""
+        bare = vars(cls).get("_bare", cls)
+        made = _Shown(cls.__name__, (bare,), {"settings": settings, "_bare": bare})
+        return cast("type[Self]", made)
 
     @classmethod
     @_as_written
@@ -109,11 +101,14 @@ class FFTCompression:
     def report(cls, optimizer: Any) -> dict[str, float]:
         """What this rank sent for an optimizer so far.
 
-        steps; tensors, elements (compressed ones); dense_bytes (float32, all tensors),
+        low_rank, rows, frequencies, whole, plain: tensors by the way they travel, "whole" in digits
+        of 16 bits; steps; tensors, elements (compressed ones); dense_bytes (float32, all tensors),
         payload_bytes (this rank's contribution, uncompressed tensors included), both per step;
         ratio; relative_error, the mean over steps of |dropped| / |gradient + memory|; saturated.
         Sparse gradients count in both as what travels of them, in float32 and as it is. Beside all
         these other_bytes, so far: to agree at the start, to compare parameters, and to tune.
+        Of AutoCompression, as measured last: tuned, 1 when it is decided; tuned_tensors, those that are
+        compressed since; plain_step_s and trial_step_s, seconds of a step, 0 if none was timed.
         """
         return _rim(optimizer).report(optimizer)  # type: ignore[no-any-return]
 
@@ -153,7 +148,7 @@ class FFTCompression:
     def synchronize(cls, optimizer: Any, root_rank: int = 0) -> None:
         """Give all ranks what ranks share, from one of them, and the mean of the memories.
 
-        Called by all ranks, when the set of ranks has changed, or with exchange="shared" after
+        Called by all ranks, when the set of ranks has changed, or with LowRankCompression after
         hvd.join(), whose result is the root to take. The mean of what all ranks have yet to send
         stays what it was.
         """
@@ -177,6 +172,111 @@ class FFTCompression:
         _rim(optimizer).watch(optimizer, scaler)
 
 
+class FFTCompression(Compression):
+    """Each rank's strongest frequencies, gathered by all ranks.
+
+    A gradient is cut into blocks; of each block's FFT the strongest bins are kept, as range floats
+    with their positions, and what is dropped is remembered. Payloads are all-gathered, so what a
+    rank receives grows with the number of ranks; hvd.join() on a rank that has run out of data is
+    refused.
+
+    Settings beside those of Compression
+    ------------------------------------
+    theta, block, bits, mantissa, positions, values, window, half, transform : those of FFTCodec;
+        theta, the fraction of bins dropped (default 0.98), may be a schedule of
+        sn_compress.schedule
+    mode : "paper" sets block=None, positions="bitmap", half=True and feedback=False first, as
+        published
+    threads : of the codec; by default as many as the framework uses
+    """
+
+    settings: ClassVar[Settings] = Settings(compression="FFTCompression")
+
+    @classmethod
+    def using(cls, **settings: Unpack[FFTSettings]) -> type[Self]:
+        """A configured class, to be passed wherever the bare one can."""
+        return cls.with_settings(cls.settings.changed(**settings))
+
+
+class LowRankCompression(Compression):
+    """Low-rank factors, and rows of embeddings, in digits of few bits that an all-reduce sums.
+
+    What is received does not grow with the number of ranks, and ranks that ran out of data may
+    hvd.join(). The ranks of the factors follow from `ratio`, by the energy that the tensors'
+    gradients have in few directions.
+
+    Settings beside those of Compression
+    ------------------------------------
+    ratio : float32 bytes over bytes sent, for the model as a whole, tensors below min_elements
+        included (default 100)
+    warmup, every : dense steps at the start (default 10), and from one dense step to the next
+        after that (default 2000)
+    overlap : encode in a thread during the rest of the backward pass (default False; optimizers of
+        Horovod's torch only). Pays where gradients are not computed on the cores that encode
+    """
+
+    settings: ClassVar[Settings] = Settings(compression="LowRankCompression")
+
+    @classmethod
+    def using(cls, **settings: Unpack[LowRankSettings]) -> type[Self]:
+        """A configured class, to be passed wherever the bare one can."""
+        return cls.with_settings(cls.settings.changed(**settings))
+
+
+class AutoCompression(Compression):
+    """LowRankCompression for the tensors where it pays, by measurement; plain for the others.
+
+    Link and codec are measured in the first steps, a model chooses for every tensor, and unless a
+    step is then faster by the clock, all goes on as plain Horovod; docs/cost.md says how. For
+    optimizers of Horovod's torch; elsewhere CompressError.
+
+    Settings are those of LowRankCompression.
+    """
+
+    settings: ClassVar[Settings] = Settings(compression="AutoCompression")
+
+    @classmethod
+    def using(cls, **settings: Unpack[AutoSettings]) -> type[Self]:
+        """A configured class, to be passed wherever the bare one can."""
+        return cls.with_settings(cls.settings.changed(**settings))
+
+
+def _again(bare: type[Compression], settings: Settings) -> type[Compression]:
+    return bare.with_settings(settings)
+
+
+def _reduced(compression: type[Compression]) -> Any:
+    """How a class is pickled: a configured one has no name by which it could be found."""
+    if "_bare" in vars(compression):
+        return _again, (compression._bare, compression.settings)
+    return compression.__qualname__
+
+
+copyreg.pickle(_Shown, _reduced)  # type: ignore[arg-type]
+
+
+def settings_of(compression: Any, where: str) -> Settings:
+    """The settings of what was passed as compression; CompressError if it is none of ours."""
+    if isinstance(compression, type) and issubclass(compression, Compression):
+        found = getattr(compression, "settings", None)
+        if isinstance(found, Settings):
+            return found
+    raise CompressError(
+        f"{where} got {_kind(compression)} as compression; expected FFTCompression, "
+        "LowRankCompression or AutoCompression, the class itself or what its using(...) returned"
+    )
+
+
+def _kind(thing: Any) -> str:
+    if isinstance(thing, str):
+        return repr(thing)
+    return (
+        f"the class {thing.__qualname__}"
+        if isinstance(thing, type)
+        else f"a {type(thing).__qualname__}"
+    )
+
+
 def _rim(thing: Any) -> ModuleType:
     """The rim for a tensor or optimizer, by the framework its type (or a base) comes from."""
     for base in type(thing).__mro__:
@@ -186,11 +286,11 @@ def _rim(thing: Any) -> ModuleType:
             except ModuleNotFoundError as missing:
                 if missing.name and missing.name.startswith("horovod"):
                     raise MissingExtra(
-                        "FFTCompression needs Horovod, which is not installed; build one that "
-                        "fits your frameworks with scripts/build_horovod.py of this project"
+                        "compression in Horovod needs Horovod, which is not installed; build one "
+                        "that fits your frameworks with scripts/build_horovod.py of this project"
                     ) from missing
                 raise
     kind = f"{type(thing).__module__}.{type(thing).__qualname__}"
     raise CompressError(
-        f"FFTCompression got a {kind}; expected a tensor or optimizer of {' or '.join(_RIMS)}"
+        f"compression got a {kind}; expected a tensor or optimizer of {' or '.join(_RIMS)}"
     )

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections import Counter
 
 from .codecs.base import Payload
+
+_log = logging.getLogger(__name__)
+WAYS = ("low_rank", "rows", "frequencies", "whole", "plain")
 
 
 class Traffic:
@@ -25,17 +30,28 @@ class Traffic:
         self._relative_sum, self._relative_count = 0.0, 0
         self._saturated = 0
         self._beside = 0
+        self._ways: dict[str, str] = {}  # how each tensor travels: a key of WAYS
+        self._told = ""
+        self.speaks = True  # whether this rank logs what is chosen; rims leave it to rank 0
 
     def plain(self, name: str | None, elements: int, nbytes: int) -> None:
-        """Count a tensor that travelled uncompressed."""
+        """Count a tensor that travels uncompressed."""
+        self._ways[name or ""] = "plain"
+        self._count(name, elements, nbytes, compressed=False)
+
+    def dense(self, name: str, elements: int, nbytes: int) -> None:
+        """Count a tensor that was sent whole for this step only."""
+        self._ways.setdefault(name, "plain")
         self._count(name, elements, nbytes, compressed=False)
 
     def sparse(self, name: str, elements: int, nbytes: int) -> None:
         """Count a sparse gradient of so many values, which travelled with where they are."""
+        self._ways[name] = "plain"
         self._count(name, elements, nbytes, compressed=False, dense=nbytes)
 
     def fixed(self, name: str, elements: int, nbytes: int) -> None:
         """Note a tensor that travels uncompressed in every step of a traced function."""
+        self._ways[name] = "plain"
         self._fixed[name] = elements, nbytes
 
     def beside(self, nbytes: int) -> None:
@@ -64,6 +80,7 @@ class Traffic:
 
     def payload(self, name: str | None, elements: int, payload: Payload, extra: int) -> bool:
         """Count a payload and `extra` bytes beside it; True when values saturated first."""
+        self._ways[name or ""] = "frequencies"
         self._count(name, elements, payload.nbytes + extra, compressed=True)
         if payload.energy is not None and payload.error is not None:
             self._energy += payload.energy
@@ -72,8 +89,11 @@ class Traffic:
         self._saturated += payload.saturated
         return first
 
-    def shared(self, name: str, elements: int, nbytes: int, energy: float, error: float) -> None:
-        """Count what one tensor adds to the sums, and what it remembers of it."""
+    def shared(
+        self, name: str, elements: int, nbytes: int, energy: float, error: float, *, way: str
+    ) -> None:
+        """Count what one tensor adds to the sums by a way of WAYS, and what it remembers of it."""
+        self._ways[name] = way
         self._count(name, elements, nbytes, compressed=True)
         self._energy += energy
         self._error += error
@@ -90,6 +110,7 @@ class Traffic:
         key, dense = name or "", 4 * elements if dense is None else dense
         if key in self._sent or not self._sent:
             self._close_step()
+            self._say()
             self._steps += 1
             self._before = len(self._sent) or self._before  # empty after `plain_steps`
             self._sent.clear()
@@ -104,8 +125,26 @@ class Traffic:
             self._relative_count += 1
         self._energy = self._error = 0.0
 
+    def _ways_now(self) -> dict[str, int]:
+        """Tensors by the way they travel."""
+        count = Counter(self._ways.values())
+        return {way: count[way] for way in WAYS}
+
+    def _say(self) -> None:
+        """One line, behind the first step in which something was compressed, and when it changes.
+
+        By the end of a step, as tensors come one by one.
+        """
+        ways = self._ways_now()
+        told = ", ".join(f"{n} {way.replace('_', ' ')}" for way, n in ways.items() if n)
+        if told == self._told or not any(ways[way] for way in WAYS if way != "plain"):
+            return
+        self._told = told
+        if self.speaks:
+            _log.info("gradients travel as: %s", told)
+
     def report(self) -> dict[str, float]:
-        """See FFTCompression.report; all zeros before the first step."""
+        """See Compression.report; all zeros before the first step."""
         relative_sum, count = self._relative_sum, self._relative_count
         if self._energy > 0 and math.isfinite(self._energy):  # the step still open
             relative_sum, count = relative_sum + math.sqrt(self._error / self._energy), count + 1
@@ -123,4 +162,5 @@ class Traffic:
             "relative_error": relative_sum / count if count else 0.0,
             "saturated": self._saturated,
             "other_bytes": self._beside,
+            **self._ways_now(),
         }

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from .errors import CompressError
 from .saved import count, reading
@@ -25,6 +25,20 @@ class Schedule(Protocol):
 
     def theta(self, step: int) -> float:
         """Fraction of coefficients dropped at this step (0 is the first), in [0, 1)."""
+
+
+@runtime_checkable
+class Learner(Schedule, Protocol):
+    """A schedule that sees what steps have lost; see EnergyBudget."""
+
+    def observe(self, energy: float, error: float) -> None:
+        """What one step encoded and lost, squared norms summed over ranks and tensors."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it has learned, as plain numbers."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what state_dict returned."""
 
 
 def on_ladder(theta: float) -> float:
@@ -192,14 +206,14 @@ class EnergyBudget:
         self._seen = 0
 
 
-def learner(schedule: Schedule, step: int) -> EnergyBudget | None:
+def learner(schedule: Schedule, step: int) -> Learner | None:
     """The part of a schedule that has to see what a step lost; None if it has none by then."""
     while isinstance(schedule, Warmup):
         if step < schedule.steps:
             return None
         warmup: Warmup = schedule
         schedule, step = warmup.then, step - warmup.steps
-    return schedule if isinstance(schedule, EnergyBudget) else None
+    return schedule if isinstance(schedule, Learner) else None
 
 
 def _check_theta(theta: float) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from functools import cache
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, Literal, TypedDict, Union, get_args, get_origin, get_type_hints
 
 from ._waiting import WAIT_S
 from .agreement import said_of
@@ -13,11 +17,61 @@ from .errors import CompressError
 from .exchange.session import SharedExchange
 from .schedule import Constant, Schedule
 
+CompressionName = Literal["FFTCompression", "LowRankCompression", "AutoCompression"]
+
+
+class _OfAll(TypedDict, total=False):
+    feedback: bool
+    decay: float
+    min_elements: int
+    check_every: int
+    wait_s: float
+
+
+class FFTSettings(_OfAll, total=False):
+    """Keywords of FFTCompression.using."""
+
+    mode: Literal["paper"] | None
+    theta: float | Schedule
+    block: int | None
+    bits: int
+    mantissa: int
+    positions: Literal["elias-fano", "bitmap"]
+    values: Literal["range", "fp16"]
+    window: Literal["block", "payload"] | float
+    half: bool
+    transform: Literal["fft", "dct", "hadamard", "identity"]
+    threads: int | None
+
+
+class LowRankSettings(_OfAll, total=False):
+    """Keywords of LowRankCompression.using."""
+
+    ratio: float
+    warmup: int
+    every: int
+    overlap: bool
+
+
+class AutoSettings(LowRankSettings, total=False):
+    """Keywords of AutoCompression.using."""
+
+
+_KEYWORDS: dict[CompressionName, type] = {
+    "FFTCompression": FFTSettings,
+    "LowRankCompression": LowRankSettings,
+    "AutoCompression": AutoSettings,
+}
+
 
 @dataclass(frozen=True)
 class Settings:
-    """The codec's settings (see FFTCodec), those of the exchange, and those of the shared one."""
+    """What a compression is set to; which of these are its own, its TypedDict above says.
 
+    One record for all three classes, as a model of costs asks about each with the others' defaults.
+    """
+
+    compression: CompressionName = "FFTCompression"
     theta: float | Schedule = 0.98
     block: int | None = 4096
     bits: int = 8
@@ -31,29 +85,35 @@ class Settings:
     decay: float = 1.0
     min_elements: int = 1024
     threads: int | None = None
-    exchange: Literal["gather", "shared"] = "shared"
     ratio: float = 100.0
     warmup: int = 10
     every: int = 2000
-    tune: bool = False
     overlap: bool = False
     check_every: int = 100
     wait_s: float = WAIT_S
 
-    def changed(self, *, mode: Literal["paper"] | None = None, **changes: Any) -> Settings:
+    @property
+    def exchange(self) -> Literal["gather", "shared"]:
+        """How it travels: payloads all-gathered, or words that an all-reduce sums."""
+        return "gather" if self.compression == "FFTCompression" else "shared"
+
+    @property
+    def tune(self) -> bool:
+        """Whether the clock decides what is compressed."""
+        return self.compression == "AutoCompression"
+
+    def changed(self, **changes: Any) -> Settings:
         """These settings with changes; CompressError names what is unknown or not legal."""
-        if mode not in (None, "paper"):
-            raise CompressError(f'mode={mode!r}; expected "paper" or None')
-        known = {field.name for field in fields(self)}
-        if unknown := set(changes) - known:
-            raise CompressError(
-                f"there is no setting {', '.join(sorted(unknown))}; there are "
-                f"{', '.join(sorted(known))} and mode"
-            )
-        exchange = self._exchange(changes.pop("exchange", "auto"), mode, set(changes))
-        if mode == "paper":
+        self._refuse_others(changes)
+        types = _types(self.compression)
+        for name, value in changes.items():
+            if not _fits(value, types[name]):
+                raise CompressError(
+                    f"{self.compression}: {name}={value!r}; expected {_words(types[name])}"
+                )
+        if changes.pop("mode", None) == "paper":
             changes = {**PAPER, "feedback": False, **changes}
-        settings = replace(self, **changes, exchange=exchange)
+        settings = replace(self, **changes)
         settings.codec(threads=1)  # legal settings or an error here, not in mid-training
         settings.shared()
         if settings.min_elements < 1 or not 0 < settings.decay <= 1:
@@ -68,31 +128,37 @@ class Settings:
             )
         return settings
 
-    def _exchange(self, asked: str, mode: str | None, given: set[str]) -> Any:
-        """The exchange that was asked for, or the one that the other settings belong to."""
-        own = {"gather": sorted(given & _CODEC), "shared": sorted(given & _SHARED_ONLY)}
-        if mode == "paper":
-            own["gather"].append("mode")
-        if asked not in (*own, "auto"):
-            raise CompressError(f'exchange={asked!r}; expected "auto", "gather" or "shared"')
-        fitting = [name for name in own if own[name]]
-        for name in fitting:
-            if asked not in ("auto", name) or len(fitting) > 1:
-                raise CompressError(
-                    f"{', '.join(own[name])} belongs to the {name} exchange; got it together "
-                    f"with {asked if asked != 'auto' else 'settings'} of the other one. "
-                    "docs/exchange.md has the settings of both."
-                )
-        if asked != "auto":
-            return asked
-        return fitting[0] if fitting else self.exchange
-
-    def refuse_torch_only(self, where: str) -> None:
-        """Raise CompressError where tune=True or overlap=True would have no effect."""
-        if self.tune:
+    def _refuse_others(self, given: Iterable[str]) -> None:
+        own = _types(self.compression)
+        for name in given:
+            if name in own:
+                continue
+            has = f"{self.compression} has {', '.join(sorted(own))}"
+            owners = [other for other in _KEYWORDS if name in _types(other)]
+            if not owners:
+                raise CompressError(f"there is no setting {name}; {has}")
             raise CompressError(
-                f"tune=True has no effect with {where}; it is for optimizers of Horovod's torch. "
-                "Leave it out, and ask sn_compress.predict whether compression pays."
+                f"{name} belongs to {' and '.join(owners)}; {has}. "
+                f"Use {owners[0]}.using({name}=...), or leave it out."
+            )
+
+    def call(self) -> str:
+        """The call of `using` that makes these of the defaults; "" for the defaults."""
+        default = Settings(compression=self.compression)
+        given = [
+            f"{name}={getattr(self, name)!r}"
+            for name in (field.name for field in fields(self))
+            if getattr(self, name) != getattr(default, name)
+        ]
+        return f".using({', '.join(given)})" if given else ""
+
+    def refuse_torch_only(self, where: str, *, tunes: bool = False) -> None:
+        """Raise CompressError where overlap=True, or AutoCompression unless it `tunes`, is idle."""
+        if self.tune and not tunes:
+            raise CompressError(
+                f"AutoCompression with {where}, whose graph is made before anything is measured; "
+                "it is for torch, under Horovod, DDP or FSDP2. Use LowRankCompression or "
+                "FFTCompression here, and ask sn_compress.predict whether it pays."
             )
         if self.overlap:
             raise CompressError(
@@ -128,7 +194,39 @@ class Settings:
         return SharedExchange(**chosen)
 
 
-_SHARED_ONLY = {"ratio", "warmup", "every", "overlap"}
+@cache
+def _types(compression: CompressionName) -> dict[str, Any]:
+    """What each keyword of a compression may be, by name."""
+    return get_type_hints(_KEYWORDS[compression])
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    """Whether a value is of an annotation made of Literal, unions and classes."""
+    if get_origin(wanted) is Literal:
+        return any(value is one or (isinstance(value, str) and value == one) for one in _of(wanted))
+    if get_origin(wanted) in (Union, UnionType):
+        return any(_fits(value, one) for one in _of(wanted))
+    if wanted is Schedule:  # a protocol: whatever tells theta
+        return callable(getattr(value, "theta", None))
+    if wanted in (int, float):
+        number = Integral if wanted is int else Real
+        return isinstance(value, number) and not isinstance(value, bool)
+    return isinstance(value, wanted)
+
+
+def _words(wanted: Any) -> str:
+    """An annotation in words."""
+    if get_origin(wanted) is Literal:
+        return " or ".join(map(repr, _of(wanted)))
+    if get_origin(wanted) in (Union, UnionType):
+        return " or ".join(map(_words, _of(wanted)))
+    known = {bool: "True or False", int: "a whole number", float: "a number", NoneType: "None"}
+    return known.get(wanted, "a schedule of sn_compress.schedule")
+
+
+def _of(wanted: Any) -> tuple[Any, ...]:
+    return get_args(wanted)
+
+
 _SHARED = {"ratio", "warmup", "every", "min_elements", "feedback", "decay"}
-_RIM = {"threads", "exchange", "tune", "overlap", "check_every", "wait_s"}
-_CODEC = {field.name for field in fields(Settings)} - _SHARED - _RIM
+_CODEC = set(FFTSettings.__annotations__) - set(_OfAll.__annotations__) - {"mode", "threads"}

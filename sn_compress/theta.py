@@ -1,7 +1,9 @@
 """Theta over the steps of one optimizer, the same on every rank.
 
-A schedule that follows the error (EnergyBudget) has to see what all ranks lost. Two numbers per
-tensor travel in the token that Horovod reduces anyway.
+A schedule that follows the error (EnergyBudget) has to see what all ranks lost. In Horovod's torch
+two numbers per tensor travel in the token that is reduced anyway, and steps are counted by tensor.
+In a graph of TensorFlow, where gradients of two steps may be under way at once, and in DDP, all
+tensors of a step get its theta when it begins: then the ranks' sums of the last one are added up.
 """
 
 from __future__ import annotations
@@ -48,7 +50,22 @@ class ThetaInTime:
             self._steps[name] += 1
             if name in self._told:
                 self._close_step(step - 1)
-        theta = self._schedule.theta(step)
+        return self.codec_at(self._schedule.theta(step))
+
+    def begin_step(self, of: str, energy: float, error: float) -> float:
+        """Theta of the step that begins.
+
+        of : by what its steps are counted
+        energy, error : of the step before, summed over tensors and ranks
+        """
+        step = self._steps[of]
+        self._steps[of] += 1
+        if step and (last := learner(self._schedule, step - 1)):
+            last.observe(energy, error)
+        return self._schedule.theta(step)
+
+    def codec_at(self, theta: float) -> FFTCodec:
+        """The codec at a theta."""
         if theta not in self._codecs:
             self._codecs[theta] = self._settings.codec_of(theta, self._threads)
         return self._codecs[theta]
@@ -64,7 +81,7 @@ class ThetaInTime:
         if payload.energy is None:
             raise CompressError(
                 "EnergyBudget has to see what a payload lost, which is not known of one made on a "
-                'GPU. Use another schedule, or exchange="shared".'
+                "GPU. Use another schedule, or LowRankCompression."
             )
         energy, error = payload.energy or 0.0, payload.error or 0.0
         return [energy, error] if wide else [float(energy > 0), error / energy if energy else 0.0]
@@ -84,7 +101,10 @@ class ThetaInTime:
         if self._settings.fixed:
             return {}
         last = learner(self._schedule, _LATER)
-        return {"steps": dict(self._steps), "learned": last.state_dict() if last else {}}
+        return {
+            "steps": dict(self._steps), "learned": last.state_dict() if last else {},
+            "told": {name: list(each) for name, each in self._told.items()},
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what state_dict returned; {} leaves all as it is.
@@ -95,9 +115,10 @@ class ThetaInTime:
             return
         with reading("the place in the schedule"):
             steps = Counter({str(k): count(v, "step") for k, v in state["steps"].items()})
+            told = {str(k): squares(v) for k, v in state.get("told", {}).items()}
             if last := learner(self._schedule, _LATER):
                 last.load_state_dict(state["learned"])
-        self._steps, self._told = steps, {}
+        self._steps, self._told = steps, told
 
     @contextmanager
     def loading(self, state: Any) -> Iterator[None]:
@@ -116,3 +137,11 @@ class ThetaInTime:
         if last := learner(self._schedule, step):
             energy = math.fsum(energy for energy, _ in told.values())
             last.observe(energy, math.fsum(error for _, error in told.values()))
+
+
+def squares(saved: Any) -> tuple[float, float]:
+    """A saved energy and error, which may be of a step that was not finite."""
+    energy, error = map(float, saved)
+    if energy < 0 or error < 0:
+        raise CompressError(f"a saved energy is {energy!r}, error {error!r}; expected 0 or more")
+    return energy, error

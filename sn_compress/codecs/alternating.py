@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CompressError
+from ..ops.matrices import cut
 from .base import Floats
-from .lowrank import first_factor, matrix_shape
+from .lowrank import first_factor
 
 
 class AlternatingFactors:
@@ -36,7 +37,7 @@ class AlternatingFactors:
     """
 
     def __init__(self, *, shape: Sequence[int], rank: int = 4) -> None:
-        rows, columns = matrix_shape(shape)
+        rows, columns = cut(shape)
         if not 1 <= rank <= min(rows, columns):
             raise CompressError(
                 f"AlternatingFactors: rank={rank!r} for a {rows} x {columns} matrix; expected 1 "

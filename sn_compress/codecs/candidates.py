@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ..ops.matrices import cut
 from ..ops.spectrum import fast_length
 from .base import HEADER_BYTES, Codec
 from .fft import MOST_BINS, FFTCodec
-from .lowrank import LowRankCodec, matrix_shape
+from .lowrank import LowRankCodec
 
 _FORMATS: list[dict[str, Any]] = [
     {"bits": 4, "mantissa": 1},
@@ -42,7 +43,7 @@ def proposals(n: int, budget: int, ratio: float, shape: tuple[int, ...] | None) 
     ]
     if ratio < _FINE_BELOW:
         found += [_sparse(n, budget, {**basis, **fmt}) for basis in bases for fmt in _FINE_FORMATS]
-    if shape is not None and min(matrix_shape(shape)) > 1:
+    if shape is not None and min(cut(shape)) > 1:
         found += [_low_rank(shape, budget, bits, m) for bits, m in ((4, 1), (6, 2), (8, 3))]
         found += [_two_stage(shape, budget, share) for share in (0.25, 0.5, 0.75)]
     return [codec for codec in found if codec is not None]
@@ -96,7 +97,7 @@ def _low_rank(shape: tuple[int, ...], budget: int, bits: int, mantissa: int) -> 
         return LowRankCodec(shape=shape, rank=rank, bits=bits, mantissa=mantissa)
 
     best = None
-    for rank in range(1, min(matrix_shape(shape)) + 1):
+    for rank in range(1, min(cut(shape)) + 1):
         if codec(rank).payload_bytes(n) > budget:
             break
         best = codec(rank)

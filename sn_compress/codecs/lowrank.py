@@ -11,7 +11,6 @@ takes back most of the first one's rounding.
 
 from __future__ import annotations
 
-import math
 import struct
 import zlib
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CompressError, PayloadError
+from ..ops.matrices import cut
 from ..ops.pack import Words
 from ..ops.quantize import check_format
 from ..ops.record import NON_FINITE, Layout, Values, decode_records, encode_records
@@ -51,11 +51,6 @@ class LowRankState:
     start: Floats  # [columns, rank]
 
 
-def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """A tensor's shape as a matrix: its first axis by all others, as PowerSGD does."""
-    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
-
-
 def first_factor(columns: int, rank: int) -> Floats:
     """Where the power iteration begins: the same normal numbers on every rank."""
     rng = np.random.default_rng((_SEED, columns, rank))
@@ -68,7 +63,7 @@ class LowRankCodec(Codec):
 
     Parameters
     ----------
-    shape : the tensor's shape; more than two axes are flattened behind the first
+    shape : the tensor's shape; `ops.matrices.cut` makes a matrix of it
     rank : columns of the factors, at most the smaller side of the matrix
     bits, mantissa : range float of the factors; with bits=16, half precision
     rest : FFTCodec that sparsifies what the low rank leaves over, or None
@@ -93,7 +88,7 @@ class LowRankCodec(Codec):
         rounds: int = 2,
     ) -> None:
         self.shape = tuple(int(size) for size in shape)
-        rows, columns = matrix_shape(self.shape)
+        rows, columns = cut(self.shape)
         if rows < 1 or columns < 1 or not 1 <= rank <= min(rows, columns, 65535):
             raise CompressError(
                 f"LowRankCodec: shape={shape!r}, rank={rank!r}; expected sizes above zero and a "
@@ -107,8 +102,11 @@ class LowRankCodec(Codec):
         self.rounds = rounds
         self._size = rows, columns
         self._layouts = [self._layout(side) for side in self._size]
-        about = repr((self.shape, rest)).encode()
-        self.settings = _SETTINGS.pack(rank, bits, mantissa, zlib.crc32(about), 0)
+        about: tuple[object, ...] = (self.shape, rest)
+        if self.shape and rows != self.shape[0]:
+            # Payloads of before were cut behind the first axis: elsewhere they are not these.
+            about += (self._size,)
+        self.settings = _SETTINGS.pack(rank, bits, mantissa, zlib.crc32(repr(about).encode()), 0)
 
     def _layout(self, side: int) -> Layout:
         """A column of a factor as one record of which everything is kept."""

@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..codecs.base import Floats
-from ..codecs.lowrank import first_factor, matrix_shape
+from ..codecs.lowrank import first_factor
 from ..errors import CompressError
+from ..ops.matrices import cut
 from .digits import Words
 from .shared import Array, Scaled, Summable
 
@@ -26,7 +27,7 @@ class Factors(Summable):
 
     Parameters
     ----------
-    shape : the tensor's shape; more than two axes are flattened behind the first
+    shape : the tensor's shape; `ops.matrices.cut` makes a matrix of it
     rank : columns of the factors, at most the smaller side of the matrix
     start : [n], a mean gradient that all ranks know, to begin with its directions
     """
@@ -41,7 +42,7 @@ class Factors(Summable):
         start: npt.ArrayLike | None = None,
         undoable: bool = False,
     ) -> None:
-        rows, columns = matrix_shape(shape)
+        rows, columns = cut(shape)
         if not 1 <= rank <= min(rows, columns):
             raise CompressError(
                 f"Factors: rank={rank!r} for a {rows} x {columns} matrix; expected 1 to "

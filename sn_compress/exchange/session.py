@@ -231,6 +231,13 @@ class SharedExchange:
         verdict, first = self._verdicts.get(name, (None, name))
         return (0.0, 0.0) if verdict is None or first != name else verdict.read()[1:]
 
+    def way(self, name: str) -> str:
+        """How a tensor travels whose size is chosen: "low_rank", "rows" or "whole"."""
+        size = self.tensors[name].size
+        if size is None or size.size == 0:
+            return "whole"
+        return "rows" if size.sparse else "low_rank"
+
     def _next(self, name: str) -> Tensor:
         tensor = self.tensors[name]
         tensor.before = {k: v for k, v in vars(tensor).items() if k != "before"}

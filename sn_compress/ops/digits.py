@@ -3,15 +3,19 @@
 Horovod's torch all-reduce takes no type below int32. Four digits d of base 256, or two of base
 65536, make one word, sum d_i * base**i. As long as the sum over the ranks of each digit stays
 inside half a base, words add up without a carry that matters, and a rank that adds zero words
-(one that has joined) adds nothing. With 8 ranks a digit of base 256 has 31 levels, with 16 it
-has 15.
+(one that has joined) adds nothing. With 8 ranks a digit of base 256 has 15 levels on each side.
+
+Digits of one place lie together: word i of w holds digits i, i + w, i + 2 w, i + 3 w. So every
+place is one stretch of memory. No sum of words leaves int32, nor does any step on the way there
+and back: 127 * (1 + 2**8 + 2**16 + 2**24) + 2**23 + 2**15 + 2**7 is 2**31 - 1.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 
-from ..arrays import Array, device_of, namespace
+from ..arrays import Array, namespace
 from ..errors import CompressError
 
 MAX_RANKS = 2047
@@ -32,15 +36,18 @@ class Digits:
     limit: int
 
     @classmethod
-    def of(cls, ranks: int, *, fine: bool = False) -> Digits:
-        """The narrowest digits `ranks` ranks can sum; 16 bits at least with `fine`."""
+    def of(cls, ranks: int, *, fine: bool = False, most: int = 2**15 - 1) -> Digits:
+        """The narrowest digits `ranks` ranks can sum; 16 bits at least with `fine`.
+
+        most : that the magnitude of a sum may not exceed
+        """
         if not 1 <= ranks <= MAX_RANKS:
             raise CompressError(
                 f"a sum over {ranks} ranks; expected 1 to {MAX_RANKS}. Use FFTCompression, or "
                 "no compression."
             )
         for bits in (16,) if fine else (8, 16):
-            limit = (2 ** (bits - 1) - 1) // ranks
+            limit = min(2 ** (bits - 1) - 1, most) // ranks
             if limit >= _COARSEST:
                 break
         return cls(bits, limit)
@@ -50,29 +57,24 @@ class Digits:
         return -(-count * self.bits // 32)
 
     def pack(self, digits: Array) -> Array:
-        """[words(count)] int32 from [count] whole numbers of at most `limit`, of any dtype."""
+        """[words(count)] int32 from [count] int32 digits of at most `limit`."""
         xp = namespace(digits)
-        per = 32 // self.bits
-        whole = xp.astype(digits, xp.int64)
-        missing = self.words(whole.shape[0]) * per - whole.shape[0]
-        if missing:
-            rest = xp.zeros(missing, dtype=xp.int64, device=device_of(whole))
-            whole = xp.concat([whole, rest])
-        rows = xp.reshape(whole, (-1, per))
-        total = rows[:, 0]
-        for place in range(1, per):
-            total = total + rows[:, place] * 2 ** (self.bits * place)
-        # What is beyond 32 bits falls away as a carry would; said here, as libraries need not agree
-        # on a cast that does not fit.
-        return xp.astype((total + 2**31) % 2**32 - 2**31, xp.int32)
+        count, per = digits.shape[0], 32 // self.bits
+        if not count:
+            return digits
+        words = self.words(count)
+        if words * per > count:
+            missing = (words * per - count,)
+            padding = xp.zeros(missing, dtype=xp.int32, device=digits.device)
+            digits = xp.concat([digits, padding])
+        places = [digits[at * words : (at + 1) * words] for at in range(per)]
+        return reduce(lambda high, low: high * 2**self.bits + low, reversed(places))
 
     def unpack(self, words: Array, count: int) -> Array:
-        """[count] int32 sums of digits from the summed words, [words(count)] int32."""
+        """[count] int32 sums of digits from the summed words."""
         xp = namespace(words)
-        half, rest, places = 2 ** (self.bits - 1), xp.astype(words, xp.int64), []
-        for _ in range(32 // self.bits):
-            low = (rest + half) % (2 * half) - half
-            places.append(low)
-            rest = (rest - low) // (2 * half)
-        flat = xp.reshape(xp.stack(places, axis=1), (-1,))
-        return xp.astype(flat[:count], xp.int32)
+        half, mask = 2 ** (self.bits - 1), 2**self.bits - 1
+        shifts = range(0, 32, self.bits)
+        rest = words + sum(half << shift for shift in shifts[:-1])
+        places = [((rest >> shift) & mask) - half for shift in shifts[:-1]]
+        return xp.concat([*places, rest >> shifts[-1]])[:count]

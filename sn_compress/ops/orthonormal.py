@@ -1,80 +1,184 @@
-"""Orthonormal columns of integer matrices, with the same bits wherever they are computed.
+"""Orthonormal rows from whole numbers, with the same bits in every library and on every device.
 
-The matrix of products G of the columns is exact in float64, in any order of sums. Cholesky's method
-on the small G takes elementwise operations alone, one after the other. The transform it ends in is
-rounded to integers times a power of two, so that its product with the matrix is exact again; then
-there is one rounding. No library, number of threads or device can show in the result.
+What LAPACK makes of a matrix depends on the library, the processor and the number of threads. The
+rows here are sums of digits, so their products are whole numbers below 2**53, which float64 sums
+exactly in any order. The rest is a small matrix, taken apart element by element: no sum in it
+has an order to choose. The transform is rounded to whole numbers times a power of two, so that its
+product with the rows is exact again, and the result is rounded once.
+
+Gram-Schmidt in this form loses what rows have in common, squared: rows of digits have few bits.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from ..arrays import Array, Constant, device_of, namespace, take
+from ..arrays import Array, Constant, join, namespace, products, split, steady, take, transposed
+from .scales import integers
 
-_BITS = 30  # of the transform: 15 + 30 + 6 bits for up to 64 columns are exact in float64
-_LEAST = 0.5  # of a squared length: integers that depend on others leave less
+Positions = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
-_POWERS = Constant(np.exp2(np.arange(-130.0, 131.0)))
+SUM_BITS = 15  # of the magnitude of a whole number in a row
+_EXACT = 53  # bits of whole numbers that float64 holds
+_LEAST = 0.5  # of a squared norm: whole numbers that are not zero have at least one
+_BITS = 30  # of the transform
 
 
-def orthonormal(factors: Sequence[Array]) -> list[Array]:
-    """Rows that are orthonormal and span what the given rows span, float32; zeros for none.
+def most(width: int) -> int:
+    """The largest magnitude for which the products of rows [width] are exact."""
+    return int(min(2**SUM_BITS - 1, math.isqrt(2**_EXACT // max(width, 1))))
 
-    Each row is made orthogonal to those before it, and of length 1. One that depends on them
-    (what is left of it has a squared length below 0.5) becomes zeros.
 
-    factors : of each matrix [rows, numbers], up to 64 rows of up to 2**23 whole numbers below
-        2**15 in magnitude, of any dtype
+class Orthonormal:
+    """Gram-Schmidt over many matrices at once.
+
+    Matrices of about equal size are filled up with zeros and share their products, so that what is
+    launched on a device hardly grows with the number of matrices.
+
+    shapes : of each matrix: rows, and numbers in a row
     """
-    xp = namespace(factors[0])
-    wide = [xp.astype(it, xp.float64) for it in factors]
-    most = max(it.shape[0] for it in wide)
-    transforms = _transforms(xp.stack([_padded(it @ it.T, most) for it in wide]))
-    found = []
-    for place, it in enumerate(wide):
-        rows = it.shape[0]
-        found.append(xp.astype(transforms[place, :rows, :rows] @ it, xp.float32))
-    return found
+
+    def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
+        alike: dict[tuple[int, int], list[int]] = {}
+        for at, (rows, width) in enumerate(shapes):
+            alike.setdefault((rows.bit_length(), width.bit_length()), []).append(at)
+        ends = np.cumsum([0, *(rows * width for rows, width in shapes)])
+        n, self._rows = int(ends[-1]), max(rows for rows, _ in shapes)
+        self._groups: list[tuple[int, int, int]] = []  # matrices, and rows and width of each
+        places, rows_of, some = [], [], []
+        for members in alike.values():
+            first = len(some)
+            rows, width = (max(shapes[at][axis] for at in members) for axis in (0, 1))
+            self._groups.append((len(members), rows, width))
+            place = np.full((len(members), rows, width), n)  # a zero behind all others
+            for own, at in zip(place, members, strict=True):
+                height, length = shapes[at]
+                own[:height, :length] = np.arange(ends[at], ends[at + 1]).reshape(height, length)
+            row = (first + np.arange(len(members)))[:, None] * self._rows + np.arange(rows)
+            places.append(place.reshape(-1))
+            rows_of.append(np.repeat(row.reshape(-1), width))
+            some += [np.arange(self._rows) < rows] * len(members)
+        self._place(np.concatenate(places), np.concatenate(rows_of), np.array(some), n)
+        self._sizes = [count * rows * width for count, rows, width in self._groups]
+        self._squares = [count * rows * rows for count, rows, _ in self._groups]
+
+    def _place(self, place: Positions, row_of: Positions, some: Bools, n: int) -> None:
+        """Where numbers go, and the way back; None where they are in place.
+
+        place : of each number of a group, where it comes from, or n if from nowhere
+        row_of : of each, its row, counted as if all matrices had the most rows
+        some : [matrices, most rows], rows that a matrix has in its group
+        """
+        self._total = len(some)
+        self._unit = Constant(np.eye(self._rows))
+        back = np.empty(n, np.int64)
+        real = np.flatnonzero(place < n)
+        back[place[real]] = real
+        self._row_of = Constant(row_of[back])
+        self._there: Constant | None = None
+        self._back: Constant | None = None
+        self._square: Constant | None = None
+        self._within: Constant | None = None
+        if place.size != n or (place != np.arange(n)).any():
+            self._there, self._back = Constant(place), Constant(back)
+        if not some.all():
+            square = (some[:, :, None] & some[:, None, :]).reshape(-1)
+            within = np.full(square.size, square.sum())
+            within[square] = np.arange(square.sum())
+            self._square, self._within = Constant(within), Constant(np.flatnonzero(square))
+
+    def __call__(self, sums: Array, instead: Array | None = None) -> Array:
+        """Rows as orthonormal rows that span the same, [n] float32.
+
+        Each row is made orthogonal to those before it, and of length 1. One that depends on them
+        becomes zeros, or is taken from `instead`, [n] float32.
+
+        sums : [n] whole numbers of any dtype, matrix after matrix; at most `most(width)` in
+            magnitude
+        """
+        with steady(sums):  # a row of zeros is divided by, and put aside
+            return self._found(namespace(sums).astype(sums, namespace(sums).float64), instead)
+
+    def _found(self, sums: Array, instead: Array | None) -> Array:
+        xp = namespace(sums)
+        if self._there is not None:
+            sums = take(_with_zero(sums), self._there.on(sums))
+        groups = [
+            xp.reshape(piece, shape)
+            for piece, shape in zip(split(sums, self._sizes), self._groups, strict=True)
+        ]
+        grams = join([xp.reshape(products(it, transposed(it)), (-1,)) for it in groups])
+        if self._square is not None:
+            grams = take(_with_zero(grams), self._square.on(grams))
+        grams = xp.reshape(grams, (self._total, self._rows, self._rows))
+        transform, alive = _transform(grams, self._unit.on(grams))
+        whole, unit = integers(transform, _bits(self._rows))
+        whole = xp.reshape(whole, (-1,))
+        if self._within is not None:
+            whole = take(whole, self._within.on(whole))
+        exact = join(
+            [
+                xp.reshape(products(xp.reshape(piece, (-1, rows, rows)), it), (-1,))
+                for (_, rows, _), it, piece in zip(
+                    self._groups, groups, split(whole, self._squares), strict=True
+                )
+            ]
+        )
+        if self._back is not None:
+            exact = take(exact, self._back.on(exact))
+        row_of = self._row_of.on(exact)
+        exact *= take(xp.reshape(unit, (-1,)), row_of)
+        found = xp.astype(exact, xp.float32)
+        if instead is None:
+            return found
+        return xp.where(take(xp.reshape(alive, (-1,)), row_of), found, instead)
 
 
-def _padded(square: Array, most: int) -> Array:
-    """A square matrix with zeros at its end, [most, most]."""
-    xp = namespace(square)
-    rows, device = square.shape[0], device_of(square)
-    if rows == most:
-        return square
-    right = xp.zeros((rows, most - rows), dtype=xp.float64, device=device)
-    below = xp.zeros((most - rows, most), dtype=xp.float64, device=device)
-    return xp.concat([xp.concat([square, right], axis=1), below])
+def orthonormal(matrix: Array, instead: Array | None = None) -> Array:
+    """Of one matrix [rows, width] of whole numbers, float32 likewise; see Orthonormal."""
+    xp = namespace(matrix)
+    flat = None if instead is None else xp.reshape(instead, (-1,))
+    found = Orthonormal([tuple(matrix.shape)])(xp.reshape(matrix, (-1,)), flat)
+    return xp.reshape(found, matrix.shape)
 
 
-def _transforms(grams: Array) -> Array:
-    """[tensors, r, r]: what to multiply each matrix with, on a grid that keeps products exact."""
-    xp = namespace(grams)
-    rest, rows, most = grams, [], grams.shape[1]
-    eye = xp.eye(most, dtype=xp.float64, device=device_of(grams))
-    work = xp.zeros_like(grams) + eye  # the rows that are left, as made of the given ones
-    for place in range(most):
-        squared = rest[:, 0, 0]
-        some = squared >= _LEAST
-        length = xp.sqrt(xp.where(some, squared, xp.ones_like(squared)))
-        scale = xp.where(some, 1 / length, xp.zeros_like(length))[:, None]
-        # Multiplied first and subtracted then, each by itself: nothing may be fused.
-        row = work[:, 0, :] * scale
-        rows.append(row)
-        if place + 1 < most:
-            along = rest[:, 0, 1:] * scale
-            minus = along[:, :, None] * along[:, None, :]
-            rest = rest[:, 1:, 1:] - minus
-            taken = along[:, :, None] * row[:, None, :]
-            work = work[:, 1:, :] - taken
-    transforms = xp.stack(rows, axis=1)
-    peaks = xp.max(xp.abs(transforms), axis=2)
-    flat = xp.reshape(peaks, (-1,))
-    powers = _POWERS.on(flat)
-    at = xp.clip(xp.searchsorted(powers, flat), 0, powers.shape[0] - 1)
-    grid = xp.reshape(take(powers, at), peaks.shape)[:, :, None] * 2.0**-_BITS
-    return xp.round(transforms / grid) * grid
+def _with_zero(values: Array) -> Array:
+    xp = namespace(values)
+    return xp.concat([values, xp.zeros_like(values[:1])])
+
+
+def _bits(rows: int) -> int:
+    """Of the transform, so that `rows` products with whole numbers are summed exactly."""
+    return min(_BITS, _EXACT - 1 - SUM_BITS - (rows - 1).bit_length())
+
+
+def _transform(gram: Array, unit: Array) -> tuple[Array, Array]:
+    """L**-1 for gram = L L**T, [k, r, r], lower triangular, and [k, r] where a row is not zero.
+
+    Gauss's elimination of [gram, unit], row after row. What step j changes lies in r columns side
+    by side: those of the gram matrix behind j, and those of the transform up to j.
+
+    unit : [r, r]
+    """
+    xp = namespace(gram)
+    rows = gram.shape[1]
+    both = xp.concat([gram, xp.broadcast_to(unit, gram.shape)], axis=2)
+    nothing = xp.zeros_like(gram[:, 0, 0])
+    inverses = []
+    for j in range(rows):
+        pivot = both[:, j, j]
+        inverse = xp.where(pivot >= _LEAST, 1 / pivot, nothing)
+        inverses.append(inverse)
+        if j + 1 < rows:
+            below = both[:, j + 1 :, j] * inverse[:, None]
+            # Two operations: nothing may make one of them, which rounds once less.
+            terms = below[:, :, None] * both[:, j : j + 1, j + 1 : j + 1 + rows]
+            rest = both[:, j + 1 :, j + 1 : j + 1 + rows]
+            rest -= terms
+    scales = xp.stack(inverses, axis=1)
+    return both[:, :, rows:] * xp.sqrt(scales)[:, :, None], scales > 0

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 
 from ..arrays import Array, Constant, namespace
 
 PRIME = 2**20 - 3  # the sum of 2047 checksums fits a word
+_BLOCK = 2**11  # products below 2**51 whose sum fits int64
+
+_factors: dict[int, Constant] = {}
 
 
-@lru_cache(maxsize=1024)
-def _factors(words: int) -> Constant:
-    factors = 1 + np.arange(words, dtype=np.int64) % (PRIME - 1)
-    factors[1] = 0
-    return Constant(factors)
+def factors(words: int) -> Constant:
+    """What each word is multiplied with, [words] int64: 1, 0, 3, 4, ..., PRIME - 1, 1, 2, ..."""
+    if words not in _factors:
+        made = 1 + np.arange(words, dtype=np.int64) % (PRIME - 1)
+        made[1] = 0
+        _factors[words] = Constant(made)
+    return _factors[words]
 
 
 def word_sum(words: Array) -> Array:
@@ -24,6 +27,12 @@ def word_sum(words: Array) -> Array:
     A prime, and no factor a multiple of it, so that no change of a single bit goes unseen, wherever
     it is. Factors count up from 1 and begin again below the prime. words : [n] int32, 2 or more
     """
-    xp = namespace(words)
-    factors = _factors(words.shape[0]).on(words)
-    return xp.sum(xp.astype(words, xp.int64) % PRIME * factors % PRIME) % PRIME
+    xp, count = namespace(words), words.shape[0]
+    terms = words * factors(count).on(words)
+    whole = count // _BLOCK * _BLOCK
+    # Summed in blocks before it is divided: a division costs as much as many products.
+    total = xp.sum(terms[whole:])
+    if whole:
+        blocks = xp.sum(xp.reshape(terms[:whole], (-1, _BLOCK)), axis=1)
+        total = total + xp.sum(blocks % PRIME)
+    return total % PRIME

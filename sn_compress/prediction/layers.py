@@ -5,7 +5,7 @@ Exchange costs depend on shapes alone, so a prediction needs no framework and no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -34,6 +34,15 @@ def layers(model: str) -> list[Layer]:
     if model not in MODELS:
         raise CompressError(f"no layers of {model!r}; known: {', '.join(sorted(MODELS))}")
     return [Layer(name, shape) for name, shape in MODELS[model]()]
+
+
+def keras_layout(model: Iterable[Layer]) -> list[Layer]:
+    """The same parameters as Keras has them: (in, out), and (height, width, in, out).
+
+    >>> keras_layout(layers("resnet50"))[0].shape
+    (7, 7, 3, 64)
+    """
+    return [Layer(layer.name, (*layer.shape[2:], *layer.shape[1::-1])) for layer in model]
 
 
 _Shapes = Iterator[tuple[str, tuple[int, ...]]]

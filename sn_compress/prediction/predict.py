@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..codecs.gather import wire_bytes
-from ..codecs.lowrank import matrix_shape
 from ..errors import CompressError
+from ..ops.matrices import cut
 from ..settings import Settings
 from ..sums.choose import MOST, Curve, allocate, budget, words_of
 from .cost import Link, Method, Route, Step, break_even, choose, step
@@ -143,7 +143,7 @@ def _shared(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Rate
     curves = {}
     taken = [tensor for tensor in layers if tensor.elements >= settings.min_elements]
     for tensor in taken:
-        most = min(*matrix_shape(tensor.shape), MOST)
+        most = min(*cut(tensor.shape), MOST)
         curves[tensor.name] = Curve(tensor.shape, np.full(most, 1 / most))
     elements, all_elements = (sum(t.elements for t in tensors) for tensors in (taken, layers))
     chosen = allocate(curves, budget(elements, all_elements - elements, settings.ratio), ranks)

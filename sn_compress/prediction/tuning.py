@@ -88,6 +88,7 @@ class Tuner:
     share : most of the time that measuring and trials may take in the long run
     rates : None measures the codec
     clock : seconds; a test gives its own
+    plain : what plain steps are called in the log
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Tuner:
         share: float = 0.005,
         rates: Rates | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        plain: str = "Horovod",
     ) -> None:
         counts = (ranks, steps, skip, again)
         if min(counts) < 1 or not 0 <= margin < 1 or not share > 0:
@@ -117,13 +119,13 @@ class Tuner:
         self._total, self._allowed, self._rates = total, tuple(methods), rates
         self._steps, self._skip, self._margin = steps, skip, margin
         self._again, self._share = again, share
-        self._clock = clock
+        self._clock, self._plain = clock, plain
         self._layers: dict[str, Layer] = {}
         self._seen: set[str] = set()
         self._methods: dict[str, Method] = {}
         self._phase, self._in_phase = "plain", 0
         self._times: list[float] = []
-        self._plain_s = 0.0
+        self._plain_s = self._trial_s = 0.0
         self._began = self._opened = clock()
         self._steps_since = -1  # `_opened`, when it began to measure: none has ended yet
         self._rest = again
@@ -142,6 +144,18 @@ class Tuner:
     def settled(self) -> bool:
         """Whether nothing is being timed at the moment."""
         return self._phase == "settled"
+
+    def report(self) -> dict[str, float]:
+        """What was measured and chosen last; the same on every rank.
+
+        tuned: whether nothing is being timed; tuned_tensors: those that may be compressed;
+        plain_step_s, trial_step_s: median seconds of a step, 0 where none was timed.
+        """
+        chosen = sum(method != "plain" for method in self._methods.values())
+        return {
+            "tuned": float(self.settled), "tuned_tensors": chosen,
+            "plain_step_s": self._plain_s, "trial_step_s": self._trial_s,
+        }  # fmt: skip
 
     @property
     def idle_steps(self) -> int:
@@ -184,12 +198,14 @@ class Tuner:
             if trial:
                 self._enter("trial")
             else:
-                _log.info("plain Horovod is fastest here: %s", self._why())
+                _log.info("plain %s is fastest here: %s", self._plain, self._why())
                 self._settle(self._plain_s)
             return
+        self._trial_s = median
         if median > (1 - self._margin) * self._plain_s:
             _log.info(
-                "plain Horovod is faster here: %.1f ms a step, %.1f ms with compression; %s",
+                "plain %s is faster here: %.1f ms a step, %.1f ms with compression; %s",
+                self._plain,
                 1e3 * self._plain_s,
                 1e3 * median,
                 self._why(),

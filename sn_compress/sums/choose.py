@@ -19,9 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..codecs.base import Floats
-from ..codecs.lowrank import first_factor, matrix_shape
+from ..codecs.lowrank import first_factor
 from ..errors import CompressError, PayloadError
 from ..ops.digits import Digits
+from ..ops.matrices import cut
 from ..ops.positions import slot_words
 from ..ops.word_sum import PRIME, word_sum
 from .base import Part
@@ -56,7 +57,7 @@ class Size:
         """What sends it."""
         if self.size == 0:
             return Whole([(1, math.prod(self.shape))])
-        matrix = matrix_shape(self.shape)
+        matrix = cut(self.shape)
         return Rows([matrix], [self.size]) if self.sparse else LowRank([matrix], [self.size])
 
 
@@ -78,7 +79,7 @@ class Curve:
     @classmethod
     def of(cls, mean: Floats, shape: Sequence[int]) -> Curve:
         """Of directions, measured on a mean gradient that all ranks know, [n]."""
-        rows, columns = matrix_shape(shape)
+        rows, columns = cut(shape)
         most = min(rows, columns, MOST)
         finite = np.isfinite(mean).all() and mean.any()
         if not finite or most < 2:
@@ -90,7 +91,7 @@ class Curve:
     @classmethod
     def of_rows(cls, mean: Floats, shape: Sequence[int]) -> Curve:
         """Of rows, measured likewise."""
-        rows, _ = matrix_shape(shape)
+        rows, _ = cut(shape)
         energy = np.square(mean.reshape(rows, -1), dtype=np.float64).sum(axis=1)
         total = energy.sum()
         if not np.isfinite(total) or not total:
@@ -113,7 +114,7 @@ class Curve:
     @property
     def flat(self) -> bool:
         """A vector has no factors."""
-        return min(matrix_shape(self.shape)) < 2
+        return min(cut(self.shape)) < 2
 
 
 def better(low_rank: Curve, rows: Curve, words: float, ranks: int) -> Curve:
@@ -156,7 +157,7 @@ def allocate(curves: Mapping[str, Curve], words: int, ranks: int) -> dict[str, i
 
 def words_of(shape: Sequence[int], size: int, ranks: int, *, sparse: bool = False) -> list[int]:
     """Words that a tensor of its own sends in each round at a size; 0 is whole."""
-    rows, columns = matrix_shape(shape)
+    rows, columns = cut(shape)
     if size == 0:
         return [HEAD + 1 + Digits.of(ranks, fine=True).words(rows * columns)]
     digits = Digits.of(ranks)
@@ -243,7 +244,7 @@ def decode_sizes(
     found = {}
     for name, word in zip(sorted(shapes), slots[int(spoken.argmax())].tolist(), strict=True):
         size, sparse = divmod(word - 1, 2)
-        rows, columns = matrix_shape(shapes[name])
+        rows, columns = cut(shapes[name])
         if not 0 <= size <= (rows if sparse else min(rows, columns)) or (sparse and not size):
             raise PayloadError(
                 f"size {size} of {name!r}, a {rows} x {columns} matrix: damaged, or two ranks say "

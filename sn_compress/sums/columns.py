@@ -7,16 +7,28 @@ each column: an exponent, and above it a count of the ranks that had one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import numpy as np
 
-from ..arrays import Constant, namespace, take
-from ..ops.digits import Digits
-from ..ops.scales import covering, units
+from ..arrays import (
+    Constant,
+    clipped,
+    join,
+    largest_of,
+    namespace,
+    on_host,
+    rounded,
+    split,
+    take,
+)
+from ..ops.digits import MAX_RANKS, Digits
+from ..ops.scales import HIGHEST, LOWEST, covering, units
 from .base import Array
 
 _COUNT = 2**20  # in a column's word, above the exponents' sum
 _SPREAD = 2  # a rank's peak over that of the mean, for a first guess
+_FEW = 8  # launches for which a device need not be asked in another way
 
 
 class Columns:
@@ -24,65 +36,95 @@ class Columns:
 
     shapes : (columns, numbers in each) of each tensor's factor, stored column after column
     fine : digits of 16 bits at least
+    most : that a sum of digits may not exceed in magnitude
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, int]], *, fine: bool = False) -> None:
-        self.shapes, self.fine = tuple(shapes), fine
+    def __init__(
+        self, shapes: Sequence[tuple[int, int]], *, fine: bool = False, most: int = 2**15 - 1
+    ) -> None:
+        self.shapes, self.fine, self._most = tuple(shapes), fine, most
         sides = [side for count, side in self.shapes for _ in range(count)]
         self.count, self.size = len(sides), sum(sides)
-        self._ends = np.cumsum([0, *(count * side for count, side in self.shapes)]).tolist()
+        self._sizes = [count * side for count, side in self.shapes]
         self._column_of = Constant(np.repeat(np.arange(self.count), sides))
+        self._starts = np.cumsum([0, *sides[:-1]])
+        # Columns of equal length side by side: runs, and numbers in each.
+        self._runs = [(len(list(same)), side) for side, same in groupby(sides)]
 
     def words(self, ranks: int) -> int:
         """Words that travel: a scale for each column, and the digits."""
-        return self.count + Digits.of(ranks, fine=self.fine).words(self.size)
+        return self.count + self._digits(ranks).words(self.size)
+
+    def _digits(self, ranks: int) -> Digits:
+        return Digits.of(ranks, fine=self.fine, most=self._most)
 
     def split(self, flat: Array) -> list[Array]:
         """[size] as one [columns, numbers] for each tensor."""
-        pieces = zip(self._ends, self._ends[1:], self.shapes, strict=False)
-        return [flat[begin:end].reshape(shape) for begin, end, shape in pieces]
+        pieces = zip(split(flat, self._sizes), self.shapes, strict=True)
+        return [piece.reshape(shape) for piece, shape in pieces]
 
     def join(self, factors: Sequence[Array]) -> Array:
         """Back to one vector, [size]."""
         xp = namespace(factors[0])
-        return xp.concat([xp.reshape(it, (-1,)) for it in factors])
+        return join([xp.reshape(it, (-1,)) for it in factors])
 
-    def peaks(self, factors: Sequence[Array]) -> Array:
-        """The largest magnitude in each column, [count]."""
-        xp = namespace(factors[0])
-        return xp.concat([xp.max(xp.abs(it), axis=-1) for it in factors])
+    def peaks(self, flat: Array) -> Array:
+        """The largest magnitude in each column, [count], of [size]."""
+        xp = namespace(flat)
+        sizes = abs(flat)
+        if isinstance(sizes, np.ndarray):
+            return np.maximum.reduceat(sizes, self._starts)
+        if len(self._runs) > _FEW and not on_host(flat):
+            return largest_of(sizes, self._column_of.on(flat), self.count)
+        pieces = split(sizes, [count * side for count, side in self._runs])
+        return join(
+            [
+                xp.max(piece.reshape(run), axis=1)
+                for piece, run in zip(pieces, self._runs, strict=True)
+            ]
+        )
 
-    def expected(self, factors: Sequence[Array], exponents: Array) -> Array:
-        """Exponents to begin with for columns like these; zeros say nothing."""
+    def expected(self, peaks: Array, exponents: Array) -> Array:
+        """Exponents to begin with for columns of these peaks, [count]; zeros say nothing."""
         xp = namespace(exponents)
-        found, some = covering(_SPREAD * self.peaks(factors))
+        found, some = covering(_SPREAD * peaks)
         return xp.where(some, found, exponents)
 
-    def pack(self, factors: Sequence[Array], exponents: Array, ranks: int) -> tuple[Array, Array]:
-        """[words] int32, and what they will be read as, [size] float32."""
+    def pack(self, flat: Array, exponents: Array, ranks: int) -> tuple[Array, Array]:
+        """[words] int32 of finite numbers [size], and what they will be read as, [size] float32."""
         xp = namespace(exponents)
-        digits = Digits.of(ranks, fine=self.fine)
-        logs, some = covering(self.peaks(factors))
+        digits = self._digits(ranks)
+        logs, some = covering(self.peaks(flat))
         head = xp.where(some, logs + _COUNT, xp.zeros_like(logs))
-        unit = self._spread(units(exponents) / digits.limit)
-        whole = xp.clip(xp.round(self.join(factors) / unit), -digits.limit, digits.limit)
-        return xp.concat([head, digits.pack(whole)]), whole * unit
+        unit = self._spread(units(exponents, digits.limit))
+        whole = rounded(flat / unit, digits.limit)
+        words = xp.concat([head, digits.pack(xp.astype(whole, xp.int32))])
+        whole *= unit
+        return words, whole
 
     def unpack(self, total: Array, exponents: Array, ranks: int) -> tuple[Array, Array, Array]:
         """Sums of digits [size] int32, what one of the mean stands for [size], next exponents."""
         xp = namespace(total)
-        digits = Digits.of(ranks, fine=self.fine)
+        digits = self._digits(ranks)
         head = total[: self.count]
-        counts = (head + _COUNT // 2) // _COUNT
+        counts = (head + _COUNT // 2) >> 20
         some = counts > 0
-        ranked = xp.where(some, counts, xp.ones_like(counts))
+        ranked = clipped(counts, 1, MAX_RANKS)
         logs = head - counts * _COUNT
         # The mean, rounded half up in integers: the same wherever it is computed.
         known = (2 * logs + ranked) // (2 * ranked)
         sums = digits.unpack(total[self.count :], self.size)
-        unit = self._spread(units(exponents) / digits.limit / ranks)
-        return sums, unit, xp.where(some, known, exponents)
+        unit = self._spread(units(exponents, digits.limit, ranks))
+        return sums, unit, xp.where(some, clipped(known, LOWEST, HIGHEST), exponents)
 
     def _spread(self, values: Array) -> Array:
         """[count] to [size]: each column's value for all its numbers."""
         return take(values, self._column_of.on(values))
+
+
+def numbers(columns: Columns, factors: Sequence[Array]) -> tuple[Array, Array]:
+    """The factors as [size], zeros where any is not finite, and whether all are (0-d bool)."""
+    xp = namespace(factors[0])
+    flat = columns.join(factors)
+    finite = xp.all(xp.isfinite(flat))
+    return xp.where(finite, flat, xp.zeros_like(flat)), finite

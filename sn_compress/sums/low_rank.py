@@ -16,12 +16,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..arrays import device_of, like_of, namespace, product, subtract_product
+from ..arrays import device_of, join, like_of, namespace, product, subtract_product
 from ..errors import CompressError
-from ..ops.orthonormal import orthonormal
-from ..ops.scales import shifted
+from ..ops.orthonormal import Orthonormal, most
+from ..ops.scales import integers, shifted
 from .base import Array, Outcome, Part, Send, State, Step, Summed, cut_up, joined
-from .columns import Columns
+from .columns import Columns, numbers
 
 _BITS = 15  # of a mean gradient's numbers, where directions are sought in integers
 _ITERATIONS = 2  # Halko, Martinsson, Tropp 2011, algorithm 4.4
@@ -47,8 +47,12 @@ class LowRank(Part):
                 )
         self.shapes, self.sizes = tuple(shapes), tuple(sizes)
         pairs = list(zip(shapes, sizes, strict=True))
-        self._left = Columns([(size, rows) for (rows, _), size in pairs])
-        self._right = Columns([(size, columns) for (_, columns), size in pairs])
+        left = [(size, rows) for (rows, _), size in pairs]
+        right = [(size, columns) for (_, columns), size in pairs]
+        self._left, self._right = (
+            Columns(each, most=most(max(side for _, side in each))) for each in (left, right)
+        )
+        self._left_rows, self._right_rows = Orthonormal(left), Orthonormal(right)
 
     @classmethod
     def together(cls, parts: Sequence[Part]) -> list[Part]:
@@ -77,25 +81,31 @@ class LowRank(Part):
         for (_, columns), size in zip(self.shapes, self.sizes, strict=True):
             chance = np.random.default_rng(columns).integers(-127, 128, (size, columns))
             factors.append(chance.astype(np.int32))
-        return like_of(self._right.join(orthonormal(factors)), like)
+        return like_of(self._right_rows(self._right.join(factors)), like)
 
     def begin(self, state: State, means: Sequence[Array]) -> State:
         # Integers all the way, so that no library's order of sums shows in the directions.
         xp = namespace(state["basis"])
         wholes, steps = zip(*(_whole(it) for it in means), strict=True)
-        basis = self._right.split(state["basis"])
+        flat, bits = state["basis"], most(max(max(it) for it in self.shapes)).bit_length() - 1
         for _ in range(_ITERATIONS + 1):
-            p = [_grid_product(q, m.T) for q, m in zip(basis, wholes, strict=True)]
-            left = orthonormal([_rounded(it) for it in p])
-            q = [_grid_product(a, m) for a, m in zip(left, wholes, strict=True)]
-            basis = _kept(orthonormal([_rounded(it) for it in q]), basis)
-        p = [_grid_product(q, m.T) * step for q, m, step in zip(basis, wholes, steps, strict=True)]
-        q = [it * step for it, step in zip(q, steps, strict=True)]
-        return {
-            "basis": self._right.join(basis),
-            "left": self._left.expected(_single(xp, p), state["left"]),
-            "right": self._right.expected(_single(xp, q), state["right"]),
-        }
+            p = _turned(self._right.split(flat), [it.T for it in wholes])
+            q = _turned(self._left.split(self._left_rows(_rounded(p, bits))), wholes)
+            flat = self._right_rows(_rounded(q, bits), flat)
+        p = _turned(self._right.split(flat), [it.T for it in wholes])
+        left, right = (
+            columns.expected(
+                columns.peaks(
+                    xp.astype(
+                        columns.join([it * step for it, step in zip(each, steps, strict=True)]),
+                        xp.float32,
+                    )
+                ),
+                state[name],
+            )
+            for columns, each, name in ((self._left, p, "left"), (self._right, q, "right"))
+        )
+        return {"basis": flat, "left": left, "right": right}
 
     def rescale(self, state: State, quarters: int) -> State:
         return state | {name: shifted(state[name], quarters) for name in ("left", "right")}
@@ -110,78 +120,82 @@ class LowRank(Part):
         exact: bool = False,
         outs: Sequence[Array] | None = None,
     ) -> Step:
-        xp = namespace(matrices[0])
-        basis = self._right.split(state["basis"])
-        p, finite = numbers(self._left, [q @ m.T for q, m in zip(basis, matrices, strict=True)])
-        words, _ = self._left.pack(p, state["left"], ranks)
+        words, finite = self.first(state, matrices, ranks)
         found: Summed = yield Send(words, finite)
-        sums, _, left_exponents = self._left.unpack(found.words, state["left"], ranks)
-        p = orthonormal(self._left.split(sums))
-        q, finite = numbers(self._right, [a @ m for a, m in zip(p, matrices, strict=True)])
-        words, own = self._right.pack(q, state["right"], ranks)
+        words, finite, seen = self.second(state, matrices, found, ranks)
         found = yield Send(words, finite)
-        sums, unit, right_exponents = self._right.unpack(found.words, state["right"], ranks)
+        return self.last(state, matrices, seen, found, ranks, exact=exact, outs=outs)
+
+    def first(self, state: State, matrices: Sequence[Array], ranks: int) -> tuple[Array, Array]:
+        """The words of P = M Q, and whether there are numbers."""
+        basis = self._right.split(state["basis"])
+        products = [q @ m.T for q, m in zip(basis, matrices, strict=True)]
+        p, finite = numbers(self._left, products)
+        return self._left.pack(p, state["left"], ranks)[0], finite
+
+    def second(
+        self, state: State, matrices: Sequence[Array], found: Summed, ranks: int
+    ) -> tuple[Array, Array, State]:
+        """The words of Q = M^T P, whether there are numbers, and what `last` needs."""
+        sums, _, exponents = self._left.unpack(found.words, state["left"], ranks)
+        p = self._left_rows(sums)
+        products = [a @ m for a, m in zip(self._left.split(p), matrices, strict=True)]
+        q, finite = numbers(self._right, products)
+        words, own = self._right.pack(q, state["right"], ranks)
+        return words, finite, {"p": p, "q": q, "own": own, "left": exponents}
+
+    def last(
+        self,
+        state: State,
+        matrices: Sequence[Array],
+        seen: State,
+        found: Summed,
+        ranks: int,
+        *,
+        exact: bool,
+        outs: Sequence[Array] | None,
+    ) -> Outcome:
+        """What the step leads to; what was sent is subtracted from the matrices."""
+        xp, own = namespace(matrices[0]), seen["own"]
+        sums, unit, exponents = self._right.unpack(found.words, state["right"], ranks)
         mean = self._right.split(xp.astype(sums, xp.float32) * (unit * found.poison))
-        new = orthonormal(self._right.split(sums))
-        owns = self._right.split(own)
+        p, owns = self._left.split(seen["p"]), self._right.split(own)
         left = [subtract_product(m, a.T, b) for m, a, b in zip(matrices, p, owns, strict=True)]
         into = outs or [None] * len(p)
         multiply = _exact_product if exact else product
         means = [multiply(a.T, b, out) for a, b, out in zip(p, mean, into, strict=True)]
-        # P is orthonormal: the norm of what is left follows from the factors.
-        sent = xp.sum(own * (2 * self._right.join(q) - own))
-        state = {
-            "basis": self._right.join(_kept(new, basis)),
-            "left": left_exponents,
-            "right": right_exponents,
+        new = {
+            # The new directions; where there is none (the gradient had fewer), the old one waits.
+            "basis": self._right_rows(sums, state["basis"]),
+            "left": seen["left"],
+            "right": exponents,
         }
-        return Outcome(left, means, state, sent)
-
-
-def numbers(columns: Columns, factors: Sequence[Array]) -> tuple[list[Array], Array]:
-    """The factors, zeros where any of them is not finite, and whether all are (0-d bool)."""
-    xp = namespace(factors[0])
-    flat = columns.join(factors)
-    finite = xp.all(xp.isfinite(flat))
-    return columns.split(xp.where(finite, flat, xp.zeros_like(flat))), finite
-
-
-def _kept(new: Sequence[Array], old: Sequence[Array]) -> list[Array]:
-    """The new directions; where there is none (the gradient had fewer), the old one waits."""
-    found = []
-    for one, other in zip(new, old, strict=True):
-        xp = namespace(one)
-        found.append(xp.where(xp.any(one != 0, axis=-1)[:, None], one, other))
-    return found
+        # P is orthonormal: the norm of what is left follows from the factors.
+        return Outcome(left, means, new, xp.sum(own * (2 * seen["q"] - own)))
 
 
 def _whole(mean: Array) -> tuple[Array, Array]:
     """A matrix as integers of 15 bits in float64, and what one stands for; zeros if not finite."""
     xp = namespace(mean)
-    wide = xp.astype(mean, xp.float64)
-    peak = xp.max(xp.abs(wide))
-    some = xp.isfinite(peak) & (peak > 0)
-    one = xp.ones_like(peak)
-    step = xp.where(some, peak, one) / (2**_BITS - 1)
-    return xp.round(xp.where(some, wide, xp.zeros_like(wide)) / step), step
+    finite = xp.all(xp.isfinite(mean))
+    wide = xp.astype(xp.where(finite, mean, xp.zeros_like(mean)), xp.float64)
+    whole, unit = integers(xp.reshape(wide, (1, -1)), _BITS)
+    return xp.reshape(whole, wide.shape), xp.reshape(unit, ())
 
 
-def _grid_product(factor: Array, whole: Array) -> Array:
-    """Factor @ whole, the factor on a grid of 2**-15: exact in float64, in any order of sums."""
-    xp = namespace(whole)
-    return xp.round(xp.astype(factor, xp.float64) * 2.0**_BITS) @ whole * 2.0**-_BITS
+def _turned(factors: Sequence[Array], wholes: Sequence[Array]) -> list[Array]:
+    """Factor @ whole, the factors on a grid of 2**-15: exact in float64, in any order of sums."""
+    xp = namespace(wholes[0])
+    return [
+        xp.round(xp.astype(it, xp.float64) * 2.0**_BITS) @ whole * 2.0**-_BITS
+        for it, whole in zip(factors, wholes, strict=True)
+    ]
 
 
-def _rounded(product: Array) -> Array:
-    """Its directions as integers of 15 bits."""
-    xp = namespace(product)
-    peak = xp.max(xp.abs(product))
-    peak = xp.where(peak > 0, peak, xp.ones_like(peak))
-    return xp.round(product * ((2**_BITS - 1) / peak))
-
-
-def _single(xp: Array, factors: Sequence[Array]) -> list[Array]:
-    return [xp.astype(it, xp.float32) for it in factors]
+def _rounded(factors: Sequence[Array], bits: int) -> Array:
+    """[size]: their directions as integers."""
+    xp = namespace(factors[0])
+    return join([xp.reshape(integers(it, bits)[0], (-1,)) for it in factors])
 
 
 def _exact_product(left: Array, right: Array, out: Array | None) -> Array:

@@ -88,7 +88,7 @@ class Rows(Part):
         # A tensor's numbers share one scale: the peaks of its rows have the peak of all.
         scales = Columns([(1, rows) for rows, _ in self.shapes])
         peaks = scales.join([_finite_or_zeros(_peaks(mean)) for mean in means])
-        exponents = scales.expected(scales.split(peaks), state["exponents"])
+        exponents = scales.expected(scales.peaks(peaks), state["exponents"])
         return state | {"spread": peaks, "exponents": exponents}
 
     def rescale(self, state: State, quarters: int) -> State:
@@ -118,7 +118,7 @@ class Rows(Part):
         held = [xp.take(it, rows, axis=0) for it, rows in zip(matrices, at, strict=True)]
         flat = columns.join(held)
         flat = xp.where(finite, flat, xp.zeros_like(flat))
-        words, own = columns.pack(columns.split(flat), state["exponents"], ranks)
+        words, own = columns.pack(flat, state["exponents"], ranks)
         rest = columns.split(flat - own)
         slots = []
         for place, (matrix, rows) in enumerate(zip(matrices, at, strict=True)):

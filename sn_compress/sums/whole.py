@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from ..arrays import device_of, namespace
 from ..ops.scales import shifted
 from .base import Array, Outcome, Part, Send, State, Step, Summed, cut_up, joined
-from .columns import Columns
-from .low_rank import numbers
+from .columns import Columns, numbers
 
 
 class Whole(Part):
@@ -44,7 +43,7 @@ class Whole(Part):
 
     def begin(self, state: State, means: Sequence[Array]) -> State:
         known, _ = numbers(self._columns, [_row(it) for it in means])
-        return {"scales": self._columns.expected(known, state["scales"])}
+        return {"scales": self._columns.expected(self._columns.peaks(known), state["scales"])}
 
     def rescale(self, state: State, quarters: int) -> State:
         return {"scales": shifted(state["scales"], quarters)}
@@ -60,12 +59,11 @@ class Whole(Part):
         outs: Sequence[Array] | None = None,
     ) -> Step:
         xp = namespace(matrices[0])
-        rows, finite = numbers(self._columns, [_row(it) for it in matrices])
-        words, own = self._columns.pack(rows, state["scales"], ranks)
+        flat, finite = numbers(self._columns, [_row(it) for it in matrices])
+        words, own = self._columns.pack(flat, state["scales"], ranks)
         found: Summed = yield Send(words, finite)
         sums, unit, scales = self._columns.unpack(found.words, state["scales"], ranks)
         mean = self._columns.split(xp.astype(sums, xp.float32) * (unit * found.poison))
-        flat = self._columns.join(rows)
         left = self._columns.split(flat - own)
         means = []
         for place, shape in enumerate(self.shapes):

@@ -22,7 +22,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ..compression import FFTCompression
+from ..compression import Compression
 from ..errors import CompressError
 from ..names import relative
 from .alike import (
@@ -199,11 +199,11 @@ class _Averaged:
     _sn: Averaging
 
     def residuals(self) -> dict[str, Any]:
-        """See FFTCompression.residuals; empty without it."""
+        """See Compression.residuals; empty without it."""
         return residuals(self) if hasattr(self._sn.compression, "settings") else {}
 
     def restart(self, residuals: Mapping[str, Any]) -> None:
-        """See FFTCompression.restart; nothing to do without it."""
+        """See Compression.restart; nothing to do without it."""
         if hasattr(self._sn.compression, "settings"):
             restart(self, residuals)
 
@@ -275,7 +275,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name for it
         is what is returned. Saved with a model, it is saved as what it was, and has to be made
         distributed again after loading. Mixed precision:
         `DistributedOptimizer(LossScaleOptimizer(optimizer))`.
-    compression : FFTCompression, hvd.Compression.fp16, or None
+    compression : FFTCompression, LowRankCompression, hvd.Compression.fp16, or None
     op : hvd.Average or hvd.Sum; with `compression` as that allows, hvd.Min and the like
     backward_passes_per_step : average the mean of so many steps' gradients, and update only
         then: Keras's own gradient_accumulation_steps
@@ -305,8 +305,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name for it
         return _become(optimizer, _ScaledTogether, inner._sn)
     if backward_passes_per_step > 1:
         optimizer.gradient_accumulation_steps = backward_passes_per_step
-    if isinstance(compression, type) and issubclass(compression, FFTCompression):
-        compression = compression.using()  # a memory of its own
+    if isinstance(compression, type) and issubclass(compression, Compression):
+        compression = compression.with_settings(compression.settings)  # a memory of its own
     averaging = Averaging(
         compression=hvd.Compression.none if compression is None else compression,
         op=op,
@@ -375,12 +375,12 @@ def memory_of(optimizer: Any) -> Memory:
 
 
 def report(optimizer: Any) -> dict[str, float]:
-    """See FFTCompression.report."""
+    """See Compression.report."""
     return memory_of(optimizer).report()
 
 
 def residuals(optimizer: Any) -> dict[str, Any]:
-    """See FFTCompression.residuals."""
+    """See Compression.residuals."""
     own = memory_of(optimizer).exchange()
     return {
         path: own.residual(key).reshape(variable.shape)
@@ -390,7 +390,7 @@ def residuals(optimizer: Any) -> dict[str, Any]:
 
 
 def restart(optimizer: Any, residuals: Mapping[str, Any]) -> None:
-    """See FFTCompression.restart."""
+    """See Compression.restart."""
     memory, keys = memory_of(optimizer), optimizer._sn.keys(optimizer)
     for path, left in residuals.items():
         shape = tuple(keys[path][0].shape) if path in keys else "nothing of that path"
@@ -403,7 +403,7 @@ def restart(optimizer: Any, residuals: Mapping[str, Any]) -> None:
 
 
 def state_dict(optimizer: Any) -> dict[str, Any]:
-    """See FFTCompression.state_dict; by the place of the variable in the optimizer."""
+    """See Compression.state_dict; by the place of the variable in the optimizer."""
     return memory_of(optimizer).state_dict()
 
 
@@ -413,7 +413,7 @@ def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def synchronize(optimizer: Any, root_rank: int) -> None:
-    """See FFTCompression.synchronize."""
+    """See Compression.synchronize."""
     memory_of(optimizer).synchronize(root_rank, process_set=optimizer._sn.process_set)
 
 
@@ -430,7 +430,7 @@ def Elastic(optimizer: Any) -> NoReturn:  # noqa: N802 - as in the rim of torch
     """Always CompressError: Horovod's elastic state for Keras is of Keras 2."""
     raise CompressError(
         f"got a {type(optimizer).__name__}; expected an optimizer of torch. In Keras, save the "
-        "state, and call FFTCompression.synchronize when ranks have come or gone."
+        "state, and call synchronize of the compression when ranks have come or gone."
     )
 
 

@@ -1,4 +1,4 @@
-"""FFTCompression for TensorFlow tensors in stock Horovod: eager tapes and tf.function.
+"""Compression of TensorFlow tensors in stock Horovod: eager tapes and tf.function.
 
 Horovod calls `compress` while it traces, never per step. So `compress` builds a graph: a Python
 function that encodes, Horovod's all-gather of the payload, and in `finish` a Python function that
@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -29,6 +30,7 @@ import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from ..codecs.gather import wire_bytes
+from ..compression import settings_of
 from ..errors import CompressError
 from ..settings import Settings
 from .alike import (
@@ -48,7 +50,7 @@ _as_written = tf.autograph.experimental.do_not_convert
 
 
 class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
-    """What belongs to one FFTCompression: codec, error memories, counts.
+    """What belongs to one compression: codec, error memories, counts.
 
     It goes into a checkpoint like a variable: `tf.train.Checkpoint(memory=memory_of(fft))`. It
     differs between ranks, so each rank writes and reads a checkpoint of its own.
@@ -59,7 +61,7 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
         super().__init__(settings, threads or len(os.sched_getaffinity(0)))
 
     def synchronize(self, root_rank: int = 0, *, process_set: Any = hvd.global_process_set) -> None:
-        """See FFTCompression.synchronize; called by all ranks of the set."""
+        """See Compression.synchronize; called by all ranks of the set."""
         own = self.exchange()
         self.begin_anew()
         state = hvd.broadcast_object(self.state_dict(), root_rank, process_set=process_set)
@@ -71,6 +73,7 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
             total = hvd.allreduce(wire, op=hvd.Sum, process_set=process_set).numpy()
             residuals[name] = total[:n] / max(total[n], 1)
         own.take_over(state, residuals)
+        self.follow(state)
 
     def serialize(self) -> bytes:
         """Called by tf.train.Checkpoint."""
@@ -83,23 +86,18 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
 
 # A compression that is dropped takes its memory along, unless Horovod's cache holds it.
 _memories: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
-# One call of Memory.slots serves all gradients of a call of Horovod.
+# One call of Memory.slots serves all gradients of a call of Horovod, and so does one theta where it
+# follows what steps have lost.
 _slots_in: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 def memory_of(compression: Any) -> Memory:
-    """What an FFTCompression remembers and has sent, for all tapes that were given it.
+    """What a compression remembers and has sent, for all tapes that were given it.
 
     To keep two models apart in reports and checkpoints, give each its own:
     `FFTCompression.using()` returns a new one each time.
     """
-    settings = getattr(compression, "settings", None)
-    if not isinstance(settings, Settings):
-        raise CompressError(
-            f"got {compression!r}; expected FFTCompression or what FFTCompression.using(...) "
-            "returned"
-        )
-    return _memory(compression, settings)
+    return _memory(compression, settings_of(compression, "memory_of"))
 
 
 def _memory(compression: Any, settings: Settings) -> Memory:
@@ -111,12 +109,12 @@ def _memory(compression: Any, settings: Settings) -> Memory:
 def _ask_memory(tape: Any, *_: Any) -> NoReturn:
     raise CompressError(
         f"got a {type(tape).__name__}; expected the optimizer of sn_compress.tensorflow.keras. A "
-        "tape lives for one step, its FFTCompression for the run: what they remember and have sent "
-        "is in sn_compress.tensorflow.tape.memory_of(compression)."
+        "tape lives for one step, its compression for the run: what they remember and have sent is "
+        "in sn_compress.tensorflow.tape.memory_of(compression)."
     )
 
 
-# What FFTCompression offers for optimizers; TensorFlow's own gradients come from a tape.
+# What Compression offers for optimizers; TensorFlow's own gradients come from a tape.
 report = residuals = restart = state_dict = load_state_dict = synchronize = _ask_memory
 watch = Elastic = _ask_memory
 
@@ -142,6 +140,7 @@ class OnItsWay:
     slot: Any  # of its variable, a tensor
     slots: Any  # what keeps the calls from being folded away
     mark: str  # in the names of its collectives
+    theta: Any  # of the step, a tensor; None if the step alone tells it
 
     def python(self, function: Callable[..., Any], inputs: list[Any], outputs: Any) -> Any:
         """A node that calls `function(key, *inputs)` at each step."""
@@ -236,7 +235,7 @@ class Summing:
 
 @_as_written
 def compress(tensor: Any, settings: Settings, frame: FrameType) -> tuple[Any, Any]:
-    """One gradient on its way; see FFTCompression."""
+    """One gradient on its way; see Compression."""
     call = find_call(frame, tensor)
     _check(call)
     tensor = tf.convert_to_tensor(tensor)
@@ -244,6 +243,7 @@ def compress(tensor: Any, settings: Settings, frame: FrameType) -> tuple[Any, An
         # Made dense from sparse, a gradient has lost its shape; its variable has not.
         tensor = tf.ensure_shape(tensor, call.sources[call.place].shape)
     memory = _memory(call.compression, settings)
+    memory.traffic.speaks = call.process_set.rank() == 0
     said = [*said_of_compression(call.compression), ("op", str(call.op))]
     if call.sources is not None and all(v is not None for v in call.sources):
         said += said_of_variables(call.sources)
@@ -277,7 +277,7 @@ def _unclear(call: Call, shared: bool) -> bool:
 def _check(call: Call) -> None:
     if call.op not in (hvd.Average, hvd.Sum):
         raise CompressError(
-            f"{call.name or 'gradient'}: FFTCompression takes op=hvd.Average or hvd.Sum; Adasum, "
+            f"{call.name or 'gradient'}: compression takes op=hvd.Average or hvd.Sum; Adasum, "
             "Min, Max and Product need the dense tensor. Use another op, or no compression."
         )
     refuse_xla()
@@ -323,7 +323,8 @@ def _send(tensor: Any, call: Call, memory: Memory, shared: bool) -> tuple[Any, A
     slots = _slots(tensor, call, memory)
     slot = tf.constant(NO_VARIABLE, tf.int64) if call.place is None else slots[call.place]
     mark = "sn_plain" if call.place is None else f"sn_{call.place}"
-    way = OnItsWay(call, memory, tensor, slot, slots, mark)
+    theta = _theta_of_step(tensor, call, memory, slots) if memory.learns else None
+    way = OnItsWay(call, memory, tensor, slot, slots, mark, theta)
     values = tf.reshape(tf.cast(tensor, tf.float32), [-1])
     # Grouped all-reduces want one dtype, that of the plain tensors beside it.
     dtype = tf.float32 if tensor.dtype == tf.bfloat16 else tensor.dtype
@@ -332,7 +333,8 @@ def _send(tensor: Any, call: Call, memory: Memory, shared: bool) -> tuple[Any, A
 
 
 def _gather(way: OnItsWay, values: Any) -> Gathering:
-    payload = way.python(way.memory.encode, [values], tf.uint8)
+    known = [] if way.theta is None else [way.theta]
+    payload = way.python(way.memory.encode, [values, *known], tf.uint8)
     fixed = way.memory.settings.fixed
     size = wire_bytes(way.memory.codec.payload_bytes(values.shape[0])) if fixed else None
     payload.set_shape([size])
@@ -356,6 +358,42 @@ def _begin(way: OnItsWay, values: Any) -> Summing:
     dense, whole, words = way.python(begin, [values], [tf.bool, tf.float32, tf.int32])
     dense.set_shape([])
     return Summing(way, dense, whole, words)
+
+
+def _theta_of_step(tensor: Any, call: Call, memory: Memory, slots: Any) -> Any:
+    """Theta for all gradients of a call of Horovod, [] float64: made once for all of them.
+
+    Every rank adds what it has lost since the last one, and the sum decides: so all have the same
+    theta in the same step, in whatever order their threads encode.
+    """
+    if tf.executing_eagerly():
+        raise CompressError(
+            f"theta={memory.settings.theta!r} in an hvd.allreduce outside of a graph, where "
+            "nothing tells steps apart; expected a DistributedGradientTape, Keras, or a call "
+            "inside a tf.function. Or use a number, or a schedule of the step alone."
+        )
+    known = _slots_in[slots.graph]
+    key = memory, tuple(map(id, call.sources or ())), "theta"
+    if key not in known:
+
+        def tell(_: Any) -> Any:
+            memory.count_beside(16)
+            return memory.lost()
+
+        def hear(total: Any, slots: Any) -> Any:
+            # Whatever was traced for these variables counts their steps.
+            return np.float64(memory.begin_step(f"{zlib.crc32(slots.tobytes()):08x}", total))
+
+        with slots.graph.as_default(), tf.device("CPU"):
+            told = tf.numpy_function(tell, [slots], tf.float64)
+            told.set_shape([2])
+            total = hvd.allreduce(
+                tf.identity(told, name="sn_lost"), op=hvd.Sum, process_set=call.process_set
+            )
+            theta = tf.numpy_function(hear, [total, slots], tf.float64)
+            theta.set_shape([])
+        known[key] = theta
+    return known[key]
 
 
 def _slots(tensor: Any, call: Call, memory: Memory) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,7 +31,7 @@ from ..report import Traffic
 from ..sameness import Sameness
 from ..saved import arrays_of, reading
 from ..settings import Settings
-from ..theta import ThetaInTime
+from ..theta import ThetaInTime, squares
 
 _log = logging.getLogger(__name__)
 _HANDLE = re.compile(r'ResourceHandle\(name="([^"]+)"')
@@ -47,7 +48,7 @@ class Begun:
 
 
 class Traced:
-    """What belongs to one FFTCompression: codec, error memories, counts.
+    """What belongs to one compression: codec, error memories, counts.
 
     settings : the user's
     threads : of the codec, where the settings leave it open
@@ -55,12 +56,6 @@ class Traced:
 
     def __init__(self, settings: Settings, threads: int) -> None:
         settings.refuse_torch_only("TensorFlow and Keras")
-        if settings.exchange == "gather" and ThetaInTime(settings, threads).learns:
-            raise CompressError(
-                f"theta={settings.theta!r} with TensorFlow and Keras, whose graph has no place for "
-                "what ranks would have to tell each other; expected a number, or a schedule of the "
-                "step alone: Warmup, Diminishing"
-            )
         self.settings = settings
         self.codec = settings.codec(threads)  # that of the first step
         self._threads = threads
@@ -74,6 +69,7 @@ class Traced:
             self.feedback = ErrorFeedback(self.codec, decay=self.settings.decay)
             self.shared = self.settings.shared()
             self.theta = ThetaInTime(self.settings, self._threads)
+            self._lost: dict[str | None, tuple[float, float]] = {}  # energy, error; since asked
             self._codecs: dict[str | None, FFTCodec] = {}  # of the step under way, by key
             self._rounds: dict[str, Begun] = {}
             self._slot_of: dict[str, int] = {}
@@ -84,7 +80,8 @@ class Traced:
     def restart(self, residuals: Mapping[str, Floats]) -> None:
         """Begin anew, counts as well, with what was not sent of these; shapes may be others."""
         self.clear()
-        self.traffic = Traffic()
+        speaks, self.traffic = self.traffic.speaks, Traffic()
+        self.traffic.speaks = speaks
         self.exchange().restart(residuals)
 
     def sameness_of(self, what: Any) -> Sameness:
@@ -97,6 +94,12 @@ class Traced:
         with self._lock:
             for sameness in self._sameness.values():
                 sameness.begin_anew()
+
+    def follow(self, state: Mapping[str, Any]) -> None:
+        """Be where another rank's state is in the schedule."""
+        self.theta.load_state_dict(state.get("theta", {}))
+        with self._lock:
+            self._lost = {}
 
     def count_beside(self, nbytes: int) -> None:
         """Count what is no gradient; see Traffic."""
@@ -142,15 +145,39 @@ class Traced:
         """What the memory of a gradient is kept under: "0:kernel" for the first variable."""
         return name if slot == NO_VARIABLE else self._keys[slot]
 
-    def encode(self, key: str | None, values: Floats) -> Bytes:
-        """The payload of a gradient, [payload bytes] uint8."""
+    @property
+    def learns(self) -> bool:
+        """Whether theta follows what steps have lost: then `begin_step` says what it is."""
+        return self.settings.exchange == "gather" and self.theta.learns
+
+    def lost(self) -> npt.NDArray[np.float64]:
+        """Energy and error of what this rank has encoded since it was asked before, [2]."""
         with self._lock:
-            codec = self._codecs[key] = self.theta.codec_for(key)
+            told, self._lost = self._lost, {}
+        # Exact, as threads encode in any order.
+        return np.array([math.fsum(each) for each in zip(*told.values(), strict=True)] or [0.0, 0])
+
+    def begin_step(self, of: str, total: npt.NDArray[np.float64]) -> float:
+        """Theta for all gradients of a step, from the sum of the ranks' `lost`."""
+        with self._lock:
+            return self.theta.begin_step(of, *total.tolist())
+
+    def encode(self, key: str | None, values: Floats, theta: float | None = None) -> Bytes:
+        """The payload of a gradient, [payload bytes] uint8.
+
+        theta : of the step, where `learns`; else None, and steps are counted by key
+        """
+        with self._lock:
+            codec = self.theta.codec_for(key) if theta is None else self.theta.codec_at(theta)
+            self._codecs[key] = codec
         if key is None or not self.settings.feedback:
             payload = codec.encode(values)
         else:
             payload = self.feedback.encode(key, values, codec=codec)
         with self._lock:
+            if theta is not None:
+                told, before = self.theta.tell(payload, wide=True), self._lost.get(key, (0.0, 0.0))
+                self._lost[key] = before[0] + told[0], before[1] + told[1]
             saturated = self.traffic.payload(
                 key, values.size, payload, extra=wire_bytes(payload.nbytes) - payload.nbytes
             )
@@ -174,7 +201,7 @@ class Traced:
             # Horovod puts zeros in the place of a rank that has joined.
             raise CompressError(
                 "another rank called hvd.join(), after which Horovod gathers nothing. Give all "
-                'ranks equally many batches (drop_remainder=True), or use exchange="shared".'
+                "ranks equally many batches (drop_remainder=True), or use LowRankCompression."
             ) from error
         return _times(mean, factor)
 
@@ -187,7 +214,7 @@ class Traced:
         """
         with self._lock:  # the first tensor of a step chooses for all
             if self.shared.dense(key, shape):
-                self.traffic.plain(key, values.size, 4 * values.size)
+                self.traffic.dense(key, values.size, 4 * values.size)
                 return True, self.shared.whole(key, values), np.zeros(0, np.int32)
             rounds = self.shared.exchange(key, values, ranks=ranks, rank=rank)
         words = next(rounds)
@@ -208,26 +235,34 @@ class Traced:
         except StopIteration as end:
             with self._lock:
                 energy, error = self.shared.lost(key)
-                self.traffic.shared(key, end.value.size, begun.sent, energy, error)
+                way = self.shared.way(key)
+                self.traffic.shared(key, end.value.size, begun.sent, energy, error, way=way)
                 self._rounds.pop(key, None)
             return False, np.zeros(0, np.int32), _times(end.value, factor)
         begun.sent += words.nbytes
         return True, words, np.zeros(0, np.float32)
 
     def report(self) -> dict[str, float]:
-        """See FFTCompression.report."""
+        """See Compression.report."""
         with self._lock:
             return self.traffic.report()
 
     def state_dict(self) -> dict[str, Any]:
         """The error memory by variable ("0:kernel"), as arrays; it differs between ranks."""
         state = self.exchange().state_dict()
-        return state if self.settings.fixed else state | {"theta": self.theta.state_dict()}
+        if self.settings.fixed:
+            return state
+        lost = {str(key): list(each) for key, each in self._lost.items()}
+        return state | {"theta": self.theta.state_dict(), "lost": lost}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what state_dict returned on the same rank, with the same exchange."""
         with self.theta.loading(state):
+            with reading("the saved state"):
+                saved = state.get("lost", {}).items()
+                lost: dict[str | None, tuple[float, float]] = {k: squares(v) for k, v in saved}
             self.exchange().load_state_dict(state)
+        self._lost = lost
 
     def exchange(self) -> ErrorFeedback | SharedExchange:
         """Who keeps the memories."""
@@ -258,10 +293,10 @@ class Traced:
             head = json.loads(arrays["head"].tobytes())
             if (head["rank"], head["exchange"]) != (rank, self.settings.exchange):
                 raise CompressError(
-                    f'this error memory is of rank {head["rank"]} and exchange="'
-                    f'{head["exchange"]}"; expected rank {rank} and "{self.settings.exchange}". '
-                    "Save one checkpoint per rank, with the rank in its name, and go on with the "
-                    "same settings."
+                    f"this error memory is of rank {head['rank']} and the {head['exchange']} "
+                    f"exchange; expected rank {rank} and the {self.settings.exchange} one, which "
+                    f"is that of {self.settings.compression}. Save one checkpoint per rank, with "
+                    "the rank in its name, and go on with the same compression."
                 )
             state = _each(
                 head["state"],

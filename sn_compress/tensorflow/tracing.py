@@ -54,7 +54,7 @@ def find_call(frame: FrameType | None, tensor: Any) -> Call:
     for function, local in frames:
         if function in _SCATTER:
             raise CompressError(
-                "FFTCompression cannot be used with reducescatter, which cuts the payload in "
+                "compression cannot be used with reducescatter, which cuts the payload in "
                 "pieces. Use Compression.none or Compression.fp16 there."
             )
         if function in _REDUCE:
@@ -71,7 +71,7 @@ def find_call(frame: FrameType | None, tensor: Any) -> Call:
                 sparse=sparse,
             )
     raise CompressError(
-        "FFTCompression.compress was not called by Horovod 0.28.1; expected it as compression= "
+        "compress of a compression was not called by Horovod 0.28.1; expected it as compression= "
         "of hvd.DistributedGradientTape, hvd.allreduce or sn_compress.tensorflow.keras."
         "DistributedOptimizer. To encode a vector use FFTCodec."
     )

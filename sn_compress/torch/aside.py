@@ -14,7 +14,7 @@ from ..settings import Settings
 
 
 class Aside:
-    """Stands in an optimizer in the place of its FFTCompression, for a known number of steps.
+    """Stands in an optimizer in the place of its compression, for a known number of steps.
 
     All it does is count: Horovod asks once per tensor and step, whatever a rank has computed.
 
@@ -23,7 +23,7 @@ class Aside:
     optimizer : made by hvd.DistributedOptimizer
     tensors : that it asks about in each step
     under_way : of them in the step that has begun
-    steps : behind this one that it stands aside; the next begins with FFTCompression again
+    steps : behind this one that it stands aside; the next begins with the compression again
     wake : called with the steps that have begun in between, at that point or by `end`
     """
 
@@ -69,7 +69,7 @@ class Aside:
         return new
 
     def end(self) -> None:
-        """Let FFTCompression come back."""
+        """Let the compression come back."""
         optimizer = self._optimizer()
         if optimizer is not None and optimizer._compression is self:
             optimizer._compression = self.compression

@@ -45,7 +45,7 @@ def find_caller(frame: FrameType | None, tensor: Any) -> Caller:
             return reader(frame.f_locals, tensor)
         frame = frame.f_back
     raise CompressError(
-        "FFTCompression.compress was not called by Horovod 0.28.1; expected it as compression= "
+        "compress of a compression was not called by Horovod 0.28.1; expected it as compression= "
         "of hvd.DistributedOptimizer or hvd.allreduce. To encode a vector use FFTCodec."
     )
 
@@ -63,7 +63,7 @@ def _of_optimizer(optimizer: Any, parameter: Any, *, first: bool = True) -> Call
     name = optimizer._parameter_names.get(parameter)
     if hasattr(optimizer, "_starting_models"):  # only the Adasum optimizer has it
         raise CompressError(
-            f"{name}: FFTCompression cannot be used with op=hvd.Adasum, which takes dot products "
+            f"{name}: compression cannot be used with op=hvd.Adasum, which takes dot products "
             "of dense tensors. Use op=hvd.Average, or Compression.none with Adasum."
         )
     # Where gradients accumulate, those of earlier passes have None for a handle; a function is that
@@ -97,14 +97,14 @@ def sparse_gradient(frame: FrameType | None) -> tuple[Any, Any]:
             return frame.f_locals["self"], frame.f_locals["p"]
         frame = frame.f_back
     raise CompressError(
-        "a sparse tensor was not handed to FFTCompression.decompress by Horovod 0.28.1; expected "
+        "a sparse tensor was not handed to decompress of a compression by Horovod 0.28.1; expected "
         "it as compression= of hvd.DistributedOptimizer"
     )
 
 
 def _refuse_reducescatter(local: dict[str, Any], tensor: Any) -> Caller:
     raise CompressError(
-        "FFTCompression cannot be used with reducescatter, which cuts the payload in pieces. "
+        "compression cannot be used with reducescatter, which cuts the payload in pieces. "
         "Use Compression.none or Compression.fp16 there."
     )
 

@@ -1,11 +1,11 @@
 """Communication hook for torch's DistributedDataParallel.
 
-    state = FFTState(named_parameters=model.named_parameters())
-    ddp_model.register_comm_hook(state, fft_hook)
+    state = CompressionState(FFTCompression, named_parameters=model.named_parameters())
+    ddp_model.register_comm_hook(state, compression_hook)
 
 DDP hands the hook a bucket: the gradients of some parameters in one flat tensor. Every parameter
 is encoded by itself, with an error memory of its own, because DDP makes new buckets after the
-first step. For each bucket then, with exchange="gather":
+first step. For each bucket then, with FFTCompression:
 
 1. its small gradients, and those of types the codec does not take, are all-reduced together;
 2. the payloads of all others, of fixed size, go into one vector, which is all-gathered;
@@ -13,7 +13,7 @@ first step. For each bucket then, with exchange="gather":
 
 Every rank decodes the same bytes in the same order, so all end with the same bits. On CUDA tensors
 encoding and decoding run where the tensors are, on torch's current stream (extra [cuda]). With
-exchange="shared" the bucket's words are summed in rounds of all-reduces instead, on the host.
+LowRankCompression the bucket's words are summed in rounds of all-reduces instead, on the host.
 
 One file of this length, because hook, both exchanges and the scaler's undoing share the state of a
 step.
@@ -27,24 +27,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from .. import __version__, _cuda
+from .._waiting import WAIT_S
 from ..agreement import agree, alike, question
 from ..codecs import _device, saving
 from ..codecs.base import Payload
 from ..codecs.gather import mean_of_gathered
+from ..compression import Compression, settings_of
 from ..errors import CompressError
+from ..exchange.owed import Owed
+from ..exchange.session import SharedExchange
 from ..feedback import ErrorFeedback
+from ..prediction.tuning import Tuner
 from ..report import Traffic
 from ..sameness import Sameness
 from ..saved import held, reading
-from ..settings import Settings
-from ..theta import ThetaInTime
+from ..theta import ThetaInTime, squares
 from .digests import digest
 from .layout import Axes, axes_of, reorder
 
@@ -75,46 +79,46 @@ class Part:
         return flat[self.start : self.start + self.elements]
 
 
-class FFTState:
+class CompressionState:
     """What the hook of one DDP model keeps: settings, error memory, counts.
 
     Parameters
     ----------
+    compression : FFTCompression or LowRankCompression, bare or by `using`. How long to wait for
+        other ranks is the process group's matter: wait_s is refused
     process_group : the group that DDP has; None is the default group
     named_parameters : of the model, before or after DDP wraps it. Needed by state_dict only.
     scaler : the GradScaler, if there is one. The memory then follows its scale, and a step that it
         skips is taken back; costs a second copy of the memory.
     find_unused_parameters : as DDP has it. On CUDA tensors it costs one wait for the device a
         bucket, to keep the memory of parameters that were not used; on the CPU it is always on.
-    mode, **settings : those of FFTCompression.using, exchange among them; check_every, too. How
-        long to wait for other ranks is the process group's matter
 
-    Raises CompressError for settings that are not legal, or not the same on all ranks (then in
-    the first backward pass, on every rank).
+    Raises CompressError for what is none of ours in place of compression or group, and for settings
+    that are not the same on all ranks (then in the first backward pass, on every rank).
     """
 
     def __init__(
         self,
+        compression: type[Compression],
         process_group: Any = None,
         *,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
         scaler: Any = None,
         find_unused_parameters: bool = False,
-        mode: Literal["paper"] | None = None,
-        **settings: Any,
     ) -> None:
-        self.settings = Settings().changed(mode=mode, **settings)
-        self.asked_for_shared = settings.get("exchange") == "shared"
-        self.settings.refuse_torch_only("torch's DistributedDataParallel")
-        if "wait_s" in settings:
+        self.compression = compression
+        self.settings = settings_of(compression, "CompressionState")
+        _check_group(process_group)
+        self.settings.refuse_torch_only("torch's DistributedDataParallel", tunes=True)
+        if self.settings.wait_s != WAIT_S:
             raise CompressError(
-                f"wait_s={settings['wait_s']!r} has no effect with torch's DistributedDataParallel;"
-                " it waits as long as its process group does. Set "
+                f"wait_s={self.settings.wait_s!r} has no effect with torch's "
+                "DistributedDataParallel; it waits as long as its process group does. Set "
                 "init_process_group(timeout=...)."
             )
         self.theta = ThetaInTime(self.settings, torch.get_num_threads())
         self.codec = self.settings.codec(torch.get_num_threads())  # of the step under way
-        self._lost: tuple[float, float] | None = None  # energy and error of this step, if asked
+        self._lost = 0.0, 0.0  # energy and error of this step on this rank, if theta follows them
         self.feedback = ErrorFeedback(self.codec, decay=self.settings.decay)
         self.process_group = process_group
         self._scaler = scaler
@@ -127,6 +131,9 @@ class FFTState:
         self.feedback.undoable = scaler is not None
         self.shared = self.settings.shared()
         self._held: dict[str, Any] = {}  # memories of the shared exchange that sit this step out
+        self._plainly: set[str] = set()  # of the tensor under way, by the tuner's choice
+        self._owed = Owed()  # of tensors that the tuner lets travel plain
+        self.tuner: Tuner | None = None  # of AutoCompression
         self.traffic = Traffic()
         self._agreed = False
         self._sameness = Sameness(self.settings.check_every)
@@ -146,9 +153,14 @@ class FFTState:
         """The number of this rank among them."""
         return dist.get_rank(self.process_group)
 
+    @property
+    def exchange(self) -> ErrorFeedback | SharedExchange:
+        """The one in use: where the memories are."""
+        return self.shared if self.settings.exchange == "shared" else self.feedback
+
     def report(self) -> dict[str, float]:
-        """What this rank sent so far; see FFTCompression.report."""
-        return self.traffic.report()
+        """What this rank sent so far, and what the tuner chose; see Compression.report."""
+        return self.traffic.report() | (self.tuner.report() if self.tuner else {})
 
     def parts(self, bucket: dist.GradBucket) -> list[Part]:
         """The parameters of a bucket in the order in which their gradients lie there."""
@@ -178,9 +190,11 @@ class FFTState:
         to go through the rounds of all their tensors in the same order.
         """
         self._agree(flats[0][0].device)
+        self._plainly.clear()
         for flat, parts in flats:
             with _on_stream_of(flat):
-                self._open_step(parts)
+                self._open_step(parts, flat.device)
+            self._tune(flat, parts)
         if self.settings.exchange == "shared":
             yield from self._shared_rounds(flats)
             return
@@ -209,11 +223,19 @@ class FFTState:
         yield from plain
 
     def _plain_rounds(
-        self, flat: torch.Tensor, parts: Sequence[Part], packed: torch.Tensor
+        self,
+        flat: torch.Tensor,
+        parts: Sequence[Part],
+        packed: torch.Tensor,
+        shown: Sequence[Part] = (),
     ) -> Generator[None, None, None]:
-        """All-reduce `packed`, where the values of these parts are, and write them into `flat`."""
+        """All-reduce `packed`, where the values of these parts are, and write them into `flat`.
+
+        shown : the parts of which this is but a dense step
+        """
         for part in parts:
-            self.traffic.plain(part.name, part.elements, part.elements * packed.element_size())
+            count = self.traffic.dense if part in shown else self.traffic.plain
+            count(part.name, part.elements, part.elements * packed.element_size())
         packed.div_(self.ranks)  # before the sum, which half precision might not hold
         work = self._sum(packed) if parts else None
         yield
@@ -223,9 +245,29 @@ class FFTState:
             for part, mean in zip(parts, _pieces(packed, parts), strict=True):
                 part.of(flat).copy_(mean)
 
-    def _takes(self, part: Part) -> bool:
+    def _tune(self, flat: torch.Tensor, parts: Sequence[Part]) -> None:
+        """Have the tuner say which parts travel plain; what is owed of them goes along."""
+        if not self.settings.tune or flat.dtype not in _FLOATS:
+            return
+        if self.tuner is None:
+            self.tuner = Tuner(
+                self.settings, ranks=self.ranks, total=partial(self._total, flat.device),
+                methods=(self.settings.exchange,), plain="DDP",
+            )  # fmt: skip
+        for part in filter(self._fits, parts):
+            if self.tuner.method(part.name, part.shape) == "plain":
+                self._plainly.add(part.name)
+                self._owed.take(part.name, self.exchange)
+            if part.name in self._owed and (values := part.of(flat)).any():
+                left = torch.from_numpy(self._owed.pay(part.name, part.elements))
+                values += left.to(values)
+
+    def _fits(self, part: Part) -> bool:
         fused = self.settings.exchange == "shared"
         return self.shared.takes(part.name, part.elements, fused=fused)
+
+    def _takes(self, part: Part) -> bool:
+        return part.name not in self._plainly and self._fits(part)
 
     def _sum(self, tensor: torch.Tensor) -> dist.Work:
         return dist.all_reduce(tensor, group=self.process_group, async_op=True)
@@ -242,10 +284,10 @@ class FFTState:
                 values = part.of(flat)
                 values.copy_(self.shared.whole(part.name, values, wire=flat.dtype))
             if not large or len(dense) == len(large):
-                plain.append(self._plain_rounds(flat, parts, flat))
+                plain.append(self._plain_rounds(flat, parts, flat, dense))
             elif small or dense:
                 packed = torch.cat([part.of(flat) for part in (*small, *dense)])
-                plain.append(self._plain_rounds(flat, [*small, *dense], packed))
+                plain.append(self._plain_rounds(flat, [*small, *dense], packed, dense))
             shown += [(part, flat) for part in dense]
             summed += [(part, flat) for part in large if part not in dense]
         for rounds in plain:
@@ -290,7 +332,10 @@ class FFTState:
             if part.name in self._held:
                 self._memory_put_back(part.name)
             # The words of all are counted with the first.
-            self.traffic.shared(part.name, part.elements, sent, *self.shared.lost(part.name))
+            self.traffic.shared(
+                part.name, part.elements, sent, *self.shared.lost(part.name),
+                way=self.shared.way(part.name),
+            )  # fmt: skip
             sent = 0
 
     def _hold(self, name: str, vector: torch.Tensor) -> None:
@@ -328,9 +373,9 @@ class FFTState:
         ]
         agree(
             said, total=partial(self._total, device), rank=self.rank, ranks=self.ranks,
-            name="start", do="Make FFTState alike on all ranks.",
+            name="start", do="Make CompressionState alike on all ranks.",
         )  # fmt: skip
-        self._agreed = True
+        self._agreed, self.traffic.speaks = True, self.rank == 0
 
     def _total(self, device: torch.device, _: str, words: Any) -> Any:
         """The sum over the ranks, at once."""
@@ -361,26 +406,26 @@ class FFTState:
             raise self._sameness.apart(at, said, total=total, rank=self.rank, ranks=self.ranks)
         self._sameness.found(at)
 
-    def _open_step(self, parts: Sequence[Part]) -> None:
+    def _open_step(self, parts: Sequence[Part], device: torch.device) -> None:
         names = {part.name for part in parts}
         if names & self._seen or not self._seen:
             self._settle()
             self._seen.clear()
             if self.settings.exchange == "gather":
-                self._next_theta()
+                self._next_theta(device)
         self._seen |= names
 
-    def _next_theta(self) -> None:
+    def _next_theta(self, device: torch.device) -> None:
         """The codec of the step that begins, the same for all parameters and on all ranks."""
-        if self.theta.learns and self._lost is not None:
-            total = torch.tensor(self._lost, dtype=torch.float64)
-            self._sum(total).wait()
-            self.theta.observe(_STEP, *total.tolist())
-        self.codec, self._lost = self.theta.codec_for(_STEP), None
+        energy, error = self._lost
+        if self.theta.learns:
+            energy, error = self._total(device, "lost", np.array(self._lost)).tolist()
+        self.codec = self.theta.codec_at(self.theta.begin_step(_STEP, energy, error))
+        self._lost = 0.0, 0.0
 
     def _tell(self, payload: Payload) -> None:
         if self.theta.learns:
-            energy, error = self._lost or (0.0, 0.0)
+            energy, error = self._lost
             more = self.theta.tell(payload, wide=True)
             self._lost = energy + more[0], error + more[1]
 
@@ -394,13 +439,16 @@ class FFTState:
             if scale < self._scale:  # that is how a scaler says so, on all ranks alike
                 self.feedback.undo()
                 self.shared.undo()
+                self._owed.undo()
                 for name in self._held:
                     self._memory_put_back(name)
             if scale != self._scale:
                 self.feedback.rescale(scale / self._scale)
                 self.shared.rescale(scale / self._scale)
+                self._owed.rescale(scale / self._scale)
         self.feedback.settle()
         self.shared.settle()
+        self._owed.settle()
         self._held.clear()
         self._scale = scale
 
@@ -480,7 +528,8 @@ class FFTState:
         if not self._all_named and self._names:
             raise CompressError(
                 "parameters are known by the order of DDP's buckets only, which the next run may "
-                "change; expected names. Make FFTState(named_parameters=model.named_parameters())."
+                "change; expected names. Make CompressionState(..., "
+                "named_parameters=model.named_parameters())."
             )
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
@@ -490,7 +539,8 @@ class FFTState:
             "format": _FORMAT, "ranks": self.ranks, "rank": dist.get_rank(self.process_group),
             "scale": self._scale, "feedback": self.feedback.state_dict(),
             "shared": self.shared.state_dict(), "layout": self._layout(),
-            "theta": self.theta.state_dict(),
+            "theta": self.theta.state_dict(), "lost": list(self._lost),
+            "owed": self._owed.state_dict(),
         }  # fmt: skip
         return saving.each(np.ndarray, torch.from_numpy, state)
 
@@ -510,7 +560,8 @@ class FFTState:
         for entry in states:
             if not isinstance(entry, dict) or entry.get("format") != _FORMAT:
                 raise CompressError(
-                    "not a state of FFTState.state_dict(); expected what it returned, unchanged"
+                    "not a state of CompressionState.state_dict(); expected what it returned, "
+                    "unchanged"
                 )
         states = saving.each(torch.Tensor, lambda tensor: tensor.cpu().numpy(), states)
         saved = states[0]["ranks"] if states else 0
@@ -527,8 +578,16 @@ class FFTState:
         if scale is not None and not (isinstance(scale, float) and 0 < scale < math.inf):
             raise CompressError(f"a saved scale is {scale!r}; expected a number above 0, or None")
         moved = self._moved(states[0].get("layout", {}))
+        owed = Owed.mean([entry.get("owed", {}) for entry in states])
+        for name, change in moved.items():
+            owed.change(name, change)
+        lost = [squares(entry.get("lost", (0.0, 0.0))) for entry in states]
         with self.theta.loading(states[0]):
             self._load_exchanges(states, moved)
+        # What the ranks' sum was; of other numbers of ranks, each brings its part.
+        parts = self.ranks if len(lost) > 1 else 1
+        energy, error = (math.fsum(each) / parts for each in zip(*lost, strict=True))
+        self._lost, self._owed = (energy, error), owed
         self._scale = scale
         self._held.clear()
         self._seen.clear()
@@ -573,8 +632,8 @@ class FFTState:
         return found
 
 
-def fft_hook(
-    state: FFTState, bucket: dist.GradBucket
+def compression_hook(
+    state: CompressionState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:  # fmt: skip
     """Average a bucket's gradients over the ranks, compressed; for register_comm_hook.
 
@@ -582,6 +641,7 @@ def fft_hook(
     continuation of the collective's future it would run in a thread of Gloo's: in another order on
     each rank, and the program may end, and abort, before that thread has let go of Python.
     """
+    check_state(state, "compression_hook")
     flat = bucket.buffer()
     if bucket.index() == 0:
         state.begin_pass()
@@ -608,7 +668,8 @@ def fft_hook(
 
 
 def _group_rounds(
-    state: FFTState, group: Sequence[tuple[torch.futures.Future[torch.Tensor], Any, list[Part]]]
+    state: CompressionState,
+    group: Sequence[tuple[torch.futures.Future[torch.Tensor], Any, list[Part]]],
 ) -> Generator[None, None, None]:
     yield from state.rounds([(flat, parts) for _, flat, parts in group])
     for future, flat, _ in group:
@@ -616,7 +677,10 @@ def _group_rounds(
 
 
 def _sparse_rounds(
-    state: FFTState, flat: torch.Tensor, name: str, future: torch.futures.Future[torch.Tensor]
+    state: CompressionState,
+    flat: torch.Tensor,
+    name: str,
+    future: torch.futures.Future[torch.Tensor],
 ) -> Generator[None, None, None]:
     flat = flat.div_(state.ranks).coalesce()  # as torch would, before it sends all of it
     nbytes = sum(each.numel() * each.element_size() for each in (flat.indices(), flat.values()))
@@ -625,6 +689,25 @@ def _sparse_rounds(
     yield
     work.wait()
     future.set_result(work.get_future().wait()[0])
+
+
+def _check_group(group: Any) -> None:
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise CompressError(
+            f"CompressionState got a {type(group).__qualname__} as process_group; expected a "
+            "group of torch.distributed, or None for all ranks. Name what comes behind it: "
+            "named_parameters=..., scaler=..."
+        )
+
+
+def check_state(state: Any, where: str) -> None:
+    """Raise CompressError if a hook was given something else in the place of its state."""
+    if not isinstance(state, CompressionState):
+        raise CompressError(
+            f"{where} got a {type(state).__qualname__} as its state; expected a CompressionState. "
+            "Make CompressionState(FFTCompression, named_parameters=model.named_parameters()), or "
+            "of another compression."
+        )
 
 
 @contextmanager
@@ -639,7 +722,7 @@ def _on_stream_of(flat: torch.Tensor) -> Iterator[None]:
 
 @cache
 def _say_host_once() -> None:
-    _log.warning('exchange="shared" works on the host: gradients on CUDA devices are copied there')
+    _log.warning("LowRankCompression works on the host: gradients on CUDA devices are copied there")
 
 
 def _split(

@@ -1,4 +1,4 @@
-"""FFTCompression for torch tensors in stock Horovod.
+"""Compression of torch tensors in stock Horovod.
 
 Per gradient: encode with error feedback, start a collective of our own named after the parameter,
 hand Horovod a single zero to all-reduce under the parameter's own name. When Horovod is done with
@@ -45,14 +45,14 @@ _MOST_CALLS = 64  # settings that calls remember; the same on all ranks, which m
 
 
 def compress(tensor: torch.Tensor, settings: Settings, frame: FrameType) -> tuple[Any, Any]:
-    """One gradient on its way; see FFTCompression."""
+    """One gradient on its way; see Compression."""
     caller = find_caller(frame, tensor)
     caller = replace(
         caller, op=hvd.mpi_ops.handle_average_backwards_compatibility(caller.op, caller.average)
     )
     if caller.op not in (hvd.Average, hvd.Sum):
         raise CompressError(
-            f"{caller.name or 'tensor'}: FFTCompression takes op=hvd.Average or hvd.Sum; Adasum, "
+            f"{caller.name or 'tensor'}: compression takes op=hvd.Average or hvd.Sum; Adasum, "
             "Min, Max and Product need the dense tensor. Use another op, or no compression."
         )
     memory = _memory_for(caller, settings)
@@ -96,6 +96,7 @@ def _open(memory: Memory, caller: Caller) -> None:
         memory.pending.drop()
     if memory.agreed == ranks:
         return
+    memory.traffic.speaks = sets.rank() == 0
     if caller.optimizer is None:
         agree_on_calls(memory, sets)
         memory.agreed = ranks
@@ -179,7 +180,7 @@ def _send_shared(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[
         kind = np.float16 if tensor.dtype == torch.float16 else np.float32
         wire = torch.from_numpy(shared.whole(name, values, wire=kind)).reshape(tensor.shape)
         wire = wire.to(tensor.device)
-        memory.traffic.plain(name, tensor.numel(), wire.numel() * wire.element_size())
+        memory.traffic.dense(name, tensor.numel(), wire.numel() * wire.element_size())
         return wire, Shown(memory, name, factor, tensor.dtype)
 
     rank = caller.process_set.rank()
@@ -219,7 +220,7 @@ def _send_payload(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple
 def _say_dropped_once() -> None:
     _log.warning(
         "hvd.allreduce was called with compressions of more than %d settings: what those used "
-        "longest ago remember is dropped. Make one FFTCompression.using(...) and keep it.",
+        "longest ago remember is dropped. Make one with using(...) and keep it.",
         _MOST_CALLS,
     )
 
@@ -250,19 +251,20 @@ def _exchange_of(optimizer: Any) -> Any:
 
 
 def report(optimizer: Any) -> dict[str, float]:
-    """See FFTCompression.report."""
+    """See Compression.report."""
     memory = _memory_of(optimizer)
     memory.count()
-    return memory.traffic.report()
+    tuned = memory.tuner.report() if memory.tuner else {}
+    return memory.traffic.report() | tuned
 
 
 def watch(optimizer: Any, scaler: Any) -> None:
-    """See FFTCompression.watch."""
+    """See Compression.watch."""
     _memory_of(optimizer).watch(scaler)
 
 
 def residuals(optimizer: Any) -> dict[str, torch.Tensor]:
-    """See FFTCompression.residuals."""
+    """See Compression.residuals."""
     own, decay = _exchange_of(optimizer), optimizer._compression.settings.decay
     return {
         name: torch.from_numpy(own.residual(name) * np.float32(decay)).view_as(parameter)
@@ -298,10 +300,12 @@ def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def synchronize(optimizer: Any, root_rank: int) -> None:
-    """See FFTCompression.synchronize."""
+    """See Compression.synchronize."""
     own, sets = _exchange_of(optimizer), optimizer.process_set
     _memory_of(optimizer).begin_anew()
-    state = hvd.broadcast_object(own.state_dict(), root_rank=root_rank, process_set=sets)
+    theta = _memory_of(optimizer).theta
+    state = {**own.state_dict(), "theta": theta.state_dict()}
+    state = hvd.broadcast_object(state, root_rank=root_rank, process_set=sets)
     residuals = {}
     for name, n in sorted(own.sizes(state).items()):
         wire = torch.zeros(n + 1)  # the last one counts the ranks that have a memory
@@ -310,10 +314,11 @@ def synchronize(optimizer: Any, root_rank: int) -> None:
         total = hvd.allreduce(wire, name=f"sn.memory.{name}", op=hvd.Sum, process_set=sets)
         residuals[name] = (total[:n] / total[n].clamp(min=1)).numpy()
     own.take_over(state, residuals)
+    theta.load_state_dict(state["theta"])  # ranks that came are where the others are
 
 
 class Elastic:
-    """What FFTCompression.elastic returns: hvd.elastic.TorchState keeps it as it does a model."""
+    """What Compression.elastic returns: hvd.elastic.TorchState keeps it as it does a model."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer

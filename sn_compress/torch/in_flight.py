@@ -122,7 +122,8 @@ class InRounds:
         shared = self.memory.shared
         sent = 4 * sum(shared.words(self.name, self.ranks)) + token.element_size()
         lost = shared.lost(self.name)
-        self.memory.traffic.shared(self.name, self.like.numel(), sent, *lost)
+        way = shared.way(self.name)
+        self.memory.traffic.shared(self.name, self.like.numel(), sent, *lost, way=way)
         return _gradient(mean, self.factor, self.like)
 
 

@@ -32,9 +32,9 @@ class Memory:
         self.traffic = Traffic()
         self.sameness = Sameness(settings.check_every)
         self.agreed: int | None = None  # with how many ranks
-        self.tuner: Tuner | None = None  # with tune=True
+        self.tuner: Tuner | None = None  # of AutoCompression
         self.aside: Aside | None = None  # where the tuner has settled on plain
-        self.scaler: Any = None  # watched, see FFTCompression.watch
+        self.scaler: Any = None  # watched, see Compression.watch
         self._scale = 1.0
         self._seen: set[str | None] = set()
         self._lost = False
@@ -55,7 +55,7 @@ class Memory:
             self._lost = True
 
     def watch(self, scaler: Any) -> None:
-        """See FFTCompression.watch."""
+        """See Compression.watch."""
         self.scaler, self._scale = scaler, scaler.get_scale()
         self.feedback.undoable = True
 

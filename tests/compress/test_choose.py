@@ -219,6 +219,8 @@ def test_ranks_that_compute_other_sizes_agree_on_one_ranks(disturbed):
             plain = words_of(shape, sizes[0].size, ranks, sparse=sizes[0].sparse)
             assert seen == ([told] if turn in (1, 5, 9) else []) + plain
             kinds.add(type(sessions[0].tensors[name].summable.part))
+            way = {Rows: "rows", LowRank: "low_rank", Whole: "whole"}
+            assert sessions[0].way(name) == way[type(sessions[0].tensors[name].summable.part)]
     assert apart > 3  # or this would show nothing
     assert kinds == {Rows, LowRank, Whole}
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sn_compress import CompressError, Link, predict
+from sn_compress import CompressError, Link, LowRankCompression, predict
 from sn_compress.codecs.gather import on_wire
 from sn_compress.prediction.cost import (
     FUSED_BYTES,
@@ -216,7 +216,7 @@ def test_sizes_are_those_of_the_real_exchange():
         Layer("c", (300, 256)),
         Layer("d", (16, 9)),
     ]
-    chosen = Settings().changed(exchange="shared", ratio=40.0, warmup=1)
+    chosen = LowRankCompression.using(ratio=40.0, warmup=1).settings
     session = chosen.shared()
     assert isinstance(session, SharedExchange)
     rng = np.random.default_rng(0)

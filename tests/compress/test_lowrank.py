@@ -9,11 +9,8 @@ from samples import ENERGY, U, random, specials
 
 from sn_compress import CompressError, FFTCodec, Payload, PayloadError
 from sn_compress.codecs.alternating import AlternatingFactors
-from sn_compress.codecs.lowrank import (
-    LowRankCodec,
-    first_factor,
-    matrix_shape,
-)
+from sn_compress.codecs.lowrank import LowRankCodec, first_factor
+from sn_compress.ops.matrices import cut
 
 REST = FFTCodec(theta=0.95, transform="identity", block=256, bits=4, mantissa=1)
 CODECS = [
@@ -54,7 +51,7 @@ def coder_error(bits: int, mantissa: int, size: int) -> float:
     ((40, 60), 4, 4), ((40, 60), 4, 2), ((60, 8, 5), 1, 1), ((17, 90), 17, 3), ((2400,), 1, 1),
 ])  # fmt: skip
 def test_a_matrix_of_its_rank_comes_back(backend, shape, rank, true, scale, bits, mantissa):
-    rows, columns = matrix_shape(shape)
+    rows, columns = cut(shape)
     codec = LowRankCodec(shape=shape, rank=rank, bits=bits, mantissa=mantissa)
     x = low_rank(rows, columns, true, scale=scale)
     error = norm(codec.decode(codec.encode(x)) - x.astype(np.float64)) / norm(x)
@@ -255,7 +252,7 @@ def test_decode_mean_is_the_mean(backend, codec, ranks):
 def test_the_size_is_fixed_and_counted_by_hand(backend, codec):
     inputs = [random(N), np.zeros(N, np.float32), np.full(N, np.nan, np.float32)]
     sizes = {codec.encode(x).nbytes for x in inputs}
-    rows, columns = matrix_shape(codec.shape)
+    rows, columns = cut(codec.shape)
     total = 0
     for size in (rows, columns):  # a record a column: a range of 16 bits, and the codes
         total += codec.rank * math.ceil((16 + size * codec.bits) / 32) * 4
@@ -330,9 +327,6 @@ def test_illegal_settings(settings, message):
 def test_every_rank_starts_alike():
     np.testing.assert_array_equal(first_factor(60, 4), first_factor(60, 4))
     assert (first_factor(60, 4)[:, :3] != first_factor(60, 3)).any()
-    assert matrix_shape(()) == (1, 1)
-    assert matrix_shape((7,)) == (7, 1)
-    assert matrix_shape((7, 3, 2)) == (7, 6)
 
 
 class Ranks:

@@ -8,16 +8,15 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from sn_compress import CompressError
+from sn_compress import AutoCompression, CompressError
 from sn_compress.prediction.cost import Link, collective_s
 from sn_compress.prediction.rates import FREE, Rates
 from sn_compress.prediction.tuning import Tuner
-from sn_compress.settings import Settings
 
 RANKS = 4
 SHAPES = {"a": (512, 1024), "b": (512,), "c": (1000, 512)}
 SLOW = Rates(*[1e-5] * 7)
-CHOSEN = Settings().changed(exchange="shared", warmup=3)
+CHOSEN = AutoCompression.using(warmup=3).settings
 
 
 class World:

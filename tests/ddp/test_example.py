@@ -17,7 +17,7 @@ EXAMPLE = ROOT / "examples" / "ddp.py"
 def test_example_is_short_and_marks_our_lines():
     lines = EXAMPLE.read_text().splitlines()
     assert len(lines) < 100
-    ours = [line for line in lines if "state." in line or "fft_hook" in line]
+    ours = [line for line in lines if "state." in line or "compression_hook" in line]
     ours = [line for line in ours if "load_state_dict(saved[" not in line or "compr" in line]
     assert len(ours) >= 5
     assert all(line.endswith("# <- sn") for line in ours)

@@ -1,17 +1,19 @@
 """Theta over time is followed in every seam, and its settings say the same on every rank."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from sn_compress import CompressError
+from sn_compress import CompressError, FFTCompression
 from sn_compress.schedule import Diminishing, EnergyBudget, Warmup, learner
-from sn_compress.settings import Settings
 from sn_compress.tensorflow.traced import Traced
 from sn_compress.torch import ddp as rim
-from sn_compress.torch.ddp import FFTState, Part
+from sn_compress.torch.ddp import CompressionState, Part
 
+RANKS = Path(__file__).parent / "ranks"
 N = 50_000
 WARMUP = Warmup(4, EnergyBudget(lost=0.5, start=0.9, every=2), dense=0.25)
 STEPWISE = Warmup(4, Diminishing(0.99, rate=lambda step: 0.5**step), dense=0.25)
@@ -26,12 +28,12 @@ def alone():
 
 
 def expected(schedule, steps: int) -> list[int]:
-    settings = Settings().changed(theta=schedule, exchange="gather")
+    settings = FFTCompression.using(theta=schedule).settings
     own = settings.schedule()
     return [settings.codec_of(own.theta(s), 1).payload_bytes(N) for s in range(steps)]
 
 
-def steps_of(state: FFTState, steps: int, sent: list[int]) -> list[int]:
+def steps_of(state: CompressionState, steps: int, sent: list[int]) -> list[int]:
     """Bytes of each step's payload."""
     found = []
     for seed in range(steps):
@@ -60,9 +62,9 @@ def test_ddp_follows_the_steps(sent):
     want = expected(STEPWISE, 9)
     assert len(set(want)) > 4
     named = [("w", torch.zeros(N))]
-    state = FFTState(named_parameters=named, theta=STEPWISE, exchange="gather")
+    state = CompressionState(FFTCompression.using(theta=STEPWISE), named_parameters=named)
     assert steps_of(state, 5, sent) == want[:5]
-    again = FFTState(named_parameters=named, theta=STEPWISE, exchange="gather")
+    again = CompressionState(FFTCompression.using(theta=STEPWISE), named_parameters=named)
     again.load_state_dict(state.state_dict())
     assert steps_of(again, 4, sent) == want[5:]
 
@@ -71,7 +73,7 @@ def test_ddp_learns_what_was_lost(sent):
     """Far above the budget theta falls, far below it rises; not before the warm-up is over."""
     for lost, up in ((1e-6, True), (0.999, False)):
         budget = EnergyBudget(lost=lost, start=0.9, every=2)
-        state = FFTState(theta=Warmup(3, budget), exchange="gather")
+        state = CompressionState(FFTCompression.using(theta=Warmup(3, budget)))
         sizes = steps_of(state, 12, sent)
         start = expected(EnergyBudget(lost=lost, start=0.9), 1)[0]
         assert sizes[3] == start
@@ -80,7 +82,7 @@ def test_ddp_learns_what_was_lost(sent):
 
 
 def test_tensorflow_follows_the_steps():
-    own = Traced(Settings().changed(theta=STEPWISE, exchange="gather"), threads=1)
+    own = Traced(FFTCompression.using(theta=STEPWISE).settings, threads=1)
     rng, want, found = np.random.default_rng(0), expected(STEPWISE, 9), []
     for step in range(9):
         for key in ("0:w", "1:v"):  # steps are counted for each
@@ -91,7 +93,7 @@ def test_tensorflow_follows_the_steps():
         found.append(wire.size)
         if step == 4:
             state = own.state_dict()
-            own = Traced(Settings().changed(theta=STEPWISE, exchange="gather"), threads=1)
+            own = Traced(FFTCompression.using(theta=STEPWISE).settings, threads=1)
             own.load_state_dict(state)
     from sn_compress.codecs.gather import wire_bytes
 
@@ -100,15 +102,17 @@ def test_tensorflow_follows_the_steps():
         own.encode(None, x)
 
 
-def test_what_a_graph_cannot_follow_is_refused():
-    for schedule in (EnergyBudget(lost=0.1), WARMUP):
-        with pytest.raises(CompressError, match="EnergyBudget"):
-            Traced(Settings().changed(theta=schedule, exchange="gather"), threads=1)
+@pytest.mark.slow
+def test_every_kind_of_schedule_on_real_ranks(ranks):
+    """DDP with several buckets and accumulation, a run resumed bit by bit, and FSDP2."""
+    for rank in ranks(2, RANKS / "schedules.py", timeout=120):
+        assert rank.returncode == 0, rank.output
+        assert "ok thrifty\n" in rank.output, rank.output  # the last of KINDS
 
 
 def test_settings_say_the_same_in_every_process():
     for schedule in (WARMUP, STEPWISE, EnergyBudget(lost=0.1), Diminishing(0.5, rate=np.sin)):
-        assert "0x" not in repr(Settings().changed(theta=schedule, exchange="gather"))
+        assert "0x" not in repr(FFTCompression.using(theta=schedule).settings)
     budget = EnergyBudget(lost=0.1, start=0.8, low=0.1, high=0.99, every=7)
     before = repr(budget)
     for _ in range(20):
@@ -116,6 +120,25 @@ def test_settings_say_the_same_in_every_process():
     assert repr(budget) == before  # what it was made with
     assert repr(eval(before)) == before
     assert before != repr(EnergyBudget(lost=0.1))
+
+
+def test_a_saved_place_in_a_schedule_that_is_damaged_is_refused(alone):
+    budget = EnergyBudget(lost=0.2, every=2)
+    named = [("w", torch.zeros(N))]
+    state = CompressionState(FFTCompression.using(theta=budget), named_parameters=named)
+    steps = [torch.randn(N) for _ in range(3)]
+    for flat in steps:
+        for _ in state.rounds(flat, [Part("w", 0, (N,))]):
+            pass
+    saved = state.state_dict()
+    assert saved["lost"][0] > saved["lost"][1] > 0
+    again = CompressionState(FFTCompression.using(theta=budget), named_parameters=named)
+    for lost in ([-1.0, 0.0], [1.0], "ab", None):
+        with pytest.raises(CompressError):
+            again.load_state_dict(saved | {"lost": lost})
+        assert again.state_dict()["theta"]["steps"] == {}
+    again.load_state_dict(saved)
+    assert again.state_dict()["lost"] == saved["lost"]
 
 
 def test_who_learns():

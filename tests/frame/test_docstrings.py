@@ -3,11 +3,12 @@
 import ast
 import inspect
 import re
-from dataclasses import fields
 from pathlib import Path
+from typing import get_type_hints
 
-from sn_compress import FFTCompression
-from sn_compress.settings import Settings
+import pytest
+
+from sn_compress import AutoCompression, FFTCompression, LowRankCompression, settings
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(
@@ -52,7 +53,10 @@ def test_parameters_named_in_docstrings_exist():
     assert seen > 100
 
 
-def test_settings_named_by_fft_compression_exist():
-    found = named(inspect.cleandoc(FFTCompression.__doc__))
-    assert "ratio" in found
-    assert not set(found) - {field.name for field in fields(Settings)} - {"mode"}
+@pytest.mark.parametrize("compression", [FFTCompression, LowRankCompression, AutoCompression])
+def test_settings_named_by_a_compression_are_those_it_takes(compression):
+    docs = compression if compression is not AutoCompression else LowRankCompression
+    found = named(inspect.cleandoc(docs.__doc__)) + named(inspect.cleandoc(docs.__base__.__doc__))
+    taken = compression.using.__func__.__annotations__["settings"]
+    keywords = get_type_hints(getattr(settings, taken.removeprefix("Unpack[").removesuffix("]")))
+    assert set(found) == set(keywords)

@@ -1,4 +1,4 @@
-"""Standing aside: Horovod gets the tensor itself, and FFTCompression is back at the right step."""
+"""Standing aside: Horovod gets the tensor itself, and the compression is back at the right step."""
 
 import gc
 import weakref

@@ -1,12 +1,29 @@
-"""FFTCompression without processes: settings, dispatch, counting."""
+"""The three compressions without processes: settings, dispatch, counting."""
 
 from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from typing import get_type_hints
 
 import numpy as np
 import pytest
 
-from sn_compress import CompressError, FFTCodec, FFTCompression
+import sn_compress.settings as typed
+from sn_compress import (
+    AutoCompression,
+    CompressError,
+    FFTCodec,
+    FFTCompression,
+    LowRankCompression,
+    report,
+)
+from sn_compress.compression import settings_of
 from sn_compress.report import Traffic
+from sn_compress.schedule import Constant, Warmup
+
+ALL = (FFTCompression, LowRankCompression, AutoCompression)
 
 
 def test_using_makes_a_configured_class_and_leaves_the_bare_one_alone():
@@ -35,12 +52,93 @@ def test_paper_mode_is_the_papers_pipeline():
         ({"min_elements": 0}, "min_elements"),
         ({"decay": 0.0}, "decay"),
         ({"mode": "best"}, "mode"),
-        ({"topk": 3}, "no setting topk"),
+        ({"topk": 3}, "no setting topk; FFTCompression has bits, block"),
+        ({"exchange": "gather"}, "no setting exchange"),
+        ({"tune": True}, "no setting tune"),
+        ({"theta": "0.9"}, "theta='0.9'; expected a number or a schedule"),
+        ({"theta": True}, "theta=True; expected a number"),
+        ({"bits": 8.0}, "bits=8.0; expected a whole number"),
+        ({"half": 1}, "half=1; expected True or False"),
+        ({"transform": ["fft"]}, "expected 'fft' or 'dct'"),
+        ({"block": "4096"}, "expected a whole number or None"),
+        ({"wait_s": "60"}, "wait_s='60'; expected a number"),
     ],
 )
 def test_bad_settings_are_refused_when_given(change, word):
     with pytest.raises(CompressError, match=word):
         FFTCompression.using(**change)
+
+
+@pytest.mark.parametrize(
+    ("compression", "change", "words"),
+    [
+        (LowRankCompression, {"theta": 0.9}, "theta belongs to FFTCompression; .*Use FFTCompr"),
+        (AutoCompression, {"mode": "paper"}, "mode belongs to FFTCompression; AutoCompression has"),
+        (LowRankCompression, {"threads": 2}, "threads belongs to FFTCompression"),
+        (FFTCompression, {"ratio": 9}, "ratio belongs to LowRankCompression and AutoCompression"),
+        (FFTCompression, {"theta": 0.9, "overlap": True}, "overlap belongs to LowRankCompression"),
+        (LowRankCompression, {"ratio": 1.0}, "ratio=1.0"),
+        (LowRankCompression, {"ratio": "100"}, "ratio='100'; expected a number"),
+        (AutoCompression, {"warmup": 2.5}, "warmup=2.5; expected a whole number"),
+    ],
+)
+def test_a_setting_of_another_class_is_refused_with_its_owner(compression, change, words):
+    with pytest.raises(CompressError, match=words):
+        compression.using(**change)
+
+
+@pytest.mark.parametrize("compression", ALL)
+def test_a_class_makes_no_object(compression):
+    with pytest.raises(CompressError, match=rf"{compression.__name__}.using\(decay=0.5\)"):
+        compression(decay=0.5)
+
+
+SETTINGS = (
+    (FFTCompression, {}),
+    (FFTCompression, {"theta": 0.99, "block": None}),
+    (FFTCompression, {"mode": "paper", "theta": Warmup(5, then=Constant(0.9))}),
+    (LowRankCompression, {}),
+    (LowRankCompression, {"ratio": np.float64(50.0), "overlap": True}),
+    (AutoCompression, {"every": 9, "check_every": 0}),
+)
+
+
+@pytest.mark.parametrize(("compression", "changes"), SETTINGS)
+def test_repr_is_the_call(compression, changes):
+    ours = compression.using(**changes)
+    known = {cls.__name__: cls for cls in (*ALL, Warmup, Constant)} | {"np": np}
+    again = eval(repr(ours), known)
+    assert (again.settings, again.__name__) == (ours.settings, compression.__name__)
+    assert repr(compression) == compression.__name__
+    assert "wait_s" not in repr(ours), "what is as it always is"
+    assert repr(FFTCompression.using(theta=0.99)) == "FFTCompression.using(theta=0.99)"
+
+
+@pytest.mark.parametrize(("compression", "changes"), SETTINGS)
+def test_classes_survive_pickle_and_copies(compression, changes):
+    for ours in (compression.using(**changes), compression):
+        for again in (pickle.loads(pickle.dumps(ours)), copy.deepcopy(ours), copy.copy(ours)):
+            assert issubclass(again, compression)
+            assert again.settings == ours.settings
+            assert again.using().settings == ours.settings
+    assert pickle.loads(pickle.dumps(compression)) is compression
+
+
+def test_keywords_have_the_types_of_the_settings():
+    record = get_type_hints(typed.Settings)
+    for keywords in (typed.FFTSettings, typed.LowRankSettings, typed.AutoSettings):
+        own = get_type_hints(keywords)
+        own.pop("mode", None)
+        assert own == {name: record[name] for name in own}
+    assert set(record) == {"compression"} | set(get_type_hints(typed.FFTSettings)) - {"mode"} | set(
+        get_type_hints(typed.AutoSettings)
+    )
+
+
+@pytest.mark.parametrize("wrong", ["fft", None, FFTCompression.settings, int, 3])
+def test_what_is_no_compression_of_ours_is_named(wrong):
+    with pytest.raises(CompressError, match=r"^here got .* expected FFTCompression, LowRank"):
+        settings_of(wrong, "here")
 
 
 def test_decompress_takes_a_missing_context():
@@ -65,3 +163,28 @@ def test_traffic_counts_steps_by_the_return_of_a_name():
     # White noise, the tenth of the bins with the largest magnitude: section 7 of the facts
     # derives 33.0 % of the energy for complex bins, so sqrt(0.67) remains.
     assert report["relative_error"] == pytest.approx(0.67**0.5, abs=0.02)
+
+
+def test_traffic_says_what_travels_how(caplog):
+    """In the report, and in a line of the rank that speaks, when chosen and when it changes."""
+    caplog.set_level(logging.INFO, "sn_compress.report")
+    loud, quiet = Traffic(), Traffic()
+    quiet.speaks = False
+    payload = FFTCodec(theta=0.9).encode(np.ones(4096, np.float32))
+    for traffic in (loud, quiet):
+        for step in range(6):
+            traffic.plain("bias", 10, 40)
+            traffic.payload("kernel", 4096, payload, extra=4)
+            for name, way in (("a", "low_rank"), ("b", "low_rank"), ("c", "rows"), ("d", "whole")):
+                if step in (0, 1, 4):  # its own dense steps: the choice stays what it was
+                    traffic.dense(name, 100, 400)
+                else:
+                    traffic.shared(name, 100, 20, 1.0, 0.5, way=way)
+        found = {way: traffic.report()[way] for way in report.WAYS}
+        assert found == {"low_rank": 2, "rows": 1, "frequencies": 1, "whole": 1, "plain": 1}
+    assert [record.getMessage() for record in caplog.records] == [
+        "gradients travel as: 1 frequencies, 5 plain",
+        "gradients travel as: 2 low rank, 1 rows, 1 frequencies, 1 whole, 1 plain",
+    ]
+    traffic.plain("a", 100, 400)  # given up for good
+    assert traffic.report()["low_rank"] == 1

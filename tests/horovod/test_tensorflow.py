@@ -1,4 +1,4 @@
-"""FFTCompression for TensorFlow in the real, unpatched Horovod: several processes."""
+"""Compression of TensorFlow in the real, unpatched Horovod: several processes."""
 
 from __future__ import annotations
 
@@ -41,6 +41,11 @@ def test_nothing_goes_wrong_in_silence(horovodrun):
     cases = source[source.index("CASES = [") :].partition("]")[0].count(",")
     run = horovodrun(2, RANKS / "tensorflow_trust.py", timeout=280).check()
     assert run.stdout.count(">:ok ") == 2 * cases, run.stdout
+
+
+def test_theta_follows_every_kind_of_schedule(horovodrun):
+    run = horovodrun(2, RANKS / "tensorflow_schedules.py", timeout=280).check()
+    assert run.stdout.count(">:ok thrifty") == 2, run.stdout  # the last of the kinds
 
 
 @pytest.mark.parametrize("how", ["kill", "join"])

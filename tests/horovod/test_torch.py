@@ -1,4 +1,4 @@
-"""FFTCompression in the real, unpatched Horovod: several processes on this machine."""
+"""Compression in the real, unpatched Horovod: several processes on this machine."""
 
 from __future__ import annotations
 
@@ -45,6 +45,11 @@ def test_a_skipped_step_is_as_if_it_had_never_been(horovodrun, exchange):
 def test_edges(horovodrun, tmp_path):
     run = horovodrun(2, RANKS / "behave.py", tmp_path, timeout=240).check()
     assert run.stdout.count(">:ok ") == 2 * 13, run.stdout
+
+
+def test_theta_follows_every_kind_of_schedule(horovodrun):
+    run = horovodrun(2, RANKS / "schedules.py", timeout=200).check()
+    assert run.stdout.count(">:ok thrifty") == 2, run.stdout  # the last of the kinds
 
 
 def test_nothing_goes_wrong_in_silence(horovodrun):

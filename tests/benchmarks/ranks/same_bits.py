@@ -15,14 +15,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 from nets import NETS
 from simulated import SMALLEST, Gather, Plain, Shared, exchange_gradients, rank_gradients
 
-import sn_compress
-from sn_compress import FFTCompression
+from sn_compress import FFTCompression, LowRankCompression
 
 RANKS, BATCH, STEPS = 2, 4, 8
 WAYS = {
-    "gather": {"theta": 0.98},
+    "gather": FFTCompression.using(theta=0.98),
     # Two steps dense at the start and one at the seventh; the others send factors.
-    "shared": {"exchange": "shared", "ratio": 30.0, "warmup": 2, "every": 5},
+    "shared": LowRankCompression.using(ratio=30.0, warmup=2, every=5),
 }
 
 
@@ -46,7 +45,7 @@ def real(way):
     optimizer = hvd.DistributedOptimizer(
         optimizer,
         named_parameters=net.named_parameters(),
-        compression=FFTCompression.using(**WAYS[way]),
+        compression=WAYS[way],
     )
     for images, labels in batches():
         optimizer.zero_grad()
@@ -60,13 +59,13 @@ def exchange_of(way, sessions, name, parameter):
     if way == "shared":
         takes = [session.takes(name, parameter.numel()) for session in sessions]
         return Shared(sessions, name, tuple(parameter.shape)) if all(takes) else Plain()
-    codecs = [sn_compress.codec("fft", **WAYS[way], threads=1) for _ in range(RANKS)]
+    codecs = [WAYS[way].settings.codec(threads=1) for _ in range(RANKS)]
     return Plain() if parameter.numel() < SMALLEST else Gather(codecs)
 
 
 def simulated(way):
     net, optimizer = new()
-    settings = FFTCompression.using(**WAYS[way]).settings
+    settings = WAYS[way].settings
     sessions = [settings.shared() for _ in range(RANKS)]
     exchanges = {n: exchange_of(way, sessions, n, p) for n, p in net.named_parameters()}
     for images, labels in batches():

@@ -15,14 +15,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from sn_compress import CompressError
-from sn_compress.torch.ddp import FFTState, fft_hook
-from sn_compress.torch.fsdp import hsdp_hook
+from sn_compress import (
+    AutoCompression,
+    CompressError,
+    FFTCompression,
+    LowRankCompression,
+)
+from sn_compress.torch.ddp import CompressionState, compression_hook
+from sn_compress.torch.fsdp import fsdp_hook
 
 RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
-EXACT = {"theta": 0.0, "values": "fp16"}
-SHARED = {"exchange": "shared", "warmup": 2, "ratio": 20.0}
-LOSSY = ({"theta": 0.9}, SHARED)
+EXACT = FFTCompression.using(theta=0.0, values="fp16")
+SHARED = LowRankCompression.using(warmup=2, ratio=20.0)
+LOSSY = (FFTCompression.using(theta=0.9), SHARED)
 
 
 def net(seed=0):
@@ -35,7 +40,7 @@ def net(seed=0):
 def wrap(model, state, **options):
     # Small, so that there are several buckets, and new ones after the first step.
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.02, **options)
-    ddp.register_comm_hook(state, fft_hook)
+    ddp.register_comm_hook(state, compression_hook)
     return ddp
 
 
@@ -127,21 +132,18 @@ def local_gradients(model, steps):
 
 def ranks_stay_bit_identical():
     ways = {
-        "fp32": {}, "gather": {"theta": 0.98}, "static": {"static_graph": True},
-        "bf16": {"dtype": torch.bfloat16, "theta": 0.98},
-        "fp16": {"dtype": torch.float16, "theta": 0.98},
-        "paper": {"mode": "paper", "theta": 0.9},
-        "views": {"gradient_as_bucket_view": True, "theta": 0.98},
-        "shared": SHARED, "shared bf16": {"dtype": torch.bfloat16, **SHARED},
+        "fft": (FFTCompression, {}), "low rank": (LowRankCompression, {}),
+        "static": (LowRankCompression, {"static_graph": True}),
+        "bf16": (FFTCompression, {"dtype": torch.bfloat16}),
+        "fp16": (FFTCompression, {"dtype": torch.float16}),
+        "paper": (FFTCompression.using(mode="paper", theta=0.9), {}),
+        "views": (FFTCompression, {"gradient_as_bucket_view": True}),
+        "factors": (SHARED, {}), "factors bf16": (SHARED, {"dtype": torch.bfloat16}),
     }  # fmt: skip
-    for way, options in ways.items():
-        options = dict(options)
+    for way, (compression, options) in ways.items():
         dtype = options.pop("dtype", torch.float32)
-        settings = {
-            name: options.pop(name) for name in ("mode", "theta", *SHARED) if name in options
-        }
         model = net().to(dtype)
-        ddp = wrap(model, FFTState(**settings), **options)
+        ddp = wrap(model, CompressionState(compression), **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for step in range(20):
             optimizer.zero_grad()
@@ -160,7 +162,7 @@ def mean_is_the_mean():
     model = nn.Sequential(net(), nn.Conv2d(1, 1, 1))  # the convolution is never used
     model.register_parameter("spare", nn.Parameter(torch.zeros(32, 3, 8, 8)))
     model.spare.data = model.spare.to(memory_format=torch.channels_last)
-    state = FFTState(**EXACT)
+    state = CompressionState(EXACT)
 
     class Both(nn.Module):
         def __init__(self):
@@ -191,9 +193,9 @@ def mean_is_the_mean():
 
 def nothing_is_lost():
     """What came in went out or is in the memory, over several layouts of the buckets."""
-    for settings in LOSSY:
+    for compression in LOSSY:
         model = net()
-        state = FFTState(named_parameters=model.named_parameters(), **settings)
+        state = CompressionState(compression, named_parameters=model.named_parameters())
         ddp, ledger = wrap(model, state), Ledger(model)
         sizes = []
         start = state.rounds
@@ -218,9 +220,9 @@ def nothing_is_lost():
 
 
 def nothing_is_lost_when_accumulating():
-    for settings in LOSSY:
+    for compression in LOSSY:
         model = net()
-        state = FFTState(named_parameters=model.named_parameters(), **settings)
+        state = CompressionState(compression, named_parameters=model.named_parameters())
         ddp, ledger = wrap(model, state), Ledger(model)
         for step in range(0, 15, 3):
             ledger.owe(local_gradients(model, range(step, step + 3)))
@@ -250,9 +252,9 @@ class Forked(nn.Module):
 
 
 def nothing_is_lost_when_unused():
-    for settings in LOSSY:
+    for compression in LOSSY:
         model = Forked()
-        state = FFTState(named_parameters=model.named_parameters(), **settings)
+        state = CompressionState(compression, named_parameters=model.named_parameters())
         ddp = wrap(model, state, find_unused_parameters=True)
         ledger = Ledger(model)
         for step in range(7):
@@ -268,10 +270,12 @@ def nothing_is_lost_when_unused():
 
 def skipped_steps_are_taken_back():
     """Overflow on one rank: all skip, and the memory is what it was, in the new scale."""
-    for settings in LOSSY:
+    for compression in LOSSY:
         model = net()
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-        state = FFTState(named_parameters=model.named_parameters(), scaler=scaler, **settings)
+        state = CompressionState(
+            compression, named_parameters=model.named_parameters(), scaler=scaler
+        )
         ddp, ledger = wrap(model, state), Ledger(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         seen = set()
@@ -300,9 +304,9 @@ def skipped_steps_are_taken_back():
 
 
 def not_a_number_reaches_all():
-    for settings in LOSSY:
+    for compression in LOSSY:
         model = net()
-        state = FFTState(named_parameters=model.named_parameters(), **settings)
+        state = CompressionState(compression, named_parameters=model.named_parameters())
         ddp = wrap(model, state)
         for bad in (1.0, 1.0, float("nan"), float("inf"), -float("inf")):
             model.zero_grad()
@@ -318,7 +322,7 @@ def not_a_number_reaches_all():
 
 
 def resumed_run_is_bit_equal():
-    for settings in LOSSY:
+    for compression in LOSSY:
 
         def run(model, ddp, steps):
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -328,7 +332,7 @@ def resumed_run_is_bit_equal():
                 optimizer.step()
 
         model = net()
-        state = FFTState(named_parameters=model.named_parameters(), **settings)
+        state = CompressionState(compression, named_parameters=model.named_parameters())
         ddp = wrap(model, state)
         run(model, ddp, range(4))
         saved, weights = copy.deepcopy(state.state_dict()), copy.deepcopy(model.state_dict())
@@ -336,7 +340,7 @@ def resumed_run_is_bit_equal():
 
         again = net(seed=1)
         again.load_state_dict(weights)
-        resumed = FFTState(named_parameters=again.named_parameters(), **settings)
+        resumed = CompressionState(compression, named_parameters=again.named_parameters())
         resumed.load_state_dict(saved)
         run(again, wrap(again, resumed), range(4, 8))
         for p, q in zip(model.parameters(), again.parameters(), strict=True):
@@ -344,11 +348,11 @@ def resumed_run_is_bit_equal():
 
         every = [None] * RANKS
         dist.all_gather_object(every, saved)
-        from_list = FFTState(named_parameters=again.named_parameters(), **settings)
+        from_list = CompressionState(compression, named_parameters=again.named_parameters())
         from_list.load_state_dict(every)
         # The memory as it was saved, not that of the run that has gone on.
         name, like = "0.weight", again[0].weight
-        reloaded = FFTState(named_parameters=again.named_parameters(), **settings)
+        reloaded = CompressionState(compression, named_parameters=again.named_parameters())
         reloaded.load_state_dict(saved)
         own = own_memory(reloaded, name, like)
         assert torch.equal(own_memory(from_list, name, like), own)
@@ -356,7 +360,7 @@ def resumed_run_is_bit_equal():
         alone = dist.new_group([0])
         expected = mean(own)
         if RANK == 0:
-            shrunk = FFTState(alone, named_parameters=again.named_parameters(), **settings)
+            shrunk = CompressionState(compression, alone, named_parameters=again.named_parameters())
             shrunk.load_state_dict(every)
             # Transformed there and back, and rounded to float32 once.
             kept = own_memory(shrunk, name, like)
@@ -376,7 +380,10 @@ def plain_travels_as_plain():
         torch.manual_seed(0)
         ours = make()
         stock = copy.deepcopy(ours)
-        for ddp in (wrap(ours, FFTState()), DistributedDataParallel(stock, bucket_cap_mb=0.02)):
+        for ddp in (
+            wrap(ours, CompressionState(LowRankCompression)),
+            DistributedDataParallel(stock, bucket_cap_mb=0.02),
+        ):
             ddp(x).square().sum().backward()
         for p, q in zip(ours.parameters(), stock.parameters(), strict=True):
             a, b = (g.to_dense() if g.is_sparse else g for g in (p.grad, q.grad))
@@ -390,12 +397,12 @@ def errors_reach_every_rank():
         ddp = wrap(model, state)
         return message_of(lambda: loss_of(ddp, 0).backward())
 
-    said = fails(FFTState(theta=0.9 if RANK else 0.8))
+    said = fails(CompressionState(FFTCompression.using(theta=0.9 if RANK else 0.8)))
     assert "other settings" in said, said
-    said = fails(FFTState(named_parameters=net().named_parameters()))
+    said = fails(CompressionState(LowRankCompression, named_parameters=net().named_parameters()))
     assert "named_parameters" in said, said
 
-    damaged = FFTState(theta=0.98)
+    damaged = CompressionState(FFTCompression)
     encode = damaged._encode
 
     def flip(flat, large):
@@ -407,7 +414,7 @@ def errors_reach_every_rank():
     damaged._encode = flip
     said = fails(damaged)
     assert "checksum" in said, said
-    shared = FFTState(exchange="shared", warmup=1)
+    shared = CompressionState(LowRankCompression.using(warmup=1))
     ddp = wrap(net(), shared)
     loss_of(ddp, 0).backward()
     add = shared._sum
@@ -420,16 +427,28 @@ def errors_reach_every_rank():
     shared._sum = flip_sum
     said = message_of(lambda: loss_of(ddp, 1).backward())
     assert "checksum" in said, said
-    unnamed = FFTState()
+    unnamed = CompressionState(LowRankCompression)
     ddp = wrap(net(), unnamed)
     loss_of(ddp, 0).backward()
     assert "names" in message_of(unnamed.state_dict)
-    for settings, word in (
-        ({"theta": 2}, "theta=2"),
-        ({"thta": 0.9}, "thta"),
-        ({"mode": "x"}, "mode"),
+    model, make = net(), CompressionState
+    for call, words in (
+        (lambda: make(model), "got a Sequential as compression; expected FFTCompression"),
+        (lambda: make("fft"), "got 'fft' as compression"),
+        (lambda: make(FFTCompression.settings), "got a Settings as compression"),
+        (lambda: make(FFTCompression(theta=0.9)), "FFTCompression.using(theta=0.9)"),
+        (lambda: make(nn.Linear), "got the class Linear as compression"),
+        (lambda: make(dist.group.WORLD), "got a ProcessGroup as compression"),
+        (lambda: make(FFTCompression, model), "got a Sequential as process_group"),
+        (lambda: make(FFTCompression, unnamed), "got a CompressionState as process_group"),
+        (lambda: make(AutoCompression), "AutoCompression with torch's DistributedDataParallel"),
+        (lambda: make(LowRankCompression.using(overlap=True)), "overlap=True has no effect"),
+        (lambda: fsdp_hook(None, "layer"), "fsdp_hook got a NoneType as its state"),
     ):
-        assert word in message_of(lambda settings=settings: FFTState(**settings)), settings
+        assert words in message_of(call), (words, message_of(call))
+    for state in (None, FFTCompression, dist.group.WORLD):
+        said = fails(state)
+        assert "as its state; expected a CompressionState" in said, said
 
 
 def replicas_of_hsdp():
@@ -445,15 +464,15 @@ def replicas_of_hsdp():
                 fully_shard(layer, mesh=over)
         return fully_shard(model, mesh=over)
 
-    def hooked(**settings):
+    def hooked(compression):
         model = sharded(mesh["shard"])
-        state = FFTState(mesh.get_group("replicate"), **settings)
+        state = CompressionState(compression, mesh.get_group("replicate"))
         for name, module in model.named_modules():
             if isinstance(module, FSDPModule):
-                module.set_all_reduce_hook(hsdp_hook(state, name))
+                module.set_all_reduce_hook(fsdp_hook(state, name))
         return model, state
 
-    stock, (ours, _) = sharded(mesh), hooked(**EXACT)
+    stock, (ours, _) = sharded(mesh), hooked(EXACT)
     for model in (stock, ours):
         loss_of(model, 0).backward()
     for (name, p), q in zip(ours.named_parameters(), stock.parameters(), strict=True):
@@ -461,8 +480,9 @@ def replicas_of_hsdp():
         # Rounded to 2**-11; two replicas' gradients may cancel down to a part of their norms.
         assert (a - b).norm() <= 2**-8 * b.norm(), (name, (a - b).norm() / b.norm())
 
-    for settings in LOSSY:
-        ours, state = hooked(**settings)
+    whole = SHARED.using(ratio=2.0)  # what a vector can have
+    for compression in (LOSSY[0], whole):
+        ours, state = hooked(compression)
         optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
         for step in range(6):
             optimizer.zero_grad()
@@ -477,7 +497,7 @@ def replicas_of_hsdp():
             assert not torch.equal(parameter.full_tensor(), start[name]), name
         # With gather, the last one, of 520 elements to a shard, is small.
         report = state.report()
-        assert report["tensors"] == (4 if settings == SHARED else 3), report
+        assert report["tensors"] == (4 if compression is whole else 3), report
         assert report["steps"] == 6
         state.load_state_dict(state.state_dict())
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sn_compress.torch.ddp import FFTState, fft_hook
+from sn_compress import FFTCompression
+from sn_compress.torch.ddp import CompressionState, compression_hook
 
 RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 torch.set_num_threads(1)
@@ -20,7 +21,7 @@ dist.init_process_group(
 )  # fmt: skip
 model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
 ddp = DistributedDataParallel(model, bucket_cap_mb=0.1)
-ddp.register_comm_hook(FFTState(theta=0.98), fft_hook)
+ddp.register_comm_hook(CompressionState(FFTCompression), compression_hook)
 for step in range(1000):
     if RANK == 1 and step == 5:
         # The second layer's payload is on its way then, the first one's is not.

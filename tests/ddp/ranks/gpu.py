@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sn_compress.torch.ddp import FFTState, fft_hook
+from sn_compress import FFTCompression
+from sn_compress.torch.ddp import CompressionState, compression_hook
 
 RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 device = torch.device("cuda", RANK)
@@ -32,12 +33,13 @@ def mean(tensor):
     return total / RANKS
 
 
-for settings in ({"theta": 0.9}, {"theta": 0.9, "find_unused_parameters": True}):
+FFT = FFTCompression.using(theta=0.9)
+for settings in ({}, {"find_unused_parameters": True}):
     for dtype in (torch.float32, torch.bfloat16):
         model = net(dtype)
-        state = FFTState(named_parameters=model.named_parameters(), **settings)
+        state = CompressionState(FFT, named_parameters=model.named_parameters(), **settings)
         ddp = DistributedDataParallel(model, device_ids=[RANK], bucket_cap_mb=1)
-        ddp.register_comm_hook(state, fft_hook)
+        ddp.register_comm_hook(state, compression_hook)
         names = [name for name, p in model.named_parameters() if p.numel() >= 1024]
         parameters = dict(model.named_parameters())
         due = {name: torch.zeros_like(parameters[name], dtype=torch.float64) for name in names}
@@ -62,7 +64,7 @@ for settings in ({"theta": 0.9}, {"theta": 0.9, "find_unused_parameters": True})
             # Rounding of the mean to bfloat16 is not remembered: 2**-9 of each of six steps.
             assert lost <= (1e-4 if dtype == torch.float32 else 6 * 2**-9), (name, lost)
             assert (paid[name] - due[name]).norm() > 1e-3 * due[name].norm(), "was it compressed?"
-        again = FFTState(named_parameters=model.named_parameters(), **settings)
+        again = CompressionState(FFT, named_parameters=model.named_parameters(), **settings)
         again.load_state_dict(state.state_dict())
 print("ok", flush=True)
 time.sleep(0.2)  # docs/ddp.md says why

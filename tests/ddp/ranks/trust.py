@@ -25,7 +25,8 @@ from behave import (
 )  # fmt: skip
 from torch import nn
 
-from sn_compress.torch.ddp import FFTState, Part
+from sn_compress import FFTCompression, LowRankCompression
+from sn_compress.torch.ddp import CompressionState, Part
 
 
 def said_by_all(call):
@@ -42,35 +43,48 @@ def settings_and_names_are_agreed_on_at_the_start():
     names = dict(model.named_parameters())
     swapped = dict(zip(names, [names[n] for n in reversed(names)], strict=True))
     for words, options in (
-        (["setting theta: 0.8 on rank 0, 0.9 on rank"], {"theta": 0.9 if odd else 0.8}),
+        (
+            ["setting theta: 0.8 on rank 0, 0.9 on rank"],
+            {"compression": FFTCompression.using(theta=0.9 if odd else 0.8)},
+        ),
         (
             ["setting ratio: 20.0 on rank 0, 30.0 on rank"],
-            SHARED | {"ratio": 30.0 if odd else 20.0},
+            {"compression": SHARED.using(ratio=30.0 if odd else 20.0)},
         ),
-        (["setting check_every: 7 on"], {"check_every": 8 if odd else 7}),
+        (
+            ["setting compression: 'FFTCompression' on rank 0, 'LowRankCompression' on rank"],
+            {"compression": LowRankCompression if odd else FFTCompression},
+        ),
+        (
+            ["setting check_every: 7 on"],
+            {"compression": LowRankCompression.using(check_every=8 if odd else 7)},
+        ),
         (["tensor 0", "0.weight"], {"named_parameters": (swapped if odd else names).items()}),
         (["scaler"], {"scaler": torch.amp.GradScaler("cpu") if odd else None}),
     ):
-        ddp = wrap(copy.deepcopy(model), FFTState(**options))
+        options = {"compression": LowRankCompression, **options}
+        ddp = wrap(copy.deepcopy(model), CompressionState(**options))
         if "named_parameters" in options:
-            ddp = wrap(model, FFTState(**options))
+            ddp = wrap(model, CompressionState(**options))
         said = said_by_all(lambda ddp=ddp: loss_of(ddp, 0).backward())
         for word in words:
             assert word in said, (word, said)
-    assert "timeout" in message_of(lambda: FFTState(wait_s=3))
+    assert "timeout" in message_of(lambda: CompressionState(FFTCompression.using(wait_s=3)))
 
 
 def damage_on_receipt_is_found():
     """In what travels gathered, in rounds, on dense steps, plain and sparse."""
-    for settings, name, at, found in (
-        ({"theta": 0.9}, "0.weight", 6, 10),
+    for compression, name, at, found in (
+        (LOSSY[0], "0.weight", 6, 10),
         (SHARED, "2.weight", 7, 10),
         (SHARED, "0.weight", 1, 5),
         (SHARED, "2.bias", 12, 15),
     ):
         model = net()
         named = model.named_parameters()
-        ddp = wrap(model, FFTState(named_parameters=named, check_every=5, **settings))
+        ddp = wrap(
+            model, CompressionState(compression.using(check_every=5), named_parameters=named)
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         reached = [0]
 
@@ -100,7 +114,7 @@ def bag():
 
 def damage_of_sparse_gradients_is_found_too():
     model = bag()
-    ddp = wrap(model, FFTState(check_every=3))
+    ddp = wrap(model, CompressionState(LowRankCompression.using(check_every=3)))
     reached = [0]
 
     def train():
@@ -117,9 +131,9 @@ def damage_of_sparse_gradients_is_found_too():
 
 
 def equal_ranks_are_never_told_to_differ():
-    for settings in LOSSY:
+    for compression in LOSSY:
         model = net()
-        state = FFTState(check_every=5, **settings)
+        state = CompressionState(compression.using(check_every=5))
         ddp = wrap(model, state)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         for step in range(16):
@@ -133,14 +147,14 @@ def equal_ranks_are_never_told_to_differ():
 def sparse_gradients_are_in_the_report():
     """The 2000 x 32 embedding of which nothing was counted, beside what is compressed."""
     model = nn.Sequential(bag(), nn.Linear(32, 64))
-    state = FFTState(theta=0.9)
+    state = CompressionState(FFTCompression.using(theta=0.9))
     ddp = wrap(model, state)
     rows = 50 + RANK
     for _ in range(3):
         model.zero_grad()
         ddp(torch.arange(2 * rows).view(2, rows) // 2).square().mean().backward()
     report, sent = state.report(), rows * (8 + 4 * 32)  # an index of 8 bytes and a row
-    codec = FFTState(theta=0.9).codec
+    codec = CompressionState(FFTCompression.using(theta=0.9)).codec
     assert report["payload_bytes"] == sent + codec.payload_bytes(32 * 64) + 4 * 64, report
     assert report["dense_bytes"] == sent + 4 * 33 * 64, report
     assert report["steps"] == 3, report
@@ -159,17 +173,17 @@ def memory_of(state, name, parameter):
 
 def a_memory_follows_its_tensor_into_another_layout():
     layouts = torch.contiguous_format, torch.channels_last
-    for settings in (*LOSSY, {"exchange": "shared", "warmup": 1, "ratio": 8.0}):
+    for compression in (*LOSSY, LowRankCompression.using(warmup=1, ratio=8.0)):
         for old in layouts:
             model = pictures().to(memory_format=old)
-            state = FFTState(named_parameters=model.named_parameters(), **settings)
+            state = CompressionState(compression, named_parameters=model.named_parameters())
             ddp = wrap(model, state)
             for step in range(4):
                 ddp(batch(step, 4, 8 * 36).view(4, 8, 6, 6)).square().mean().backward()
             saved = copy.deepcopy(state.state_dict())
             for new in layouts:
                 other = pictures().to(memory_format=new)
-                loaded = FFTState(named_parameters=other.named_parameters(), **settings)
+                loaded = CompressionState(compression, named_parameters=other.named_parameters())
                 loaded.load_state_dict(saved)
                 every = zip(model.named_parameters(), other.parameters(), strict=True)
                 for (name, p), q in every:
@@ -186,7 +200,7 @@ def a_memory_follows_its_tensor_into_another_layout():
 
 
 class Scaler:
-    """Of which all that FFTState asks is the scale."""
+    """Of which all that CompressionState asks is the scale."""
 
     scale = 8.0
 
@@ -196,9 +210,9 @@ class Scaler:
 
 def a_skipped_step_takes_back_nothing_older():
     """Tensors that sit the skipped step out, as modules of FSDP2 may, keep what they remember."""
-    for settings in LOSSY:
+    for compression in LOSSY:
         scaler = Scaler()
-        state = FFTState(scaler=scaler, **settings)
+        state = CompressionState(compression, scaler=scaler)
 
         def step(number, names, state=state):
             for name in names:
@@ -215,16 +229,16 @@ def a_skipped_step_takes_back_nothing_older():
         after = own_memory(state, "b", torch.empty(64, 64))
         assert before.any()
         # The gather exchange transforms there and back.
-        assert (2 * after - before).norm() <= 1e-6 * before.norm(), settings
+        assert (2 * after - before).norm() <= 1e-6 * before.norm(), compression
 
 
 def mean_of_ranks_is_not_changed_by_the_question():
     """Steps that compare give the same bits as those of a state that never does."""
-    for settings in LOSSY:
+    for compression in LOSSY:
         every = []
         for check in (0, 2):
             model = net()
-            ddp = wrap(model, FFTState(check_every=check, **settings))
+            ddp = wrap(model, CompressionState(compression.using(check_every=check)))
             for step in range(5):
                 model.zero_grad()
                 loss_of(ddp, step).backward()

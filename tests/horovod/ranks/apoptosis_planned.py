@@ -13,7 +13,7 @@ from sn_compress import FFTCompression
 from sn_memory.apoptosis.torch import Apoptosis
 
 STEPS, BATCH, WIDTH, INPUTS = 12, 512, 64, 16
-FFT = FFTCompression.using(theta=0.5, min_elements=1, exchange="gather")
+FFT = FFTCompression.using(theta=0.5, min_elements=1)
 
 
 def wrap():

@@ -1,4 +1,4 @@
-"""One rank: what FFTCompression does at the edges, one function a case.
+"""One rank: what a compression does at the edges, one function a case.
 
 Run as `behave.py CASE...`; prints "ok CASE" on every rank, or fails with an assertion.
 """
@@ -9,12 +9,12 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
-from sn_compress import CompressError, FFTCompression
+from sn_compress import AutoCompression, CompressError, FFTCompression, LowRankCompression
 from sn_compress.schedule import Constant, EnergyBudget, Warmup
 from sn_compress.torch import horovod as rim
 
-GATHER = FFTCompression.using(exchange="gather")
-SHARED = FFTCompression.using(ratio=8, warmup=2, every=4)
+GATHER = FFTCompression
+SHARED = LowRankCompression.using(ratio=8, warmup=2, every=4)
 EXACT = FFTCompression.using(theta=0.0, values="fp16")
 
 
@@ -174,11 +174,8 @@ def refusals():
         (lambda: FFTCompression.report(torch.optim.SGD([tensor], lr=1)), "DistributedOptimizer"),
         (lambda: FFTCompression.using(theta=1.5), "theta"),
         (lambda: FFTCompression.using(topk=3), "no setting topk"),
-        (lambda: FFTCompression.using(theta=0.9, ratio=30), "gather exchange"),
-        (lambda: FFTCompression.using(exchange="shared", theta=0.9), "gather exchange"),
-        (lambda: FFTCompression.using(exchange="gather", ratio=9), "shared exchange"),
-        (lambda: FFTCompression.using(exchange="ring"), "ring"),
-        (lambda: FFTCompression.using(ratio=1.0), "ratio"),
+        (lambda: LowRankCompression.using(ratio=1.0), "ratio"),
+        (lambda: hvd.allreduce(tensor, compression=AutoCompression, op=hvd.Min), "hvd.Average"),
         (lambda: FFTCompression.compress([1.0]), "list"),
     ):
         assert word in message_of(call), message_of(call)

@@ -13,18 +13,21 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
-from sn_compress import FFTCompression
+from sn_compress import FFTCompression, LowRankCompression
 
 torch.set_num_threads(1)
 exchange, folder = sys.argv[1], Path(sys.argv[2])
 hvd.init()
 torch.manual_seed(0)
 model = nn.Linear(128, 128)
-settings = {"warmup": 3, "ratio": 10} if exchange == "shared" else {"theta": 0.9}
+WAYS = {
+    "gather": FFTCompression.using(theta=0.9),
+    "shared": LowRankCompression.using(warmup=3, ratio=10),
+}
 optimizer = hvd.DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=0.01),
     named_parameters=model.named_parameters(),
-    compression=FFTCompression.using(exchange=exchange, **settings),
+    compression=WAYS[exchange],
 )
 mine = folder / f"rank{hvd.rank()}"
 for step in range(60):

@@ -12,7 +12,7 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
-from sn_compress import FFTCompression
+from sn_compress import FFTCompression, LowRankCompression
 
 hvd.init()
 torch.set_num_threads(1)
@@ -20,11 +20,14 @@ exchange = sys.argv[1]
 committed = []
 torch.manual_seed(0)
 model = nn.Linear(96, 64)
-settings = {"warmup": 4, "ratio": 20} if exchange == "shared" else {"theta": 0.95}
+WAYS = {
+    "gather": FFTCompression.using(theta=0.95),
+    "shared": LowRankCompression.using(warmup=4, ratio=20),
+}
 optimizer = hvd.DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=0.05),
     named_parameters=model.named_parameters(),
-    compression=FFTCompression.using(exchange=exchange, **settings),
+    compression=WAYS[exchange],
 )
 
 

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from sn_compress import CompressError, FFTCompression
+from sn_compress import AutoCompression, CompressError, FFTCompression, LowRankCompression
 from sn_compress.tensorflow.keras import (
     AverageMetrics,
     BroadcastVariables,
@@ -208,7 +208,7 @@ def mixed_precision():
 
 def shared():
     """The shared exchange: dense steps, then sums; resumed in its own way too."""
-    fft = FFTCompression.using(exchange="shared", ratio=40, warmup=2, every=8)
+    fft = LowRankCompression.using(ratio=40, warmup=2, every=8)
     model, whole = fit(compression=fft)
     report = FFTCompression.report(model.optimizer)
     assert report["steps"] == STEPS, report
@@ -370,6 +370,10 @@ def refusals():
         (lambda: DistributedOptimizer("sgd"), "keras.optimizers"),
         (lambda: DistributedOptimizer(DistributedOptimizer(sgd())), "already"),
         (lambda: DistributedOptimizer(sgd(), backward_passes_per_step=0), "at least 1"),
+        (
+            lambda: fit(compression=AutoCompression),
+            "AutoCompression with TensorFlow and Keras",
+        ),
         (lambda: FFTCompression.report(sgd()), "DistributedOptimizer"),
         (
             lambda: DistributedOptimizer(sgd(), op=hvd.Sum, gradient_predivide_factor=2.0),

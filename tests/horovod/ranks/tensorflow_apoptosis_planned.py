@@ -13,14 +13,14 @@ import pytest
 import tensorflow as tf
 
 import sn_memory.tensorflow
-from sn_compress import CompressError, FFTCompression
+from sn_compress import CompressError, FFTCompression, LowRankCompression
 from sn_compress.tensorflow.keras import DistributedOptimizer
 from sn_memory.apoptosis.tensorflow import Apoptosis
 
 STEPS, BATCH, WIDTH, INPUTS = 12, 512, 64, 16
 EXCHANGES = {
-    "gather": FFTCompression.using(theta=0.5, min_elements=700, exchange="gather"),
-    "shared": FFTCompression.using(ratio=8, warmup=2, min_elements=700),
+    "gather": FFTCompression.using(theta=0.5, min_elements=700),
+    "shared": LowRankCompression.using(ratio=8, warmup=2, min_elements=700),
 }
 
 

@@ -1,4 +1,4 @@
-"""One rank: what FFTCompression does in TensorFlow at the edges, one function a case.
+"""One rank: what a compression does in TensorFlow at the edges, one function a case.
 
 Run as `tensorflow_behave.py`; prints "ok CASE" on every rank, or fails with an assertion.
 """
@@ -10,10 +10,10 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from sn_compress import ErrorFeedback, FFTCodec, FFTCompression
+from sn_compress import ErrorFeedback, FFTCodec, FFTCompression, LowRankCompression
 from sn_compress.tensorflow.tape import memory_of
 
-SHARED = FFTCompression.using(exchange="shared", ratio=40, warmup=2)
+SHARED = LowRankCompression.using(ratio=40, warmup=2)
 EXACT = FFTCompression.using(theta=0.0, values="fp16")
 
 
@@ -215,7 +215,7 @@ def refusals():
         (lambda: gradients_of([[tensor.numpy()]], FFTCompression, op=hvd.Adasum), "Adasum"),
         (lambda: FFTCompression.compress(tensor), "not called by Horovod"),
         (lambda: FFTCompression.report(tf.GradientTape()), "memory_of"),
-        (lambda: memory_of("fft"), "FFTCompression"),
+        (lambda: memory_of("fft"), "memory_of got 'fft' as compression; expected FFTCompression"),
         (compiled, "jit_compile"),
     )
     for call, word in calls:

@@ -9,11 +9,12 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from sn_compress import FFTCompression
+from sn_compress import FFTCompression, LowRankCompression
 from sn_compress.tensorflow.tape import memory_of
 
 STEPS = 20
-SHARED = FFTCompression.using(exchange="shared", ratio=40, warmup=2, every=8)
+FFT = FFTCompression.using(theta=0.9)
+SHARED = LowRankCompression.using(ratio=40, warmup=2, every=8)
 SHAPES = {"first": (96, 128), "branch": (128, 128), "last": (128, 10), "bias": (10,)}
 
 
@@ -51,7 +52,7 @@ def assert_equal_ranks(variables, **where):
 
 
 def train(dtype=tf.float32, *, graph, compression=None, generic=False, **options):
-    fft = (compression or FFTCompression).using(theta=0.9)
+    fft = (compression or FFT).using()  # a memory of its own
     net = fresh(dtype)
     variables = list(net.values())
     if isinstance(options.get("groups"), list):
@@ -104,7 +105,7 @@ CASES = {
     "fp32": lambda: both(),
     "fp16": lambda: train(tf.float16, graph=True),
     "bf16": lambda: train(tf.bfloat16, graph=True),
-    "paper": lambda: train(graph=False, compression=FFTCompression.using(mode="paper")),
+    "paper": lambda: train(graph=False, compression=FFTCompression.using(mode="paper", theta=0.9)),
     "sum": lambda: both(op=hvd.Sum),
     "predivide": lambda: train(graph=True, gradient_predivide_factor=2.0),
     "groups": lambda: both(groups=2),

@@ -12,12 +12,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from sn_compress import CompressError, FFTCompression
+from sn_compress import CompressError, FFTCompression, LowRankCompression
 from sn_compress.tensorflow.keras import DistributedOptimizer
 from sn_compress.tensorflow.tape import memory_of
 
-SHARED = {"ratio": 8, "warmup": 2, "check_every": 5}
-GATHER = {"theta": 0.9, "check_every": 5}
+SHARED = LowRankCompression.using(ratio=8, warmup=2, check_every=5)
+GATHER = FFTCompression.using(theta=0.9, check_every=5)
 QUESTION = 17 * 8  # bytes
 
 
@@ -58,14 +58,18 @@ def variables_of(*names, shape=(48, 48)):
 
 def tapes_agree_at_the_start():
     odd = hvd.rank() == 1
-    for words, names, options in (
-        (["setting ratio: 8 on rank 0, 4 on rank 1"], "ab", {"ratio": 4 if odd else 8}),
-        (["setting theta"], "ab", {"theta": 0.8 if odd else 0.9}),
-        (["variable 0: a#0 (48, 48)", "b#0 (48"], "ba" if odd else "ab", {}),
-        (["variable 2: nothing on rank 0"], "abc" if odd else "ab", {}),
+    for words, names, fft in (
+        (
+            ["setting ratio: 8 on rank 0, 4 on rank 1"],
+            "ab",
+            SHARED.using(ratio=4 if odd else 8),
+        ),
+        (["setting theta"], "ab", FFTCompression.using(theta=0.8 if odd else 0.9)),
+        (["variable 0: a#0 (48, 48)", "b#0 (48"], "ba" if odd else "ab", LowRankCompression),
+        (["variable 2: nothing on rank 0"], "abc" if odd else "ab", FFTCompression),
     ):
         for graph in (True, False):
-            step = tape_step(variables_of(*names), FFTCompression.using(**options), graph)
+            step = tape_step(variables_of(*names), fft.using(), graph)
             said = said_by_all(lambda step=step: step(tf.constant(0)))
             assert all(word in said.replace("'", "") for word in words), (words, said)
 
@@ -76,7 +80,7 @@ def damage_is_found_by_tapes():
         (SHARED, (48, 48), True), (GATHER, (48, 48), True), (GATHER, (48, 48), False),
         (SHARED, (7,), True),
     ):  # fmt: skip
-        variables, fft = variables_of("a", "b", shape=shape), FFTCompression.using(**settings)
+        variables, fft = variables_of("a", "b", shape=shape), settings.using()
         step = tape_step(variables, fft, graph)
         reached = [0]
 
@@ -98,7 +102,7 @@ def damage_is_found_by_tapes():
 
 
 def two_tapes_of_one_compression_count_their_own_steps():
-    fft = FFTCompression.using(**GATHER)
+    fft = GATHER.using()
     first, second = (tape_step(variables_of(*names), fft) for names in ("ab", "cd"))
     for number in range(16):
         first(tf.constant(number))
@@ -165,10 +169,10 @@ def keras_agrees_at_the_start():
     odd = hvd.rank() == 1
     if odd:
         keras.layers.Dense(1)  # from here on this rank's layers have other numbers, which is right
-    fit(model_of(), FFTCompression.using(**SHARED), 2)
+    fit(model_of(), SHARED, 2)
     extra = []
     for word, options in (
-        ("setting ratio: 8 on rank 0, 4 on rank 1", {"ratio": 4 if odd else 8}),
+        ("setting ratio: 8 on rank 0, 4 on rank 1", {"fft": SHARED.using(ratio=4 if odd else 8)}),
         ("groups: 1 on rank 0, 2 on rank 1", {"groups": 1 + odd}),
         ("number of optimizers: ", {}),
     ):
@@ -177,7 +181,7 @@ def keras_agrees_at_the_start():
         groups = options.pop("groups", None)
         if word.startswith("number") and odd:
             extra.append(DistributedOptimizer(keras.optimizers.SGD(0.1)))
-        fft = FFTCompression.using(**options)
+        fft = options.get("fft", SHARED)
         said = said_by_all(lambda fft=fft, groups=groups: fit(model_of(), fft, groups=groups))
         assert word in said, said
     # Those of the cases before have failed, and the errors hold them.
@@ -202,14 +206,14 @@ class Damage(keras.callbacks.Callback):
 def damage_is_found_in_keras():
     for settings in (SHARED, GATHER):
         damage = Damage()
-        fft = FFTCompression.using(**settings)
+        fft = settings.using()
         said = said_by_all(lambda fft=fft, d=damage: fit(model_of(), fft, 30, callbacks=[d]))
         assert damage.reached == 9, (damage.reached, said)
         assert "after step 10, they were the same after step 5" in said, said
 
 
 def sparse_gradients_of_keras_are_in_the_report():
-    fft = FFTCompression.using(**GATHER)
+    fft = GATHER.using()
     model = model_of(embedding=True)
     optimizer = DistributedOptimizer(keras.optimizers.SGD(0.1, name="s"), compression=fft)
     model.compile(optimizer, "mse", jit_compile=False)

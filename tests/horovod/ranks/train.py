@@ -10,7 +10,7 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
-from sn_compress import FFTCompression
+from sn_compress import FFTCompression, LowRankCompression
 
 STEPS = 20
 
@@ -31,8 +31,8 @@ class Net(nn.Module):
         return self.last(x)
 
 
-GATHER = FFTCompression.using(exchange="gather", theta=0.9)
-SHARED = FFTCompression.using(exchange="shared", ratio=8, warmup=3, every=12)
+GATHER = FFTCompression.using(theta=0.9)
+SHARED = LowRankCompression.using(ratio=8, warmup=3, every=12)
 
 
 def train(dtype=torch.float32, *, way=GATHER, clip=False, branch=True, passes=1, **options):

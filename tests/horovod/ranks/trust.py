@@ -10,11 +10,11 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
-from sn_compress import CompressError, FFTCompression
+from sn_compress import AutoCompression, CompressError, FFTCompression, LowRankCompression
 from sn_compress.torch import horovod as rim
 
 RATIO = {"ratio": 8, "warmup": 2, "check_every": 5}
-SHARED = FFTCompression.using(**RATIO)
+SHARED = LowRankCompression.using(**RATIO)
 WAYS = [SHARED, FFTCompression.using(theta=0.9, check_every=5)]
 
 
@@ -78,7 +78,8 @@ def settings_and_names_are_agreed_on_at_the_start():
          {"compression": SHARED.using(ratio=4) if odd else SHARED}),
         (["setting theta: 0.9 on rank 0, 0.8 on rank 1"],
          {"compression": FFTCompression.using(theta=0.8 if odd else 0.9)}),
-        (["setting exchange", "gather", "shared"], {"compression": WAYS[odd]}),
+        (["setting compression: 'LowRankCompression' on rank 0, 'FFTCompression' on rank 1"],
+         {"compression": WAYS[odd]}),
         (["0.weight", "2.weight", "tensor 0"], {"swap": odd}),
         (["tensor", "0.bias"], {"freeze": odd}),
         (["number of optimizers: 1 on rank 0, 2 on rank 1"], {"extra": odd}),
@@ -105,7 +106,7 @@ def settings_and_names_are_agreed_on_at_the_start():
 
 def calls_agree_too():
     """A ratio of its own would be another number of words, and wait for ever or abort."""
-    fft = FFTCompression.using(ratio=7 + hvd.rank(), warmup=1)
+    fft = LowRankCompression.using(ratio=7 + hvd.rank(), warmup=1)
 
     def calls():
         for _ in range(2):
@@ -164,7 +165,7 @@ class Settled:
 
 def it_is_found_where_all_stand_aside():
     model = net()
-    optimizer = wrap(model, FFTCompression.using(tune=True, check_every=5))
+    optimizer = wrap(model, AutoCompression.using(check_every=5))
     memory = rim._memory_of(optimizer)
     aside = 0
 
@@ -225,7 +226,7 @@ def sparse_gradients_are_in_the_report():
 
 
 def a_call_that_failed_leaves_nothing_behind():
-    fft = FFTCompression.using(ratio=8, warmup=1)
+    fft = LowRankCompression.using(ratio=8, warmup=1)
     send = hvd.allreduce_async
 
     def fails(tensor, *args, name=None, **options):

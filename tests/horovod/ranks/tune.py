@@ -1,4 +1,4 @@
-"""One rank: train with tune=True; the clock says that compression pays, or that it does not."""
+"""One rank: train with AutoCompression; the clock says that it pays, or that it does not."""
 
 import logging
 import sys
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import sn_compress.prediction.tuning as tuning
-from sn_compress import FFTCompression
+from sn_compress import AutoCompression
 from sn_compress.prediction.rates import FREE
 from sn_compress.torch import horovod as rim
 
@@ -34,7 +34,7 @@ def watch_standing_aside(way, model, optimizer, memory, clock):
     """Stock Horovod's calls while plain is settled; then all ranks measure again, together."""
     assert memory.aside is not None
     assert optimizer._compression is memory.aside
-    before = FFTCompression.report(optimizer)
+    before = AutoCompression.report(optimizer)
     assert before["steps"] == STEPS
     memory.aside.end()  # a short rest in the place of 5000 steps
     memory.tuner._rest = memory.tuner._in_phase + 4
@@ -49,18 +49,18 @@ def watch_standing_aside(way, model, optimizer, memory, clock):
         assert away == (step < 4), (step, away)
         if step == 10:
             break
-    report = FFTCompression.report(optimizer)
+    report = AutoCompression.report(optimizer)
     assert report["steps"] == STEPS + 11
     assert report["dense_bytes"] == before["dense_bytes"]
-    state = FFTCompression.state_dict(optimizer)
-    FFTCompression.load_state_dict(optimizer, state)
+    state = AutoCompression.state_dict(optimizer)
+    AutoCompression.load_state_dict(optimizer, state)
     for _ in range(40):  # a trial that is given up, again
         optimizer.zero_grad()
         model(torch.randn(8, 64)).square().mean().backward()
         optimizer.step()
         clock.now += 2.0 if set(memory.tuner._methods.values()) - {"plain"} else 1.0
     assert memory.aside is not None
-    FFTCompression.load_state_dict(optimizer, state)
+    AutoCompression.load_state_dict(optimizer, state)
     assert optimizer._compression is way
 
 
@@ -106,26 +106,23 @@ def always(method, options, **_):
 
 
 hvd.init()
-for exchange in ("shared", "gather"):
-    way = FFTCompression.using(exchange=exchange, tune=True)
-    lines.clear()
-    memory, _ = train(way, None)  # a real clock: nobody knows what it says
-    assert len([line for line in lines if "predicted" in line]) == 1, lines
+way = AutoCompression
+lines.clear()
+memory, _ = train(way, None)  # a real clock: nobody knows what it says
+assert len([line for line in lines if "predicted" in line]) == 1, lines
 
-    tuning.choose = partial(always, exchange)
-    lines.clear()
-    memory, seen = train(way, 0.5)
-    assert exchange in seen
-    assert memory.exchange.remembers("0.weight")
-    assert "500.0 ms a step, 1000.0 ms plain" in lines[-1], lines
+tuning.choose = partial(always, "shared")
+lines.clear()
+memory, seen = train(way, 0.5)
+assert "shared" in seen
+assert memory.exchange.remembers("0.weight")
+assert "500.0 ms a step, 1000.0 ms plain" in lines[-1], lines
 
-    memory, seen = train(way, 2.0)
-    assert exchange in seen
-    assert not memory.exchange.remembers("0.weight"), "what was left went along with a plain step"
-    assert "plain Horovod is faster here" in lines[-1], lines
-    from sn_compress.prediction.cost import choose
-
-    tuning.choose = choose
-    print(f"ok {exchange}", flush=True)
+memory, seen = train(way, 2.0)
+assert "shared" in seen
+assert not memory.exchange.remembers("0.weight"), "what was left went along with a plain step"
+assert "plain Horovod is faster here" in lines[-1], lines
+assert memory.traffic.report()["low_rank"] == 0
+print("ok", flush=True)
 hvd.shutdown()
 sys.stdout.flush()

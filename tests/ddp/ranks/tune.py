@@ -1,0 +1,188 @@
+"""One rank: DDP with AutoCompression; the clock says that compression pays, or that it does not.
+
+Run as `tune.py RANK RANKS FILE`; prints "ok CASE" for each, or fails with an assertion.
+"""
+
+import datetime
+import logging
+import sys
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from sn_compress import AutoCompression
+from sn_compress.prediction import tuning
+from sn_compress.prediction.cost import choose
+from sn_compress.prediction.rates import FREE
+from sn_compress.torch.ddp import CompressionState, compression_hook
+from sn_compress.torch.fsdp import fsdp_hook
+
+RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
+STEPS = 40
+lines = []
+handler = logging.Handler()
+handler.emit = lambda record: lines.append(record.getMessage())
+logging.getLogger(tuning.__name__).addHandler(handler)
+logging.getLogger(tuning.__name__).setLevel(logging.INFO)
+
+
+class Clock:
+    """Each step of this training takes as long as it is told to, and on each rank another time."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now * (1 + 0.01 * RANK)
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 96, bias=False), nn.Linear(96, 64), nn.Linear(64, 16))
+
+
+def noise(seed, *shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def everyone(value):
+    found = [None] * RANKS
+    dist.all_gather_object(found, value)
+    return found
+
+
+def tuned(state, clock, settings):
+    """A tuner with this clock, which lets the codec cost nothing."""
+    return tuning.Tuner(
+        settings, ranks=RANKS, total=partial(state._total, torch.device("cpu")),
+        methods=(settings.exchange,), rates=FREE, clock=clock, plain="DDP",
+    )  # fmt: skip
+
+
+def train(trial_s, *, buckets=0.02, **settings):
+    """Gradients that are known: what went in and what came out over all steps is compared."""
+    model = net()
+    state = CompressionState(
+        AutoCompression.using(**settings), named_parameters=model.named_parameters()
+    )
+    ddp = DistributedDataParallel(model, bucket_cap_mb=buckets)
+    ddp.register_comm_hook(state, compression_hook)
+    clock = Clock()
+    if trial_s is not None:
+        state.tuner = tuned(state, clock, state.settings)
+    seen, due, paid = set(), {}, {}
+    for step in range(STEPS):
+        ddp.zero_grad()
+        wanted = {}
+        for place, (name, p) in enumerate(model.named_parameters()):
+            parts = [noise(9000 * r + 10 * step + place, *p.shape) for r in range(RANKS)]
+            wanted[name] = parts[RANK]
+            due[name] = due.get(name, 0) + sum(parts) / RANKS
+        x = ddp(torch.zeros(1, 64)).sum() * 0  # every parameter takes part
+        (x + sum((p * wanted[n]).sum() for n, p in model.named_parameters())).backward()
+        for name, p in model.named_parameters():
+            paid[name] = paid.get(name, 0) + p.grad
+        chosen = dict(state.tuner._methods)
+        assert everyone(chosen) == [chosen] * RANKS, "ranks chose differently"
+        seen |= set(chosen.values())
+        clock.now += trial_s if trial_s and set(chosen.values()) - {"plain"} else 1.0
+    missing = {name: (paid[name] - due[name]).norm() / due[name].norm() for name in due}
+    return state, seen, missing
+
+
+def the_real_clock():
+    """Nobody knows what it says, but it says it once, and alike."""
+    state, _, _ = train(None)
+    assert len([line for line in lines if "predicted" in line]) == 1, lines
+    assert state.report()["tuned"] == 1
+    assert everyone(state.report()["trial_step_s"]) == [state.report()["trial_step_s"]] * RANKS
+
+
+def it_pays():
+    tuning.choose = partial(always, "shared")
+    state, seen, missing = train(0.5)
+    assert "shared" in seen
+    report = state.report()
+    assert report["tuned_tensors"] > 1, report
+    assert report["trial_step_s"] < report["plain_step_s"], report
+    assert max(missing.values()) > 0.01, "was it compressed?"
+    said, line = lines
+    assert "measuring" in said
+    assert "ms plain" in line, line
+
+
+def it_does_not_pay():
+    """Then nothing is compressed any more, nothing is remembered, and nothing is lost."""
+    tuning.choose = partial(always, "shared")
+    sums = []
+    all_reduce = dist.all_reduce
+
+    def counted(tensor, *args, **options):
+        sums.append(tensor.numel())
+        return all_reduce(tensor, *args, **options)
+
+    state, seen, missing = train(2.0)
+    assert "shared" in seen
+    _, line = lines
+    assert "plain DDP is faster here" in line, line
+    report = state.report()
+    assert report["tuned_tensors"] == 0, report
+    assert report["trial_step_s"] > report["plain_step_s"], report
+    assert not any(map(state.exchange.remembers, missing)), "what was left was to go along"
+    # 40 sums of float32, and as many additions to a memory: far below one gradient in forty.
+    assert max(missing.values()) < 1e-4, missing
+    # From here on a bucket is one all-reduce, as without the hook.
+    stock = DistributedDataParallel(net())
+    ours = DistributedDataParallel(net())
+    ours.register_comm_hook(state, compression_hook)
+    state._names = {id(p): (p, name) for name, p in ours.module.named_parameters()}
+    x = noise(RANK, 8, 64)
+    stock(x).square().sum().backward()
+    dist.all_reduce = counted
+    ours(x).square().sum().backward()
+    dist.all_reduce = all_reduce
+    assert sums == [sum(p.numel() for p in stock.parameters())], sums
+    for a, b in zip(stock.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+def replicas_of_fsdp():
+    """The hook of FSDP2 goes by the same tuner."""
+    tuning.choose = partial(always, "shared")
+    model, clock = net(), Clock()
+    mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("replicate", "shard"))
+    state = CompressionState(AutoCompression.using(ratio=2), mesh.get_group("replicate"))
+    state.tuner = tuned(state, clock, state.settings)
+    for name, layer in (("first", model[0]), ("rest", model)):
+        fully_shard(layer, mesh=mesh["shard"])
+        layer.set_all_reduce_hook(fsdp_hook(state, name))
+    for step in range(STEPS):
+        model(noise(step, 8, 64)).sum().backward()
+        clock.now += 2.0 if set(state.tuner._methods.values()) - {"plain"} else 1.0
+    _, line = lines
+    assert "plain DDP is faster here" in line, line
+    assert state.report()["tuned_tensors"] == 0
+    assert not state.exchange.remembers("first")
+
+
+def always(method, options, **_):
+    return list(options[method])
+
+
+dist.init_process_group(
+    "gloo", init_method=f"file://{sys.argv[3]}", rank=RANK, world_size=RANKS,
+    timeout=datetime.timedelta(seconds=60),
+)  # fmt: skip
+for case in (the_real_clock, it_pays, it_does_not_pay):
+    lines.clear()
+    case()
+    print(f"ok {case.__name__}", flush=True)
+    tuning.choose = choose
+lines.clear()
+replicas_of_fsdp()
+print("ok replicas_of_fsdp", flush=True)
+dist.destroy_process_group()

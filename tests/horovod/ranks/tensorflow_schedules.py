@@ -1,0 +1,118 @@
+"""One rank: theta follows every kind of schedule in TensorFlow's tapes and in Keras's fit.
+
+Run as `tensorflow_schedules.py`; prints "ok KIND" for each on every rank, or fails with an
+assertion.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+from sn_compress import CompressError, FFTCompression
+from sn_compress.tensorflow.keras import DistributedOptimizer, memory_of
+from sn_compress.tensorflow.tape import memory_of as memory_of_tape
+
+sys.path.append(str(Path(__file__).parents[2]))
+from schedule_kinds import KINDS, LEARNING, Watch, check
+
+STEPS, HALF = 14, 7
+WATCH = Watch()
+
+
+def noise(step, *shape):
+    return np.random.default_rng([hvd.rank(), step]).standard_normal(shape).astype(np.float32)
+
+
+def train(variables, fft, steps, graph):
+    def step(x):
+        with hvd.DistributedGradientTape(tf.GradientTape(), compression=fft) as tape:
+            loss = tf.reduce_mean((tf.tanh(x @ variables[0]) @ variables[1]) ** 2)
+        for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
+            variable.assign_sub(0.1 * gradient)
+
+    run = tf.function(step) if graph else step
+    for number in steps:
+        run(tf.constant(noise(number, 8, 64)))
+        WATCH.end_step()
+
+
+def weights():
+    rng = np.random.default_rng(0)
+    shapes = ("first", (64, 48)), ("second", (48, 32))
+    return [tf.Variable(rng.standard_normal(s).astype("f4") / 8, name=n) for n, s in shapes]
+
+
+def tapes(kind):
+    whole, fft = weights(), FFTCompression.using(theta=KINDS[kind])
+    train(whole, fft, range(STEPS), graph=True)
+    check(kind, hvd.allgather_object(WATCH.taken()))
+    # The same in two halves; not in a tf.function, each step is traced anew: slow, and once enough.
+    half, fft = weights(), FFTCompression.using(theta=KINDS[kind])
+    train(half, fft, range(HALF), graph=True)
+    again = FFTCompression.using(theta=KINDS[kind])
+    with tempfile.TemporaryDirectory() as folder:
+        path = tf.train.Checkpoint(memory=memory_of_tape(fft)).save(f"{folder}/rank{hvd.rank()}")
+        restored = tf.train.Checkpoint(memory=memory_of_tape(again)).restore(path)
+        restored.assert_existing_objects_matched()
+    train(half, again, range(HALF, STEPS), graph=kind != "budget")
+    check(kind, hvd.allgather_object(WATCH.taken()))
+    for a, b in zip(whole, half, strict=True):
+        assert np.array_equal(a.numpy(), b.numpy()), f"{kind}: the resumed run differs"
+    # A rank that comes anew is where the others are.
+    late, fft = weights(), FFTCompression.using(theta=KINDS[kind])
+    if hvd.rank() == 0:
+        memory_of_tape(fft).load_state_dict(memory_of_tape(again).state_dict())
+    memory_of_tape(fft).synchronize()
+    train(late, fft, range(STEPS, STEPS + 4), graph=True)
+    thetas = [theta for theta, _, _ in WATCH.taken()]
+    assert hvd.allgather_object(thetas) == [thetas] * hvd.size(), f"{kind}: a rank is elsewhere"
+    if kind not in LEARNING:
+        assert thetas == [KINDS[kind].theta(step) for step in range(STEPS, STEPS + 4)], kind
+
+
+class EndOfStep(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        WATCH.end_step()
+
+
+def keras_fit(kind, **options):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [keras.Input((64,)), keras.layers.Dense(48, activation="tanh"), keras.layers.Dense(32)]
+    )
+    fft = FFTCompression.using(theta=KINDS[kind])
+    model.compile(
+        DistributedOptimizer(keras.optimizers.SGD(0.1), compression=fft, **options), "mse"
+    )
+    x, y = noise(0, 8 * STEPS, 64), noise(1, 8 * STEPS, 32)
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0, callbacks=[EndOfStep()])
+    check(kind, hvd.allgather_object(WATCH.taken()))
+    assert memory_of(model.optimizer).report()["steps"] == STEPS
+    flat = np.concatenate([weight.reshape(-1) for weight in model.get_weights()])
+    assert np.array_equal(*hvd.allgather_object(flat)), f"{kind}: ranks have other weights"
+
+
+def outside_of_a_graph():
+    """Nothing tells steps apart there: an error, and not a theta that stands still."""
+    try:
+        fft = FFTCompression.using(theta=KINDS["budget"])
+        hvd.allreduce(tf.constant(noise(0, 4096)), name="alone", compression=fft)
+    except CompressError as error:
+        assert "outside of a graph" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError("a theta that cannot follow was to be refused")
+
+
+tf.config.threading.set_intra_op_parallelism_threads(1)
+hvd.init()
+outside_of_a_graph()
+for kind in KINDS:
+    tapes(kind)
+    if kind in LEARNING or kind == "cosine":
+        keras_fit(kind, **({"groups": 1} if kind == "thrifty" else {}))
+    print(f"ok {kind}", flush=True)
