@@ -1,8 +1,10 @@
 """The shared exchange of a whole model: dense steps first, then a size for every tensor.
 
 A few dense steps begin the training: they are where compression hurts most, and they show every
-rank the same mean gradients, from which all choose the same sizes (`allocate.py`). Such a step
-returns rarely, carries the memories along, and the choice is made anew.
+rank the same mean gradients, from which each proposes sizes (`sums/choose.py`). All take those of
+one rank, which travel in a round of their own before the first step that is not dense: what each
+computes from floats may differ in the last bit, and then word counts would. A dense step returns
+rarely, carries the memories along, and the choice is made anew.
 
 Over 300 lines: the steps of a tensor, and what is saved of them.
 """
@@ -21,11 +23,10 @@ from .. import saved
 from ..arrays import like_of, namespace, on_host, steady, to_host
 from ..codecs.base import MAX_ELEMENTS, Floats
 from ..errors import CompressError
-from ..ops.matrices import cut
 from ..saved import reading
-from ..sums.base import Array, Part
+from ..sums.base import Array
+from ..sums.choose import Curve, Size, allocate, better, budget, decode_sizes, encode_sizes
 from ..sums.summable import Summable, Verdict, exchange
-from .allocate import MOST, Curve, allocate, better, budget, part_of
 
 Rounds = Generator[Array, Array, Array]
 
@@ -40,11 +41,12 @@ class Tensor:
 
     shape: tuple[int, ...]
     step: int = 0  # that the next gradient belongs to
-    curve: Curve | None = None  # by which its size was chosen
+    proposed: Size | None = None  # by this rank, until the ranks have agreed on one
+    size: Size | None = None  # that they have agreed on
+    told: int = 0  # words in which sizes travelled in the last step
     mean: Array | None = None  # of the last dense step, until then
     owed: Array | None = None  # what was not sent of it when the exchange began anew
     summable: Summable | None = None
-    size: int = 0
     earlier: Summable | None = None  # until then, in case that step turns out to be lost
     before: dict[str, Any] | None = None  # the fields above, before the last step
 
@@ -138,11 +140,11 @@ class SharedExchange:
         xp = namespace(mean)
         tensor.mean = xp.reshape(xp.astype(mean, xp.float32, copy=True), (-1,))
         tensor.earlier, tensor.summable = tensor.summable or tensor.earlier, None
+        tensor.proposed = None
 
     def exchange(self, name: str, values: Array, *, ranks: int, rank: int | None = None) -> Rounds:
         """The rounds of one tensor in a step that is not dense; see exchange_all."""
-        (mean,) = yield from self.exchange_all([name], [values], ranks=ranks, rank=rank)
-        return mean
+        return _only(self.exchange_all([name], [values], ranks=ranks, rank=rank))
 
     def exchange_all(
         self,
@@ -156,12 +158,41 @@ class SharedExchange:
         """The rounds of many tensors in a step that is dense for none of them.
 
         Yields words to sum over the ranks and is sent the sum; returns the means, [n] float32
-        each. Without `rank`, on all ranks alike, no tensor is sent by rows. outs : where to write
-        the means; may be the values
+        each. Behind a dense step there is one round more, the first, in which sizes travel. Without
+        `rank`, on all ranks alike, no tensor is sent by rows, and each relies on its own sizes.
+        outs : where to write the means; may be the values
         """
         tensors = [self._next(name) for name in names]
-        if any(tensor.summable is None for tensor in tensors):
-            self._choose(ranks, rows=rank is not None)
+        if any(tensor.summable is None and tensor.proposed is None for tensor in tensors):
+            self._propose(ranks, rows=rank is not None)
+        return self._rounds(names, values, ranks=ranks, rank=rank, outs=outs)
+
+    def _rounds(
+        self,
+        names: Sequence[str],
+        values: Sequence[Array],
+        *,
+        ranks: int,
+        rank: int | None,
+        outs: Sequence[Array] | None,
+    ) -> Generator[Array, Array, list[Array]]:
+        tensors = [self.tensors[name] for name in names]
+        new = {
+            name: tensor.proposed
+            for name, tensor in zip(names, tensors, strict=True)
+            if tensor.summable is None and tensor.proposed is not None
+        }
+        if new and rank is not None:
+            if on_host(values[0]):
+                # By the time their words are made, the caller's may be others.
+                values = [namespace(it).asarray(it, copy=True) for it in values]
+            own = encode_sizes(new, ranks=ranks, rank=rank)
+            self.tensors[names[0]].told = own.size
+            total = yield like_of(own, values[0])
+            shapes = {name: size.shape for name, size in new.items()}
+            new = decode_sizes(to_host(total), shapes, ranks=ranks)
+        for name, size in new.items():
+            self._begin(self.tensors[name], size)
         summables = [tensor.summable for tensor in tensors if tensor.summable is not None]
         xp = namespace(values[0])
         vectors = [xp.reshape(xp.astype(it, xp.float32, copy=False), (-1,)) for it in values]
@@ -176,15 +207,20 @@ class SharedExchange:
         return means
 
     def words(self, name: str, ranks: int) -> list[int]:
-        """Words of 4 bytes that travel of a tensor in each round, once its size is chosen."""
-        last = self.tensors[name].summable
-        return last.words(ranks) if last else []
+        """Words of 4 bytes that travel of a tensor in each round, once its size is chosen.
+
+        Those in which sizes travelled are the first; of tensors that travelled together, the first
+        one has them.
+        """
+        tensor = self.tensors[name]
+        told = [tensor.told] if tensor.told else []
+        return told + tensor.summable.words(ranks) if tensor.summable else []
 
     def release(self, name: str) -> Floats:
         """What was not sent of a tensor yet, [n], which now travels elsewhere; it begins anew."""
         residual = self.residual(name) * np.float32(self.decay)
         tensor = self._next(name)
-        tensor.summable = None
+        tensor.summable = tensor.proposed = None
         return residual
 
     def lost(self, name: str) -> tuple[float, float]:
@@ -197,15 +233,15 @@ class SharedExchange:
 
     def way(self, name: str) -> str:
         """How a tensor travels whose size is chosen: "low_rank", "rows" or "whole"."""
-        tensor = self.tensors[name]
-        if tensor.size == 0:
+        size = self.tensors[name].size
+        if size is None or size.size == 0:
             return "whole"
-        return "rows" if tensor.curve is not None and tensor.curve.sparse else "low_rank"
+        return "rows" if size.sparse else "low_rank"
 
     def _next(self, name: str) -> Tensor:
         tensor = self.tensors[name]
         tensor.before = {k: v for k, v in vars(tensor).items() if k != "before"}
-        tensor.step += 1
+        tensor.step, tensor.told = tensor.step + 1, 0
         return tensor
 
     def _tensor(self, name: str, shape: Sequence[int]) -> Tensor:
@@ -217,10 +253,14 @@ class SharedExchange:
             )
         return tensor
 
-    def _choose(self, ranks: int, *, rows: bool) -> None:
-        """Sizes for all tensors that have none yet, from what the dense steps showed."""
+    def _propose(self, ranks: int, *, rows: bool) -> None:
+        """Sizes for all tensors that have none yet, from what the dense steps showed this rank."""
         # A copy: where a thread encodes, a hook may add a tensor meanwhile.
-        new = {name: t for name, t in list(self.tensors.items()) if t.summable is None}
+        new = {
+            name: t
+            for name, t in list(self.tensors.items())
+            if t.summable is None and t.proposed is None
+        }
         for name, tensor in list(new.items()):
             known = None if tensor.mean is None else to_host(tensor.mean)
             if known is not None and not np.isfinite(known).all():
@@ -239,14 +279,18 @@ class SharedExchange:
                 curves[name] = better(curves[name], by_rows, n / self.ratio, ranks)
         chosen = allocate(curves, self._budget(new.values()), ranks)
         for name, tensor in new.items():
-            tensor.curve, tensor.size = curves[name], chosen[name]
-            mean = tensor.mean
-            if mean is None:
-                mean = np.zeros(math.prod(tensor.shape), np.float32)
-            tensor.summable = Summable.of(self._part(tensor), mean)
-            if tensor.owed is not None:
-                tensor.summable.replace(tensor.owed)
-            tensor.mean = tensor.owed = tensor.earlier = None
+            curve, size = curves[name], chosen[name]
+            tensor.proposed = Size(curve.shape, size, sparse=curve.sparse and size > 0)
+
+    def _begin(self, tensor: Tensor, size: Size) -> None:
+        """A tensor goes on at a size, from the mean gradient that the dense steps showed."""
+        mean = tensor.mean
+        if mean is None:
+            mean = np.zeros(math.prod(tensor.shape), np.float32)
+        tensor.size, tensor.summable = size, Summable.of(size.part(), mean)
+        if tensor.owed is not None:
+            tensor.summable.replace(tensor.owed)
+        tensor.mean = tensor.owed = tensor.earlier = tensor.proposed = None
 
     def _budget(self, new: Iterable[Tensor]) -> int:
         """Words for these tensors; each pays its part of what travels plain."""
@@ -255,12 +299,6 @@ class SharedExchange:
             for tensors in (new, list(self.tensors.values()))
         )
         return budget(taken, sum(self._left_out.values()) * taken / all_taken, self.ratio)
-
-    def _part(self, tensor: Tensor) -> Part:
-        shape, sparse = tensor.shape, False
-        if tensor.curve is not None:
-            shape, sparse = tensor.curve.shape, tensor.curve.sparse
-        return part_of(shape, tensor.size, sparse=sparse)
 
     def undo(self) -> None:
         """Take the last step of every tensor back; see Summable.undo."""
@@ -373,15 +411,13 @@ class SharedExchange:
         if saved.held(entry) < n and n > _MOST_UNSEEN:
             raise CompressError(f"it says {n} elements and holds {saved.held(entry)} numbers")
         tensor = Tensor(shape, step)
-        if "shares" in entry:
-            tensor.curve = _curve(entry, n)
         for kind in ("mean", "owed"):
             if kind in entry:
                 setattr(tensor, kind, saved.floats(entry[kind], kind, (n,)))
         if "summable" in entry:
             saved.floats(entry["summable"]["memory"], "memory", (n,))
-            tensor.size = saved.count(entry["size"], "size", high=n)
-            part = self._part(tensor)
+            tensor.size = _size(entry, n)
+            part = tensor.size.part()
             empty = np.zeros(n, np.float32)
             tensor.summable = Summable(part, part.new_state(empty), empty)
             tensor.summable.load_state_dict(entry["summable"])
@@ -394,28 +430,27 @@ def _name(name: Any) -> str:
     return name
 
 
-def _curve(entry: dict[str, Any], n: int) -> Curve:
+def _size(entry: dict[str, Any], n: int) -> Size:
     sides, sparse = saved.shape(entry["sides"], "shape of sides"), entry["sparse"]
-    rows, columns = cut(sides)
-    most = rows if sparse else min(rows, columns, MOST)
-    shares = np.asarray(entry["shares"])
-    sound = math.prod(sides) == n and isinstance(sparse, bool) and shares.shape == (most,)
-    if not sound or shares.dtype.kind != "f" or not np.isfinite(shares).all():
+    if math.prod(sides) != n or not isinstance(sparse, bool):
         raise CompressError(
-            f"its {shares.size} shares of {shares.dtype} are not those of {sides}; expected {most}"
+            f"its sides are {sides} and sparse is {sparse!r}; expected {n} elements, and a bool"
         )
-    return Curve(sides, np.array(shares, np.float64), sparse)
+    return Size(sides, saved.count(entry["size"], "size", high=n), sparse)
+
+
+def _only(rounds: Generator[Array, Array, list[Array]]) -> Rounds:
+    (mean,) = yield from rounds
+    return mean
 
 
 def _dump(tensor: Tensor) -> dict[str, Any]:
     entry: dict[str, Any] = {"shape": list(tensor.shape), "step": tensor.step}
-    if tensor.curve is not None:
-        entry["sides"], entry["shares"] = list(tensor.curve.shape), tensor.curve.shares.copy()
-        entry["sparse"] = tensor.curve.sparse
     if tensor.mean is not None:
         entry["mean"] = np.array(to_host(tensor.mean))
     if tensor.owed is not None:
         entry["owed"] = np.array(to_host(tensor.owed))
-    if tensor.summable is not None:
-        entry["size"], entry["summable"] = tensor.size, tensor.summable.state_dict()
+    if tensor.summable is not None and tensor.size is not None:
+        entry["sides"], entry["sparse"] = list(tensor.size.shape), tensor.size.sparse
+        entry["size"], entry["summable"] = tensor.size.size, tensor.summable.state_dict()
     return entry

@@ -19,9 +19,9 @@ import numpy as np
 
 from ..codecs.gather import wire_bytes
 from ..errors import CompressError
-from ..exchange.allocate import MOST, Curve, allocate, budget, words_of
 from ..ops.matrices import cut
 from ..settings import Settings
+from ..sums.choose import MOST, Curve, allocate, budget, words_of
 from .cost import Link, Method, Route, Step, break_even, choose, step
 from .layers import Layer
 from .rates import FREE, Rates

@@ -16,7 +16,7 @@ from ..errors import CompressError
 from ..ops.word_sum import PRIME, word_sum
 from .base import Array, Outcome, Part, State, Step, Summed
 
-_HEAD = 2  # words
+HEAD = 2  # words
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Bucket:
         """Words of 4 bytes that travel in each round, heads included."""
         each = [part.words(ranks) for part in self.parts]
         return [
-            _HEAD + sum(words[place] for words in each if place < len(words))
+            HEAD + sum(words[place] for words in each if place < len(words))
             for place in range(self.rounds)
         ]
 
@@ -181,7 +181,7 @@ def _on(
     steps: Sequence[Step], sends: dict[int, Any], total: Array, poison: Array, found: dict[int, Any]
 ) -> dict[int, Any]:
     """Hand every part its words; what they send in the next round."""
-    following, at = {}, _HEAD
+    following, at = {}, HEAD
     for place, send in sends.items():
         end = at + send.words.shape[0]
         try:
@@ -193,8 +193,8 @@ def _on(
 
 
 def _wrong_size(total: Array, words: Array) -> CompressError:
-
-    return CompressError(
+    error: CompressError = CompressError(
         f"got {total.shape[0]} summed words; expected {words.shape[0]}. Do all ranks run the same "
         "version with the same settings?"
     )
+    return error

@@ -45,7 +45,7 @@ from .tracing import Call, find_call
 
 _log = logging.getLogger(__name__)
 _FLOATS = (tf.float32, tf.float16, tf.bfloat16)
-ROUNDS = 2  # of the shared exchange, at most
+ROUNDS = 3  # of the shared exchange, at most: sizes, and two for low rank
 _as_written = tf.autograph.experimental.do_not_convert
 
 

@@ -96,5 +96,6 @@ def test_shared_averages_what_ranks_send_and_remembers_the_rest(simulated):
     # Integers add up exactly. What is left are float32 roundings of numbers up to about 100 (the
     # memory grows), a few in each of 30 steps.
     assert np.abs(arrived + held - put_in).max() < steps * 4 * 100 * 2**-23
-    assert exchange.sent == 4 * 384 + (steps - 1) * 4 * sum(part.words(ranks))
+    told = 4 * (3 + ranks)  # the size, by a word for each rank, once
+    assert exchange.sent == 4 * 384 + told + (steps - 1) * 4 * sum(part.words(ranks))
     assert exchange.received == exchange.sent * 2 * 7 / 8

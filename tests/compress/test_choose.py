@@ -1,0 +1,340 @@
+"""Sizes of tensors: chosen by energy per word, and taken by all ranks from one of them."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from sn_compress.errors import CompressError, PayloadError
+from sn_compress.exchange import session
+from sn_compress.exchange.session import SharedExchange
+from sn_compress.sums.bucket import Bucket
+from sn_compress.sums.choose import (
+    Curve,
+    Size,
+    allocate,
+    decode_sizes,
+    encode_sizes,
+    words_of,
+)
+from sn_compress.sums.low_rank import LowRank
+from sn_compress.sums.rows import Rows
+from sn_compress.sums.whole import Whole
+
+SIZES = {
+    "table": Size((800, 32), 5, sparse=True),
+    "thin": Size((64, 48), 7),
+    "bias": Size((100,), 0),
+}
+SHAPES = {name: size.shape for name, size in SIZES.items()}
+
+
+def total_of(words):
+    return np.sum([np.asarray(each) for each in words], axis=0, dtype=np.int32)
+
+
+def test_directions_go_where_energy_is_within_the_budget():
+    rng = np.random.default_rng(7)
+    thin = np.outer(rng.standard_normal(64), rng.standard_normal(96)).astype(np.float32)
+    noise = rng.standard_normal((64, 96)).astype(np.float32)
+    curves = {
+        "thin": Curve.of(thin.reshape(-1), (64, 96)),
+        "noise": Curve.of(noise.reshape(-1), (64, 96)),
+        "bias": Curve.of(noise[0], (96,)),
+    }
+    for budget in (300, 700, 2000):
+        chosen = allocate(curves, budget, 8)
+        spent = sum(sum(words_of(curves[n].shape, r, 8)) for n, r in chosen.items())
+        assert spent <= budget
+        assert chosen["bias"] == 0
+        assert chosen["thin"] <= 2 <= chosen["noise"]
+    assert allocate(curves, 10**6, 8) == {"thin": 64, "noise": 64, "bias": 0}
+
+
+@pytest.mark.parametrize("shape", [(2000, 260), (40, 30)])  # sought at random, and exactly
+def test_a_curve_shows_the_shares_of_the_singular_values(shape):
+    rng = np.random.default_rng(1)
+    left, right = (np.linalg.qr(rng.standard_normal((side, 12)))[0] for side in shape)
+    shares = 2.0 ** -np.arange(12)
+    mean = (left * np.sqrt(shares)) @ right.T
+    curve = Curve.of(mean.astype(np.float32).reshape(-1), shape)
+    np.testing.assert_allclose(curve.shares[:12], shares / shares.sum(), atol=1e-5)
+    assert curve.shares[12:].sum() < 1e-5
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, 100])
+def test_words_are_those_that_a_part_sends(ranks):
+    for size in (*SIZES.values(), Size((7, 2), 7, sparse=True), Size((24, 5, 3), 1)):
+        said = words_of(size.shape, size.size, ranks, sparse=size.sparse)
+        assert Bucket([size.part()]).words(ranks) == said
+    kinds = [type(size.part()) for size in SIZES.values()]
+    assert kinds == [Rows, LowRank, Whole]
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 64])
+def test_all_take_the_sizes_of_the_first_rank_that_has_not_joined(ranks):
+    others = {**SIZES, "thin": Size((64, 48), 8), "table": Size((800, 32), 3)}
+    words = [
+        encode_sizes(others if rank else SIZES, ranks=ranks, rank=rank) for rank in range(ranks)
+    ]
+    assert {each.shape for each in words} == {(3 + 3 * ranks,)}
+    assert decode_sizes(total_of(words), SHAPES, ranks=ranks) == SIZES
+    if ranks > 1:  # the first one has joined, and adds zeros
+        assert decode_sizes(total_of(words[1:]), SHAPES, ranks=ranks) == others
+
+
+def test_the_largest_number_of_ranks_does_not_overflow():
+    ranks, name = 2047, {"table": SIZES["table"]}
+    total = sum(
+        encode_sizes(name, ranks=ranks, rank=rank).astype(np.int64) for rank in range(ranks)
+    )
+    assert np.abs(total).max() < 2**31
+    assert decode_sizes(total.astype(np.int32), {"table": (800, 32)}, ranks=ranks) == name
+
+
+def test_damaged_sizes_are_an_error():
+    words = [encode_sizes(SIZES, ranks=3, rank=rank) for rank in range(3)]
+    for place in range(words[0].size):
+        for bit in range(32):
+            total = total_of(words)
+            total.view(np.uint32)[place] ^= np.uint32(1 << bit)
+            with pytest.raises((PayloadError, CompressError), match=r"damaged|other tensors"):
+                decode_sizes(total, SHAPES, ranks=3)
+    with pytest.raises(PayloadError, match="0 ranks spoke"):
+        decode_sizes(np.zeros_like(words[0]), SHAPES, ranks=3)
+
+
+def test_ranks_with_other_tensors_are_told_so():
+    words = [encode_sizes(SIZES, ranks=2, rank=0)]
+    words.append(encode_sizes({**SIZES, "thin": Size((48, 64), 7)}, ranks=2, rank=1))
+    with pytest.raises(CompressError, match="sizes for other tensors"):
+        decode_sizes(total_of(words), SHAPES, ranks=2)
+    with pytest.raises(CompressError, match="got 9 words of sizes; expected 5"):
+        decode_sizes(words[0], {"thin": (64, 48)}, ranks=2)
+    # Two that say they are rank 0: their sizes add up to what no tensor has.
+    twice = total_of([encode_sizes(SIZES, ranks=2, rank=0)] * 2)
+    with pytest.raises(PayloadError, match="1 were heard"):
+        decode_sizes(twice, SHAPES, ranks=2)
+    with pytest.raises(CompressError, match="expected 0 to 1"):
+        encode_sizes(SIZES, ranks=2, rank=2)
+
+
+def run(rounds, joined=()):
+    """Drive the ranks' rounds as an all-reduce would; the means, and the words of each round."""
+    live = {rank: each for rank, each in enumerate(rounds) if rank not in joined}
+    words = {rank: next(each) for rank, each in live.items()}
+    seen = []
+    while True:
+        assert len({each.shape for each in words.values()}) == 1
+        seen.append(next(iter(words.values())).shape[0])
+        total, means = total_of(words.values()), {}
+        for rank, each in live.items():
+            try:
+                like = torch.from_numpy(total.copy()) if torch.is_tensor(words[rank]) else total
+                words[rank] = each.send(like)
+            except StopIteration as end:
+                means[rank] = end.value
+        if means:
+            assert len(means) == len(live)
+            return means, seen
+
+
+def sessions_of(ranks, **settings):
+    """A session for each rank; the last product has the same bits in NumPy and in torch."""
+    sessions = [SharedExchange(**{"ratio": 20, "warmup": 1, **settings}) for _ in range(ranks)]
+    for own in sessions:
+        own.exact = True
+    return sessions
+
+
+def dense_step(sessions, gradients, shapes):
+    for name, shape in shapes.items():
+        assert all(each.dense(name, shape) for each in sessions)
+        pairs = zip(sessions, gradients, strict=True)
+        sent = [np.asarray(own.whole(name, values[name])) for own, values in pairs]
+        for own, values in zip(sessions, gradients, strict=True):
+            mean = np.mean(sent, axis=0, dtype=np.float32)
+            own.learn(name, torch.from_numpy(mean) if torch.is_tensor(values[name]) else mean)
+
+
+def gradients_of(rng, ranks, shapes, *, torch_too=True):
+    """Ranks of NumPy and of torch by turns; a table of few rows among the tensors."""
+    found = []
+    for rank in range(ranks):
+        values = {}
+        for name, shape in shapes.items():
+            dense = rng.standard_normal((shape[0], math.prod(shape[1:])))
+            if name == "table":
+                dense *= rng.random((shape[0], 1)) < 0.005
+            if name == "thin":
+                dense = dense * 0.1 + np.outer(np.arange(shape[0]), np.arange(dense.shape[1]))
+            flat = dense.astype(np.float32).reshape(-1)
+            values[name] = torch.from_numpy(flat) if torch_too and rank % 2 else flat
+        found.append(values)
+    return found
+
+
+@pytest.fixture
+def disturbed(monkeypatch):
+    """Curves that differ from session to session, far more than rounding would make them."""
+    plain, rng = Curve.of, np.random.default_rng(3)
+
+    def of(mean, shape):
+        curve = plain(mean, shape)
+        shares = np.sort(curve.shares * rng.uniform(0.1, 10, curve.shares.size))[::-1]
+        return Curve(curve.shape, shares * (curve.shares.sum() / shares.sum()), curve.sparse)
+
+    monkeypatch.setattr(session.Curve, "of", of)
+
+
+def test_ranks_that_compute_other_sizes_agree_on_one_ranks(disturbed):
+    rng = np.random.default_rng(4)
+    ranks = 4
+    noise = {"wide": (30, 200), "tall": (200, 30), "square": (80, 75)}
+    shapes = {"table": (800, 32), "thin": (64, 48), **noise, "bias": (100,)}
+    sessions = sessions_of(ranks, every=4, min_elements=200)
+    told, apart, kinds = 3 + ranks, 0, set()
+    for turn in range(10):
+        gradients = gradients_of(rng, ranks, shapes)
+        if turn in (0, 4, 8):
+            dense_step(sessions, gradients, shapes)
+            continue
+        for name, shape in shapes.items():
+            assert not any(own.dense(name, shape) for own in sessions)
+            rounds = [
+                own.exchange(name, values[name], ranks=ranks, rank=rank)
+                for rank, (own, values) in enumerate(zip(sessions, gradients, strict=True))
+            ]
+            proposed = [own.tensors[name].proposed for own in sessions]
+            means, seen = run(rounds)
+            sizes = [own.tensors[name].size for own in sessions]
+            assert sizes == [sizes[0]] * ranks
+            assert len({np.asarray(mean).tobytes() for mean in means.values()}) == 1
+            if turn in (1, 5, 9):
+                assert seen[0] == told
+                assert sizes[0] == proposed[0]
+                apart += len(set(proposed)) > 1
+            assert seen == sessions[0].words(name, ranks)
+            plain = words_of(shape, sizes[0].size, ranks, sparse=sizes[0].sparse)
+            assert seen == ([told] if turn in (1, 5, 9) else []) + plain
+            kinds.add(type(sessions[0].tensors[name].summable.part))
+            way = {Rows: "rows", LowRank: "low_rank", Whole: "whole"}
+            assert sessions[0].way(name) == way[type(sessions[0].tensors[name].summable.part)]
+    assert apart > 3  # or this would show nothing
+    assert kinds == {Rows, LowRank, Whole}
+
+
+def test_many_tensors_agree_in_one_round(disturbed):
+    rng = np.random.default_rng(5)
+    shapes = {"table": (800, 32), "thin": (64, 48), "wide": (30, 200)}
+    sessions = sessions_of(3)
+    dense_step(sessions, gradients_of(rng, 3, shapes), shapes)
+    for turn in range(3):
+        gradients = gradients_of(rng, 3, shapes)
+        rounds = [
+            own.exchange_all(list(shapes), [values[n] for n in shapes], ranks=3, rank=rank)
+            for rank, (own, values) in enumerate(zip(sessions, gradients, strict=True))
+        ]
+        means, seen = run(rounds)
+        assert len(seen) == (3 if turn == 0 else 2)
+        assert seen[0] == (3 + 3 * 3 if turn == 0 else seen[0])
+        for each in zip(*means.values(), strict=True):
+            assert len({np.asarray(mean).tobytes() for mean in each}) == 1
+    assert len({tuple(own.tensors[name].size for name in shapes) for own in sessions}) == 1
+
+
+def test_where_the_first_rank_has_joined_the_next_one_decides(disturbed):
+    rng = np.random.default_rng(6)
+    shapes = {"wide": (30, 200)}
+    sessions = sessions_of(3, ratio=5)
+    dense_step(sessions, gradients_of(rng, 3, shapes), shapes)
+    gradients = gradients_of(rng, 3, shapes)
+    rounds = [
+        own.exchange("wide", values["wide"], ranks=3, rank=rank)
+        for rank, (own, values) in enumerate(zip(sessions, gradients, strict=True))
+    ]
+    second = sessions[1].tensors["wide"].proposed
+    means, _ = run(rounds, joined=(0,))
+    assert means[1].shape == (6000,)
+    assert sessions[1].tensors["wide"].size == sessions[2].tensors["wide"].size == second
+
+
+def test_what_is_sent_is_what_the_caller_handed_over(disturbed):
+    """A rim may lend its buffer: by the time of the second round it may hold other numbers."""
+    rng = np.random.default_rng(8)
+    shapes = {"wide": (30, 200)}
+    pairs = [sessions_of(2, ratio=5) for _ in range(2)]
+    first, second = gradients_of(rng, 2, shapes), gradients_of(rng, 2, shapes)
+    found = []
+    for spoil, sessions in enumerate(pairs):
+        # The same choice of both pairs, by their rank 0.
+        dense_step(sessions, first, shapes)
+        lent = [{"wide": np.array(np.asarray(values["wide"]))} for values in second]
+        rounds = [
+            own.exchange("wide", values["wide"], ranks=2, rank=rank)
+            for rank, (own, values) in enumerate(zip(sessions, lent, strict=True))
+        ]
+        for own in sessions:
+            own.tensors["wide"].proposed = Size((30, 200), 6)
+        total = total_of([next(each) for each in rounds])
+        if spoil:
+            for values in lent:
+                values["wide"][:] = 7
+        words = [each.send(total) for each in rounds]
+        found.append([np.asarray(each).tobytes() for each in words])
+    assert found[0] == found[1]
+
+
+def test_a_step_taken_back_behind_the_choice_is_chosen_again(disturbed):
+    rng = np.random.default_rng(9)
+    shapes = {"thin": (64, 48), "wide": (30, 200)}
+    sessions = sessions_of(2)
+    dense_step(sessions, gradients_of(rng, 2, shapes), shapes)
+    for own in sessions:
+        own.settle()
+    gradients = gradients_of(rng, 2, shapes)
+    for turn in range(3):
+        seen = {}
+        for name in shapes:
+            rounds = [
+                own.exchange(name, values[name], ranks=2, rank=rank)
+                for rank, (own, values) in enumerate(zip(sessions, gradients, strict=True))
+            ]
+            _, seen[name] = run(rounds)
+        assert [len(each) for each in seen.values()] == ([3, 3] if turn < 2 else [2, 2])
+        assert sessions[0].tensors["wide"].size == sessions[1].tensors["wide"].size
+        for own in sessions:
+            if turn == 0:
+                own.undo()
+            else:
+                own.settle()
+
+
+def test_a_saved_state_goes_on_with_the_sizes_agreed_on(disturbed):
+    rng = np.random.default_rng(10)
+    shapes = {"table": (800, 32), "wide": (30, 200)}
+    sessions = sessions_of(2)
+    dense_step(sessions, gradients_of(rng, 2, shapes, torch_too=False), shapes)
+    for turn in range(3):
+        gradients = gradients_of(rng, 2, shapes, torch_too=False)
+        for name in shapes:
+            rounds = [
+                own.exchange(name, values[name], ranks=2, rank=rank)
+                for rank, (own, values) in enumerate(zip(sessions, gradients, strict=True))
+            ]
+            _, seen = run(rounds)
+            assert (seen[0] == 3 + 2) == (turn == 0)
+        states = [own.state_dict() for own in sessions]
+        resumed = [SharedExchange(ratio=20, warmup=1) for _ in sessions]
+        for own, state in zip(resumed, states, strict=True):
+            own.load_state_dict(state)
+        assert [own.tensors["table"].size for own in resumed] == [
+            own.tensors["table"].size for own in sessions
+        ]
+        sessions = resumed
+    for entry in ({"sparse": 1}, {"sides": [30, 201]}, {"size": 31}):
+        state = sessions[0].state_dict()
+        state["tensors"]["wide"].update(entry)
+        with pytest.raises(CompressError):
+            SharedExchange(ratio=20, warmup=1).load_state_dict(state)
