@@ -46,6 +46,13 @@ LOOKS = {
 }
 
 
+def label(method: str) -> str:
+    """How a row's method is called; the oldest rows say "auto" of what has another name now."""
+    if method == "auto gather":
+        return "codec auto, gathered"
+    return "LowRankCompression" + method[4:] if method.startswith("auto") else method
+
+
 def panels(rows: list[Row]) -> dict[Panel, list[Row]]:
     """Rows by net and optimizer, in the order of TITLES, where there is more than plain."""
     found = {p: [r for r in rows if (r["net"], r["optimizer"]) == p] for p in TITLES}
@@ -90,7 +97,7 @@ def table(rows: list[Row]) -> str:
     for group in groups(rows):
         method = group[0]["method"]
         lines.append((
-            f"**{method}**" if method == "auto" else method,
+            f"**{label(method)}**" if method == "auto" else label(method),
             group[0]["exchange"],
             f"{_ratio(group):.1f}",
             f"{statistics.fmean(r['ratio_with_small'] for r in group):.1f}",
@@ -196,6 +203,8 @@ def picture(rows: list[Row], path: Path) -> None:
         ax.grid(alpha=0.25)
     axes[0, 0].set_ylabel("test accuracy against plain, points")
     names = [name for name in LOOKS if name in handles]
-    figure.legend([handles[n] for n in names], names, loc="outside right center", frameon=False)
+    figure.legend(
+        [handles[n] for n in names], map(label, names), loc="outside right center", frameon=False
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

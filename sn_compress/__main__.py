@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     flags.add_argument("--gbit", type=float, required=True, help="of each rank's link, 1e9 bits/s")
     flags.add_argument("--latency-us", type=float, default=50, help="of one message (default 50)")
     flags.add_argument(
-        "--ratio", type=float, default=Settings().ratio, help="of the shared exchange"
+        "--ratio", type=float, default=Settings().ratio, help="of LowRankCompression"
     )
     flags.add_argument(
         "--compute-ms", type=float, default=0, help="forward and backward pass; 0: exchange alone"

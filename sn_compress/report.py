@@ -36,18 +36,18 @@ class Traffic:
 
     def plain(self, name: str | None, elements: int, nbytes: int) -> None:
         """Count a tensor that travels uncompressed."""
-        self._ways[name or ""] = "plain"
         self._count(name, elements, nbytes, compressed=False)
+        self._ways[name or ""] = "plain"
 
     def dense(self, name: str, elements: int, nbytes: int) -> None:
         """Count a tensor that was sent whole for this step only."""
-        self._ways.setdefault(name, "plain")
         self._count(name, elements, nbytes, compressed=False)
+        self._ways.setdefault(name, "plain")
 
     def sparse(self, name: str, elements: int, nbytes: int) -> None:
         """Count a sparse gradient of so many values, which travelled with where they are."""
-        self._ways[name] = "plain"
         self._count(name, elements, nbytes, compressed=False, dense=nbytes)
+        self._ways[name] = "plain"
 
     def fixed(self, name: str, elements: int, nbytes: int) -> None:
         """Note a tensor that travels uncompressed in every step of a traced function."""
@@ -80,8 +80,8 @@ class Traffic:
 
     def payload(self, name: str | None, elements: int, payload: Payload, extra: int) -> bool:
         """Count a payload and `extra` bytes beside it; True when values saturated first."""
-        self._ways[name or ""] = "frequencies"
         self._count(name, elements, payload.nbytes + extra, compressed=True)
+        self._ways[name or ""] = "frequencies"
         if payload.energy is not None and payload.error is not None:
             self._energy += payload.energy
             self._error += payload.error
@@ -93,8 +93,8 @@ class Traffic:
         self, name: str, elements: int, nbytes: int, energy: float, error: float, *, way: str
     ) -> None:
         """Count what one tensor adds to the sums by a way of WAYS, and what it remembers of it."""
-        self._ways[name] = way
         self._count(name, elements, nbytes, compressed=True)
+        self._ways[name] = way
         self._energy += energy
         self._error += error
 

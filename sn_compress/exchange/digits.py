@@ -41,8 +41,8 @@ class Digits:
         """The narrowest digits `ranks` ranks can sum; 16 bits at least with `fine`."""
         if not 1 <= ranks <= MAX_RANKS:
             raise CompressError(
-                f"a shared exchange of {ranks} ranks; expected 1 to {MAX_RANKS}. Use gather, or "
-                "no compression."
+                f"a shared exchange of {ranks} ranks; expected 1 to {MAX_RANKS}. Use "
+                "FFTCompression, or no compression."
             )
         for bits in (16,) if fine else (8, 16):
             limit = (2 ** (bits - 1) - 1) // ranks

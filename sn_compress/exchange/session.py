@@ -334,11 +334,11 @@ class SharedExchange:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what state_dict returned; nothing changes if it does not fit."""
-        with reading("the saved state of the shared exchange"):
+        with reading("the saved state of LowRankCompression"):
             saved.held(state)
             if not isinstance(state, dict) or state.get("format") != _FORMAT:
                 raise CompressError(
-                    f"not a state of format {_FORMAT} of the shared exchange; expected what "
+                    f"not a state of format {_FORMAT} of LowRankCompression; expected what "
                     "state_dict() returned, unchanged"
                 )
             loaded = {}

@@ -180,7 +180,7 @@ def predict(
     Parameters
     ----------
     layers : the parameters, in the order of the forward pass
-    settings : of the gather and shared exchange; None takes the defaults
+    settings : of FFTCompression (gather) and LowRankCompression (shared); None: the defaults
     rates : seconds of the codec, from `measure_rates`; by default it takes none, which is what
         bytes alone would give
     """

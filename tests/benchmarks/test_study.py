@@ -81,7 +81,7 @@ def test_report_pairs_seeds_and_names_what_diverged(study, tmp_path):
     rows += [row("auto", 50.1, 0, 89.9, asked=50.0), row("auto", 50.3, 1, 90.7, asked=50.0)]
     rows += [row("demo", 50.0, 0, 10.0, None, asked=50.0)]
     lines = study.report.table(rows).splitlines()
-    ours = next(line for line in lines if "**auto**" in line)
+    ours = next(line for line in lines if "**LowRankCompression**" in line)
     # -0.1 and -0.3: the mean, and the standard deviation of two.
     assert "| 50.2 |" in ours
     assert "-0.20 ± 0.14" in ours

@@ -173,13 +173,13 @@ def test_traffic_says_what_travels_how(caplog):
     payload = FFTCodec(theta=0.9).encode(np.ones(4096, np.float32))
     for traffic in (loud, quiet):
         for step in range(6):
-            traffic.plain("bias", 10, 40)
-            traffic.payload("kernel", 4096, payload, extra=4)
             for name, way in (("a", "low_rank"), ("b", "low_rank"), ("c", "rows"), ("d", "whole")):
                 if step in (0, 1, 4):  # its own dense steps: the choice stays what it was
                     traffic.dense(name, 100, 400)
                 else:
                     traffic.shared(name, 100, 20, 1.0, 0.5, way=way)
+            traffic.plain("bias", 10, 40)
+            traffic.payload("kernel", 4096, payload, extra=4)
         found = {way: traffic.report()[way] for way in report.WAYS}
         assert found == {"low_rank": 2, "rows": 1, "frequencies": 1, "whole": 1, "plain": 1}
     assert [record.getMessage() for record in caplog.records] == [

@@ -78,6 +78,8 @@ def train(dtype=tf.float32, *, graph, compression=None, generic=False, **options
         return variables, fft
     assert report["steps"] == STEPS, report
     assert report["tensors"] == 3, report
+    how = "low_rank" if issubclass(fft, LowRankCompression) else "frequencies"
+    assert (report[how], report["plain"]) == (3, 1), report
     assert report["ratio"] > 4, report
     return variables, fft
 

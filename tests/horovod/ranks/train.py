@@ -71,6 +71,8 @@ def train(dtype=torch.float32, *, way=GATHER, clip=False, branch=True, passes=1,
     assert report["steps"] == STEPS, report
     # The three weights; biases travel plain. Shared, four of the 20 steps are dense.
     assert report["tensors"] == 3, report
+    how = "low_rank" if issubclass(way, LowRankCompression) else "frequencies"
+    assert (report[how], report["plain"]) == (3, len(list(model.parameters())) - 3), report
     assert report["ratio"] > (3 if way.settings.exchange == "shared" else 5), report
     return model, optimizer
 
