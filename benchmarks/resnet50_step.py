@@ -1,4 +1,4 @@
-"""ResNet-50's gradients through DDP at 100x: ratio, collectives, CPU seconds, ops of a bucket.
+"""ResNet-50's gradients at 100x: ratio, collectives, CPU seconds, ops of a bucket.
 
     python benchmarks/resnet50_step.py            what is missing, about six minutes
     python benchmarks/resnet50_step.py --report   the table of what has been measured
@@ -6,7 +6,8 @@
 Both layouts: torch's (out, in, kh, kw), and Keras's (kh, kw, in, out) with (in, out) of the dense
 layer. A model whose loss is the sum of its parameters times given numbers has those numbers as
 gradients: products of factors whose strengths fall as 1, 1/2, 1/3 and so on, the same on all ranks,
-and noise of each rank's own. Each layout is run twice:
+and noise of each rank's own. Each layout is run twice through DDP, and twice through Horovod's
+torch optimizer (benchmarks/resnet50_horovod.py), which has no PowerSGD:
 
 - 2 ranks, in which plain, ours and torch's powerSGD_hook take turns by rounds. The hook's rank is
   the one whose bytes come nearest to ours, and its gradients are in torch's layout in both, as it
@@ -29,60 +30,23 @@ import torch.distributed as dist
 from collectives import collectives, sent_bytes
 from ddp_ranks import about, as_rank, measured, run_ranks
 from ddp_ways import OpCount, wrapped
-from models import resnet
-from torch import nn
+from resnet50_gradients import (
+    DENSE,
+    LAYOUTS,
+    OURS,
+    RATIO,
+    SETTLE,
+    Given,
+    given,
+    in_layout,
+    shapes_of,
+)
+from resnet50_horovod import run_horovod
 from training_rows import load, save
 
 RESULTS = Path(__file__).resolve().parent / "results/resnet50_step.json"
-RATIO = 100
-OURS = f"low rank {RATIO}"
-LAYOUTS = ("torch", "keras")
-SETTINGS = ("layout", "ranks", "rounds", "steps", "width", "classes")
-DENSE = 2  # uncompressed steps at first
-SETTLE = DENSE + 4
-FACTORS = 64  # of a gradient's matrix, before noise
-NOISE = 0.3  # of a rank's own, to the sum of all factors as one
-
-
-def shapes_of(width: int, classes: int) -> list[tuple[int, ...]]:
-    """Those of ResNet-50's parameters, in torch's layout."""
-    with torch.device("meta"):
-        return [tuple(p.shape) for p in resnet(50, width=width, classes=classes).parameters()]
-
-
-def gradient(shape: tuple[int, ...], seed: int, rank: int) -> torch.Tensor:
-    """In torch's layout, of unit scale: a decaying spectrum, and noise that ranks do not share."""
-    common = torch.Generator().manual_seed(seed)
-    own = torch.Generator().manual_seed(1000 * (rank + 1) + seed)
-    noise = torch.randn(shape, generator=own)
-    if len(shape) == 1:
-        return torch.randn(shape, generator=common) + NOISE * noise
-    rows, columns = shape[0], prod(shape[1:])
-    strengths = 1 / torch.arange(1, 1 + min(FACTORS, rows, columns))
-    left = torch.randn(rows, len(strengths), generator=common) * strengths
-    right = torch.randn(len(strengths), columns, generator=common)
-    return (left @ right).view(shape) / strengths.norm() + NOISE * noise
-
-
-def in_layout(values: torch.Tensor, layout: str) -> torch.Tensor:
-    """A gradient as a framework has it."""
-    if layout == "keras" and values.dim() == 4:
-        return values.permute(2, 3, 1, 0).contiguous()
-    return values.t().contiguous() if layout == "keras" and values.dim() == 2 else values
-
-
-class Given(nn.Module):
-    """A model whose gradients are given."""
-
-    def __init__(self, given: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.given = given
-        self.weights = nn.ParameterList(nn.Parameter(torch.zeros_like(each)) for each in given)
-
-    def forward(self) -> torch.Tensor:
-        """The loss."""
-        pairs = zip(self.weights, self.given, strict=True)
-        return torch.stack([(weight * given).sum() for weight, given in pairs]).sum()
+SEAMS = ("ddp", "horovod")
+SETTINGS = ("seam", "layout", "ranks", "rounds", "steps", "width", "classes")
 
 
 def powersgd_bytes(shapes: list[tuple[int, ...]], rank: int) -> int:
@@ -105,9 +69,9 @@ def rival_of(shapes: list[tuple[int, ...]]) -> str:
 class Way:
     """One way's model in a rank."""
 
-    def __init__(self, name: str, given: list[torch.Tensor]) -> None:
+    def __init__(self, name: str, gradients: list[torch.Tensor]) -> None:
         self.name, self.count = name, OpCount()
-        self.ddp, self.state = wrapped(name, Given(given), dense=DENSE, count=self.count)
+        self.ddp, _ = wrapped(name, Given(gradients), dense=DENSE, count=self.count)
 
     def step(self) -> float:
         """CPU seconds of a backward pass that all ranks begin together."""
@@ -131,13 +95,11 @@ class Way:
 
 def work(job: dict[str, Any]) -> dict[str, Any]:
     """In a rank: seconds [rounds, steps] by way, and facts by way."""
-    shapes = shapes_of(job["width"], job["classes"])
-    rank = dist.get_rank()
-    given = [gradient(shape, seed, rank) for seed, shape in enumerate(shapes)]
+    gradients = given(job, dist.get_rank())
     ways = []
     for name in job["ways"]:
         layout = "torch" if name.startswith("powersgd") else job["layout"]
-        ways.append(Way(name, [in_layout(each, layout) for each in given]))
+        ways.append(Way(name, [in_layout(each, layout) for each in gradients]))
     facts = {}
     for way in ways:
         for _ in range(SETTLE):
@@ -148,7 +110,7 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
         turn = first % len(ways)
         for way in ways[turn:] + ways[:turn]:
             taken[way.name].append([way.step() for _ in range(job["steps"])])
-    return {"taken": taken, "facts": facts, "elements": sum(map(prod, shapes))}
+    return {"taken": taken, "facts": facts, "elements": sum(each.numel() for each in gradients)}
 
 
 def rows_of(job: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -178,14 +140,15 @@ def table(rows: list[dict[str, Any]]) -> str:
         group = [row for row in rows if (row["commit"], row["elements"]) == key]
         lines += [
             f"\ncommit {key[0]}, {key[1]:,} elements, load {group[-1]['load']:.1f}",
-            f"{'layout':6} {'ranks':>5} {'way':14} {'ratio':>6} {'calls':>5} {'buckets':>7} "
-            f"{'kB sent':>9} {'CPU s':>6} {'adds':>6} {'ops a bucket':>12}",
+            f"{'seam':8} {'layout':6} {'ranks':>5} {'way':14} {'ratio':>6} {'calls':>5} "
+            f"{'buckets':>7} {'kB sent':>9} {'CPU s':>6} {'adds':>6} {'ops a bucket':>12}",
         ]
         for row in group:
             ops, added = row["ops_a_bucket"], row.get("added_cpu_s")
             told = "n/a" if ops is None else f"{ops:.0f}"
             lines.append(
-                f"{row['layout']:6} {row['ranks']:5} {row['way']:14} {row['ratio']:6.1f} "
+                f"{row['seam']:8} {row['layout']:6} {row['ranks']:5} {row['way']:14} "
+                f"{row['ratio']:6.1f} "
                 f"{row['collectives']:5} {row['buckets'] or '':>7} {row['sent_bytes'] / 1e3:9.1f} "
                 f"{row['cpu_s']:6.3f} {'' if added is None else f'{added:+.3f}':>6} {told:>12}"
             )
@@ -202,6 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, default=RESULTS, help="rows go there")
     parser.add_argument("--report", action="store_true", help="measure nothing")
+    parser.add_argument("--seams", nargs="+", choices=SEAMS, default=list(SEAMS))
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8], help="8 for the ratio")
     parser.add_argument("--rounds", type=int, default=7)
@@ -210,24 +174,27 @@ def main() -> None:
     parser.add_argument("--classes", type=int, default=1000)
     args = parser.parse_args()
     rows = load(args.json)
-    for ranks in [] if args.report else args.ranks:
-        for layout in args.layouts:
-            timed = ranks == 2
-            job: dict[str, Any] = {"layout": layout, "ranks": ranks}
-            job |= {"width": args.width, "classes": args.classes}
-            job |= (
-                {"rounds": args.rounds, "steps": args.steps} if timed else {"rounds": 1, "steps": 1}
-            )
-            rival = rival_of(shapes_of(args.width, args.classes))
-            job["ways"] = ["plain", OURS, rival] if timed else [OURS]
-            key = {name: job[name] for name in SETTINGS}
-            if all(measured(rows, key | {"way": way}) for way in job["ways"]):
-                continue
-            print(f"{layout}, {ranks} ranks", flush=True)
-            new = rows_of(job, run_ranks(__file__, job, ranks=ranks, timeout_s=1200))
-            keys = {key_of(row) for row in new}
-            rows = [row for row in rows if key_of(row) not in keys] + new
-            save(args.json, rows)
+    wanted = [(s, n, lay) for s in args.seams for n in args.ranks for lay in args.layouts]
+    for seam, ranks, layout in [] if args.report else wanted:
+        timed = ranks == 2
+        job: dict[str, Any] = {"seam": seam, "layout": layout, "ranks": ranks}
+        job |= {"width": args.width, "classes": args.classes}
+        job |= {"rounds": args.rounds if timed else 1, "steps": args.steps if timed else 1}
+        job["ways"] = ["plain", OURS] if timed else [OURS]
+        if timed and seam == "ddp":
+            job["ways"].append(rival_of(shapes_of(args.width, args.classes)))
+        key = {name: job[name] for name in SETTINGS}
+        if all(measured(rows, key | {"way": way}) for way in job["ways"]):
+            continue
+        print(f"{seam}, {layout}, {ranks} ranks", flush=True)
+        if seam == "ddp":
+            found = run_ranks(__file__, job, ranks=ranks, timeout_s=1200)
+        else:
+            found = run_horovod(job, timeout_s=1200)
+        new = rows_of(job, found)
+        keys = {key_of(row) for row in new}
+        rows = [row for row in rows if key_of(row) not in keys] + new
+        save(args.json, rows)
     print(table(rows))
 
 

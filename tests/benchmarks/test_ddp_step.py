@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import shaped_links
@@ -15,6 +16,8 @@ import collectives
 import ddp_ranks
 import ddp_step
 import ddp_ways
+import resnet50_gradients
+import resnet50_horovod
 import resnet50_step
 import shaped_ddp
 import torch
@@ -22,6 +25,7 @@ import torch.distributed as dist
 from language import Language
 
 SMALL = ["--width", "32", "--layers", "1"]
+ONCE = ["--ranks", 2, "--rounds", 1, "--steps", 1, "--width", 8, "--classes", 10]
 
 
 @pytest.fixture
@@ -53,7 +57,7 @@ def row_of(printed, way):
 
 def test_ddp_step_tells_what_each_way_adds_and_sends(run, tmp_path):
     path, ways = tmp_path / "rows.json", ["plain", "fp16", "powersgd 4", "low rank 50", "gather"]
-    flags = ["--runs", 1, "--rounds", 2, "--steps", 1, *SMALL, "--json", path, "--ways", *ways]
+    flags = ["--runs", 1, "--rounds", 1, "--steps", 1, *SMALL, "--json", path, "--ways", *ways]
     printed = run(ddp_step, *flags)
     rows = {row["way"]: row for row in json.loads(path.read_text())}
     assert list(rows) == ways
@@ -74,8 +78,8 @@ def test_ddp_step_tells_what_each_way_adds_and_sends(run, tmp_path):
 
 def test_resnet50_step_tells_ratio_collectives_and_ops(run, tmp_path):
     path = tmp_path / "rows.json"
-    flags = ["--ranks", 2, "--layouts", "keras", "--rounds", 1, "--steps", 1, "--json", path]
-    printed = run(resnet50_step, *flags, "--width", 8, "--classes", 10)
+    flags = ["--seams", "ddp", "--layouts", "keras", *ONCE, "--json", path]
+    printed = run(resnet50_step, *flags)
     shapes = resnet50_step.shapes_of(8, 10)
     rival = resnet50_step.rival_of(shapes)
     rows = {row["way"]: row for row in json.loads(path.read_text())}
@@ -90,11 +94,41 @@ def test_resnet50_step_tells_ratio_collectives_and_ops(run, tmp_path):
     assert row_of(printed, rival)[-1] == "n/a"  # only ours is counted
 
 
+@pytest.mark.horovod
+@pytest.mark.slow
+def test_resnet50_step_counts_what_is_handed_to_horovod(run, tmp_path):
+    pytest.importorskip("horovod")
+    path = tmp_path / "rows.json"
+    run(resnet50_step, "--seams", "horovod", "--layouts", "torch", *ONCE, "--json", path)
+    plain, ours = json.loads(path.read_text())
+    shapes = resnet50_step.shapes_of(8, 10)
+    assert plain["way"] == "plain"
+    assert plain["collectives"] == len(shapes)  # one each, before Horovod fuses them
+    assert plain["sent_bytes"] == 4 * plain["elements"]
+    assert ours["way"] == resnet50_step.OURS
+    assert 1 < ours["ratio"] < 110
+    assert ours["sent_bytes"] < plain["sent_bytes"] / 10
+
+
+def test_a_collective_of_horovod_of_unknown_bytes_is_refused():
+    grouped = "horovod_torch_grouped_allreduce_async_torch_FloatTensor"
+    alltoall = "horovod_torch_alltoall_async_torch_FloatTensor"
+    library = SimpleNamespace(**{grouped: lambda *a: 7, alltoall: lambda *a: 8})
+    sent, values = resnet50_horovod.Sent(library), torch.ones(3)
+    assert getattr(library, alltoall)(values, 1) == 8
+    assert sent.found == []
+    sent.on = True
+    assert getattr(library, grouped)([values, values]) == 7
+    assert sent.found == [("allreduce", 24)]
+    with pytest.raises(ValueError, match="alltoall"):
+        getattr(library, alltoall)(values)
+
+
 def test_shaped_ddp_trains_every_way_behind_the_link(run, tmp_path):
     if reason := shaped_links.why_not():
         pytest.skip(reason)
     path, ways = tmp_path / "rows.json", ["plain", "low rank 50"]
-    flags = ["--gbit", 0.05, "--train-steps", 20, "--target", 7.9, *SMALL, "--json", path]
+    flags = ["--gbit", 0.05, "--train-steps", 17, "--target", 7.9, *SMALL, "--json", path]
     printed = run(shaped_ddp, *flags, "--ways", *ways)
     plain, ours = json.loads(path.read_text())
     assert [plain["way"], ours["way"]] == ways
@@ -172,7 +206,7 @@ def test_ops_of_a_hook_are_counted_where_torch_computes_the_product():
 
 
 def test_keras_layout_has_the_same_values():
-    values = resnet50_step.gradient((6, 4, 3, 2), seed=1, rank=0)
+    values = resnet50_gradients.gradient((6, 4, 3, 2), seed=1, rank=0)
     moved = resnet50_step.in_layout(values, "keras")
     assert moved.shape == (3, 2, 4, 6)
     assert moved[1, 0, 3, 5] == values[5, 3, 1, 0]
