@@ -8,7 +8,7 @@ from math import prod
 from torch import profiler
 from torch._C._profiler import _ExperimentalConfig
 
-from sn_compress.cost import wire_bytes
+from sn_compress.prediction.cost import wire_bytes
 
 KINDS = {
     "gloo:all_reduce": "allreduce",
@@ -46,5 +46,5 @@ def collectives(step: Callable[[], object]) -> list[tuple[str, int]]:
 
 
 def sent_bytes(found: list[tuple[str, int]], ranks: int) -> float:
-    """Bytes that leave a rank in rings; see sn_compress.cost."""
+    """Bytes that leave a rank in rings; see sn_compress.prediction.cost."""
     return sum(wire_bytes(kind, size, ranks) for kind, size in found)  # type: ignore[arg-type]
