@@ -110,6 +110,36 @@ def table(rows: list[Row]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def compared(rows: list[Row], earlier: list[Row]) -> str:
+    """Accuracies of rows less those of earlier ones of the same net, method, ratio and seed.
+
+    "no worse" where the mean of the differences is above minus the deviation between the earlier
+    runs' seeds.
+    """
+    cell = ("net", "optimizer", "method", "ratio_asked", "steps")
+    old: dict[tuple[Any, ...], dict[int, float]] = defaultdict(dict)
+    new: dict[tuple[Any, ...], dict[int, float]] = defaultdict(dict)
+    for found, some in ((old, earlier), (new, rows)):
+        for row in some:
+            found[tuple(row[name] for name in cell)][row["seed"]] = row["accuracy"]
+    lines = ["net optimizer method ratio steps: earlier, now, difference by seed"]
+    for key, by_seed in new.items():
+        seeds = sorted(set(by_seed) & set(old[key]))
+        told = " ".join(str(part) for part in key if part is not None)
+        if not seeds:
+            lines.append(f"{told}: no earlier run of these seeds")
+            continue
+        before, now = ([some[seed] for seed in seeds] for some in (old[key], by_seed))
+        differences = [b - a for a, b in zip(before, now, strict=True)]
+        spread = statistics.stdev(old[key].values()) if len(old[key]) > 1 else 0.0
+        verdict = "no worse" if statistics.fmean(differences) >= -spread else "WORSE"
+        lines.append(
+            f"{told}: {_mean(before)}, {_mean(now)}, "
+            f"{' '.join(f'{value:+.2f}' for value in differences)}: {verdict}"
+        )
+    return "\n".join(lines)
+
+
 def source(rows: list[Row], flags: str) -> str:
     """Where the numbers come from, in one paragraph."""
     commits, machines = (", ".join(sorted({r[f] for r in rows})) for f in ("commit", "machine"))

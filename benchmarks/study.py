@@ -3,6 +3,8 @@
     python benchmarks/study.py            what is missing of the whole study, hours on two cores
     python benchmarks/study.py --quick    one short run of most methods: does it all run?
     python benchmarks/study.py --long     few methods, four times the steps
+    python benchmarks/study.py --only auto --optimizers sgd --ratios 50 150 --json NEW.json
+        --against benchmarks/results/study.json     two cells again, beside what they were
 
 Every rank's gradient and every payload is real; the ranks are simulated (benchmarks/simulated.py).
 A finished run is saved at once and not done again, so the study may be stopped and started at
@@ -209,10 +211,12 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=4, help="as many steps, with --long")
     parser.add_argument("--only", nargs="+", metavar="METHOD", help="no other methods, now")
     parser.add_argument("--nets", nargs="+", metavar="NET", help="no other nets, now")
+    parser.add_argument("--optimizers", nargs="+", metavar="NAME", help="no other ones, now")
     parser.add_argument("--ratios", type=float, nargs="+", help="no other ratios, now")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
     parser.add_argument("--png", type=Path, help="picture of all rows there are")
+    parser.add_argument("--against", type=Path, help="earlier rows, compared seed by seed")
     args = parser.parse_args()
     path, runs = RESULTS, plan(args.seeds, None)
     if args.quick:
@@ -222,10 +226,13 @@ def main() -> None:
     path = args.json or path
     runs = [r for r in runs if not args.only or r.method in args.only]
     runs = [r for r in runs if not args.nets or r.net in args.nets]
+    runs = [r for r in runs if not args.optimizers or r.optimizer in args.optimizers]
     runs = [r for r in runs if not args.ratios or r.ratio_asked in (None, *args.ratios)]
     if args.quick:
         runs = [r for r in runs if r.method in QUICK and r.ratio_asked in (None, 50.0)]
     rows = [] if args.quick else load(path)
+    if not runs:
+        parser.error("no run of the study is left by --only, --nets, --optimizers and --ratios")
     fields = tuple(asdict(runs[0]))
     done = {tuple(row[field] for field in fields) for row in rows}
     missing = [run for run in runs if tuple(asdict(run).values()) not in done]
@@ -243,6 +250,8 @@ def main() -> None:
             print(" ".join(told), f"({row['seconds']} s)", flush=True)
     text = report.text(rows, " --long" if args.long else "")
     print(f"\n{text}\n\nrows: {path}")
+    if args.against:
+        print(f"\n{report.compared(rows, load(args.against))}")
     page = ROOT / "docs/accuracy.md"
     if path == LONG_RESULTS:
         report.put_into(page, "study-long", text)

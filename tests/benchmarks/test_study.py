@@ -98,3 +98,20 @@ def test_report_goes_between_its_markers(study, tmp_path):
     page.write_text("no place\n")
     with pytest.raises(SystemExit, match="study:start"):
         study.report.put_into(page, "study", "new")
+
+
+def test_cells_are_compared_seed_by_seed_with_what_they_were():
+    import _study_report as report
+
+    def rows(ratio, *accuracies, first=0):
+        cell = {"net": "cnn", "optimizer": "sgd", "method": "auto", "ratio_asked": ratio}
+        each = enumerate(accuracies, first)
+        return [cell | {"steps": 9, "seed": seed, "accuracy": value} for seed, value in each]
+
+    # Deviation of the earlier seeds 1.0: a mean difference of -1 is within it, one of -1.5 is not.
+    earlier = [*rows(50.0, 88.0, 89.0, 90.0), *rows(150.0, 88.0, 89.0, 90.0)]
+    now = [*rows(50.0, 88.0, 87.0), *rows(150.0, 87.5, 86.5), *rows(50.5, 1.0)]
+    _, kept, lost, other = report.compared(now, earlier).splitlines()
+    assert kept.endswith("+0.00 -2.00: no worse")
+    assert lost.endswith("-0.50 -2.50: WORSE")
+    assert other.endswith("no earlier run of these seeds")

@@ -1,0 +1,64 @@
+"""Gradients in the shapes of ResNet-50, of decaying spectrum, in torch's layout and in Keras's."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from models import resnet
+from torch import nn
+
+LAYOUTS = ("torch", "keras")
+RATIO = 100
+OURS = f"low rank {RATIO}"
+DENSE = 2  # uncompressed steps at first
+SETTLE = DENSE + 4
+FACTORS = 64  # of a gradient's matrix, before noise
+NOISE = 0.3  # of a rank's own, to the sum of all factors as one
+
+
+def shapes_of(width: int, classes: int) -> list[tuple[int, ...]]:
+    """Those of ResNet-50's parameters, in torch's layout."""
+    with torch.device("meta"):
+        return [tuple(p.shape) for p in resnet(50, width=width, classes=classes).parameters()]
+
+
+def gradient(shape: tuple[int, ...], seed: int, rank: int) -> torch.Tensor:
+    """In torch's layout, of unit scale: a decaying spectrum, and noise that ranks do not share."""
+    common = torch.Generator().manual_seed(seed)
+    own = torch.Generator().manual_seed(1000 * (rank + 1) + seed)
+    noise = torch.randn(shape, generator=own)
+    if len(shape) == 1:
+        return torch.randn(shape, generator=common) + NOISE * noise
+    rows, columns = shape[0], prod(shape[1:])
+    strengths = 1 / torch.arange(1, 1 + min(FACTORS, rows, columns))
+    left = torch.randn(rows, len(strengths), generator=common) * strengths
+    right = torch.randn(len(strengths), columns, generator=common)
+    return (left @ right).view(shape) / strengths.norm() + NOISE * noise
+
+
+def in_layout(values: torch.Tensor, layout: str) -> torch.Tensor:
+    """A gradient as a framework has it."""
+    if layout == "keras" and values.dim() == 4:
+        return values.permute(2, 3, 1, 0).contiguous()
+    return values.t().contiguous() if layout == "keras" and values.dim() == 2 else values
+
+
+class Given(nn.Module):
+    """A model whose gradients are given."""
+
+    def __init__(self, given: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.given = given
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros_like(each)) for each in given)
+
+    def forward(self) -> torch.Tensor:
+        """The loss."""
+        pairs = zip(self.weights, self.given, strict=True)
+        return torch.stack([(weight * given).sum() for weight, given in pairs]).sum()
+
+
+def given(job: dict[str, object], rank: int) -> list[torch.Tensor]:
+    """A rank's gradients, in torch's layout, of a job's width and classes."""
+    shapes = shapes_of(job["width"], job["classes"])  # type: ignore[arg-type]
+    return [gradient(shape, seed, rank) for seed, shape in enumerate(shapes)]

@@ -1,0 +1,134 @@
+"""Ranks of benchmarks/resnet50_step.py through Horovod's torch optimizer, plain and ours in turn.
+
+What is handed to Horovod is counted at the functions of its library, so fusion, which is Horovod's
+own, is not in it: a collective is what Horovod agrees on by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import ROOT
+from resnet50_gradients import DENSE, OURS, RATIO, SETTLE, Given, given, in_layout
+
+KINDS = {"allreduce": "allreduce", "allgather": "allgather"}
+
+
+def ours() -> Any:
+    """The one place where a compression is made."""
+    from sn_compress import FFTCompression
+
+    return FFTCompression.using(ratio=RATIO, warmup=DENSE)
+
+
+def run_horovod(job: dict[str, Any], *, timeout_s: float) -> list[dict[str, Any]]:
+    """What each rank found. Raises RuntimeError, with what they said, if one fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "job.json").write_text(json.dumps(job))
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+        env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        command = [sys.executable, "-m", "horovod.runner.launch", "--gloo"]
+        command += ["-np", str(job["ranks"]), sys.executable, __file__, folder]
+        done = subprocess.run(
+            command, env=os.environ | env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, timeout=timeout_s,
+        )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(f"horovodrun ended with {done.returncode}:\n{done.stdout[-3000:]}")
+        found = [Path(folder) / f"rank{rank}.json" for rank in range(job["ranks"])]
+        return [json.loads(path.read_text()) for path in found]
+
+
+class Sent:
+    """Kind and bytes of every collective handed to Horovod while `on`.
+
+    Raises ValueError for one whose bytes are not known here.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self.on = False
+        self.found: list[tuple[str, int]] = []
+        for name in dir(library):
+            if name.startswith("horovod_torch_") and "_async_" in name:
+                setattr(library, name, self._around(name, getattr(library, name)))
+
+    def _around(self, name: str, function: Any) -> Any:
+        what = name.removeprefix("horovod_torch_").partition("_async_")[0]
+        kind = KINDS.get(what.removeprefix("grouped_"))
+
+        def counted(tensors: Any, *rest: Any) -> Any:
+            if self.on:
+                if kind is None:
+                    raise ValueError(f"{name}: add what it sends to KINDS")
+                each = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+                self.found.append((kind, sum(tensor.nbytes for tensor in each)))
+            return function(tensors, *rest)
+
+        return counted
+
+
+class Way:
+    """One way's model and optimizer in a rank."""
+
+    def __init__(self, name: str, gradients: list[torch.Tensor], hvd: Any) -> None:
+        self.name, self.hvd, self.model = name, hvd, Given(gradients)
+        compression = ours() if name == OURS else hvd.Compression.none
+        self.optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(self.model.parameters(), lr=0.0),
+            named_parameters=[(f"{name} {n}", p) for n, p in self.model.named_parameters()],
+            compression=compression,
+        )
+
+    def step(self) -> float:
+        """CPU seconds of a backward pass, and of all exchanges, that all ranks begin together."""
+        self.optimizer.zero_grad()
+        loss = self.model()
+        self.hvd.barrier()
+        start = time.process_time()
+        loss.backward()
+        self.optimizer.synchronize()
+        return time.process_time() - start
+
+
+def main() -> None:
+    """One rank."""
+    import horovod.torch as hvd
+    from horovod.torch import mpi_ops
+
+    folder = Path(sys.argv[1])
+    job = json.loads((folder / "job.json").read_text())
+    torch.set_num_threads(1)
+    sent = Sent(mpi_ops.mpi_lib)
+    hvd.init()
+    gradients = given(job, hvd.rank())
+    moved = [in_layout(each, job["layout"]) for each in gradients]
+    ways = [Way(name, moved, hvd) for name in job["ways"]]
+    facts: dict[str, Any] = {}
+    for way in ways:
+        for _ in range(SETTLE):
+            way.step()
+        sent.found.clear()
+        sent.on = True
+        way.step()
+        sent.on = False
+        facts[way.name] = {"sent": list(sent.found), "buckets": None, "ops_a_bucket": None}
+    taken: dict[str, list[list[float]]] = {way.name: [] for way in ways}
+    for first in range(job["rounds"]):
+        turn = first % len(ways)
+        for way in ways[turn:] + ways[:turn]:
+            taken[way.name].append([way.step() for _ in range(job["steps"])])
+    found = {"taken": taken, "facts": facts, "elements": sum(each.numel() for each in gradients)}
+    (folder / f"rank{hvd.rank()}.json").write_text(json.dumps(found))
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()
