@@ -16,7 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sn_compress.torch.ddp import FFTState, fft_hook
+from sn_compress import FFTCompression, LowRankCompression
+from sn_compress.torch.ddp import CompressionState, compression_hook
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -25,10 +26,11 @@ def ours(way: str, net: nn.Module, dense: int) -> tuple[Any, Hook]:
     """State and hook of a way of this project: the one place where a compression is made."""
     named = list(net.named_parameters())
     if way == "gather":
-        return FFTState(exchange="gather", named_parameters=named), fft_hook
+        return CompressionState(FFTCompression, named_parameters=named), compression_hook
     ratio = float(way.removeprefix("low rank "))
-    state = FFTState(exchange="shared", ratio=ratio, warmup=dense, named_parameters=named)
-    return state, fft_hook
+    compression = LowRankCompression.using(ratio=ratio, warmup=dense)
+    state = CompressionState(compression, named_parameters=named)
+    return state, compression_hook
 
 
 def rivals(way: str, dense: int) -> tuple[Any, Hook]:

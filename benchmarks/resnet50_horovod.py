@@ -24,9 +24,9 @@ KINDS = {"allreduce": "allreduce", "allgather": "allgather"}
 
 def ours() -> Any:
     """The one place where a compression is made."""
-    from sn_compress import FFTCompression
+    from sn_compress import LowRankCompression
 
-    return FFTCompression.using(ratio=RATIO, warmup=DENSE)
+    return LowRankCompression.using(ratio=RATIO, warmup=DENSE)
 
 
 def run_horovod(job: dict[str, Any], *, timeout_s: float) -> list[dict[str, Any]]:

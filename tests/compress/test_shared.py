@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 import pytest
+from sn_compress.exchange.allocate import Curve, allocate, part_of, words_of
 
 from sn_compress.errors import CompressError, PayloadError
-from sn_compress.exchange.allocate import Curve, allocate, part_of, words_of
 from sn_compress.exchange.session import SharedExchange
 from sn_compress.sums.low_rank import LowRank
 from sn_compress.sums.rows import Rows
