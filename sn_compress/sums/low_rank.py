@@ -7,7 +7,7 @@ float32. The first sum only has to find directions, and what rounding takes from
 stays in the memory: with 8 ranks both travel in 8 bits, so the same bytes hold four times the rank.
 
 Factors are stored transposed, a column's numbers side by side: the products then read the matrix in
-the order in which it lies, which is half again as fast (docs/decisions/0023).
+the order in which it lies, which is half again as fast (docs/decisions/0024).
 """
 
 from __future__ import annotations
