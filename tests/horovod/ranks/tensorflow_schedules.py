@@ -59,7 +59,7 @@ def tapes(kind):
         path = tf.train.Checkpoint(memory=memory_of_tape(fft)).save(f"{folder}/rank{hvd.rank()}")
         restored = tf.train.Checkpoint(memory=memory_of_tape(again)).restore(path)
         restored.assert_existing_objects_matched()
-    train(half, again, range(HALF, STEPS), graph=kind != "budget")
+    train(half, again, range(HALF, STEPS), graph=kind != "thrifty")
     check(kind, hvd.allgather_object(WATCH.taken()))
     for a, b in zip(whole, half, strict=True):
         assert np.array_equal(a.numpy(), b.numpy()), f"{kind}: the resumed run differs"
@@ -111,8 +111,11 @@ def outside_of_a_graph():
 tf.config.threading.set_intra_op_parallelism_threads(1)
 hvd.init()
 outside_of_a_graph()
-for kind in KINDS:
+# A constant theta has tests of its own, and a budget comes behind a warm-up: tracing takes long.
+for kind in [kind for kind in KINDS if kind not in ("constant", "budget")]:
     tapes(kind)
-    if kind in LEARNING or kind == "cosine":
-        keras_fit(kind, **({"groups": 1} if kind == "thrifty" else {}))
+    if kind == "warm-up, then budget":
+        keras_fit(kind)
+    if kind == "thrifty":
+        keras_fit(kind, groups=1)
     print(f"ok {kind}", flush=True)
