@@ -15,8 +15,8 @@ from typing import Any
 from simulated import Exchange, Gather, Plain, PowerSGD, Shared
 
 import sn_compress
+from sn_compress.codecs.base import HEADER_BYTES, Codec
 from sn_compress.codecs.dgc import DGCCodec
-from sn_compress.contract import HEADER_BYTES, Codec
 from sn_compress.exchange.session import SharedExchange
 
 # Every method starts with a few plain steps, as PowerSGD and ours do when left alone (with 1,000

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from sn_compress.contract import Floats
+from sn_compress.codecs.base import Floats
 from sn_compress.errors import CompressError, PayloadError
 from sn_compress.exchange.digits import Words
 from sn_compress.exchange.shared import PRIME, Array, Scaled, Summable, checksum

@@ -34,7 +34,7 @@ from study import learning_rate
 import sn_compress
 from sn_compress.gossip import consensus_distance
 from sn_compress.gossip.differences import PULL
-from sn_compress.gossip.torch import GossipOptimizer
+from sn_compress.torch.gossip import GossipOptimizer
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/gossip.json"

@@ -24,7 +24,7 @@ from shaped_links import NoLinksError, ShapedLinks
 from training_rows import load, save
 from training_runs import plain_s, say
 
-from sn_compress.layers import layers
+from sn_compress.prediction.layers import layers
 
 RESULTS = Path(__file__).resolve().parent / "results/gossip_links.json"
 METHODS = ("all-reduce", "gossip", "gossip, top-k")

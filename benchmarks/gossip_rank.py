@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 import sn_compress
-from sn_compress.cost import BACKWARD
-from sn_compress.gossip.torch import GossipOptimizer
-from sn_compress.layers import layers
+from sn_compress.prediction.cost import BACKWARD
+from sn_compress.prediction.layers import layers
+from sn_compress.torch.gossip import GossipOptimizer
 
 _PORT = 29_717
 

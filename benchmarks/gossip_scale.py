@@ -34,9 +34,9 @@ from gossip_report import PAGE
 from gossip_scale_report import errors, picture, spread_costs, table
 from machine import commit, machine
 
-from sn_compress.cost import BACKWARD, wire_bytes
 from sn_compress.gossip import topology
-from sn_compress.layers import layers
+from sn_compress.prediction.cost import BACKWARD, wire_bytes
+from sn_compress.prediction.layers import layers
 
 ROOT = Path(__file__).resolve().parent.parent
 MEASURED = ROOT / "benchmarks/results/gossip_links.json"

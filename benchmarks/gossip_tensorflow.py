@@ -4,7 +4,7 @@
     python benchmarks/gossip_tensorflow.py --quick    20 steps on 2 ranks: does it all run?
 
 horovodrun starts 4, then 8 processes of benchmarks/gossip_tensorflow_rank.py on this machine; every
-message is Horovod's over Gloo. All-reduce is sn_compress.horovod.keras.DistributedOptimizer, as
+message is Horovod's over Gloo. All-reduce is sn_compress.tensorflow.keras.DistributedOptimizer, as
 Horovod's own does not average under Keras 3. A finished run is saved at once and not done again.
 The whole study also writes its table into docs/gossip.md and draws docs/gossip_tensorflow.png.
 """

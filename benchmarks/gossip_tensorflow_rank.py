@@ -18,8 +18,8 @@ import numpy as np
 import tensorflow as tf
 
 from sn_compress.gossip import consensus_distance
-from sn_compress.gossip.tensorflow import GossipOptimizer
-from sn_compress.horovod import keras as together
+from sn_compress.tensorflow import keras as together
+from sn_compress.tensorflow.gossip import GossipOptimizer
 
 GOSSIP: dict[str, dict[str, Any]] = {
     "weights": {},

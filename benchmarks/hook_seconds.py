@@ -25,8 +25,8 @@ from machine import commit, machine
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sn_compress.ddp import FFTState, fft_hook
-from sn_compress.layers import layers
+from sn_compress.prediction.layers import layers
+from sn_compress.torch.ddp import FFTState, fft_hook
 
 METHODS: dict[str, dict[str, Any] | None] = {
     "plain": None,

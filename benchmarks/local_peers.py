@@ -58,7 +58,7 @@ class Hall:
 
 
 class LocalPeers:
-    """sn_compress.gossip.peers.torch.Peers, for one of the threads."""
+    """sn_compress.torch.gossip.peers.Peers, for one of the threads."""
 
     def __init__(self, hall: Hall, rank: int) -> None:
         self.hall, self.rank, self.ranks = hall, rank, hall.ranks

@@ -11,7 +11,7 @@ import numpy as np
 
 from sn_compress import FFTCodec
 from sn_compress.codecs import _device
-from sn_compress.contract import Payload
+from sn_compress.codecs.base import Payload
 
 SETTINGS = [
     {},

@@ -21,9 +21,9 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from sn_compress.codecs.base import HEADER_BYTES, Codec
+from sn_compress.codecs.gather import mean_of_gathered, on_wire
 from sn_compress.codecs.powersgd import powersgd_allreduce
-from sn_compress.contract import HEADER_BYTES, Codec
-from sn_compress.exchange.gather import mean_of_gathered, on_wire
 from sn_compress.exchange.session import SharedExchange
 from sn_compress.feedback import ErrorFeedback
 

@@ -21,8 +21,8 @@ from travel import Script, Stamp, Travel, play
 from wire_methods import OURS, PAPER, method
 
 from sn_compress import FFTCompression
-from sn_compress.cost import BACKWARD, wire_bytes
-from sn_compress.horovod import torch as rim
+from sn_compress.prediction.cost import BACKWARD, wire_bytes
+from sn_compress.torch import horovod as rim
 
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 TESTED = 2000  # images

@@ -12,7 +12,7 @@ from machine import commit, machine
 from nets import NETS
 from wire_traffic import predicted_bytes
 
-from sn_compress.layers import layers
+from sn_compress.prediction.layers import layers
 
 KEYS = ("model", "method", "ranks", "gbit", "replayed", "codec", "overlap")
 SETTINGS = ("compute_s", "ratio_asked", "steps", "batch", "target")

@@ -13,8 +13,8 @@ import numpy as np
 from travel import Script, record
 from wire_methods import OURS, method
 
-from sn_compress.cost import wire_bytes
-from sn_compress.layers import Layer, layers
+from sn_compress.prediction.cost import wire_bytes
+from sn_compress.prediction.layers import Layer, layers
 
 REPLAYED = ("alexnet", "resnet50")
 TRAINED = ("cnn", "transformer")

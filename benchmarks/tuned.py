@@ -28,7 +28,7 @@ from nets import NETS
 from torch import nn
 
 from sn_compress import FFTCompression
-from sn_compress.horovod import torch as rim
+from sn_compress.torch import horovod as rim
 
 PAIRS, STEPS, BATCH, LEARN = 9, 60, 32, 80
 
@@ -126,7 +126,7 @@ def main() -> None:
     hvd.init()
     if hvd.rank() == 0:
         logging.basicConfig(format="%(message)s")
-        logging.getLogger("sn_compress.tuning").setLevel(logging.INFO)
+        logging.getLogger("sn_compress.prediction.tuning").setLevel(logging.INFO)
     rows = []
     for name, make in {"mlp": mlp, **NETS}.items():
         for aa in (False, True) if args.aa else (False,):

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 import sn_compress
+from sn_compress.codecs.gather import mean_of_gathered, on_wire
 from sn_compress.codecs.lowrank import first_factor, matrix_shape
-from sn_compress.exchange.gather import mean_of_gathered, on_wire
 from sn_compress.settings import Settings
 
 SMALLEST = 1024  # elements; below, rivals send a tensor plain, as ours do

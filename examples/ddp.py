@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sn_compress.ddp import FFTState, fft_hook  # <- sn
+from sn_compress.torch.ddp import FFTState, fft_hook  # <- sn
 
 flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 flags.add_argument("--theta", type=float, default=0.95, help="fraction of the spectrum dropped")

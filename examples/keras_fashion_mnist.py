@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 from sn_compress import FFTCompression  # <- sn
-from sn_compress.horovod import keras as together  # <- sn
+from sn_compress.tensorflow import keras as together  # <- sn
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # of `apt-get install dataset-fashion-mnist`
 CACHE = Path(__file__).resolve().parent.parent / ".cache/fashion-mnist"

@@ -13,8 +13,8 @@ import keras
 import numpy as np
 
 from sn_compress import codec
-from sn_compress.gossip.tensorflow import Consensus, GossipOptimizer, ring_shuffle
-from sn_compress.horovod import keras as together
+from sn_compress.tensorflow import keras as together
+from sn_compress.tensorflow.gossip import Consensus, GossipOptimizer, ring_shuffle
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache/fashion-mnist"
 

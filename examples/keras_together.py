@@ -19,7 +19,7 @@ import tensorflow as tf
 
 import sn_memory.tensorflow  # <- sn
 from sn_compress import FFTCompression  # <- sn
-from sn_compress.horovod.keras import DistributedOptimizer  # <- sn
+from sn_compress.tensorflow.keras import DistributedOptimizer  # <- sn
 from sn_memory.apoptosis.tensorflow import Apoptosis  # <- sn
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache/fashion-mnist"

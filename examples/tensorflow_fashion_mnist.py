@@ -18,7 +18,7 @@ import tensorflow as tf
 
 import sn_memory.tensorflow  # <- sn
 from sn_compress import FFTCompression  # <- sn
-from sn_compress.horovod.tensorflow import memory_of  # <- sn
+from sn_compress.tensorflow.tape import memory_of  # <- sn
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")  # of `apt-get install dataset-fashion-mnist`
 CACHE = Path(__file__).resolve().parent.parent / ".cache/fashion-mnist"

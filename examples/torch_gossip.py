@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from sn_compress import codec
-from sn_compress.gossip.torch import GossipOptimizer, ring_shuffle
+from sn_compress.torch.gossip import GossipOptimizer, ring_shuffle
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache/fashion-mnist"
 

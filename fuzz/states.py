@@ -22,14 +22,14 @@ from runner import Target, main
 
 from sn_compress import CompressError, ErrorFeedback, FFTCodec, codec
 from sn_compress.codecs.auto import AutoCodec
-from sn_compress.ddp import FFTState
 from sn_compress.exchange.session import SharedExchange
 from sn_compress.gossip.differences import Differences
-from sn_compress.gossip.loaders.torch import ring_shuffle
 from sn_compress.gossip.ring import Ring
-from sn_compress.gossip.torch import GossipOptimizer
-from sn_compress.horovod.traced import Traced
 from sn_compress.settings import Settings
+from sn_compress.tensorflow.traced import Traced
+from sn_compress.torch.ddp import FFTState
+from sn_compress.torch.gossip import GossipOptimizer
+from sn_compress.torch.gossip.loaders import ring_shuffle
 
 SHAPE = (37, 21)
 N = SHAPE[0] * SHAPE[1]
@@ -47,7 +47,7 @@ class Subject:
 
 
 class Alone:
-    """The only rank there is; see sn_compress.gossip.peers.torch.Peers."""
+    """The only rank there is; see sn_compress.torch.gossip.peers.Peers."""
 
     rank, ranks = 0, 1
 

@@ -11,40 +11,40 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ._backends import backends as backends
+    from .codecs.base import Codec as Codec
+    from .codecs.base import Payload as Payload
     from .codecs.fft import FFTCodec as FFTCodec
     from .codecs.registry import codec as codec
     from .codecs.registry import presets as presets
-    from .contract import Codec as Codec
-    from .contract import Payload as Payload
-    from .cost import Link as Link
+    from .compression import FFTCompression as FFTCompression
     from .errors import CompressError as CompressError
     from .errors import MissingExtra as MissingExtra
     from .errors import PayloadError as PayloadError
     from .errors import SaturationWarning as SaturationWarning
     from .feedback import ErrorFeedback as ErrorFeedback
-    from .horovod import FFTCompression as FFTCompression
-    from .measure import measure_rates as measure_rates
     from .ops.quantize import RangeFloat as RangeFloat
-    from .prediction import predict as predict
+    from .prediction.cost import Link as Link
+    from .prediction.predict import predict as predict
+    from .prediction.rates import measure_rates as measure_rates
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "Codec": ".contract",
+    "Codec": ".codecs.base",
     "CompressError": ".errors",
     "ErrorFeedback": ".feedback",
     "FFTCodec": ".codecs.fft",
-    "FFTCompression": ".horovod",
-    "Link": ".cost",
+    "FFTCompression": ".compression",
+    "Link": ".prediction.cost",
     "MissingExtra": ".errors",
-    "Payload": ".contract",
+    "Payload": ".codecs.base",
     "PayloadError": ".errors",
     "RangeFloat": ".ops.quantize",
     "SaturationWarning": ".errors",
     "backends": "._backends",
     "codec": ".codecs.registry",
-    "measure_rates": ".measure",
-    "predict": ".prediction",
+    "measure_rates": ".prediction.rates",
+    "predict": ".prediction.predict",
     "presets": ".codecs.registry",
 }
 __all__ = sorted(_HOME)

@@ -8,11 +8,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from .cost import Link
 from .errors import CompressError
-from .layers import MODELS, layers
-from .measure import FREE, Rates, measure_rates
-from .prediction import METHODS, Prediction, predict
+from .prediction.cost import Link
+from .prediction.layers import MODELS, layers
+from .prediction.predict import METHODS, Prediction, predict
+from .prediction.rates import FREE, Rates, measure_rates
 from .settings import Settings
 
 PLOTTED_RANKS = tuple(2**power for power in range(1, 11))

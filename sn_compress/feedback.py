@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from . import _cuda
 from .codecs import saving
-from .contract import Codec, Payload, as_vector
+from .codecs.base import Codec, Payload, as_vector
 from .errors import CompressError
 from .saved import held, reading
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from ._waiting import WAIT_S
+from .agreement import said_of
 from .codecs.fft import PAPER, FFTCodec
 from .errors import CompressError
-from .exchange.agreement import said_of
 from .exchange.session import SharedExchange
 from .schedule import Constant, Schedule
 

@@ -1,1 +1,1 @@
-"""Compression methods, one file each; all keep the contract of `sn_compress.contract.Codec`."""
+"""Compression methods, one file each; all keep the contract of `sn_compress.codecs.base.Codec`."""

@@ -12,20 +12,18 @@ are made and only launch when they run, so a run over blocks may be captured in 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from .. import _cuda
-from ..contract import Payload
 from ..errors import CompressError
 from ._device_decode import Decoder as Decoder
 from ._device_decode import raise_if_damaged as raise_if_damaged
 from ._device_decode import side_by_side
 from ._device_encode import Encoder as Encoder
-
-if TYPE_CHECKING:
-    from .fft import FFTCodec
+from ._device_vector import Coder
+from .base import Payload
 
 
 def holds(tensor: Any) -> bool:
@@ -33,7 +31,7 @@ def holds(tensor: Any) -> bool:
     return _cuda.on_device(tensor)
 
 
-def new_state(codec: FFTCodec, like: Any, dtype: str = "float32") -> list[Any]:
+def new_state(codec: Coder, like: Any, dtype: str = "float32") -> list[Any]:
     """Zero memory for encoding tensors like this one, on its device.
 
     One [blocks, bins * parts] CuPy array per section: float32, or uint16 that holds bfloat16.
@@ -64,13 +62,13 @@ def to_device(state: Sequence[Any], like: Any) -> list[Any]:
 
 
 def encode(
-    codec: FFTCodec, tensor: Any, state: list[Any] | None = None, decay: float = 1.0
+    codec: Coder, tensor: Any, state: list[Any] | None = None, decay: float = 1.0
 ) -> Payload:
     """FFTCodec.encode for a tensor on a GPU; the payload stays there."""
     return Encoder(codec, [tensor], None if state is None else [state]).run(decay)[0]
 
 
-def decode_mean(codec: FFTCodec, payloads: Sequence[Payload], out: Any = None) -> Any:
+def decode_mean(codec: Coder, payloads: Sequence[Payload], out: Any = None) -> Any:
     """FFTCodec.decode_mean for payloads on a GPU.
 
     Returns `out`; or float32 in the framework of the first payload, a CuPy array if that is not

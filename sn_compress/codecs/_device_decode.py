@@ -8,18 +8,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import _cuda
-from ..contract import HEADER_BYTES
 from ..errors import PayloadError
 from ..ops import launch, seal, whole
 from ..ops.launch import Format, Piece
-from ._device_vector import HEADER_WORDS, blockwise, check_codec, checked, header, used_words
-
-if TYPE_CHECKING:
-    from .blocks import Section
-    from .fft import FFTCodec
+from ._device_vector import HEADER_WORDS, Coder, blockwise, check_codec, checked, header, used_words
+from .base import HEADER_BYTES
+from .blocks import Section
 
 _flags: dict[int, Any] = {}  # by device: u32 [1] on it, raised by decoding
 
@@ -34,7 +31,7 @@ class Decoder:
     outs : vectors of float32, float16 or bfloat16 to write, on the same device
     """
 
-    def __init__(self, codec: FFTCodec, gathered: Sequence[Any], outs: Sequence[Any]) -> None:
+    def __init__(self, codec: Coder, gathered: Sequence[Any], outs: Sequence[Any]) -> None:
         check_codec(codec)
         self.codec, self._gathered = codec, list(gathered)
         self._views = [checked(out) for out in outs]

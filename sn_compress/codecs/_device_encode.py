@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from .. import _cuda
-from ..contract import HEADER_BYTES, Payload
 from ..errors import CompressError
 from ..ops import launch, quantize, seal, whole
 from ..ops.launch import Format, Piece
-from ._device_vector import HEADER_WORDS, blockwise, check_codec, checked, header, used_words
-
-if TYPE_CHECKING:
-    from .blocks import Section
-    from .fft import FFTCodec
+from ._device_vector import HEADER_WORDS, Coder, blockwise, check_codec, checked, header, used_words
+from .base import HEADER_BYTES, Payload
+from .blocks import Section
 
 
 class Encoder:
@@ -33,7 +30,7 @@ class Encoder:
 
     def __init__(
         self,
-        codec: FFTCodec,
+        codec: Coder,
         tensors: Sequence[Any],
         states: Sequence[list[Any]] | None = None,
         buffers: Sequence[Any] | None = None,
@@ -150,7 +147,7 @@ class Encoder:
         return int(self._totals.data.ptr) + 16 * i
 
 
-def _check_state(codec: FFTCodec, state: list[Any], n: int) -> None:
+def _check_state(codec: Coder, state: list[Any], n: int) -> None:
     shapes = [(s.count, s.layout.bins * s.layout.parts) for s in codec.sections(n)]
     dtypes = {str(part.dtype) for part in state}
     device = all(_cuda.on_device(part) for part in state)
@@ -166,7 +163,7 @@ def _memory_dtype(memory: Any) -> str:
     return "bfloat16" if memory is not None and str(memory.dtype) == "uint16" else "float32"
 
 
-def _top(codec: FFTCodec) -> int | None:
+def _top(codec: Coder) -> int | None:
     if not isinstance(codec.window, (int, float)):
         return None
     peak = np.float32(codec.window).view(np.uint32)

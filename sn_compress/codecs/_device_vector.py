@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from .. import _cuda
-from ..contract import HEADER_BYTES, MAGIC, VERSION
 from ..errors import CompressError
 from ..ops import launch
-
-if TYPE_CHECKING:
-    from .fft import FFTCodec
+from .base import HEADER_BYTES, MAGIC, VERSION
+from .blocks import Section
 
 HEADER_WORDS = HEADER_BYTES // 4
 
 
-def check_codec(codec: FFTCodec) -> None:
+class Coder(Protocol):
+    """What is asked of a codec here: FFTCodec, which itself asks this part to work on a GPU."""
+
+    codec_id: int
+    settings: bytes
+    mantissa: int
+    half: bool
+
+    @property
+    def window(self) -> str | float: ...
+    @property
+    def transform(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...] | None: ...
+    @property
+    def axes(self) -> tuple[int, ...] | None: ...
+    def sections(self, n: int) -> list[Section]: ...
+    def payload_bytes(self, n: int) -> int: ...
+
+
+def check_codec(codec: Coder) -> None:
     if codec.window == "payload":
         raise CompressError(
             'window="payload" on a GPU, where the largest magnitude of all blocks would take a '
@@ -34,14 +52,14 @@ def checked(tensor: Any) -> _cuda.View:
     return view
 
 
-def header(codec: FFTCodec, n: int) -> bytes:
+def header(codec: Coder, n: int) -> bytes:
     """The part of the header that follows from codec and size."""
     return struct.pack("<2sBBQ", MAGIC, VERSION, codec.codec_id, n) + codec.settings
 
 
-def used_words(codec: FFTCodec, n: int) -> int:
+def used_words(codec: Coder, n: int) -> int:
     return HEADER_WORDS + sum(s.count * s.layout.words for s in codec.sections(n))
 
 
-def blockwise(codec: FFTCodec) -> str:
+def blockwise(codec: Coder) -> str:
     return "identity" if codec.transform == "axes" else codec.transform

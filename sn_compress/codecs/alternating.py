@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ..contract import Floats
 from ..errors import CompressError
+from .base import Floats
 from .lowrank import first_factor, matrix_shape
 
 

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..contract import HEADER_BYTES, Codec, Floats, Payload, as_vector, saved_item
 from ..errors import CompressError, PayloadError
 from . import saving
+from .base import HEADER_BYTES, Codec, Floats, Payload, as_vector, saved_item
 from .candidates import proposals, smallest
 from .fft import FFTCodec
 from .through_host import through_host

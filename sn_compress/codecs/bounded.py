@@ -17,10 +17,10 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from ..contract import HEADER_BYTES, Codec, Floats, Payload
 from ..errors import CompressError, PayloadError
 from ..ops import buckets, codes, groups, lorenzo
 from . import frame
+from .base import HEADER_BYTES, Codec, Floats, Payload
 from .through_host import through_host
 
 _SETTINGS = struct.Struct("<fBBBxI")

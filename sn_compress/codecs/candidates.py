@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..contract import HEADER_BYTES, Codec
 from ..ops.spectrum import fast_length
+from .base import HEADER_BYTES, Codec
 from .fft import MOST_BINS, FFTCodec
 from .lowrank import LowRankCodec, matrix_shape
 

@@ -13,8 +13,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from ..contract import Codec, Floats, Payload
 from . import frame
+from .base import Codec, Floats, Payload
 from .through_host import through_host
 
 _DTYPES = ("fp16", "bf16")

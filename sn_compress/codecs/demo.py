@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import scipy.fft
 
-from ..contract import Codec, Floats, Payload
 from ..errors import CompressError
 from ..ops import indexed
 from . import frame
+from .base import Codec, Floats, Payload
 from .through_host import through_host
 
 _SETTINGS = struct.Struct("<IHH")

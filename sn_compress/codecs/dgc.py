@@ -20,10 +20,10 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from ..contract import Codec, Floats, Payload
 from ..errors import CompressError
 from ..ops import indexed
 from . import frame
+from .base import Codec, Floats, Payload
 from .through_host import through_host
 from .topk import dropped_q32, kept
 

@@ -25,12 +25,12 @@ import numpy.typing as npt
 import scipy.fft
 
 from .._native import parallel
-from ..contract import HEADER_BYTES, Bytes, Codec, Floats, Payload, as_vector
 from ..errors import CompressError, PayloadError
 from ..ops import quantize, select, spectrum
 from ..ops.blockwise import decode_blocks, encode_blocks
 from ..ops.record import Layout, Tally, Values
 from . import _device
+from .base import HEADER_BYTES, Bytes, Codec, Floats, Payload, as_vector
 from .blocks import Section, cut
 from .fft_settings import Positions, TransformName, check_settings, pack_settings
 

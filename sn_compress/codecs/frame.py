@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..contract import (
+from ..errors import CompressError, PayloadError
+from .base import (
     ALIGN,
     HEADER_BYTES,
     SETTINGS_BYTES,
@@ -21,7 +22,6 @@ from ..contract import (
     Payload,
     as_vector,
 )
-from ..errors import CompressError, PayloadError
 
 # Short of the length from which a BLAS starts threads for a dot product.
 _PIECE = 1 << 13

@@ -21,7 +21,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..contract import (
+from ..errors import CompressError, PayloadError
+from ..ops.pack import Words
+from ..ops.quantize import check_format
+from ..ops.record import NON_FINITE, Layout, Values, decode_records, encode_records
+from .base import (
     HEADER_BYTES,
     Bytes,
     Codec,
@@ -32,10 +36,6 @@ from ..contract import (
     saved_array,
     saved_item,
 )
-from ..errors import CompressError, PayloadError
-from ..ops.pack import Words
-from ..ops.quantize import check_format
-from ..ops.record import NON_FINITE, Layout, Values, decode_records, encode_records
 from .fft import FFTCodec
 from .through_host import through_host
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from ..contract import Codec
 from ..errors import CompressError
+from .base import Codec
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ..contract import MAX_ELEMENTS, Codec, Floats, saved_item
 from ..errors import CompressError
+from .base import MAX_ELEMENTS, Codec, Floats, saved_item
 from .registry import by_class
 
 

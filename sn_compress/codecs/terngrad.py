@@ -18,10 +18,10 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from ..contract import Codec, Floats, Payload
 from ..errors import PayloadError
 from ..ops import buckets, chance, codes
 from . import frame
+from .base import Codec, Floats, Payload
 from .through_host import through_host
 
 _SETTINGS = struct.Struct("<IHH")

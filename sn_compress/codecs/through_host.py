@@ -14,7 +14,7 @@ from functools import cache, wraps
 from typing import Any, TypeVar
 
 from .. import _cuda
-from ..contract import Codec, Payload
+from .base import Codec, Payload
 from .registry import CODECS
 
 C = TypeVar("C", bound=Codec)

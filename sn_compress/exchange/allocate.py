@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ..codecs.base import Floats
 from ..codecs.lowrank import matrix_shape
-from ..contract import Floats
 from .factors import Factors, leading
 from .shared import Halved, Summable, scaled_words
 from .support import Support

@@ -14,8 +14,8 @@ from collections.abc import Generator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from ..codecs.base import Floats
 from ..codecs.lowrank import first_factor, matrix_shape
-from ..contract import Floats
 from ..errors import CompressError
 from .digits import Words
 from .shared import Array, Scaled, Summable

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ..contract import Floats
+from ..codecs.base import Floats
 from .digits import Words
 from .shared import Rounds
 

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import saved
+from ..codecs.base import MAX_ELEMENTS, Floats
 from ..codecs.lowrank import matrix_shape
-from ..contract import MAX_ELEMENTS, Floats
 from ..errors import CompressError
 from ..saved import reading
 from .allocate import MOST, Curve, allocate, better, budget, summable

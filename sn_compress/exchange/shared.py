@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..contract import Floats, as_vector
+from ..codecs.base import Floats, as_vector
 from ..errors import CompressError, PayloadError
 from ..saved import floats, reading
 from .digits import Digits, Words

@@ -14,7 +14,7 @@ from collections.abc import Generator
 import numpy as np
 import numpy.typing as npt
 
-from ..contract import Floats
+from ..codecs.base import Floats
 from ..errors import CompressError, PayloadError
 from ..ops import pack
 from ..ops.indexed import largest

@@ -1,6 +1,6 @@
 """Gossip training: a rank exchanges with one other per step, whatever their number.
 
-The rims are `sn_compress.gossip.torch` and `sn_compress.gossip.tensorflow`; what is here is pure.
+The rims are `sn_compress.torch.gossip` and `sn_compress.tensorflow.gossip`; what is here is pure.
 """
 
 from .mixing import consensus_distance, is_doubly_stochastic, product, spectral_gap, steps_to_exact

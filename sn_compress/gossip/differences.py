@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..contract import Bytes, Codec, Floats, Payload
+from ..codecs.base import Bytes, Codec, Floats, Payload
 from ..errors import CompressError, PayloadError
 from ..saved import count, floats, held, reading
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..contract import Bytes
+from ..codecs.base import Bytes
 from ..errors import CompressError, PayloadError
 from ..saved import count, held, reading
 

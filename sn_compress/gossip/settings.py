@@ -12,7 +12,7 @@ from .topology import topology as make_topology
 def check(
     *, average: str, codec: Any, momentum: int, pull: float, limit: float | None, every: int
 ) -> None:
-    """Raise CompressError for settings that are not legal; see sn_compress.gossip.torch."""
+    """Raise CompressError for settings that are not legal; see sn_compress.torch.gossip."""
     if average not in ("weights", "gradients"):
         raise CompressError(f"average={average!r}; expected 'weights' or 'gradients'")
     if average == "gradients" and (codec or momentum or limit is not None):

@@ -16,7 +16,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from ..contract import Floats
+from ..codecs.base import Floats
 
 WIDTH = 256
 _SEED = 0  # shared by all ranks

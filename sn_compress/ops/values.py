@@ -13,16 +13,12 @@ Means are summed in fixed point: integers add up to the same in any order, on an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import numpy.typing as npt
 
 from . import quantize
+from .layout import Layout
 from .select import MAX_FINITE
-
-if TYPE_CHECKING:
-    from .record import Layout
 
 Heads = npt.NDArray[np.uint16]
 Floats = npt.NDArray[np.float32]

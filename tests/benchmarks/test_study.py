@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from sn_compress.contract import HEADER_BYTES
+from sn_compress.codecs.base import HEADER_BYTES
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ import wire_methods
 import wire_traffic
 from shaped_links import NoLinksError, ShapedLinks
 
-from sn_compress.cost import wire_bytes
-from sn_compress.layers import Layer
+from sn_compress.prediction.cost import wire_bytes
+from sn_compress.prediction.layers import Layer
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 3

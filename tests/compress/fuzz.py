@@ -179,7 +179,7 @@ def targets(codecs: list[object], rng: np.random.Generator) -> list[Target]:
 def attack(count: int, seed: int = 0) -> Counter[str]:
     """Run `count` cases; how often each outcome was seen. Anything unexpected is raised."""
     from sn_compress import Payload, PayloadError
-    from sn_compress.exchange.gather import mean_of_gathered
+    from sn_compress.codecs.gather import mean_of_gathered
 
     rng = np.random.default_rng(seed)
     seen: Counter[str] = Counter()

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sn_compress import CompressError, Link, predict
-from sn_compress.cost import (
+from sn_compress.codecs.gather import on_wire
+from sn_compress.prediction.cost import (
     FUSED_BYTES,
     Route,
     break_even,
@@ -19,10 +20,9 @@ from sn_compress.cost import (
     step,
     wire_bytes,
 )
-from sn_compress.exchange.gather import on_wire
-from sn_compress.layers import MODELS, Layer, layers
-from sn_compress.measure import FREE, Rates, fit_link, measure_rates
-from sn_compress.prediction import METHODS, routes_of
+from sn_compress.prediction.layers import MODELS, Layer, layers
+from sn_compress.prediction.predict import METHODS, routes_of
+from sn_compress.prediction.rates import FREE, Rates, fit_link, measure_rates
 from sn_compress.settings import Settings
 
 LINK = Link(1.25e9, latency_s=20e-6, operation_s=1e-3)

@@ -9,8 +9,8 @@ import pytest
 
 from sn_compress import CompressError, FFTCodec, Payload, codec
 from sn_compress.codecs import fft
+from sn_compress.codecs.base import HEADER_BYTES, MAX_ELEMENTS
 from sn_compress.codecs.registry import CODECS
-from sn_compress.contract import HEADER_BYTES, MAX_ELEMENTS
 from sn_compress.ops import buckets, codes, indexed, launch, record, seal, whole
 
 ROWS, COLUMNS = 2**17 + 1, 2**16 + 1  # their product is above 2**33

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from samples import SIZES, codecs, examples, fft_error, random, transform_error
 
 from sn_compress import FFTCodec, Payload, PayloadError
-from sn_compress.contract import MAX_ELEMENTS
-from sn_compress.exchange.gather import mean_of_gathered
+from sn_compress.codecs.base import MAX_ELEMENTS
+from sn_compress.codecs.gather import mean_of_gathered
 from sn_compress.ops import checksum as sums
 from sn_compress.ops.record import decode_records
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from sn_compress import CompressError
-from sn_compress.cost import Link, collective_s
-from sn_compress.measure import FREE, Rates
+from sn_compress.prediction.cost import Link, collective_s
+from sn_compress.prediction.rates import FREE, Rates
+from sn_compress.prediction.tuning import Tuner
 from sn_compress.settings import Settings
-from sn_compress.tuning import Tuner
 
 RANKS = 4
 SHAPES = {"a": (512, 1024), "b": (512,), "c": (1000, 512)}
@@ -99,7 +99,7 @@ def by_bytes(link):
 
 
 def test_a_slow_link_is_compressed_on_all_ranks_alike(caplog):
-    caplog.set_level(logging.INFO, "sn_compress.tuning")
+    caplog.set_level(logging.INFO, "sn_compress.prediction.tuning")
     link = Link.of_gbit(0.1)
     found = train(World(link), 40, by_bytes(link), rates=FREE)
     first, tuner = found[0]
@@ -120,7 +120,7 @@ def test_a_fast_link_stays_plain_and_nothing_is_tried():
 
 
 def test_what_the_clock_does_not_confirm_is_given_up(caplog):
-    caplog.set_level(logging.INFO, "sn_compress.tuning")
+    caplog.set_level(logging.INFO, "sn_compress.prediction.tuning")
     link = Link.of_gbit(0.1)
 
     def seconds(methods):

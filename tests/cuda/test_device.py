@@ -9,7 +9,7 @@ from fake import FakeCuda, fake, gpu  # noqa: F401
 
 from sn_compress import ErrorFeedback, FFTCodec
 from sn_compress.codecs import _device
-from sn_compress.contract import Payload
+from sn_compress.codecs.base import Payload
 from sn_compress.errors import CompressError, PayloadError
 
 SIZES = (0, 1, 31, 33, 1000, 4096, 9000)

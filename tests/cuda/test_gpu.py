@@ -16,7 +16,7 @@ from sn_compress import ErrorFeedback, FFTCodec
 from sn_compress import _cuda as cuda
 from sn_compress import codec as make_codec
 from sn_compress.codecs import _device
-from sn_compress.contract import Payload
+from sn_compress.codecs.base import Payload
 from sn_compress.errors import PayloadError
 from sn_compress.ops import launch
 from sn_compress.ops.launch import Piece

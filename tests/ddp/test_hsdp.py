@@ -5,7 +5,8 @@ import torch
 import torch.distributed as dist
 
 from sn_compress import CompressError
-from sn_compress.ddp import FFTState, hsdp_hook
+from sn_compress.torch.ddp import FFTState
+from sn_compress.torch.fsdp import hsdp_hook
 
 N = 100_000
 

@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 
 from sn_compress import CompressError
-from sn_compress import ddp as rim
-from sn_compress.ddp import FFTState, Part
-from sn_compress.horovod.traced import Traced
 from sn_compress.schedule import Diminishing, EnergyBudget, Warmup, learner
 from sn_compress.settings import Settings
+from sn_compress.tensorflow.traced import Traced
+from sn_compress.torch import ddp as rim
+from sn_compress.torch.ddp import FFTState, Part
 
 N = 50_000
 WARMUP = Warmup(4, EnergyBudget(lost=0.5, start=0.9, every=2), dense=0.25)
@@ -93,7 +93,7 @@ def test_tensorflow_follows_the_steps():
             state = own.state_dict()
             own = Traced(Settings().changed(theta=STEPWISE, exchange="gather"), threads=1)
             own.load_state_dict(state)
-    from sn_compress.exchange.gather import wire_bytes
+    from sn_compress.codecs.gather import wire_bytes
 
     assert found == [wire_bytes(size) for size in want]
     with pytest.raises(CompressError, match="without a name"):

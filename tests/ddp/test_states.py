@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from sn_compress import CompressError, ErrorFeedback, FFTCodec, codec
-from sn_compress.horovod.traced import Traced
 from sn_compress.settings import Settings
+from sn_compress.tensorflow.traced import Traced
 
 FUZZ = Path(__file__).resolve().parents[2] / "fuzz"
 CASES = 360  # twenty for each subject

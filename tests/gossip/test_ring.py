@@ -105,7 +105,7 @@ def test_torch_loaders_of_threads(ranks):
     torch = pytest.importorskip("torch")
     from local_peers import Hall
 
-    from sn_compress.gossip.torch import ring_shuffle
+    from sn_compress.torch.gossip import ring_shuffle
 
     counts = [10 + rank for rank in range(ranks)]
     total = sum(counts)
@@ -139,7 +139,7 @@ def test_workers_of_a_loader_are_refused():
     torch = pytest.importorskip("torch")
     from local_peers import Hall
 
-    from sn_compress.gossip.torch import ring_shuffle
+    from sn_compress.torch.gossip import ring_shuffle
 
     def work(peers):
         stage = ring_shuffle(torch.arange(8), batch_size=4, group=peers)

@@ -17,7 +17,7 @@ from torch import nn
 
 from sn_compress import CompressError, codec
 from sn_compress.gossip import consensus_distance, topology
-from sn_compress.gossip.torch import GossipOptimizer, ring_shuffle
+from sn_compress.torch.gossip import GossipOptimizer, ring_shuffle
 
 STEPS = 9
 

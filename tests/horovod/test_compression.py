@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sn_compress import CompressError, FFTCodec, FFTCompression
-from sn_compress.horovod.traffic import Traffic
+from sn_compress.report import Traffic
 
 
 def test_using_makes_a_configured_class_and_leaves_the_bare_one_alone():

@@ -219,7 +219,7 @@ def test_estimate_says_what_fits():
 def test_horovods_tape_and_our_keras_optimizer(wrapped):
     hvd = pytest.importorskip("horovod.tensorflow")
     from sn_compress import FFTCompression
-    from sn_compress.horovod.keras import DistributedOptimizer
+    from sn_compress.tensorflow.keras import DistributedOptimizer
 
     hvd.init()
     model, x = network(), images()

@@ -16,7 +16,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from sn_compress import CompressError
-from sn_compress.ddp import FFTState, fft_hook, hsdp_hook
+from sn_compress.torch.ddp import FFTState, fft_hook
+from sn_compress.torch.fsdp import hsdp_hook
 
 RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 EXACT = {"theta": 0.0, "values": "fp16"}

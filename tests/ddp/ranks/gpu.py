@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sn_compress.ddp import FFTState, fft_hook
+from sn_compress.torch.ddp import FFTState, fft_hook
 
 RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 device = torch.device("cuda", RANK)

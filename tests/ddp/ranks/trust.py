@@ -25,7 +25,7 @@ from behave import (
 )  # fmt: skip
 from torch import nn
 
-from sn_compress.ddp import FFTState, Part
+from sn_compress.torch.ddp import FFTState, Part
 
 
 def said_by_all(call):

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 from shaped_links import ShapedLinks
 
 from sn_compress import codec
-from sn_compress.gossip.torch import GossipOptimizer
+from sn_compress.torch.gossip import GossipOptimizer
 
 STEPS = 6
 CLONE_NEWNET = 0x40000000

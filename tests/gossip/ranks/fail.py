@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sn_compress.gossip.torch import GossipOptimizer
+from sn_compress.torch.gossip import GossipOptimizer
 
 BAD_STEP = 5
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from sn_compress import CompressError, codec
 from sn_compress.gossip import topology
-from sn_compress.gossip.tensorflow import Consensus, GossipOptimizer, ring_shuffle
+from sn_compress.tensorflow.gossip import Consensus, GossipOptimizer, ring_shuffle
 
 STEPS, BATCH, RATE, MOMENTUM = 7, 8, 0.05, 0.9
 

@@ -22,7 +22,7 @@ from torch_cases import CASES, STEPS, World, backward, flat, net, reference, sgd
 
 from sn_compress import CompressError, codec
 from sn_compress.gossip import topology
-from sn_compress.gossip.torch import GossipOptimizer
+from sn_compress.torch.gossip import GossipOptimizer
 
 
 def idle_ranks(world):

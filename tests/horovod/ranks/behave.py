@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from sn_compress import CompressError, FFTCompression
-from sn_compress.horovod import torch as rim
 from sn_compress.schedule import Constant, EnergyBudget, Warmup
+from sn_compress.torch import horovod as rim
 
 GATHER = FFTCompression.using(exchange="gather")
 SHARED = FFTCompression.using(ratio=8, warmup=2, every=4)

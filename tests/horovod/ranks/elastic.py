@@ -30,7 +30,7 @@ optimizer = hvd.DistributedOptimizer(
 
 def memories():
     """This rank's memory of the weight, by whichever exchange."""
-    from sn_compress.horovod import torch as rim
+    from sn_compress.torch import horovod as rim
 
     return torch.from_numpy(rim._memory_of(optimizer).exchange.residual("weight"))
 

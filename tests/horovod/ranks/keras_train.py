@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from sn_compress import CompressError, FFTCompression
-from sn_compress.horovod.keras import (
+from sn_compress.tensorflow.keras import (
     AverageMetrics,
     BroadcastVariables,
     DistributedOptimizer,

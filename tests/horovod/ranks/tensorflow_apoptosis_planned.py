@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import sn_memory.tensorflow
 from sn_compress import CompressError, FFTCompression
-from sn_compress.horovod.keras import DistributedOptimizer
+from sn_compress.tensorflow.keras import DistributedOptimizer
 from sn_memory.apoptosis.tensorflow import Apoptosis
 
 STEPS, BATCH, WIDTH, INPUTS = 12, 512, 64, 16

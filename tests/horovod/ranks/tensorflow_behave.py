@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from sn_compress import ErrorFeedback, FFTCodec, FFTCompression
-from sn_compress.horovod.tensorflow import memory_of
+from sn_compress.tensorflow.tape import memory_of
 
 SHARED = FFTCompression.using(exchange="shared", ratio=40, warmup=2)
 EXACT = FFTCompression.using(theta=0.0, values="fp16")

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import sn_memory.tensorflow
 from sn_compress import FFTCompression
-from sn_compress.horovod.keras import DistributedOptimizer
+from sn_compress.tensorflow.keras import DistributedOptimizer
 from sn_memory import check_plan
 
 STEPS, BATCH, WIDTH = 5, 2048, 128

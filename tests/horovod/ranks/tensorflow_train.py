@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from sn_compress import FFTCompression
-from sn_compress.horovod.tensorflow import memory_of
+from sn_compress.tensorflow.tape import memory_of
 
 STEPS = 20
 SHARED = FFTCompression.using(exchange="shared", ratio=40, warmup=2, every=8)

@@ -13,8 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 from sn_compress import CompressError, FFTCompression
-from sn_compress.horovod.keras import DistributedOptimizer
-from sn_compress.horovod.tensorflow import memory_of
+from sn_compress.tensorflow.keras import DistributedOptimizer
+from sn_compress.tensorflow.tape import memory_of
 
 SHARED = {"ratio": 8, "warmup": 2, "check_every": 5}
 GATHER = {"theta": 0.9, "check_every": 5}

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from sn_compress import CompressError, FFTCompression
-from sn_compress.horovod import torch as rim
+from sn_compress.torch import horovod as rim
 
 RATIO = {"ratio": 8, "warmup": 2, "check_every": 5}
 SHARED = FFTCompression.using(**RATIO)

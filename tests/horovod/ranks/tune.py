@@ -8,17 +8,17 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
-import sn_compress.tuning as tuning
+import sn_compress.prediction.tuning as tuning
 from sn_compress import FFTCompression
-from sn_compress.horovod import torch as rim
-from sn_compress.measure import FREE
+from sn_compress.prediction.rates import FREE
+from sn_compress.torch import horovod as rim
 
 STEPS = 40
 lines = []
 handler = logging.Handler()
 handler.emit = lambda record: lines.append(record.getMessage())
-logging.getLogger("sn_compress.tuning").addHandler(handler)
-logging.getLogger("sn_compress.tuning").setLevel(logging.INFO)
+logging.getLogger("sn_compress.prediction.tuning").addHandler(handler)
+logging.getLogger("sn_compress.prediction.tuning").setLevel(logging.INFO)
 
 
 class Clock:
@@ -123,7 +123,7 @@ for exchange in ("shared", "gather"):
     assert exchange in seen
     assert not memory.exchange.remembers("0.weight"), "what was left went along with a plain step"
     assert "plain Horovod is faster here" in lines[-1], lines
-    from sn_compress.cost import choose
+    from sn_compress.prediction.cost import choose
 
     tuning.choose = choose
     print(f"ok {exchange}", flush=True)

@@ -1,1 +1,0 @@
-"""Digests of tensors where they are; a file for each framework that needs one."""

@@ -1,1 +1,0 @@
-"""Tensors put together to travel in one message: one rim per framework."""

@@ -1,1 +1,0 @@
-"""Where samples travel around the ring of ranks: a stage of each framework's own loader."""

@@ -1,1 +1,0 @@
-"""How messages reach a partner: one rim per framework, over Horovod or torch.distributed."""

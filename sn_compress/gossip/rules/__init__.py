@@ -1,1 +1,0 @@
-"""When a rank steps, sends and mixes: one rim per framework."""

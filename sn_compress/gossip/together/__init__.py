@@ -1,1 +1,0 @@
-"""Whether ranks agree, and how far they are apart: one rim per framework."""

@@ -1,1 +1,0 @@
-"""Gradients between `compress` and `decompress`: what Horovod is given as the context."""

@@ -1,0 +1,278 @@
+"""When does compression pay: seconds of a step from bytes, a link, a codec and the backward pass.
+
+A ratio of 100 is no speed-up of 100: a gather hands every rank all payloads, every collective costs
+latency, and the codec takes its own time. This is the alpha-beta model of all three (Hockney 1994;
+rings as in Thakur, Rabenseifner, Gropp 2005), with tensors on their way as a small schedule of two
+resources, the link and the codec, beside the backward pass. docs/cost.md derives the formulas.
+
+Pure arithmetic: what is measured comes in as numbers, `predict.py` and `tuning.py` bring it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ..errors import CompressError
+
+FUSED_BYTES = 128 * 2**20  # Horovod puts tensors together up to this size by default
+BACKWARD = 2 / 3  # of a step's computing: two products where the forward pass has one
+Method = Literal["plain", "fp16", "shared", "gather"]
+Collective = Literal["allreduce", "allgather"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects each rank to the others.
+
+    Attributes
+    ----------
+    bytes_per_s : in each direction
+    latency_s : of one message from a rank to the next
+    operation_s : of agreeing on one collective before it begins
+    """
+
+    bytes_per_s: float
+    latency_s: float = 50e-6
+    operation_s: float = 1e-3
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_s > 0 or self.latency_s < 0 or self.operation_s < 0:
+            raise CompressError(f"{self}; expected bytes_per_s above 0 and no negative seconds")
+
+    @classmethod
+    def of_gbit(cls, gbit: float, **others: float) -> Link:
+        """The link of so many Gbit/s (1e9 bits).
+
+        >>> Link.of_gbit(10).bytes_per_s
+        1250000000.0
+        """
+        return cls(gbit * 1e9 / 8, **others)
+
+
+@dataclass(frozen=True)
+class Route:
+    """How one tensor travels by one method.
+
+    Attributes
+    ----------
+    method : tensors of one method are fused with each other
+    collective : of every round
+    sent : bytes this rank puts in, round by round
+    codec_s : seconds of this rank's codec before the first round, between rounds, after the last
+    """
+
+    method: Method
+    collective: Collective
+    sent: tuple[int, ...]
+    codec_s: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.codec_s) != len(self.sent) + 1:
+            raise CompressError(
+                f"Route: {len(self.codec_s)} codec times for {len(self.sent)} rounds; expected one "
+                "more than rounds"
+            )
+
+    def wire_bytes(self, ranks: int) -> float:
+        """Bytes that leave this rank, and as many reach it."""
+        return sum(wire_bytes(self.collective, size, ranks) for size in self.sent)
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something in a step, in seconds from its beginning; `tensor` is None for the passes."""
+
+    what: Literal["forward", "backward", "codec", "link"]
+    tensor: int | None
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """A predicted step.
+
+    Attributes
+    ----------
+    seconds : the whole
+    compute_s, codec_s, exchange_s : its parts, each as if alone
+    wire_bytes : what leaves each rank
+    sent_bytes : what it puts into the collectives
+    events : in order of their start
+    """
+
+    seconds: float
+    compute_s: float
+    codec_s: float
+    exchange_s: float
+    wire_bytes: float
+    sent_bytes: int
+    events: tuple[Event, ...]
+
+
+def wire_bytes(collective: Collective, size: float, ranks: int) -> float:
+    """Bytes that leave a rank in a ring to which it brings `size` bytes.
+
+    >>> wire_bytes("allreduce", 800, 8), wire_bytes("allgather", 800, 8)
+    (1400.0, 5600)
+    """
+    if collective == "allgather":
+        return (ranks - 1) * size
+    return 2 * (ranks - 1) / ranks * size
+
+
+def latency_s(collective: Collective, ranks: int, link: Link) -> float:
+    """Seconds of a collective of no bytes."""
+    messages = (ranks - 1) * (1 if collective == "allgather" else 2)
+    return link.operation_s + messages * link.latency_s if ranks > 1 else 0.0
+
+
+def collective_s(collective: Collective, size: float, ranks: int, link: Link) -> float:
+    """Seconds of a collective to which each rank brings `size` bytes."""
+    moved = wire_bytes(collective, size, ranks)
+    return latency_s(collective, ranks, link) + moved / link.bytes_per_s
+
+
+def latencies_s(routes: Sequence[Route], ranks: int, link: Link) -> float:
+    """Seconds all collectives of a step would take if they carried nothing.
+
+    Tensors of one method and round share collectives of up to FUSED_BYTES.
+    """
+    rounds: dict[tuple[str, int, Collective], int] = {}
+    for route in routes:
+        for number, size in enumerate(route.sent):
+            key = route.method, number, route.collective
+            rounds[key] = rounds.get(key, 0) + size
+    return sum(
+        math.ceil(size / FUSED_BYTES) * latency_s(collective, ranks, link)
+        for (_, _, collective), size in rounds.items()
+    )
+
+
+def step(
+    routes: Sequence[Route],
+    *,
+    ranks: int,
+    link: Link,
+    compute_s: float = 0.0,
+    overlap: bool = False,
+) -> Step:
+    """Predict a step of training.
+
+    Parameters
+    ----------
+    routes : one for each tensor, in the order of the forward pass
+    compute_s : forward and backward pass together
+    overlap : codec and link work beside the backward pass, which hands over its gradients evenly
+        from the last tensor to the first; otherwise they begin when it is over
+    """
+    forward = (1 - BACKWARD) * compute_s
+    events = [Event("forward", None, 0.0, forward), Event("backward", None, forward, compute_s)]
+    count = len(routes)
+    free = {"codec": 0.0, "link": 0.0}
+    waiting: list[tuple[float, int, int]] = []
+    for place in range(count):
+        share = (place + 1) / count if overlap else 1.0
+        waiting.append((forward + share * (compute_s - forward), place, 0))
+    heapq.heapify(waiting)
+    while waiting:
+        ready, place, stage = heapq.heappop(waiting)
+        route = routes[count - 1 - place]
+        if stage % 2:
+            what: Literal["codec", "link"] = "link"
+            moved = wire_bytes(route.collective, route.sent[stage // 2], ranks)
+            seconds = moved / link.bytes_per_s
+        else:
+            what, seconds = "codec", route.codec_s[stage // 2]
+        start = max(ready, free[what])
+        end = start + seconds
+        if seconds:
+            free[what] = end
+            events.append(Event(what, count - 1 - place, start, end))
+        if stage + 1 < len(route.sent) + len(route.codec_s):
+            heapq.heappush(waiting, (end, place, stage + 1))
+    # Fusion decides which tensor waits for a latency; the sum of all is what no overlap hides.
+    latencies = latencies_s(routes, ranks, link)
+    moved = sum(route.wire_bytes(ranks) for route in routes)
+    return Step(
+        seconds=max(event.end for event in events) + latencies,
+        compute_s=compute_s,
+        codec_s=sum(sum(route.codec_s) for route in routes),
+        exchange_s=latencies + moved / link.bytes_per_s,
+        wire_bytes=moved,
+        sent_bytes=sum(sum(route.sent) for route in routes),
+        events=tuple(sorted(events, key=lambda event: event.start)),
+    )
+
+
+def choose(
+    options: Mapping[str, Sequence[Route]],
+    *,
+    ranks: int,
+    link: Link,
+    compute_s: float = 0.0,
+    overlap: bool = False,
+    margin: float = 0.02,
+) -> list[Route]:
+    """The fastest route of each tensor, from routes of all tensors by method.
+
+    For every set of methods each tensor takes the one in it with the least seconds of bytes and
+    codec; then the set whose step is shortest is taken. Tensors touch each other only through
+    latencies and overlap, so without overlap no other choice is faster.
+
+    margin : "plain", where it is an option, stays unless the step gets shorter by this fraction
+    """
+    sizes = {len(routes) for routes in options.values()}
+    if len(sizes) != 1:
+        raise CompressError(f"choose: options for {sorted(sizes)} tensors; expected one number")
+
+    def alone(route: Route) -> float:
+        return sum(route.codec_s) + route.wire_bytes(ranks) / link.bytes_per_s
+
+    def total(routes: Sequence[Route]) -> float:
+        return step(routes, ranks=ranks, link=link, compute_s=compute_s, overlap=overlap).seconds
+
+    found = []
+    for count in range(1, len(options) + 1):
+        for methods in itertools.combinations(options, count):
+            rows = zip(*(options[method] for method in methods), strict=True)
+            found.append([min(row, key=alone) for row in rows])
+    best = min(found, key=total)
+    plain = options.get("plain")
+    if plain is not None and total(best) > (1 - margin) * total(plain):
+        return list(plain)
+    return best
+
+
+def break_even(
+    slower: Callable[[Link], float],
+    faster: Callable[[Link], float],
+    *,
+    link: Link,
+    low: float = 1e5,
+    high: float = 1e13,
+) -> float:
+    """Bytes per second below which `faster` takes fewer seconds than `slower`.
+
+    Both are seconds as a function of the link, whose latencies stay those of `link`. `high` when
+    `faster` wins on every link up to it, `low` when on none; between them it is found by bisection,
+    to 0.1 %. The two must cross once at most, as ways of sending fixed bytes do.
+    """
+
+    def wins(bytes_per_s: float) -> bool:
+        at = replace(link, bytes_per_s=bytes_per_s)
+        return faster(at) < slower(at)
+
+    if wins(high):
+        return high
+    if not wins(low):
+        return low
+    while high / low > 1.001:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if wins(middle) else (low, middle)
+    return low

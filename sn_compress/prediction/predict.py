@@ -1,0 +1,225 @@
+"""What each way of exchanging gradients would cost a model, before a machine is rented.
+
+    >>> from sn_compress import Link, predict
+    >>> from sn_compress.prediction.layers import layers
+    >>> result = predict(layers("resnet50"), ranks=64, link=Link.of_gbit(10))
+    >>> result.row("plain").ratio, round(result.row("shared").ratio)
+    (1.0, 100)
+
+Sizes are those that the codecs and the exchange really send; seconds are the model of `cost.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..codecs.gather import wire_bytes
+from ..codecs.lowrank import matrix_shape
+from ..errors import CompressError
+from ..exchange.allocate import MOST, Curve, allocate, budget, words_of
+from ..settings import Settings
+from .cost import Link, Method, Route, Step, break_even, choose, step
+from .layers import Layer
+from .rates import FREE, Rates
+
+METHODS: tuple[Method, ...] = ("plain", "fp16", "shared", "gather")
+_TOKEN_BYTES = 4  # Horovod's own all-reduce beside each compressed tensor
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method for the whole model; `auto` takes the fastest one for each tensor.
+
+    Attributes
+    ----------
+    method : of METHODS, or "auto"
+    step : the predicted step
+    ratio : float32 bytes over bytes a rank brings to the collectives
+    speedup : seconds of plain's step over those of this one
+    break_even_gbit, break_even_fp16_gbit : link below which this method's step is faster than
+        plain's, and than fp16's, in Gbit/s
+    tensors : how many tensors go by each method
+    """
+
+    method: str
+    step: Step
+    ratio: float
+    speedup: float
+    break_even_gbit: float
+    break_even_fp16_gbit: float
+    tensors: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Rows in the order of METHODS, then "auto"."""
+
+    ranks: int
+    link: Link
+    elements: int
+    rows: tuple[Row, ...]
+
+    def row(self, method: str) -> Row:
+        """The row of a method."""
+        return next(row for row in self.rows if row.method == method)
+
+    def table(self) -> str:
+        """The rows as people read them."""
+        gbit = self.link.bytes_per_s * 8 / 1e9
+        lines = [
+            f"{self.elements:,} parameters, {self.ranks} ranks, {gbit:g} Gbit/s, "
+            f"{1e6 * self.link.latency_s:g} us a message",
+            f"{'method':8} {'ms a step':>10} {'speed-up':>9} {'codec ms':>9} {'exchange ms':>12} "
+            f"{'MB on wire':>11} {'ratio':>7} {'break-even':>12} {'against fp16':>13}",
+        ]
+        for row in self.rows:
+            of = row.step
+            plain, half = (
+                "" if row.method in same else gbit_text(limit)
+                for same, limit in (
+                    (("plain",), row.break_even_gbit),
+                    (("plain", "fp16"), row.break_even_fp16_gbit),
+                )
+            )
+            lines.append(
+                f"{row.method:8} {1e3 * of.seconds:10.1f} {row.speedup:8.2f}x "
+                f"{1e3 * of.codec_s:9.1f} {1e3 * of.exchange_s:12.1f} {of.wire_bytes / 1e6:11.2f} "
+                f"{row.ratio:7.1f} {plain:>12} {half:>13}"
+            )
+        chosen = ", ".join(f"{n} {name}" for name, n in self.rows[-1].tensors.items())
+        lines.append(f"auto takes, of {sum(self.rows[-1].tensors.values())} tensors: {chosen}")
+        return "\n".join(lines)
+
+
+_SLOWEST, _FASTEST = 1e5, 1e13  # bytes per second, between which break-even is looked for
+
+
+def gbit_text(gbit: float) -> str:
+    """A break-even as people read it.
+
+    >>> gbit_text(3.21), gbit_text(8e4), gbit_text(8e-4)
+    ('3.2 Gbit/s', 'any', 'none')
+    """
+    if gbit >= _FASTEST * 8e-9:
+        return "any"
+    return "none" if gbit <= _SLOWEST * 8e-9 else f"{gbit:.2g} Gbit/s"
+
+
+def routes_of(
+    method: Method, layers: Sequence[Layer], *, ranks: int, settings: Settings, rates: Rates
+) -> list[Route]:
+    """How each tensor of a model travels by one method, in bytes and seconds of codec."""
+    if method == "plain":
+        return [Route("plain", "allreduce", (4 * t.elements,), (0.0, 0.0)) for t in layers]
+    if method == "fp16":
+        half = rates.cast_s / 2
+        return [
+            Route("fp16", "allreduce", (2 * t.elements,), (half * t.elements, half * t.elements))
+            for t in layers
+        ]
+    if method == "shared":
+        return _shared(layers, ranks, settings, rates)
+    if method != "gather":
+        raise CompressError(f"method={method!r}; expected one of {', '.join(METHODS)}")
+    codec = settings.codec(threads=1)
+    routes = []
+    for tensor in layers:
+        n = tensor.elements
+        if n < settings.min_elements:
+            routes.append(Route("plain", "allreduce", (4 * n,), (0.0, 0.0)))
+            continue
+        after = n * (rates.decode_s + ranks * rates.add_s)
+        size = wire_bytes(codec.payload_bytes(n)) + _TOKEN_BYTES
+        routes.append(Route("gather", "allgather", (size,), (n * rates.encode_s, after)))
+    return routes
+
+
+def _shared(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Rates) -> list[Route]:
+    """With the ranks that would be chosen if every direction were worth the same."""
+    curves = {}
+    taken = [tensor for tensor in layers if tensor.elements >= settings.min_elements]
+    for tensor in taken:
+        most = min(*matrix_shape(tensor.shape), MOST)
+        curves[tensor.name] = Curve(tensor.shape, np.full(most, 1 / most))
+    elements, all_elements = (sum(t.elements for t in tensors) for tensors in (taken, layers))
+    chosen = allocate(curves, budget(elements, all_elements - elements, settings.ratio), ranks)
+    routes = []
+    for tensor in layers:
+        if tensor.name not in chosen:
+            routes.append(Route("plain", "allreduce", (4 * tensor.elements,), (0.0, 0.0)))
+            continue
+        rank, n = chosen[tensor.name], tensor.elements
+        sent = tuple(4 * words for words in words_of(curves[tensor.name].shape, rank, ranks))
+        if rank == 0:
+            half = n * rates.whole_s / 2
+            times: tuple[float, ...] = (half, half)
+        else:
+            # Of four products with the factors, one is before the rounds and one between them.
+            quarter = n * (rates.pass_s + rank * rates.column_s) / 4
+            times = (quarter, quarter, 2 * quarter)
+        routes.append(Route("shared", "allreduce", sent, times))
+    return routes
+
+
+def predict(
+    layers: Sequence[Layer],
+    *,
+    ranks: int,
+    link: Link,
+    settings: Settings | None = None,
+    rates: Rates = FREE,
+    compute_s: float = 0.0,
+    overlap: bool = False,
+) -> Prediction:
+    """Seconds of a step by each method; see `cost.step` for compute_s and overlap.
+
+    Parameters
+    ----------
+    layers : the parameters, in the order of the forward pass
+    settings : of the gather and shared exchange; None takes the defaults
+    rates : seconds of the codec, from `measure_rates`; by default it takes none, which is what
+        bytes alone would give
+    """
+    settings = settings or Settings()
+    if ranks < 1 or not layers:
+        raise CompressError(f"predict: ranks={ranks!r}, {len(layers)} layers; expected one or more")
+
+    def at(routes: Sequence[Route], place: Link) -> Step:
+        return step(routes, ranks=ranks, link=place, compute_s=compute_s, overlap=overlap)
+
+    def seconds(routes: Sequence[Route]) -> Callable[[Link], float]:
+        return lambda place: at(routes, place).seconds
+
+    found: dict[str, Sequence[Route]] = {
+        method: routes_of(method, layers, ranks=ranks, settings=settings, rates=rates)
+        for method in METHODS
+    }
+    found["auto"] = choose(found, ranks=ranks, link=link, compute_s=compute_s, overlap=overlap)
+    elements = sum(tensor.elements for tensor in layers)
+    plain_s = at(found["plain"], link).seconds
+    rows = []
+    for name, routes in found.items():
+        of = at(routes, link)
+        # On another link auto would choose anew; its break-even is that of the choice on this one.
+        limits = [
+            break_even(
+                seconds(found[base]), seconds(routes), link=link, low=_SLOWEST, high=_FASTEST
+            )
+            for base in ("plain", "fp16")
+        ]
+        rows.append(
+            Row(
+                method=name,
+                step=of,
+                ratio=4 * elements / of.sent_bytes,
+                speedup=plain_s / of.seconds if of.seconds else 1.0,
+                break_even_gbit=8e-9 * limits[0],
+                break_even_fp16_gbit=8e-9 * limits[1],
+                tensors=dict(Counter(route.method for route in routes)),
+            )
+        )
+    return Prediction(ranks, link, elements, tuple(rows))

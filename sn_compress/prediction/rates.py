@@ -1,0 +1,140 @@
+"""What the cost model has to be told: seconds of the codec and of the link, from timed runs.
+
+Two timed sizes give a fixed part and a part per unit; both are small, so that measuring takes a
+second or two and not the minutes of a training step on each method.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from ..codecs.base import Floats
+from ..errors import CompressError
+from ..exchange.factors import Factors
+from ..exchange.shared import Halved, Summable
+from ..settings import Settings
+from .cost import Link, wire_bytes
+
+_SIDE = 1024  # the timed runs take a matrix of this many rows and columns
+_RANKS = 8  # of the payloads and sums in the timed runs
+_SMALL, _LARGE = 2, 32  # columns of the factors in the timed runs
+_LEAST_S = 1e-13  # per element: noise must not make a time negative
+_LEAST_LINK_S = 1e-9
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds of one rank's codec for each element of a tensor.
+
+    Attributes
+    ----------
+    encode_s, decode_s, add_s : gather: a payload, the way back, and each payload summed up for it
+    pass_s, column_s : shared: whatever the rank, and for each column of the factors
+    whole_s : shared: a tensor without factors, there and back
+    cast_s : fp16, there and back; taken as two copies
+    """
+
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+    add_s: float = 0.0
+    pass_s: float = 0.0
+    column_s: float = 0.0
+    whole_s: float = 0.0
+    cast_s: float = 0.0
+
+
+FREE = Rates()
+"""A codec that takes no time: what bytes alone would give."""
+
+
+def measure_rates(
+    settings: Settings,
+    *,
+    repeat: int = 3,
+    threads: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+    say: Callable[[str], object] = lambda text: None,
+) -> Rates:
+    """Time the codecs of these settings on this machine, on a million elements.
+
+    clock : seconds; time.process_time leaves out what other programs take of a busy machine
+    say : called with a line before each part, to show progress
+    """
+    values = np.random.default_rng(0).laplace(size=_SIDE**2).astype(np.float32)
+
+    def per_element(run: Callable[[], object]) -> float:
+        # The least of several: other programs make a run slower, never faster.
+        return min(_seconds(run, clock) for _ in range(repeat)) / values.size
+
+    say("timing the codec of the gather exchange")
+    codec = settings.codec(threads=threads)
+    state = codec.new_state(values.size) if settings.feedback else None
+    payload = codec.encode(values, state=state)
+    one = per_element(lambda: codec.decode_mean([payload]))
+    several = per_element(lambda: codec.decode_mean([payload] * _RANKS))
+    add = max((several - one) / (_RANKS - 1), _LEAST_S)
+
+    say("timing the codec of the shared exchange")
+    narrow, wide = (
+        Factors(shape=(_SIDE, _SIDE), rank=columns, start=values) for columns in (_SMALL, _LARGE)
+    )
+    small, large = (per_element(partial(_exchange, f, values)) for f in (narrow, wide))
+    column = max((large - small) / (_LARGE - _SMALL), _LEAST_S)
+    halved = Halved(values.size, start=values)
+    return Rates(
+        encode_s=per_element(lambda: codec.encode(values, state=state)),
+        decode_s=max(one - add, _LEAST_S),
+        add_s=add,
+        pass_s=max(small - _SMALL * column, _LEAST_S),
+        column_s=column,
+        whole_s=per_element(lambda: _exchange(halved, values)),
+        # NumPy casts far slower than the frameworks, which cast about as fast as memory goes.
+        cast_s=2 * per_element(values.copy),
+    )
+
+
+def fit_link(
+    sizes: Sequence[int], seconds: Sequence[float], ranks: int, *, operation_s: float = 0.0
+) -> Link:
+    """The link on which all-reduces of two sizes took these seconds.
+
+    sizes : bytes of a small and of a large all-reduce; from their difference comes the bandwidth,
+        from the small one the latency
+    operation_s : of the small one's seconds, what is not spent in messages
+
+    >>> link = fit_link([4, 1_000_004], [0.001, 0.0145], 4)
+    >>> round(link.bytes_per_s / 1e6)  # 1.5 MB moved in 13.5 ms
+    111
+    """
+    if len(sizes) != 2 or len(seconds) != 2 or ranks < 2 or not sizes[0] < sizes[1]:
+        raise CompressError(
+            f"fit_link: sizes={list(sizes)!r}, seconds={list(seconds)!r}, ranks={ranks!r}; "
+            "expected a small and a large size, a time for each, and two ranks or more"
+        )
+    moved = [wire_bytes("allreduce", size, ranks) for size in sizes]
+    slope = max(seconds[1] - seconds[0], _LEAST_LINK_S) / (moved[1] - moved[0])
+    latency = max(seconds[0] - operation_s - moved[0] * slope, 0.0) / (2 * (ranks - 1))
+    return Link(1 / slope, latency_s=latency, operation_s=operation_s)
+
+
+def _seconds(run: Callable[[], object], clock: Callable[[], float]) -> float:
+    start = clock()
+    run()
+    return clock() - start
+
+
+def _exchange(tensor: Summable, values: Floats) -> None:
+    """A whole exchange in which all ranks have the same values."""
+    rounds = tensor.exchange(values, ranks=_RANKS)
+    words = next(rounds)
+    for _ in range(tensor.rounds - 1):
+        words = rounds.send(words * _RANKS)
+    try:
+        rounds.send(words * _RANKS)
+    except StopIteration:
+        return

@@ -1,0 +1,126 @@
+"""What a rank sent, counted from the real payloads."""
+
+from __future__ import annotations
+
+import math
+
+from .codecs.base import Payload
+
+
+class Traffic:
+    """Bytes per step and the relative error, kept per optimizer.
+
+    A step ends when a tensor is sent again: names are the only clock `compress` has.
+    """
+
+    def __init__(self) -> None:
+        # name -> elements, bytes uncompressed and sent, whether compressed
+        self._bytes: dict[str, tuple[int, int, int, bool]] = {}
+        self._fixed: dict[str, tuple[int, int]] = {}  # the same in every step
+        self._sent: set[str] = set()  # in the step still open
+        self._before = 0  # tensors in the one before
+        self._steps = 0
+        self._dense_sum = self._sent_sum = 0  # bytes over all steps
+        self._energy = self._error = 0.0
+        self._relative_sum, self._relative_count = 0.0, 0
+        self._saturated = 0
+        self._beside = 0
+
+    def plain(self, name: str | None, elements: int, nbytes: int) -> None:
+        """Count a tensor that travelled uncompressed."""
+        self._count(name, elements, nbytes, compressed=False)
+
+    def sparse(self, name: str, elements: int, nbytes: int) -> None:
+        """Count a sparse gradient of so many values, which travelled with where they are."""
+        self._count(name, elements, nbytes, compressed=False, dense=nbytes)
+
+    def fixed(self, name: str, elements: int, nbytes: int) -> None:
+        """Note a tensor that travels uncompressed in every step of a traced function."""
+        self._fixed[name] = elements, nbytes
+
+    def beside(self, nbytes: int) -> None:
+        """Count what is no gradient: what ranks agree on and compare, and what a tuner measures."""
+        self._beside += nbytes
+
+    def finish_step(self) -> None:
+        """Count the rest of the open step as it was in the one before."""
+        for name, (elements, dense, nbytes, compressed) in self._bytes.items():
+            if name not in self._sent:
+                self._count(name, elements, nbytes, compressed=compressed, dense=dense)
+
+    def plain_steps(self, steps: int) -> None:
+        """Count steps in which all tensors of the last one travelled uncompressed again."""
+        if steps:
+            self._close_step()
+            self._sent.clear()
+            self._steps += steps
+            self._dense_sum += steps * sum(dense for _, dense, _, _ in self._bytes.values())
+            self._sent_sum += steps * sum(nbytes for _, _, nbytes, _ in self._bytes.values())
+
+    @property
+    def tensors(self) -> tuple[int, int]:
+        """In the step before, and so far in the one still open."""
+        return self._before, len(self._sent)
+
+    def payload(self, name: str | None, elements: int, payload: Payload, extra: int) -> bool:
+        """Count a payload and `extra` bytes beside it; True when values saturated first."""
+        self._count(name, elements, payload.nbytes + extra, compressed=True)
+        if payload.energy is not None and payload.error is not None:
+            self._energy += payload.energy
+            self._error += payload.error
+        first = payload.saturated > 0 and self._saturated == 0
+        self._saturated += payload.saturated
+        return first
+
+    def shared(self, name: str, elements: int, nbytes: int, energy: float, error: float) -> None:
+        """Count what one tensor adds to the sums, and what it remembers of it."""
+        self._count(name, elements, nbytes, compressed=True)
+        self._energy += energy
+        self._error += error
+
+    def _count(
+        self,
+        name: str | None,
+        elements: int,
+        nbytes: int,
+        *,
+        compressed: bool,
+        dense: int | None = None,
+    ) -> None:
+        key, dense = name or "", 4 * elements if dense is None else dense
+        if key in self._sent or not self._sent:
+            self._close_step()
+            self._steps += 1
+            self._before = len(self._sent) or self._before  # empty after `plain_steps`
+            self._sent.clear()
+        self._sent.add(key)
+        self._dense_sum += dense
+        self._sent_sum += nbytes
+        self._bytes[key] = elements, dense, nbytes, compressed
+
+    def _close_step(self) -> None:
+        if self._energy > 0 and math.isfinite(self._energy):
+            self._relative_sum += math.sqrt(self._error / self._energy)
+            self._relative_count += 1
+        self._energy = self._error = 0.0
+
+    def report(self) -> dict[str, float]:
+        """See FFTCompression.report; all zeros before the first step."""
+        relative_sum, count = self._relative_sum, self._relative_count
+        if self._energy > 0 and math.isfinite(self._energy):  # the step still open
+            relative_sum, count = relative_sum + math.sqrt(self._error / self._energy), count + 1
+        steps = max(self._steps, 1)
+        dense = self._dense_sum / steps + sum(4 * n for n, _ in self._fixed.values())
+        sent = self._sent_sum / steps + sum(nbytes for _, nbytes in self._fixed.values())
+        compressed = [elements for elements, _, _, small in self._bytes.values() if small]
+        return {
+            "steps": self._steps,
+            "tensors": len(compressed),
+            "elements": sum(compressed),
+            "dense_bytes": round(dense),
+            "payload_bytes": round(sent),
+            "ratio": dense / sent if sent else 0.0,
+            "relative_error": relative_sum / count if count else 0.0,
+            "saturated": self._saturated,
+            "other_bytes": self._beside,
+        }

@@ -1,0 +1,471 @@
+"""A DistributedOptimizer for Keras 3 which averages, and the callbacks that go with it.
+
+Horovod 0.28.1 hooks into methods that Keras 3 no longer calls: its Keras optimizer trains without
+an error and without averaging. Wrapping an optimizer in another one would hide its settings and
+variables. So the optimizer that is passed changes its class, to a subclass of its own class that
+averages where Keras is about to clip: after accumulation, after unscaling, before clipping,
+weight decay and update. All else, and what is saved, stays as it was.
+
+Over 300 lines: all that Keras users import is here, and a third of it is docstrings and messages.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+from ..compression import FFTCompression
+from ..errors import CompressError
+from ..names import relative
+from .alike import (
+    agree_at_trace,
+    as_variables,
+    compared,
+    said_of_compression,
+    said_of_variables,
+)
+from .tape import Memory, refuse_xla
+from .tape import memory_of as _memory_of_compression
+
+# Those that are alive, to be compared among ranks.
+_made: weakref.WeakSet[Averaging] = weakref.WeakSet()
+
+
+class Averaging:
+    """How the gradients of one optimizer are averaged; see DistributedOptimizer."""
+
+    def __init__(
+        self,
+        *,
+        compression: Any,
+        op: Any,
+        process_set: Any,
+        predivide: float,
+        groups: int | Sequence[Sequence[Any]] | None,
+        sparse_as_dense: bool,
+        missing_as_zeros: bool,
+    ) -> None:
+        self.compression, self.op, self.process_set = compression, op, process_set
+        self.scales = {"prescale_factor": 1 / predivide, "postscale_factor": predivide}
+        self.groups, self.sparse_as_dense = groups, sparse_as_dense
+        self.missing_as_zeros = missing_as_zeros
+        self.asked: set[str] = set()  # what ranks have agreed on
+        self.variables: list[Any] = []  # those of the gradients that Keras is about to apply
+        # Run one by one, eager collectives would never travel together.
+        self._traced = tf.function(self._average, autograph=False)
+
+    def alone(self) -> bool:
+        """Whether there is nobody to average with."""
+        if os.environ.get("HOROVOD_ELASTIC") == "1":
+            return False  # the number of ranks may change after the trace
+        return not self.process_set.included() or self.process_set.size() == 1
+
+    def average(self, gradients: Sequence[Any], optimizer: Any) -> list[Any]:
+        """The gradients of self.variables, averaged over the ranks."""
+        if self.alone():
+            return list(gradients)
+        if self.sparse_as_dense:
+            gradients = [
+                tf.ensure_shape(tf.convert_to_tensor(g), v.shape)
+                for g, v in zip(gradients, self.variables, strict=True)
+            ]
+        places = tuple(optimizer._get_variable_index(v) for v in self.variables)
+        run = self._traced if tf.executing_eagerly() else self._average
+        return list(run(list(gradients), places, self._parts(places, optimizer), optimizer.name))
+
+    def all_true(self, value: Any) -> Any:
+        """Whether a boolean is true on every rank."""
+        if self.alone():
+            return value
+        refuse_xla()
+        least = hvd.allreduce(
+            tf.cast(value, tf.int32), op=hvd.Min, name="finite", process_set=self.process_set
+        )
+        return tf.cast(least, tf.bool)
+
+    def _average(
+        self, gradients: list[Any], places: tuple[int, ...], parts: Any, scope: str
+    ) -> list[Any]:
+        refuse_xla()
+        how = {
+            "compression": self.compression,
+            "op": self.op,
+            "process_set": self.process_set,
+            **self.scales,
+        }
+        self._agree(scope)
+        with tf.name_scope(scope), tf.control_dependencies([self._beside(gradients)]):
+            if parts is None:
+                return [
+                    hvd.allreduce(gradient, name=f"gradient_{place}", **how)
+                    for gradient, place in zip(gradients, places, strict=True)
+                ]
+            for part in parts:
+                group = [gradients[i] for i in part]
+                means = hvd.grouped_allreduce(group, name=f"group_{places[part[0]]}", **how)
+                for i, mean in zip(part, means, strict=True):
+                    gradients[i] = mean
+            return gradients
+
+    def _agree(self, scope: str) -> None:
+        """CompressError on every rank unless all have the same optimizers; while it traces.
+
+        By `scope`, the optimizer's name, Horovod finds what belongs together.
+        """
+        options = {
+            "op": self.op, "sparse_as_dense": self.sparse_as_dense,
+            "missing_as_zeros": self.missing_as_zeros, **self.scales,
+        }  # fmt: skip
+        groups = self.groups
+        if isinstance(groups, Sequence):
+            groups = str(relative([v.path for group in groups for v in group]))
+        said = [
+            ("number of optimizers", _number_of_optimizers(self.process_set)),
+            ("name of the optimizer", scope),
+            *said_of_compression(self.compression),
+            *((name, str(value)) for name, value in options.items()),
+            ("groups", str(groups)),
+            *said_of_variables(self.variables),
+        ]
+        agree_at_trace(self.asked, self.process_set, said, self._count)
+
+    def _count(self, nbytes: int) -> None:
+        if hasattr(self.compression, "settings"):
+            _memory_of_compression(self.compression).count_beside(nbytes)
+
+    def _beside(self, gradients: list[Any]) -> Any:
+        """A node that counts sparse gradients, and compares variables when it is time to."""
+        if not hasattr(self.compression, "settings"):
+            return tf.constant(0, tf.int64)
+        memory = _memory_of_compression(self.compression)
+        paths = [v.path for v in self.variables]
+        sparse = [i for i, each in enumerate(gradients) if isinstance(each, tf.IndexedSlices)]
+        parts = [part for i in sparse for part in (gradients[i].values, gradients[i].indices)]
+        sizes = [part.dtype.size for part in parts]
+
+        def begin(*counts: Any) -> Any:
+            nbytes = [int(count) * size for count, size in zip(counts, sizes, strict=True)]
+            for at, i in enumerate(sparse):
+                sent = nbytes[2 * at] + nbytes[2 * at + 1]
+                memory.count_sparse(paths[i], int(counts[2 * at]), sent)
+            return memory.sameness_of(self).step()
+
+        with tf.device("CPU"):
+            due = tf.numpy_function(begin, [tf.size(part) for part in parts], tf.bool)
+        variables = as_variables(self.variables)
+        return compared(due, variables, memory, self.process_set, lambda: memory.sameness_of(self))
+
+    def keys(self, optimizer: Any) -> dict[str, tuple[Any, str]]:
+        """Variables, and what their error memories are kept under, by path."""
+        places = tuple(optimizer._get_variable_index(v) for v in self.variables)
+        parts = self._parts(places, optimizer)
+        if parts is None:
+            names = [f"gradient_{place}" for place in places]
+        else:
+            named = {i: f"group_{places[p[0]]}.{j}" for p in parts for j, i in enumerate(p)}
+            names = [named[i] for i in range(len(places))]
+        found = {v.path: (v, name) for v, name in zip(self.variables, names, strict=True)}
+        if len(found) < len(names):
+            raise CompressError(
+                f"{len(names)} variables have {len(found)} different paths; expected each to have "
+                "its own. Give layers different names."
+            )
+        return found
+
+    def _parts(self, places: tuple[int, ...], optimizer: Any) -> Any:
+        """Indices of the gradients group by group, or None."""
+        if self.groups is None:
+            return None
+        if isinstance(self.groups, int):
+            split = np.array_split(range(len(places)), self.groups)
+            return tuple(tuple(map(int, part)) for part in split if len(part))
+        index = {place: i for i, place in enumerate(places)}
+        wanted = [[optimizer._get_variable_index(v) for v in group] for group in self.groups]
+        parts = [tuple(index.pop(p) for p in group if p in index) for group in wanted]
+        return (*filter(None, parts), *((i,) for i in index.values()))
+
+
+class _Averaged:
+    """What an optimizer gains; comes before its own class."""
+
+    _sn: Averaging
+
+    def residuals(self) -> dict[str, Any]:
+        """See FFTCompression.residuals; empty without it."""
+        return residuals(self) if hasattr(self._sn.compression, "settings") else {}
+
+    def restart(self, residuals: Mapping[str, Any]) -> None:
+        """See FFTCompression.restart; nothing to do without it."""
+        if hasattr(self._sn.compression, "settings"):
+            restart(self, residuals)
+
+    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
+        self._sn.variables = list(trainable_variables)
+        return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+
+    def _clip_gradients(self, grads: Any) -> Any:
+        return super()._clip_gradients(self._sn.average(grads, self))  # type: ignore[misc]
+
+    def _filter_empty_gradients(self, grads: Any, vars: Any) -> Any:  # noqa: A002 - Keras's name
+        if self._sn.missing_as_zeros:
+            grads = [
+                tf.zeros(v.shape, v.dtype) if g is None else g
+                for g, v in zip(grads, vars, strict=True)
+            ]
+        return super()._filter_empty_gradients(grads, vars)  # type: ignore[misc]
+
+    def _overwrite_variables_directly_with_gradients(self, grads: Any, vars: Any) -> Any:  # noqa: A002
+        if any(getattr(v, "overwrite_with_gradient", False) for v in vars):
+            raise CompressError(
+                "float8 training keeps scales that are set from each rank's own gradients, so "
+                "ranks would drift apart; expected variables with gradients to average. Train "
+                "in float32, bfloat16 or mixed_float16."
+            )
+        return super()._overwrite_variables_directly_with_gradients(grads, vars)  # type: ignore[misc]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "loss_scale_factor":
+            raise CompressError(
+                f"{name} of a distributed optimizer was set to {value!r}. LossScaleOptimizer does "
+                "so, which `compile` puts around the optimizer of a mixed_float16 model: there "
+                "each rank would judge by its own gradients whether to skip a step. Put it inside: "
+                "DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)). A constant "
+                "loss_scale_factor is set before DistributedOptimizer."
+            )
+        super().__setattr__(name, value)
+
+
+class _ScaledTogether:
+    """What a LossScaleOptimizer gains: all ranks skip a step, or none does.
+
+    A step that is skipped sends no gradient, and so changes no error memory.
+    """
+
+    _sn: Averaging
+
+    def check_finite(self, grads: Any) -> Any:
+        return self._sn.all_true(super().check_finite(grads))  # type: ignore[misc]
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name for it
+    optimizer: Any,
+    *,
+    compression: Any = None,
+    op: Any = hvd.Average,
+    backward_passes_per_step: int = 1,
+    gradient_predivide_factor: float = 1.0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    sparse_as_dense: bool = False,
+    missing_as_zeros: bool = False,
+    process_set: Any = hvd.global_process_set,
+) -> Any:
+    """Make a Keras 3 optimizer average its gradients over all ranks.
+
+    Parameters
+    ----------
+    optimizer : a Keras optimizer. It is changed in place, keeps its variables and settings, and
+        is what is returned. Saved with a model, it is saved as what it was, and has to be made
+        distributed again after loading. Mixed precision:
+        `DistributedOptimizer(LossScaleOptimizer(optimizer))`.
+    compression : FFTCompression, hvd.Compression.fp16, or None
+    op : hvd.Average or hvd.Sum; with `compression` as that allows, hvd.Min and the like
+    backward_passes_per_step : average the mean of so many steps' gradients, and update only
+        then: Keras's own gradient_accumulation_steps
+    gradient_predivide_factor : divide by this before summing, by the rest after; for hvd.Average
+    groups : reduce gradients together: in so many groups, or in these lists of variables
+    sparse_as_dense : make dense what tf.IndexedSlices the gradients hold
+    missing_as_zeros : take a missing gradient for zeros, where it may be missing on some ranks
+        only; otherwise its variable is left out, which has to be so on every rank
+    process_set : average over these ranks only
+
+    Raises CompressError if the optimizer is not one of Keras 3, is distributed already, or was
+    built before accumulation could be set up.
+    """
+    _check(optimizer, op, backward_passes_per_step, gradient_predivide_factor)
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        inner = DistributedOptimizer(
+            optimizer.inner_optimizer,
+            compression=compression,
+            op=op,
+            backward_passes_per_step=backward_passes_per_step,
+            gradient_predivide_factor=gradient_predivide_factor,
+            groups=groups,
+            sparse_as_dense=sparse_as_dense,
+            missing_as_zeros=missing_as_zeros,
+            process_set=process_set,
+        )
+        return _become(optimizer, _ScaledTogether, inner._sn)
+    if backward_passes_per_step > 1:
+        optimizer.gradient_accumulation_steps = backward_passes_per_step
+    if isinstance(compression, type) and issubclass(compression, FFTCompression):
+        compression = compression.using()  # a memory of its own
+    averaging = Averaging(
+        compression=hvd.Compression.none if compression is None else compression,
+        op=op,
+        process_set=process_set,
+        predivide=gradient_predivide_factor,
+        groups=groups,
+        sparse_as_dense=sparse_as_dense,
+        missing_as_zeros=missing_as_zeros,
+    )
+    return _become(optimizer, _Averaged, averaging)
+
+
+def _check(optimizer: Any, op: Any, passes: int, predivide: float) -> None:
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    if not isinstance(optimizer, keras.optimizers.Optimizer) or isinstance(optimizer, tf.Module):
+        raise CompressError(
+            f"got a {kind}; expected an optimizer of Keras 3 (keras.optimizers) on TensorFlow"
+        )
+    if hasattr(optimizer, "_sn"):
+        raise CompressError(f"this {kind} is distributed already; call DistributedOptimizer once")
+    if hasattr(optimizer, "_inner_optimizers"):
+        raise CompressError(
+            f"got a {kind}; expected a single optimizer. Make each of its inner optimizers "
+            "distributed instead."
+        )
+    if passes < 1 or (passes > 1 and (optimizer.built or optimizer.gradient_accumulation_steps)):
+        raise CompressError(
+            f"backward_passes_per_step={passes!r}; expected at least 1, and above 1 an optimizer "
+            "that is not built yet and has no gradient_accumulation_steps. Set it at one place."
+        )
+    if predivide != 1.0 and op != hvd.Average:
+        raise CompressError(
+            f"gradient_predivide_factor={predivide!r} needs op=hvd.Average; got another operation"
+        )
+
+
+def _become(optimizer: Any, gained: type, averaging: Averaging) -> Any:
+    """Change the optimizer's class to a subclass of it, under the same name."""
+    own = type(optimizer)
+    # Keras saves an optimizer under the module and name of its class.
+    same_name = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    _made.add(averaging)
+    # Past Keras's own __setattr__, which would track what it is given.
+    object.__setattr__(optimizer, "_sn", averaging)
+    object.__setattr__(optimizer, "__class__", type(own.__name__, (gained, own), same_name))
+    return optimizer
+
+
+def _number_of_optimizers(process_set: Any) -> str:
+    """Those that have not agreed yet; garbage is cleared away, as ranks do so at other times."""
+    gc.collect()
+    sets = [each.process_set.process_set_id for each in _made if not each.asked]
+    return str(sets.count(process_set.process_set_id))
+
+
+def memory_of(optimizer: Any) -> Memory:
+    """The error memory of a distributed optimizer, for tf.train.Checkpoint; one per rank."""
+    averaging = getattr(optimizer, "_sn", None)
+    if not isinstance(averaging, Averaging) or not hasattr(averaging.compression, "settings"):
+        raise CompressError(
+            f"{type(optimizer).__name__} has no error memory; expected what "
+            "sn_compress.tensorflow.keras.DistributedOptimizer(..., compression=FFTCompression) "
+            "returned"
+        )
+    return _memory_of_compression(averaging.compression)
+
+
+def report(optimizer: Any) -> dict[str, float]:
+    """See FFTCompression.report."""
+    return memory_of(optimizer).report()
+
+
+def residuals(optimizer: Any) -> dict[str, Any]:
+    """See FFTCompression.residuals."""
+    own = memory_of(optimizer).exchange()
+    return {
+        path: own.residual(key).reshape(variable.shape)
+        for path, (variable, key) in optimizer._sn.keys(optimizer).items()
+        if own.remembers(key)
+    }
+
+
+def restart(optimizer: Any, residuals: Mapping[str, Any]) -> None:
+    """See FFTCompression.restart."""
+    memory, keys = memory_of(optimizer), optimizer._sn.keys(optimizer)
+    for path, left in residuals.items():
+        shape = tuple(keys[path][0].shape) if path in keys else "nothing of that path"
+        if tuple(left.shape) != shape:
+            raise CompressError(
+                f"a residual of {path!r} has shape {tuple(left.shape)}; expected {shape}, as the "
+                "optimizer trains it. Cut it as the variable was."
+            )
+    memory.restart({keys[path][1]: np.asarray(left, "f4") for path, left in residuals.items()})
+
+
+def state_dict(optimizer: Any) -> dict[str, Any]:
+    """See FFTCompression.state_dict; by the place of the variable in the optimizer."""
+    return memory_of(optimizer).state_dict()
+
+
+def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
+    """Take over what state_dict returned."""
+    memory_of(optimizer).load_state_dict(state)
+
+
+def synchronize(optimizer: Any, root_rank: int) -> None:
+    """See FFTCompression.synchronize."""
+    memory_of(optimizer).synchronize(root_rank, process_set=optimizer._sn.process_set)
+
+
+def watch(optimizer: Any, scaler: Any) -> NoReturn:
+    """Always CompressError: Keras's loss scaler is an optimizer."""
+    raise CompressError(
+        f"got a {type(optimizer).__name__} and a {type(scaler).__name__}; expected optimizers of "
+        "torch. In Keras: DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)), "
+        "and nothing else."
+    )
+
+
+def Elastic(optimizer: Any) -> NoReturn:  # noqa: N802 - as in the rim of torch
+    """Always CompressError: Horovod's elastic state for Keras is of Keras 2."""
+    raise CompressError(
+        f"got a {type(optimizer).__name__}; expected an optimizer of torch. In Keras, save the "
+        "state, and call FFTCompression.synchronize when ranks have come or gone."
+    )
+
+
+class BroadcastVariables(keras.callbacks.Callback):  # type: ignore[misc]
+    """Begin every `fit` with the weights and optimizer variables of one rank.
+
+    Seeds of random layers stay as they are: ranks should drop out different units.
+    """
+
+    def __init__(self, root_rank: int = 0, *, process_set: Any = hvd.global_process_set) -> None:
+        super().__init__()
+        self.root_rank, self.process_set = root_rank, process_set
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Called by Keras."""
+        optimizer = self.model.optimizer
+        if not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+        variables = [v.value for v in (*self.model.weights, *optimizer.variables)]
+        if self.process_set.included():
+            hvd.broadcast_variables(variables, self.root_rank, process_set=self.process_set)
+
+
+class AverageMetrics(keras.callbacks.Callback):  # type: ignore[misc]
+    """Average an epoch's metrics over the ranks; put it before callbacks that read them."""
+
+    def __init__(self, *, process_set: Any = hvd.global_process_set) -> None:
+        super().__init__()
+        self.process_set = process_set
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Called by Keras."""
+        if not logs or not self.process_set.included():
+            return
+        names = sorted(logs)
+        values = tf.constant([float(logs[name]) for name in names], tf.float64)
+        means = hvd.allreduce(values, name="metrics", process_set=self.process_set).numpy()
+        logs.update(zip(names, map(float, means), strict=True))

@@ -1,0 +1,288 @@
+"""What a traced function calls at each step, in numbers: the half of a rim that is not a graph.
+
+TensorFlow runs these from threads of its own, several gradients at a time, each gradient's in
+order. A gradient is known by a name, or by the slot of its variable.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..codecs.base import Bytes, Floats
+from ..codecs.fft import FFTCodec
+from ..codecs.gather import mean_of_gathered, on_wire, wire_bytes
+from ..errors import CompressError, PayloadError
+from ..exchange.digits import Words
+from ..exchange.session import SharedExchange
+from ..exchange.shared import Rounds
+from ..feedback import ErrorFeedback
+from ..report import Traffic
+from ..sameness import Sameness
+from ..saved import arrays_of, reading
+from ..settings import Settings
+from ..theta import ThetaInTime
+
+_log = logging.getLogger(__name__)
+_HANDLE = re.compile(r'ResourceHandle\(name="([^"]+)"')
+NO_VARIABLE = -1
+_ARRAY = "array of the file"
+
+
+@dataclass
+class Begun:
+    """A step of the shared exchange on its way; `sent` counts bytes."""
+
+    rounds: Rounds
+    sent: int
+
+
+class Traced:
+    """What belongs to one FFTCompression: codec, error memories, counts.
+
+    settings : the user's
+    threads : of the codec, where the settings leave it open
+    """
+
+    def __init__(self, settings: Settings, threads: int) -> None:
+        settings.refuse_torch_only("TensorFlow and Keras")
+        if settings.exchange == "gather" and ThetaInTime(settings, threads).learns:
+            raise CompressError(
+                f"theta={settings.theta!r} with TensorFlow and Keras, whose graph has no place for "
+                "what ranks would have to tell each other; expected a number, or a schedule of the "
+                "step alone: Warmup, Diminishing"
+            )
+        self.settings = settings
+        self.codec = settings.codec(threads)  # that of the first step
+        self._threads = threads
+        self.traffic = Traffic()
+        self._lock = threading.Lock()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all variables and what was dropped of them: for models that are gone."""
+        with self._lock:
+            self.feedback = ErrorFeedback(self.codec, decay=self.settings.decay)
+            self.shared = self.settings.shared()
+            self.theta = ThetaInTime(self.settings, self._threads)
+            self._codecs: dict[str | None, FFTCodec] = {}  # of the step under way, by key
+            self._rounds: dict[str, Begun] = {}
+            self._slot_of: dict[str, int] = {}
+            self._keys: list[str] = []
+            self.asked: set[str] = set()  # what ranks have agreed on
+            self._sameness: dict[Any, Sameness] = {}
+
+    def restart(self, residuals: Mapping[str, Floats]) -> None:
+        """Begin anew, counts as well, with what was not sent of these; shapes may be others."""
+        self.clear()
+        self.traffic = Traffic()
+        self.exchange().restart(residuals)
+
+    def sameness_of(self, what: Any) -> Sameness:
+        """When the parameters of one tape or optimizer are compared, which `what` stands for."""
+        with self._lock:
+            return self._sameness.setdefault(what, Sameness(self.settings.check_every))
+
+    def begin_anew(self) -> None:
+        """When ranks have come or gone, on all of them: count steps from here."""
+        with self._lock:
+            for sameness in self._sameness.values():
+                sameness.begin_anew()
+
+    def count_beside(self, nbytes: int) -> None:
+        """Count what is no gradient; see Traffic."""
+        with self._lock:
+            self.traffic.beside(nbytes)
+
+    def count_plain(self, name: str, elements: int, nbytes: int) -> None:
+        """Count a tensor whose size only the step knows."""
+        with self._lock:
+            self.traffic.plain(name, elements, nbytes)
+
+    def count_sparse(self, name: str, elements: int, nbytes: int) -> None:
+        """Count a sparse gradient."""
+        with self._lock:
+            self.traffic.sparse(name, elements, nbytes)
+
+    def takes(self, name: str, elements: int) -> bool:
+        """Whether a gradient is compressed; one that shrank goes on to be, small as it may be."""
+        return self.exchange().remembers(name) or self.shared.takes(name, elements)
+
+    def slots(self, handles: Iterable[str]) -> list[int]:
+        """One number per variable, in the order in which they first come.
+
+        handles : the texts of the variables' handles. In each is a name such as "kernel/12", whose
+            second part is TensorFlow's count of all variables of the process.
+        """
+        found = []
+        with self._lock:
+            for handle in handles:
+                match = _HANDLE.search(handle)
+                if match is None:
+                    raise CompressError(
+                        f"the handle {handle} of a variable shows no name; expected one as "
+                        "TensorFlow 2.21 writes it. Please report your version of TensorFlow."
+                    )
+                if match[1] not in self._slot_of:
+                    self._slot_of[match[1]] = len(self._keys)
+                    self._keys.append(f"{len(self._keys)}:{match[1].rpartition('/')[0]}")
+                found.append(self._slot_of[match[1]])
+        return found
+
+    def key(self, name: str | None, slot: int) -> str | None:
+        """What the memory of a gradient is kept under: "0:kernel" for the first variable."""
+        return name if slot == NO_VARIABLE else self._keys[slot]
+
+    def encode(self, key: str | None, values: Floats) -> Bytes:
+        """The payload of a gradient, [payload bytes] uint8."""
+        with self._lock:
+            codec = self._codecs[key] = self.theta.codec_for(key)
+        if key is None or not self.settings.feedback:
+            payload = codec.encode(values)
+        else:
+            payload = self.feedback.encode(key, values, codec=codec)
+        with self._lock:
+            saturated = self.traffic.payload(
+                key, values.size, payload, extra=wire_bytes(payload.nbytes) - payload.nbytes
+            )
+        if saturated:
+            _log.warning(
+                "%s: values beyond the fixed window were clipped; see `saturated` in the report",
+                key,
+            )
+        return on_wire(payload.buffer)
+
+    def mean(
+        self, key: str | None, gathered: Bytes, *, ranks: int, n: int, factor: float
+    ) -> Floats:
+        """The mean of the gathered payloads of a gradient times a factor, [n] float32."""
+        codec = self._codecs[key]
+        try:
+            mean = mean_of_gathered(codec, gathered, ranks, n)
+        except PayloadError as error:
+            if all(part.any() for part in np.array_split(gathered, ranks)):
+                raise
+            # Horovod puts zeros in the place of a rank that has joined.
+            raise CompressError(
+                "another rank called hvd.join(), after which Horovod gathers nothing. Give all "
+                'ranks equally many batches (drop_remainder=True), or use exchange="shared".'
+            ) from error
+        return _times(mean, factor)
+
+    def begin(
+        self, key: str, values: Floats, *, shape: Sequence[int], ranks: int, rank: int
+    ) -> tuple[bool, Floats, Words]:
+        """A step of the shared exchange: whether it is dense, what to average then, or to sum.
+
+        The vector is empty if it is not dense, [n] float32 else; the words the other way round.
+        """
+        with self._lock:  # the first tensor of a step chooses for all
+            if self.shared.dense(key, shape):
+                self.traffic.plain(key, values.size, 4 * values.size)
+                return True, self.shared.whole(key, values), np.zeros(0, np.int32)
+            rounds = self.shared.exchange(key, values, ranks=ranks, rank=rank)
+        words = next(rounds)
+        self._rounds[key] = Begun(rounds, words.nbytes)
+        return False, np.zeros(0, np.float32), words
+
+    def learn(self, key: str, mean: Floats, *, factor: float) -> Floats:
+        """The end of a dense step; returns the mean times the factor."""
+        with self._lock:
+            self.shared.learn(key, mean)
+        return _times(mean, factor)
+
+    def advance(self, key: str, total: Words, *, factor: float) -> tuple[bool, Words, Floats]:
+        """After one round: whether there is another, its words, or the mean times the factor."""
+        begun = self._rounds[key]
+        try:
+            words = begun.rounds.send(total)
+        except StopIteration as end:
+            with self._lock:
+                energy, error = self.shared.lost(key)
+                self.traffic.shared(key, end.value.size, begun.sent, energy, error)
+                self._rounds.pop(key, None)
+            return False, np.zeros(0, np.int32), _times(end.value, factor)
+        begun.sent += words.nbytes
+        return True, words, np.zeros(0, np.float32)
+
+    def report(self) -> dict[str, float]:
+        """See FFTCompression.report."""
+        with self._lock:
+            return self.traffic.report()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The error memory by variable ("0:kernel"), as arrays; it differs between ranks."""
+        state = self.exchange().state_dict()
+        return state if self.settings.fixed else state | {"theta": self.theta.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what state_dict returned on the same rank, with the same exchange."""
+        with self.theta.loading(state):
+            self.exchange().load_state_dict(state)
+
+    def exchange(self) -> ErrorFeedback | SharedExchange:
+        """Who keeps the memories."""
+        return self.shared if self.settings.exchange == "shared" else self.feedback
+
+    def to_bytes(self, rank: int) -> bytes:
+        """The state of this rank as a file of arrays."""
+        arrays: list[npt.NDArray[Any]] = []
+
+        def put(array: npt.NDArray[Any]) -> dict[str, int]:
+            arrays.append(array)
+            return {_ARRAY: len(arrays) - 1}
+
+        tree = _each(self.state_dict(), lambda node: isinstance(node, np.ndarray), put)
+        head = json.dumps({"rank": rank, "exchange": self.settings.exchange, "state": tree})
+        stream = io.BytesIO()
+        np.savez(
+            stream,
+            head=np.frombuffer(head.encode(), np.uint8),
+            **{str(i): array for i, array in enumerate(arrays)},  # type: ignore[arg-type]
+        )
+        return stream.getvalue()
+
+    def from_bytes(self, data: bytes, rank: int) -> None:
+        """Take over what to_bytes returned on the same rank; CompressError for another's."""
+        with reading("this error memory"):
+            arrays = arrays_of(data)
+            head = json.loads(arrays["head"].tobytes())
+            if (head["rank"], head["exchange"]) != (rank, self.settings.exchange):
+                raise CompressError(
+                    f'this error memory is of rank {head["rank"]} and exchange="'
+                    f'{head["exchange"]}"; expected rank {rank} and "{self.settings.exchange}". '
+                    "Save one checkpoint per rank, with the rank in its name, and go on with the "
+                    "same settings."
+                )
+            state = _each(
+                head["state"],
+                lambda node: isinstance(node, dict) and set(node) == {_ARRAY},
+                lambda node: arrays[str(node[_ARRAY])],
+            )
+        self.load_state_dict(state)
+
+
+def _times(mean: npt.NDArray[np.floating[Any]], factor: float) -> Floats:
+    """Float32, as the graph expects it."""
+    single = mean.astype(np.float32, copy=False)
+    return single if factor == 1.0 else single * np.float32(factor)
+
+
+def _each(node: Any, chosen: Callable[[Any], bool], change: Callable[[Any], Any]) -> Any:
+    """Dicts and lists with every chosen node changed."""
+    if chosen(node):
+        return change(node)
+    if isinstance(node, dict):
+        return {key: _each(value, chosen, change) for key, value in node.items()}
+    if isinstance(node, (list, tuple)):
+        return [_each(item, chosen, change) for item in node]
+    return node

@@ -1,0 +1,109 @@
+"""Who called `compress` while TensorFlow traced: which gradient, which operation.
+
+As in torch/caller.py, the answer is read from the local variables of Horovod's own functions, those
+of release 0.28.1. Two things differ. AutoGraph rewrites these functions ("tf__allreduce" for
+"allreduce") and puts frames of its own between them, so all frames above are looked at. And a
+traced gradient has no name: it is known by its place among the gradients of one call, whose
+variables Horovod's function holds beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from ..errors import CompressError
+
+_MODULE = "horovod.tensorflow"
+_REDUCE = ("allreduce", "grouped_allreduce")
+_SCATTER = ("reducescatter", "grouped_reducescatter")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One tensor given to `compress`.
+
+    Attributes
+    ----------
+    compression : the object passed to Horovod as `compression=`
+    name : the name given to hvd.allreduce, or None
+    sources, place : the variables of a tape and the gradient's index among them; None for a
+        plain hvd.allreduce, and place is None where one tensor is the gradient of several
+    sparse : of the tape's gradients those that are sparse, (place, tf.IndexedSlices), about which
+        `compress` is never asked
+    op, process_set, scale : the operation, who takes part, pre- and postscale factors multiplied
+    ignore_name_scope : what was said to hvd.allreduce
+    """
+
+    compression: Any
+    name: str | None
+    sources: Sequence[Any] | None
+    place: int | None
+    op: Any
+    process_set: Any
+    scale: float
+    ignore_name_scope: bool
+    sparse: Sequence[tuple[int, Any]] = ()
+
+
+def find_call(frame: FrameType | None, tensor: Any) -> Call:
+    """Read the call from the frames above `compress`; CompressError if it is not Horovod's."""
+    frames = _horovod_frames(frame)
+    for function, local in frames:
+        if function in _SCATTER:
+            raise CompressError(
+                "FFTCompression cannot be used with reducescatter, which cuts the payload in "
+                "pieces. Use Compression.none or Compression.fp16 there."
+            )
+        if function in _REDUCE:
+            sources, place, sparse = _place(frames, tensor)
+            return Call(
+                compression=local["compression"],
+                name=_name(function, local, tensor),
+                sources=sources,
+                place=place,
+                op=local["op"],
+                process_set=local["process_set"],
+                scale=local["prescale_factor"] * local["postscale_factor"],
+                ignore_name_scope=local["ignore_name_scope"],
+                sparse=sparse,
+            )
+    raise CompressError(
+        "FFTCompression.compress was not called by Horovod 0.28.1; expected it as compression= "
+        "of hvd.DistributedGradientTape, hvd.allreduce or sn_compress.tensorflow.keras."
+        "DistributedOptimizer. To encode a vector use FFTCodec."
+    )
+
+
+def _horovod_frames(frame: FrameType | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _MODULE:
+            yield frame.f_code.co_name.removeprefix("tf__"), frame.f_locals
+        frame = frame.f_back
+
+
+def _name(function: str, local: dict[str, Any], tensor: Any) -> str | None:
+    name: str | None = local["name"]
+    if name is None or function == "allreduce":
+        return name
+    place = _only(local["tensors"], tensor)
+    return None if place is None else f"{name}.{place}"
+
+
+def _place(
+    frames: Iterator[tuple[str, dict[str, Any]]], tensor: Any
+) -> tuple[Sequence[Any] | None, int | None, Sequence[tuple[int, Any]]]:
+    for function, local in frames:
+        if function == "allreduce_grads":
+            grads = local["grads"]
+            place = _only(grads, tensor)
+            sparse = [(i, each) for i, each in enumerate(grads) if hasattr(each, "indices")]
+            return local["vars"] or [None] * len(grads), place, sparse
+    return None, None, ()
+
+
+def _only(tensors: Sequence[Any], tensor: Any) -> int | None:
+    places = [place for place, member in enumerate(tensors) if member is tensor]
+    return places[0] if len(places) == 1 else None

@@ -1,0 +1,118 @@
+"""Theta over the steps of one optimizer, the same on every rank.
+
+A schedule that follows the error (EnergyBudget) has to see what all ranks lost. Two numbers per
+tensor travel in the token that Horovod reduces anyway.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from .codecs.base import Payload
+from .codecs.fft import FFTCodec
+from .errors import CompressError
+from .saved import count, reading
+from .schedule import learner
+from .settings import Settings
+
+_LATER = 2**62  # a step behind every warm-up
+
+
+class ThetaInTime:
+    """The codec of each tensor at its step."""
+
+    def __init__(self, settings: Settings, threads: int) -> None:
+        self._settings, self._threads = settings, threads
+        self._schedule = settings.schedule()
+        self._steps: Counter[str] = Counter()
+        self._codecs: dict[float, FFTCodec] = {}
+        self._told: dict[str, tuple[float, float]] = {}  # mean energy and error, by tensor
+
+    def codec_for(self, name: str | None) -> FFTCodec:
+        """The codec for the next gradient of a tensor.
+
+        Raises CompressError without a name, by which steps are counted, if theta changes.
+        """
+        if name is None and not self._settings.fixed:
+            raise CompressError(
+                f"a gradient without a name, and theta={self._settings.theta!r} changes with the "
+                "steps, which are counted by name. Use DistributedOptimizer, pass name=, or a "
+                "number as theta."
+            )
+        step = 0 if name is None else self._steps[name]
+        if name is not None:
+            self._steps[name] += 1
+            if name in self._told:
+                self._close_step(step - 1)
+        theta = self._schedule.theta(step)
+        if theta not in self._codecs:
+            self._codecs[theta] = self._settings.codec_of(theta, self._threads)
+        return self._codecs[theta]
+
+    def tell(self, payload: Payload, *, wide: bool) -> list[float]:
+        """What the token says: energy and error where the schedule asks; else one zero.
+
+        A token of 16 bits could overflow: there each tensor's share that is lost is told, and
+        all tensors weigh the same.
+        """
+        if not self.learns:
+            return [0.0]
+        if payload.energy is None:
+            raise CompressError(
+                "EnergyBudget has to see what a payload lost, which is not known of one made on a "
+                'GPU. Use another schedule, or exchange="shared".'
+            )
+        energy, error = payload.energy or 0.0, payload.error or 0.0
+        return [energy, error] if wide else [float(energy > 0), error / energy if energy else 0.0]
+
+    def observe(self, name: str, energy: float, error: float = 0.0) -> None:
+        """The token as reduced over the ranks."""
+        if self.learns:
+            self._told[name] = energy, error
+
+    @property
+    def learns(self) -> bool:
+        """Whether the schedule asks, now or later, what steps have lost on all ranks."""
+        return learner(self._schedule, _LATER) is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the schedule is, {} if theta is a number; the same on every rank."""
+        if self._settings.fixed:
+            return {}
+        last = learner(self._schedule, _LATER)
+        return {"steps": dict(self._steps), "learned": last.state_dict() if last else {}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what state_dict returned; {} leaves all as it is.
+
+        Raises CompressError, and changes nothing, if it is not that.
+        """
+        if self._settings.fixed or not state:
+            return
+        with reading("the place in the schedule"):
+            steps = Counter({str(k): count(v, "step") for k, v in state["steps"].items()})
+            if last := learner(self._schedule, _LATER):
+                last.load_state_dict(state["learned"])
+        self._steps, self._told = steps, {}
+
+    @contextmanager
+    def loading(self, state: Any) -> Iterator[None]:
+        """Take over what a saved state holds of it under "theta", unless its rest does not fit."""
+        before = self.state_dict()
+        self.load_state_dict(state.get("theta", {}) if isinstance(state, dict) else {})
+        try:
+            yield
+        except CompressError:
+            self.load_state_dict(before)
+            raise
+
+    def _close_step(self, step: int) -> None:
+        """Hand a finished step to the schedule; summed by name, as ranks finish in any order."""
+        told, self._told = self._told, {}
+        if last := learner(self._schedule, step):
+            energy = math.fsum(energy for energy, _ in told.values())
+            last.observe(energy, math.fsum(error for _, error in told.values()))

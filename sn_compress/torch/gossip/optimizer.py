@@ -1,0 +1,151 @@
+"""GossipOptimizer for torch: each rank averages with one other per step.
+
+    optimizer = GossipOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+The obvious way is to average gradients with a partner, as torchdistx did: then the weights random-
+walk apart. The other obvious way is to average own new with the partner's old weights: that halves
+the learning rate. Here weights are averaged, both from after the step or, with overlap, both from
+before it (Lian et al. 2017):
+
+    overlap=False   w <- mix(w_i - u_i, w_j - u_j)
+    overlap=True    w <- mix(w_i, w_j) - u_i          sent while the next gradient is computed
+
+Both are applied as a difference, w + weight * (received - sent), so the mean over the ranks is what
+it would have been, whatever the optimizer makes of w in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+
+from ...codecs.base import Codec
+from ...errors import CompressError
+from ...gossip.differences import PULL, Shape
+from ...gossip.settings import check, graph_of
+from ...gossip.topology import Topology
+from ...saved import held, reading
+from .peers import find_peers
+from .rules import Gossip
+
+__all__ = ["GossipOptimizer"]
+
+BUCKET_BYTES = 4 * 2**20
+
+
+class _Gossiping:
+    """What an optimizer gains; comes before its own class."""
+
+    _sn: Gossip
+    # A GradScaler then calls step() even where it found Inf: the partner waits for the weights.
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Any = None) -> Any:
+        return self._sn.step(super().step, closure)  # type: ignore[misc]
+
+    def consensus(self, also: Iterable[Any] = ()) -> None:
+        self._sn.consensus(also)
+
+    @property
+    def spread(self) -> float | None:
+        return self._sn.spread.value
+
+    def report(self) -> dict[str, float]:
+        return {
+            "steps": self._sn.steps,
+            "bytes_per_step": self._sn.messages.sent_bytes / max(self._sn.turns, 1),
+            "averages": self._sn.averages,
+            "average_bytes": self._sn.average_bytes,
+            "other_bytes": self._sn.other_bytes,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"gossip": self._sn.state_dict()}  # type: ignore[misc]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        with reading("the saved state of the optimizer"):
+            held(state_dict)  # before torch makes copies
+            own = {key: value for key, value in state_dict.items() if key != "gossip"}
+            gossip = self._sn.read(state_dict.get("gossip"))
+            super().load_state_dict(own)  # type: ignore[misc]
+        self._sn.take(gossip)
+
+
+def GossipOptimizer(  # noqa: N802 - named as Horovod names its own
+    optimizer: Any,
+    *,
+    topology: str | Topology = "dissemination",
+    average: Literal["weights", "gradients"] = "weights",
+    momentum: int = 0,
+    overlap: bool = True,
+    codec: Codec | Callable[[Shape], Codec] | None = None,
+    pull: float = PULL,
+    limit: float | None = None,
+    every: int = 10,
+    bucket_bytes: int = BUCKET_BYTES,
+    wait_s: float = 1800.0,
+    process_set: Any = None,
+    group: Any = None,
+) -> Any:
+    """Make an optimizer average with one other rank per step. It is returned, changed.
+
+    All ranks then have the weights of rank 0. Evaluate, and save, what `consensus()` leaves.
+
+    Parameters
+    ----------
+    optimizer : of torch; it keeps its state, schedulers may be made before or after
+    topology : a name (see sn_compress.gossip.topology), or a Topology for as many ranks
+    average : "weights" keeps ranks together; "gradients", for comparison, does not
+    momentum : 0, or every how many steps the optimizer's own tensors, such as momentum, are
+        averaged with the partner's as well; `consensus()` always does
+    overlap : True sends weights while the next gradient is computed, or gradients during the
+        backward pass
+    codec : of differences of weights; or a function from a shape to a codec. Needs two copies of
+        the model on the host for each partner
+    pull : factor on the mixing weight with a codec, in (0, 1]
+    limit : of the spread, above which all ranks take the exact mean; None: never by itself
+    every : steps from one measure of the spread to the next, a sum of 258 numbers; 0: none
+    bucket_bytes : largest message, unless a single tensor is larger
+    wait_s : seconds to wait for other ranks, then CompressError; with a group of fewer than all
+        ranks, its own time-out
+    process_set, group : of Horovod or of torch.distributed; None: all ranks of what is initialised.
+        A group of fewer than all ranks carries nothing else of gossip: make one for each optimizer.
+        A group may also be an object with the methods of peers.torch.Peers
+
+    Returns
+    -------
+    The optimizer, with in addition
+    consensus(also=()) : give all ranks the exact mean of weights and of the optimizer's tensors;
+        `also` are other tensors, such as model.buffers(), of which the floats are averaged. On all
+        ranks at the same step
+    spread : the last measure, or None: root mean square distance to the mean over the norm of the
+        weights, to some 4 %
+    report() : steps; bytes_per_step this rank sent to partners; averages: how often the exact mean
+        was taken, and average_bytes, what this rank added to their sums so far; other_bytes, so
+        far, to give all the first weights, to agree, and to measure the spread
+
+    Raises CompressError for settings that are not legal, or, on every rank, not the same
+    everywhere; at the first step for weights that are not.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, _Gossiping):
+        raise CompressError(
+            f"got a {type(optimizer).__qualname__}; expected a torch.optim.Optimizer, once"
+        )
+    check(average=average, codec=codec, momentum=momentum, pull=pull, limit=limit, every=every)
+    if bucket_bytes < 1:
+        raise CompressError(f"bucket_bytes={bucket_bytes}; expected 1 or more")
+    if not wait_s > 0:
+        raise CompressError(f"wait_s={wait_s!r}; expected seconds above 0")
+    peers = find_peers(process_set, group, wait_s=wait_s)
+    graph = graph_of(topology, peers.ranks, codec)
+    own = type(optimizer)
+    gossip = Gossip(
+        optimizer, peers, topology=graph, average=average, momentum=momentum, overlap=overlap,
+        codec=codec, pull=pull, limit=limit, every=every, bucket_bytes=bucket_bytes,
+    )  # fmt: skip
+    optimizer._sn = gossip
+    same_name = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    optimizer.__class__ = type(own.__name__, (_Gossiping, own), same_name)
+    return optimizer
