@@ -3,8 +3,11 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <memory>
 #include <new>
+#include <vector>
 
+#include "fourier.h"
 #include "groups.h"
 #include "record.h"
 #include "spectrum.h"
@@ -34,7 +37,7 @@ class Buffer {
 };
 
 
-// The layout's numbers, in the order of `_numbers` in ops/record.py.
+// The layout's numbers, in the order of `numbers` in ops/record.py.
 struct LayoutArguments {
   long long block, parts, kept, words;
   int values, code_bits, mantissa, bitmap;
@@ -127,6 +130,131 @@ PyObject* decode(PyObject*, PyObject* args) {
   return PyLong_FromLongLong(damaged);
 }
 
+// Whether blocks of this length have a Fourier with these roots; if not, an exception is set.
+bool fourier_fits(int64_t block, const Buffer& roots) {
+  if (block >= sn::Fourier::kShortest && block <= sn::Fourier::kLongest &&
+      (block & (block - 1)) == 0 && roots.bytes() == 4 * sn::Fourier::roots_of(block))
+    return true;
+  PyErr_Format(PyExc_ValueError, "%zd bytes of roots for blocks of %lld floats do not match",
+               roots.bytes(), static_cast<long long>(block));
+  return false;
+}
+
+PyObject* fourier(PyObject*, PyObject* args) {
+  PyObject *values_arg, *bins_arg, *roots_arg;
+  long long block;
+  int back;
+  if (!PyArg_ParseTuple(args, "OOOLp", &values_arg, &bins_arg, &roots_arg, &block, &back))
+    return nullptr;
+  Buffer values, bins, roots;
+  if (!values.take(values_arg, back) || !bins.take(bins_arg, !back) ||
+      !roots.take(roots_arg, false) || !fourier_fits(block, roots))
+    return nullptr;
+  const int64_t rows = values.bytes() / (4 * block);
+  if (values.bytes() != rows * block * 4 || bins.bytes() != rows * (block + 2) * 4)
+    return PyErr_Format(PyExc_ValueError, "%zd bytes of values and %zd of bins do not match",
+                        values.bytes(), bins.bytes());
+  bool out_of_memory = false;
+  Py_BEGIN_ALLOW_THREADS
+  try {
+    sn::Fourier fourier(block, roots.as<const float>());
+    for (int64_t i = 0; i < rows; ++i)
+      if (back)
+        fourier.inverse(bins.as<float>() + i * (block + 2), values.as<float>() + i * block);
+      else
+        fourier.forward(values.as<float>() + i * block, bins.as<float>() + i * (block + 2));
+  } catch (const std::bad_alloc&) {
+    out_of_memory = true;
+  }
+  Py_END_ALLOW_THREADS
+  if (out_of_memory) return PyErr_NoMemory();
+  Py_RETURN_NONE;
+}
+
+// Whether `values` are the rows of these records; if not, an exception is set.
+bool values_match(const Buffer& values, const Buffer& words, const sn::Layout& layout,
+                  int64_t rows) {
+  if (layout.parts == 2 && words.bytes() == rows * layout.words * 4 &&
+      values.bytes() == rows * layout.block * 4)
+    return true;
+  PyErr_Format(PyExc_ValueError, "%zd bytes of records and %zd of values do not match",
+               words.bytes(), values.bytes());
+  return false;
+}
+
+PyObject* encode_blocks(PyObject*, PyObject* args) {
+  PyObject *values_arg, *memory_arg, *words_arg, *roots_arg;
+  LayoutArguments a;
+  double decay;
+  long long top;
+  if (!PyArg_ParseTuple(args, "OOOLLLLiiipdLO", &values_arg, &memory_arg, &words_arg, &a.block,
+                        &a.parts, &a.kept, &a.words, &a.values, &a.code_bits, &a.mantissa,
+                        &a.bitmap, &decay, &top, &roots_arg))
+    return nullptr;
+  const sn::Layout layout = a.layout();
+  Buffer values, memory, words, roots;
+  const bool remembers = memory_arg != Py_None;
+  if (!values.take(values_arg, false) || !words.take(words_arg, true) ||
+      !roots.take(roots_arg, false) || (remembers && !memory.take(memory_arg, true)) ||
+      !fourier_fits(layout.block, roots))
+    return nullptr;
+  const int64_t rows = words.bytes() / (4 * layout.words);
+  if (!values_match(values, words, layout, rows)) return nullptr;
+  if (remembers && memory.bytes() != rows * layout.floats() * 4)
+    return PyErr_Format(PyExc_ValueError, "memory has %zd bytes for %lld rows", memory.bytes(),
+                        static_cast<long long>(rows));
+  sn::Tally tally;
+  bool out_of_memory = false;
+  Py_BEGIN_ALLOW_THREADS
+  try {
+    tally = sn::encode_blocks(values.as<const float>(), remembers ? memory.as<float>() : nullptr,
+                              words.as<uint32_t>(), rows, layout, static_cast<float>(decay), top,
+                              roots.as<const float>());
+  } catch (const std::bad_alloc&) {
+    out_of_memory = true;
+  }
+  Py_END_ALLOW_THREADS
+  if (out_of_memory) return PyErr_NoMemory();
+  return Py_BuildValue("Ldd", static_cast<long long>(tally.saturated), tally.energy, tally.error);
+}
+
+PyObject* decode_blocks(PyObject*, PyObject* args) {
+  PyObject *payloads_arg, *values_arg, *roots_arg;
+  LayoutArguments a;
+  double weight;
+  if (!PyArg_ParseTuple(args, "O!OLLLLiiipdO", &PyTuple_Type, &payloads_arg, &values_arg, &a.block,
+                        &a.parts, &a.kept, &a.words, &a.values, &a.code_bits, &a.mantissa,
+                        &a.bitmap, &weight, &roots_arg))
+    return nullptr;
+  const sn::Layout layout = a.layout();
+  Buffer values, roots;
+  if (!values.take(values_arg, true) || !roots.take(roots_arg, false) ||
+      !fourier_fits(layout.block, roots))
+    return nullptr;
+  const int64_t rows = values.bytes() / (4 * layout.block);
+  const Py_ssize_t count = PyTuple_GET_SIZE(payloads_arg);
+  const auto records = std::make_unique<Buffer[]>(static_cast<size_t>(count));
+  std::vector<const uint32_t*> payloads;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (!records[i].take(PyTuple_GET_ITEM(payloads_arg, i), false) ||
+        !values_match(values, records[i], layout, rows))
+      return nullptr;
+    payloads.push_back(records[i].as<const uint32_t>());
+  }
+  int64_t damaged = -1;
+  bool out_of_memory = false;
+  Py_BEGIN_ALLOW_THREADS
+  try {
+    damaged = sn::decode_blocks(payloads, values.as<float>(), rows, layout,
+                                static_cast<float>(weight), roots.as<const float>());
+  } catch (const std::bad_alloc&) {
+    out_of_memory = true;
+  }
+  Py_END_ALLOW_THREADS
+  if (out_of_memory) return PyErr_NoMemory();
+  return PyLong_FromLongLong(damaged);
+}
+
 PyObject* hadamard(PyObject*, PyObject* args) {
   PyObject* rows_arg;
   long long block;
@@ -206,6 +334,9 @@ PyMethodDef methods[] = {
     {"unpack_groups", unpack_groups, METH_VARARGS, "See sn_compress.ops.groups.unpack."},
     {"encode_records", encode, METH_VARARGS, "See sn_compress.ops.record.encode_records."},
     {"decode_records", decode, METH_VARARGS, "See sn_compress.ops.record.decode_records."},
+    {"encode_blocks", encode_blocks, METH_VARARGS, "See sn_compress.ops.blockwise.encode_blocks."},
+    {"decode_blocks", decode_blocks, METH_VARARGS, "See sn_compress.ops.blockwise.decode_blocks."},
+    {"fourier", fourier, METH_VARARGS, "See sn_compress.ops.fourier."},
     {"hadamard", hadamard, METH_VARARGS, "See sn_compress.ops.spectrum.hadamard."},
     {nullptr, nullptr, 0, nullptr}};
 

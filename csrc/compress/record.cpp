@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "codes.h"
+#include "fourier.h"
 #include "pack.h"
 #include "select.h"
 
@@ -196,14 +197,14 @@ class Decoder {
   std::vector<float> values_;
 };
 
-}  // namespace
-
-Tally encode_records(float* coefficients, float* memory, uint32_t* words, int64_t rows,
-                     const Layout& layout, float decay, int64_t top) {
+// Encodes what row(i) brings, [floats], and uses as scratch.
+template <typename Row>
+Tally encode_each(Row row_of, float* memory, uint32_t* words, int64_t rows, const Layout& layout,
+                  float decay, int64_t top) {
   const int64_t floats = layout.floats();
   Encoder encoder(layout, top);
   for (int64_t i = 0; i < rows; ++i) {
-    float* row = coefficients + i * floats;
+    float* row = row_of(i);
     float* kept_memory = memory ? memory + i * floats : nullptr;
     uint32_t* out = words + i * layout.words;
     std::memset(out, 0, layout.words * 4);
@@ -219,11 +220,44 @@ Tally encode_records(float* coefficients, float* memory, uint32_t* words, int64_
   return encoder.tally();
 }
 
+}  // namespace
+
+Tally encode_records(float* coefficients, float* memory, uint32_t* words, int64_t rows,
+                     const Layout& layout, float decay, int64_t top) {
+  const auto row = [=](int64_t i) { return coefficients + i * layout.floats(); };
+  return encode_each(row, memory, words, rows, layout, decay, top);
+}
+
 int64_t decode_records(const uint32_t* words, float* accum, int64_t rows, const Layout& layout,
                        float weight) {
   Decoder decoder(layout);
   for (int64_t i = 0; i < rows; ++i)
     if (!decoder.add(words + i * layout.words, weight, accum + i * layout.floats())) return i;
+  return -1;
+}
+
+Tally encode_blocks(const float* values, float* memory, uint32_t* words, int64_t rows,
+                    const Layout& layout, float decay, int64_t top, const float* roots) {
+  Fourier fourier(layout.block, roots);
+  std::vector<float> scratch(layout.floats());
+  const auto row = [&](int64_t i) {
+    fourier.forward(values + i * layout.block, scratch.data());
+    return scratch.data();
+  };
+  return encode_each(row, memory, words, rows, layout, decay, top);
+}
+
+int64_t decode_blocks(const std::vector<const uint32_t*>& payloads, float* values, int64_t rows,
+                      const Layout& layout, float weight, const float* roots) {
+  Fourier fourier(layout.block, roots);
+  Decoder decoder(layout);
+  std::vector<float> scratch(layout.floats());
+  for (int64_t i = 0; i < rows; ++i) {
+    std::fill(scratch.begin(), scratch.end(), 0.0f);
+    for (const uint32_t* words : payloads)
+      if (!decoder.add(words + i * layout.words, weight, scratch.data())) return i;
+    fourier.inverse(scratch.data(), values + i * layout.block);
+  }
   return -1;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace sn {
 
@@ -34,5 +35,14 @@ Tally encode_records(float* coefficients, float* memory, uint32_t* words, int64_
 // Adds weight * values to accum, [rows, floats]; returns the first damaged row or -1.
 int64_t decode_records(const uint32_t* words, float* accum, int64_t rows, const Layout& layout,
                        float weight);
+
+// encode_records of the spectra of `values`, [rows, block]; parts = 2 and a block that Fourier takes.
+Tally encode_blocks(const float* values, float* memory, uint32_t* words, int64_t rows,
+                    const Layout& layout, float decay, int64_t top, const float* roots);
+
+// Sets `values`, [rows, block], to what the weighted sum of the payloads' records is the spectrum
+// of; returns the first damaged row or -1.
+int64_t decode_blocks(const std::vector<const uint32_t*>& payloads, float* values, int64_t rows,
+                      const Layout& layout, float weight, const float* roots);
 
 }  // namespace sn

@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -179,6 +179,18 @@ class Codec(ABC):
     @abstractmethod
     def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
         """The mean of what the payloads hold, [n] float32, summed in the order given."""
+
+    def encode_into(
+        self, buffer: Bytes, values: npt.ArrayLike, *, state: Any = None, decay: float = 1.0
+    ) -> Payload:
+        """Encode into [payload_bytes(n)] uint8 on the host, which the payload then keeps."""
+        payload = self.encode(values, state=state, decay=decay)
+        buffer[:] = payload.buffer
+        return replace(payload, buffer=buffer)
+
+    def decode_mean_into(self, payloads: Sequence[Payload], out: Floats) -> None:
+        """Write the mean into `out`, [n] float32 on the host."""
+        out[:] = self.decode_mean(payloads)
 
     def decode(self, payload: Payload, *, n: int | None = None) -> Floats:
         """What the payload holds, [n] float32; PayloadError if `n` is given and another."""

@@ -51,8 +51,21 @@ class Section:
             part = padded
         return part.reshape(last - first, block)
 
+    def room(self, out: Floats, first: int, last: int) -> Floats:
+        """Where to write blocks first..last: [blocks, block], in `out` itself if all are full."""
+        block = self.layout.block
+        start, stop = self.start + first * block, self.start + last * block
+        if stop > self.stop:
+            return np.empty((last - first, block), np.float32)
+        return out[start:stop].reshape(last - first, block)
+
     def put(self, blocks: Floats, out: Floats, first: int) -> None:
-        """Write blocks that begin with the section's block `first` into the vector `out`."""
+        """Write blocks that begin with the section's block `first` into the vector `out`.
+
+        Nothing to do for what `room` gave of `out` itself.
+        """
+        if np.may_share_memory(blocks, out):
+            return
         start = self.start + first * self.layout.block
         stop = min(start + blocks.size, self.stop)
         out[start:stop] = blocks.reshape(-1)[: stop - start]

@@ -27,9 +27,10 @@ import scipy.fft
 from .._native import parallel
 from ..errors import CompressError, PayloadError
 from ..ops import quantize, select, spectrum
-from ..ops.record import Layout, Tally, Values, decode_records, encode_records
+from ..ops.blockwise import decode_blocks, encode_blocks
+from ..ops.record import Layout, Tally, Values
 from . import _device
-from .base import HEADER_BYTES, Codec, Floats, Payload, as_vector
+from .base import HEADER_BYTES, Bytes, Codec, Floats, Payload, as_vector
 from .blocks import Section, cut
 from .fft_settings import Positions, TransformName, check_settings, pack_settings
 
@@ -109,7 +110,8 @@ class FFTCodec(Codec):
         self.half, self.threads = half, threads
         self.transform, self.shape, self.axes = transform, shape, axes
         # Along axes, the blocks hold coefficients already.
-        self._blockwise = spectrum.TRANSFORMS["identity" if transform == "axes" else transform]
+        self._within = "identity" if transform == "axes" else transform
+        self._blockwise = spectrum.TRANSFORMS[self._within]
         # Fixed point, so that every rank, language and device counts the same bins.
         self._dropped_q32 = min(int(theta * 2**32), 2**32 - 1)
         self.settings = pack_settings(
@@ -218,14 +220,27 @@ class FFTCodec(Codec):
         if _device.holds(values):
             return _device.encode(self, values, state, decay)
         array = as_vector(values)
+        # Its size raises before anything of the size of n is made.
+        buffer = np.empty(self.payload_bytes(array.size), np.uint8)
+        return self.encode_into(buffer, array, state=state, decay=decay)
+
+    def encode_into(
+        self, buffer: Bytes, values: npt.ArrayLike, *, state: Any = None, decay: float = 1.0
+    ) -> Payload:
+        """Encode into [payload_bytes(n)] uint8, aligned to four bytes; see Codec.encode_into."""
+        array = as_vector(values)
         n = array.size
-        size = self.payload_bytes(n)  # raises before anything of the size of n is made
+        if buffer.shape != (self.payload_bytes(n),) or buffer.dtype != np.uint8:
+            raise CompressError(
+                f"a buffer of shape {buffer.shape} and dtype {buffer.dtype} for {n} elements; "
+                f"expected {self.payload_bytes(n)} bytes. Make it with payload_bytes({n})."
+            )
         if self.half:
             with np.errstate(over="ignore"):
                 array = array.astype(np.float16)
         array = self._to_axes(array)
-        buffer = np.zeros(size, np.uint8)
         words = buffer[HEADER_BYTES:].view("<u4")
+        words[sum(s.count * s.layout.words for s in self.sections(n)) :] = 0
         memories = self._check_state(state, n)
         top = self._fixed_top(array, memories, decay)
         tallies: list[Tally] = []
@@ -256,10 +271,12 @@ class FFTCodec(Codec):
             tallies = []
             for first in firsts:
                 last = min(first + section.chunk, section.count)
-                part = self._blockwise.forward(section.blocks(array, first, last))
+                part = section.blocks(array, first, last)
                 kept = None if memory is None else memory[first:last]
                 tallies.append(
-                    encode_records(part, kept, own[first:last], section.layout, decay, top)
+                    encode_blocks(
+                        self._within, part, kept, own[first:last], section.layout, decay, top
+                    )
                 )
             return tallies
 
@@ -302,19 +319,39 @@ class FFTCodec(Codec):
         Raises PayloadError if a payload was made by another codec, with other settings or for
         another n, or is damaged.
         """
+        n = self._check_payloads(payloads)
+        if _device.holds(payloads[0].buffer):
+            return _device.decode_mean(self, payloads)  # type: ignore[no-any-return]
+        out = np.empty(n, np.float32)
+        self._decode_into(payloads, out)
+        return self._from_axes(out)
+
+    def decode_mean_into(self, payloads: Sequence[Payload], out: Floats) -> None:
+        """Write the mean into `out`, contiguous [n] float32 on the host; see decode_mean."""
+        n = self._check_payloads(payloads)
+        ready = out.flags.c_contiguous and out.dtype == np.float32 and out.shape == (n,)
+        if not ready:
+            raise CompressError(
+                f"decoding {n} elements into an array of shape {out.shape} and dtype {out.dtype}; "
+                f"expected ({n},) and float32, contiguous"
+            )
+        self._decode_into(payloads, out)
+        if self.transform == "axes":
+            out[:] = self._from_axes(out)
+
+    def _decode_into(self, payloads: Sequence[Payload], out: Floats) -> None:
+        bodies = [payload.body.view("<u4") for payload in payloads]
+        for section in self.sections(out.size):
+            self._decode_section(section, bodies, 1.0 / len(payloads), out)
+
+    def _check_payloads(self, payloads: Sequence[Payload]) -> int:
+        """The number of elements that all have."""
         if not payloads:
             raise CompressError("decode_mean needs at least one payload; got none")
         n = payloads[0].n
         for payload in payloads:
             self._check_payload(payload, n)
-        if _device.holds(payloads[0].buffer):
-            return _device.decode_mean(self, payloads)  # type: ignore[no-any-return]
-        bodies = [payload.body.view("<u4") for payload in payloads]
-        weight = 1.0 / len(payloads)
-        out = np.empty(n, np.float32)
-        for section in self.sections(n):
-            self._decode_section(section, bodies, weight, out)
-        return self._from_axes(out)
+        return n
 
     def _check_payload(self, payload: Payload, n: int) -> None:
         if payload.codec_id != self.codec_id or payload.settings != self.settings:
@@ -344,17 +381,12 @@ class FFTCodec(Codec):
         records = [section.records(body) for body in bodies]
 
         def work(firsts: Iterator[int]) -> None:
-            # Of the two arrays a chunk needs, one is kept: the allocator hands the pages of both
-            # back to the kernel, and getting them again takes longer than decoding.
-            rows = min(section.chunk, section.count)
-            scratch = np.empty((rows, layout.bins * layout.parts), np.float32)
             for first in firsts:
                 last = min(first + section.chunk, section.count)
-                accum = scratch[: last - first]
-                accum.fill(0)
-                for words in records:
-                    decode_records(words[first:last], accum, layout, weight)
-                section.put(self._blockwise.inverse(accum, layout.block), out, first)
+                blocks = section.room(out, first, last)
+                parts = [words[first:last] for words in records]
+                decode_blocks(self._within, parts, blocks, layout, weight)
+                section.put(blocks, out, first)
 
         parallel(work, section.chunks(), self.threads)
 

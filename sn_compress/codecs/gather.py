@@ -6,6 +6,8 @@ the number of ranks, so it suits up to about 16 of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ..errors import PayloadError
@@ -42,11 +44,19 @@ def mean_of_gathered(codec: Codec, gathered: Bytes, ranks: int, n: int) -> Float
             f"gathered {gathered.size} bytes from {ranks} ranks; expected {size} from each. Do "
             "all ranks run the same version with the same settings?"
         )
+    parts = [gathered[rank * step : rank * step + size] for rank in range(ranks)]
+    return codec.decode_mean(payloads_of(parts, n))
+
+
+def payloads_of(parts: Sequence[Bytes], n: int) -> list[Payload]:
+    """The ranks' payloads of n elements from their bytes, in order of rank.
+
+    Raises PayloadError, which names the rank, if bytes are not a payload.
+    """
     payloads = []
-    for rank in range(ranks):
+    for rank, part in enumerate(parts):
         try:
-            part = gathered[rank * step : rank * step + size]
             payloads.append(Payload.from_bytes(part, n=n))
         except PayloadError as error:
             raise PayloadError(f"from rank {rank}: {error}") from error
-    return codec.decode_mean(payloads)
+    return payloads

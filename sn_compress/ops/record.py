@@ -58,7 +58,7 @@ def encode_records(
         return encode_twin(coefficients, memory, words, layout, decay, top)
     end = -1 if top is None else top
     return Tally(
-        *core.encode_records(coefficients, memory, words, *_numbers(layout), float(decay), end)
+        *core.encode_records(coefficients, memory, words, *numbers(layout), float(decay), end)
     )
 
 
@@ -70,14 +70,20 @@ def decode_records(words: pack.Words, accum: Floats, layout: Layout, weight: flo
     core = _native.core()
     if core is None:
         decode_twin(words, accum, layout, weight)
-    elif (bad := core.decode_records(words, accum, *_numbers(layout), weight)) >= 0:
+    else:
+        refuse(core.decode_records(words, accum, *numbers(layout), weight), layout)
+
+
+def refuse(damaged: int, layout: Layout) -> None:
+    """Raise PayloadError for the record of this number, if it is not negative."""
+    if damaged >= 0:
         raise PayloadError(
-            f"record {bad} is damaged: its range is not finite, or its positions are not "
+            f"record {damaged} is damaged: its range is not finite, or its positions are not "
             f"{layout.kept} in ascending order below {layout.bins}"
         )
 
 
-def _numbers(layout: Layout) -> tuple[int, ...]:
+def numbers(layout: Layout) -> tuple[int, ...]:
     """The layout as the extension takes it; the same order as in csrc/compress/module.cpp."""
     return (
         layout.block,

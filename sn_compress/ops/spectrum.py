@@ -1,7 +1,8 @@
 """Orthonormal transforms of blocks, so that energies in both domains agree (Parseval).
 
 "fft"       real FFT: of b reals, b // 2 + 1 complex bins; all but the first and (for even b) the
-            last stand for a conjugate pair and count twice in the energy
+            last stand for a conjugate pair and count twice in the energy. Lengths that are powers
+            of two are fourier.py's, others SciPy's
 "dct"       DCT-II: b real coefficients
 "hadamard"  Walsh-Hadamard, b a power of two: additions only; spreads outliers, smooths nothing
 "identity"  none: top-k of the values themselves
@@ -19,6 +20,7 @@ import numpy.typing as npt
 import scipy.fft
 
 from .. import _native
+from . import fourier
 
 Floats = npt.NDArray[np.float32]
 
@@ -32,11 +34,15 @@ class Transform(NamedTuple):
 
 
 def _rfft(blocks: Floats) -> Floats:
+    if fourier.fits(blocks.shape[1]):
+        return fourier.forward(blocks)
     # float32 in, complex64 out: SciPy keeps single precision.
     return scipy.fft.rfft(blocks, axis=-1, norm="ortho").view(np.float32)  # type: ignore[no-any-return]
 
 
 def _irfft(coefficients: Floats, block: int) -> Floats:
+    if fourier.fits(block):
+        return fourier.inverse(coefficients, block)
     return scipy.fft.irfft(  # type: ignore[no-any-return]
         coefficients.view(np.complex64), n=block, axis=-1, norm="ortho", overwrite_x=True
     )

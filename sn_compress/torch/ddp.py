@@ -37,8 +37,8 @@ from .. import __version__, _cuda, hardware
 from .._waiting import WAIT_S
 from ..agreement import agree, alike, question
 from ..codecs import _device, saving
-from ..codecs.base import Payload
-from ..codecs.gather import mean_of_gathered
+from ..codecs.base import Bytes, Payload
+from ..codecs.gather import payloads_of
 from ..compression import Compression, settings_of
 from ..errors import CompressError
 from ..exchange.owed import Owed
@@ -55,7 +55,7 @@ from .layout import Axes, axes_of, reorder
 _log = logging.getLogger(__name__)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _FORMAT = 1
-_GLANCE = 64  # elements looked at before all
+_GLANCE = 4096  # elements of a gradient looked at before all of them
 _GROUP = 2**23  # elements of buckets whose words travel together: a collective costs its latency
 _OVER = object()
 _STEP = "step"  # what theta is counted by: all parameters have the same
@@ -463,9 +463,10 @@ class CompressionState:
         if flat.is_cuda:
             payloads = self._encode_on_device([part.of(flat) for part in large], large, pieces)
         else:
-            payloads = [self._encode_on_host(part, flat) for part in large]
-            for payload, piece in zip(payloads, pieces, strict=True):
-                piece.copy_(torch.from_numpy(payload.buffer))
+            payloads = [
+                self._encode_on_host(part, flat, piece.numpy())
+                for part, piece in zip(large, pieces, strict=True)
+            ]
         for part, payload in zip(large, payloads, strict=True):
             self._tell(payload)
             if self.traffic.payload(part.name, part.elements, payload, 0):
@@ -476,14 +477,16 @@ class CompressionState:
                 )
         return wire
 
-    def _encode_on_host(self, part: Part, flat: torch.Tensor) -> Payload:
+    def _encode_on_host(self, part: Part, flat: torch.Tensor, buffer: Bytes) -> Payload:
         values = part.of(flat).float().numpy()
         # DDP drops the mean of a parameter that no rank has used, so nothing may be sent for it.
-        # Elsewhere the memory of a rank without a gradient only waits.
-        if not self.settings.feedback or not values.any():
-            return self.codec.encode(values)
+        # Elsewhere the memory of a rank without a gradient only waits. The start of a gradient
+        # mostly tells.
+        used = values[:_GLANCE].any() or values.any()
+        if not self.settings.feedback or not used:
+            return self.codec.encode_into(buffer, values)
         memory = self.feedback.memory_of(part.name, values)
-        return self.codec.encode(values, state=memory, decay=self.settings.decay)
+        return self.codec.encode_into(buffer, values, state=memory, decay=self.settings.decay)
 
     def _encode_on_device(
         self, vectors: list[torch.Tensor], large: Sequence[Part], pieces: Sequence[torch.Tensor]
@@ -517,11 +520,15 @@ class CompressionState:
             outs = [part.of(flat) for part in large]
             _device.Decoder(self.codec, arrays, outs).run()
             return
-        rows = gathered.view(self.ranks, -1).split(sizes, dim=1)  # [ranks, bytes] each
-        for part, row in zip(large, rows, strict=True):
-            payloads = row.reshape(-1).numpy()
-            mean = mean_of_gathered(self.codec, payloads, self.ranks, part.elements)
-            part.of(flat).copy_(torch.from_numpy(mean))
+        rows = gathered.view(self.ranks, -1).numpy()
+        at = 0
+        for part, size in zip(large, sizes, strict=True):
+            payloads = payloads_of([row[at : at + size] for row in rows], part.elements)
+            at += size
+            if flat.dtype == torch.float32:
+                self.codec.decode_mean_into(payloads, part.of(flat).numpy())
+            else:
+                part.of(flat).copy_(torch.from_numpy(self.codec.decode_mean(payloads)))
 
     def state_dict(self) -> dict[str, Any]:
         """The error memory by parameter name, as torch tensors; it differs between ranks.

@@ -10,11 +10,11 @@ from sn_compress import PayloadError
 from sn_compress.ops.record import (
     NON_FINITE,
     Layout,
-    _numbers,
     decode_records,
     decode_twin,
     encode_records,
     encode_twin,
+    numbers,
 )
 
 LAYOUTS = layouts(blocks=(32, 64, 1024))
@@ -58,7 +58,7 @@ def encode_both(core, layout, coefficients, memory, decay=1.0, top=None):
         words = np.full((len(left), layout.words), 0xFFFFFFFF, np.uint32)  # poison: NaN, all ones
         if fast:
             end = -1 if top is None else top
-            tally = core.encode_records(left, kept, words, *_numbers(layout), decay, end)
+            tally = core.encode_records(left, kept, words, *numbers(layout), decay, end)
         else:
             tally = encode_twin(left, kept, words, layout, decay, top)
         runs.append((words, left, kept, tally))
@@ -80,7 +80,7 @@ def decode_both(core, layout, words, accum, weight=1.0):
         decode_twin(words, slow, layout, weight)
     except PayloadError:
         slow = None
-    bad = core.decode_records(words, fast, *_numbers(layout), weight)
+    bad = core.decode_records(words, fast, *numbers(layout), weight)
     assert (bad >= 0) == (slow is None)
     if slow is not None:
         np.testing.assert_array_equal(fast, slow)

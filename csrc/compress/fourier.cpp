@@ -1,0 +1,250 @@
+#include "fourier.h"
+
+#include <cmath>
+
+#include "lanes.h"
+
+// Into every clone of the loop that has it.
+#define SN_INSIDE __attribute__((always_inline))
+// Before a loop whose stores go nowhere that it reads, which the compiler cannot see.
+#if defined(__GNUC__) && !defined(__clang__)
+#define SN_APART _Pragma("GCC ivdep")
+#else
+#define SN_APART _Pragma("clang loop vectorize(assume_safety)")
+#endif
+
+namespace sn {
+namespace {
+
+constexpr int64_t kApart = 16;  // floats between the parts: a last bin, other cache sets
+
+struct Complex {
+  float re, im;
+};
+
+SN_INSIDE inline Complex operator+(Complex a, Complex b) { return {a.re + b.re, a.im + b.im}; }
+SN_INSIDE inline Complex operator-(Complex a, Complex b) { return {a.re - b.re, a.im - b.im}; }
+SN_INSIDE inline Complex operator*(Complex a, Complex b) {
+  return {a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re};
+}
+SN_INSIDE inline Complex down(Complex a) { return {a.im, -a.re}; }  // times -i
+
+// Discrete Fourier transforms, sign -1, in natural order. Named members and no arrays: those
+// would keep the compiler from vector code.
+struct Two {
+  Complex a, b;
+};
+struct Four {
+  Complex a, b, c, d;
+};
+struct Eight {
+  Four low, high;
+};
+
+SN_INSIDE inline Two dft(Complex a, Complex b) { return {a + b, a - b}; }
+
+SN_INSIDE inline Four dft(Complex a, Complex b, Complex c, Complex d) {
+  const Two even = dft(a, c), odd = dft(b, d);
+  const Complex turned = down(odd.b);
+  return {even.a + odd.a, even.b + turned, even.a - odd.a, even.b - turned};
+}
+
+SN_INSIDE inline Eight dft(const Four& low, const Four& high) {
+  constexpr float h = 0.70710678f;
+  const Four even = dft(low.a, low.c, high.a, high.c), odd = dft(low.b, low.d, high.b, high.d);
+  const Complex b = {(odd.b.re + odd.b.im) * h, (odd.b.im - odd.b.re) * h};
+  const Complex c = down(odd.c);
+  const Complex d = {(odd.d.im - odd.d.re) * h, (odd.d.re + odd.d.im) * -h};
+  return {{even.a + odd.a, even.b + b, even.c + c, even.d + d},
+          {even.a - odd.a, even.b - b, even.c - c, even.d - d}};
+}
+
+template <typename From>
+SN_INSIDE inline Eight dft8(From from, int64_t at, int64_t step) {
+  return dft({from(at), from(at + step), from(at + 2 * step), from(at + 3 * step)},
+             {from(at + 4 * step), from(at + 5 * step), from(at + 6 * step), from(at + 7 * step)});
+}
+
+template <typename To>
+SN_INSIDE inline void put8(const Eight& z, To to, int64_t at, int64_t step) {
+  to(at, z.low.a), to(at + step, z.low.b), to(at + 2 * step, z.low.c), to(at + 3 * step, z.low.d);
+  to(at + 4 * step, z.high.a), to(at + 5 * step, z.high.b);
+  to(at + 6 * step, z.high.c), to(at + 7 * step, z.high.d);
+}
+
+// Each but the first times its root: real part at [2 k m], imaginary part at [(2 k + 1) m].
+SN_INSIDE inline Eight turned(const Eight& z, const float* roots, int64_t m) {
+  const auto root = [=](int64_t k) SN_INSIDE {
+    return Complex{roots[2 * k * m], roots[(2 * k + 1) * m]};
+  };
+  return {{z.low.a, z.low.b * root(0), z.low.c * root(1), z.low.d * root(2)},
+          {z.high.a * root(3), z.high.b * root(4), z.high.c * root(5), z.high.d * root(6)}};
+}
+
+// Passes that sort on their way (Stockham). In each, `stride` transforms of 8 m points, side by
+// side, become eight times as many of m points.
+
+// The first: m butterflies side by side, each with its own roots. x is real and imaginary parts.
+SN_CLONES void first_pass(const float* __restrict re, const float* __restrict im,
+                          float* __restrict to_re, float* __restrict to_im,
+                          const float* __restrict roots, int64_t m) {
+  const auto from = [=](int64_t i) SN_INSIDE { return Complex{re[i], im[i]}; };
+  const auto to = [=](int64_t i, Complex z) SN_INSIDE { to_re[i] = z.re, to_im[i] = z.im; };
+  for (int64_t p = 0; p < m; ++p) put8(turned(dft8(from, p, m), roots + p, m), to, 8 * p, 1);
+}
+
+// The same of the pairs of a real vector.
+SN_CLONES void first_pass_of_pairs(const float* __restrict pairs, float* __restrict to_re,
+                                   float* __restrict to_im, const float* __restrict roots,
+                                   int64_t m) {
+  const auto from = [=](int64_t i) SN_INSIDE { return Complex{pairs[2 * i], pairs[2 * i + 1]}; };
+  const auto to = [=](int64_t i, Complex z) SN_INSIDE { to_re[i] = z.re, to_im[i] = z.im; };
+  for (int64_t p = 0; p < m; ++p) put8(turned(dft8(from, p, m), roots + p, m), to, 8 * p, 1);
+}
+
+// A later one: `stride` butterflies side by side share their roots.
+SN_CLONES void next_pass(const float* __restrict re, const float* __restrict im,
+                         float* __restrict to_re, float* __restrict to_im, const float* roots,
+                         int64_t m, int64_t stride) {
+  const auto from = [=](int64_t i) SN_INSIDE { return Complex{re[i], im[i]}; };
+  const auto to = [=](int64_t i, Complex z) SN_INSIDE { to_re[i] = z.re, to_im[i] = z.im; };
+  for (int64_t p = 0; p < m; ++p) {
+    const int64_t at = stride * p;
+    if (stride == 8)  // said again, so that the loop is vector code
+SN_APART
+      for (int64_t q = 0; q < 8; ++q)
+        put8(turned(dft8(from, at + q, 8 * m), roots + p, m), to, 8 * at + q, 8);
+    else
+SN_APART
+      for (int64_t q = 0; q < stride; ++q)
+        put8(turned(dft8(from, at + q, stride * m), roots + p, m), to, 8 * at + q, stride);
+  }
+}
+
+// The last: `count` transforms of 2, 4 or 8 points, no roots.
+template <typename From, typename To>
+SN_INSIDE inline void ends(From from, To to, int64_t radix, int64_t count) {
+  if (radix == 8) {
+SN_APART
+    for (int64_t q = 0; q < count; ++q) put8(dft8(from, q, count), to, q, count);
+  } else if (radix == 4) {
+SN_APART
+    for (int64_t q = 0; q < count; ++q) {
+      const Four z = dft(from(q), from(q + count), from(q + 2 * count), from(q + 3 * count));
+      to(q, z.a), to(q + count, z.b), to(q + 2 * count, z.c), to(q + 3 * count, z.d);
+    }
+  } else {
+SN_APART
+    for (int64_t q = 0; q < count; ++q) {
+      const Two z = dft(from(q), from(q + count));
+      to(q, z.a), to(q + count, z.b);
+    }
+  }
+}
+
+SN_CLONES void last_pass(const float* __restrict re, const float* __restrict im,
+                         float* __restrict to_re, float* __restrict to_im, int64_t radix,
+                         int64_t count) {
+  ends([=](int64_t i) SN_INSIDE { return Complex{re[i], im[i]}; },
+       [=](int64_t i, Complex z) SN_INSIDE { to_re[i] = z.re, to_im[i] = z.im; }, radix, count);
+}
+
+// Into the pairs of a real vector, scaled; real and imaginary parts have changed places, which
+// makes a transform with sign +1 of one with sign -1.
+SN_CLONES void last_pass_to_pairs(const float* __restrict re, const float* __restrict im,
+                                  float* __restrict pairs, float scale, int64_t radix,
+                                  int64_t count) {
+  ends([=](int64_t i) SN_INSIDE { return Complex{re[i], im[i]}; },
+       [=](int64_t i, Complex z) SN_INSIDE {
+         pairs[2 * i] = z.im * scale, pairs[2 * i + 1] = z.re * scale;
+       },
+       radix, count);
+}
+
+// From the transform of the pairs, z, to that of the vector: z holds the transforms of the even
+// and of the odd elements, one plus i times the other.
+SN_CLONES void separate(const float* __restrict re, const float* __restrict im,
+                        const float* __restrict cosines, const float* __restrict sines,
+                        float scale, float* __restrict bins, int64_t points) {
+  const float half = 0.5f * scale;
+  for (int64_t k = 1; k < points; ++k) {
+    const float a = re[k], b = im[k], c = re[points - k], d = im[points - k];
+    const float up = b + d, over = c - a;
+    bins[2 * k] = ((a + c) + (cosines[k] * up - sines[k] * over)) * half;
+    bins[2 * k + 1] = ((b - d) + (cosines[k] * over + sines[k] * up)) * half;
+  }
+  bins[0] = (re[0] + im[0]) * scale, bins[1] = 0;
+  bins[2 * points] = (re[0] - im[0]) * scale, bins[2 * points + 1] = 0;
+}
+
+SN_CLONES void split(const float* __restrict bins, float* __restrict re, float* __restrict im,
+                     int64_t count) {
+  for (int64_t k = 0; k < count; ++k) re[k] = bins[2 * k], im[k] = bins[2 * k + 1];
+}
+
+// Twice what `separate` began with, from split bins; the parts of the edges that count for nothing
+// are zero.
+SN_CLONES void join(const float* __restrict re, const float* __restrict im,
+                    const float* __restrict cosines, const float* __restrict sines,
+                    float* __restrict to_re, float* __restrict to_im, int64_t points) {
+  for (int64_t k = 0; k < points; ++k) {
+    const float p = re[k], q = im[k], r = re[points - k], s = im[points - k];
+    const float right = p - r, up = q + s;
+    to_re[k] = (p + r) - (cosines[k] * up - sines[k] * right);
+    to_im[k] = (q - s) + (cosines[k] * right + sines[k] * up);
+  }
+}
+
+}  // namespace
+
+Fourier::Fourier(int64_t block, const float* roots)
+    : points_(block / 2),
+      scale_(static_cast<float>(1 / std::sqrt(static_cast<double>(block)))),
+      roots_(roots),
+      scratch_(4 * (points_ + kApart)) {}
+
+int64_t Fourier::roots_of(int64_t block) {
+  int64_t count = block;
+  for (int64_t left = block / 2; left > 8; left /= 8) count += 14 * (left / 8);
+  return count;
+}
+
+Fourier::Parts Fourier::scratch(int which) {
+  float* re = scratch_.data() + 2 * which * (points_ + kApart);
+  return {re, re + points_ + kApart};
+}
+
+int Fourier::middle(int64_t& radix) {
+  int at = 0;
+  const float* roots = roots_ + 2 * points_ + 14 * (points_ / 8);
+  for (radix = points_ / 8; radix > 8; radix /= 8) {
+    const Parts from = scratch(at), to = scratch(1 - at);
+    next_pass(from.re, from.im, to.re, to.im, roots, radix / 8, points_ / radix);
+    roots += 14 * (radix / 8);
+    at = 1 - at;
+  }
+  return at;
+}
+
+void Fourier::forward(const float* values, float* bins) {
+  const Parts first = scratch(0);
+  first_pass_of_pairs(values, first.re, first.im, roots_ + 2 * points_, points_ / 8);
+  int64_t radix;
+  const int at = middle(radix);
+  const Parts from = scratch(at), to = scratch(1 - at);
+  last_pass(from.re, from.im, to.re, to.im, radix, points_ / radix);
+  separate(to.re, to.im, roots_, roots_ + points_, scale_, bins, points_);
+}
+
+void Fourier::inverse(const float* bins, float* values) {
+  const Parts first = scratch(0), second = scratch(1);
+  split(bins, first.re, first.im, points_ + 1);
+  first.im[0] = first.im[points_] = 0;
+  join(first.re, first.im, roots_, roots_ + points_, second.re, second.im, points_);
+  first_pass(second.im, second.re, first.re, first.im, roots_ + 2 * points_, points_ / 8);
+  int64_t radix;
+  const Parts from = scratch(middle(radix));
+  last_pass_to_pairs(from.re, from.im, values, scale_, radix, points_ / radix);
+}
+
+}  // namespace sn

@@ -1,0 +1,186 @@
+"""Real FFT of blocks whose length is a power of two: the same bits on every machine.
+
+SciPy's works on four numbers at a time at best, wherever it runs, and what it rounds differs
+between its versions. Here half as many complex points go through passes of radix 8 which sort on
+their way (Stockham), and the spectrum of the vector is taken out of theirs; the extension does
+that in the machine's widest vectors. Nothing but additions and products in a fixed order, none of
+them fused, with a table that is made of exactly rounded operations only. So ranks on different
+machines, with and without the extension, decode alike.
+
+`csrc/compress/fourier.cpp` does the work; `forward_twin` and `inverse_twin` are its oracle and its
+stand-in.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import _native
+
+Floats = npt.NDArray[np.float32]
+Parts = tuple[Floats, Floats]
+"""Real and imaginary parts."""
+
+SHORTEST, LONGEST = 32, 2**16
+_HALF_ROOT = np.float32(0.70710678)  # cos(pi / 4)
+
+
+def fits(block: int) -> bool:
+    """Whether these functions take blocks of this length; others are SciPy's."""
+    return SHORTEST <= block <= LONGEST and block & (block - 1) == 0
+
+
+@cache
+def roots(block: int) -> Floats:
+    """Roots of unity in the order the passes use them, [m] float32, real parts before imaginary.
+
+    exp(-2 pi i k / block) for k below block / 2; then, for each pass but the last, with n points a
+    transform, exp(-2 pi i k p / n), k = 1..7 and p below n / 8.
+    """
+    right, up = _circle(block)
+    points = block // 2
+    turns = [np.arange(points)]
+    n = points
+    while n > 8:
+        turns += [k * np.arange(n // 8) * (block // n) for k in range(1, 8)]
+        n //= 8
+    table = np.concatenate([part[at] for at in turns for part in (right, up)]).astype(np.float32)
+    table.setflags(write=False)
+    return table
+
+
+def _circle(count: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """exp(-2 pi i k / count) for k below `count`, a power of two from 4 up, as two vectors.
+
+    By halving angles and multiplying: sums, products, quotients and square roots are the same on
+    all machines, which sines are not.
+    """
+    steps = [(-1.0, 0.0), (0.0, 1.0)]  # cosine and sine of a half turn, a quarter, an eighth, ...
+    while len(steps) < count.bit_length() - 1:
+        cosine, sine = steps[-1]
+        half = math.sqrt((1 + cosine) / 2)
+        steps.append((half, sine / (2 * half)))
+    right, up = np.ones(1), np.zeros(1)
+    for cosine, sine in reversed(steps):
+        right, up = (
+            np.concatenate([right, right * cosine + up * sine]),
+            np.concatenate([up, up * cosine - right * sine]),
+        )
+    return right, up
+
+
+def forward(blocks: Floats) -> Floats:
+    """Spectrum of each row over sqrt(block), [nb, block] -> [nb, block + 2], bins as pairs."""
+    core = _native.core()
+    if core is None:
+        return forward_twin(blocks)
+    rows, block = blocks.shape
+    bins = np.empty((rows, block + 2), np.float32)
+    core.fourier(np.ascontiguousarray(blocks), bins, roots(block), block, False)
+    return bins
+
+
+def inverse(bins: Floats, block: int) -> Floats:
+    """Inverse of `forward`; imaginary parts of the first and last bin count for nothing."""
+    core = _native.core()
+    if core is None:
+        return inverse_twin(bins, block)
+    blocks = np.empty((len(bins), block), np.float32)
+    core.fourier(blocks, np.ascontiguousarray(bins), roots(block), block, True)
+    return blocks
+
+
+def forward_twin(blocks: Floats) -> Floats:
+    """`forward` in NumPy."""
+    rows, block = blocks.shape
+    points, scale = block // 2, np.float32(1 / math.sqrt(block))
+    with np.errstate(all="ignore"):  # NaN and overflow travel on, as in C++
+        re, im = _transform((blocks[:, 0::2], blocks[:, 1::2]), block)
+        out = np.zeros((rows, block + 2), np.float32)
+        out[:, 0] = (re[:, 0] + im[:, 0]) * scale
+        out[:, block] = (re[:, 0] - im[:, 0]) * scale
+        a, b, c, d = re[:, 1:], im[:, 1:], re[:, :0:-1], im[:, :0:-1]
+        cosines, sines = roots(block)[1:points], roots(block)[points + 1 : 2 * points]
+        up, over = b + d, c - a
+        half = np.float32(0.5) * scale
+        out[:, 2:block:2] = ((a + c) + (cosines * up - sines * over)) * half
+        out[:, 3:block:2] = ((b - d) + (cosines * over + sines * up)) * half
+    return out
+
+
+def inverse_twin(bins: Floats, block: int) -> Floats:
+    """`inverse` in NumPy."""
+    points, scale = block // 2, np.float32(1 / math.sqrt(block))
+    re, im = bins[:, 0::2], bins[:, 1::2].copy()
+    im[:, [0, points]] = 0
+    p, q, r, s = re[:, :points], im[:, :points], re[:, :0:-1], im[:, :0:-1]
+    cosines, sines = roots(block)[:points], roots(block)[points : 2 * points]
+    out = np.empty((len(bins), block), np.float32)
+    with np.errstate(all="ignore"):
+        right, up = p - r, q + s
+        joined = (
+            (p + r) - (cosines * up - sines * right),
+            (q - s) + (cosines * right + sines * up),
+        )
+        # Real and imaginary parts change places before and after: the sign turns around.
+        im, re = _transform((joined[1], joined[0]), block)
+        out[:, 0::2] = re * scale
+        out[:, 1::2] = im * scale
+    return out
+
+
+def _transform(z: Parts, block: int) -> Parts:
+    """Discrete Fourier transform, sign -1, of each row of block / 2 complex points."""
+    rows, n, stride = len(z[0]), block // 2, 1
+    table = roots(block)[block:]
+    while n > 1:
+        radix = min(8, n)
+        m = n // radix
+        planes = [part.reshape(rows, radix, m, stride) for part in z]
+        split = _dft([(planes[0][:, k], planes[1][:, k]) for k in range(radix)])
+        if m > 1:
+            own, table = table[: 14 * m].reshape(7, 2, m, 1), table[14 * m :]
+            split[1:] = [_times(x, (w[0], w[1])) for x, w in zip(split[1:], own, strict=True)]
+        re, im = (np.stack(parts, axis=2) for parts in zip(*split, strict=True))
+        z = re.reshape(rows, -1), im.reshape(rows, -1)
+        n, stride = m, stride * radix
+    return z
+
+
+def _plus(x: Parts, y: Parts) -> Parts:
+    return x[0] + y[0], x[1] + y[1]
+
+
+def _minus(x: Parts, y: Parts) -> Parts:
+    return x[0] - y[0], x[1] - y[1]
+
+
+def _times(x: Parts, y: Parts) -> Parts:
+    return x[0] * y[0] - x[1] * y[1], x[0] * y[1] + x[1] * y[0]
+
+
+def _dft(z: list[Parts]) -> list[Parts]:
+    """Of 2, 4 or 8 points, from those of the even and of the odd ones."""
+    if len(z) == 1:
+        return z
+    even, odd = _dft(z[0::2]), _dft(z[1::2])
+    odd = [_turn(x, k, len(z)) for k, x in enumerate(odd)]
+    pairs = list(zip(even, odd, strict=True))
+    return [_plus(*pair) for pair in pairs] + [_minus(*pair) for pair in pairs]
+
+
+def _turn(x: Parts, k: int, n: int) -> Parts:
+    """Times exp(-2 pi i k / n), n <= 8, without the products that ones and zeros spare."""
+    re, im = x
+    eighths = k * 8 // n
+    if eighths == 0:
+        return x
+    if eighths == 2:
+        return im, -re
+    if eighths == 1:
+        return (re + im) * _HALF_ROOT, (im - re) * _HALF_ROOT
+    return (im - re) * _HALF_ROOT, (re + im) * -_HALF_ROOT

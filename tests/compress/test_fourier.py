@@ -1,0 +1,199 @@
+"""The real FFT of our own: the twins agree to the bit, SciPy in float64 agrees within the bound."""
+
+import math
+
+import numpy as np
+import pytest
+import scipy.fft
+from samples import ENERGY, fft_error, layouts, random
+
+from sn_compress import FFTCodec, PayloadError
+from sn_compress.ops import fourier
+from sn_compress.ops.blockwise import decode_blocks, encode_blocks
+from sn_compress.ops.record import Layout
+
+BLOCKS = [2**power for power in range(5, 17)]
+
+
+def equal(fast: np.ndarray, slow: np.ndarray) -> None:
+    """In all bits, but those that say which NaN it is."""
+    nan = np.isnan(slow)
+    np.testing.assert_array_equal(np.isnan(fast), nan)
+    np.testing.assert_array_equal(fast.view(np.uint32)[~nan], slow.view(np.uint32)[~nan])
+
+
+def rows(block: int, scale: float) -> np.ndarray:
+    """Noise; noise with a NaN; an Inf; zeros of both signs; all equal; every third zero."""
+    x = (random(6 * block, seed=block) * np.float64(scale)).clip(-3.4e38, 3.4e38)
+    x = x.astype(np.float32).reshape(6, block)
+    x[1, block // 3], x[2, block - 1] = np.nan, -np.inf
+    x[3] = np.where(np.arange(block) % 3, 0.0, -0.0)
+    x[4] = x[4, 0]
+    x[5, ::3] = 0
+    return x
+
+
+@pytest.mark.parametrize("scale", [1, 1e-38, 1e-42, 1e30, 3e38])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_equal_bits_on_both_back_ends(core, block, scale):
+    if block > 4096 and scale not in (1, 3e38):
+        return
+    x, table = rows(block, scale), fourier.roots(block)
+    bins = np.full((6, block + 2), np.nan, np.float32)
+    core.fourier(x, bins, table, block, False)
+    equal(bins, fourier.forward_twin(x))
+    noise = rows(block + 2, scale)  # imaginary parts at the edges, which count for nothing
+    back = np.full((6, block), np.nan, np.float32)
+    core.fourier(back, noise, table, block, True)
+    equal(back, fourier.inverse_twin(noise, block))
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_against_float64_by_bin(backend, block):
+    x = random(2 * block, seed=1).reshape(2, block)
+    bins = fourier.forward(x)
+    exact = scipy.fft.rfft(x.astype(np.float64), norm="ortho")
+    e = fft_error(block) * np.linalg.norm(x.astype(np.float64))
+    assert np.linalg.norm(bins.view(np.complex64) - exact) <= e
+    single = np.zeros((1, block + 2), np.float32)
+    for at in (0, 1, block // 2 - 1, block // 2):  # one bin alone: a cosine
+        single[:] = 0
+        single[0, 2 * at] = 1
+        want = scipy.fft.irfft(single.view(np.complex64).astype(complex), n=block, norm="ortho")
+        got = fourier.inverse(single, block)
+        assert np.linalg.norm(got - want) <= fft_error(block) * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_the_table_is_good_to_half_a_unit(block):
+    """Against the library's sines: what float32 takes, and float64 on the way."""
+    table = fourier.roots(block).astype(np.float64)
+    angles = 2 * np.pi * np.arange(block // 2) / block
+    exact = np.concatenate([np.cos(angles), -np.sin(angles)])
+    assert abs(table[:block] - exact).max() <= 2.0**-25 + 1e-14
+    at, n = block, block // 2
+    while n > 8:
+        size = 14 * (n // 8)
+        turns = np.outer(np.arange(1, 8), np.arange(n // 8)) / n
+        exact = np.stack([np.cos(2 * np.pi * turns), -np.sin(2 * np.pi * turns)], axis=1)
+        assert abs(table[at : at + size] - exact.reshape(-1)).max() <= 2.0**-25 + 1e-14
+        at, n = at + size, n // 8
+    assert at == table.size
+
+
+def test_which_blocks_it_takes():
+    takes = [block for block in range(1, 5000) if fourier.fits(block)]
+    assert takes == [32, 64, 128, 256, 512, 1024, 2048, 4096]
+    assert fourier.fits(2**16)
+    assert not any(map(fourier.fits, (0, 2**17, 3 * 2**10)))
+
+
+def test_the_extension_checks_sizes(core):
+    table, x, bins = fourier.roots(64), np.zeros(64, np.float32), np.zeros(66, np.float32)
+    core.fourier(x, bins, table, 64, False)
+    for block in (0, -64, 16, 48, 128, 2**17, 2**40):
+        with pytest.raises(ValueError, match="roots"):
+            core.fourier(x, bins, table, block, False)
+    for few in (x[:-1], x[:32], np.zeros(128, np.float32)):
+        with pytest.raises(ValueError, match="do not match"):
+            core.fourier(few, bins, table, 64, False)
+    frozen = x.copy()
+    frozen.setflags(write=False)
+    with pytest.raises(ValueError, match="read-only"):
+        core.fourier(frozen, bins, table, 64, True)
+
+
+FITTING = [x for x in layouts(blocks=(32, 1024, 4096)) if x.parts == 2 and fourier.fits(x.block)]
+LAYOUTS = FITTING[::3]
+
+
+def both(core, monkeypatch, layout: Layout, x, memory, decay=0.9, top=None):
+    """Encode on both back ends: words, memories and tallies."""
+    runs = []
+    for module in (core, None):
+        monkeypatch.setattr("sn_compress._native.core", lambda module=module: module)
+        words = np.full((len(x), layout.words), 0xFFFFFFFF, np.uint32)  # poison
+        kept = None if memory is None else memory.copy()
+        tally = encode_blocks("fft", x, kept, words, layout, decay, top)
+        runs.append((words, kept, tally))
+    return runs
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_encode_and_decode_blocks_agree(core, monkeypatch, layout):
+    for scale, remembers in ((1, True), (1, False), (1e-40, True), (1e36, True)):
+        x = rows(layout.block, scale)
+        memory = rows(layout.block, scale)[:, :1] * np.ones((1, layout.block + 2), np.float32)
+        fast, slow = both(core, monkeypatch, layout, x, memory if remembers else None)
+        np.testing.assert_array_equal(fast[0], slow[0])
+        if remembers:
+            np.testing.assert_array_equal(fast[1].view(np.uint32), slow[1].view(np.uint32))
+        assert fast[2].saturated == slow[2].saturated
+        np.testing.assert_allclose(fast[2][1:], slow[2][1:], rtol=ENERGY, atol=0)
+        outs = []
+        for module in (core, None):
+            monkeypatch.setattr("sn_compress._native.core", lambda module=module: module)
+            out = np.full(x.shape, np.nan, np.float32)
+            decode_blocks("fft", [fast[0], fast[0][::-1].copy(), fast[0]], out, layout, 1 / 3)
+            outs.append(out)
+        equal(*outs)
+
+
+def test_a_damaged_record_is_named(backend):
+    layout = Layout(64, 4, "range", 8, 3, "elias-fano")
+    words = np.zeros((3, layout.words), np.uint32)
+    encode_blocks("fft", rows(64, 1)[[0, 4, 5]], None, words, layout)
+    bad = words.copy()
+    bad[1, 0] |= 0x7F80
+    out = np.empty((3, 64), np.float32)
+    decode_blocks("fft", [words, words], out, layout, 0.5)
+    with pytest.raises(PayloadError, match="finite"):
+        decode_blocks("fft", [words, bad], out, layout, 0.5)
+
+
+def test_encode_blocks_checks_sizes(core, monkeypatch):
+    monkeypatch.setattr("sn_compress._native.core", lambda: core)
+    layout = Layout(64, 4, "range", 8, 3, "elias-fano")
+    x, words = np.zeros((3, 64), np.float32), np.zeros((3, layout.words), np.uint32)
+    for values, memory, out in (
+        (x[:2], None, words),
+        (x, np.zeros((2, 66), np.float32), words),
+        (x, None, words[:, 1:].copy()),
+    ):
+        with pytest.raises(ValueError, match=r"match|has \d+ bytes"):
+            encode_blocks("fft", values, memory, out, layout)
+    with pytest.raises(ValueError, match="match"):
+        decode_blocks("fft", [words, words[:2]], x, layout, 1.0)
+    real = Layout(64, 4, "range", 8, 3, "elias-fano", 1)
+    with pytest.raises(ValueError, match="match"):
+        encode_blocks("fft", x, None, np.zeros((3, real.words), np.uint32), real)
+
+
+@pytest.mark.parametrize("n", [0, 1, 31, 32, 33, 63, 1000, 2**20 + 1])
+@pytest.mark.parametrize("settings", [{}, {"transform": "identity"}, {"block": None}], ids=str)
+def test_into_given_memory(backend, n, settings):
+    """What is encoded into a buffer and decoded into a vector is what a copy would hold."""
+    n = n if backend == "cpp" else min(n, 2**14 + 1)
+    codec, x = FFTCodec(theta=0.9, **settings), random(n)
+    states = codec.new_state(n), codec.new_state(n)
+    for _ in range(2):
+        buffer = np.full(codec.payload_bytes(n), 0xFF, np.uint8)
+        into = codec.encode_into(buffer, x, state=states[0], decay=0.5)
+        copied = codec.encode(x, state=states[1], decay=0.5)
+        assert into.buffer is buffer
+        assert buffer.tobytes() == copied.to_bytes()
+        assert (into.n, into.energy, into.error) == (copied.n, copied.energy, copied.error)
+    room = np.full(n + 16, math.pi, np.float32)
+    codec.decode_mean_into([into, copied], room[8 : n + 8])
+    np.testing.assert_array_equal(room[8 : n + 8], codec.decode_mean([into, copied]))
+    assert (np.delete(room, np.s_[8 : n + 8]) == np.float32(math.pi)).all()
+
+
+def test_into_memory_of_another_size():
+    codec, x = FFTCodec(), random(100)
+    payload = codec.encode(x)
+    with pytest.raises(ValueError, match="Make it with payload_bytes"):
+        codec.encode_into(np.zeros(payload.nbytes + 16, np.uint8), x)
+    for out in (np.zeros(99, "f4"), np.zeros(100, "f8"), np.zeros(200, "f4")[::2]):
+        with pytest.raises(ValueError, match="contiguous"):
+            codec.decode_mean_into([payload], out)
