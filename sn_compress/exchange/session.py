@@ -240,10 +240,10 @@ class SharedExchange:
         chosen = allocate(curves, self._budget(new.values()), ranks)
         for name, tensor in new.items():
             tensor.curve, tensor.size = curves[name], chosen[name]
-            mean = tensor.mean
-            if mean is None:
-                mean = np.zeros(math.prod(tensor.shape), np.float32)
-            tensor.summable = Summable.of(self._part(tensor), mean)
+            start = tensor.mean
+            if start is None:
+                start = np.zeros(math.prod(tensor.shape), np.float32)
+            tensor.summable = Summable.of(self._part(tensor), start)
             if tensor.owed is not None:
                 tensor.summable.replace(tensor.owed)
             tensor.mean = tensor.owed = tensor.earlier = None
