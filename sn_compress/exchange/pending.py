@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..codecs.base import Floats
-from .digits import Words
-from .shared import Rounds
+from ..sums.base import Array as Words
+from .session import Rounds
 
 
 class Wire(Protocol):

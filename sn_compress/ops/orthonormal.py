@@ -61,7 +61,8 @@ class Orthonormal:
         ends = np.cumsum([0, *(rows * width for rows, width in shapes)])
         n, self._rows = int(ends[-1]), max(rows for rows, _ in shapes)
         self._groups: list[tuple[int, int, int]] = []  # matrices, and rows and width of each
-        places, rows_of, some = [], [], []
+        places, rows_of = [], []
+        some: list[Bools] = []
         for members in alike.values():
             first = len(some)
             rows, width = (max(shapes[at][axis] for at in members) for axis in (0, 1))

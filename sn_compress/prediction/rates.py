@@ -15,9 +15,10 @@ import numpy as np
 
 from ..codecs.base import Floats
 from ..errors import CompressError
-from ..exchange.factors import Factors
-from ..exchange.shared import Halved, Summable
 from ..settings import Settings
+from ..sums.low_rank import LowRank
+from ..sums.summable import Summable, exchange
+from ..sums.whole import Whole
 from .cost import Link, wire_bytes
 
 _SIDE = 1024  # the timed runs take a matrix of this many rows and columns
@@ -81,11 +82,11 @@ def measure_rates(
 
     say("timing the codec of the shared exchange")
     narrow, wide = (
-        Factors(shape=(_SIDE, _SIDE), rank=columns, start=values) for columns in (_SMALL, _LARGE)
+        Summable.of(LowRank([(_SIDE, _SIDE)], [columns]), values) for columns in (_SMALL, _LARGE)
     )
     small, large = (per_element(partial(_exchange, f, values)) for f in (narrow, wide))
     column = max((large - small) / (_LARGE - _SMALL), _LEAST_S)
-    halved = Halved(values.size, start=values)
+    halved = Summable.of(Whole([(_SIDE, _SIDE)]), values)
     return Rates(
         encode_s=per_element(lambda: codec.encode(values, state=state)),
         decode_s=max(one - add, _LEAST_S),
@@ -130,9 +131,9 @@ def _seconds(run: Callable[[], object], clock: Callable[[], float]) -> float:
 
 def _exchange(tensor: Summable, values: Floats) -> None:
     """A whole exchange in which all ranks have the same values."""
-    rounds = tensor.exchange(values, ranks=_RANKS)
+    rounds = exchange([tensor], [values], ranks=_RANKS, rank=0)
     words = next(rounds)
-    for _ in range(tensor.rounds - 1):
+    for _ in range(tensor.part.rounds - 1):
         words = rounds.send(words * _RANKS)
     try:
         rounds.send(words * _RANKS)

@@ -100,8 +100,14 @@ class Bucket:
         rank: int | None,
         exact: bool = False,
         outs: Sequence[Array] | None = None,
+        finite: Array | None = None,
     ) -> Rounds:
-        """The rounds of a step: yields [words] int32, is sent their sum; see Part.step."""
+        """The rounds of a step: yields [words] int32, is sent their sum; see Part.step.
+
+        finite : 0-d bool, whether the squared norm of all matrices is a number in float32. Then no
+            product with directions is too large, so that a step is not lost when some parts of it
+            have ended
+        """
         xp = namespace(matrices[0])
         into = self._given(outs) if outs is not None else [None] * len(self.parts)
         steps: list[Step] = [
@@ -114,7 +120,7 @@ class Bucket:
         sends = {place: next(step) for place, step in enumerate(steps)}
         lost = damaged = None
         while sends:
-            words = _round(sends)
+            words = _round(sends, finite)
             total = yield words
             if total.shape != words.shape:
                 raise _wrong_size(total, words)
@@ -162,11 +168,11 @@ class Bucket:
         ]
 
 
-def _round(sends: dict[int, Any]) -> Array:
+def _round(sends: dict[int, Any], finite: Array | None) -> Array:
     """The words of a round with their head; zeros but for the first one without numbers."""
     pieces = list(sends.values())
     xp = namespace(pieces[0].words)
-    finite = pieces[0].finite
+    finite = pieces[0].finite if finite is None else pieces[0].finite & finite
     for piece in pieces[1:]:
         finite = finite & piece.finite
     body = xp.concat([it.words for it in pieces])

@@ -235,7 +235,15 @@ def _steps(
     if outs is not None:
         into = [xp.reshape(outs[at], shape) for at, shape in zip(order, shapes, strict=True)]
     state = bucket.join([summables[at].state for at in order])
-    result = yield from bucket.step(state, matrices, ranks=ranks, rank=rank, exact=exact, outs=into)
+    result = yield from bucket.step(
+        state,
+        matrices,
+        ranks=ranks,
+        rank=rank,
+        exact=exact,
+        outs=into,
+        finite=xp.isfinite(energy),
+    )
     numbers = [xp.astype(it, xp.float64) for it in (result.lost, result.damaged, energy)]
     verdict = Verdict(Later(xp.stack([*numbers, xp.astype(result.sent, xp.float64)])))
     means: list[Array] = [None] * len(order)

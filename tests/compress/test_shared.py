@@ -1,13 +1,15 @@
 """The summable exchange: digits, factors, and a model's session, on ranks in one process."""
 
+import ast
 import math
+from functools import lru_cache
 
 import numpy as np
 import pytest
-from sn_compress.exchange.allocate import Curve, allocate, part_of, words_of
 
 from sn_compress.errors import CompressError, PayloadError
 from sn_compress.exchange.session import SharedExchange
+from sn_compress.sums.choose import Curve, Size, allocate, words_of
 from sn_compress.sums.low_rank import LowRank
 from sn_compress.sums.rows import Rows
 from sn_compress.sums.summable import Summable, exchange
@@ -57,9 +59,13 @@ def of(part, start=None):
 
 def made(kind):
     """A Summable of a size, or one of rows."""
-    if isinstance(kind, int):
-        return of(part_of(SHAPE, kind))
-    return of(Rows(**kind))
+    return of(_part(kind if isinstance(kind, int) else repr(kind)))
+
+
+@lru_cache
+def _part(kind):
+    """What does not change in a step, and so is shared by many ranks here."""
+    return Size(SHAPE, kind).part() if isinstance(kind, int) else Rows(**ast.literal_eval(kind))
 
 
 ROWS = {"shapes": [(N // 15, 15)], "sizes": [2]}
@@ -217,9 +223,9 @@ def test_words_are_what_is_said():
 @pytest.mark.parametrize("ranks", [1, 2, 8, 100])
 def test_a_support_sends_the_words_it_says(shape, ranks):
     for each in (1, 3, shape[0]):
-        part = of(part_of(shape, each, sparse=True))
+        part = of(Size(shape, each, sparse=True).part())
         words = next(rounds(part, np.ones(math.prod(shape), np.float32), ranks=ranks, rank=0))
-        assert [words.size] == part.words(ranks) == words_of(shape, each, ranks, sparse=True)
+        assert [words.size] == part.words(ranks)
 
 
 def test_few_rows_that_change_from_step_to_step_arrive_a_step_later():

@@ -1,5 +1,9 @@
 """Buckets: the same bits in every library, nothing read on the way, and no step half done."""
 
+import os
+import subprocess
+import sys
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +15,7 @@ from sn_compress.arrays import steady
 from sn_compress.sums.bucket import Bucket
 from sn_compress.sums.low_rank import LowRank
 from sn_compress.sums.rows import Rows
+from sn_compress.sums.summable import Summable, exchange
 from sn_compress.sums.whole import Whole
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -185,3 +190,119 @@ def test_a_step_of_resnet50_is_few_launches():
     step()  # makes what follows from shapes
     # Four products a matrix are 216 of them, 8 directions made orthonormal twice about 100.
     assert step() < 700
+
+
+MIX = """
+import hashlib, numpy as np
+from sn_compress.sums.bucket import Bucket
+from sn_compress.sums.low_rank import LowRank
+from sn_compress.sums.whole import Whole
+
+parts = Bucket([LowRank([(200, 301), (64, 500)], [6, 9]), Whole([(3, 70)])])
+rng = np.random.default_rng(0)
+mean = [rng.standard_normal(shape).astype(np.float32) for shape in parts.shapes]
+state, told = parts.begin(parts.new_state(mean[0]), mean), hashlib.sha256()
+for step in range(5):
+    # Words that all ranks would get: of digits that do not hang on this machine's products.
+    steps = parts.step(state, [it.copy() for it in mean], ranks=3, rank=0, exact=True)
+    words = next(steps)
+    while True:
+        total = rng.integers(-99, 99, words.size).astype(np.int32)
+        total[:2] = 0
+        try:
+            words = steps.send(total)
+        except StopIteration as end:
+            state, means = end.value.state, end.value.mean
+            break
+    for value in (*state.values(), *means):
+        told.update(value.tobytes())
+print(told.hexdigest())
+"""
+
+
+def test_processors_and_threads_do_not_show_in_what_ranks_share():
+    """OpenBLAS with the kernels of other processors, and more threads, is fed the same sums."""
+    told = {}
+    for kernels, threads in (("Haswell", "1"), ("Haswell", "2"), ("Sandybridge", "1")):
+        mixed = {"OPENBLAS_CORETYPE": kernels, "OPENBLAS_NUM_THREADS": threads}
+        done = subprocess.run(
+            [sys.executable, "-c", MIX],
+            env=os.environ | mixed | {"OMP_NUM_THREADS": threads, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=100,
+        )
+        told[kernels, threads] = done.stdout
+    assert len(set(told.values())) == 1, told
+
+
+def owed_after(steps, shape, rank, *, carried):
+    """What is owed, over the norm of a gradient, when directions are carried on in a way."""
+    rng = np.random.default_rng(7)
+    decay = np.exp(-np.arange(min(shape)) / 4)
+    left, right = (np.linalg.qr(rng.standard_normal((side, min(shape))))[0] for side in shape)
+    memory, basis = np.zeros(shape), np.linalg.qr(rng.standard_normal((shape[1], rank)))[0]
+    part = Summable.of(LowRank([shape], [rank]), np.zeros(shape[0] * shape[1], np.float32))
+    norms = []
+    for _ in range(steps):
+        left = np.linalg.qr(left + 0.02 * rng.standard_normal(left.shape))[0]
+        gradient = (left * decay) @ right.T
+        if carried == "integers":
+            rounds = exchange([part], [gradient.astype(np.float32).reshape(-1)], ranks=1, rank=0)
+            all_reduced([rounds])
+            norms.append(np.linalg.norm(part.memory))
+            continue
+        matrix = memory + gradient
+        p = np.linalg.qr(matrix @ basis)[0]
+        q = matrix.T @ p
+        memory = matrix - p @ q.T
+        basis = np.linalg.svd(q, full_matrices=False)[0]
+        norms.append(np.linalg.norm(memory))
+    return np.mean(norms) / np.linalg.norm(gradient)
+
+
+@pytest.mark.parametrize("rank", [2, 6])
+def test_directions_carried_on_without_singular_values_catch_as_much(rank):
+    """Against float64 without digits, whose directions singular values put in order."""
+    found = owed_after(20, (60, 90), rank, carried="integers")
+    assert found < 1.05 * owed_after(20, (60, 90), rank, carried="singular values")
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
+def test_a_lost_step_is_as_if_it_had_not_been(library, bad):
+    make, rng = LIBRARIES[library], np.random.default_rng(5)
+    kinds = [LowRank([(24, 15)], [3]), Whole([(1, 64)]), Rows([(50, 4)], [3])]
+    sizes = [360, 64, 200]
+
+    def fresh():
+        zeros = [make(np.zeros(size, np.float32)) for size in sizes]
+        return [[Summable.of(kind, zero) for kind, zero in zip(kinds, zeros, strict=True)]
+                for _ in range(2)]  # fmt: skip
+
+    def step(ranks, values):
+        generators = [
+            exchange(own, [make(v.copy()) for v in given], ranks=2, rank=rank)
+            for rank, (own, given) in enumerate(zip(ranks, values, strict=True))
+        ]
+        return [means for means, _ in all_reduced(generators)]
+
+    ranks, twins = fresh(), fresh()
+    for turn in range(5):
+        values = [[rng.standard_normal(size).astype(np.float32) for size in sizes] for _ in ranks]
+        if turn == 3:
+            spoilt = [[v.copy() for v in own] for own in values]
+            spoilt[1][0][:] = bad
+            means = [np.asarray(mean) for mean in chain(*step(ranks, spoilt))]
+            if bad == 3e38 and all(np.isfinite(mean).all() for mean in means):
+                return  # no product was too large: clipped, and the rest is remembered
+            assert all(np.isnan(mean).all() for mean in means)
+            for own, other in zip(chain(*ranks), chain(*twins), strict=True):
+                mine, its = own.state_dict(), other.state_dict()
+                np.testing.assert_array_equal(bits(mine["memory"]), bits(its["memory"]))
+                for name, value in mine["shared"].items():
+                    np.testing.assert_array_equal(bits(value), bits(its["shared"][name]))
+        for one, other in zip(step(ranks, values), step(twins, values), strict=True):
+            for mean, its in zip(one, other, strict=True):
+                np.testing.assert_array_equal(bits(mean), bits(its))
