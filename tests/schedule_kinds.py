@@ -53,14 +53,14 @@ class Watch:
     def __init__(self):
         self.steps = []  # (theta, energy, error)
         self._seen = []
-        encode = FFTCodec.encode
+        encode = FFTCodec.encode_into  # `encode` is that, too
 
-        def watched(codec, values, **options):
-            payload = encode(codec, values, **options)
+        def watched(codec, buffer, values, **options):
+            payload = encode(codec, buffer, values, **options)
             self._seen.append((codec.theta, payload.energy, payload.error))
             return payload
 
-        FFTCodec.encode = watched
+        FFTCodec.encode_into = watched
 
     def end_step(self):
         """All gradients of a step had the same theta."""

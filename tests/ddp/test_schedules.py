@@ -128,7 +128,7 @@ def test_a_saved_place_in_a_schedule_that_is_damaged_is_refused(alone):
     state = CompressionState(FFTCompression.using(theta=budget), named_parameters=named)
     steps = [torch.randn(N) for _ in range(3)]
     for flat in steps:
-        for _ in state.rounds(flat, [Part("w", 0, (N,))]):
+        for _ in state.rounds([(flat, [Part("w", 0, (N,))])]):
             pass
     saved = state.state_dict()
     assert saved["lost"][0] > saved["lost"][1] > 0
