@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sn_compress import Link, PayloadError, predict
+from sn_compress import Link, LowRankCompression, PayloadError, predict
 from sn_compress.codecs.lowrank import LowRankCodec
 from sn_compress.ops.matrices import cut
 from sn_compress.prediction.layers import keras_layout, layers
-from sn_compress.settings import Settings
 
 
 @pytest.mark.parametrize(("shape", "matrix"), [
@@ -49,7 +48,7 @@ def test_no_other_cut_has_fewer_rows_and_columns(shape):
 def test_resnet50_reaches_the_ratio_in_torchs_layout_and_in_kerass(layout):
     model = layout(layers("resnet50"))
     assert sum(layer.elements for layer in model) == 25_557_032
-    settings = Settings().changed(ratio=100)
+    settings = LowRankCompression.using(ratio=100).settings
     found = predict(model, ranks=8, link=Link.of_gbit(10), settings=settings)
     assert found.row("shared").ratio == pytest.approx(100, abs=2)
 
