@@ -22,9 +22,9 @@ from runner import Target, main
 
 from sn_compress import CompressError, ErrorFeedback, FFTCodec, LowRankCompression, codec
 from sn_compress.codecs.auto import AutoCodec
-from sn_compress.exchange.session import SharedExchange
 from sn_compress.gossip.differences import Differences
 from sn_compress.gossip.ring import Ring
+from sn_compress.sums.session import SharedExchange
 from sn_compress.tensorflow.traced import Traced
 from sn_compress.torch.ddp import CompressionState
 from sn_compress.torch.gossip import GossipOptimizer

@@ -14,8 +14,8 @@ from ._waiting import WAIT_S
 from .agreement import said_of
 from .codecs.fft import PAPER, FFTCodec
 from .errors import CompressError
-from .exchange.session import SharedExchange
 from .schedule import Constant, Schedule
+from .sums.session import SharedExchange
 
 CompressionName = Literal["FFTCompression", "LowRankCompression", "AutoCompression"]
 
@@ -176,7 +176,7 @@ class Settings:
         return Constant(self.theta) if isinstance(self.theta, float | int) else deepcopy(self.theta)
 
     def said(self) -> list[tuple[str, str]]:
-        """Those that all ranks have to have alike, for exchange.agreement."""
+        """Those that all ranks have to have alike, as `agreement` compares them."""
         return said_of(self, but=("threads", "wait_s"))
 
     def codec(self, threads: int) -> FFTCodec:

@@ -23,12 +23,12 @@ from ..codecs.base import Bytes, Floats
 from ..codecs.fft import FFTCodec
 from ..codecs.gather import mean_of_gathered, on_wire, wire_bytes
 from ..errors import CompressError, PayloadError
-from ..exchange.session import Rounds, SharedExchange
 from ..feedback import ErrorFeedback
 from ..report import Traffic
 from ..sameness import Sameness
 from ..saved import arrays_of, reading
 from ..settings import Settings
+from ..sums.session import Rounds, SharedExchange
 from ..theta import ThetaInTime, squares
 
 Words = npt.NDArray[np.int32]

@@ -41,13 +41,13 @@ from ..codecs.base import Bytes, Payload
 from ..codecs.gather import payloads_of
 from ..compression import Compression, settings_of
 from ..errors import CompressError
-from ..exchange.owed import Owed
-from ..exchange.session import SharedExchange
 from ..feedback import ErrorFeedback
+from ..owed import Owed
 from ..prediction.tuning import Tuner
 from ..report import Traffic
 from ..sameness import Sameness
 from ..saved import held, reading
+from ..sums.session import SharedExchange
 from ..theta import ThetaInTime, squares
 from .digests import digest
 from .layout import Axes, axes_of, reorder

@@ -32,7 +32,7 @@ LAYERS = (
     ("sn_compress.codecs.base",),
     ("sn_compress.codecs",),
     ("sn_compress.sums",),
-    ("sn_compress.feedback", "sn_compress.schedule", "sn_compress.report"),
+    ("sn_compress.feedback", "sn_compress.owed", "sn_compress.schedule", "sn_compress.report"),
     ("sn_compress._backends",),
     ("sn_compress.exchange", "sn_compress.gossip", "sn_compress.hardware"),
     ("sn_compress.settings",),

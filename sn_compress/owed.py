@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..codecs.base import Floats
-from ..errors import CompressError
-from ..saved import floats, reading
+from .codecs.base import Floats
+from .errors import CompressError
+from .saved import floats, reading
 
 
 class Exchange(Protocol):
