@@ -114,7 +114,7 @@ def _step(own: SharedExchange) -> None:
 
 def _shared() -> SharedExchange:
     own = SharedExchange(ratio=8, warmup=1, every=3, min_elements=100)
-    own.takes("small", 10)
+    own.takes("small", (10,))
     for _ in range(2):
         _step(own)
     return own
@@ -234,7 +234,7 @@ def _saved_by_ddp(own: CompressionState) -> Any:
     from sn_compress.codecs import saving
 
     state = {
-        "format": 1, "ranks": 1, "rank": 0, "scale": own._scale,
+        "format": 1, "ranks": 1, "rank": 0, "scale": own.engine.scale,
         "feedback": own.feedback.state_dict(), "shared": own.shared.state_dict(),
     }  # fmt: skip
     return saving.each(np.ndarray, torch.from_numpy, state)

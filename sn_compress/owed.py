@@ -43,6 +43,10 @@ class Owed:
     def __contains__(self, name: str) -> bool:
         return name in self._left
 
+    def left(self, name: str) -> Floats:
+        """What is owed of a tensor, [n]."""
+        return self._left[name]
+
     def pay(self, name: str, elements: int) -> Floats:
         """What goes along with a gradient of so many elements, [n]; it is owed no more."""
         left = self._left[name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -15,7 +15,7 @@ from .agreement import said_of
 from .codecs.fft import PAPER, FFTCodec
 from .errors import CompressError
 from .schedule import Constant, Schedule
-from .sums.session import SharedExchange
+from .sums.session import SharedExchange, is_large
 
 CompressionName = Literal["FFTCompression", "LowRankCompression", "AutoCompression"]
 
@@ -178,6 +178,10 @@ class Settings:
     def said(self) -> list[tuple[str, str]]:
         """Those that all ranks have to have alike, as `agreement` compares them."""
         return said_of(self, but=("threads", "wait_s"))
+
+    def compresses(self, shape: Sequence[int]) -> bool:
+        """Whether a tensor of this shape is worth compressing."""
+        return is_large(shape, self.min_elements)
 
     def codec(self, threads: int) -> FFTCodec:
         """The codec of the first step; `threads` is used where the settings leave it open."""

@@ -30,8 +30,17 @@ from .tensor import Tensor
 
 Rounds = Generator[Array, Array, Array]
 
-SMALLEST = 64  # elements; below, a head of two words is not worth it
+# Elements of a vector, such as a bias or the weights of a norm, from which on it is compressed. A
+# vector has no low rank, models have many small ones, and all together they are little: travelling
+# plain with the others costs less than what would be saved.
+VECTOR = 2**16
 _FORMAT = 5
+
+
+def is_large(shape: Sequence[int], min_elements: int) -> bool:
+    """Whether a tensor is worth compressing: the rule of every class and every seam."""
+    is_vector = sum(side > 1 for side in shape) <= 1
+    return math.prod(shape) >= (max(VECTOR, min_elements) if is_vector else min_elements)
 
 
 class SharedExchange:
@@ -43,7 +52,7 @@ class SharedExchange:
         included; where even rank one for every matrix is more, that is what is sent
     warmup : dense steps at the start, at least 1
     every : steps from one dense step to the next after that
-    min_elements : tensors below it are not taken, or travel whole in 16 bits; see `takes`
+    min_elements : tensors below it are not taken, and no vectors below VECTOR
     feedback, decay : whether what was not sent is remembered, and the factor on it
     """
 
@@ -70,16 +79,14 @@ class SharedExchange:
         self._left_out: dict[str, int] = {}  # elements
         self._verdicts: dict[str, tuple[Verdict, str]] = {}  # how each tensor's last step ended
 
-    def takes(self, name: str, elements: int, *, fused: bool = False) -> bool:
+    def takes(self, name: str, shape: Sequence[int]) -> bool:
         """Whether a tensor is for the exchange; one that is not travels plain, and is counted.
 
-        A collective of its own costs a small tensor more than its few bytes. `fused` says that
-        the words of many tensors share one: then it travels whole, in 16 bits. Rims ask it for the
-        gather exchange, too.
+        Rims ask it for the gather exchange, too.
         """
-        taken = elements >= (min(SMALLEST, self.min_elements) if fused else self.min_elements)
+        taken = is_large(shape, self.min_elements)
         if not taken:
-            self._left_out[name] = elements
+            self._left_out[name] = math.prod(shape)
         return taken
 
     def dense(self, name: str, shape: Sequence[int]) -> bool:

@@ -116,9 +116,9 @@ class Traced:
         with self._lock:
             self.traffic.sparse(name, elements, nbytes)
 
-    def takes(self, name: str, elements: int) -> bool:
+    def takes(self, name: str, shape: Sequence[int]) -> bool:
         """Whether a gradient is compressed; one that shrank goes on to be, small as it may be."""
-        return self.exchange().remembers(name) or self.shared.takes(name, elements)
+        return self.exchange().remembers(name) or self.shared.takes(name, shape)
 
     def slots(self, handles: Iterable[str]) -> list[int]:
         """One number per variable, in the order in which they first come.

@@ -42,6 +42,10 @@ LAYERS = (
     ("sn_compress.prediction.predict",),
     ("sn_compress.prediction.tuning",),
     ("sn_compress.prediction", "sn_compress.__main__"),
+    ("sn_compress.carry",),
+    ("sn_compress.payloads",),
+    ("sn_compress.engine",),
+    ("sn_compress.engine_state",),
     ("sn_compress.compression",),
     ("sn_compress.torch", "sn_compress.tensorflow"),
 )
