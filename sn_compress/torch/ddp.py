@@ -39,7 +39,7 @@ from ..prediction.tuning import Tuner
 from ..saved import held, reading
 from ..sums.session import SharedExchange
 from .digests import digest
-from .layout import Axes, axes_of, reorder
+from .layout import Axes, axes_of, reorder, shape_of
 
 _GROUP = 2**23  # elements of buckets whose words travel together: a collective costs its latency
 _OVER = object()
@@ -49,7 +49,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass(frozen=True)
 class Part:
-    """One parameter's stretch of a flat tensor."""
+    """One parameter's stretch of a flat tensor, and its sizes in the order in which it lies."""
 
     name: str
     start: int
@@ -145,10 +145,14 @@ class CompressionState:
         return self.engine.report()
 
     def parts(self, bucket: dist.GradBucket) -> list[Part]:
-        """The parameters of a bucket in the order in which their gradients lie there."""
+        """The parameters of a bucket in the order in which their gradients lie there.
+
+        Their axes, too, as they lie: a matrix that is stored transposed is one of those rows.
+        """
         found, start = [], 0
         for parameter in bucket.parameters():
-            found.append(Part(self._name_of(parameter), start, tuple(parameter.shape)))
+            shape = shape_of(parameter.shape, parameter.stride())
+            found.append(Part(self._name_of(parameter), start, shape))
             start += parameter.numel()
         return found
 
