@@ -21,6 +21,7 @@ from ..arrays import (
     Array,
     Constant,
     inverse,
+    is_fixed,
     join,
     namespace,
     products,
@@ -179,6 +180,8 @@ def _transform(gram: Array, unit: Array) -> tuple[Array, Array]:
     """
     xp = namespace(gram)
     rows = gram.shape[1]
+    if is_fixed(gram):
+        return _transform_anew(gram)
     both = xp.concat([gram, xp.broadcast_to(unit, gram.shape)], axis=2)
     nothing = xp.zeros_like(gram[:, 0, 0])
     inverses = []
@@ -194,3 +197,31 @@ def _transform(gram: Array, unit: Array) -> tuple[Array, Array]:
             rest -= terms
     scales = xp.stack(inverses, axis=1)
     return both[:, :, rows:] * xp.sqrt(scales)[:, :, None], scales > 0
+
+
+def _transform_anew(gram: Array) -> tuple[Array, Array]:
+    """The same where nothing can be changed in place: what a step changes is made anew.
+
+    That are the columns of one step to the next, which loses the first and gets the next of `unit`.
+    """
+    xp = namespace(gram)
+    rows = gram.shape[1]
+    nothing = xp.zeros_like(gram[:, 0, 0])
+    units = xp.concat(
+        [xp.ones_like(gram[:, :1, :1]), xp.zeros_like(gram[:, 1:, :1])], axis=1
+    )  # the first column of what is left of `unit`
+    window = xp.concat([gram, units], axis=2)  # [k, rows - j, rows + 1]
+    inverses, found = [], []
+    for j in range(rows):
+        pivot = window[:, 0, 0]
+        scale = xp.where(pivot >= _LEAST, inverse(pivot), nothing)
+        inverses.append(scale)
+        rest = xp.zeros_like(gram[:, 0, j + 1 :])
+        found.append(xp.concat([window[:, 0, rows - j :], rest], axis=1))
+        if j + 1 < rows:
+            below = window[:, 1:, 0] * scale[:, None]
+            terms = below[:, :, None] * window[:, :1, 1:]
+            after = window[:, 1:, 1:] - terms
+            window = xp.concat([after, units[:, : rows - j - 1]], axis=2)
+    scales = xp.stack(inverses, axis=1)
+    return xp.stack(found, axis=1) * xp.sqrt(scales)[:, :, None], scales > 0
