@@ -39,6 +39,7 @@ SUM_BITS = 15  # of the magnitude of a whole number in a row
 _EXACT = 53  # bits of whole numbers that float64 holds
 _LEAST = 0.5  # of a squared norm: whole numbers that are not zero have at least one
 _BITS = 30  # of the transform
+_HUGE = 1e300
 
 
 def most(width: int) -> int:
@@ -221,6 +222,8 @@ def _transform_anew(gram: Array) -> tuple[Array, Array]:
         if j + 1 < rows:
             below = window[:, 1:, 0] * scale[:, None]
             terms = below[:, :, None] * window[:, :1, 1:]
+            # No bound at all, but an operation between the two: XLA makes one of them otherwise.
+            terms = xp.maximum(terms, -_HUGE)
             after = window[:, 1:, 1:] - terms
             window = xp.concat([after, units[:, : rows - j - 1]], axis=2)
     scales = xp.stack(inverses, axis=1)

@@ -30,7 +30,7 @@ float32, float64 = tf.float32, tf.float64
 abs, all, sqrt, round = tf.abs, tf.reduce_all, tf.sqrt, tf.round
 isfinite, where = tf.math.is_finite, tf.where
 broadcast_to, permute_dims, reshape = tf.broadcast_to, tf.transpose, tf.reshape
-matmul, bitwise_left_shift = tf.matmul, tf.bitwise.left_shift
+matmul, maximum, bitwise_left_shift = tf.matmul, tf.maximum, tf.bitwise.left_shift
 
 _CONSTANTS = "_sn_compress_constants"  # of a graph, kept with it
 
