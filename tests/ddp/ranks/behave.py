@@ -399,28 +399,27 @@ def errors_reach_every_rank():
     assert "named_parameters" in said, said
 
     damaged = CompressionState(FFTCompression)
-    encode = damaged._encode
+    gather = damaged.collectives.gather
 
-    def flip(flat, large):
-        wire = encode(flat, large)
+    def flip(wire):
         if RANK == RANKS - 1:
             wire[40] ^= 1
-        return wire
+        return gather(wire)
 
-    damaged._encode = flip
+    damaged.collectives.gather = flip
     said = fails(damaged)
     assert "checksum" in said, said
     shared = CompressionState(LowRankCompression.using(warmup=1))
     ddp = wrap(net(), shared)
     loss_of(ddp, 0).backward()
-    add = shared._sum
+    add = shared.collectives.sum
 
     def flip_sum(tensor):
         if RANK == RANKS - 1 and tensor.dtype == torch.int32:
             tensor[7] ^= 1
         return add(tensor)
 
-    shared._sum = flip_sum
+    shared.collectives.sum = flip_sum
     said = message_of(lambda: loss_of(ddp, 1).backward())
     assert "checksum" in said, said
     unnamed = CompressionState(LowRankCompression)
