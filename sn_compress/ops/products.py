@@ -24,6 +24,7 @@ from ..arrays import (
     product,
     split,
     subtract_product,
+    turned,
 )
 
 _CHUNK = 1 << 18  # elements of a matrix that a thread takes at a time
@@ -38,16 +39,16 @@ def kernel(core: Any) -> int | None:
 
 def times_rows(factors: Sequence[Array], matrices: Sequence[Array]) -> Array:
     """[sum of directions * rows]: factor @ matrix.T of each, one behind the other."""
-    shapes = [(len(q), m.shape[0]) for q, m in zip(factors, matrices, strict=True)]
+    shapes = [(q.shape[0], m.shape[0]) for q, m in zip(factors, matrices, strict=True)]
     flat, sums = _into(matrices, shapes)
     if sums and _run("times_rows", matrices, sums, factors, axis=0):
         return flat
-    return _joined([q @ m.T for q, m in zip(factors, matrices, strict=True)])
+    return _joined([q @ turned(m) for q, m in zip(factors, matrices, strict=True)])
 
 
 def times_columns(factors: Sequence[Array], matrices: Sequence[Array]) -> Array:
     """[sum of directions * columns]: factor @ matrix of each, one behind the other."""
-    shapes = [(len(p), m.shape[1]) for p, m in zip(factors, matrices, strict=True)]
+    shapes = [(p.shape[0], m.shape[1]) for p, m in zip(factors, matrices, strict=True)]
     flat, sums = _into(matrices, shapes)
     if sums and _run("times_columns", matrices, factors, sums, axis=1):
         return flat
@@ -65,7 +66,7 @@ def outer(
         if _run("outer", made, left, right, axis=0):
             return list(made)
     into = outs or [None] * len(left)
-    return [product(a.T, b, out) for a, b, out in zip(left, right, into, strict=True)]
+    return [product(turned(a), b, out) for a, b, out in zip(left, right, into, strict=True)]
 
 
 def subtract_outer(
@@ -74,7 +75,9 @@ def subtract_outer(
     """Each matrix less left.T @ right, in its place where the library can."""
     if _run("outer", matrices, left, right, axis=0, subtract=True):
         return list(matrices)
-    return [subtract_product(m, a.T, b) for m, a, b in zip(matrices, left, right, strict=True)]
+    return [
+        subtract_product(m, turned(a), b) for m, a, b in zip(matrices, left, right, strict=True)
+    ]
 
 
 def _run(

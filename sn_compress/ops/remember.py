@@ -10,6 +10,7 @@ from ..arrays import (
     Array,
     host_threads,
     host_view,
+    is_fixed,
     is_torch,
     namespace,
     squared_norm,
@@ -26,6 +27,8 @@ def remember(memory: Array, gradient: Array, decay: float, out: Array | None = N
     """
     if is_torch(memory):
         return sys.modules["torch"].add(gradient, memory, alpha=decay, out=out)
+    if is_fixed(memory):
+        return (memory if decay == 1 else memory * decay) + gradient
     xp = namespace(memory)
     part = memory if decay == 1 else xp.multiply(memory, xp.float32(decay), out=out)
     return xp.add(part, gradient, out=out)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..arrays import device_of, join, like_of, namespace
+from ..arrays import device_of, join, like_of, namespace, turned
 from ..errors import CompressError
 from ..ops.orthonormal import Orthonormal, most
 from ..ops.products import outer, subtract_outer, times_columns, times_rows
@@ -90,10 +90,10 @@ class LowRank(Part):
         wholes, steps = zip(*(_whole(it) for it in means), strict=True)
         flat, bits = state["basis"], most(max(max(it) for it in self.shapes)).bit_length() - 1
         for _ in range(_ITERATIONS + 1):
-            p = _turned(self._right.split(flat), [it.T for it in wholes])
+            p = _turned(self._right.split(flat), [turned(it) for it in wholes])
             q = _turned(self._left.split(self._left_rows(_rounded(p, bits))), wholes)
             flat = self._right_rows(_rounded(q, bits), flat)
-        p = _turned(self._right.split(flat), [it.T for it in wholes])
+        p = _turned(self._right.split(flat), [turned(it) for it in wholes])
         left, right = (
             columns.expected(
                 columns.peaks(
@@ -200,7 +200,7 @@ def _exact_outer(
 ) -> list[Array]:
     """See `outer`; one order of sums and one rounding, for ranks of unlike hardware."""
     into = outs or [None] * len(left)
-    return [_exact_product(a.T, b, out) for a, b, out in zip(left, right, into, strict=True)]
+    return [_exact_product(turned(a), b, out) for a, b, out in zip(left, right, into, strict=True)]
 
 
 def _exact_product(left: Array, right: Array, out: Array | None) -> Array:
