@@ -12,14 +12,20 @@ Gram-Schmidt in this form loses what rows have in common, squared: rows of digit
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from .. import _native
 from ..arrays import (
+    FLOAT64,
+    INT32,
     Array,
     Constant,
+    device_of,
+    host_threads,
+    host_view,
     inverse,
     is_fixed,
     join,
@@ -30,6 +36,7 @@ from ..arrays import (
     spread,
     steady,
     take,
+    to_host,
     transposed,
     turned,
 )
@@ -64,6 +71,7 @@ class Orthonormal:
         for at, (rows, width) in enumerate(shapes):
             alike.setdefault(((rows.bit_length() + 1) // 2, width.bit_length()), []).append(at)
         ends = np.cumsum([0, *(rows * width for rows, width in shapes)])
+        self._table, self._ends = np.array(shapes, np.int64), ends
         n, self._rows = int(ends[-1]), max(rows for rows, _ in shapes)
         self._groups: list[tuple[int, int, int]] = []  # matrices, and rows and width of each
         places, rows_of = [], []
@@ -135,9 +143,36 @@ class Orthonormal:
         sums : [n] whole numbers of any dtype, matrix after matrix; at most `most(width)` in
             magnitude
         """
+        if (made := self._compiled(sums, instead)) is not None:
+            return made
         with steady(sums):  # a row of zeros is divided by, and put aside
             wide = namespace(sums).astype(sums, namespace(sums).float64)
             return (self._found_apart if is_fixed(sums) else self._found)(wide, instead)
+
+    def _compiled(self, sums: Array, instead: Array | None) -> Array | None:
+        """The same bits by the extension, each matrix by itself; None where it cannot."""
+        wide = host_view(sums, FLOAT64)
+        view = host_view(sums, INT32) if wide is None else wide
+        other = None if instead is None else host_view(instead)
+        if view is None or (instead is not None and other is None):
+            return None
+        if (core := _native.core()) is None:
+            return None
+        xp = namespace(sums)
+        made = xp.empty(sums.shape[0], dtype=xp.float32, device=device_of(sums))
+        out, bits = to_host(made), _bits(self._rows)
+        threads = host_threads(sums)
+        step = len(self._table) if threads == 1 else 1
+
+        def work(firsts: Iterator[int]) -> None:
+            for first in firsts:
+                last = min(first + step, len(self._table))
+                here = slice(int(self._ends[first]), int(self._ends[last]))
+                mine = None if other is None else other[here]
+                core.orthonormal(view[here], mine, self._table[first:last], bits, out[here])
+
+        _native.parallel(work, range(0, len(self._table), step), threads)
+        return made
 
     def _found(self, sums: Array, instead: Array | None) -> Array:
         xp = namespace(sums)
