@@ -58,8 +58,8 @@ class CompressionState:
     find_unused_parameters : as DDP has it. On CUDA tensors it costs one wait for the device a
         bucket, to keep the memory of parameters that were not used; on the CPU it is always on.
 
-    Raises CompressError for what is none of ours in place of compression or group, and for settings
-    that are not the same on all ranks (then in the first backward pass, on every rank).
+    Raises CompressError for what is none of ours in place of compression or group; in the first
+    backward pass, on every rank, for settings that ranks do not share.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class CompressionState:
         return self.engine.report()
 
     def parts(self, bucket: dist.GradBucket) -> list[Part]:
-        """The parameters of a bucket in the order in which their gradients lie there."""
+        """The parameters of a bucket in the order in which their gradients and axes lie there."""
         return parts_of([(self._name_of(each), each) for each in bucket.parameters()])
 
     def _name_of(self, parameter: torch.Tensor) -> str:
