@@ -1,98 +1,110 @@
-"""Tensors in mid-exchange: every round of all of them is begun before one is waited for.
+"""Exchanges in mid-way: every round of all of them is begun before one is waited for.
 
 Ranks finish their tensors in different orders. One that waited for the second round of one
-tensor, and had not begun that of another for which a second rank waits, would wait for ever.
+exchange, and had not begun that of another for which a second rank waits, would wait for ever. So
+what is waited for is always the first round that is open, of the first exchange in it: whoever
+waits has begun all that another rank can wait for before.
 
-Encoding can have a thread of its own, beside whatever computes the gradients. It takes tensors in
-the order in which they come, and behind each one the rounds of others that have arrived. It never
-waits for a rank, so `finish` can wait for it.
+What has arrived is looked at whenever something else is begun, and never waited for. Encoding can
+have a thread of its own, beside whatever computes the gradients. It takes exchanges in the order in
+which they come, and never waits for a rank, so `complete` can wait for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Executor, Future, wait
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ..codecs.base import Floats
-from ..sums.base import Array as Words
-from .session import Rounds
+Opened = Generator[Any, Any, Any]  # yields what is to be exchanged, is sent what came of it
 
 
 class Wire(Protocol):
-    """The rim's all-reduce, without waiting."""
+    """The rim's collectives, without waiting."""
 
-    def start(self, name: str, words: Words) -> Any:
-        """Send words off; the handle of their sum."""
+    def beside(self) -> AbstractContextManager[None]:
+        """Around all that is computed."""
+
+    def start(self, name: str, words: Any) -> Any:
+        """Send off what rounds have yielded; the handle of what comes of it."""
 
     def arrived(self, handle: Any) -> bool:
         """Whether `wait` would return at once."""
 
-    def wait(self, handle: Any) -> Words:
-        """The sum."""
+    def wait(self, handle: Any) -> Any:
+        """What came of it."""
 
 
 @dataclass
 class _Underway:
-    rounds: Rounds
+    rounds: Opened
     wire: Wire
-    handle: Any
+    handle: Any = None
     round: int = 0
-    mean: Floats | None = None
+    ended: bool = False
+    result: Any = None
+    error: BaseException | None = None  # found while something else was begun
 
 
 @dataclass
 class Pending:
-    """The tensors of one optimizer that are on their way, by name."""
+    """The exchanges of one optimizer that are on their way, by key: alike on all ranks."""
 
     _underway: dict[str, _Underway] = field(default_factory=dict)
     _jobs: list[Future[None]] = field(default_factory=list)
 
     def begin(
-        self, name: str, rounds: Callable[[], Rounds], wire: Wire, thread: Executor | None = None
+        self, key: str, rounds: Callable[[], Opened], wire: Wire, thread: Executor | None = None
     ) -> None:
         """Start the first round of what `rounds` returns; with a thread, do so there.
 
-        What fails in the thread is raised by the next `finish`.
+        What fails in the thread is raised by the next `complete`.
         """
         if thread is None:
-            self._first(name, rounds, wire)
+            self._first(key, rounds, wire)
         else:
-            self._jobs.append(thread.submit(self._first_beside, name, rounds, wire))
+            self._jobs.append(thread.submit(self._first_beside, key, rounds, wire))
 
-    def _first(self, name: str, rounds: Callable[[], Rounds], wire: Wire) -> None:
-        opened = rounds()
-        words = next(opened)
-        self._underway[name] = _Underway(opened, wire, wire.start(f"sn0.{name}", words))
+    def _first(self, key: str, rounds: Callable[[], Opened], wire: Wire) -> None:
+        with wire.beside():
+            under_way = _Underway(rounds(), wire)
+            words = next(under_way.rounds)
+            under_way.handle = wire.start(f"sn0.{key}", words)
+        self._underway[key] = under_way
 
-    def _first_beside(self, name: str, rounds: Callable[[], Rounds], wire: Wire) -> None:
-        self._first(name, rounds, wire)
-        for other, tensor in self._underway.items():
-            if tensor.mean is None and wire.arrived(tensor.handle):
-                self._advance(other)
+    def _first_beside(self, key: str, rounds: Callable[[], Opened], wire: Wire) -> None:
+        self._first(key, rounds, wire)
+        self._look()
 
-    def finish(self, name: str) -> Floats:
-        """The mean of a tensor, [n]; takes all others as far as it has to.
+    def poll(self) -> None:
+        """Take exchanges on whose round has arrived; what fails is raised by `complete`."""
+        if not self._jobs:  # or the thread looks itself
+            self._look()
+
+    def _look(self) -> None:
+        for key, under_way in self._underway.items():
+            if under_way.handle is not None and under_way.wire.arrived(under_way.handle):
+                try:
+                    self._advance(key)
+                except Exception as error:  # noqa: BLE001, raised where all ranks come to it
+                    under_way.error = error
+
+    def complete(self) -> dict[str, Any]:
+        """Take all that is on its way to its end: what the rounds have returned, by key.
 
         If that fails, so has the step, and nothing of it is on its way any more.
         """
-        self.complete()
-        mean = self._underway.pop(name).mean
-        assert mean is not None
-        return mean
-
-    def complete(self) -> None:
-        """Take all that is on its way as far as its mean; see `finish`."""
         try:
             self.settle()
-            while any(other.mean is None for other in self._underway.values()):
-                for each in sorted(self._underway):
-                    self._advance(each)
+            while left := [(it.round, key) for key, it in self._underway.items() if not it.ended]:
+                self._advance(min(left)[1])
         except BaseException:
             self.drop()
             raise
+        ended, self._underway = self._underway, {}
+        return {key: each.result for key, each in ended.items()}
 
     def settle(self) -> None:
         """Wait until the thread has done what it was given; raises what failed there."""
@@ -106,22 +118,22 @@ class Pending:
         wait(self._jobs)
         self._jobs.clear()
         left, self._underway = self._underway, {}
-        for tensor in left.values():
+        for each in left.values():
             # Taken, or the framework would keep the sum for ever. Why it failed has been said.
             with suppress(Exception):
-                if tensor.handle is not None and tensor.wire.arrived(tensor.handle):
-                    tensor.wire.wait(tensor.handle)
+                if each.handle is not None and each.wire.arrived(each.handle):
+                    each.wire.wait(each.handle)
 
-    def _advance(self, name: str) -> None:
-        tensor = self._underway[name]
-        if tensor.mean is not None:
-            return
-        handle, tensor.handle = tensor.handle, None  # good for one wait
-        total = tensor.wire.wait(handle)
+    def _advance(self, key: str) -> None:
+        under_way = self._underway[key]
+        if under_way.error is not None:
+            raise under_way.error
+        handle, under_way.handle = under_way.handle, None  # good for one wait
+        came = under_way.wire.wait(handle)
         try:
-            words = tensor.rounds.send(total)
+            with under_way.wire.beside():
+                words = under_way.rounds.send(came)
+                under_way.handle = under_way.wire.start(f"sn{under_way.round + 1}.{key}", words)
+            under_way.round += 1
         except StopIteration as end:
-            tensor.mean = end.value
-        else:
-            tensor.round += 1
-            tensor.handle = tensor.wire.start(f"sn{tensor.round}.{name}", words)
+            under_way.ended, under_way.result = True, end.value

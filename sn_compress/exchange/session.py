@@ -300,9 +300,9 @@ class SharedExchange:
         )
         return budget(taken, sum(self._left_out.values()) * taken / all_taken, self.ratio)
 
-    def undo(self) -> None:
-        """Take the last step of every tensor back; see Summable.undo."""
-        for tensor in self.tensors.values():
+    def undo(self, names: Iterable[str] | None = None) -> None:
+        """Take the last step of these tensors back, or of all; see Summable.undo."""
+        for tensor in [self.tensors[n] for n in (self.tensors if names is None else names)]:
             if tensor.before is not None:
                 for field, value in tensor.before.items():
                     setattr(tensor, field, value)

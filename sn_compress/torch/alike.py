@@ -18,6 +18,7 @@ from ..agreement import Said, agree, alike, plain, question
 from ..hardware import said
 from ..settings import Settings
 from .digests import digest
+from .in_flight import complete
 from .memory import Memory
 
 _DO = (
@@ -151,7 +152,7 @@ class Checked:
         what = f"the digest of the parameters at step {self.step}"
         asked = result_of(hvd, self.handle, limit_s=memory.settings.wait_s, what=what)
         if not alike(asked.numpy()):
-            memory.pending.complete()  # another rank may wait for our words before it comes here
+            complete(memory, sets)  # another rank may wait for our words before it comes here
             raise memory.sameness.apart(
                 self.step, self.said, total=partial(total, memory, sets), rank=sets.rank(),
                 ranks=sets.size(),

@@ -1,18 +1,18 @@
 """Compression of torch tensors in stock Horovod.
 
-Per gradient: encode with error feedback, start a collective of our own named after the parameter,
-hand Horovod a single zero to all-reduce under the parameter's own name. When Horovod is done with
-that zero, what `in_flight` has of the gradient waits for the others and decodes their mean.
+Horovod asks about every gradient of an optimizer before it hands any mean out. Asked, we file the
+gradient in its bucket, and hand Horovod a single zero to all-reduce under the parameter's own name.
+A bucket of which all has come starts its collectives, on the gradients' device; the means are
+written into the gradients. When Horovod is done with the first of those zeros, `in_flight` starts
+what was held back, and waits.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-import os
 import weakref
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
 from types import FrameType
@@ -30,8 +30,9 @@ from ..exchange.pending import Pending
 from ..saved import held, reading
 from ..settings import Settings
 from .alike import Checked, agree_on_calls, agree_on_optimizers, alike_in_hardware, total
+from .buckets import Buckets
 from .caller import Caller, find_caller, sparse_gradient
-from .in_flight import Cast, InFlight, InRounds, Reducer, Shown
+from .in_flight import Cast, InFlight, InRounds, Reducer, Shown, begin, complete, rounds
 from .memory import Memory
 
 _log = logging.getLogger(__name__)
@@ -60,10 +61,22 @@ def compress(tensor: torch.Tensor, settings: Settings, frame: FrameType) -> tupl
         return tensor, None  # a differentiable all-reduce; encoding would cut the graph
     if caller.opens:
         _open(memory, caller)
-    memory.enter(caller.name)
     due = caller.opens and caller.optimizer is not None and memory.sameness.step()
     wire, ctx = _send(tensor, caller, memory)
+    if caller.optimizer is not None:
+        _come(caller, ctx if isinstance(ctx, InRounds) else None, memory)
     return wire, Checked.begin(memory, caller.optimizer, ctx) if due else ctx
+
+
+def _come(caller: Caller, filed: InRounds | None, memory: Memory) -> None:
+    """Start the bucket of which this gradient was the last; take on what has arrived."""
+    assert memory.buckets is not None
+    if filed is not None:
+        memory.side.follow(filed.tensor)
+    full = memory.buckets.come(str(caller.name), filed)
+    if full is not None:
+        begin(memory, full, caller.process_set)
+    memory.pending.poll()
 
 
 def _send(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[Any, Any]:
@@ -93,7 +106,8 @@ def _open(memory: Memory, caller: Caller) -> None:
     if caller.optimizer is None:
         memory.pending = Pending()  # other calls, and other threads, have their own
     else:
-        memory.pending.drop()
+        memory.begin_step()
+        _lay_out(memory, caller.optimizer)
     if memory.agreed == ranks:
         return
     memory.traffic.speaks = sets.rank() == 0
@@ -114,14 +128,22 @@ def _open(memory: Memory, caller: Caller) -> None:
         own.agreed = ranks
 
 
-@cache
-def _thread() -> ThreadPoolExecutor:
-    """The one in which tensors of all optimizers are encoded."""
-    return ThreadPoolExecutor(1, thread_name_prefix="sn_compress-encode")
-
-
-# Threads do not survive a fork; the child makes its own.
-os.register_at_fork(after_in_child=_thread.cache_clear)
+def _lay_out(memory: Memory, optimizer: Any) -> None:
+    """Lay buckets out, or see to it that they are still of all that Horovod asks about."""
+    asked, names = optimizer._requires_update, optimizer._parameter_names
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    for parameter in trained:
+        if parameter not in asked:
+            what = names.get(parameter, "a parameter without a name")
+            raise CompressError(
+                f"{what} of shape {tuple(parameter.shape)} is trained, but Horovod does not reduce "
+                "it: it was added, or set to require gradients, after DistributedOptimizer was "
+                "made. Make that anew, with all parameters."
+            )
+    if memory.buckets is None:
+        # Gradients mostly come in the reverse of this order.
+        every = [p for group in optimizer.param_groups for p in group["params"] if p in asked]
+        memory.buckets = Buckets((names[p], p.numel(), p.device) for p in reversed(every))
 
 
 def _memory_for(caller: Caller, settings: Settings) -> Memory:
@@ -177,27 +199,25 @@ def _on_host(tensor: torch.Tensor) -> Any:
 
 
 def _send_shared(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[Any, Any]:
-    name, shared = str(caller.name), memory.shared
-    values = _on_host(tensor)
-    ranks = caller.process_set.size()
-    factor = caller.scale * (ranks if caller.op == hvd.Sum else 1)
+    name, shared, sets = str(caller.name), memory.shared, caller.process_set
+    factor = caller.scale * (sets.size() if caller.op == hvd.Sum else 1)
+    values = tensor.detach()
+    # Horovod reduces no bfloat16; what half precision takes is sent later.
+    kind = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
     if shared.dense(name, tensor.shape):
-        # Horovod reduces no bfloat16; what half precision takes is sent later.
-        kind = np.float16 if tensor.dtype == torch.float16 else np.float32
-        wire = torch.from_numpy(shared.whole(name, values, wire=kind)).reshape(tensor.shape)
-        wire = wire.to(tensor.device)
+        if caller.optimizer is not None:
+            memory.begins([name], dense=True)
+        wire = shared.whole(name, values.reshape(-1), wire=kind).view(tensor.shape)
         memory.traffic.dense(name, tensor.numel(), wire.numel() * wire.element_size())
         return wire, Shown(memory, name, factor, tensor.dtype)
-
-    rank = caller.process_set.rank()
-    rounds = partial(shared.exchange, name, values, ranks=ranks, rank=rank)
-    beside = memory.settings.overlap and caller.optimizer is not None
-    wire = Reducer(caller.process_set, memory.settings.wait_s)
-    memory.pending.begin(name, rounds, wire, _thread() if beside else None)
     # Grouped all-reduces want one dtype, that of the plain tensors beside it.
-    dtype = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
-    token = torch.zeros(1, dtype=dtype, device=tensor.device)
-    return token, InRounds(memory, name, factor, tensor.detach(), ranks, memory.pending)
+    token = torch.zeros(1, dtype=kind, device=tensor.device)
+    if caller.optimizer is not None:
+        return token, InRounds(memory, name, factor, values, partial(complete, memory, sets))
+    alone = InRounds(memory, name, factor, values.clone(), memory.pending.complete)
+    wire = Reducer(sets, memory.settings.wait_s, memory.side, tensor.device)
+    memory.pending.begin(name, partial(rounds, memory, [alone], sets), wire)
+    return token, alone
 
 
 def _send_payload(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[Any, Any]:
@@ -253,6 +273,8 @@ def _exchange_of(optimizer: Any) -> Any:
     """Where the memories are, with nothing still being encoded."""
     memory = _memory_of(optimizer)
     memory.pending.settle()
+    memory.side.join()
+    memory.settle()
     return memory.exchange
 
 
@@ -341,11 +363,11 @@ class _ElasticHandler(StateHandler):
         self._saved = copy.deepcopy(state_dict(self.value.optimizer))
 
     def restore(self) -> None:
-        _memory_of(self.value.optimizer).pending.drop()
+        _memory_of(self.value.optimizer).give_up()
         _memory_of(self.value.optimizer).begin_anew()
         load_state_dict(self.value.optimizer, copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        _memory_of(self.value.optimizer).pending.drop()
+        _memory_of(self.value.optimizer).give_up()
         synchronize(self.value.optimizer, 0)
         self.save()

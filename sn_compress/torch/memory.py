@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
-
-import numpy as np
 
 from ..codecs.base import Payload
 from ..codecs.fft import FFTCodec
@@ -18,6 +16,8 @@ from ..sameness import Sameness
 from ..settings import Settings
 from ..theta import ThetaInTime
 from .aside import Aside
+from .buckets import Buckets
+from .streams import SideStream
 
 
 class Memory:
@@ -29,6 +29,11 @@ class Memory:
         self.theta = ThetaInTime(settings, threads)
         self.shared = settings.shared()
         self.pending = Pending()
+        self.side = SideStream()
+        self.buckets: Buckets | None = None
+        self._failed_steps = 0  # that broke off, on all ranks alike
+        self._coded: set[str] = set()  # of which the exchange has begun this step, until its end
+        self._dense: set[str] = set()  # likewise, where it is dense
         self.traffic = Traffic()
         self.sameness = Sameness(settings.check_every)
         self.agreed: int | None = None  # with how many ranks
@@ -36,39 +41,67 @@ class Memory:
         self.aside: Aside | None = None  # where the tuner has settled on plain
         self.scaler: Any = None  # watched, see Compression.watch
         self._scale = 1.0
-        self._seen: set[str | None] = set()
-        self._lost = False
+        self._broken = 0  # steps that broke off, on all ranks alike
 
-    def enter(self, name: str | None) -> None:
-        """A gradient arrives; that of a name seen before begins a new step."""
-        if self.scaler is None:
-            return
-        if name in self._seen:
-            self._seen.clear()
-        if not self._seen:
-            self._follow_scaler()
-        self._seen.add(name)
+    def begin_step(self) -> None:
+        """The first gradient of a step is about to be sent."""
+        self.give_up()
+        self.settle()
 
-    def check(self, mean: Any) -> None:
-        """Note a mean that a watched loss scaler will skip."""
-        if self.scaler is not None and not np.isfinite(mean).all():
-            self._lost = True
+    def give_up(self) -> None:
+        """Forget what is on its way, of a step that broke off; waits for no other rank.
+
+        It is taken back: ranks may have come to different places of it, and have to be alike.
+        """
+        self.pending.drop()
+        self.side.join()
+        filed = self.buckets is not None and self.buckets.rest()
+        begun, self._coded, self._dense = self._coded | self._dense, set(), set()
+        if filed or begun:
+            # Some ranks may have sent a round off that others never will.
+            self._broken += 1
+        if self.settings.exchange == "shared":
+            self.shared.undo(begun)
+        if self.buckets is not None:
+            self.buckets.begin()
+
+    def wire_name(self, key: str) -> str:
+        """That of collectives, under which nothing of a step that broke off is still waiting."""
+        return f"{key}.{self._broken}" if self._broken else key
+
+    def begins(self, names: Iterable[str], *, dense: bool = False) -> None:
+        """The exchange begins a step of these tensors."""
+        (self._dense if dense else self._coded).update(names)
+
+    def comes_back(self) -> None:
+        """The framework hands out its first mean of this step: all gradients were sent."""
+        self._dense.clear()
+
+    def complete(self) -> None:
+        """All that is on its way comes to its end; if that fails, so has the step."""
+        try:
+            self.pending.complete()
+        except BaseException:
+            self.give_up()
+            raise
+        self.side.join()
+        self._coded.clear()
 
     def watch(self, scaler: Any) -> None:
         """See Compression.watch."""
         self.scaler, self._scale = scaler, scaler.get_scale()
         self.feedback.undoable = True
 
-    def _follow_scaler(self) -> None:
-        if self._lost:
-            # A step with NaN in any tensor was skipped on all ranks: what the other tensors
-            # sent in it has reached nobody.
+    def settle(self) -> None:
+        """Keep what was done so far; take a step back that a watched scaler has skipped."""
+        if self.scaler is None:
+            return
+        scale = self.scaler.get_scale()
+        if scale < self._scale:  # that is how a scaler says so, on all ranks alike
             self.feedback.undo()
             self.shared.undo()
-            self._lost = False
         self.feedback.settle()
         self.shared.settle()
-        scale = self.scaler.get_scale()
         if scale != self._scale:  # the memories are of scaled gradients
             self.feedback.rescale(scale / self._scale)
             self.shared.rescale(scale / self._scale)
@@ -120,6 +153,7 @@ class Memory:
         self.come_back()
         self.tuner = None  # it counted the steps of other ranks
         self.agreed = None
+        self._broken = 0
         self.sameness.begin_anew()
 
     def release(self, name: str) -> Any:
