@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -14,8 +14,8 @@ from ._waiting import WAIT_S
 from .agreement import said_of
 from .codecs.fft import PAPER, FFTCodec
 from .errors import CompressError
-from .exchange.session import SharedExchange
 from .schedule import Constant, Schedule
+from .sums.session import SharedExchange, is_large
 
 CompressionName = Literal["FFTCompression", "LowRankCompression", "AutoCompression"]
 
@@ -176,8 +176,12 @@ class Settings:
         return Constant(self.theta) if isinstance(self.theta, float | int) else deepcopy(self.theta)
 
     def said(self) -> list[tuple[str, str]]:
-        """Those that all ranks have to have alike, for exchange.agreement."""
+        """Those that all ranks have to have alike, as `agreement` compares them."""
         return said_of(self, but=("threads", "wait_s"))
+
+    def compresses(self, shape: Sequence[int]) -> bool:
+        """Whether a tensor of this shape is worth compressing."""
+        return is_large(shape, self.min_elements)
 
     def codec(self, threads: int) -> FFTCodec:
         """The codec of the first step; `threads` is used where the settings leave it open."""

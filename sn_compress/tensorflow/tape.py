@@ -251,7 +251,7 @@ def compress(tensor: Any, settings: Settings, frame: FrameType) -> tuple[Any, An
     n = tensor.shape.num_elements()
     shared = settings.exchange == "shared"
     fits = tensor.dtype in _FLOATS and n is not None and not _unclear(call, shared)
-    if not fits or not memory.takes(_label(call, tensor), n):
+    if not fits or not memory.takes(_label(call, tensor), tensor.shape.as_list()):
         return _send_plain(_after_slots(tensor, call, memory), call, memory)
     return _send(tensor, call, memory, shared)
 

@@ -23,12 +23,12 @@ from ..codecs.base import Bytes, Floats
 from ..codecs.fft import FFTCodec
 from ..codecs.gather import mean_of_gathered, on_wire, wire_bytes
 from ..errors import CompressError, PayloadError
-from ..exchange.session import Rounds, SharedExchange
 from ..feedback import ErrorFeedback
 from ..report import Traffic
 from ..sameness import Sameness
 from ..saved import arrays_of, reading
 from ..settings import Settings
+from ..sums.session import Rounds, SharedExchange
 from ..theta import ThetaInTime, squares
 
 Words = npt.NDArray[np.int32]
@@ -116,9 +116,9 @@ class Traced:
         with self._lock:
             self.traffic.sparse(name, elements, nbytes)
 
-    def takes(self, name: str, elements: int) -> bool:
+    def takes(self, name: str, shape: Sequence[int]) -> bool:
         """Whether a gradient is compressed; one that shrank goes on to be, small as it may be."""
-        return self.exchange().remembers(name) or self.shared.takes(name, elements)
+        return self.exchange().remembers(name) or self.shared.takes(name, shape)
 
     def slots(self, handles: Iterable[str]) -> list[int]:
         """One number per variable, in the order in which they first come.

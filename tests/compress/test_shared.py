@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from sn_compress.errors import CompressError, PayloadError
-from sn_compress.exchange.session import SharedExchange
 from sn_compress.sums.choose import Curve, Size, allocate, words_of
 from sn_compress.sums.low_rank import LowRank
 from sn_compress.sums.rows import Rows
+from sn_compress.sums.session import SharedExchange
 from sn_compress.sums.summable import Summable, exchange
 
 SHAPE = (24, 5, 3)
@@ -417,7 +417,7 @@ def test_after_a_restart_with_other_shapes_what_was_not_sent_travels():
         one_step((40, 30))
     cut = [s.residual("a").reshape(40, 30)[:20] for s in sessions]
     assert all(np.abs(left).max() > 0 for left in cut)
-    sessions[0].takes("gone", 10)
+    sessions[0].takes("gone", (10,))
     for s, left in zip(sessions, cut, strict=True):
         s.restart({"a": left})
     resumed = [SharedExchange(ratio=10, warmup=1, min_elements=200) for _ in range(2)]

@@ -57,7 +57,7 @@ def real(way):
 
 def exchange_of(way, sessions, name, parameter):
     if way == "shared":
-        takes = [session.takes(name, parameter.numel()) for session in sessions]
+        takes = [session.takes(name, parameter.shape) for session in sessions]
         return Shared(sessions, name, tuple(parameter.shape)) if all(takes) else Plain()
     codecs = [WAYS[way].settings.codec(threads=1) for _ in range(RANKS)]
     return Plain() if parameter.numel() < SMALLEST else Gather(codecs)

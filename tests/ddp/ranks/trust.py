@@ -140,7 +140,7 @@ def equal_ranks_are_never_told_to_differ():
             optimizer.zero_grad()
             loss_of(ddp, step).backward()
             optimizer.step()
-        assert state._sameness.same_at == 15
+        assert state.engine.sameness.same_at == 15
         asked = 4 + (state.settings.exchange == "shared")  # of hardware, too
         assert state.report()["other_bytes"] == asked * 17 * 8
 

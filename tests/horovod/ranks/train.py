@@ -140,7 +140,7 @@ def two_optimizers():
         optimizer.step()
     for i, optimizer in enumerate(optimizers):
         state = FFTCompression.state_dict(optimizer)
-        assert list(state["memory"]) == [f"net{i}.weight"]
+        assert list(state["feedback"]["memory"]) == [f"net{i}.weight"]
 
 
 def join(way=SHARED):
