@@ -94,7 +94,8 @@ def _send(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[Any, An
         plain_itemsize=kind.itemsize,
     )  # fmt: skip
     if step.plain:
-        if own and all(p.dtype != torch.bfloat16 for p in caller.optimizer._requires_update):
+        chosen = own and gradient.is_float and memory.settings.compresses(gradient.shape)
+        if chosen and all(p.dtype != torch.bfloat16 for p in caller.optimizer._requires_update):
             memory.stand_aside(caller.optimizer)  # Horovod reduces all of it as it is
         wire = tensor if flat.data_ptr() == tensor.data_ptr() else flat.view(tensor.shape)
         return wire.to(kind), None if kind == tensor.dtype else Cast(tensor.dtype)

@@ -96,7 +96,7 @@ class Memory:
     def stand_aside(self, optimizer: Any) -> None:
         """Leave the optimizer to stock Horovod for as long as the tuner has nothing to do.
 
-        Called when a tensor goes plain.
+        Called when a tensor goes plain by the tuner's choice.
         """
         engine = self.engine
         steps = engine.tuner.idle_steps if engine.tuner and self.aside is None else 0
