@@ -166,6 +166,14 @@ class Settings:
                 "torch. Leave it out."
             )
 
+    def refuse_wait(self, where: str) -> None:
+        """Raise CompressError if wait_s is set where a process group of torch says how long."""
+        if self.wait_s != WAIT_S:
+            raise CompressError(
+                f"wait_s={self.wait_s!r} has no effect with {where}; it waits as long as its "
+                "process group does. Set init_process_group(timeout=...)."
+            )
+
     @property
     def fixed(self) -> bool:
         """Whether theta is the same at every step."""

@@ -4,7 +4,7 @@
     ddp_model.register_comm_hook(state, compression_hook)
 
 DDP hands the hook a bucket: the gradients of some parameters in one flat tensor. The engine knows
-each parameter by name, because DDP makes new buckets after the first step. Of each bucket
+each parameter by name, as DDP makes new buckets after the first step. Of each bucket
 
 1. what travels plain is all-reduced together, at once where it is all of the bucket;
 2. what is compressed travels in the collectives that the engine asks for: one all-gather of
@@ -17,9 +17,7 @@ where the tensors are; the payloads of FFTCompression need the extra [cuda] ther
 """
 # No `from __future__ import annotations`: DDP compares the hook's annotations as objects.
 
-import math
-from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,8 +26,7 @@ import torch
 import torch.distributed as dist
 
 from .. import engine_state
-from .._waiting import WAIT_S
-from ..carry import Carry, Gradient
+from ..carry import Gradient
 from ..codecs import saving
 from ..compression import Compression, settings_of
 from ..engine import Engine
@@ -39,28 +36,12 @@ from ..prediction.tuning import Tuner
 from ..saved import held, reading
 from ..sums.session import SharedExchange
 from .buckets import GROUP
+from .collectives import Collectives
 from .digests import digest
-from .layout import Axes, axes_of, reorder
+from .layout import Part as Part
+from .layout import changes_of, layout_of, parts_of, said_of
 
 _OVER = object()
-# torch 2.13 gave it another name, and warns under the old one.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-@dataclass(frozen=True)
-class Part:
-    """One parameter's stretch of a flat tensor."""
-
-    name: str
-    start: int
-    shape: tuple[int, ...]
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self.shape)
-
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat[self.start : self.start + self.elements]
 
 
 class CompressionState:
@@ -92,21 +73,15 @@ class CompressionState:
     ) -> None:
         self.compression = compression
         self.settings = settings_of(compression, "CompressionState")
-        _check_group(process_group)
+        self.process_group, self.collectives = process_group, Collectives(process_group)
         self.settings.refuse_torch_only("torch's DistributedDataParallel", tunes=True)
-        if self.settings.wait_s != WAIT_S:
-            raise CompressError(
-                f"wait_s={self.settings.wait_s!r} has no effect with torch's "
-                "DistributedDataParallel; it waits as long as its process group does. Set "
-                "init_process_group(timeout=...)."
-            )
+        self.settings.refuse_wait("torch's DistributedDataParallel")
         self.engine = Engine(
             self.settings, torch.get_num_threads(), stock="DDP", scaler=scaler,
             find_unused=find_unused_parameters,
         )  # fmt: skip
         self.feedback, self.shared = self.engine.feedback, self.engine.shared
         self.traffic = self.engine.traffic
-        self.process_group = process_group
         # By identity; held, so that no other tensor can get the same one.
         self._names: dict[int, tuple[torch.Tensor, str]] = {}
         self._all_named = named_parameters is not None
@@ -119,12 +94,12 @@ class CompressionState:
     @property
     def ranks(self) -> int:
         """How many take part."""
-        return dist.get_world_size(self.process_group)
+        return self.collectives.ranks
 
     @property
     def rank(self) -> int:
         """The number of this rank among them."""
-        return dist.get_rank(self.process_group)
+        return self.collectives.rank
 
     @property
     def exchange(self) -> ErrorFeedback | SharedExchange:
@@ -146,11 +121,7 @@ class CompressionState:
 
     def parts(self, bucket: dist.GradBucket) -> list[Part]:
         """The parameters of a bucket in the order in which their gradients lie there."""
-        found, start = [], 0
-        for parameter in bucket.parameters():
-            found.append(Part(self._name_of(parameter), start, tuple(parameter.shape)))
-            start += parameter.numel()
-        return found
+        return parts_of([(self._name_of(each), each) for each in bucket.parameters()])
 
     def _name_of(self, parameter: torch.Tensor) -> str:
         if id(parameter) not in self._names:
@@ -168,93 +139,46 @@ class CompressionState:
     ) -> Generator[None, None, None]:
         """Average flat tensors in place.
 
-        Comes back whenever collectives have been started; going on waits for them. All ranks have
-        to go through the rounds of all their tensors in the same order.
+        Comes back whenever collectives have been started; going on waits for them. All ranks go
+        through the rounds of all their tensors in the same order.
         """
-        total = partial(self._total, flats[0][0].device)
-        self._agree(flats[0][0])
+        like = flats[0][0]
+        total = partial(self._total, like.device)
+        said = said_of(self._names.values()) if self._all_named else []
+        self.engine.agree(
+            said, total=total, rank=self.rank, ranks=self.ranks, like=like, name="start",
+            do="Make CompressionState alike on all ranks.",
+        )  # fmt: skip
         plain: list[Generator[None, None, None]] = []
+        dense: list[Gradient] = []
         coded: list[Gradient] = []
         for flat, parts in flats:
             given = [Gradient(part.name, part.shape, part.of(flat)) for part in parts]
             step = self.engine.sort(given, ranks=self.ranks, total=total)
             for each in step.dense:
                 each.values.copy_(self.engine.whole(each))
-            if step.plain or step.dense:
+            if views := [each.values for each in (*step.plain, *step.dense)]:
                 packed = None if step.coded else flat
-                plain.append(self._plain_rounds(step.plain, step.dense, packed))
+                plain.append(self.collectives.averages(views, packed))
+            dense += step.dense
             coded += step.coded
         for begun in plain:
             next(begun)
         if coded:
-            yield from self._coded_rounds(coded)
+            rounds = self.engine.rounds(coded, ranks=self.ranks, rank=self.rank)
+            yield from self.collectives.carry(rounds)
         else:
             yield
         for begun in plain:
             for _ in begun:
                 pass
-
-    def _plain_rounds(
-        self, plain: list[Gradient], dense: list[Gradient], packed: torch.Tensor | None
-    ) -> Generator[None, None, None]:
-        """All-reduce gradients as they are; `packed` is the tensor that they are all of."""
-        views = [each.values for each in (*plain, *dense)]
-        together = torch.cat(views) if packed is None else packed
-        together.div_(self.ranks)  # before the sum, which half precision might not hold
-        work = self._sum(together)
-        yield
-        work.wait()
-        if packed is None:
-            for view, mean in zip(views, together.split([it.numel() for it in views]), strict=True):
-                view.copy_(mean)
         for each in dense:
             self.engine.learn(str(each.name), each.values)
 
-    def _coded_rounds(self, coded: Sequence[Gradient]) -> Generator[None, None, None]:
-        """Do the collectives that the engine asks for."""
-        rounds = self.engine.rounds(coded, ranks=self.ranks, rank=self.rank)
-        with torch.no_grad():
-            asked = next(rounds, None)
-        while asked is not None:
-            begun = [self._begin(carry) for carry in asked]
-            yield
-            for work, result in begun:
-                work.wait()
-                if result.is_cuda:  # made on the stream of the backward pass, read on this one
-                    result.record_stream(torch.cuda.current_stream(result.device))
-            try:
-                with torch.no_grad():
-                    asked = rounds.send([result for _, result in begun])
-            except StopIteration:
-                asked = None
-
-    def _begin(self, carry: Carry) -> tuple[dist.Work, torch.Tensor]:
-        words: torch.Tensor = carry.words
-        if carry.kind == "sum":
-            return self._sum(words), words
-        gathered = words.new_empty(self.ranks * words.numel())
-        return _all_gather(gathered, words, group=self.process_group, async_op=True), gathered
-
-    def _sum(self, tensor: torch.Tensor) -> dist.Work:
-        return dist.all_reduce(tensor, group=self.process_group, async_op=True)
-
-    def _agree(self, like: torch.Tensor) -> None:
-        named = self._names.values() if self._all_named else ()
-        self.engine.agree(
-            [
-                (f"tensor {place}", f"{name!r} {tuple(parameter.shape)} {parameter.dtype}")
-                for place, (parameter, name) in enumerate(named)
-            ],
-            total=partial(self._total, like.device), rank=self.rank, ranks=self.ranks, like=like,
-            name="start", do="Make CompressionState alike on all ranks.",
-        )  # fmt: skip
-
     def _total(self, device: torch.device, _: str, words: Any) -> Any:
         """The sum over the ranks, at once."""
-        total = torch.from_numpy(words.copy()).to(device)
         self.traffic.beside(words.nbytes)
-        self._sum(total).wait()
-        return total.cpu().numpy()
+        return self.collectives.total(words, device)
 
     def begin_pass(self) -> None:
         """A backward pass begins; what is still there is of one that ended with an error."""
@@ -289,42 +213,22 @@ class CompressionState:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         state = engine_state.state_dict(self.engine, ranks=self.ranks, rank=self.rank)
-        return saving.each(np.ndarray, torch.from_numpy, state | {"layout": self._layout()})
+        return saving.each(
+            np.ndarray, torch.from_numpy, state | {"layout": layout_of(self._names.values())}
+        )
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Take over this rank's state, or the list of all ranks' states, in order of rank.
 
-        From as many ranks as there are now, each takes its own. From another number, each takes
-        the mean: what all still have to send together is then what it was. Nothing changes if a
-        state does not fit.
+        From another number of ranks, each takes the mean. Nothing changes if a state does not fit.
         """
         with reading("the saved state"):
             held(state)
             arrays = saving.each(torch.Tensor, lambda tensor: tensor.cpu().numpy(), state)
         engine_state.load_state_dict(
             self.engine, arrays, ranks=self.ranks, rank=self.rank,
-            changes=lambda saved: self._moved(saved.get("layout", {})),
+            changes=lambda saved: changes_of(self._names.values(), saved.get("layout", {})),
         )  # fmt: skip
-
-    def _layout(self) -> dict[str, Axes]:
-        """How each parameter lies in memory, and so what is remembered of its gradient."""
-        named = self._names.values()
-        return {name: axes_of(parameter.shape, parameter.stride()) for parameter, name in named}
-
-    def _moved(self, saved: Any) -> dict[str, Callable[[Any], Any]]:
-        """For parameters that lie otherwise than they did: from the saved order to theirs."""
-        found: dict[str, Callable[[Any], Any]] = {}
-        for parameter, name in self._names.values():
-            shape, new = tuple(parameter.shape), axes_of(parameter.shape, parameter.stride())
-            old = saved.get(name, new) if isinstance(saved, dict) else None
-            if not isinstance(old, list) or sorted(map(str, old)) != sorted(map(str, new)):
-                raise CompressError(
-                    f"the saved layout of {name!r} is {old!r}; expected the order of {len(new)} "
-                    "axes. Load what state_dict() returned, unchanged."
-                )
-            if old != new:
-                found[name] = partial(reorder, shape=shape, old=old, new=new)
-        return found
 
 
 def compression_hook(
@@ -380,19 +284,10 @@ def _sparse_rounds(
     flat = flat.div_(state.ranks).coalesce()  # as torch would, before it sends all of it
     nbytes = sum(each.numel() * each.element_size() for each in (flat.indices(), flat.values()))
     state.traffic.sparse(name, flat.values().numel(), nbytes)
-    work = dist.all_reduce(flat, group=state.process_group, async_op=True)
+    work = state.collectives.sum(flat)
     yield
     work.wait()
     future.set_result(work.get_future().wait()[0])
-
-
-def _check_group(group: Any) -> None:
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise CompressError(
-            f"CompressionState got a {type(group).__qualname__} as process_group; expected a "
-            "group of torch.distributed, or None for all ranks. Name what comes behind it: "
-            "named_parameters=..., scaler=..."
-        )
 
 
 def check_state(state: Any, where: str) -> None:
