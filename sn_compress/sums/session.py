@@ -12,7 +12,7 @@ Over 300 lines: what happens to one tensor in a step hangs on what it was at in 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -234,9 +234,9 @@ class SharedExchange:
             )
         return tensor
 
-    def undo(self) -> None:
-        """Take the last step of every tensor back; see Summable.undo."""
-        for tensor in self.tensors.values():
+    def undo(self, names: Iterable[str] | None = None) -> None:
+        """Take the last step of these tensors back, or of all; see Summable.undo."""
+        for tensor in [self.tensors[n] for n in (self.tensors if names is None else names)]:
             if tensor.before is not None:
                 for field, value in tensor.before.items():
                     setattr(tensor, field, value)

@@ -35,12 +35,12 @@ from ..feedback import ErrorFeedback
 from ..prediction.tuning import Tuner
 from ..saved import held, reading
 from ..sums.session import SharedExchange
+from .buckets import GROUP
 from .collectives import Collectives
 from .digests import digest
 from .layout import Part as Part
 from .layout import changes_of, layout_of, parts_of, said_of
 
-_GROUP = 2**23  # elements of buckets whose words travel together: a collective costs its latency
 _OVER = object()
 
 
@@ -254,7 +254,7 @@ def compression_hook(
         next(state.pending[-1])
     else:
         state.waiting.append((future, flat, state.parts(bucket)))
-    large = sum(each.numel() for _, each, _ in state.waiting) >= _GROUP
+    large = sum(each.numel() for _, each, _ in state.waiting) >= GROUP
     if state.waiting and (large or bucket.is_last() or state.settings.exchange == "gather"):
         group, state.waiting = state.waiting, []
         state.pending.append(_group_rounds(state, group))

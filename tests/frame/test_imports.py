@@ -34,7 +34,7 @@ LAYERS = (
     ("sn_compress.sums",),
     ("sn_compress.feedback", "sn_compress.owed", "sn_compress.schedule", "sn_compress.report"),
     ("sn_compress._backends",),
-    ("sn_compress.exchange", "sn_compress.gossip", "sn_compress.hardware"),
+    ("sn_compress.gossip", "sn_compress.hardware"),
     ("sn_compress.settings",),
     ("sn_compress.theta",),
     ("sn_compress.prediction.cost", "sn_compress.prediction.layers"),
