@@ -41,9 +41,9 @@ class Part:
 
 
 def parts_of(parameters: Iterable[tuple[str, torch.Tensor]]) -> list[Part]:
-    """Of parameters whose gradients lie one behind the other, as the parameters do.
+    """Of parameters whose gradients lie one behind the other, each as DDP's buckets have it.
 
-    A matrix that is stored transposed is one of those rows.
+    Its axes, too, as they lie: a matrix that is stored transposed is one of those rows.
     """
     found, start = [], 0
     for name, parameter in parameters:
