@@ -8,9 +8,15 @@
 
 #pragma GCC diagnostic ignored "-Wpsabi"  // wide vectors never cross a call: all is inlined
 
-// Sums live in registers only if no loop over them is left.
+// Sums live in registers only if all is inlined and no loop over them is left. Sanitizers look at
+// every access: such code takes a compiler ten times as long then, and no sum stays in a register.
+#if defined(__SANITIZE_ADDRESS__)
+#define SN_UNROLL
+#define SN_INLINE inline
+#else
 #define SN_UNROLL _Pragma("GCC unroll 16")
 #define SN_INLINE inline __attribute__((always_inline))
+#endif
 
 namespace sn {
 namespace {
