@@ -32,8 +32,9 @@ from .alike import (
     said_of_compression,
     said_of_variables,
 )
-from .tape import Memory, refuse_xla
+from .tape import Memory, Plain, compressed_means, refuse_xla
 from .tape import memory_of as _memory_of_compression
+from .tracing import Call
 
 # Those that are alive, to be compared among ranks.
 _made: weakref.WeakSet[Averaging] = weakref.WeakSet()
@@ -95,25 +96,46 @@ class Averaging:
         self, gradients: list[Any], places: tuple[int, ...], parts: Any, scope: str
     ) -> list[Any]:
         refuse_xla()
+        self._agree(scope)
+        found = list(gradients)
+        with tf.name_scope(scope), tf.control_dependencies([self._beside(gradients)]):
+            for part in parts if parts is not None else [tuple(range(len(places)))]:
+                group = None if parts is None else f"group_{places[part[0]]}"
+                names = [
+                    f"gradient_{places[i]}" if group is None else f"{group}.{place}"
+                    for place, i in enumerate(part)
+                ]
+                means = self._reduce([gradients[i] for i in part], names, group)
+                for i, mean in zip(part, means, strict=True):
+                    found[i] = mean
+        return found
+
+    def _reduce(self, gradients: list[Any], names: list[str], group: str | None) -> list[Any]:
+        """The means of gradients; those that are compressed first, the rest as Horovod does it."""
         how = {
             "compression": self.compression,
             "op": self.op,
             "process_set": self.process_set,
             **self.scales,
         }
-        self._agree(scope)
-        with tf.name_scope(scope), tf.control_dependencies([self._beside(gradients)]):
-            if parts is None:
-                return [
-                    hvd.allreduce(gradient, name=f"gradient_{place}", **how)
-                    for gradient, place in zip(gradients, places, strict=True)
-                ]
-            for part in parts:
-                group = [gradients[i] for i in part]
-                means = hvd.grouped_allreduce(group, name=f"group_{places[part[0]]}", **how)
-                for i, mean in zip(part, means, strict=True):
-                    gradients[i] = mean
-            return gradients
+        means = [None] * len(gradients)
+        if hasattr(self.compression, "settings"):
+            call = Call(
+                compression=self.compression, name=group or "gradients", sources=(), place=None,
+                op=self.op, process_set=self.process_set, ignore_name_scope=False,
+                scale=self.scales["prescale_factor"] * self.scales["postscale_factor"],
+            )  # fmt: skip
+            means = compressed_means(call, gradients, names)
+            how["compression"] = Plain
+        rest = [i for i, mean in enumerate(means) if mean is None]
+        if group is None:
+            reduced = [hvd.allreduce(gradients[i], name=names[i], **how) for i in rest]
+        else:
+            own = [gradients[i] for i in rest]
+            reduced = hvd.grouped_allreduce(own, name=group, **how) if own else []
+        for i, mean in zip(rest, reduced, strict=True):
+            means[i] = mean
+        return means
 
     def _agree(self, scope: str) -> None:
         """CompressError on every rank unless all have the same optimizers; while it traces.

@@ -18,7 +18,7 @@ import logging
 import os
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import FrameType
@@ -28,6 +28,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+from tensorflow.python.ops.control_flow_v2_func_graphs import CondBranchFuncGraph
 
 from ..codecs.gather import wire_bytes
 from ..compression import settings_of
@@ -37,6 +38,7 @@ from .alike import (
     agree_at_trace,
     as_variables,
     compared,
+    elastic,
     said_of_compression,
     said_of_variables,
 )
@@ -45,6 +47,7 @@ from .tracing import Call, find_call
 
 _log = logging.getLogger(__name__)
 _FLOATS = (tf.float32, tf.float16, tf.bfloat16)
+_BUCKET = 2**23  # elements, at most; larger tensors travel alone
 ROUNDS = 3  # of the shared exchange, at most: sizes, and two for low rank
 _as_written = tf.autograph.experimental.do_not_convert
 
@@ -86,9 +89,6 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
 
 # A compression that is dropped takes its memory along, unless Horovod's cache holds it.
 _memories: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
-# One call of Memory.slots serves all gradients of a call of Horovod, and so does one theta where it
-# follows what steps have lost.
-_slots_in: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 def memory_of(compression: Any) -> Memory:
@@ -130,30 +130,103 @@ class Cast:
         return tf.cast(reduced, self.dtype)
 
 
+def _wire_type(tensor: Any) -> Any:
+    return tf.float32 if tensor.dtype == tf.bfloat16 else tensor.dtype
+
+
+class Plain:
+    """A compression of Horovod's that only makes a type of what Horovod cannot reduce: bfloat16."""
+
+    @staticmethod
+    @_as_written
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """Called by Horovod."""
+        wire = _wire_type(tensor)
+        return (
+            (tensor, None) if wire == tensor.dtype else (tf.cast(tensor, wire), Cast(tensor.dtype))
+        )
+
+    @staticmethod
+    @_as_written
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """Called by Horovod."""
+        return tensor if ctx is None else ctx.finish(tensor)
+
+
 @dataclass(frozen=True)
-class OnItsWay:
-    """A gradient on its way, and how the nodes of its graph call Python."""
+class Mean:
+    """A gradient's mean, made with those of its bucket."""
+
+    like: Any  # the gradient: shape and dtype of the result
+    mean: Any  # [n] float32
+    call: Call
+
+    @_as_written
+    def finish(self, _: Any) -> Any:
+        """The mean as the gradient: shape, dtype, and the gradient of a plain hvd.allreduce."""
+        mean = tf.cast(tf.reshape(self.mean, self.like.shape), self.like.dtype)
+        if self.call.sources is None:
+            return _differentiable(self.like, mean, self.call)
+        return mean
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients of one call that travel together, and how the nodes of its graph call Python.
+
+    names, places : of each gradient, either what it is kept under or its place in `slots`
+    tensors : of known shapes
+    slots : of all variables of the call, which keeps the calls from being folded away
+    mark : in the names of its collectives
+    theta : of the step, a tensor; None if the step alone tells it
+    """
 
     call: Call
     memory: Memory
-    like: Any  # the gradient: shape and dtype of the result
-    slot: Any  # of its variable, a tensor
-    slots: Any  # what keeps the calls from being folded away
-    mark: str  # in the names of its collectives
-    theta: Any  # of the step, a tensor; None if the step alone tells it
+    names: Sequence[str | None]
+    places: Sequence[int | None]
+    tensors: Sequence[Any]
+    slots: Any
+    mark: str
+    theta: Any = None
 
-    def python(self, function: Callable[..., Any], inputs: list[Any], outputs: Any) -> Any:
-        """A node that calls `function(key, *inputs)` at each step."""
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each gradient."""
+        return [tensor.shape.num_elements() for tensor in self.tensors]
 
-        def run(slot: Any, _: Any, *values: Any) -> Any:
-            return function(self.memory.key(self.call.name, int(slot)), *values)
+    def vectors(self) -> list[Any]:
+        """The gradients, [n] float32 each."""
+        return [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in self.tensors]
+
+    def python(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any) -> Any:
+        """A node that calls `function(keys, inputs)` at each step."""
+
+        def run(slots: Any, *values: Any) -> Any:
+            keys = [
+                name if place is None else self.memory.key(name, int(slots[place]))
+                for name, place in zip(self.names, self.places, strict=True)
+            ]
+            return function(keys, values)
 
         with tf.device("CPU"):
-            return tf.numpy_function(run, [self.slot, self.slots, *inputs], outputs, stateful=False)
+            made = tf.numpy_function(run, [self.slots, *inputs], outputs, stateful=False)
+        # Eagerly, a list of one comes back as the one.
+        return [made] if isinstance(outputs, list) and not isinstance(made, list) else made
+
+    def reduce(self, tensor: Any, op: Any, kind: str) -> Any:
+        """Horovod's all-reduce of a vector of this bucket."""
+        return hvd.allreduce(
+            tf.identity(tensor, name=f"{self.mark}_{kind}"),
+            op=op,
+            name=self.name(kind),
+            ignore_name_scope=self.call.ignore_name_scope,
+            process_set=self.call.process_set,
+        )
 
     def name(self, kind: str) -> str | None:
         """Of a collective; Horovod names it after its input where the user gave none."""
-        return self.call.name and f"sn_{kind}_{self.call.name}"
+        return self.call.name and f"{self.mark}_{kind}_{self.call.name}"
 
     def ranks(self) -> int:
         """Asked at each step: an elastic run changes it after the trace."""
@@ -163,74 +236,71 @@ class OnItsWay:
         """From the mean to what was asked for."""
         return float(self.call.scale * (self.ranks() if self.call.op == hvd.Sum else 1))
 
-    def restored(self, mean: Any) -> Any:
-        """The mean as the gradient: shape, dtype, and the gradient of a plain hvd.allreduce."""
-        mean.set_shape([self.like.shape.num_elements()])
-        mean = tf.cast(tf.reshape(mean, self.like.shape), self.like.dtype)
-        if self.call.sources is None:
-            return _differentiable(self.like, mean, self.call)
-        return mean
+
+def gathered(bucket: Bucket) -> list[Any]:
+    """The means of a bucket whose payloads are gathered: a Python function before and behind."""
+    memory, sizes = bucket.memory, bucket.sizes
+    known = [] if bucket.theta is None else [bucket.theta]
+
+    def encode(keys: list[str | None], values: Sequence[Any]) -> Any:
+        theta = float(values[-1]) if known else None
+        return memory.encode(keys, values[: len(keys)], theta)
+
+    def decode(keys: list[str | None], values: Sequence[Any]) -> Any:
+        return memory.mean(
+            keys, values[0], ranks=bucket.ranks(), sizes=sizes, factor=bucket.factor()
+        )
+
+    payload = bucket.python(encode, [*bucket.vectors(), *known], tf.uint8)
+    each = [wire_bytes(memory.codec.payload_bytes(n)) for n in sizes]
+    payload.set_shape([sum(each) if memory.settings.fixed else None])
+    every = hvd.allgather(
+        tf.identity(payload, name=f"{bucket.mark}_payload"),
+        name=bucket.name("payload"),
+        ignore_name_scope=bucket.call.ignore_name_scope,
+        process_set=bucket.call.process_set,
+    )
+    means = bucket.python(decode, [every], [tf.float32] * len(sizes))
+    for mean, n in zip(means, sizes, strict=True):
+        mean.set_shape([n])
+    return list(means)
 
 
-@dataclass(frozen=True)
-class Gathering:
-    """The payloads of all ranks, as a node of the graph."""
+def summed(bucket: Bucket) -> list[Any]:
+    """The means of a bucket of the shared exchange: Python functions beside each all-reduce."""
+    memory, sizes = bucket.memory, bucket.sizes
+    shapes = [tuple(tensor.shape) for tensor in bucket.tensors]
 
-    way: OnItsWay
-    gathered: Any  # [ranks * payload bytes] uint8
+    def begin(keys: list[str], values: Sequence[Any]) -> Any:
+        rank = bucket.call.process_set.rank()
+        return memory.begin(keys, values, shapes=shapes, ranks=bucket.ranks(), rank=rank)
 
-    @_as_written
-    def finish(self, _: Any) -> Any:
-        way, n = self.way, self.way.like.shape.num_elements()
+    def learn(keys: list[str], values: Sequence[Any]) -> Any:
+        return memory.learn(keys, values[0], sizes=sizes, factor=bucket.factor())
 
-        def decode(key: str | None, gathered: Any) -> Any:
-            return way.memory.mean(key, gathered, ranks=way.ranks(), n=n, factor=way.factor())
+    def advance(keys: list[str], values: Sequence[Any]) -> Any:
+        return memory.advance(keys, values[0], ranks=bucket.ranks(), factor=bucket.factor())
 
-        return way.restored(way.python(decode, [self.gathered], tf.float32))
+    def averaged() -> Any:
+        mean = bucket.reduce(whole, hvd.Average, "dense")
+        return bucket.python(learn, [mean], tf.float32)
 
-
-@dataclass(frozen=True)
-class Summing:
-    """The beginning of a step of the shared exchange, as nodes of the graph."""
-
-    way: OnItsWay
-    dense: Any  # [] bool
-    whole: Any  # [n or 0] float32, to be averaged if it is dense
-    words: Any  # [words or 0] int32, to be summed if not
-
-    @_as_written
-    def finish(self, _: Any) -> Any:
-        return self.way.restored(tf.cond(self.dense, self._averaged, lambda: self._summed(1)))
-
-    def _averaged(self) -> Any:
-        mean = self._reduce(self.whole, hvd.Average, "dense")
-
-        def learn(key: str, mean: Any) -> Any:
-            return self.way.memory.learn(key, mean, factor=self.way.factor())
-
-        return self.way.python(learn, [mean], tf.float32)
-
-    def _summed(self, turn: int, words: Any = None) -> Any:
-        total = self._reduce(self.words if words is None else words, hvd.Sum, f"round{turn}")
-
-        def advance(key: str, total: Any) -> Any:
-            return self.way.memory.advance(key, total, factor=self.way.factor())
-
-        more, words, mean = self.way.python(advance, [total], [tf.bool, tf.int32, tf.float32])
+    def rounds(turn: int, words: Any) -> Any:
+        total = bucket.reduce(words, hvd.Sum, f"round{turn}")
+        more, words, mean = bucket.python(advance, [total], [tf.bool, tf.int32, tf.float32])
+        words.set_shape([None])
         if turn == ROUNDS:
             return mean
         more.set_shape([])
-        return tf.cond(more, lambda: self._summed(turn + 1, words), lambda: mean)
+        return tf.cond(more, lambda: rounds(turn + 1, words), lambda: mean)
 
-    def _reduce(self, tensor: Any, op: Any, kind: str) -> Any:
-        tensor.set_shape([None])
-        return hvd.allreduce(
-            tf.identity(tensor, name=f"{self.way.mark}_{kind}"),
-            op=op,
-            name=self.way.name(kind),
-            ignore_name_scope=self.way.call.ignore_name_scope,
-            process_set=self.way.call.process_set,
-        )
+    dense, whole, words = bucket.python(begin, bucket.vectors(), [tf.bool, tf.float32, tf.int32])
+    dense.set_shape([])
+    whole.set_shape([None])
+    words.set_shape([None])
+    mean = tf.cond(dense, averaged, lambda: rounds(1, words))
+    mean.set_shape([sum(sizes)])
+    return list(tf.split(mean, sizes))
 
 
 @_as_written
@@ -238,40 +308,156 @@ def compress(tensor: Any, settings: Settings, frame: FrameType) -> tuple[Any, An
     """One gradient on its way; see Compression."""
     call = find_call(frame, tensor)
     _check(call)
-    tensor = tf.convert_to_tensor(tensor)
-    if call.sources and call.place is not None and tensor.shape.num_elements() is None:
-        # Made dense from sparse, a gradient has lost its shape; its variable has not.
-        tensor = tf.ensure_shape(tensor, call.sources[call.place].shape)
+    tensor = _shaped(tensor, call, call.place)
+    if not _reaches_others(call):
+        return tensor, None  # Horovod traces what it never runs
     memory = _memory(call.compression, settings)
     memory.traffic.speaks = call.process_set.rank() == 0
     said = [*said_of_compression(call.compression), ("op", str(call.op))]
     if call.sources is not None and all(v is not None for v in call.sources):
         said += said_of_variables(call.sources)
     agree_at_trace(memory.asked, call.process_set, said, memory.count_beside)
-    n = tensor.shape.num_elements()
-    shared = settings.exchange == "shared"
-    fits = tensor.dtype in _FLOATS and n is not None and not _unclear(call, shared)
-    if not fits or not memory.takes(_label(call, tensor), n):
-        return _send_plain(_after_slots(tensor, call, memory), call, memory)
-    return _send(tensor, call, memory, shared)
+    if not _takes(tensor, call.place, call, memory):
+        tensor = _after_slots(tensor, call, memory)
+        return Plain.compress(_count_plain(tensor, _label(call, call.place, tensor), memory))
+    # Grouped all-reduces want one dtype, that of the plain tensors beside it.
+    mark = "sn_plain" if call.place is None else f"sn_{call.place}"
+    token = tf.identity(tf.zeros([1], _wire_type(tensor)), name=f"{mark}_token")
+    if call.sources is None:
+        slots = _slots(call, memory)
+        theta = _theta_of_step(call, memory, slots) if memory.learns else None
+        (mean,) = means_of(Bucket(call, memory, [call.name], [None], [tensor], slots, mark, theta))
+    else:
+        assert call.place is not None
+        mean = _means_of_tape(call, memory)[call.place]
+    return token, Mean(tensor, mean, call)
+
+
+def means_of(bucket: Bucket) -> list[Any]:
+    """The means of a bucket's gradients, [n] float32 each, as nodes of the graph."""
+    _say_host_once()
+    return (summed if bucket.memory.settings.exchange == "shared" else gathered)(bucket)
+
+
+def _reaches_others(call: Call) -> bool:
+    """Whether a tape sends anything: Horovod asks the same, in a branch of the graph."""
+    own = call.process_set
+    return not call.branch or elastic() or bool(own.included() and own.size() > 1)
+
+
+def compressed_means(call: Call, gradients: Sequence[Any], names: Sequence[str]) -> list[Any]:
+    """The means of gradients that a rim names, as they are; None for what travels plain."""
+    memory = _memory(call.compression, settings_of(call.compression, "DistributedOptimizer"))
+    memory.traffic.speaks = call.process_set.rank() == 0
+    _check(call)
+    found: list[Any] = [None] * len(gradients)
+    taken = []
+    for at, (each, name) in enumerate(zip(gradients, names, strict=True)):
+        if hasattr(each, "indices"):
+            continue
+        if _fits(each) and memory.takes(name, each.shape.num_elements()):
+            taken.append(at)
+        else:
+            _count_plain(each, name, memory)
+    slots = _slots(call, memory)
+    theta = _theta_of_step(call, memory, slots) if memory.learns and taken else None
+    for number, part in enumerate(cut([gradients[at].shape.num_elements() for at in taken])):
+        own = [taken[at] for at in part]
+        bucket = Bucket(
+            call, memory, [names[at] for at in own], [None] * len(own),
+            [gradients[at] for at in own], slots, f"sn_b{number}", theta,
+        )  # fmt: skip
+        for at, mean in zip(own, means_of(bucket), strict=True):
+            found[at] = Mean(gradients[at], mean, call).finish(None)
+    return found
+
+
+def _means_of_tape(call: Call, memory: Memory) -> dict[int, Any]:
+    """Those of all gradients of a tape's call that are compressed, by place, made once for all.
+
+    Horovod hands over one tensor at a time, each in a branch of its own. What they have in common
+    is made around these branches, with the first of them.
+    """
+    graph = _graph_of(call)
+    known = _in_graph(graph)
+    key = memory, "means", tuple(map(id, call.gradients))
+    if key not in known:
+        slots = _slots(call, memory)
+        with graph.as_default():
+            theta = _theta_of_step(call, memory, slots) if memory.learns else None
+            places, tensors = [], []
+            for place, each in enumerate(call.gradients):
+                if each is None or hasattr(each, "indices"):
+                    continue
+                each = _shaped(each, call, place)
+                once = sum(other is call.gradients[place] for other in call.gradients) == 1
+                if _takes(each, place if once else None, call, memory):
+                    places.append(place)
+                    tensors.append(each)
+            means: dict[int, Any] = {}
+            for number, part in enumerate(cut([it.shape.num_elements() for it in tensors])):
+                own = [places[at] for at in part]
+                bucket = Bucket(
+                    call, memory, [None] * len(own), own, [tensors[at] for at in part], slots,
+                    f"sn_b{number}", theta,
+                )  # fmt: skip
+                means.update(zip(own, means_of(bucket), strict=True))
+        # With the gradients, as ids are used again.
+        known[key] = means, call.gradients
+    found: dict[int, Any] = known[key][0]
+    return found
+
+
+def cut(sizes: Sequence[int]) -> list[list[int]]:
+    """Which tensors, of so many elements, go into each bucket, in order."""
+    found: list[list[int]] = []
+    room = 0
+    for at, size in enumerate(sizes):
+        if not found or size > room:
+            found.append([])
+            room = _BUCKET
+        found[-1].append(at)
+        room -= size
+    return found
+
+
+def _shaped(tensor: Any, call: Call, place: int | None) -> Any:
+    """Made dense from sparse, a gradient has lost its shape; its variable has not."""
+    tensor = tf.convert_to_tensor(tensor)
+    if call.sources and place is not None and tensor.shape.num_elements() is None:
+        return tf.ensure_shape(tensor, call.sources[place].shape)
+    return tensor
+
+
+def _takes(tensor: Any, place: int | None, call: Call, memory: Memory) -> bool:
+    """Whether a gradient of a call is compressed."""
+    if not _fits(tensor) or _unclear(call, place, memory):
+        return False
+    return memory.takes(_label(call, place, tensor), tensor.shape.num_elements())
+
+
+def _fits(tensor: Any) -> bool:
+    """Whether a gradient could be compressed, whatever its size."""
+    return tensor.dtype in _FLOATS and tensor.shape.num_elements() is not None
 
 
 def _after_slots(tensor: Any, call: Call, memory: Memory) -> Any:
     """A tensor that travels plain, behind what is done once in a step for all of a tape."""
     if call.sources is None or tf.executing_eagerly():
         return tensor
-    with tf.control_dependencies([_slots(tensor, call, memory)]):
+    with tf.control_dependencies([_slots(call, memory)]):
         return tf.identity(tensor)
 
 
-def _unclear(call: Call, shared: bool) -> bool:
+def _unclear(call: Call, place: int | None, memory: Memory) -> bool:
     """Whether nothing tells which memory would be meant."""
+    shared = memory.settings.exchange == "shared"
     if call.sources is None:
         # A gather works without memory; the shared exchange is nothing but memory.
         return shared and call.name is None
-    if call.place is None:
+    if place is None:
         return True
-    return shared and not isinstance(call.sources[call.place], tf.Variable)
+    return shared and not isinstance(call.sources[place], tf.Variable)
 
 
 def _check(call: Call) -> None:
@@ -293,74 +479,31 @@ def refuse_xla() -> None:
         )
 
 
-def _label(call: Call, tensor: Any) -> str:
+def _label(call: Call, place: int | None, tensor: Any) -> str:
     """A name for a gradient while its graph is made."""
-    return call.name or f"{call.place}:{tensor.shape}"
+    name = call.name if place == call.place else None
+    return name or f"{place}:{tensor.shape}"
 
 
-def _send_plain(tensor: Any, call: Call, memory: Memory) -> tuple[Any, Any]:
-    wire, ctx = tensor, None
-    if tensor.dtype == tf.bfloat16:  # Horovod reduces no bfloat16
-        wire, ctx = tf.cast(tensor, tf.float32), Cast(tensor.dtype)
+def _count_plain(tensor: Any, label: str, memory: Memory) -> Any:
+    """Count a tensor that travels plain; returns it, to go on with."""
+    size = _wire_type(tensor).size
     elements = tensor.shape.num_elements()
-    label, size = _label(call, tensor), wire.dtype.size
     if elements is not None:
         memory.traffic.fixed(label, elements, elements * size)
-        return wire, ctx
+        return tensor
 
     def count(elements: Any) -> Any:
         memory.count_plain(label, int(elements), int(elements) * size)
         return np.int64(0)
 
     with tf.device("CPU"):
-        counted = tf.numpy_function(count, [tf.size(wire)], tf.int64)
+        counted = tf.numpy_function(count, [tf.size(tensor)], tf.int64)
     with tf.control_dependencies([counted]):
-        return tf.identity(wire), ctx
+        return tf.identity(tensor)
 
 
-def _send(tensor: Any, call: Call, memory: Memory, shared: bool) -> tuple[Any, Any]:
-    _say_host_once()
-    slots = _slots(tensor, call, memory)
-    slot = tf.constant(NO_VARIABLE, tf.int64) if call.place is None else slots[call.place]
-    mark = "sn_plain" if call.place is None else f"sn_{call.place}"
-    theta = _theta_of_step(tensor, call, memory, slots) if memory.learns else None
-    way = OnItsWay(call, memory, tensor, slot, slots, mark, theta)
-    values = tf.reshape(tf.cast(tensor, tf.float32), [-1])
-    # Grouped all-reduces want one dtype, that of the plain tensors beside it.
-    dtype = tf.float32 if tensor.dtype == tf.bfloat16 else tensor.dtype
-    token = tf.identity(tf.zeros([1], dtype), name=f"{mark}_token")
-    return token, (_begin(way, values) if shared else _gather(way, values))
-
-
-def _gather(way: OnItsWay, values: Any) -> Gathering:
-    known = [] if way.theta is None else [way.theta]
-    payload = way.python(way.memory.encode, [values, *known], tf.uint8)
-    fixed = way.memory.settings.fixed
-    size = wire_bytes(way.memory.codec.payload_bytes(values.shape[0])) if fixed else None
-    payload.set_shape([size])
-    gathered = hvd.allgather(
-        tf.identity(payload, name=f"{way.mark}_payload"),
-        name=way.name("payload"),
-        ignore_name_scope=way.call.ignore_name_scope,
-        process_set=way.call.process_set,
-    )
-    return Gathering(way, gathered)
-
-
-def _begin(way: OnItsWay, values: Any) -> Summing:
-    shape = tuple(way.like.shape)
-
-    def begin(key: str, values: Any) -> Any:
-        return way.memory.begin(
-            key, values, shape=shape, ranks=way.ranks(), rank=way.call.process_set.rank()
-        )
-
-    dense, whole, words = way.python(begin, [values], [tf.bool, tf.float32, tf.int32])
-    dense.set_shape([])
-    return Summing(way, dense, whole, words)
-
-
-def _theta_of_step(tensor: Any, call: Call, memory: Memory, slots: Any) -> Any:
+def _theta_of_step(call: Call, memory: Memory, slots: Any) -> Any:
     """Theta for all gradients of a call of Horovod, [] float64: made once for all of them.
 
     Every rank adds what it has lost since the last one, and the sum decides: so all have the same
@@ -372,8 +515,8 @@ def _theta_of_step(tensor: Any, call: Call, memory: Memory, slots: Any) -> Any:
             "nothing tells steps apart; expected a DistributedGradientTape, Keras, or a call "
             "inside a tf.function. Or use a number, or a schedule of the step alone."
         )
-    known = _slots_in[slots.graph]
-    key = memory, tuple(map(id, call.sources or ())), "theta"
+    known = _in_graph(slots.graph)
+    key = memory, "theta", tuple(map(id, call.sources or ()))
     if key not in known:
 
         def tell(_: Any) -> Any:
@@ -396,16 +539,14 @@ def _theta_of_step(tensor: Any, call: Call, memory: Memory, slots: Any) -> Any:
     return known[key]
 
 
-def _slots(tensor: Any, call: Call, memory: Memory) -> Any:
+def _slots(call: Call, memory: Memory) -> Any:
     """The slots of all variables of the call, [variables] int64, -1 for what is no variable."""
     sources = call.sources or ()
     if tf.executing_eagerly():
         return tf.constant([], tf.int64)
-    # That of the gradient, since we are in a branch of it; a constant has none.
-    symbolic = tf.is_symbolic_tensor(tensor)
-    graph = tensor.graph if symbolic else tf.compat.v1.get_default_graph()
-    known = _slots_in.setdefault(graph, {})
-    key = memory, tuple(map(id, sources))
+    graph = _graph_of(call)
+    known = _in_graph(graph)
+    key = memory, "slots", tuple(map(id, sources))
     if key not in known:
         handles = {i: v.handle for i, v in enumerate(sources) if isinstance(v, tf.Variable)}
         places = [place for place, _ in call.sparse]
@@ -429,6 +570,21 @@ def _slots(tensor: Any, call: Call, memory: Memory) -> Any:
                 due, variables, memory, call.process_set, lambda: latest[0]
             )
     return known[key]
+
+
+def _graph_of(call: Call) -> Any:
+    """That of a call: Horovod puts every gradient of a tape into a branch of its own."""
+    graph = tf.compat.v1.get_default_graph()
+    inner = call.branch and isinstance(graph, CondBranchFuncGraph)
+    return graph.outer_graph if inner else graph
+
+
+def _in_graph(graph: Any) -> dict[Any, Any]:
+    """What was made once in a graph; it goes with the graph."""
+    if not hasattr(graph, "_sn_made"):
+        graph._sn_made = {}
+    found: dict[Any, Any] = graph._sn_made
+    return found
 
 
 def _parts(sparse: Any) -> tuple[Any, Any]:

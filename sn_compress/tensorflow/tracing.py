@@ -35,6 +35,8 @@ class Call:
         `compress` is never asked
     op, process_set, scale : the operation, who takes part, pre- and postscale factors multiplied
     ignore_name_scope : what was said to hvd.allreduce
+    gradients : of the tape, all of them, None where there is none; empty for a plain hvd.allreduce
+    branch : whether Horovod put the tensor into a branch of a tf.cond of its own
     """
 
     compression: Any
@@ -46,6 +48,8 @@ class Call:
     scale: float
     ignore_name_scope: bool
     sparse: Sequence[tuple[int, Any]] = ()
+    gradients: Sequence[Any] = ()
+    branch: bool = False
 
 
 def find_call(frame: FrameType | None, tensor: Any) -> Call:
@@ -58,7 +62,7 @@ def find_call(frame: FrameType | None, tensor: Any) -> Call:
                 "pieces. Use Compression.none or Compression.fp16 there."
             )
         if function in _REDUCE:
-            sources, place, sparse = _place(frames, tensor)
+            sources, place, sparse, gradients = _place(frames, tensor)
             return Call(
                 compression=local["compression"],
                 name=_name(function, local, tensor),
@@ -69,6 +73,8 @@ def find_call(frame: FrameType | None, tensor: Any) -> Call:
                 scale=local["prescale_factor"] * local["postscale_factor"],
                 ignore_name_scope=local["ignore_name_scope"],
                 sparse=sparse,
+                gradients=gradients,
+                branch=sources is not None,
             )
     raise CompressError(
         "compress of a compression was not called by Horovod 0.28.1; expected it as compression= "
@@ -94,14 +100,14 @@ def _name(function: str, local: dict[str, Any], tensor: Any) -> str | None:
 
 def _place(
     frames: Iterator[tuple[str, dict[str, Any]]], tensor: Any
-) -> tuple[Sequence[Any] | None, int | None, Sequence[tuple[int, Any]]]:
+) -> tuple[Sequence[Any] | None, int | None, Sequence[tuple[int, Any]], Sequence[Any]]:
     for function, local in frames:
         if function == "allreduce_grads":
             grads = local["grads"]
             place = _only(grads, tensor)
             sparse = [(i, each) for i, each in enumerate(grads) if hasattr(each, "indices")]
-            return local["vars"] or [None] * len(grads), place, sparse
-    return None, None, ()
+            return local["vars"] or [None] * len(grads), place, sparse, list(grads)
+    return None, None, (), ()
 
 
 def _only(tensors: Sequence[Any], tensor: Any) -> int | None:
