@@ -17,7 +17,7 @@ from simulated import Exchange, Gather, Plain, PowerSGD, Shared
 import sn_compress
 from sn_compress.codecs.base import HEADER_BYTES, Codec
 from sn_compress.codecs.dgc import DGCCodec
-from sn_compress.exchange.session import SharedExchange
+from sn_compress.sums.session import SharedExchange
 
 # Every method starts with a few plain steps, as PowerSGD and ours do when left alone (with 1,000
 # and 10). They are counted apart: in a run as short as these they would be a third of the bytes.

@@ -24,8 +24,8 @@ from torch import nn
 from sn_compress.codecs.base import HEADER_BYTES, Codec
 from sn_compress.codecs.gather import mean_of_gathered, on_wire
 from sn_compress.codecs.powersgd import powersgd_allreduce
-from sn_compress.exchange.session import SharedExchange
 from sn_compress.feedback import ErrorFeedback
+from sn_compress.sums.session import SharedExchange
 
 Floats = npt.NDArray[np.float32]
 SMALLEST = 1024  # elements; what is smaller travels plain with every method

@@ -124,7 +124,7 @@ def shared(ranks: int, settings: Settings) -> Method:
     session, dense = settings.shared(), plain(ranks)
 
     def exchange(name: str, shape: tuple[int, ...], values: np.ndarray) -> Exchange:
-        if not session.takes(name, values.size):
+        if not session.takes(name, shape):
             return (yield from dense(name, shape, values))
         if session.dense(name, shape):
             total = yield Request("allreduce", session.whole(name, values))

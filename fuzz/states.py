@@ -22,9 +22,9 @@ from runner import Target, main
 
 from sn_compress import CompressError, ErrorFeedback, FFTCodec, LowRankCompression, codec
 from sn_compress.codecs.auto import AutoCodec
-from sn_compress.exchange.session import SharedExchange
 from sn_compress.gossip.differences import Differences
 from sn_compress.gossip.ring import Ring
+from sn_compress.sums.session import SharedExchange
 from sn_compress.tensorflow.traced import Traced
 from sn_compress.torch.ddp import CompressionState
 from sn_compress.torch.gossip import GossipOptimizer
@@ -114,7 +114,7 @@ def _step(own: SharedExchange) -> None:
 
 def _shared() -> SharedExchange:
     own = SharedExchange(ratio=8, warmup=1, every=3, min_elements=100)
-    own.takes("small", 10)
+    own.takes("small", (10,))
     for _ in range(2):
         _step(own)
     return own
@@ -234,7 +234,7 @@ def _saved_by_ddp(own: CompressionState) -> Any:
     from sn_compress.codecs import saving
 
     state = {
-        "format": 1, "ranks": 1, "rank": 0, "scale": own._scale,
+        "format": 1, "ranks": 1, "rank": 0, "scale": own.engine.scale,
         "feedback": own.feedback.state_dict(), "shared": own.shared.state_dict(),
     }  # fmt: skip
     return saving.each(np.ndarray, torch.from_numpy, state)

@@ -37,8 +37,8 @@ _NOTHING = "nothing"
 class Total(Protocol):
     """An all-reduce of the rim: it blocks, and all ranks call it in the same order."""
 
-    def __call__(self, name: str, words: Words) -> Words:
-        """The sum over the ranks of [n] int64."""
+    def __call__(self, name: str, words: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The sum over the ranks of [n] int64, float32 or float64; the same bits on all ranks."""
 
 
 def question(said: Said) -> Words:

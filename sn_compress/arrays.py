@@ -3,7 +3,8 @@
 What lies between a rim and the wire is written once, over the array namespace of its arguments
 (array-api-compat): NumPy, CuPy, and torch on any device. Nothing here waits for a device but
 `to_host` and `Later.read`, which are for what happens between steps. No library is imported: an
-array brings its own along.
+array brings its own along, or a rim hands one in (`register`), as for TensorFlow, whose tensors
+stand for values of a graph and are never changed: what is done in place is used by what it returns.
 """
 
 from __future__ import annotations
@@ -18,23 +19,45 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-Array = Any  # of NumPy, CuPy or torch
+Array = Any  # of NumPy, CuPy, torch, or a library that a rim has registered
 
 _HOST = (np.ndarray, np.generic)
 _spaces: dict[type, Any] = {}
+_registered: dict[type, Any] = {}
 
 
 def namespace(array: Array) -> Any:
     """The functions of the array's library, by their names in the array API standard."""
     kind = type(array)
     if kind not in _spaces:
-        _spaces[kind] = array_api_compat.array_namespace(array)
+        own = next((_registered[it] for it in kind.__mro__ if it in _registered), None)
+        _spaces[kind] = own or array_api_compat.array_namespace(array)
     return _spaces[kind]
+
+
+def register(kind: type, space: Any) -> None:
+    """Take arrays of a library that array-api-compat does not know, and of its subclasses.
+
+    space : has the standard's functions that the core uses, and of this module's `constant`, for
+        Constant.on, `split`, `largest_of`, `bits_of`, `put` and `either`
+    """
+    _registered[kind] = space
+
+
+def _own(array: Array) -> Any:
+    """The library of an array if a rim has registered it, else None."""
+    space = namespace(array)
+    return space if space in _registered.values() else None
 
 
 def is_torch(array: Array) -> bool:
     """Whether it is a tensor of torch."""
     return namespace(array) is sys.modules.get("array_api_compat.torch")
+
+
+def is_fixed(array: Array) -> bool:
+    """Whether nothing can be written into it: it stands for a value of a graph."""
+    return _own(array) is not None
 
 
 def device_of(array: Array) -> Any:
@@ -62,6 +85,8 @@ def like_of(array: Array, like: Array) -> Array:
     """An array in the library and on the device of another, in its own dtype; may share memory."""
     if isinstance(like, np.ndarray):
         return to_host(array)
+    if (own := _own(like)) is not None:
+        return own.asarray(array)  # it finds a place for its tensors by itself
     if type(array) is type(like) and array.device == like.device:
         return array
     return namespace(like).asarray(to_host(array), device=like.device)
@@ -81,6 +106,8 @@ class Constant:
         """The array where `like` lies."""
         if isinstance(like, _HOST):
             return self.host
+        if (own := _own(like)) is not None:
+            return own.constant(self, self.host)
         key = f"{type(like).__module__} {like.device}"
         if key not in self._copies:
             self._copies[key] = namespace(like).asarray(self.host, device=like.device)
@@ -89,9 +116,53 @@ class Constant:
 
 def take(values: Array, index: Array) -> Array:
     """[n] values at [m] places, [m]."""
+    if isinstance(values, np.ndarray):
+        return values[index]
     if is_torch(values):
         return values.index_select(0, index)  # several times as fast as values[index]
-    return values[index]
+    return namespace(values).take(values, index, axis=0)
+
+
+def put(target: Array, index: Array, values: Array) -> Array:
+    """The target with other values at [m] places of its first axis; in its place if it can be."""
+    if (own := _own(target)) is not None:
+        return own.put(target, index, values)
+    target[index] = values
+    return target
+
+
+def filled(target: Array, value: Array) -> Array:
+    """The target with a 0-d value everywhere; in its place if it can be."""
+    if _own(target) is not None:
+        return namespace(target).broadcast_to(value, target.shape)
+    target[...] = value
+    return target
+
+
+def bits_of(values: Array) -> Array:
+    """The bits of float32 as int32; may share memory."""
+    own = _own(values)
+    return values.view(namespace(values).int32) if own is None else own.bits_of(values)
+
+
+def shifted_right(values: Array, places: int) -> Array:
+    """Whole numbers divided by 2**places and rounded down."""
+    if _own(values) is None:
+        return values >> places
+    return namespace(values).bitwise_right_shift(values, places)
+
+
+def turned(matrix: Array) -> Array:
+    """[a, b] as [b, a], a view; in TensorFlow's graphs it becomes a part of the product."""
+    return matrix.T if _own(matrix) is None else namespace(matrix).permute_dims(matrix, (1, 0))
+
+
+def either(flag: Array, these: Sequence[Array], others: Sequence[Array]) -> list[Array]:
+    """All of the first if a 0-d bool is set, else all of the second."""
+    if (own := _own(flag)) is not None:
+        return own.either(flag, these, others)  # type: ignore[no-any-return]
+    xp = namespace(flag)
+    return [xp.where(flag, this, other) for this, other in zip(these, others, strict=True)]
 
 
 def clipped(values: Array, least: int, largest: int) -> Array:
@@ -112,6 +183,8 @@ def rounded(fresh: Array, limit: int) -> Array:
 
 def largest_of(values: Array, group_of: Array, groups: int) -> Array:
     """[groups]: the largest of the [n] values, none below zero, that are of each group."""
+    if (own := _own(values)) is not None:
+        return own.largest_of(values, group_of, groups)
     xp = namespace(values)
     least = xp.zeros(groups, dtype=values.dtype, device=device_of(values))
     if is_torch(values):
@@ -140,6 +213,8 @@ def split(flat: Array, sizes: Sequence[int]) -> list[Array]:
         return [flat]
     if is_torch(flat):
         return list(flat.split(list(sizes)))
+    if (own := _own(flat)) is not None:
+        return own.split(flat, sizes)  # type: ignore[no-any-return]
     ends = np.cumsum(sizes)
     return [flat[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
@@ -166,18 +241,20 @@ def squared_norm(matrix: Array) -> Array:
     flat = namespace(matrix).reshape(matrix, (-1,))
     if is_torch(flat):
         return sys.modules["torch"].dot(flat, flat)
-    return flat @ flat
+    return flat @ flat if _own(flat) is None else namespace(flat).vecdot(flat, flat)
 
 
 def product(left: Array, right: Array, out: Array | None) -> Array:
     """The matrix product, in `out` if there is one."""
     if is_torch(left):
         return sys.modules["torch"].mm(left, right, out=out)
+    if out is None:
+        return namespace(left).matmul(left, right)
     return namespace(left).matmul(left, right, out=out)
 
 
 def subtract_product(matrix: Array, left: Array, right: Array) -> Array:
-    """The matrix less left @ right, in its place."""
+    """The matrix less left @ right; in its place if it can be."""
     if is_torch(matrix):
         return matrix.addmm_(left, right, alpha=-1)
     if not isinstance(matrix, np.ndarray):

@@ -56,7 +56,8 @@ class Compression(metaclass=_Shown):
     ---------------------
     feedback : add what was dropped to the next step's gradient (default True)
     decay : factor on that memory, in (0, 1]
-    min_elements : tensors below this size are not compressed (default 1024)
+    min_elements : tensors below this size are not compressed (default 1024); vectors, such as
+        biases, only from 65536 elements on
     check_every : steps from one comparison of the ranks' parameters, by digests, to the next;
         0 for none (default 100). If they differ, CompressError on every rank
     wait_s : seconds to wait for other ranks in what this sends beside Horovod (default 1800), then
@@ -207,7 +208,7 @@ class LowRankCompression(Compression):
 
     Settings beside those of Compression
     ------------------------------------
-    ratio : float32 bytes over bytes sent, for the model as a whole, tensors below min_elements
+    ratio : float32 bytes over bytes sent, for the model as a whole, what travels plain
         included (default 100)
     warmup, every : dense steps at the start (default 10), and from one dense step to the next
         after that (default 2000)

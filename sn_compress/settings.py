@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -14,8 +14,8 @@ from ._waiting import WAIT_S
 from .agreement import said_of
 from .codecs.fft import PAPER, FFTCodec
 from .errors import CompressError
-from .exchange.session import SharedExchange
 from .schedule import Constant, Schedule
+from .sums.session import SharedExchange, is_large
 
 CompressionName = Literal["FFTCompression", "LowRankCompression", "AutoCompression"]
 
@@ -166,6 +166,14 @@ class Settings:
                 "torch. Leave it out."
             )
 
+    def refuse_wait(self, where: str) -> None:
+        """Raise CompressError if wait_s is set where a process group of torch says how long."""
+        if self.wait_s != WAIT_S:
+            raise CompressError(
+                f"wait_s={self.wait_s!r} has no effect with {where}; it waits as long as its "
+                "process group does. Set init_process_group(timeout=...)."
+            )
+
     @property
     def fixed(self) -> bool:
         """Whether theta is the same at every step."""
@@ -176,8 +184,12 @@ class Settings:
         return Constant(self.theta) if isinstance(self.theta, float | int) else deepcopy(self.theta)
 
     def said(self) -> list[tuple[str, str]]:
-        """Those that all ranks have to have alike, for exchange.agreement."""
+        """Those that all ranks have to have alike, as `agreement` compares them."""
         return said_of(self, but=("threads", "wait_s"))
+
+    def compresses(self, shape: Sequence[int]) -> bool:
+        """Whether a tensor of this shape is worth compressing."""
+        return is_large(shape, self.min_elements)
 
     def codec(self, threads: int) -> FFTCodec:
         """The codec of the first step; `threads` is used where the settings leave it open."""

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from ..codecs.base import Floats
 from ..sums.base import Array as Words
-from .session import Rounds
+from ..sums.session import Rounds
 
 
 class Wire(Protocol):

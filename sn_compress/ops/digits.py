@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import reduce
 
-from ..arrays import Array, namespace
+from ..arrays import Array, namespace, shifted_right
 from ..errors import CompressError
 
 MAX_RANKS = 2047
@@ -76,5 +76,5 @@ class Digits:
         half, mask = 2 ** (self.bits - 1), 2**self.bits - 1
         shifts = range(0, 32, self.bits)
         rest = words + sum(half << shift for shift in shifts[:-1])
-        places = [((rest >> shift) & mask) - half for shift in shifts[:-1]]
-        return xp.concat([*places, rest >> shifts[-1]])[:count]
+        places = [(shifted_right(rest, shift) & mask) - half for shift in shifts[:-1]]
+        return xp.concat([*places, shifted_right(rest, shifts[-1])])[:count]

@@ -21,6 +21,7 @@ from ..arrays import (
     Array,
     Constant,
     inverse,
+    is_fixed,
     join,
     namespace,
     products,
@@ -38,6 +39,7 @@ SUM_BITS = 15  # of the magnitude of a whole number in a row
 _EXACT = 53  # bits of whole numbers that float64 holds
 _LEAST = 0.5  # of a squared norm: whole numbers that are not zero have at least one
 _BITS = 30  # of the transform
+_HUGE = 1e300
 
 
 def most(width: int) -> int:
@@ -179,6 +181,8 @@ def _transform(gram: Array, unit: Array) -> tuple[Array, Array]:
     """
     xp = namespace(gram)
     rows = gram.shape[1]
+    if is_fixed(gram):
+        return _transform_anew(gram)
     both = xp.concat([gram, xp.broadcast_to(unit, gram.shape)], axis=2)
     nothing = xp.zeros_like(gram[:, 0, 0])
     inverses = []
@@ -194,3 +198,33 @@ def _transform(gram: Array, unit: Array) -> tuple[Array, Array]:
             rest -= terms
     scales = xp.stack(inverses, axis=1)
     return both[:, :, rows:] * xp.sqrt(scales)[:, :, None], scales > 0
+
+
+def _transform_anew(gram: Array) -> tuple[Array, Array]:
+    """The same where nothing can be changed in place: what a step changes is made anew.
+
+    That are the columns of one step to the next, which loses the first and gets the next of `unit`.
+    """
+    xp = namespace(gram)
+    rows = gram.shape[1]
+    nothing = xp.zeros_like(gram[:, 0, 0])
+    units = xp.concat(
+        [xp.ones_like(gram[:, :1, :1]), xp.zeros_like(gram[:, 1:, :1])], axis=1
+    )  # the first column of what is left of `unit`
+    window = xp.concat([gram, units], axis=2)  # [k, rows - j, rows + 1]
+    inverses, found = [], []
+    for j in range(rows):
+        pivot = window[:, 0, 0]
+        scale = xp.where(pivot >= _LEAST, inverse(pivot), nothing)
+        inverses.append(scale)
+        rest = xp.zeros_like(gram[:, 0, j + 1 :])
+        found.append(xp.concat([window[:, 0, rows - j :], rest], axis=1))
+        if j + 1 < rows:
+            below = window[:, 1:, 0] * scale[:, None]
+            terms = below[:, :, None] * window[:, :1, 1:]
+            # No bound at all, but an operation between the two: XLA makes one of them otherwise.
+            terms = xp.maximum(terms, -_HUGE)
+            after = window[:, 1:, 1:] - terms
+            window = xp.concat([after, units[:, : rows - j - 1]], axis=2)
+    scales = xp.stack(inverses, axis=1)
+    return xp.stack(found, axis=1) * xp.sqrt(scales)[:, :, None], scales > 0

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..arrays import device_of, namespace
+from ..arrays import bits_of, device_of, namespace
 from .pack import low_bits, upper_bits
 
 Array = Any  # of NumPy, torch or CuPy
@@ -26,7 +26,7 @@ def orders(values: Array) -> Array:
     """Whole numbers [n] int64 that order as these float32 do, [n], none of them below zero."""
     xp = namespace(values)
     # Bits of a float without a sign order like whole numbers.
-    return xp.astype((values + 0.0).view(xp.int32), xp.int64)
+    return xp.astype(bits_of(values + 0.0), xp.int64)
 
 
 def falling(order: Array) -> Array:

@@ -28,7 +28,7 @@ def word_sum(words: Array) -> Array:
     it is. Factors count up from 1 and begin again below the prime. words : [n] int32, 2 or more
     """
     xp, count = namespace(words), words.shape[0]
-    terms = words * factors(count).on(words)
+    terms = xp.multiply(words, factors(count).on(words))
     whole = count // _BLOCK * _BLOCK
     # Summed in blocks before it is divided: a division costs as much as many products.
     total = xp.sum(terms[whole:])

@@ -129,7 +129,7 @@ def routes_of(
     routes = []
     for tensor in layers:
         n = tensor.elements
-        if n < settings.min_elements:
+        if not settings.compresses(tensor.shape):
             routes.append(Route("plain", "allreduce", (4 * n,), (0.0, 0.0)))
             continue
         after = n * (rates.decode_s + ranks * rates.add_s)
@@ -141,7 +141,7 @@ def routes_of(
 def _shared(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Rates) -> list[Route]:
     """With the ranks that would be chosen if every direction were worth the same."""
     curves = {}
-    taken = [tensor for tensor in layers if tensor.elements >= settings.min_elements]
+    taken = [tensor for tensor in layers if settings.compresses(tensor.shape)]
     for tensor in taken:
         most = min(*cut(tensor.shape), MOST)
         curves[tensor.name] = Curve(tensor.shape, np.full(most, 1 / most))

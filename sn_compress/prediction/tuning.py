@@ -46,7 +46,7 @@ _NANO = 1e-9
 class SumOfRanks(Protocol):
     """An all-reduce of the rim: it blocks, and all ranks call it in the same order."""
 
-    def __call__(self, name: str, values: Array) -> Array:
+    def __call__(self, name: str, words: Array) -> Array:
         """The sum over the ranks of [n] float32, or of [n] int64; the same bits on every rank."""
 
 

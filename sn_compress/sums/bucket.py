@@ -124,7 +124,7 @@ class Bucket:
             total = yield words
             if total.shape != words.shape:
                 raise _wrong_size(total, words)
-            bad = (word_sum(total) - total[1]) % PRIME != 0
+            bad = (word_sum(total) - xp.astype(total[1], xp.int64)) % PRIME != 0
             gone = total[0] != 0
             lost = gone if lost is None else lost | gone
             damaged = bad if damaged is None else damaged | bad

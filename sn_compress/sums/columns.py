@@ -19,6 +19,7 @@ from ..arrays import (
     namespace,
     on_host,
     rounded,
+    shifted_right,
     split,
     take,
 )
@@ -61,7 +62,7 @@ class Columns:
     def split(self, flat: Array) -> list[Array]:
         """[size] as one [columns, numbers] for each tensor."""
         pieces = zip(split(flat, self._sizes), self.shapes, strict=True)
-        return [piece.reshape(shape) for piece, shape in pieces]
+        return [namespace(piece).reshape(piece, shape) for piece, shape in pieces]
 
     def join(self, factors: Sequence[Array]) -> Array:
         """Back to one vector, [size]."""
@@ -79,7 +80,7 @@ class Columns:
         pieces = split(sizes, [count * side for count, side in self._runs])
         return join(
             [
-                xp.max(piece.reshape(run), axis=1)
+                xp.max(xp.reshape(piece, run), axis=1)
                 for piece, run in zip(pieces, self._runs, strict=True)
             ]
         )
@@ -107,7 +108,7 @@ class Columns:
         xp = namespace(total)
         digits = self._digits(ranks)
         head = total[: self.count]
-        counts = (head + _COUNT // 2) >> 20
+        counts = shifted_right(head + _COUNT // 2, 20)
         some = counts > 0
         ranked = clipped(counts, 1, MAX_RANKS)
         logs = head - counts * _COUNT

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..arrays import device_of, join, like_of, namespace, product, subtract_product
+from ..arrays import device_of, join, like_of, namespace, product, subtract_product, turned
 from ..errors import CompressError
 from ..ops.orthonormal import Orthonormal, most
 from ..ops.scales import integers, shifted
@@ -89,10 +89,10 @@ class LowRank(Part):
         wholes, steps = zip(*(_whole(it) for it in means), strict=True)
         flat, bits = state["basis"], most(max(max(it) for it in self.shapes)).bit_length() - 1
         for _ in range(_ITERATIONS + 1):
-            p = _turned(self._right.split(flat), [it.T for it in wholes])
+            p = _turned(self._right.split(flat), [turned(it) for it in wholes])
             q = _turned(self._left.split(self._left_rows(_rounded(p, bits))), wholes)
             flat = self._right_rows(_rounded(q, bits), flat)
-        p = _turned(self._right.split(flat), [it.T for it in wholes])
+        p = _turned(self._right.split(flat), [turned(it) for it in wholes])
         left, right = (
             columns.expected(
                 columns.peaks(
@@ -129,7 +129,7 @@ class LowRank(Part):
     def first(self, state: State, matrices: Sequence[Array], ranks: int) -> tuple[Array, Array]:
         """The words of P = M Q, and whether there are numbers."""
         basis = self._right.split(state["basis"])
-        products = [q @ m.T for q, m in zip(basis, matrices, strict=True)]
+        products = [q @ turned(m) for q, m in zip(basis, matrices, strict=True)]
         p, finite = numbers(self._left, products)
         return self._left.pack(p, state["left"], ranks)[0], finite
 
@@ -160,10 +160,12 @@ class LowRank(Part):
         sums, unit, exponents = self._right.unpack(found.words, state["right"], ranks)
         mean = self._right.split(xp.astype(sums, xp.float32) * (unit * found.poison))
         p, owns = self._left.split(seen["p"]), self._right.split(own)
-        left = [subtract_product(m, a.T, b) for m, a, b in zip(matrices, p, owns, strict=True)]
+        left = [
+            subtract_product(m, turned(a), b) for m, a, b in zip(matrices, p, owns, strict=True)
+        ]
         into = outs or [None] * len(p)
         multiply = _exact_product if exact else product
-        means = [multiply(a.T, b, out) for a, b, out in zip(p, mean, into, strict=True)]
+        means = [multiply(turned(a), b, out) for a, b, out in zip(p, mean, into, strict=True)]
         new = {
             # The new directions; where there is none (the gradient had fewer), the old one waits.
             "basis": self._right_rows(sums, state["basis"]),

@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from ..arrays import device_of, namespace
+from ..arrays import device_of, filled, namespace, put
 from ..errors import CompressError
 from ..ops.positions import FIRST, falling, largest, orders, slot_words, told, write
 from ..ops.scales import shifted
@@ -120,12 +120,12 @@ class Rows(Part):
         flat = xp.where(finite, flat, xp.zeros_like(flat))
         words, own = columns.pack(flat, state["exponents"], ranks)
         rest = columns.split(flat - own)
-        slots = []
+        slots, kept = [], []
         for place, (matrix, rows) in enumerate(zip(matrices, at, strict=True)):
             left = xp.reshape(rest[place], (-1, matrix.shape[1]))
-            matrix[rows] = left
-            owed[place][rows] = xp.vecdot(left, left)
-            slots.append(self._name(owed[place], place, ranks, rank))
+            kept.append(put(matrix, rows, left))
+            owes = put(owed[place], rows, xp.vecdot(left, left))
+            slots.append(self._name(owes, place, ranks, rank))
         found: Summed = yield Send(xp.concat([words, *slots]), finite)
         counts = found.words[: words.shape[0]]
         sums, unit, exponents = columns.unpack(counts, state["exponents"], ranks)
@@ -133,17 +133,16 @@ class Rows(Part):
         new, means, start = [], [], words.shape[0]
         for place, (matrix, rows) in enumerate(zip(matrices, at, strict=True)):
             out = xp.empty_like(matrix) if outs is None else outs[place]
-            out[...] = 0 * found.poison
+            out = filled(out, 0 * found.poison)
             values = xp.reshape(mean[place], (-1, matrix.shape[1]))
-            out[rows] = values
-            means.append(out)
+            means.append(put(out, rows, values))
             end = start + slots[place].shape[0]
             named = self._read(found.words[start:end], place, ranks)
             new.append({**self._learned(state, place, rows, values), "named": named})
             start = end
         following = {name: xp.concat([it[name] for it in new]) for name in new[0]}
         sent = xp.sum(own * (2 * flat - own))
-        return Outcome(list(matrices), means, {"exponents": exponents, **following}, sent)
+        return Outcome(kept, means, {"exponents": exponents, **following}, sent)
 
     def _agreed(self, state: State, place: int, ranks: int) -> Array:
         """The rows of a tensor to send, [size * ranks or all] int64 ascending."""
@@ -186,9 +185,11 @@ class Rows(Part):
         spread, age = xp.asarray(spread, copy=True), age + 1
         # What goes on to fall would end in numbers that some processors take for zero.
         some = average >= _TINY
-        spread[at] = xp.astype(xp.where(some, average, xp.zeros_like(average)), xp.float32)
-        age[at] = xp.ones_like(age[: at.shape[0]])
-        return {"spread": spread, "age": age}
+        news = xp.astype(xp.where(some, average, xp.zeros_like(average)), xp.float32)
+        return {
+            "spread": put(spread, at, news),
+            "age": put(age, at, xp.ones_like(age[: at.shape[0]])),
+        }
 
 
 @lru_cache(maxsize=256)

@@ -10,17 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from ..arrays import Later, like_of, namespace, squared_norm, steady, to_host
+from ..arrays import Later, like_of, namespace, to_host
 from ..errors import CompressError, PayloadError
 from ..ops.remember import remember
 from ..saved import floats, reading
 from .base import Array, Part, State
 from .bucket import Bucket
+from .step import bucket_of, check, steadily, summed
 
 _QUARTERS = 4  # of an octave: the steps of scales
 
@@ -166,15 +166,6 @@ class Summable:
         self._spare = self._before = None
 
 
-@lru_cache(maxsize=256)
-def _bucket(parts: tuple[Part, ...]) -> tuple[Bucket, tuple[int, ...]]:
-    """Parts taken together by class, and where each tensor has gone: parts are kept by settings."""
-    kinds = list(dict.fromkeys(type(part) for part in parts))
-    order = [at for kind in kinds for at, part in enumerate(parts) if type(part) is kind]
-    groups = [kind.together([it for it in parts if type(it) is kind]) for kind in kinds]
-    return Bucket([part for group in groups for part in group]), tuple(order)
-
-
 def exchange(
     summables: Sequence[Summable],
     gradients: Sequence[Array],
@@ -198,67 +189,37 @@ def exchange(
     Every rank makes the same call. Ranks that are fed the same sums return the same bits.
     """
     for one, gradient in zip(summables, gradients, strict=True):
-        if gradient.shape != (one.n,):
-            raise CompressError(
-                f"exchange: got a gradient of shape {tuple(gradient.shape)}; expected ({one.n},)"
-            )
-    steps = _steps(
-        summables, gradients, ranks=ranks, rank=rank, decay=decay, exact=exact, outs=outs
-    )
-    total = None
-    while True:
-        try:
-            with steady(gradients[0]):  # not while the caller has the word
-                words = next(steps) if total is None else steps.send(total)
-        except StopIteration as end:
-            means, verdict = end.value
-            return means, verdict
-        total = yield words
+        check(gradient, one.part.shapes[0])
+    return steadily(_steps(summables, gradients, ranks, rank, decay, exact, outs), gradients[0])
 
 
 def _steps(
     summables: Sequence[Summable],
     gradients: Sequence[Array],
-    *,
     ranks: int,
     rank: int | None,
     decay: float,
     exact: bool,
     outs: Sequence[Array] | None,
 ) -> Generator[Array, Array, tuple[list[Array], Verdict]]:
-    bucket, order = _bucket(tuple(one.part for one in summables))
+    bucket, order = bucket_of(tuple(one.part for one in summables))
     matrices = [summables[at].add(gradients[at], decay) for at in order]
-    energy = _total([squared_norm(it) for it in matrices])
     xp = namespace(matrices[0])
-    shapes = bucket.shapes
     into = None
     if outs is not None:
-        into = [xp.reshape(outs[at], shape) for at, shape in zip(order, shapes, strict=True)]
+        pairs = zip(order, bucket.shapes, strict=True)
+        into = [xp.reshape(outs[at], shape) for at, shape in pairs]
     state = bucket.join([summables[at].state for at in order])
-    result = yield from bucket.step(
-        state,
-        matrices,
-        ranks=ranks,
-        rank=rank,
-        exact=exact,
-        outs=into,
-        finite=xp.isfinite(energy),
+    result, numbers = yield from summed(
+        bucket, state, matrices, ranks=ranks, rank=rank, exact=exact, outs=into
     )
-    numbers = [xp.astype(it, xp.float64) for it in (result.lost, result.damaged, energy)]
-    verdict = Verdict(Later(xp.stack([*numbers, xp.astype(result.sent, xp.float64)])))
+    verdict = Verdict(Later(numbers))
     means: list[Array] = [None] * len(order)
     states = bucket.split(result.state)
     for at, left, mean, own in zip(order, result.left, result.mean, states, strict=True):
         summables[at].end(left, own, verdict)
         means[at] = xp.reshape(mean, (-1,))
     return means, verdict
-
-
-def _total(values: Sequence[Array]) -> Array:
-    total = values[0]
-    for value in values[1:]:
-        total = total + value
-    return total
 
 
 def _device(array: Array) -> Any:

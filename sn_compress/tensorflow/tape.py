@@ -1,26 +1,17 @@
 """Compression of TensorFlow tensors in stock Horovod: eager tapes and tf.function.
 
-Horovod calls `compress` while it traces, never per step. So `compress` builds a graph: a Python
-function that encodes, Horovod's all-gather of the payload, and in `finish` a Python function that
-decodes the mean. Horovod's own all-reduce gets one zero.
+Horovod calls `compress` while it traces, never per step, and tensor by tensor. So the first call
+builds a graph for all gradients of the tape, in buckets (`buckets.py`, `sized.py`), and Horovod's
+own all-reduces get one zero each.
 
-The Python functions are declared stateless. Stateful ones TensorFlow runs one after the other in
-the order of the program, and then no two collectives would ever travel together. What a stateless
-function may suffer is being folded away when its input is a constant; therefore each takes the
-result of one stateful function beside the gradient, `Memory.slots`, which is also what finds the
-variable: the trace may serve other variables than those it was made with
-(`docs/decisions/0009-variables-of-a-trace.md`).
+Over 300 lines: what Horovod hands over, in all its forms, and what is done once in a step.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -30,80 +21,26 @@ import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from tensorflow.python.ops.control_flow_v2_func_graphs import CondBranchFuncGraph
 
-from ..codecs.gather import wire_bytes
 from ..compression import settings_of
 from ..errors import CompressError
 from ..settings import Settings
 from .alike import (
-    agree_at_trace,
     as_variables,
     compared,
     elastic,
     said_of_compression,
     said_of_variables,
 )
-from .traced import NO_VARIABLE, Traced
+from .buckets import Bucket, Mean, Plain, cut, means_of, wire_type
+from .memory import Memory, memory_at, memory_of
+from .sized import Reduction, Sized
+from .traced import NO_VARIABLE
 from .tracing import Call, find_call
 
-_log = logging.getLogger(__name__)
+__all__ = ["Beside", "compress", "compressed_means", "memory_of", "refuse_xla"]
+
 _FLOATS = (tf.float32, tf.float16, tf.bfloat16)
-_BUCKET = 2**23  # elements, at most; larger tensors travel alone
-ROUNDS = 3  # of the shared exchange, at most: sizes, and two for low rank
 _as_written = tf.autograph.experimental.do_not_convert
-
-
-class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
-    """What belongs to one compression: codec, error memories, counts.
-
-    It goes into a checkpoint like a variable: `tf.train.Checkpoint(memory=memory_of(fft))`. It
-    differs between ranks, so each rank writes and reads a checkpoint of its own.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        threads = tf.config.threading.get_intra_op_parallelism_threads()
-        super().__init__(settings, threads or len(os.sched_getaffinity(0)))
-
-    def synchronize(self, root_rank: int = 0, *, process_set: Any = hvd.global_process_set) -> None:
-        """See Compression.synchronize; called by all ranks of the set."""
-        own = self.exchange()
-        self.begin_anew()
-        state = hvd.broadcast_object(self.state_dict(), root_rank, process_set=process_set)
-        residuals = {}
-        for name, n in sorted(own.sizes(state).items()):
-            wire = np.zeros(n + 1, np.float32)  # the last one counts the ranks that have a memory
-            if own.remembers(name):
-                wire[:n], wire[n] = own.residual(name), 1
-            total = hvd.allreduce(wire, op=hvd.Sum, process_set=process_set).numpy()
-            residuals[name] = total[:n] / max(total[n], 1)
-        own.take_over(state, residuals)
-        self.follow(state)
-
-    def serialize(self) -> bytes:
-        """Called by tf.train.Checkpoint."""
-        return self.to_bytes(hvd.rank())
-
-    def deserialize(self, string_value: bytes) -> None:
-        """Called by tf.train.Checkpoint."""
-        self.from_bytes(string_value, hvd.rank())
-
-
-# A compression that is dropped takes its memory along, unless Horovod's cache holds it.
-_memories: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
-
-
-def memory_of(compression: Any) -> Memory:
-    """What a compression remembers and has sent, for all tapes that were given it.
-
-    To keep two models apart in reports and checkpoints, give each its own:
-    `FFTCompression.using()` returns a new one each time.
-    """
-    return _memory(compression, settings_of(compression, "memory_of"))
-
-
-def _memory(compression: Any, settings: Settings) -> Memory:
-    if compression not in _memories:
-        _memories[compression] = Memory(settings)
-    return _memories[compression]
 
 
 def _ask_memory(tape: Any, *_: Any) -> NoReturn:
@@ -119,190 +56,6 @@ report = residuals = restart = state_dict = load_state_dict = synchronize = _ask
 watch = Elastic = _ask_memory
 
 
-@dataclass(frozen=True)
-class Cast:
-    """A tensor that went uncompressed in a type Horovod can reduce."""
-
-    dtype: tf.DType
-
-    @_as_written
-    def finish(self, reduced: Any) -> Any:
-        return tf.cast(reduced, self.dtype)
-
-
-def _wire_type(tensor: Any) -> Any:
-    return tf.float32 if tensor.dtype == tf.bfloat16 else tensor.dtype
-
-
-class Plain:
-    """A compression of Horovod's that only makes a type of what Horovod cannot reduce: bfloat16."""
-
-    @staticmethod
-    @_as_written
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """Called by Horovod."""
-        wire = _wire_type(tensor)
-        return (
-            (tensor, None) if wire == tensor.dtype else (tf.cast(tensor, wire), Cast(tensor.dtype))
-        )
-
-    @staticmethod
-    @_as_written
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        """Called by Horovod."""
-        return tensor if ctx is None else ctx.finish(tensor)
-
-
-@dataclass(frozen=True)
-class Mean:
-    """A gradient's mean, made with those of its bucket."""
-
-    like: Any  # the gradient: shape and dtype of the result
-    mean: Any  # [n] float32
-    call: Call
-
-    @_as_written
-    def finish(self, _: Any) -> Any:
-        """The mean as the gradient: shape, dtype, and the gradient of a plain hvd.allreduce."""
-        mean = tf.cast(tf.reshape(self.mean, self.like.shape), self.like.dtype)
-        if self.call.sources is None:
-            return _differentiable(self.like, mean, self.call)
-        return mean
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Gradients of one call that travel together, and how the nodes of its graph call Python.
-
-    names, places : of each gradient, either what it is kept under or its place in `slots`
-    tensors : of known shapes
-    slots : of all variables of the call, which keeps the calls from being folded away
-    mark : in the names of its collectives
-    theta : of the step, a tensor; None if the step alone tells it
-    """
-
-    call: Call
-    memory: Memory
-    names: Sequence[str | None]
-    places: Sequence[int | None]
-    tensors: Sequence[Any]
-    slots: Any
-    mark: str
-    theta: Any = None
-
-    @property
-    def sizes(self) -> list[int]:
-        """Elements of each gradient."""
-        return [tensor.shape.num_elements() for tensor in self.tensors]
-
-    def vectors(self) -> list[Any]:
-        """The gradients, [n] float32 each."""
-        return [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in self.tensors]
-
-    def python(self, function: Callable[..., Any], inputs: Sequence[Any], outputs: Any) -> Any:
-        """A node that calls `function(keys, inputs)` at each step."""
-
-        def run(slots: Any, *values: Any) -> Any:
-            keys = [
-                name if place is None else self.memory.key(name, int(slots[place]))
-                for name, place in zip(self.names, self.places, strict=True)
-            ]
-            return function(keys, values)
-
-        with tf.device("CPU"):
-            made = tf.numpy_function(run, [self.slots, *inputs], outputs, stateful=False)
-        # Eagerly, a list of one comes back as the one.
-        return [made] if isinstance(outputs, list) and not isinstance(made, list) else made
-
-    def reduce(self, tensor: Any, op: Any, kind: str) -> Any:
-        """Horovod's all-reduce of a vector of this bucket."""
-        return hvd.allreduce(
-            tf.identity(tensor, name=f"{self.mark}_{kind}"),
-            op=op,
-            name=self.name(kind),
-            ignore_name_scope=self.call.ignore_name_scope,
-            process_set=self.call.process_set,
-        )
-
-    def name(self, kind: str) -> str | None:
-        """Of a collective; Horovod names it after its input where the user gave none."""
-        return self.call.name and f"{self.mark}_{kind}_{self.call.name}"
-
-    def ranks(self) -> int:
-        """Asked at each step: an elastic run changes it after the trace."""
-        return int(self.call.process_set.size())
-
-    def factor(self) -> float:
-        """From the mean to what was asked for."""
-        return float(self.call.scale * (self.ranks() if self.call.op == hvd.Sum else 1))
-
-
-def gathered(bucket: Bucket) -> list[Any]:
-    """The means of a bucket whose payloads are gathered: a Python function before and behind."""
-    memory, sizes = bucket.memory, bucket.sizes
-    known = [] if bucket.theta is None else [bucket.theta]
-
-    def encode(keys: list[str | None], values: Sequence[Any]) -> Any:
-        theta = float(values[-1]) if known else None
-        return memory.encode(keys, values[: len(keys)], theta)
-
-    def decode(keys: list[str | None], values: Sequence[Any]) -> Any:
-        return memory.mean(
-            keys, values[0], ranks=bucket.ranks(), sizes=sizes, factor=bucket.factor()
-        )
-
-    payload = bucket.python(encode, [*bucket.vectors(), *known], tf.uint8)
-    each = [wire_bytes(memory.codec.payload_bytes(n)) for n in sizes]
-    payload.set_shape([sum(each) if memory.settings.fixed else None])
-    every = hvd.allgather(
-        tf.identity(payload, name=f"{bucket.mark}_payload"),
-        name=bucket.name("payload"),
-        ignore_name_scope=bucket.call.ignore_name_scope,
-        process_set=bucket.call.process_set,
-    )
-    means = bucket.python(decode, [every], [tf.float32] * len(sizes))
-    for mean, n in zip(means, sizes, strict=True):
-        mean.set_shape([n])
-    return list(means)
-
-
-def summed(bucket: Bucket) -> list[Any]:
-    """The means of a bucket of the shared exchange: Python functions beside each all-reduce."""
-    memory, sizes = bucket.memory, bucket.sizes
-    shapes = [tuple(tensor.shape) for tensor in bucket.tensors]
-
-    def begin(keys: list[str], values: Sequence[Any]) -> Any:
-        rank = bucket.call.process_set.rank()
-        return memory.begin(keys, values, shapes=shapes, ranks=bucket.ranks(), rank=rank)
-
-    def learn(keys: list[str], values: Sequence[Any]) -> Any:
-        return memory.learn(keys, values[0], sizes=sizes, factor=bucket.factor())
-
-    def advance(keys: list[str], values: Sequence[Any]) -> Any:
-        return memory.advance(keys, values[0], ranks=bucket.ranks(), factor=bucket.factor())
-
-    def averaged() -> Any:
-        mean = bucket.reduce(whole, hvd.Average, "dense")
-        return bucket.python(learn, [mean], tf.float32)
-
-    def rounds(turn: int, words: Any) -> Any:
-        total = bucket.reduce(words, hvd.Sum, f"round{turn}")
-        more, words, mean = bucket.python(advance, [total], [tf.bool, tf.int32, tf.float32])
-        words.set_shape([None])
-        if turn == ROUNDS:
-            return mean
-        more.set_shape([])
-        return tf.cond(more, lambda: rounds(turn + 1, words), lambda: mean)
-
-    dense, whole, words = bucket.python(begin, bucket.vectors(), [tf.bool, tf.float32, tf.int32])
-    dense.set_shape([])
-    whole.set_shape([None])
-    words.set_shape([None])
-    mean = tf.cond(dense, averaged, lambda: rounds(1, words))
-    mean.set_shape([sum(sizes)])
-    return list(tf.split(mean, sizes))
-
-
 @_as_written
 def compress(tensor: Any, settings: Settings, frame: FrameType) -> tuple[Any, Any]:
     """One gradient on its way; see Compression."""
@@ -311,32 +64,105 @@ def compress(tensor: Any, settings: Settings, frame: FrameType) -> tuple[Any, An
     tensor = _shaped(tensor, call, call.place)
     if not _reaches_others(call):
         return tensor, None  # Horovod traces what it never runs
-    memory = _memory(call.compression, settings)
+    memory = memory_at(call.compression, settings)
     memory.traffic.speaks = call.process_set.rank() == 0
     said = [*said_of_compression(call.compression), ("op", str(call.op))]
     if call.sources is not None and all(v is not None for v in call.sources):
         said += said_of_variables(call.sources)
-    agree_at_trace(memory.asked, call.process_set, said, memory.count_beside)
-    if not _takes(tensor, call.place, call, memory):
-        tensor = _after_slots(tensor, call, memory)
+    memory.agree(call.process_set, said)
+    if call.sources is None:
+        begun, means = None, {}
+        if _takes(tensor, None, call, memory):
+            begun, (mean,) = exchanged(
+                call, memory, [call.name], [None], [tensor], _beside(call, memory)
+            )
+            means[call.place] = mean
+    else:
+        begun, means = _of_tape(call, memory)
+    if call.place not in means:
+        if begun is not None:
+            with tf.control_dependencies([begun]):
+                tensor = tf.identity(tensor)
         return Plain.compress(_count_plain(tensor, _label(call, call.place, tensor), memory))
     # Grouped all-reduces want one dtype, that of the plain tensors beside it.
     mark = "sn_plain" if call.place is None else f"sn_{call.place}"
-    token = tf.identity(tf.zeros([1], _wire_type(tensor)), name=f"{mark}_token")
-    if call.sources is None:
-        slots = _slots(call, memory)
-        theta = _theta_of_step(call, memory, slots) if memory.learns else None
-        (mean,) = means_of(Bucket(call, memory, [call.name], [None], [tensor], slots, mark, theta))
+    token = tf.identity(tf.zeros([1], wire_type(tensor)), name=f"{mark}_token")
+    return token, Mean(tensor, means[call.place], call)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What is done once in a step beside the exchange of a call.
+
+    python : makes the node that does it in Python, whose result goes into every Python function
+    what : whose parameters are compared; see Traced.sameness_of
+    variables : which are compared
+    sparse : names and tf.IndexedSlices, to be counted
+    """
+
+    python: Callable[[], Any]
+    what: Any
+    variables: Sequence[Any] = ()
+    sparse: Sequence[tuple[str, Any]] = ()
+
+
+def exchanged(
+    call: Call,
+    memory: Memory,
+    names: Sequence[str | None],
+    places: Sequence[int | None],
+    tensors: Sequence[Any],
+    beside: Beside,
+) -> tuple[Any, list[Any]]:
+    """A node for the beginning of a step, and the means of gradients, [n] float32 each.
+
+    names, places : of each, what it is kept under, or its place in the result of `beside.python`
+    """
+    parts = cut([tensor.shape.num_elements() for tensor in tensors])
+    own = [[name for at in part if (name := names[at]) is not None] for part in parts]
+    known = all(len(part) == len(some) for part, some in zip(parts, own, strict=True))
+    form = memory.sized(own, beside.what) if known else None
+    slots = theta = None
+    if form is None:
+        slots = beside.python()
+        theta = _theta_of_step(call, memory, slots) if memory.learns and parts else None
+    buckets = [
+        Bucket(
+            call, memory, [names[at] for at in part], [places[at] for at in part],
+            [tensors[at] for at in part], slots, f"sn_b{number}", theta,
+        )
+        for number, part in enumerate(parts)
+    ]  # fmt: skip
+    if form is None:
+        begun, made = slots, [means_of(bucket) for bucket in buckets]
     else:
-        assert call.place is not None
-        mean = _means_of_tape(call, memory)[call.place]
-    return token, Mean(tensor, mean, call)
+        begun, made = _sized(form, buckets, memory, beside)
+    placed = {
+        at: mean
+        for part, some in zip(parts, made, strict=True)
+        for at, mean in zip(part, some, strict=True)
+    }
+    return begun, [placed[at] for at in range(len(tensors))]
 
 
-def means_of(bucket: Bucket) -> list[Any]:
-    """The means of a bucket's gradients, [n] float32 each, as nodes of the graph."""
-    _say_host_once()
-    return (summed if bucket.memory.settings.exchange == "shared" else gathered)(bucket)
+def _sized(
+    form: Sized, buckets: Sequence[Bucket], memory: Memory, beside: Beside
+) -> tuple[Any, list[list[Any]]]:
+    """The same without Python."""
+    call, first = buckets[0].call, buckets[0]
+    begun, due, at = form.begin(memory.trace_again)
+    begun += compared(due, beside.variables, memory, call.process_set, lambda: form.same, at)
+    for name, each in beside.sparse:
+        form.count_sparse(name, each.values, each.indices)
+
+    def total(words: Any, number: int, turn: int) -> Any:
+        return buckets[number].reduce(words, hvd.Sum, f"round{turn}")
+
+    with tf.control_dependencies([begun]):
+        vectors = [[tf.identity(each) for each in bucket.vectors()] for bucket in buckets]
+    by = Reduction(first.ranks(), call.process_set.rank(), total)
+    made, factor = form.step(vectors, by), first.factor()
+    return begun, [[mean if factor == 1 else mean * factor for mean in some] for some in made]
 
 
 def _reaches_others(call: Call) -> bool:
@@ -345,9 +171,14 @@ def _reaches_others(call: Call) -> bool:
     return not call.branch or elastic() or bool(own.included() and own.size() > 1)
 
 
-def compressed_means(call: Call, gradients: Sequence[Any], names: Sequence[str]) -> list[Any]:
-    """The means of gradients that a rim names, as they are; None for what travels plain."""
-    memory = _memory(call.compression, settings_of(call.compression, "DistributedOptimizer"))
+def compressed_means(
+    call: Call, gradients: Sequence[Any], names: Sequence[str], beside: Beside
+) -> tuple[Any, list[Any]]:
+    """A node for the beginning of a step, and the means of gradients that a rim names.
+
+    The means are as the gradients are; None for what travels plain.
+    """
+    memory = memory_at(call.compression, settings_of(call.compression, "DistributedOptimizer"))
     memory.traffic.speaks = call.process_set.rank() == 0
     _check(call)
     found: list[Any] = [None] * len(gradients)
@@ -355,25 +186,21 @@ def compressed_means(call: Call, gradients: Sequence[Any], names: Sequence[str])
     for at, (each, name) in enumerate(zip(gradients, names, strict=True)):
         if hasattr(each, "indices"):
             continue
-        if _fits(each) and memory.takes(name, each.shape.num_elements()):
+        if _fits(each) and memory.takes(name, each.shape.as_list()):
             taken.append(at)
         else:
             _count_plain(each, name, memory)
-    slots = _slots(call, memory)
-    theta = _theta_of_step(call, memory, slots) if memory.learns and taken else None
-    for number, part in enumerate(cut([gradients[at].shape.num_elements() for at in taken])):
-        own = [taken[at] for at in part]
-        bucket = Bucket(
-            call, memory, [names[at] for at in own], [None] * len(own),
-            [gradients[at] for at in own], slots, f"sn_b{number}", theta,
-        )  # fmt: skip
-        for at, mean in zip(own, means_of(bucket), strict=True):
-            found[at] = Mean(gradients[at], mean, call).finish(None)
-    return found
+    begun, means = exchanged(
+        call, memory, [names[at] for at in taken], [None] * len(taken),
+        [gradients[at] for at in taken], beside,
+    )  # fmt: skip
+    for at, mean in zip(taken, means, strict=True):
+        found[at] = Mean(gradients[at], mean, call).finish(None)
+    return begun, found
 
 
-def _means_of_tape(call: Call, memory: Memory) -> dict[int, Any]:
-    """Those of all gradients of a tape's call that are compressed, by place, made once for all.
+def _of_tape(call: Call, memory: Memory) -> tuple[Any, dict[int | None, Any]]:
+    """A node for the beginning of a step, and the means of a tape's gradients, by place.
 
     Horovod hands over one tensor at a time, each in a branch of its own. What they have in common
     is made around these branches, with the first of them.
@@ -382,9 +209,7 @@ def _means_of_tape(call: Call, memory: Memory) -> dict[int, Any]:
     known = _in_graph(graph)
     key = memory, "means", tuple(map(id, call.gradients))
     if key not in known:
-        slots = _slots(call, memory)
         with graph.as_default():
-            theta = _theta_of_step(call, memory, slots) if memory.learns else None
             places, tensors = [], []
             for place, each in enumerate(call.gradients):
                 if each is None or hasattr(each, "indices"):
@@ -394,31 +219,50 @@ def _means_of_tape(call: Call, memory: Memory) -> dict[int, Any]:
                 if _takes(each, place if once else None, call, memory):
                     places.append(place)
                     tensors.append(each)
-            means: dict[int, Any] = {}
-            for number, part in enumerate(cut([it.shape.num_elements() for it in tensors])):
-                own = [places[at] for at in part]
-                bucket = Bucket(
-                    call, memory, [None] * len(own), own, [tensors[at] for at in part], slots,
-                    f"sn_b{number}", theta,
-                )  # fmt: skip
-                means.update(zip(own, means_of(bucket), strict=True))
+            names, beside = _names(call, memory), _beside(call, memory)
+            named = [names[place] if names else None for place in places]
+            begun, means = exchanged(call, memory, named, places, tensors, beside)
         # With the gradients, as ids are used again.
-        known[key] = means, call.gradients
-    found: dict[int, Any] = known[key][0]
-    return found
+        known[key] = begun, dict(zip(places, means, strict=True)), call.gradients
+    begun, made, _ = known[key]
+    return begun, made
 
 
-def cut(sizes: Sequence[int]) -> list[list[int]]:
-    """Which tensors, of so many elements, go into each bucket, in order."""
-    found: list[list[int]] = []
-    room = 0
-    for at, size in enumerate(sizes):
-        if not found or size > room:
-            found.append([])
-            room = _BUCKET
-        found[-1].append(at)
-        room -= size
-    return found
+def _slots_now(call: Call, memory: Memory) -> Any:
+    """The slots of a tape's variables, [variables] int64, if they are the trace's own, else None.
+
+    They are not where their handles are arguments of the function that is traced.
+    """
+    sources = call.sources or ()
+    own = {place: v.handle for place, v in enumerate(sources) if isinstance(v, tf.Variable)}
+    if any(tf.is_symbolic_tensor(handle) for handle in own.values()):
+        return None
+    slots = np.full(len(sources), NO_VARIABLE, np.int64)
+    slots[list(own)] = memory.slots(map(repr, own.values()))
+    return slots
+
+
+def _names(call: Call, memory: Memory) -> list[str | None] | None:
+    """What the gradients of a tape are kept under, where that is known while it is traced."""
+    slots = _slots_now(call, memory)
+    if slots is None:
+        return None
+    return [memory.key(None, int(slot)) for slot in slots]
+
+
+def _beside(call: Call, memory: Memory) -> Beside:
+    """What is done once in a step of a tape."""
+    slots = _slots_now(call, memory)
+    sparse = []
+    if slots is not None:
+        for place, each in call.sparse:
+            sparse.append((memory.key(f"{place}:sparse", int(slots[place])) or "", each))
+    return Beside(
+        python=lambda: _slots(call, memory),
+        what=None if slots is None else slots.tobytes(),
+        variables=as_variables(call.sources or ()),
+        sparse=sparse,
+    )
 
 
 def _shaped(tensor: Any, call: Call, place: int | None) -> Any:
@@ -433,20 +277,12 @@ def _takes(tensor: Any, place: int | None, call: Call, memory: Memory) -> bool:
     """Whether a gradient of a call is compressed."""
     if not _fits(tensor) or _unclear(call, place, memory):
         return False
-    return memory.takes(_label(call, place, tensor), tensor.shape.num_elements())
+    return memory.takes(_label(call, place, tensor), tensor.shape.as_list())
 
 
 def _fits(tensor: Any) -> bool:
     """Whether a gradient could be compressed, whatever its size."""
     return tensor.dtype in _FLOATS and tensor.shape.num_elements() is not None
-
-
-def _after_slots(tensor: Any, call: Call, memory: Memory) -> Any:
-    """A tensor that travels plain, behind what is done once in a step for all of a tape."""
-    if call.sources is None or tf.executing_eagerly():
-        return tensor
-    with tf.control_dependencies([_slots(call, memory)]):
-        return tf.identity(tensor)
 
 
 def _unclear(call: Call, place: int | None, memory: Memory) -> bool:
@@ -487,7 +323,7 @@ def _label(call: Call, place: int | None, tensor: Any) -> str:
 
 def _count_plain(tensor: Any, label: str, memory: Memory) -> Any:
     """Count a tensor that travels plain; returns it, to go on with."""
-    size = _wire_type(tensor).size
+    size = wire_type(tensor).size
     elements = tensor.shape.num_elements()
     if elements is not None:
         memory.traffic.fixed(label, elements, elements * size)
@@ -599,25 +435,3 @@ def _count_sparse(
     for i, place in enumerate(places):
         key = memory.key(f"{place}:sparse", int(slots[place])) or ""
         memory.count_sparse(key, counts[2 * i], nbytes[2 * i] + nbytes[2 * i + 1])
-
-
-def _differentiable(tensor: Any, mean: Any, call: Call) -> Any:
-    """`mean`, with the gradient of a plain hvd.allreduce of `tensor`."""
-
-    @tf.custom_gradient
-    def reduced(tensor: Any, mean: Any) -> Any:
-        def gradient(upstream: Any) -> tuple[Any, Any]:
-            back = hvd.allreduce(
-                upstream, op=call.op, prescale_factor=call.scale, process_set=call.process_set
-            )
-            return back, None
-
-        return tf.identity(mean), gradient
-
-    return reduced(tensor, mean)
-
-
-@cache
-def _say_host_once() -> None:
-    if tf.config.list_logical_devices("GPU"):
-        _log.warning("gradients on a GPU are copied to the host and encoded there")

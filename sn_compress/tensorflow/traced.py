@@ -25,13 +25,13 @@ from ..codecs.base import Bytes, Floats
 from ..codecs.fft import FFTCodec
 from ..codecs.gather import mean_of_gathered, on_wire, wire_bytes
 from ..errors import CompressError, PayloadError
-from ..exchange.session import SharedExchange
 from ..feedback import ErrorFeedback
 from ..report import Traffic
 from ..sameness import Sameness
 from ..saved import arrays_of, reading
 from ..settings import Settings
 from ..sums.bucket import HEAD
+from ..sums.session import SharedExchange
 from ..theta import ThetaInTime, squares
 
 Words = npt.NDArray[np.int32]
@@ -119,9 +119,10 @@ class Traced:
         with self._lock:
             self.traffic.sparse(name, elements, nbytes)
 
-    def takes(self, name: str, elements: int) -> bool:
+    def takes(self, name: str, shape: Sequence[int]) -> bool:
         """Whether a gradient is compressed; one that shrank goes on to be, small as it may be."""
-        return self.exchange().remembers(name) or self.shared.takes(name, elements)
+        known = name in self.shared.tensors or self.feedback.remembers(name)
+        return known or self.shared.takes(name, shape)
 
     def slots(self, handles: Iterable[str]) -> list[int]:
         """One number per variable, in the order in which they first come.
@@ -283,9 +284,13 @@ class Traced:
             with self._lock:
                 self._count_sums(keys, end.value, begun.sent, ranks)
                 self._rounds.pop(tuple(keys), None)
+            self.stepped(keys)
             return False, np.zeros(0, np.int32), _times(np.concatenate(end.value), factor)
         begun.sent += words.nbytes
         return True, words, np.zeros(0, np.float32)
+
+    def stepped(self, keys: Sequence[str]) -> None:
+        """Called when a bucket's step of sums has ended."""
 
     def _count_sums(
         self, keys: Sequence[str], means: Sequence[Floats], sent: int, ranks: int

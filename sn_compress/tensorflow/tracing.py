@@ -5,6 +5,9 @@ of release 0.28.1. Two things differ. AutoGraph rewrites these functions ("tf__a
 "allreduce") and puts frames of its own between them, so all frames above are looked at. And a
 traced gradient has no name: it is known by its place among the gradients of one call, whose
 variables Horovod's function holds beside them.
+
+The functions being traced are found among the frames as well: what they have traced is forgotten
+when the next step is to be another graph.
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 
 from ..errors import CompressError
 
@@ -81,6 +87,31 @@ def find_call(frame: FrameType | None, tensor: Any) -> Call:
         "of hvd.DistributedGradientTape, hvd.allreduce or sn_compress.tensorflow.keras."
         "DistributedOptimizer. To encode a vector use FFTCodec."
     )
+
+
+def functions_of(frame: FrameType | None) -> list[Any]:
+    """Every tf.function that is being traced, as a frame above shows; the innermost first."""
+    found: list[Any] = []
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Function) and all(owner is not other for other in found):
+            found.append(owner)
+        frame = frame.f_back
+    return found
+
+
+def forget(function: Any) -> None:
+    """Let a tf.function trace again when it is called next; TensorFlow itself offers no way."""
+    try:
+        for traced in (function._variable_creation_config, function._no_variable_creation_config):
+            if traced is not None:
+                traced.function_cache.clear()
+    except AttributeError as error:
+        raise CompressError(
+            f"TensorFlow {tf.__version__} keeps what a tf.function has traced elsewhere than "
+            "expected, as release 2.21 does it: LowRankCompression cannot have it traced again. "
+            "Use release 2.21, and please report your version."
+        ) from error
 
 
 def _horovod_frames(frame: FrameType | None) -> Iterator[tuple[str, dict[str, Any]]]:

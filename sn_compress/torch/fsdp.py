@@ -1,40 +1,214 @@
 """Compressed averages between the replicas of torch's FSDP2, when it shards within a node (HSDP).
 
-    module.set_all_reduce_hook(fsdp_hook(CompressionState(FFTCompression, replicas), name))
+    state = compress_replicas(model, LowRankCompression.using(ratio=50), mesh["replicate"])
 
-Everything but what FSDP2 hands over is that of the DDP hook, its state too.
+FSDP2 gives its all-reduce hook one flat tensor a module: the reduce-scattered shards of the
+parameters that have a gradient, one behind the other, each with zeros up to the longest rank's
+shard. As one vector that has no low rank, and biases would be compressed with kernels. So each
+shard is cut out again and is a tensor of its own: rows of a matrix are a matrix. Zeros between
+them are no part of anything.
+
+Which parameters have a gradient the hook is not told. All have one if the length says so; else it
+is known from hooks of the parameters, and held against the length.
+
+Everything else is that of the DDP hook, its state too. FSDP2 keeps the shards' sizes in attributes
+that are not public; they are read in `_Shards` only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
+from ..compression import Compression
 from ..errors import CompressError
-from .ddp import CompressionState, Part, check_state
+from .ddp import CompressionState, Part
 
 
-def fsdp_hook(state: CompressionState, name: str) -> Callable[[torch.Tensor], None]:
-    """Make the hook for one module of FSDP2, for FSDPModule.set_all_reduce_hook.
+def compress_replicas(
+    model: nn.Module,
+    compression: type[Compression],
+    replicas: dist.ProcessGroup | DeviceMesh,
+    *,
+    scaler: Any = None,
+) -> CompressionState:
+    """Average the gradients of all FSDP2 modules in `model` over the replicas, compressed.
 
-    The module is sharded over one dimension of the mesh; `state` has the process group of the
-    other one, the replicas. All the module's shards are one vector with one memory, under `name`.
+    model : after fully_shard, over one dimension of the mesh
+    compression : FFTCompression, LowRankCompression or AutoCompression, bare or by `using`
+    replicas : mesh["replicate"], or the process group of the ranks with the same shards as this one
+    scaler : as CompressionState has it
+    Returns the state: for `report`, `state_dict` and `load_state_dict`. Its names are those of
+    model.named_parameters(), its shapes those of this rank's shards.
 
-    Raises CompressError for LowRankCompression with a ratio above 2: a vector has no low rank, and
-    would travel in 16 bits whatever ratio is set.
+    Raises CompressError for a model without FSDP2 modules, one whose all-reduce is torch's own (a
+    mesh of two dimensions) or already has a hook, and for ranks that are no replicas.
     """
-    check_state(state, "fsdp_hook")
-    if state.settings.exchange == "shared" and state.settings.ratio > 2:
+    if not isinstance(model, nn.Module):
         raise CompressError(
-            f"fsdp_hook of a state with {state.compression!r}: shards are one vector and would "
-            f"travel in 16 bits, a ratio of 2 and not {state.settings.ratio:g}. Use "
-            "FFTCompression, or LowRankCompression.using(ratio=2) if 16 bits will do."
+            f"compress_replicas got a {type(model).__qualname__} as model; expected a module after "
+            "fully_shard. Call compress_replicas(model, compression, replicas)."
         )
+    group = _group_of(replicas)
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    # Modules that were sharded together have one group; one whose parameters are all in others
+    # has none.
+    found = {id(own): (module, own) for module in modules if (own := _param_group(module))}
+    if not found:
+        raise CompressError(
+            f"compress_replicas got a {type(model).__qualname__} without a module of FSDP2; "
+            "expected one after fully_shard. Call fully_shard(model, mesh=mesh['shard']) first."
+        )
+    names = {
+        (id(module), own): f"{prefix}.{own}" if prefix else own
+        for prefix, module in model.named_modules()
+        for own, _ in module.named_parameters(recurse=False)
+    }
+    hooked = [(module, _Shards(own, names)) for module, own in found.values()]
+    for _, shards in hooked:
+        shards.check(group)
+    named = [each for _, shards in hooked for each in shards.named()]
+    state = CompressionState(compression, group, named_parameters=named, scaler=scaler)
+    for module, shards in hooked:
+        shards.watch()
+        module.set_all_reduce_hook(_hook(state, shards))
+    return state
 
+
+def _hook(state: CompressionState, shards: _Shards) -> Callable[[torch.Tensor], None]:
     @torch.no_grad()
-    def average(shards: torch.Tensor) -> None:
-        for _ in state.rounds([(shards, [Part(name, 0, tuple(shards.shape))])]):
-            pass
+    def average(flat: torch.Tensor) -> None:
+        parts = shards.parts(flat)
+        # A rank with empty shards only has replicas that have none either.
+        if shards.accumulate(flat, parts) and parts:
+            for _ in state.rounds([(flat, parts)]):
+                pass
 
     return average
+
+
+class _Shards:
+    """The parameters of one module of FSDP2, of which this rank has a shard each."""
+
+    def __init__(self, group: Any, names: dict[tuple[int, str], str]) -> None:
+        self._group = group
+        owners = [it._module_info for it in group.fsdp_params]
+        self._names = [names[id(owner.module), owner.param_name] for owner in owners]
+        # Elements in the flat tensor: those of the longest rank's shard.
+        self._padded = [it.padded_sharded_param_size.numel() for it in group.fsdp_params]
+        self._used: set[int] = set()  # with a gradient since the last reduction
+        self._watched: dict[int, torch.Tensor] = {}
+        self._waiting: dict[str, torch.Tensor] = {}  # reduce-scattered and not yet averaged
+
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        """Name, and a tensor of the shard's shape and type that holds nothing."""
+        params = self._group.fsdp_params
+        return [
+            (name, torch.empty(it.sharded_size, dtype=it.sharded_param.dtype, device="meta"))
+            for name, it in zip(self._names, params, strict=True)
+        ]
+
+    def check(self, replicas: dist.ProcessGroup | None) -> None:
+        """Raise CompressError unless torch leaves the average over these replicas to a hook."""
+        group = self._group
+        if getattr(group.mesh_info, "replicate_mesh_size", 1) > 1:
+            raise CompressError(
+                "fully_shard got a mesh with replicas and averages over them by itself; expected "
+                "one dimension. Call fully_shard(module, mesh=mesh['shard'])."
+            )
+        if group._all_reduce_hook is not None:
+            raise CompressError(
+                f"the module of {self._names[0]!r} has an all-reduce hook already; expected none. "
+                "Call compress_replicas once."
+            )
+        ours = set(dist.get_process_group_ranks(replicas))
+        shards = set(dist.get_process_group_ranks(group.mesh_info.shard_process_group))
+        if both := sorted((ours & shards) - {dist.get_rank()}):
+            raise CompressError(
+                f"ranks {both} are in `replicas` and hold other shards of {self._names[0]!r}; "
+                "expected ranks with the same shards. Pass the dimension of the mesh that "
+                "fully_shard did not get: mesh['replicate']."
+            )
+
+    def watch(self) -> None:
+        """From now on, know which parameters have gradients; the first forward pass makes them."""
+        for module in self._group.modules:
+            module.register_forward_pre_hook(self._watch)
+
+    def _watch(self, *_: Any) -> None:
+        for place, it in enumerate(self._group.fsdp_params):
+            whole = getattr(it, "_unsharded_param", None)
+            if whole is not None and whole.requires_grad and self._watched.get(place) is not whole:
+                whole.register_post_accumulate_grad_hook(partial(self._use, place))
+                self._watched[place] = whole
+
+    def _use(self, place: int, _: torch.Tensor) -> None:
+        self._used.add(place)
+
+    def parts(self, flat: torch.Tensor) -> list[Part]:
+        """Where the shards lie, those without elements left out."""
+        used, every = sorted(self._used), list(range(len(self._padded)))
+        self._used.clear()
+        places = every if sum(self._padded) == flat.numel() else used
+        if sum(self._padded[place] for place in places) != flat.numel():
+            raise CompressError(
+                f"FSDP2 averages {flat.numel()} elements of {self._names}; expected "
+                f"{sum(self._padded)}, or fewer where parameters have no gradient, of which "
+                f"{[self._names[place] for place in used]} were seen to have one. Call the module, "
+                "not a method of it, or set_reduce_scatter_unused_params(True)."
+            )
+        found, start = [], 0
+        for place in places:
+            shape = tuple(self._group.fsdp_params[place].sharded_size)
+            part = Part(self._names[place], start, shape)
+            found += [part] if part.elements else []
+            start += self._padded[place]
+        return found
+
+    def accumulate(self, flat: torch.Tensor, parts: list[Part]) -> bool:
+        """Whether to average now; with set_requires_all_reduce(False) gradients wait for a later.
+
+        FSDP2 adds what it gets back to the gradients: zeros, until then.
+        """
+        for part in parts:
+            if part.name in self._waiting:
+                part.of(flat).add_(self._waiting.pop(part.name))
+        if self._group.all_reduce_grads:
+            return True
+        self._waiting.update((part.name, part.of(flat).clone()) for part in parts)
+        flat.zero_()
+        return False
+
+
+def _param_group(module: FSDPModule) -> Any:
+    """FSDP2's record of the parameters of one module; None if it has none of its own."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None or len(groups) > 1:
+        found = f"{len(groups)} meshes" if groups else f"torch {torch.__version__}"
+        raise CompressError(
+            f"a module of FSDP2 with {found}; expected one mesh, in the way of torch 2.13. Give "
+            "fully_shard one mesh, or use that version."
+        )
+    return groups[0] if groups else None
+
+
+def _group_of(replicas: Any) -> dist.ProcessGroup:
+    if isinstance(replicas, DeviceMesh) and replicas.ndim == 1:
+        return replicas.get_group()
+    if isinstance(replicas, dist.ProcessGroup):
+        return replicas
+    got = f"a {type(replicas).__qualname__}"
+    if isinstance(replicas, DeviceMesh):
+        got = f"a mesh of {replicas.ndim} dimensions"
+    raise CompressError(
+        f"compress_replicas got {got} as replicas; expected a mesh of one dimension or a process "
+        "group. Pass mesh['replicate']."
+    )

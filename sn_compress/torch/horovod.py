@@ -71,7 +71,7 @@ def _send(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[Any, An
     shared = settings.exchange == "shared"
     # Without a name no rank knows what another one has agreed to.
     fits = tensor.dtype in _FLOATS and (caller.name or not shared)
-    if not fits or not memory.shared.takes(str(caller.name), tensor.numel()):
+    if not fits or not memory.shared.takes(str(caller.name), tensor.shape):
         return _send_plain(tensor, caller, memory)
     if caller.name and caller.optimizer is not None:
         ranks, ask = caller.process_set.size(), partial(total, memory, caller.process_set)

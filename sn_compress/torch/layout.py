@@ -1,4 +1,4 @@
-"""The order in which a dense tensor's elements lie in memory, and a vector's way to another order.
+"""Where gradients lie in a flat tensor, and in which order their elements do.
 
 DDP's buckets hold a gradient as its parameter lies: in channels_last, not in the order of indices.
 What is remembered of it is a vector in that order, which another run need not have.
@@ -6,13 +6,47 @@ What is remembered of it is a vector in that order, which another run need not h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
 
 import numpy as np
+import torch
 
 from ..codecs.base import Floats
+from ..errors import CompressError
 
 Axes = list[int]  # from the slowest to the fastest
+Change = Callable[[Floats], Floats]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One parameter's stretch of a flat tensor."""
+
+    name: str
+    start: int
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """How many there are."""
+        return prod(self.shape)
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """A view of it."""
+        return flat[self.start : self.start + self.elements]
+
+
+def parts_of(parameters: Iterable[tuple[str, torch.Tensor]]) -> list[Part]:
+    """Of parameters whose gradients lie one behind the other."""
+    found, start = [], 0
+    for name, parameter in parameters:
+        found.append(Part(name, start, tuple(parameter.shape)))
+        start += parameter.numel()
+    return found
 
 
 def axes_of(shape: Sequence[int], strides: Sequence[int]) -> Axes:
@@ -25,3 +59,35 @@ def reorder(vector: Floats, shape: Sequence[int], old: Axes, new: Axes) -> Float
     """The [n] elements of a tensor of this shape, which lie as `old` says, as `new` says."""
     lies = vector.reshape([shape[axis] for axis in old])
     return lies.transpose(np.argsort(old)).transpose(new).reshape(-1)
+
+
+def said_of(named: Iterable[tuple[torch.Tensor, str]]) -> list[tuple[str, str]]:
+    """What ranks have to have alike of their parameters, in their order."""
+    return [
+        (f"tensor {place}", f"{name!r} {tuple(parameter.shape)} {parameter.dtype}")
+        for place, (parameter, name) in enumerate(named)
+    ]
+
+
+def layout_of(named: Iterable[tuple[torch.Tensor, str]]) -> dict[str, Axes]:
+    """How each parameter lies in memory, and so what is remembered of its gradient."""
+    return {name: axes_of(parameter.shape, parameter.stride()) for parameter, name in named}
+
+
+def changes_of(named: Iterable[tuple[torch.Tensor, str]], saved: Any) -> dict[str, Change]:
+    """For parameters that lie otherwise than they did: from the saved order to theirs.
+
+    saved : what layout_of returned in the run before; CompressError if it does not fit
+    """
+    found: dict[str, Change] = {}
+    for parameter, name in named:
+        shape, new = tuple(parameter.shape), axes_of(parameter.shape, parameter.stride())
+        old = saved.get(name, new) if isinstance(saved, dict) else None
+        if not isinstance(old, list) or sorted(map(str, old)) != sorted(map(str, new)):
+            raise CompressError(
+                f"the saved layout of {name!r} is {old!r}; expected the order of {len(new)} "
+                "axes. Load what state_dict() returned, unchanged."
+            )
+        if old != new:
+            found[name] = partial(reorder, shape=shape, old=old, new=new)
+    return found

@@ -10,12 +10,12 @@ import numpy as np
 from ..codecs.base import Payload
 from ..codecs.fft import FFTCodec
 from ..exchange.pending import Pending
-from ..exchange.session import SharedExchange
 from ..feedback import ErrorFeedback
 from ..prediction.tuning import SumOfRanks, Tuner
 from ..report import Traffic
 from ..sameness import Sameness
 from ..settings import Settings
+from ..sums.session import SharedExchange
 from ..theta import ThetaInTime
 from .aside import Aside
 

@@ -80,7 +80,7 @@ def test_gather_averages_what_ranks_send_and_remembers_the_rest(simulated):
 
 def test_shared_averages_what_ranks_send_and_remembers_the_rest(simulated):
     """As above; and the words of every round are counted."""
-    from sn_compress.exchange.session import SharedExchange
+    from sn_compress.sums.session import SharedExchange
 
     rng = np.random.default_rng(2)
     shape, ranks, steps = (16, 24), 8, 30

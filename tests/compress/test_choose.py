@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from sn_compress.errors import CompressError, PayloadError
-from sn_compress.exchange import session
-from sn_compress.exchange.session import SharedExchange
+from sn_compress.sums import session
 from sn_compress.sums.bucket import Bucket
 from sn_compress.sums.choose import (
     Curve,
@@ -20,6 +19,7 @@ from sn_compress.sums.choose import (
 )
 from sn_compress.sums.low_rank import LowRank
 from sn_compress.sums.rows import Rows
+from sn_compress.sums.session import SharedExchange
 from sn_compress.sums.whole import Whole
 
 SIZES = {

@@ -208,7 +208,7 @@ def test_a_link_is_found_again_from_two_times(bytes_per_s, latency, ranks):
 
 def test_sizes_are_those_of_the_real_exchange():
     """A trained session sends, in all, what the model says, whatever ranks it chose."""
-    from sn_compress.exchange.session import SharedExchange
+    from sn_compress.sums.session import SharedExchange
 
     model = [
         Layer("a", (256, 512)),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sn_compress.exchange.session import SharedExchange
+from sn_compress.sums.session import SharedExchange
 
 RANKS = 2
 LARGER = 2.0**10  # a power of two: everything that follows is exact

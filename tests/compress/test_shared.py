@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from sn_compress.errors import CompressError, PayloadError
-from sn_compress.exchange.session import SharedExchange
 from sn_compress.sums.choose import Curve, Size, allocate, words_of
 from sn_compress.sums.low_rank import LowRank
 from sn_compress.sums.rows import Rows
+from sn_compress.sums.session import SharedExchange
 from sn_compress.sums.summable import Summable, exchange
 
 SHAPE = (24, 5, 3)
@@ -370,13 +370,12 @@ def test_a_model_begins_dense_then_shares_and_comes_back_to_dense():
 def test_what_goes_plain_counts_for_the_ratio():
     mean = np.random.default_rng(12).standard_normal(64 * 96).astype(np.float32)
 
-    def words(small, *, fused=False):
+    def words(small):
         session = SharedExchange(ratio=20, warmup=1)
-        assert session.takes("large", mean.size)
+        assert session.takes("large", (64, 96))
         for index in range(small):
-            # Fused with others, 64 elements travel in 16 bits; 63 are not worth a head.
-            assert session.takes(f"small {index}", 64, fused=fused) == fused
-            assert not session.takes(f"least {index}", 63, fused=fused)
+            assert not session.takes(f"bias {index}", (64,))
+            assert not session.takes(f"least {index}", (9, 7))
         session.dense("large", (64, 96))
         session.whole("large", mean)
         session.learn("large", mean)
@@ -387,11 +386,11 @@ def test_what_goes_plain_counts_for_the_ratio():
         assert session.words("large", 2) == resumed.words("large", 2)
         return sum(session.words("large", 2))
 
-    for small, fused in ((0, False), (1, False), (1, True), (2, True)):
-        plain = small * 63 + (0 if fused else small * 64)
+    for small in (0, 1):
+        plain = small * (64 + 63)
         budget = (mean.size + plain) / 20 - plain
         # A direction is 2 heads, 2 scales and 160 digits: 46 words are all that may be left.
-        assert budget - 46 < words(small, fused=fused) <= budget
+        assert budget - 46 < words(small) <= budget
     # Where nothing is left, a direction still travels.
     assert words(10) == sum(words_of((64, 96), 1, 2))
 
@@ -417,7 +416,7 @@ def test_after_a_restart_with_other_shapes_what_was_not_sent_travels():
         one_step((40, 30))
     cut = [s.residual("a").reshape(40, 30)[:20] for s in sessions]
     assert all(np.abs(left).max() > 0 for left in cut)
-    sessions[0].takes("gone", 10)
+    sessions[0].takes("gone", (10,))
     for s, left in zip(sessions, cut, strict=True):
         s.restart({"a": left})
     resumed = [SharedExchange(ratio=10, warmup=1, min_elements=200) for _ in range(2)]

@@ -13,7 +13,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 from nets import NETS
-from simulated import SMALLEST, Gather, Plain, Shared, exchange_gradients, rank_gradients
+from simulated import Gather, Plain, Shared, exchange_gradients, rank_gradients
 
 from sn_compress import FFTCompression, LowRankCompression
 
@@ -56,11 +56,13 @@ def real(way):
 
 
 def exchange_of(way, sessions, name, parameter):
+    if not WAYS[way].settings.compresses(parameter.shape):
+        return Plain()
     if way == "shared":
-        takes = [session.takes(name, parameter.numel()) for session in sessions]
+        takes = [session.takes(name, parameter.shape) for session in sessions]
         return Shared(sessions, name, tuple(parameter.shape)) if all(takes) else Plain()
     codecs = [WAYS[way].settings.codec(threads=1) for _ in range(RANKS)]
-    return Plain() if parameter.numel() < SMALLEST else Gather(codecs)
+    return Gather(codecs)
 
 
 def simulated(way):

@@ -11,8 +11,6 @@ import time
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from sn_compress import (
@@ -21,7 +19,6 @@ from sn_compress import (
     LowRankCompression,
 )
 from sn_compress.torch.ddp import CompressionState, compression_hook
-from sn_compress.torch.fsdp import fsdp_hook
 
 RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 EXACT = FFTCompression.using(theta=0.0, values="fp16")
@@ -402,28 +399,27 @@ def errors_reach_every_rank():
     assert "named_parameters" in said, said
 
     damaged = CompressionState(FFTCompression)
-    encode = damaged._encode
+    gather = damaged.collectives.gather
 
-    def flip(flat, large):
-        wire = encode(flat, large)
+    def flip(wire):
         if RANK == RANKS - 1:
             wire[40] ^= 1
-        return wire
+        return gather(wire)
 
-    damaged._encode = flip
+    damaged.collectives.gather = flip
     said = fails(damaged)
     assert "checksum" in said, said
     shared = CompressionState(LowRankCompression.using(warmup=1))
     ddp = wrap(net(), shared)
     loss_of(ddp, 0).backward()
-    add = shared._sum
+    add = shared.collectives.sum
 
     def flip_sum(tensor):
         if RANK == RANKS - 1 and tensor.dtype == torch.int32:
             tensor[7] ^= 1
         return add(tensor)
 
-    shared._sum = flip_sum
+    shared.collectives.sum = flip_sum
     said = message_of(lambda: loss_of(ddp, 1).backward())
     assert "checksum" in said, said
     unnamed = CompressionState(LowRankCompression)
@@ -441,7 +437,6 @@ def errors_reach_every_rank():
         (lambda: make(FFTCompression, model), "got a Sequential as process_group"),
         (lambda: make(FFTCompression, unnamed), "got a CompressionState as process_group"),
         (lambda: make(LowRankCompression.using(overlap=True)), "overlap=True has no effect"),
-        (lambda: fsdp_hook(None, "layer"), "fsdp_hook got a NoneType as its state"),
     ):
         assert words in message_of(call), (words, message_of(call))
     for state in (None, FFTCompression, dist.group.WORLD):
@@ -449,61 +444,10 @@ def errors_reach_every_rank():
         assert "as its state; expected a CompressionState" in said, said
 
 
-def replicas_of_hsdp():
-    """FSDP2 over two ranks, our hook over the pairs of replicas."""
-    if RANKS != 4:
-        return
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-
-    def sharded(over):
-        model = net()
-        for layer in model:
-            if isinstance(layer, nn.Linear):
-                fully_shard(layer, mesh=over)
-        return fully_shard(model, mesh=over)
-
-    def hooked(compression):
-        model = sharded(mesh["shard"])
-        state = CompressionState(compression, mesh.get_group("replicate"))
-        for name, module in model.named_modules():
-            if isinstance(module, FSDPModule):
-                module.set_all_reduce_hook(fsdp_hook(state, name))
-        return model, state
-
-    stock, (ours, _) = sharded(mesh), hooked(EXACT)
-    for model in (stock, ours):
-        loss_of(model, 0).backward()
-    for (name, p), q in zip(ours.named_parameters(), stock.parameters(), strict=True):
-        a, b = p.grad.full_tensor(), q.grad.full_tensor()
-        # Rounded to 2**-11; two replicas' gradients may cancel down to a part of their norms.
-        assert (a - b).norm() <= 2**-8 * b.norm(), (name, (a - b).norm() / b.norm())
-
-    whole = SHARED.using(ratio=2.0)  # what a vector can have
-    for compression in (LOSSY[0], whole):
-        ours, state = hooked(compression)
-        optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
-        for step in range(6):
-            optimizer.zero_grad()
-            ours.set_requires_gradient_sync(False)
-            loss_of(ours, 2 * step).backward()
-            ours.set_requires_gradient_sync(True)
-            loss_of(ours, 2 * step + 1).backward()
-            optimizer.step()
-        start = dict(net().named_parameters())
-        for name, parameter in ours.named_parameters():
-            assert same_on_all(parameter.full_tensor()), name
-            assert not torch.equal(parameter.full_tensor(), start[name]), name
-        # With gather, the last one, of 520 elements to a shard, is small.
-        report = state.report()
-        assert report["tensors"] == (4 if compression is whole else 3), report
-        assert report["steps"] == 6
-        state.load_state_dict(state.state_dict())
-
-
 CASES = [
     ranks_stay_bit_identical, mean_is_the_mean, nothing_is_lost, nothing_is_lost_when_accumulating,
     nothing_is_lost_when_unused, skipped_steps_are_taken_back, not_a_number_reaches_all,
-    resumed_run_is_bit_equal, plain_travels_as_plain, errors_reach_every_rank, replicas_of_hsdp,
+    resumed_run_is_bit_equal, plain_travels_as_plain, errors_reach_every_rank,
 ]  # fmt: skip
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sn_compress import FFTCompression
 from sn_compress.torch.ddp import CompressionState, compression_hook
-from sn_compress.torch.fsdp import fsdp_hook
+from sn_compress.torch.fsdp import compress_replicas
 
 sys.path.append(str(Path(__file__).parents[2]))
 from schedule_kinds import KINDS, Watch, check
@@ -83,11 +83,9 @@ def under_ddp(kind):
 def under_fsdp(kind):
     model = net()
     mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("replicate", "shard"))
-    state = CompressionState(FFTCompression.using(theta=KINDS[kind]), mesh.get_group("replicate"))
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=mesh["shard"])
-    for name, layer in (("first", model[0]), ("second", model[2]), ("rest", model)):
-        layer.set_all_reduce_hook(fsdp_hook(state, name))
+    compress_replicas(model, FFTCompression.using(theta=KINDS[kind]), mesh["replicate"])
     for step in range(STEPS):
         model.zero_grad()
         loss_of(model, step).backward()

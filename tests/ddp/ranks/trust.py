@@ -140,7 +140,7 @@ def equal_ranks_are_never_told_to_differ():
             optimizer.zero_grad()
             loss_of(ddp, step).backward()
             optimizer.step()
-        assert state._sameness.same_at == 15
+        assert state.engine.sameness.same_at == 15
         asked = 4 + (state.settings.exchange == "shared")  # of hardware, too
         assert state.report()["other_bytes"] == asked * 17 * 8
 
@@ -155,7 +155,7 @@ def sparse_gradients_are_in_the_report():
         model.zero_grad()
         ddp(torch.arange(2 * rows).view(2, rows) // 2).square().mean().backward()
     report, sent = state.report(), rows * (8 + 4 * 32)  # an index of 8 bytes and a row
-    codec = CompressionState(FFTCompression.using(theta=0.9)).codec
+    codec = CompressionState(FFTCompression.using(theta=0.9)).engine.codec
     assert report["payload_bytes"] == sent + codec.payload_bytes(32 * 64) + 4 * 64, report
     assert report["dense_bytes"] == sent + 4 * 33 * 64, report
     assert report["steps"] == 3, report

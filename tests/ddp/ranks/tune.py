@@ -20,7 +20,7 @@ from sn_compress.prediction import tuning
 from sn_compress.prediction.cost import choose
 from sn_compress.prediction.rates import FREE
 from sn_compress.torch.ddp import CompressionState, compression_hook
-from sn_compress.torch.fsdp import fsdp_hook
+from sn_compress.torch.fsdp import compress_replicas
 
 RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 STEPS = 40
@@ -155,18 +155,17 @@ def replicas_of_fsdp():
     tuning.choose = partial(always, "shared")
     model, clock = net(), Clock()
     mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("replicate", "shard"))
-    state = CompressionState(AutoCompression.using(ratio=2), mesh.get_group("replicate"))
-    state.tuner = tuned(state, clock, state.settings)
-    for name, layer in (("first", model[0]), ("rest", model)):
+    for layer in (model[0], model):
         fully_shard(layer, mesh=mesh["shard"])
-        layer.set_all_reduce_hook(fsdp_hook(state, name))
+    state = compress_replicas(model, AutoCompression.using(ratio=2), mesh["replicate"])
+    state.tuner = tuned(state, clock, state.settings)
     for step in range(STEPS):
         model(noise(step, 8, 64)).sum().backward()
         clock.now += 2.0 if set(state.tuner._methods.values()) - {"plain"} else 1.0
     _, line = lines
     assert "plain DDP is faster here" in line, line
     assert state.report()["tuned_tensors"] == 0
-    assert not state.exchange.remembers("first")
+    assert not state.exchange.remembers("0.weight")
 
 
 def always(method, options, **_):

@@ -6,14 +6,13 @@ one rank, which travel in a round of their own before the first step that is not
 computes from floats may differ in the last bit, and then word counts would. A dense step returns
 rarely, carries the memories along, and the choice is made anew.
 
-Over 300 lines: the steps of a tensor, and what is saved of them.
+Over 300 lines: what happens to one tensor in a step hangs on what it was at in the one before.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,38 +23,24 @@ from ..arrays import like_of, namespace, on_host, steady, to_host
 from ..codecs.base import MAX_ELEMENTS, Floats
 from ..errors import CompressError
 from ..saved import reading
-from ..sums.base import Array
-from ..sums.choose import Curve, Size, allocate, better, budget, decode_sizes, encode_sizes
-from ..sums.summable import Summable, Verdict, exchange
+from .base import Array
+from .choose import Curve, Size, allocate, better, budget, decode_sizes, encode_sizes
+from .summable import Summable, Verdict, exchange
+from .tensor import Tensor
 
 Rounds = Generator[Array, Array, Array]
 
-SMALLEST = 64  # elements; below, a head of two words is not worth it
+# Elements of a vector, such as a bias or the weights of a norm, from which on it is compressed. A
+# vector has no low rank, models have many small ones, and all together they are little: travelling
+# plain with the others costs less than what would be saved.
+VECTOR = 2**16
 _FORMAT = 5
-_MOST_UNSEEN = 2**31  # elements of a saved tensor of which no array was saved
 
 
-@dataclass
-class Tensor:
-    """One tensor's part: dense (`summable` is None) until its size is chosen."""
-
-    shape: tuple[int, ...]
-    step: int = 0  # that the next gradient belongs to
-    proposed: Size | None = None  # by this rank, until the ranks have agreed on one
-    size: Size | None = None  # that they have agreed on
-    told: int = 0  # words in which sizes travelled in the last step
-    mean: Array | None = None  # of the last dense step, until then
-    owed: Array | None = None  # what was not sent of it when the exchange began anew
-    summable: Summable | None = None
-    earlier: Summable | None = None  # until then, in case that step turns out to be lost
-    before: dict[str, Any] | None = None  # the fields above, before the last step
-
-    def left(self) -> Array | None:
-        """What was not sent of it, [n]; no copy."""
-        if self.summable is None:
-            return self.owed
-        self.summable.conclude()
-        return self.summable.memory
+def is_large(shape: Sequence[int], min_elements: int) -> bool:
+    """Whether a tensor is worth compressing: the rule of every class and every seam."""
+    is_vector = sum(side > 1 for side in shape) <= 1
+    return math.prod(shape) >= (max(VECTOR, min_elements) if is_vector else min_elements)
 
 
 class SharedExchange:
@@ -67,7 +52,7 @@ class SharedExchange:
         included; where even rank one for every matrix is more, that is what is sent
     warmup : dense steps at the start, at least 1
     every : steps from one dense step to the next after that
-    min_elements : tensors below it are not taken, or travel whole in 16 bits; see `takes`
+    min_elements : tensors below it are not taken, and no vectors below VECTOR
     feedback, decay : whether what was not sent is remembered, and the factor on it
     """
 
@@ -94,16 +79,14 @@ class SharedExchange:
         self._left_out: dict[str, int] = {}  # elements
         self._verdicts: dict[str, tuple[Verdict, str]] = {}  # how each tensor's last step ended
 
-    def takes(self, name: str, elements: int, *, fused: bool = False) -> bool:
+    def takes(self, name: str, shape: Sequence[int]) -> bool:
         """Whether a tensor is for the exchange; one that is not travels plain, and is counted.
 
-        A collective of its own costs a small tensor more than its few bytes. `fused` says that
-        the words of many tensors share one: then it travels whole, in 16 bits. Rims ask it for the
-        gather exchange, too.
+        Rims ask it for the gather exchange, too.
         """
-        taken = elements >= (min(SMALLEST, self.min_elements) if fused else self.min_elements)
+        taken = is_large(shape, self.min_elements)
         if not taken:
-            self._left_out[name] = elements
+            self._left_out[name] = math.prod(shape)
         return taken
 
     def dense(self, name: str, shape: Sequence[int]) -> bool:
@@ -329,7 +312,7 @@ class SharedExchange:
         return {
             "format": _FORMAT,
             "left_out": dict(self._left_out),
-            "tensors": {name: _dump(tensor) for name, tensor in self.tensors.items()},
+            "tensors": {name: tensor.state_dict() for name, tensor in self.tensors.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -344,7 +327,7 @@ class SharedExchange:
             loaded = {}
             for name, entry in state["tensors"].items():
                 with reading(f"the saved state of {name!r}"):
-                    loaded[_name(name)] = self._load(entry)
+                    loaded[_name(name)] = Tensor.load(entry)
             left_out = {
                 _name(name): saved.count(n, "size of a tensor left out", high=MAX_ELEMENTS)
                 for name, n in state["left_out"].items()
@@ -404,25 +387,6 @@ class SharedExchange:
             if summable is not None:
                 summable.replace(residual.astype(np.float32))
 
-    def _load(self, entry: dict[str, Any]) -> Tensor:
-        shape = saved.shape(entry["shape"], "shape")
-        n, step = math.prod(shape), saved.count(entry["step"], "step")
-        # Without an array there is nothing to hold a size against.
-        if saved.held(entry) < n and n > _MOST_UNSEEN:
-            raise CompressError(f"it says {n} elements and holds {saved.held(entry)} numbers")
-        tensor = Tensor(shape, step)
-        for kind in ("mean", "owed"):
-            if kind in entry:
-                setattr(tensor, kind, saved.floats(entry[kind], kind, (n,)))
-        if "summable" in entry:
-            saved.floats(entry["summable"]["memory"], "memory", (n,))
-            tensor.size = _size(entry, n)
-            part = tensor.size.part()
-            empty = np.zeros(n, np.float32)
-            tensor.summable = Summable(part, part.new_state(empty), empty)
-            tensor.summable.load_state_dict(entry["summable"])
-        return tensor
-
 
 def _name(name: Any) -> str:
     if not isinstance(name, str):
@@ -430,27 +394,6 @@ def _name(name: Any) -> str:
     return name
 
 
-def _size(entry: dict[str, Any], n: int) -> Size:
-    sides, sparse = saved.shape(entry["sides"], "shape of sides"), entry["sparse"]
-    if math.prod(sides) != n or not isinstance(sparse, bool):
-        raise CompressError(
-            f"its sides are {sides} and sparse is {sparse!r}; expected {n} elements, and a bool"
-        )
-    return Size(sides, saved.count(entry["size"], "size", high=n), sparse)
-
-
 def _only(rounds: Generator[Array, Array, list[Array]]) -> Rounds:
     (mean,) = yield from rounds
     return mean
-
-
-def _dump(tensor: Tensor) -> dict[str, Any]:
-    entry: dict[str, Any] = {"shape": list(tensor.shape), "step": tensor.step}
-    if tensor.mean is not None:
-        entry["mean"] = np.array(to_host(tensor.mean))
-    if tensor.owed is not None:
-        entry["owed"] = np.array(to_host(tensor.owed))
-    if tensor.summable is not None and tensor.size is not None:
-        entry["sides"], entry["sparse"] = list(tensor.size.shape), tensor.size.sparse
-        entry["size"], entry["summable"] = tensor.size.size, tensor.summable.state_dict()
-    return entry

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..codecs.base import Floats
-from ..errors import CompressError
-from ..saved import floats, reading
+from .codecs.base import Floats
+from .errors import CompressError
+from .saved import floats, reading
 
 
 class Exchange(Protocol):
@@ -42,6 +42,10 @@ class Owed:
 
     def __contains__(self, name: str) -> bool:
         return name in self._left
+
+    def left(self, name: str) -> Floats:
+        """What is owed of a tensor, [n]."""
+        return self._left[name]
 
     def pay(self, name: str, elements: int) -> Floats:
         """What goes along with a gradient of so many elements, [n]; it is owed no more."""

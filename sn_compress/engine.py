@@ -1,0 +1,354 @@
+"""All tensors of one optimizer on one rank: what each step does with them, and what is kept.
+
+    step = engine.sort(gradients, ranks=ranks, total=total)
+    for gradient in step.dense: send engine.whole(gradient), and tell engine.learn the mean
+    rounds = engine.rounds(step.coded, ranks=ranks, rank=rank)     # yields what to carry
+
+A rim brings gradients as vectors, does the collectives it is asked for, and knows nothing of what
+they carry. Steps are told apart by names: one that comes again begins the next step. What ranks
+have to decide alike is decided here, from sums that the rim's `total` brings.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from . import __version__, hardware, payloads
+from .agreement import Said, Total, agree, alike, question
+from .arrays import Array, like_of, namespace, on_host
+from .carry import Carry, Gradient, Rounds, Sorted, dtype_name
+from .codecs.base import Floats, Payload
+from .feedback import ErrorFeedback
+from .owed import Owed
+from .prediction.tuning import Tuner
+from .report import Traffic
+from .sameness import Sameness
+from .settings import Settings
+from .sums.session import SharedExchange
+from .theta import ThetaInTime
+
+_log = logging.getLogger(__name__)
+_STEP = "step"  # what theta is counted by: all tensors have the same
+
+
+class Engine:
+    """What belongs to one optimizer on one rank.
+
+    Parameters
+    ----------
+    settings : the user's
+    threads : of the codec, where the settings leave it open
+    stock : what the framework's own way is called in the log
+    scaler : the loss scaler, if there is one: whatever has get_scale(). Gradients arrive multiplied
+        by its scale. A scale smaller than before says that the last step was skipped, on all ranks
+        alike: it is taken back. A changed one changes the memories. Costs a second copy of them
+    find_unused : look for gradients of zeros on a device, too, which waits for it: the memory of
+        what was not used then stays; on the host it always does
+    tunes : whether AutoCompression may measure and choose
+
+    Attributes
+    ----------
+    tuner : of AutoCompression, from the first gradient on
+    agreed : with how many ranks, None before `agree`
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        threads: int,
+        *,
+        stock: str,
+        scaler: Any = None,
+        find_unused: bool = False,
+        tunes: bool = True,
+    ) -> None:
+        self.settings = settings
+        self.theta = ThetaInTime(settings, threads)
+        self.codec = settings.codec(threads)  # of the step under way
+        self.feedback = ErrorFeedback(self.codec, decay=settings.decay)
+        self.shared = settings.shared()
+        self.owed = Owed()  # of tensors that the tuner lets travel plain
+        self.traffic = Traffic()
+        self.sameness = Sameness(settings.check_every)
+        self.tuner: Tuner | None = None
+        self.agreed: int | None = None
+        self.scale: float | None = None  # the unit of the memories
+        self.lost = 0.0, 0.0  # energy and error of this step on this rank, if theta follows them
+        self._stock, self._find_unused = stock, find_unused
+        self._tunes = tunes and settings.tune
+        self._held: dict[str, Array] = {}  # memories that sit this step out
+        self._seen: set[str | None] = set()  # in this step
+        self._scaler: Any = None
+        if scaler is not None:
+            self.watch(scaler)
+
+    def watch(self, scaler: Any) -> None:
+        """Follow a loss scaler from here on."""
+        self._scaler = scaler
+        self.feedback.undoable = True
+
+    @property
+    def exchange(self) -> ErrorFeedback | SharedExchange:
+        """Where the memories are of what is compressed."""
+        return self.shared if self.settings.exchange == "shared" else self.feedback
+
+    def report(self) -> dict[str, float]:
+        """What this rank sent so far, and what the tuner chose; see Compression.report."""
+        return self.traffic.report() | (self.tuner.report() if self.tuner else {})
+
+    # Before the first step, and between steps
+
+    def agree(
+        self, tensors: Said, *, total: Total, rank: int, ranks: int, like: Array, name: str, do: str
+    ) -> None:
+        """Raise CompressError on every rank unless all have the same settings and tensors.
+
+        Asked once, and anew after `begin_anew`. like : an array where the gradients are
+        """
+        if self.agreed == ranks:
+            return
+        said = [
+            *self.settings.said(),
+            ("scaler", "none" if self._scaler is None else "one"),
+            ("version of sn_compress", __version__),
+            *tensors,
+        ]
+        agree(said, total=total, rank=rank, ranks=ranks, name=name, do=do)
+        if self.settings.exchange == "shared":
+            self.shared.exact = not alike(total("hardware", question(hardware.said(like))))
+        self.agreed, self.traffic.speaks = ranks, rank == 0
+
+    def compare(self, parameters: Said, *, total: Total, rank: int, ranks: int) -> None:
+        """CompressError, on every rank, if parameters differ; where `sameness.step()` said so.
+
+        parameters : their names and digests
+        """
+        at = self.sameness.steps - 1
+        if not alike(total("same", question(parameters))):
+            raise self.sameness.apart(at, parameters, total=total, rank=rank, ranks=ranks)
+        self.sameness.found(at)
+
+    def new_step(self) -> None:
+        """The next gradient begins a step, whatever has become of the last one."""
+        self._seen.clear()
+
+    def forget_step(self) -> None:
+        """As before the first gradient: another state has been taken over."""
+        self._held.clear()
+        self._seen.clear()
+
+    def begin_anew(self) -> None:
+        """When ranks have come or gone: all agree again, and count steps from here."""
+        self.tuner = self.agreed = None  # it counted the steps of other ranks
+        self.sameness.begin_anew()
+        self.new_step()
+
+    # A step
+
+    def sort(
+        self,
+        gradients: Sequence[Gradient],
+        *,
+        ranks: int,
+        total: Total,
+        plain_itemsize: int | None = None,
+    ) -> Sorted:
+        """How these gradients travel, the same on every rank; they are counted as that.
+
+        What is owed of them is added to their values.
+
+        plain_itemsize : bytes of an element where it travels plain; by default as it is
+        """
+        with payloads.on_stream_of(gradients[0].values):
+            self._open_step({gradient.name for gradient in gradients}, total)
+        step = Sorted([], [], [])
+        for gradient in gradients:
+            n, name = gradient.elements, gradient.name
+            nbytes = n * (plain_itemsize or gradient.values.dtype.itemsize)
+            if not self._takes(gradient) or self._gives_up(gradient, ranks, total):
+                step.plain.append(gradient)
+                self.traffic.plain(name, n, nbytes)
+            elif name and self._is_dense(name, gradient.shape):
+                step.dense.append(gradient)
+                self.traffic.dense(name, n, nbytes)
+            else:
+                step.coded.append(gradient)
+        return step
+
+    def _takes(self, gradient: Gradient) -> bool:
+        name = gradient.name
+        # Without a name no rank knows what another one has agreed to.
+        if not gradient.is_float or (name is None and self.settings.exchange == "shared"):
+            return False
+        if name is None:
+            self.theta.codec_for(None)  # an error if theta has steps to count
+            return self.settings.compresses(gradient.shape)
+        return self.shared.takes(name, gradient.shape)
+
+    def _is_dense(self, name: str, shape: Sequence[int]) -> bool:
+        return self.settings.exchange == "shared" and self.shared.dense(name, shape)
+
+    def _gives_up(self, gradient: Gradient, ranks: int, total: Total) -> bool:
+        """Whether the tuner has this tensor travel plain; what is owed of it goes along."""
+        name, values = gradient.name, gradient.values
+        if not self._tunes or name is None:
+            return False
+        if self.tuner is None:
+            methods = (self.settings.exchange,)
+            self.tuner = Tuner(
+                self.settings, ranks=ranks, total=total, methods=methods, plain=self._stock
+            )
+        plain = self.tuner.method(name, gradient.shape) == "plain"
+        if plain:
+            self.owed.take(name, self.exchange)
+        if name in self.owed and payloads.is_used(values):
+            left = like_of(self.owed.pay(name, gradient.elements), values)
+            values += namespace(values).astype(left, values.dtype)
+        return plain
+
+    def whole(self, gradient: Gradient, *, wire: Any = None) -> Array:
+        """What to average of a dense gradient, [n] of `wire`: with all that was not sent yet.
+
+        wire : a dtype of its library; by default that of the gradient
+        """
+        values = gradient.values
+        return self.shared.whole(str(gradient.name), values, wire=wire or values.dtype)
+
+    def learn(self, name: str, mean: Array) -> None:
+        """The mean that a dense gradient has got, [n]; the same on every rank."""
+        self.shared.learn(name, mean)
+
+    def rounds(self, gradients: Sequence[Gradient], *, ranks: int, rank: int) -> Rounds:
+        """Average gradients that are coded, in their place.
+
+        All ranks take the same gradients through their rounds, in the same order.
+        """
+        if self.settings.exchange == "shared":
+            return self._summed(gradients, ranks, rank)
+        return self._gathered(gradients, ranks)
+
+    def _gathered(self, gradients: Sequence[Gradient], ranks: int) -> Rounds:
+        codec = self.codec
+        feedback = self.feedback if self.settings.feedback else None
+        wire, sent = payloads.encode(
+            codec, gradients, feedback=feedback, find_unused=self._find_unused
+        )
+        for gradient, payload in zip(gradients, sent, strict=True):
+            self._tell(payload)
+            if self.traffic.payload(gradient.name, gradient.elements, payload, 0):
+                _log.warning(
+                    "%s: values beyond the fixed window were clipped; see `saturated` in the "
+                    "report",
+                    gradient.name,
+                )
+        (gathered,) = yield [Carry("gather", wire)]
+        payloads.decode(codec, gathered, gradients, ranks=ranks)
+
+    def _summed(self, gradients: Sequence[Gradient], ranks: int, rank: int) -> Rounds:
+        names = [str(gradient.name) for gradient in gradients]
+        xp = namespace(gradients[0].values)
+        # The same arrays if they are float32.
+        vectors = [xp.astype(each.values, xp.float32, copy=False) for each in gradients]
+        for name, vector in zip(names, vectors, strict=True):
+            self._hold(name, vector)
+        nbytes, total = 0, None
+        try:
+            rounds = self.shared.exchange_all(names, vectors, ranks=ranks, rank=rank, outs=vectors)
+            while True:
+                try:
+                    words = next(rounds) if total is None else rounds.send(total)
+                except StopIteration:
+                    break
+                nbytes += words.nbytes
+                (total,) = yield [Carry("sum", words)]
+        finally:
+            for name in names:
+                self._put_back(name)
+        for gradient, vector in zip(gradients, vectors, strict=True):
+            if dtype_name(gradient.values) != "float32":
+                gradient.values[...] = xp.astype(vector, gradient.values.dtype)
+        for name, gradient in zip(names, gradients, strict=True):
+            # The words of all are counted with the first.
+            self.traffic.shared(
+                name, gradient.elements, nbytes, *self.shared.lost(name),
+                way=self.shared.way(name),
+            )  # fmt: skip
+            nbytes = 0
+
+    def _hold(self, name: str, vector: Array) -> None:
+        """Keep the memory of what this rank has not used from travelling.
+
+        A framework drops the mean of a parameter that no rank has used, so nothing may be sent for
+        it. Elsewhere the memory of a rank without a gradient only waits.
+        """
+        summable = self.shared.tensors[name].summable
+        if summable is None or not (on_host(vector) or self._find_unused):
+            return
+        if not payloads.is_used(vector):
+            self._held[name] = summable.memory
+            summable.replace(namespace(vector).zeros_like(vector))
+
+    def _put_back(self, name: str) -> None:
+        summable = self.shared.tensors[name].summable
+        if name in self._held and summable is not None:
+            summable.replace(self._held[name])
+
+    def _open_step(self, names: set[str | None], total: Total) -> None:
+        if names & self._seen or not self._seen:
+            self.settle()
+            self._seen.clear()
+            if self.settings.exchange == "gather":
+                self._next_theta(total)
+        self._seen |= names
+
+    def _next_theta(self, total: Total) -> None:
+        """The codec of the step that begins, the same for all tensors and on all ranks."""
+        energy, error = self.lost
+        if self.theta.learns:
+            energy, error = total("lost", np.array(self.lost)).tolist()
+        self.codec = self.theta.codec_at(self.theta.begin_step(_STEP, energy, error))
+        self.lost = 0.0, 0.0
+
+    def _tell(self, payload: Payload) -> None:
+        if self.theta.learns:
+            energy, error = self.lost
+            more = self.theta.tell(payload, wide=True)
+            self.lost = energy + more[0], error + more[1]
+
+    def settle(self) -> None:
+        """Between steps: take one back that the scaler skipped; bring memories to its scale."""
+        if self._scaler is None:
+            self._held.clear()
+            return
+        parts = (self.feedback, self.shared, self.owed)
+        scale = float(self._scaler.get_scale())
+        if self.scale is not None:
+            if scale < self.scale:  # that is how a scaler says so
+                for part in parts:
+                    part.undo()
+                for name in self._held:
+                    self._put_back(name)
+            if scale != self.scale:
+                for part in parts:
+                    part.rescale(scale / self.scale)
+        for part in parts:
+            part.settle()
+        self._held.clear()
+        self.scale = scale
+
+    # What this rank has yet to send
+
+    def remembers(self, name: str) -> bool:
+        """Whether anything of a tensor has yet to be sent."""
+        return self.exchange.remembers(name) or name in self.owed
+
+    def residual(self, name: str) -> Floats:
+        """What of a tensor travels with its next gradient, [n] float32."""
+        if not self.exchange.remembers(name):
+            return self.owed.left(name)
+        left = self.exchange.residual(name) * np.float32(self.settings.decay)
+        return left + self.owed.left(name) if name in self.owed else left

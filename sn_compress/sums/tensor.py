@@ -1,0 +1,82 @@
+"""What one tensor of the shared exchange is at: its step, its size, its memory; and as saved."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import saved
+from ..arrays import Array, to_host
+from ..errors import CompressError
+from .choose import Size
+from .summable import Summable
+
+_MOST_UNSEEN = 2**31  # elements of a saved tensor of which no array was saved
+
+
+@dataclass
+class Tensor:
+    """One tensor's part: dense (`summable` is None) until its size is chosen."""
+
+    shape: tuple[int, ...]
+    step: int = 0  # that the next gradient belongs to
+    proposed: Size | None = None  # by this rank, until the ranks have agreed on one
+    size: Size | None = None  # that they have agreed on
+    told: int = 0  # words in which sizes travelled in the last step
+    mean: Array | None = None  # of the last dense step, until then
+    owed: Array | None = None  # what was not sent of it when the exchange began anew
+    summable: Summable | None = None
+    earlier: Summable | None = None  # until then, in case that step turns out to be lost
+    before: dict[str, Any] | None = None  # the fields above, before the last step
+
+    def left(self) -> Array | None:
+        """What was not sent of it, [n]; no copy."""
+        if self.summable is None:
+            return self.owed
+        self.summable.conclude()
+        return self.summable.memory
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on with it, as arrays and numbers."""
+        entry: dict[str, Any] = {"shape": list(self.shape), "step": self.step}
+        if self.mean is not None:
+            entry["mean"] = np.array(to_host(self.mean))
+        if self.owed is not None:
+            entry["owed"] = np.array(to_host(self.owed))
+        if self.summable is not None and self.size is not None:
+            entry["sides"], entry["sparse"] = list(self.size.shape), self.size.sparse
+            entry["size"], entry["summable"] = self.size.size, self.summable.state_dict()
+        return entry
+
+    @classmethod
+    def load(cls, entry: dict[str, Any]) -> Tensor:
+        """From what state_dict returned; CompressError if it is not that."""
+        shape = saved.shape(entry["shape"], "shape")
+        n, step = math.prod(shape), saved.count(entry["step"], "step")
+        # Without an array there is nothing to hold a size against.
+        if saved.held(entry) < n and n > _MOST_UNSEEN:
+            raise CompressError(f"it says {n} elements and holds {saved.held(entry)} numbers")
+        tensor = cls(shape, step)
+        for kind in ("mean", "owed"):
+            if kind in entry:
+                setattr(tensor, kind, saved.floats(entry[kind], kind, (n,)))
+        if "summable" in entry:
+            saved.floats(entry["summable"]["memory"], "memory", (n,))
+            tensor.size = _size(entry, n)
+            part = tensor.size.part()
+            empty = np.zeros(n, np.float32)
+            tensor.summable = Summable(part, part.new_state(empty), empty)
+            tensor.summable.load_state_dict(entry["summable"])
+        return tensor
+
+
+def _size(entry: dict[str, Any], n: int) -> Size:
+    sides, sparse = saved.shape(entry["sides"], "shape of sides"), entry["sparse"]
+    if math.prod(sides) != n or not isinstance(sparse, bool):
+        raise CompressError(
+            f"its sides are {sides} and sparse is {sparse!r}; expected {n} elements, and a bool"
+        )
+    return Size(sides, saved.count(entry["size"], "size", high=n), sparse)

@@ -1,0 +1,97 @@
+"""What a process group of torch does for a rim: sums and gathers that go on meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from ..carry import Carry, Rounds
+from ..errors import CompressError
+
+# torch 2.13 gave it another name, and warns under the old one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Collectives:
+    """Those of one process group; None is the default group.
+
+    Raises CompressError for what is no group.
+    """
+
+    def __init__(self, group: Any) -> None:
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise CompressError(
+                f"CompressionState got a {type(group).__qualname__} as process_group; expected a "
+                "group of torch.distributed, or None for all ranks. Name what comes behind it: "
+                "named_parameters=..., scaler=..."
+            )
+        self.group = group
+
+    @property
+    def ranks(self) -> int:
+        """How many take part."""
+        return dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank among them."""
+        return dist.get_rank(self.group)
+
+    def sum(self, tensor: torch.Tensor) -> dist.Work:
+        """Begin to sum it over the ranks, in its place."""
+        return dist.all_reduce(tensor, group=self.group, async_op=True)
+
+    def gather(self, words: torch.Tensor) -> tuple[dist.Work, torch.Tensor]:
+        """Begin to gather the ranks' words, one behind the other."""
+        gathered = words.new_empty(self.ranks * words.numel())
+        return _all_gather(gathered, words, group=self.group, async_op=True), gathered
+
+    def total(self, words: npt.NDArray[Any], device: torch.device) -> npt.NDArray[Any]:
+        """The sum over the ranks of an array, on this device, at once."""
+        total = torch.from_numpy(words.copy()).to(device)
+        self.sum(total).wait()
+        return np.asarray(total.cpu().numpy())
+
+    def averages(
+        self, views: Sequence[torch.Tensor], packed: torch.Tensor | None
+    ) -> Generator[None, None, None]:
+        """Average vectors of one dtype in place; `packed` is the one that they are all of, if any.
+
+        Comes back when the sum has begun; going on waits for it.
+        """
+        together = torch.cat(list(views)) if packed is None else packed
+        together.div_(self.ranks)  # before the sum, which half precision might not hold
+        work = self.sum(together)
+        yield
+        work.wait()
+        if packed is None:
+            means = together.split([view.numel() for view in views])
+            for view, mean in zip(views, means, strict=True):
+                view.copy_(mean)
+
+    def carry(self, rounds: Rounds) -> Generator[None, None, None]:
+        """Do the collectives that the engine asks for; comes back while some are on their way."""
+        with torch.no_grad():
+            asked = next(rounds, None)
+        while asked is not None:
+            begun = [self._begin(carry) for carry in asked]
+            yield
+            for work, result in begun:
+                work.wait()
+                if result.is_cuda:  # made on the stream of the backward pass, read on this one
+                    result.record_stream(torch.cuda.current_stream(result.device))
+            try:
+                with torch.no_grad():
+                    asked = rounds.send([result for _, result in begun])
+            except StopIteration:
+                asked = None
+
+    def _begin(self, carry: Carry) -> tuple[dist.Work, torch.Tensor]:
+        if carry.kind == "gather":
+            return self.gather(carry.words)
+        return self.sum(carry.words), carry.words

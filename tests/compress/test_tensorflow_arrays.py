@@ -1,0 +1,361 @@
+"""The core on TensorFlow's tensors, in graphs too, with the bits it has in NumPy.
+
+Where ranks must agree, bits are compared; where an order of sums is the library's own, only what is
+made of equal words. Gradients whose products are exact in any order show the rest: each row and
+each column of a matrix has one number at most, a power of two.
+"""
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow")
+
+from sn_compress import arrays  # noqa: E402
+from sn_compress.errors import CompressError  # noqa: E402
+from sn_compress.ops import scales  # noqa: E402
+from sn_compress.ops.digits import Digits  # noqa: E402
+from sn_compress.ops.orthonormal import Orthonormal  # noqa: E402
+from sn_compress.ops.positions import largest, orders, told, write  # noqa: E402
+from sn_compress.ops.word_sum import word_sum  # noqa: E402
+from sn_compress.sums.bucket import Bucket  # noqa: E402
+from sn_compress.sums.columns import Columns  # noqa: E402
+from sn_compress.sums.low_rank import LowRank  # noqa: E402
+from sn_compress.sums.rows import Rows  # noqa: E402
+from sn_compress.sums.step import bucket_of, step  # noqa: E402
+from sn_compress.sums.whole import Whole  # noqa: E402
+from sn_compress.tensorflow import namespace as space  # noqa: E402
+
+RANKS = 2
+GRAPHS = ["graph", "xla"]
+KINDS = ["eager", *GRAPHS]
+
+
+def compiled(function, kind):
+    """The function as it is, as a graph, or as one that XLA compiles."""
+    if kind == "eager":
+        return function
+    return tf.function(function, autograph=False, jit_compile=kind == "xla")
+
+
+def same(found, expected):
+    """Whether tensors have the types and bits of arrays; dicts and lists of them, too."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            same(found[name], value)
+    elif isinstance(expected, (list, tuple)):
+        for one, other in zip(found, expected, strict=True):
+            same(one, other)
+    else:
+        one, other = np.asarray(found), np.asarray(expected)
+        assert one.dtype == other.dtype
+        assert one.shape == other.shape
+        assert one.tobytes() == other.tobytes()
+
+
+BUCKET = Bucket([LowRank([(12, 8), (5, 9)], [3, 2]), Rows([(20, 3)], [3]), Whole([(1, 9)])])
+
+
+def exact_gradients(rng, shapes):
+    """[n] float32 each: one power of two in as many rows and columns as there can be."""
+    found = []
+    for rows, columns in shapes:
+        matrix = np.zeros((rows, columns), np.float32)
+        count = min(rows, columns)
+        at = rng.permutation(rows)[:count], rng.permutation(columns)[:count]
+        matrix[at] = 2.0 ** rng.integers(-3, 4, count) * rng.choice([-1, 1], count)
+        found.append(matrix.reshape(-1))
+    return found
+
+
+def chance_gradients(rng, shapes):
+    """[n] float32 each."""
+    return [rng.standard_normal(rows * columns).astype(np.float32) for rows, columns in shapes]
+
+
+def both(state, memories, gradients, add):
+    """A step of all ranks, each Stepped as a dict, and the sums that travelled.
+
+    memories, gradients : of each rank, of each tensor
+    add : of a round's number and all ranks' words
+    """
+    steps = [
+        step(BUCKET, state, memory, gradient, ranks=RANKS, rank=rank)
+        for rank, (memory, gradient) in enumerate(zip(memories, gradients, strict=True))
+    ]
+    words, sums, ended = [next(one) for one in steps], [], []
+    while words:
+        sums.append(add(len(sums), words))
+        words = []
+        for one in steps:
+            try:
+                words.append(one.send(sums[-1]))
+            except StopIteration as end:
+                ended.append(vars(end.value))
+    return ended, sums
+
+
+def in_numpy(state, memories, gradients):
+    return both(state, memories, gradients, lambda _, words: sum(words))
+
+
+@cache
+def in_graph(kind, of=0):
+    """The same in a graph, which adds up itself; with `given`, other sums take the place of its.
+
+    of : each number has a graph of its own
+    """
+
+    def run(state, memories, gradients, given, totals):
+        def add(round_, words):
+            return tf.where(given, totals[round_], tf.add_n(words))
+
+        return both(state, memories, gradients, add)
+
+    traced = compiled(run, kind)
+
+    def call(state, memories, gradients, sums=None):
+        totals = sums or [np.zeros(words, np.int32) for words in BUCKET.words(RANKS)]
+        given = tf.constant(sums is not None)
+        return traced(*tensors([state, memories, gradients]), given, tensors(totals))
+
+    call.traced = traced
+    return call
+
+
+def tensors(values):
+    return tf.nest.map_structure(tf.constant, values)
+
+
+def start(rng):
+    """A state that has seen a gradient, and memories of zeros for each rank."""
+    pairs = zip(exact_gradients(rng, BUCKET.shapes), BUCKET.shapes, strict=True)
+    state = BUCKET.new_state(np.zeros(1, np.float32))
+    state = BUCKET.begin(state, [each.reshape(shape) for each, shape in pairs])
+    zeros = [np.zeros(rows * columns, np.float32) for rows, columns in BUCKET.shapes]
+    return state, [zeros] * RANKS
+
+
+@pytest.mark.parametrize("kind", GRAPHS)
+def test_steps_have_the_bits_of_numpy_where_no_product_is_rounded(kind):
+    rng, run = np.random.default_rng(3), in_graph(kind)
+    state, none = start(rng)
+    theirs = state
+    for _ in range(5):
+        gradients = [exact_gradients(rng, BUCKET.shapes) for _ in range(RANKS)]
+        ended, sums = in_numpy(state, none, gradients)
+        found, totals = run(theirs, none, gradients)
+        same(totals, sums)
+        for one, other in zip(found, ended, strict=True):
+            same(one["state"], other["state"])
+        same(found[1]["means"], found[0]["means"])
+        state, theirs = ended[0]["state"], found[0]["state"]
+
+
+@pytest.mark.parametrize("kind", GRAPHS)
+def test_equal_sums_leave_equal_states_and_means_in_other_graphs_too(kind):
+    # Real gradients and memories: each library packs its own words, and all are fed NumPy's sums.
+    rng, kinds = np.random.default_rng(4), [(kind, 0), ("graph", 1)]
+    state, memories = start(rng)
+    theirs = [(state, memories)] * len(kinds)
+    for _ in range(4):
+        gradients = [chance_gradients(rng, BUCKET.shapes) for _ in range(RANKS)]
+        ended, sums = in_numpy(state, memories, gradients)
+        found = [
+            in_graph(*which)(*own, gradients, sums)[0]
+            for which, own in zip(kinds, theirs, strict=True)
+        ]
+        for each in found:
+            same(each[1]["means"], each[0]["means"])
+            for one, other in zip(each, ended, strict=True):
+                same(one["state"], other["state"])
+        if kind == "graph":
+            same(found[0], found[1])
+        state, memories = ended[0]["state"], [one["memories"] for one in ended]
+        theirs = [(each[0]["state"], [one["memories"] for one in each]) for each in found]
+
+
+@pytest.mark.parametrize("kind", GRAPHS)
+def test_what_is_not_sent_is_in_the_memories(kind):
+    rng, run = np.random.default_rng(8), in_graph(kind)
+    state, memories = start(rng)
+    for _ in range(3):
+        gradients = [chance_gradients(rng, BUCKET.shapes) for _ in range(RANKS)]
+        found, _ = run(state, memories, gradients)
+        same(found[1]["means"], found[0]["means"])
+        for at, mean in enumerate(found[0]["means"]):
+            held = sum(memories[rank][at] + gradients[rank][at] for rank in range(RANKS))
+            left = sum(found[rank]["memories"][at] for rank in range(RANKS))
+            # At most 20 operations on numbers below 64, each off by 2**-24 of them.
+            np.testing.assert_allclose(held - left, RANKS * mean, atol=20 * 2.0 ** (6 - 24))
+        state, memories = found[0]["state"], [one["memories"] for one in found]
+
+
+@pytest.mark.parametrize("kind", GRAPHS)
+def test_a_step_in_which_a_rank_has_nan_is_lost_on_all_and_changes_nothing(kind):
+    rng, run = np.random.default_rng(5), in_graph(kind)
+    state, memories = start(rng)
+    memories = [chance_gradients(rng, BUCKET.shapes) for _ in memories]
+    gradients = [chance_gradients(rng, BUCKET.shapes) for _ in range(RANKS)]
+    gradients[1][2][7] = np.nan
+    found, _ = run(state, memories, gradients)
+    for rank, one in enumerate(found):
+        same(one["state"], state)
+        same(one["memories"], memories[rank])
+        assert all(np.isnan(it).all() for it in one["means"])
+        assert one["numbers"].numpy()[:2].tolist() == [1, 0]
+    gradients[1][2][7] = 0
+    ended, sums = in_numpy(state, memories, gradients)
+    found, _ = run(found[0]["state"], [one["memories"] for one in found], gradients, sums)
+    for one, other in zip(found, ended, strict=True):
+        same(one["state"], other["state"])
+        assert one["numbers"].numpy()[:2].tolist() == [0, 0]
+        np.testing.assert_allclose(one["numbers"], other["numbers"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", GRAPHS)
+@pytest.mark.parametrize("round_", [0, 1])
+def test_a_damaged_sum_is_told_and_changes_nothing(kind, round_):
+    rng, run = np.random.default_rng(6), in_graph(kind)
+    state, memories = start(rng)
+    gradients = [chance_gradients(rng, BUCKET.shapes) for _ in range(RANKS)]
+    _, sums = in_numpy(state, memories, gradients)
+    sums[round_][9] += 1
+    found, _ = run(state, memories, gradients, sums)
+    for rank, one in enumerate(found):
+        assert one["numbers"].numpy()[:2].tolist() == [0, 1]
+        same(one["state"], state)
+        same(one["memories"], memories[rank])
+
+
+def nodes_of(graph):
+    """The operations of a graph and of all functions in it."""
+    found = graph.as_graph_def()
+    return [*found.node, *(node for each in found.library.function for node in each.node_def)]
+
+
+def test_no_operation_of_a_step_calls_python():
+    rng, run = np.random.default_rng(7), in_graph("graph")
+    state, memories = start(rng)
+    run(state, memories, [chance_gradients(rng, BUCKET.shapes) for _ in range(RANKS)])
+    (of,) = run.traced._list_all_concrete_functions()
+    operations = {node.op for node in nodes_of(of.graph)}
+    assert {"MatMul", "AddN", "GatherV2", "BitwiseAnd"} <= operations
+    assert not [name for name in operations if "Py" in name]
+
+
+def test_a_gradient_of_another_size_is_refused():
+    bucket, order = bucket_of((Whole([(1, 40)]),))
+    assert order == (0,)
+    state = tensors(bucket.new_state(np.zeros(1, np.float32)))
+    with pytest.raises(CompressError, match=r"shape \(39,\); expected \(40,\)"):
+        next(step(bucket, state, [tf.zeros(40)], [tf.zeros(39)], ranks=2, rank=0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [0, 1, 33, 1000])
+def test_digits_and_checksums_are_those_of_numpy(kind, count):
+    rng = np.random.default_rng(count)
+    for digits in (Digits.of(8), Digits.of(8, fine=True)):
+        own = rng.integers(-digits.limit, digits.limit, count, endpoint=True, dtype=np.int32)
+        total = rng.integers(-(2**31), 2**31 - 2**24, digits.words(count)).astype(np.int32)
+
+        def run(own, total, digits=digits):
+            return digits.pack(own), digits.unpack(total, count)
+
+        same(compiled(run, kind)(*tensors([own, total])), run(own, total))
+    words = rng.integers(-(2**31), 2**31, 5 * count + 2).astype(np.int32)
+    same(compiled(word_sum, kind)(tf.constant(words)), word_sum(words))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_columns_are_those_of_numpy(kind):
+    rng = np.random.default_rng(1)
+    columns = Columns([(3, 40), (1, 7), (2, 1), (12, 5)])
+    flat = (rng.standard_normal(columns.size) * 2.0 ** rng.integers(-9, 9, columns.size)).astype(
+        np.float32
+    )
+    flat[:40] = 0  # a column that says nothing
+    exponents = rng.integers(scales.LOWEST, scales.HIGHEST + 1, columns.count).astype(np.int32)
+    exponents[:9] = columns.expected(columns.peaks(flat), exponents)[:9]
+    # Heads that say all there is: no rank, negative means, ties of half a quarter.
+    total = columns.pack(flat, exponents, 3)[0] * np.int32(3)
+    total[: columns.count] += rng.integers(-3, 4, columns.count, dtype=np.int32)
+
+    def run(flat, exponents, total):
+        new = columns.expected(columns.peaks(flat), exponents)
+        return new, columns.pack(flat, exponents, 3), columns.unpack(total, exponents, 3)
+
+    with arrays.steady(flat):
+        same(compiled(run, kind)(*tensors([flat, exponents, total])), run(flat, exponents, total))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_orthonormal_rows_are_those_of_numpy(kind):
+    # Rows that depend on others, of nearly so, and matrices of unlike shapes, as in test_exact_ops.
+    rng = np.random.default_rng(2)
+    shapes = [(1, 1), (4, 40), (3, 33), (6, 64), (5, 3)]
+    matrices = [rng.integers(-2000, 2000, shape) for shape in shapes]
+    matrices[1][2] = matrices[1][0] + matrices[1][1]
+    matrices[3][5] = 0
+    matrices[3][4] = matrices[3][1]
+    matrices[3][4, 0] += 1
+    sums = np.concatenate([it.reshape(-1) for it in matrices]).astype(np.int32)
+    rows, instead = Orthonormal(shapes), rng.standard_normal(sums.size).astype(np.float32)
+
+    def run(sums, instead):
+        return rows(sums, instead), rows(sums)
+
+    same(compiled(run, kind)(*tensors([sums, instead])), run(sums, instead))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("count", "n"), [(1, 1), (5, 5), (64, 1000)])
+def test_positions_are_those_of_numpy(kind, count, n):
+    rng = np.random.default_rng(n)
+    values = np.abs(rng.standard_normal(n)).astype(np.float32)
+    values[: n // 2] = values[n // 2 : n // 2 * 2]  # ties
+
+    def run(values):
+        at = largest(orders(values), count)
+        slot = write(at, n)
+        return at, slot, told(slot[None, :], count, n)
+
+    same(compiled(run, kind)(tf.constant(values)), run(values))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_numbers_are_divided_and_shifted_as_in_numpy(kind):
+    values = np.array([-(2**31), -(2**20) - 1, -7, -1, 0, 1, 6, 2**31 - 1], np.int32)
+
+    def run(values):
+        return values // 7, values % 7, arrays.shifted_right(values, 3), values & 255
+
+    same(compiled(run, kind)(tf.constant(values)), run(values))
+    floats = np.array([0.5, 1.5, -0.5, -2.5, 2.0**40, 0.49999997], np.float32)
+    same(compiled(lambda it: arrays.rounded(it + 0, 127), kind)(tf.constant(floats)),
+         arrays.rounded(floats.copy(), 127))  # fmt: skip
+
+
+def test_a_table_is_in_each_graph_it_is_used_in():
+    table = arrays.Constant(np.arange(9))
+
+    @tf.function(autograph=False)
+    def run(value):
+        assert table.on(value) is table.on(value)
+        inner = tf.cond(value > 0, lambda: table.on(value)[1], lambda: table.on(value)[2])
+        return inner + arrays.take(table.on(value), tf.constant([3]))
+
+    assert run(tf.constant(1)).numpy().tolist() == [4]
+    assert run(tf.constant(-1.0)).numpy().tolist() == [5]
+    assert table.on(tf.constant(1)).numpy().tolist() == list(range(9))
+
+
+def test_a_registered_library_is_found_for_its_tensors_only():
+    assert arrays.namespace(tf.constant(1)) is space
+    assert arrays.is_fixed(tf.constant(1))
+    assert not arrays.is_fixed(np.zeros(1))
+    assert not arrays.is_torch(tf.constant(1))
+    assert not arrays.on_host(tf.constant(1))

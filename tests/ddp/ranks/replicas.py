@@ -1,0 +1,257 @@
+"""One rank of four: FSDP2 over two of them, our averages over the pairs of replicas.
+
+Run as `replicas.py RANK RANKS FILE [CASE...]`; prints "ok CASE" for each, or fails.
+"""
+
+import datetime
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from sn_compress import AutoCompression, CompressError, FFTCompression, LowRankCompression
+from sn_compress.torch.fsdp import compress_replicas
+
+RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
+LOW = LowRankCompression.using(ratio=20, warmup=2)
+# Nothing lost but by rounding: all bins in 16 bits; rank one and all that is left sums to the mean.
+EXACT = FFTCompression.using(theta=0.0, values="fp16", min_elements=1)
+
+
+class Net(nn.Module):
+    """Uneven shards: 97 rows, 3 rows (2 and 1), one row (one and none)."""
+
+    def __init__(self, inner=97):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(64, inner), nn.Tanh(), nn.Linear(inner, 64))
+        self.sides = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.head = nn.Linear(64, 3)
+        self.gate = nn.Linear(64, 1)
+
+    def forward(self, x, side=None):
+        x = self.body(x)
+        chosen = self.sides if side is None else self.sides[side : side + 1]
+        x = sum(layer(x) for layer in chosen)
+        return self.head(x) * self.gate(x).sigmoid()
+
+
+def sharded(over, inner=97, **options):
+    """Two modules of FSDP2, one of which holds layers of many kinds."""
+    model = Net(inner)
+    fully_shard(model.body, mesh=over, **options)
+    return fully_shard(model, mesh=over, **options)
+
+
+def ours(compression, **options):
+    model = sharded(MESH["shard"], **options)
+    return model, compress_replicas(model, compression, MESH["replicate"])
+
+
+def batch(step, rank=RANK):
+    inputs = torch.randn(16, 64, generator=torch.Generator().manual_seed(1000 * step + rank))
+    return inputs, inputs[:, :3].tanh()
+
+
+def loss_of(model, step, side=None):
+    inputs, targets = batch(step)
+    return (model(inputs, side) - targets).square().mean()
+
+
+def train(model, steps, lr=0.3):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+
+
+def whole(model):
+    return {name: it.full_tensor().detach() for name, it in model.named_parameters()}
+
+
+def loss_over_all(model):
+    with torch.no_grad():
+        total = torch.stack([loss_of(model, 10_000 + each) for each in range(8)]).mean()
+    model.reshard()
+    dist.all_reduce(total)
+    return total.item() / RANKS
+
+
+def same_on_all(tensor):
+    found = [torch.empty_like(tensor) for _ in range(RANKS)]
+    dist.all_gather(found, tensor.contiguous())
+    return all(torch.equal(found[0], each) for each in found)
+
+
+def close(a, b, tolerance=2**-8):
+    """EXACT rounds to 2**-11; replicas' gradients may cancel down to a part of their norms."""
+    assert a.keys() == b.keys()
+    for name, want in b.items():
+        error = (a[name].float() - want.float()).norm()
+        assert error <= tolerance * want.float().norm(), (name, error, want.norm())
+
+
+def gradients(model):
+    return {name: it.grad.full_tensor() for name, it in model.named_parameters()}
+
+
+def message_of(call):
+    try:
+        call()
+    except CompressError as error:
+        return str(error)
+    raise AssertionError("no CompressError")
+
+
+def low_rank_learns_as_plain_does():
+    stock = sharded(MESH)
+    first = loss_over_all(stock)
+    train(stock, range(30))
+    plain = loss_over_all(stock)
+    model, state = ours(LOW)
+    train(model, range(30))
+    lossy = loss_over_all(model)
+    assert first - lossy > 0.85 * (first - plain), (first, plain, lossy)
+    report = state.report()
+    # body.0, body.2 and two sides; the rest travels whole in 16 bits.
+    assert report["low_rank"] == 4, report
+    assert report["frequencies"] == 0, report
+    assert report["tensors"] == report["low_rank"] + report["whole"], report
+    assert report["steps"] == 30, report
+    assert report["ratio"] > 5, report
+    assert len(state.exchange.tensors["body.0.weight"].shape) == 2, "a vector"
+    for name, value in whole(model).items():
+        assert same_on_all(value), name
+
+
+def every_class_ends_with_the_same_bits():
+    for compression in (FFTCompression.using(theta=0.9), AutoCompression.using(ratio=20)):
+        model, state = ours(compression)
+        train(model, range(4))
+        assert state.report()["steps"] == 4
+        for name, value in whole(model).items():
+            assert same_on_all(value), name
+
+
+def the_mean_is_that_of_torch():
+    """Uneven and empty shards, padding between them, and reductions in bfloat16."""
+    for policy, tolerance in (
+        (None, 2**-8),
+        (MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), 0.04),
+    ):
+        options = {"mp_policy": policy} if policy else {}
+        stock, (model, state) = sharded(MESH, **options), ours(EXACT, **options)
+        for each in (stock, model):
+            loss_of(each, 0).backward()
+        close(gradients(model), gradients(stock), tolerance)
+        assert state.report()["frequencies"] > 0
+        model, state = ours(LOW, **options)
+        train(model, range(5))
+        assert state.report()["low_rank"] == 4
+        for name, value in whole(model).items():
+            assert torch.isfinite(value).all(), name
+            assert same_on_all(value), name
+
+
+def passes_may_wait_for_the_average():
+    """set_requires_all_reduce and set_requires_gradient_sync, as torch's all-reduce has them."""
+    for hold in ("set_requires_all_reduce", "set_requires_gradient_sync"):
+        stock, (model, state) = sharded(MESH), ours(EXACT)
+        for each in (stock, model):
+            for step in range(3):
+                getattr(each, hold)(step == 2)
+                loss_of(each, step).backward()
+        close(gradients(model), gradients(stock))
+        assert state.report()["steps"] == 1, (hold, state.report())
+
+
+def parameters_may_have_no_gradient():
+    """Another one in every pass; what is remembered of the one that sits out waits."""
+    stock, (model, _) = sharded(MESH), ours(EXACT)
+    for each in (stock, model):
+        loss_of(each, 0, side=1).backward()
+    found = {n: p.grad for n, p in model.named_parameters()}
+    assert found["sides.0.weight"] is None
+    close(
+        {n: g.full_tensor() for n, g in found.items() if g is not None},
+        {n: p.grad.full_tensor() for n, p in stock.named_parameters() if p.grad is not None},
+    )
+    model, state = ours(LOW)
+    train(model, range(4))
+    waits = state.exchange.residual("sides.0.weight")
+    assert waits.any()
+    loss_of(model, 4, side=1).backward()
+    assert (state.exchange.residual("sides.0.weight") == waits).all()
+    frozen, _ = ours(LOW)
+    frozen.sides[0].weight.requires_grad_(False)
+    train(frozen, range(4))
+
+
+def resumed_run_is_bit_equal():
+    straight, _ = ours(LOW)
+    train(straight, range(12))
+    first, state = ours(LOW)
+    train(first, range(6))
+    saved = state.state_dict()
+    assert set(saved["shared"]["tensors"]) <= {name for name, _ in Net().named_parameters()}
+    again, state = ours(LOW)
+    with torch.no_grad():
+        for new, old in zip(again.parameters(), first.parameters(), strict=True):
+            new.copy_(old)
+    state.load_state_dict(saved)
+    train(again, range(6, 12))
+    for name, value in whole(again).items():
+        assert torch.equal(value, whole(straight)[name]), name
+
+
+def bad_input_is_told():
+    shard, replicate = MESH["shard"], MESH["replicate"]
+    for call, words in (
+        (lambda: compress_replicas(Net(), LOW, replicate), "without a module of FSDP2"),
+        (lambda: compress_replicas(LOW, Net(), replicate), "as model; expected a module"),
+        (lambda: compress_replicas(sharded(shard), LOW, Net()), "got a Net as replicas"),
+        (lambda: compress_replicas(sharded(shard), LOW, MESH), "a mesh of 2 dimensions"),
+        (lambda: compress_replicas(sharded(shard), LOW, shard), "hold other shards"),
+        (lambda: compress_replicas(sharded(MESH), LOW, replicate), "averages over them by itself"),
+        (lambda: compress_replicas(ours(LOW)[0], LOW, replicate), "has an all-reduce hook"),
+        (lambda: compress_replicas(sharded(shard), "fft", replicate), "got 'fft' as compression"),
+    ):
+        assert words in message_of(call), (words, message_of(call))
+
+    other = LOW if RANK < 2 else LOW.using(ratio=30)
+    model, _ = ours(other)
+    said = message_of(lambda: loss_of(model, 0).backward())
+    assert "ratio" in said, said
+    assert "alike on all ranks" in said, said
+
+    model, _ = ours(LOW, inner=97 if RANK < 2 else 99)
+    said = message_of(lambda: loss_of(model, 0).backward())
+    assert "body.0.weight" in said, said
+    assert "alike on all ranks" in said, said
+
+
+CASES = [
+    low_rank_learns_as_plain_does, every_class_ends_with_the_same_bits, the_mean_is_that_of_torch,
+    passes_may_wait_for_the_average, parameters_may_have_no_gradient, resumed_run_is_bit_equal,
+    bad_input_is_told,
+]  # fmt: skip
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{sys.argv[3]}", rank=RANK, world_size=RANKS,
+        timeout=datetime.timedelta(seconds=30),
+    )  # fmt: skip
+    MESH = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for case in CASES:
+        if sys.argv[4:] and case.__name__ not in sys.argv[4:]:
+            continue
+        case()
+        print(f"ok {case.__name__}", flush=True)
+    time.sleep(0.2)  # docs/ddp.md says why
+    dist.destroy_process_group()
