@@ -28,9 +28,8 @@ from ..sums.bucket import HEAD
 from ..sums.session import SharedExchange
 from ..sums.step import bucket_of, step
 from ..sums.summable import Summable
-from . import namespace as tensors  # importing it makes them known to the core
+from . import namespace as _namespace  # noqa: F401 - it makes tensors known to the core
 
-assert tensors
 LEAST = 4  # steps up to the next dense one: for fewer it is not worth tracing a graph
 _OVERDUE = 1000  # steps behind the last one, after which no trace will come
 _DAMAGED = (
@@ -39,7 +38,7 @@ _DAMAGED = (
     "network."
 )
 _ENDED = (
-    "CompressError: this graph's step has ended: its error memories were loaded, synchronized, "
+    "CompressError: the step of this graph has ended: its error memories were loaded, made alike, "
     "cleared, or went on in another function. Call the tf.function, which is traced again, in "
     "place of a concrete function of before."
 )
