@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 import array_api_compat
@@ -39,7 +40,7 @@ def register(kind: type, space: Any) -> None:
     """Take arrays of a library that array-api-compat does not know, and of its subclasses.
 
     space : has the standard's functions that the core uses, and of this module's `constant`, for
-        Constant.on, `split`, `largest_of`, `bits_of`, `put` and `either`
+        Constant.on, `split`, `bits_of`, `put` and `either`
     """
     _registered[kind] = space
 
@@ -123,6 +124,18 @@ def take(values: Array, index: Array) -> Array:
     return namespace(values).take(values, index, axis=0)
 
 
+def runs_of(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Equal lengths side by side: how many, and the length."""
+    return [(len(list(same)), length) for length, same in groupby(lengths)]
+
+
+def spread(values: Array, runs: Sequence[tuple[int, int]]) -> Array:
+    """[n]: each value as many times as its run is long, without an index for each."""
+    xp = namespace(values)
+    pieces = zip(split(values, [count for count, _ in runs]), runs, strict=True)
+    return join([xp.reshape(xp.broadcast_to(it[:, None], run), (-1,)) for it, run in pieces])
+
+
 def put(target: Array, index: Array, values: Array) -> Array:
     """The target with other values at [m] places of its first axis; in its place if it can be."""
     if (own := _own(target)) is not None:
@@ -183,8 +196,6 @@ def rounded(fresh: Array, limit: int) -> Array:
 
 def largest_of(values: Array, group_of: Array, groups: int) -> Array:
     """[groups]: the largest of the [n] values, none below zero, that are of each group."""
-    if (own := _own(values)) is not None:
-        return own.largest_of(values, group_of, groups)
     xp = namespace(values)
     least = xp.zeros(groups, dtype=values.dtype, device=device_of(values))
     if is_torch(values):

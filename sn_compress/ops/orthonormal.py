@@ -25,10 +25,13 @@ from ..arrays import (
     join,
     namespace,
     products,
+    runs_of,
     split,
+    spread,
     steady,
     take,
     transposed,
+    turned,
 )
 from .scales import integers
 
@@ -78,6 +81,7 @@ class Orthonormal:
             rows_of.append(np.repeat(row.reshape(-1), width))
             some += [np.arange(self._rows) < rows] * len(members)
         self._place(np.concatenate(places), np.concatenate(rows_of), np.array(some), n)
+        self._place_apart(shapes)
         self._sizes = [count * rows * width for count, rows, width in self._groups]
         self._squares = [count * rows * rows for count, rows, _ in self._groups]
 
@@ -106,6 +110,22 @@ class Orthonormal:
             within[square] = np.arange(square.sum())
             self._square, self._within = Constant(within), Constant(np.flatnonzero(square))
 
+    def _place_apart(self, shapes: Sequence[tuple[int, int]]) -> None:
+        """Where the squares of matrices by themselves go, and each row's place among all."""
+        self._shapes = tuple(shapes)
+        squares = [rows * rows for rows, _ in shapes]
+        ends = np.cumsum([0, *squares])
+        places = np.full((len(shapes), self._rows, self._rows), ends[-1])
+        for own, (rows, _), start in zip(places, shapes, ends[:-1], strict=True):
+            own[:rows, :rows] = np.arange(start, start + rows * rows).reshape(rows, rows)
+        self._apart = Constant(places.reshape(-1))
+        self._apart_rows = Constant(
+            np.concatenate(
+                [at * self._rows + np.arange(rows) for at, (rows, _) in enumerate(shapes)]
+            )
+        )
+        self._runs = runs_of([width for rows, width in shapes for _ in range(rows)])
+
     def __call__(self, sums: Array, instead: Array | None = None) -> Array:
         """Rows as orthonormal rows that span the same, [n] float32.
 
@@ -116,7 +136,8 @@ class Orthonormal:
             magnitude
         """
         with steady(sums):  # a row of zeros is divided by, and put aside
-            return self._found(namespace(sums).astype(sums, namespace(sums).float64), instead)
+            wide = namespace(sums).astype(sums, namespace(sums).float64)
+            return (self._found_apart if is_fixed(sums) else self._found)(wide, instead)
 
     def _found(self, sums: Array, instead: Array | None) -> Array:
         xp = namespace(sums)
@@ -132,7 +153,8 @@ class Orthonormal:
         grams = xp.reshape(grams, (self._total, self._rows, self._rows))
         transform, alive = _transform(grams, self._unit.on(grams))
         whole, unit = integers(transform, _bits(self._rows))
-        whole = xp.reshape(whole, (-1,))
+        # A power of two: the products stay exact.
+        whole = xp.reshape(whole * unit, (-1,))
         if self._within is not None:
             whole = take(whole, self._within.on(whole))
         exact = join(
@@ -145,12 +167,36 @@ class Orthonormal:
         )
         if self._back is not None:
             exact = take(exact, self._back.on(exact))
-        row_of = self._row_of.on(exact)
-        exact *= take(xp.reshape(unit, (-1,)), row_of)
         found = xp.astype(exact, xp.float32)
         if instead is None:
             return found
-        return xp.where(take(xp.reshape(alive, (-1,)), row_of), found, instead)
+        return xp.where(take(xp.reshape(alive, (-1,)), self._row_of.on(alive)), found, instead)
+
+    def _found_apart(self, sums: Array, instead: Array | None) -> Array:
+        """The same bits, each matrix by itself, for a library that copies whatever it moves.
+
+        A graph has no launches to save by filling up matrices, and only their squares are moved.
+        """
+        xp, count, rows = namespace(sums), len(self._shapes), self._rows
+        sizes = [height * width for height, width in self._shapes]
+        matrices = [
+            xp.reshape(it, shape)
+            for it, shape in zip(split(sums, sizes), self._shapes, strict=True)
+        ]
+        grams = join([xp.reshape(it @ turned(it), (-1,)) for it in matrices])
+        grams = take(_with_zero(grams), self._apart.on(grams))
+        transform, alive = _transform_anew(xp.reshape(grams, (count, rows, rows)))
+        whole, unit = integers(transform, _bits(rows))
+        whole = whole * unit
+        exact = [
+            whole[at, :height, :height] @ it
+            for at, ((height, _), it) in enumerate(zip(self._shapes, matrices, strict=True))
+        ]
+        found = xp.astype(join([xp.reshape(it, (-1,)) for it in exact]), xp.float32)
+        if instead is None:
+            return found
+        alive = take(xp.reshape(alive, (-1,)), self._apart_rows.on(alive))
+        return xp.where(spread(alive, self._runs), found, instead)
 
 
 def orthonormal(matrix: Array, instead: Array | None = None) -> Array:
@@ -181,8 +227,6 @@ def _transform(gram: Array, unit: Array) -> tuple[Array, Array]:
     """
     xp = namespace(gram)
     rows = gram.shape[1]
-    if is_fixed(gram):
-        return _transform_anew(gram)
     both = xp.concat([gram, xp.broadcast_to(unit, gram.shape)], axis=2)
     nothing = xp.zeros_like(gram[:, 0, 0])
     inverses = []

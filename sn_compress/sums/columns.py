@@ -7,20 +7,22 @@ each column: an exponent, and above it a count of the ranks that had one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 
 import numpy as np
 
 from ..arrays import (
     Constant,
     clipped,
+    is_fixed,
     join,
     largest_of,
     namespace,
     on_host,
     rounded,
+    runs_of,
     shifted_right,
     split,
+    spread,
     take,
 )
 from ..ops.digits import MAX_RANKS, Digits
@@ -50,7 +52,7 @@ class Columns:
         self._column_of = Constant(np.repeat(np.arange(self.count), sides))
         self._starts = np.cumsum([0, *sides[:-1]])
         # Columns of equal length side by side: runs, and numbers in each.
-        self._runs = [(len(list(same)), side) for side, same in groupby(sides)]
+        self._runs = runs_of(sides)
 
     def words(self, ranks: int) -> int:
         """Words that travel: a scale for each column, and the digits."""
@@ -75,7 +77,7 @@ class Columns:
         sizes = abs(flat)
         if isinstance(sizes, np.ndarray):
             return np.maximum.reduceat(sizes, self._starts)
-        if len(self._runs) > _FEW and not on_host(flat):
+        if len(self._runs) > _FEW and not on_host(flat) and not is_fixed(flat):
             return largest_of(sizes, self._column_of.on(flat), self.count)
         pieces = split(sizes, [count * side for count, side in self._runs])
         return join(
@@ -120,6 +122,8 @@ class Columns:
 
     def _spread(self, values: Array) -> Array:
         """[count] to [size]: each column's value for all its numbers."""
+        if is_fixed(values):
+            return spread(values, self._runs)  # a graph would copy number by number
         return take(values, self._column_of.on(values))
 
 

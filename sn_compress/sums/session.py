@@ -366,6 +366,21 @@ class SharedExchange:
             tensor.summable.conclude()
             tensor.summable.replace(function(to_host(tensor.summable.memory)))
 
+    def move(self, name: str, function: Callable[[Floats], Floats]) -> None:
+        """A tensor lies otherwise from now on, and so is another matrix: it begins anew.
+
+        With dense steps, as no direction is known; what was not sent of it goes along.
+        function : from [n] float32 as it lay to its new shape
+        """
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            return
+        left = tensor.left()
+        lies = function(
+            np.zeros(math.prod(tensor.shape), np.float32) if left is None else to_host(left)
+        )
+        self.tensors[name] = Tensor(lies.shape, owed=None if left is None else lies.reshape(-1))
+
     def restart(self, residuals: Mapping[str, npt.NDArray[np.float32]]) -> None:
         """Forget all tensors but what was not sent of these; shapes may be others from now on."""
         self._left_out.clear()

@@ -158,11 +158,6 @@ def split(flat: Array, sizes: Sequence[int]) -> list[Array]:
     return list(tf.split(flat, list(sizes)))
 
 
-def largest_of(values: Array, group_of: Array, groups: int) -> Array:
-    """The largest of each group of values, none below zero."""
-    return tf.maximum(tf.math.unsorted_segment_max(values, group_of, groups), 0)
-
-
 def bits_of(values: Array) -> Array:
     """The bits of float32 as int32."""
     return tf.bitcast(values, tf.int32)

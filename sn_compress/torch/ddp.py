@@ -37,6 +37,7 @@ from ..saved import held, reading
 from ..sums.session import SharedExchange
 from .collectives import Collectives
 from .digests import digest
+from .given import check_flag, check_scaler, names_given
 from .layout import Part as Part
 from .layout import changes_of, layout_of, parts_of, said_of
 
@@ -73,6 +74,8 @@ class CompressionState:
     ) -> None:
         self.compression = compression
         self.settings = settings_of(compression, "CompressionState")
+        check_scaler(scaler)
+        check_flag(find_unused_parameters, "find_unused_parameters")
         self.process_group, self.collectives = process_group, Collectives(process_group)
         self.settings.refuse_torch_only("torch's DistributedDataParallel", tunes=True)
         self.settings.refuse_wait("torch's DistributedDataParallel")
@@ -85,7 +88,7 @@ class CompressionState:
         # By identity; held, so that no other tensor can get the same one.
         self._names: dict[int, tuple[torch.Tensor, str]] = {}
         self._all_named = named_parameters is not None
-        for name, parameter in named_parameters or ():
+        for parameter, name in names_given(() if named_parameters is None else named_parameters):
             self._names[id(parameter)] = parameter, name
         self._said: list[tuple[str, str]] | None = None  # of the parameters, in a step that asks
         self.waiting: list[Any] = []  # buckets whose rounds begin with that of a later one
@@ -142,13 +145,8 @@ class CompressionState:
         Comes back whenever collectives have been started; going on waits for them. All ranks go
         through the rounds of all their tensors in the same order.
         """
-        like = flats[0][0]
-        total = partial(self._total, like.device)
-        said = said_of(self._names.values()) if self._all_named else []
-        self.engine.agree(
-            said, total=total, rank=self.rank, ranks=self.ranks, like=like, name="start",
-            do="Make CompressionState alike on all ranks.",
-        )  # fmt: skip
+        total = partial(self._total, flats[0][0].device)
+        self.agree(flats[0][0])
         plain: list[Generator[None, None, None]] = []
         dense: list[Gradient] = []
         coded: list[Gradient] = []
@@ -174,6 +172,18 @@ class CompressionState:
                 pass
         for each in dense:
             self.engine.learn(str(each.name), each.values)
+
+    def agree(self, like: torch.Tensor) -> None:
+        """CompressError, on every rank, unless all have the same settings and names; asked once.
+
+        Before anything that may be an error of one rank only. like : a gradient
+        """
+        total = partial(self._total, like.device)
+        said = said_of(self._names.values()) if self._all_named else []
+        self.engine.agree(
+            said, total=total, rank=self.rank, ranks=self.ranks, name="start",
+            like=torch.zeros(1, device=like.device), do="Make CompressionState alike on all ranks.",
+        )  # fmt: skip
 
     def _total(self, device: torch.device, _: str, words: Any) -> Any:
         """The sum over the ranks, at once."""
@@ -244,6 +254,7 @@ def compression_hook(
     flat = bucket.buffer()
     if bucket.index() == 0:
         state.begin_pass()
+    state.agree(flat)
     state.note(bucket)
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
         devices=[flat.device] if flat.is_cuda else None

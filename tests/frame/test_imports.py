@@ -44,6 +44,7 @@ LAYERS = (
     ("sn_compress.prediction", "sn_compress.__main__"),
     ("sn_compress.carry",),
     ("sn_compress.payloads",),
+    ("sn_compress.summed",),
     ("sn_compress.engine",),
     ("sn_compress.engine_state",),
     ("sn_compress.compression",),
