@@ -5,11 +5,25 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from .codecs.base import Payload
 
 _log = logging.getLogger(__name__)
 WAYS = ("low_rank", "rows", "frequencies", "whole", "plain")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a graph has sent of one tensor in each of some steps; `dense` and `sent` in bytes."""
+
+    name: str
+    elements: int
+    dense: int
+    sent: int
+    way: str
+    steps: int
 
 
 class Traffic:
@@ -72,6 +86,25 @@ class Traffic:
             self._steps += steps
             self._dense_sum += steps * sum(dense for _, dense, _, _ in self._bytes.values())
             self._sent_sum += steps * sum(nbytes for _, _, nbytes, _ in self._bytes.values())
+
+    def ran(self, steps: int, tensors: Sequence[Ran], relative: tuple[float, float]) -> None:
+        """Count steps that a graph has run by itself.
+
+        relative : the sum of their relative errors, and of how many steps
+        """
+        if not steps:
+            return
+        self._close_step()
+        self._sent.clear()
+        self._steps += steps
+        self._before = len(tensors)
+        for it in tensors:
+            self._dense_sum += it.steps * it.dense
+            self._sent_sum += it.steps * it.sent
+            self._bytes[it.name] = it.elements, it.dense, it.sent, it.way != "plain"
+            self._ways[it.name] = it.way
+        self._relative_sum += relative[0]
+        self._relative_count += round(relative[1])
 
     @property
     def tensors(self) -> tuple[int, int]:

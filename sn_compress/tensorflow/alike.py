@@ -11,7 +11,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from .. import __version__
+from .. import __version__, hardware
 from ..agreement import Said, agree, alike, question
 from ..names import relative
 from ..sameness import Sameness, digest
@@ -66,6 +66,12 @@ def agree_at_trace(
     asked.add(key)
 
 
+def unlike_in_hardware(process_set: Any, count: Callable[[int], None] | None = None) -> bool:
+    """Whether products have other bits on other ranks, in NumPy or in TensorFlow; all ranks ask."""
+    mine = [*hardware.said(np.zeros(1, np.float32)), *hardware.said(tf.zeros(1))]
+    return not alike(total(process_set, count, "sn.hardware", question(mine)))
+
+
 def total(process_set: Any, count: Callable[[int], None] | None, name: str, words: Any) -> Any:
     """The sum over the ranks, at once."""
     if count is not None:
@@ -75,12 +81,18 @@ def total(process_set: Any, count: Callable[[int], None] | None, name: str, word
 
 
 def compared(
-    due: Any, variables: Sequence[Any], memory: Traced, process_set: Any, find: Callable[[], Any]
+    due: Any,
+    variables: Sequence[Any],
+    memory: Traced,
+    process_set: Any,
+    find: Callable[[], Any],
+    before: Any = None,
 ) -> Any:
     """A node, [] int64: where `due` is true, it fails on every rank if variables differ.
 
     variables : of TensorFlow, as they are before the step
     find : the Sameness of the step under way, called when it runs
+    before : the step that is about to begin, where the graph counts steps and not the Sameness
     """
     if not variables or not memory.settings.check_every or elastic():
         return tf.constant(0, tf.int64)
@@ -93,9 +105,9 @@ def compared(
         memory.count_beside(17 * 8)
         return question(said_of(values))
 
-    def judge(asked: Any, *values: Any) -> Any:
+    def judge(asked: Any, at: Any, *values: Any) -> Any:
         sameness: Sameness = find()
-        at = sameness.steps - 1
+        at = sameness.steps - 1 if before is None else int(at)
         if not alike(asked):
             raise sameness.apart(
                 at, said_of(values), total=partial(total, process_set, memory.count_beside),
@@ -113,14 +125,15 @@ def compared(
         words.set_shape([17])
         words = tf.identity(words, name="sn_same")
         asked = hvd.allreduce(words, op=hvd.Sum, process_set=process_set)
-        judged = tf.numpy_function(judge, [asked, *values], tf.int64)
+        at = tf.constant(-1, tf.int64) if before is None else before
+        judged = tf.numpy_function(judge, [asked, at, *values], tf.int64)
         judged.set_shape([])
         return judged
 
     # Said of the tensor itself, not of a copy: who plans the step's memory has to know it, too.
     due.set_shape([])
     with tf.device("CPU"):
-        return tf.cond(due, compare, lambda: tf.constant(0, tf.int64))
+        return tf.cond(due, compare, lambda: tf.constant(0, tf.int64), name="sn_rare_compare")
 
 
 def as_variables(sources: Sequence[Any]) -> list[Any]:

@@ -32,8 +32,11 @@ from .alike import (
     said_of_compression,
     said_of_variables,
 )
-from .tape import Memory, refuse_xla
-from .tape import memory_of as _memory_of_compression
+from .buckets import Plain
+from .memory import Memory
+from .memory import memory_of as _memory_of_compression
+from .tape import Beside, compressed_means, refuse_xla
+from .tracing import Call
 
 # Those that are alive, to be compared among ranks.
 _made: weakref.WeakSet[Averaging] = weakref.WeakSet()
@@ -95,25 +98,61 @@ class Averaging:
         self, gradients: list[Any], places: tuple[int, ...], parts: Any, scope: str
     ) -> list[Any]:
         refuse_xla()
+        self._agree(scope)
+        every = tuple(range(len(places)))
+        names: dict[int, str] = {}
+        for part in parts or ():
+            names |= {i: f"group_{places[part[0]]}.{place}" for place, i in enumerate(part)}
+        named = [names.get(i, f"gradient_{places[i]}") for i in every]
+        with tf.name_scope(scope):
+            begun, found = self._compressed(gradients, named)
+            left = {i for i, mean in enumerate(found) if mean is None}
+            with tf.control_dependencies([] if begun is None else [begun]):
+                for part in [every] if parts is None else parts:
+                    rest = [i for i in part if i in left]
+                    group = None if parts is None else f"group_{places[part[0]]}"
+                    means = self._plain(
+                        [gradients[i] for i in rest], [named[i] for i in rest], group
+                    )
+                    for i, mean in zip(rest, means, strict=True):
+                        found[i] = mean
+        return found
+
+    def _compressed(self, gradients: list[Any], names: list[str]) -> tuple[Any, list[Any]]:
+        """A node for the beginning of a step, and the means of gradients that are compressed."""
+        if not hasattr(self.compression, "settings"):
+            return None, [None] * len(gradients)
+        call = Call(
+            compression=self.compression, name="gradients", sources=(), place=None,
+            op=self.op, process_set=self.process_set, ignore_name_scope=False,
+            scale=self.scales["prescale_factor"] * self.scales["postscale_factor"],
+        )  # fmt: skip
+        sparse = [
+            (v.path, each)
+            for v, each in zip(self.variables, gradients, strict=True)
+            if isinstance(each, tf.IndexedSlices)
+        ]
+        beside = Beside(
+            python=lambda: self._beside(gradients), what=self,
+            variables=as_variables(self.variables), sparse=sparse,
+        )  # fmt: skip
+        return compressed_means(call, gradients, names, beside)
+
+    def _plain(self, gradients: list[Any], names: list[str], group: str | None) -> list[Any]:
+        """The means of gradients that travel as Horovod does it."""
+        ours = hasattr(self.compression, "settings")
         how = {
-            "compression": self.compression,
+            "compression": Plain if ours else self.compression,
             "op": self.op,
             "process_set": self.process_set,
             **self.scales,
         }
-        self._agree(scope)
-        with tf.name_scope(scope), tf.control_dependencies([self._beside(gradients)]):
-            if parts is None:
-                return [
-                    hvd.allreduce(gradient, name=f"gradient_{place}", **how)
-                    for gradient, place in zip(gradients, places, strict=True)
-                ]
-            for part in parts:
-                group = [gradients[i] for i in part]
-                means = hvd.grouped_allreduce(group, name=f"group_{places[part[0]]}", **how)
-                for i, mean in zip(part, means, strict=True):
-                    gradients[i] = mean
-            return gradients
+        if group is not None:
+            return list(hvd.grouped_allreduce(gradients, name=group, **how)) if gradients else []
+        return [
+            hvd.allreduce(gradient, name=name, **how)
+            for gradient, name in zip(gradients, names, strict=True)
+        ]
 
     def _agree(self, scope: str) -> None:
         """CompressError on every rank unless all have the same optimizers; while it traces.
@@ -135,16 +174,14 @@ class Averaging:
             ("groups", str(groups)),
             *said_of_variables(self.variables),
         ]
-        agree_at_trace(self.asked, self.process_set, said, self._count)
-
-    def _count(self, nbytes: int) -> None:
         if hasattr(self.compression, "settings"):
-            _memory_of_compression(self.compression).count_beside(nbytes)
+            memory = _memory_of_compression(self.compression)
+            memory.agree(self.process_set, said, self.asked)
+        else:
+            agree_at_trace(self.asked, self.process_set, said)
 
     def _beside(self, gradients: list[Any]) -> Any:
         """A node that counts sparse gradients, and compares variables when it is time to."""
-        if not hasattr(self.compression, "settings"):
-            return tf.constant(0, tf.int64)
         memory = _memory_of_compression(self.compression)
         paths = [v.path for v in self.variables]
         sparse = [i for i, each in enumerate(gradients) if isinstance(each, tf.IndexedSlices)]

@@ -1,26 +1,17 @@
 """Compression of TensorFlow tensors in stock Horovod: eager tapes and tf.function.
 
-Horovod calls `compress` while it traces, never per step. So `compress` builds a graph: a Python
-function that encodes, Horovod's all-gather of the payload, and in `finish` a Python function that
-decodes the mean. Horovod's own all-reduce gets one zero.
+Horovod calls `compress` while it traces, never per step, and tensor by tensor. So the first call
+builds a graph for all gradients of the tape, in buckets (`buckets.py`, `sized.py`), and Horovod's
+own all-reduces get one zero each.
 
-The Python functions are declared stateless. Stateful ones TensorFlow runs one after the other in
-the order of the program, and then no two collectives would ever travel together. What a stateless
-function may suffer is being folded away when its input is a constant; therefore each takes the
-result of one stateful function beside the gradient, `Memory.slots`, which is also what finds the
-variable: the trace may serve other variables than those it was made with
-(`docs/decisions/0009-variables-of-a-trace.md`).
+Over 300 lines: what Horovod hands over, in all its forms, and what is done once in a step.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -28,82 +19,28 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+from tensorflow.python.ops.control_flow_v2_func_graphs import CondBranchFuncGraph
 
-from ..codecs.gather import wire_bytes
 from ..compression import settings_of
 from ..errors import CompressError
 from ..settings import Settings
 from .alike import (
-    agree_at_trace,
     as_variables,
     compared,
+    elastic,
     said_of_compression,
     said_of_variables,
 )
-from .traced import NO_VARIABLE, Traced
+from .buckets import Bucket, Mean, Plain, cut, means_of, wire_type
+from .memory import Memory, memory_at, memory_of
+from .sized import Reduction, Sized
+from .traced import NO_VARIABLE
 from .tracing import Call, find_call
 
-_log = logging.getLogger(__name__)
+__all__ = ["Beside", "compress", "compressed_means", "memory_of", "refuse_xla"]
+
 _FLOATS = (tf.float32, tf.float16, tf.bfloat16)
-ROUNDS = 3  # of the shared exchange, at most: sizes, and two for low rank
 _as_written = tf.autograph.experimental.do_not_convert
-
-
-class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
-    """What belongs to one compression: codec, error memories, counts.
-
-    It goes into a checkpoint like a variable: `tf.train.Checkpoint(memory=memory_of(fft))`. It
-    differs between ranks, so each rank writes and reads a checkpoint of its own.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        threads = tf.config.threading.get_intra_op_parallelism_threads()
-        super().__init__(settings, threads or len(os.sched_getaffinity(0)))
-
-    def synchronize(self, root_rank: int = 0, *, process_set: Any = hvd.global_process_set) -> None:
-        """See Compression.synchronize; called by all ranks of the set."""
-        own = self.exchange()
-        self.begin_anew()
-        state = hvd.broadcast_object(self.state_dict(), root_rank, process_set=process_set)
-        residuals = {}
-        for name, n in sorted(own.sizes(state).items()):
-            wire = np.zeros(n + 1, np.float32)  # the last one counts the ranks that have a memory
-            if own.remembers(name):
-                wire[:n], wire[n] = own.residual(name), 1
-            total = hvd.allreduce(wire, op=hvd.Sum, process_set=process_set).numpy()
-            residuals[name] = total[:n] / max(total[n], 1)
-        own.take_over(state, residuals)
-        self.follow(state)
-
-    def serialize(self) -> bytes:
-        """Called by tf.train.Checkpoint."""
-        return self.to_bytes(hvd.rank())
-
-    def deserialize(self, string_value: bytes) -> None:
-        """Called by tf.train.Checkpoint."""
-        self.from_bytes(string_value, hvd.rank())
-
-
-# A compression that is dropped takes its memory along, unless Horovod's cache holds it.
-_memories: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
-# One call of Memory.slots serves all gradients of a call of Horovod, and so does one theta where it
-# follows what steps have lost.
-_slots_in: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
-
-
-def memory_of(compression: Any) -> Memory:
-    """What a compression remembers and has sent, for all tapes that were given it.
-
-    To keep two models apart in reports and checkpoints, give each its own:
-    `FFTCompression.using()` returns a new one each time.
-    """
-    return _memory(compression, settings_of(compression, "memory_of"))
-
-
-def _memory(compression: Any, settings: Settings) -> Memory:
-    if compression not in _memories:
-        _memories[compression] = Memory(settings)
-    return _memories[compression]
 
 
 def _ask_memory(tape: Any, *_: Any) -> NoReturn:
@@ -119,159 +56,244 @@ report = residuals = restart = state_dict = load_state_dict = synchronize = _ask
 watch = Elastic = _ask_memory
 
 
-@dataclass(frozen=True)
-class Cast:
-    """A tensor that went uncompressed in a type Horovod can reduce."""
-
-    dtype: tf.DType
-
-    @_as_written
-    def finish(self, reduced: Any) -> Any:
-        return tf.cast(reduced, self.dtype)
-
-
-@dataclass(frozen=True)
-class OnItsWay:
-    """A gradient on its way, and how the nodes of its graph call Python."""
-
-    call: Call
-    memory: Memory
-    like: Any  # the gradient: shape and dtype of the result
-    slot: Any  # of its variable, a tensor
-    slots: Any  # what keeps the calls from being folded away
-    mark: str  # in the names of its collectives
-    theta: Any  # of the step, a tensor; None if the step alone tells it
-
-    def python(self, function: Callable[..., Any], inputs: list[Any], outputs: Any) -> Any:
-        """A node that calls `function(key, *inputs)` at each step."""
-
-        def run(slot: Any, _: Any, *values: Any) -> Any:
-            return function(self.memory.key(self.call.name, int(slot)), *values)
-
-        with tf.device("CPU"):
-            return tf.numpy_function(run, [self.slot, self.slots, *inputs], outputs, stateful=False)
-
-    def name(self, kind: str) -> str | None:
-        """Of a collective; Horovod names it after its input where the user gave none."""
-        return self.call.name and f"sn_{kind}_{self.call.name}"
-
-    def ranks(self) -> int:
-        """Asked at each step: an elastic run changes it after the trace."""
-        return int(self.call.process_set.size())
-
-    def factor(self) -> float:
-        """From the mean to what was asked for."""
-        return float(self.call.scale * (self.ranks() if self.call.op == hvd.Sum else 1))
-
-    def restored(self, mean: Any) -> Any:
-        """The mean as the gradient: shape, dtype, and the gradient of a plain hvd.allreduce."""
-        mean.set_shape([self.like.shape.num_elements()])
-        mean = tf.cast(tf.reshape(mean, self.like.shape), self.like.dtype)
-        if self.call.sources is None:
-            return _differentiable(self.like, mean, self.call)
-        return mean
-
-
-@dataclass(frozen=True)
-class Gathering:
-    """The payloads of all ranks, as a node of the graph."""
-
-    way: OnItsWay
-    gathered: Any  # [ranks * payload bytes] uint8
-
-    @_as_written
-    def finish(self, _: Any) -> Any:
-        way, n = self.way, self.way.like.shape.num_elements()
-
-        def decode(key: str | None, gathered: Any) -> Any:
-            return way.memory.mean(key, gathered, ranks=way.ranks(), n=n, factor=way.factor())
-
-        return way.restored(way.python(decode, [self.gathered], tf.float32))
-
-
-@dataclass(frozen=True)
-class Summing:
-    """The beginning of a step of the shared exchange, as nodes of the graph."""
-
-    way: OnItsWay
-    dense: Any  # [] bool
-    whole: Any  # [n or 0] float32, to be averaged if it is dense
-    words: Any  # [words or 0] int32, to be summed if not
-
-    @_as_written
-    def finish(self, _: Any) -> Any:
-        return self.way.restored(tf.cond(self.dense, self._averaged, lambda: self._summed(1)))
-
-    def _averaged(self) -> Any:
-        mean = self._reduce(self.whole, hvd.Average, "dense")
-
-        def learn(key: str, mean: Any) -> Any:
-            return self.way.memory.learn(key, mean, factor=self.way.factor())
-
-        return self.way.python(learn, [mean], tf.float32)
-
-    def _summed(self, turn: int, words: Any = None) -> Any:
-        total = self._reduce(self.words if words is None else words, hvd.Sum, f"round{turn}")
-
-        def advance(key: str, total: Any) -> Any:
-            return self.way.memory.advance(key, total, factor=self.way.factor())
-
-        more, words, mean = self.way.python(advance, [total], [tf.bool, tf.int32, tf.float32])
-        if turn == ROUNDS:
-            return mean
-        more.set_shape([])
-        return tf.cond(more, lambda: self._summed(turn + 1, words), lambda: mean)
-
-    def _reduce(self, tensor: Any, op: Any, kind: str) -> Any:
-        tensor.set_shape([None])
-        return hvd.allreduce(
-            tf.identity(tensor, name=f"{self.way.mark}_{kind}"),
-            op=op,
-            name=self.way.name(kind),
-            ignore_name_scope=self.way.call.ignore_name_scope,
-            process_set=self.way.call.process_set,
-        )
-
-
 @_as_written
 def compress(tensor: Any, settings: Settings, frame: FrameType) -> tuple[Any, Any]:
     """One gradient on its way; see Compression."""
     call = find_call(frame, tensor)
     _check(call)
-    tensor = tf.convert_to_tensor(tensor)
-    if call.sources and call.place is not None and tensor.shape.num_elements() is None:
-        # Made dense from sparse, a gradient has lost its shape; its variable has not.
-        tensor = tf.ensure_shape(tensor, call.sources[call.place].shape)
-    memory = _memory(call.compression, settings)
+    tensor = _shaped(tensor, call, call.place)
+    if not _reaches_others(call):
+        return tensor, None  # Horovod traces what it never runs
+    memory = memory_at(call.compression, settings)
     memory.traffic.speaks = call.process_set.rank() == 0
     said = [*said_of_compression(call.compression), ("op", str(call.op))]
     if call.sources is not None and all(v is not None for v in call.sources):
         said += said_of_variables(call.sources)
-    agree_at_trace(memory.asked, call.process_set, said, memory.count_beside)
-    n = tensor.shape.num_elements()
-    shared = settings.exchange == "shared"
-    fits = tensor.dtype in _FLOATS and n is not None and not _unclear(call, shared)
-    if not fits or not memory.takes(_label(call, tensor), tensor.shape.as_list()):
-        return _send_plain(_after_slots(tensor, call, memory), call, memory)
-    return _send(tensor, call, memory, shared)
+    memory.agree(call.process_set, said)
+    if call.sources is None:
+        begun, means = None, {}
+        if _takes(tensor, None, call, memory):
+            begun, (mean,) = exchanged(
+                call, memory, [call.name], [None], [tensor], _beside(call, memory)
+            )
+            means[call.place] = mean
+    else:
+        begun, means = _of_tape(call, memory)
+    if call.place not in means:
+        if begun is not None:
+            with tf.control_dependencies([begun]):
+                tensor = tf.identity(tensor)
+        return Plain.compress(_count_plain(tensor, _label(call, call.place, tensor), memory))
+    # Grouped all-reduces want one dtype, that of the plain tensors beside it.
+    mark = "sn_plain" if call.place is None else f"sn_{call.place}"
+    token = tf.identity(tf.zeros([1], wire_type(tensor)), name=f"{mark}_token")
+    return token, Mean(tensor, means[call.place], call)
 
 
-def _after_slots(tensor: Any, call: Call, memory: Memory) -> Any:
-    """A tensor that travels plain, behind what is done once in a step for all of a tape."""
-    if call.sources is None or tf.executing_eagerly():
-        return tensor
-    with tf.control_dependencies([_slots(tensor, call, memory)]):
-        return tf.identity(tensor)
+@dataclass(frozen=True)
+class Beside:
+    """What is done once in a step beside the exchange of a call.
+
+    python : makes the node that does it in Python, whose result goes into every Python function
+    what : whose parameters are compared; see Traced.sameness_of
+    variables : which are compared
+    sparse : names and tf.IndexedSlices, to be counted
+    """
+
+    python: Callable[[], Any]
+    what: Any
+    variables: Sequence[Any] = ()
+    sparse: Sequence[tuple[str, Any]] = ()
 
 
-def _unclear(call: Call, shared: bool) -> bool:
+def exchanged(
+    call: Call,
+    memory: Memory,
+    names: Sequence[str | None],
+    places: Sequence[int | None],
+    tensors: Sequence[Any],
+    beside: Beside,
+) -> tuple[Any, list[Any]]:
+    """A node for the beginning of a step, and the means of gradients, [n] float32 each.
+
+    names, places : of each, what it is kept under, or its place in the result of `beside.python`
+    """
+    parts = cut([tensor.shape.num_elements() for tensor in tensors])
+    own = [[name for at in part if (name := names[at]) is not None] for part in parts]
+    known = all(len(part) == len(some) for part, some in zip(parts, own, strict=True))
+    form = memory.sized(own, beside.what) if known else None
+    slots = theta = None
+    if form is None:
+        slots = beside.python()
+        theta = _theta_of_step(call, memory, slots) if memory.learns and parts else None
+    buckets = [
+        Bucket(
+            call, memory, [names[at] for at in part], [places[at] for at in part],
+            [tensors[at] for at in part], slots, f"sn_b{number}", theta,
+        )
+        for number, part in enumerate(parts)
+    ]  # fmt: skip
+    if form is None:
+        begun, made = slots, [means_of(bucket) for bucket in buckets]
+    else:
+        begun, made = _sized(form, buckets, memory, beside)
+    placed = {
+        at: mean
+        for part, some in zip(parts, made, strict=True)
+        for at, mean in zip(part, some, strict=True)
+    }
+    return begun, [placed[at] for at in range(len(tensors))]
+
+
+def _sized(
+    form: Sized, buckets: Sequence[Bucket], memory: Memory, beside: Beside
+) -> tuple[Any, list[list[Any]]]:
+    """The same without Python."""
+    call, first = buckets[0].call, buckets[0]
+    begun, due, at = form.begin(memory.trace_again)
+    begun += compared(due, beside.variables, memory, call.process_set, lambda: form.same, at)
+    for name, each in beside.sparse:
+        form.count_sparse(name, each.values, each.indices)
+
+    def total(words: Any, number: int, turn: int) -> Any:
+        return buckets[number].reduce(words, hvd.Sum, f"round{turn}")
+
+    with tf.control_dependencies([begun]):
+        vectors = [[tf.identity(each) for each in bucket.vectors()] for bucket in buckets]
+    by = Reduction(first.ranks(), call.process_set.rank(), total)
+    made, factor = form.step(vectors, by), first.factor()
+    return begun, [[mean if factor == 1 else mean * factor for mean in some] for some in made]
+
+
+def _reaches_others(call: Call) -> bool:
+    """Whether a tape sends anything: Horovod asks the same, in a branch of the graph."""
+    own = call.process_set
+    return not call.branch or elastic() or bool(own.included() and own.size() > 1)
+
+
+def compressed_means(
+    call: Call, gradients: Sequence[Any], names: Sequence[str], beside: Beside
+) -> tuple[Any, list[Any]]:
+    """A node for the beginning of a step, and the means of gradients that a rim names.
+
+    The means are as the gradients are; None for what travels plain.
+    """
+    memory = memory_at(call.compression, settings_of(call.compression, "DistributedOptimizer"))
+    memory.traffic.speaks = call.process_set.rank() == 0
+    _check(call)
+    found: list[Any] = [None] * len(gradients)
+    taken = []
+    for at, (each, name) in enumerate(zip(gradients, names, strict=True)):
+        if hasattr(each, "indices"):
+            continue
+        if _fits(each) and memory.takes(name, each.shape.as_list()):
+            taken.append(at)
+        else:
+            _count_plain(each, name, memory)
+    begun, means = exchanged(
+        call, memory, [names[at] for at in taken], [None] * len(taken),
+        [gradients[at] for at in taken], beside,
+    )  # fmt: skip
+    for at, mean in zip(taken, means, strict=True):
+        found[at] = Mean(gradients[at], mean, call).finish(None)
+    return begun, found
+
+
+def _of_tape(call: Call, memory: Memory) -> tuple[Any, dict[int | None, Any]]:
+    """A node for the beginning of a step, and the means of a tape's gradients, by place.
+
+    Horovod hands over one tensor at a time, each in a branch of its own. What they have in common
+    is made around these branches, with the first of them.
+    """
+    graph = _graph_of(call)
+    known = _in_graph(graph)
+    key = memory, "means", tuple(map(id, call.gradients))
+    if key not in known:
+        with graph.as_default():
+            places, tensors = [], []
+            for place, each in enumerate(call.gradients):
+                if each is None or hasattr(each, "indices"):
+                    continue
+                each = _shaped(each, call, place)
+                once = sum(other is call.gradients[place] for other in call.gradients) == 1
+                if _takes(each, place if once else None, call, memory):
+                    places.append(place)
+                    tensors.append(each)
+            names, beside = _names(call, memory), _beside(call, memory)
+            named = [names[place] if names else None for place in places]
+            begun, means = exchanged(call, memory, named, places, tensors, beside)
+        # With the gradients, as ids are used again.
+        known[key] = begun, dict(zip(places, means, strict=True)), call.gradients
+    begun, made, _ = known[key]
+    return begun, made
+
+
+def _slots_now(call: Call, memory: Memory) -> Any:
+    """The slots of a tape's variables, [variables] int64, if they are the trace's own, else None.
+
+    They are not where their handles are arguments of the function that is traced.
+    """
+    sources = call.sources or ()
+    own = {place: v.handle for place, v in enumerate(sources) if isinstance(v, tf.Variable)}
+    if any(tf.is_symbolic_tensor(handle) for handle in own.values()):
+        return None
+    slots = np.full(len(sources), NO_VARIABLE, np.int64)
+    slots[list(own)] = memory.slots(map(repr, own.values()))
+    return slots
+
+
+def _names(call: Call, memory: Memory) -> list[str | None] | None:
+    """What the gradients of a tape are kept under, where that is known while it is traced."""
+    slots = _slots_now(call, memory)
+    if slots is None:
+        return None
+    return [memory.key(None, int(slot)) for slot in slots]
+
+
+def _beside(call: Call, memory: Memory) -> Beside:
+    """What is done once in a step of a tape."""
+    slots = _slots_now(call, memory)
+    sparse = []
+    if slots is not None:
+        for place, each in call.sparse:
+            sparse.append((memory.key(f"{place}:sparse", int(slots[place])) or "", each))
+    return Beside(
+        python=lambda: _slots(call, memory),
+        what=None if slots is None else slots.tobytes(),
+        variables=as_variables(call.sources or ()),
+        sparse=sparse,
+    )
+
+
+def _shaped(tensor: Any, call: Call, place: int | None) -> Any:
+    """Made dense from sparse, a gradient has lost its shape; its variable has not."""
+    tensor = tf.convert_to_tensor(tensor)
+    if call.sources and place is not None and tensor.shape.num_elements() is None:
+        return tf.ensure_shape(tensor, call.sources[place].shape)
+    return tensor
+
+
+def _takes(tensor: Any, place: int | None, call: Call, memory: Memory) -> bool:
+    """Whether a gradient of a call is compressed."""
+    if not _fits(tensor) or _unclear(call, place, memory):
+        return False
+    return memory.takes(_label(call, place, tensor), tensor.shape.as_list())
+
+
+def _fits(tensor: Any) -> bool:
+    """Whether a gradient could be compressed, whatever its size."""
+    return tensor.dtype in _FLOATS and tensor.shape.num_elements() is not None
+
+
+def _unclear(call: Call, place: int | None, memory: Memory) -> bool:
     """Whether nothing tells which memory would be meant."""
+    shared = memory.settings.exchange == "shared"
     if call.sources is None:
         # A gather works without memory; the shared exchange is nothing but memory.
         return shared and call.name is None
-    if call.place is None:
+    if place is None:
         return True
-    return shared and not isinstance(call.sources[call.place], tf.Variable)
+    return shared and not isinstance(call.sources[place], tf.Variable)
 
 
 def _check(call: Call) -> None:
@@ -293,74 +315,31 @@ def refuse_xla() -> None:
         )
 
 
-def _label(call: Call, tensor: Any) -> str:
+def _label(call: Call, place: int | None, tensor: Any) -> str:
     """A name for a gradient while its graph is made."""
-    return call.name or f"{call.place}:{tensor.shape}"
+    name = call.name if place == call.place else None
+    return name or f"{place}:{tensor.shape}"
 
 
-def _send_plain(tensor: Any, call: Call, memory: Memory) -> tuple[Any, Any]:
-    wire, ctx = tensor, None
-    if tensor.dtype == tf.bfloat16:  # Horovod reduces no bfloat16
-        wire, ctx = tf.cast(tensor, tf.float32), Cast(tensor.dtype)
+def _count_plain(tensor: Any, label: str, memory: Memory) -> Any:
+    """Count a tensor that travels plain; returns it, to go on with."""
+    size = wire_type(tensor).size
     elements = tensor.shape.num_elements()
-    label, size = _label(call, tensor), wire.dtype.size
     if elements is not None:
         memory.traffic.fixed(label, elements, elements * size)
-        return wire, ctx
+        return tensor
 
     def count(elements: Any) -> Any:
         memory.count_plain(label, int(elements), int(elements) * size)
         return np.int64(0)
 
     with tf.device("CPU"):
-        counted = tf.numpy_function(count, [tf.size(wire)], tf.int64)
+        counted = tf.numpy_function(count, [tf.size(tensor)], tf.int64)
     with tf.control_dependencies([counted]):
-        return tf.identity(wire), ctx
+        return tf.identity(tensor)
 
 
-def _send(tensor: Any, call: Call, memory: Memory, shared: bool) -> tuple[Any, Any]:
-    _say_host_once()
-    slots = _slots(tensor, call, memory)
-    slot = tf.constant(NO_VARIABLE, tf.int64) if call.place is None else slots[call.place]
-    mark = "sn_plain" if call.place is None else f"sn_{call.place}"
-    theta = _theta_of_step(tensor, call, memory, slots) if memory.learns else None
-    way = OnItsWay(call, memory, tensor, slot, slots, mark, theta)
-    values = tf.reshape(tf.cast(tensor, tf.float32), [-1])
-    # Grouped all-reduces want one dtype, that of the plain tensors beside it.
-    dtype = tf.float32 if tensor.dtype == tf.bfloat16 else tensor.dtype
-    token = tf.identity(tf.zeros([1], dtype), name=f"{mark}_token")
-    return token, (_begin(way, values) if shared else _gather(way, values))
-
-
-def _gather(way: OnItsWay, values: Any) -> Gathering:
-    known = [] if way.theta is None else [way.theta]
-    payload = way.python(way.memory.encode, [values, *known], tf.uint8)
-    fixed = way.memory.settings.fixed
-    size = wire_bytes(way.memory.codec.payload_bytes(values.shape[0])) if fixed else None
-    payload.set_shape([size])
-    gathered = hvd.allgather(
-        tf.identity(payload, name=f"{way.mark}_payload"),
-        name=way.name("payload"),
-        ignore_name_scope=way.call.ignore_name_scope,
-        process_set=way.call.process_set,
-    )
-    return Gathering(way, gathered)
-
-
-def _begin(way: OnItsWay, values: Any) -> Summing:
-    shape = tuple(way.like.shape)
-
-    def begin(key: str, values: Any) -> Any:
-        return way.memory.begin(
-            key, values, shape=shape, ranks=way.ranks(), rank=way.call.process_set.rank()
-        )
-
-    dense, whole, words = way.python(begin, [values], [tf.bool, tf.float32, tf.int32])
-    dense.set_shape([])
-    return Summing(way, dense, whole, words)
-
-
-def _theta_of_step(tensor: Any, call: Call, memory: Memory, slots: Any) -> Any:
+def _theta_of_step(call: Call, memory: Memory, slots: Any) -> Any:
     """Theta for all gradients of a call of Horovod, [] float64: made once for all of them.
 
     Every rank adds what it has lost since the last one, and the sum decides: so all have the same
@@ -372,8 +351,8 @@ def _theta_of_step(tensor: Any, call: Call, memory: Memory, slots: Any) -> Any:
             "nothing tells steps apart; expected a DistributedGradientTape, Keras, or a call "
             "inside a tf.function. Or use a number, or a schedule of the step alone."
         )
-    known = _slots_in[slots.graph]
-    key = memory, tuple(map(id, call.sources or ())), "theta"
+    known = _in_graph(slots.graph)
+    key = memory, "theta", tuple(map(id, call.sources or ()))
     if key not in known:
 
         def tell(_: Any) -> Any:
@@ -396,16 +375,14 @@ def _theta_of_step(tensor: Any, call: Call, memory: Memory, slots: Any) -> Any:
     return known[key]
 
 
-def _slots(tensor: Any, call: Call, memory: Memory) -> Any:
+def _slots(call: Call, memory: Memory) -> Any:
     """The slots of all variables of the call, [variables] int64, -1 for what is no variable."""
     sources = call.sources or ()
     if tf.executing_eagerly():
         return tf.constant([], tf.int64)
-    # That of the gradient, since we are in a branch of it; a constant has none.
-    symbolic = tf.is_symbolic_tensor(tensor)
-    graph = tensor.graph if symbolic else tf.compat.v1.get_default_graph()
-    known = _slots_in.setdefault(graph, {})
-    key = memory, tuple(map(id, sources))
+    graph = _graph_of(call)
+    known = _in_graph(graph)
+    key = memory, "slots", tuple(map(id, sources))
     if key not in known:
         handles = {i: v.handle for i, v in enumerate(sources) if isinstance(v, tf.Variable)}
         places = [place for place, _ in call.sparse]
@@ -431,6 +408,21 @@ def _slots(tensor: Any, call: Call, memory: Memory) -> Any:
     return known[key]
 
 
+def _graph_of(call: Call) -> Any:
+    """That of a call: Horovod puts every gradient of a tape into a branch of its own."""
+    graph = tf.compat.v1.get_default_graph()
+    inner = call.branch and isinstance(graph, CondBranchFuncGraph)
+    return graph.outer_graph if inner else graph
+
+
+def _in_graph(graph: Any) -> dict[Any, Any]:
+    """What was made once in a graph; it goes with the graph."""
+    if not hasattr(graph, "_sn_made"):
+        graph._sn_made = {}
+    found: dict[Any, Any] = graph._sn_made
+    return found
+
+
 def _parts(sparse: Any) -> tuple[Any, Any]:
     return sparse.values, sparse.indices
 
@@ -443,25 +435,3 @@ def _count_sparse(
     for i, place in enumerate(places):
         key = memory.key(f"{place}:sparse", int(slots[place])) or ""
         memory.count_sparse(key, counts[2 * i], nbytes[2 * i] + nbytes[2 * i + 1])
-
-
-def _differentiable(tensor: Any, mean: Any, call: Call) -> Any:
-    """`mean`, with the gradient of a plain hvd.allreduce of `tensor`."""
-
-    @tf.custom_gradient
-    def reduced(tensor: Any, mean: Any) -> Any:
-        def gradient(upstream: Any) -> tuple[Any, Any]:
-            back = hvd.allreduce(
-                upstream, op=call.op, prescale_factor=call.scale, process_set=call.process_set
-            )
-            return back, None
-
-        return tf.identity(mean), gradient
-
-    return reduced(tensor, mean)
-
-
-@cache
-def _say_host_once() -> None:
-    if tf.config.list_logical_devices("GPU"):
-        _log.warning("gradients on a GPU are copied to the host and encoded there")

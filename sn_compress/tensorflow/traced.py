@@ -1,7 +1,9 @@
 """What a traced function calls at each step, in numbers: the half of a rim that is not a graph.
 
-TensorFlow runs these from threads of its own, several gradients at a time, each gradient's in
-order. A gradient is known by a name, or by the slot of its variable.
+TensorFlow runs these from threads of its own, several buckets at a time, each bucket's in order. A
+gradient is known by a name, or by the slot of its variable.
+
+Over 300 lines: what travels in payloads and what in sums, and what is saved of both.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import logging
 import math
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +30,8 @@ from ..report import Traffic
 from ..sameness import Sameness
 from ..saved import arrays_of, reading
 from ..settings import Settings
-from ..sums.session import Rounds, SharedExchange
+from ..sums.bucket import HEAD
+from ..sums.session import SharedExchange
 from ..theta import ThetaInTime, squares
 
 Words = npt.NDArray[np.int32]
@@ -41,9 +44,9 @@ _ARRAY = "array of the file"
 
 @dataclass
 class Begun:
-    """A step of the shared exchange on its way; `sent` counts bytes."""
+    """A bucket's step of the shared exchange on its way; `sent` counts bytes."""
 
-    rounds: Rounds
+    rounds: Generator[Any, Any, list[Any]]
     sent: int
 
 
@@ -71,7 +74,7 @@ class Traced:
             self.theta = ThetaInTime(self.settings, self._threads)
             self._lost: dict[str | None, tuple[float, float]] = {}  # energy, error; since asked
             self._codecs: dict[str | None, FFTCodec] = {}  # of the step under way, by key
-            self._rounds: dict[str, Begun] = {}
+            self._rounds: dict[tuple[str, ...], Begun] = {}
             self._slot_of: dict[str, int] = {}
             self._keys: list[str] = []
             self.asked: set[str] = set()  # what ranks have agreed on
@@ -118,7 +121,8 @@ class Traced:
 
     def takes(self, name: str, shape: Sequence[int]) -> bool:
         """Whether a gradient is compressed; one that shrank goes on to be, small as it may be."""
-        return self.exchange().remembers(name) or self.shared.takes(name, shape)
+        known = name in self.shared.tensors or self.feedback.remembers(name)
+        return known or self.shared.takes(name, shape)
 
     def slots(self, handles: Iterable[str]) -> list[int]:
         """One number per variable, in the order in which they first come.
@@ -162,11 +166,17 @@ class Traced:
         with self._lock:
             return self.theta.begin_step(of, *total.tolist())
 
-    def encode(self, key: str | None, values: Floats, theta: float | None = None) -> Bytes:
-        """The payload of a gradient, [payload bytes] uint8.
+    def encode(
+        self, keys: Sequence[str | None], values: Sequence[Floats], theta: float | None = None
+    ) -> Bytes:
+        """The payloads of a bucket's gradients one behind the other, [bytes] uint8.
 
         theta : of the step, where `learns`; else None, and steps are counted by key
         """
+        pieces = zip(keys, values, strict=True)
+        return np.concatenate([self._encode(key, each.reshape(-1), theta) for key, each in pieces])
+
+    def _encode(self, key: str | None, values: Floats, theta: float | None) -> Bytes:
         with self._lock:
             codec = self.theta.codec_for(key) if theta is None else self.theta.codec_at(theta)
             self._codecs[key] = codec
@@ -189,58 +199,109 @@ class Traced:
         return on_wire(payload.buffer)
 
     def mean(
-        self, key: str | None, gathered: Bytes, *, ranks: int, n: int, factor: float
-    ) -> Floats:
-        """The mean of the gathered payloads of a gradient times a factor, [n] float32."""
-        codec = self._codecs[key]
+        self,
+        keys: Sequence[str | None],
+        gathered: Bytes,
+        *,
+        ranks: int,
+        sizes: Sequence[int],
+        factor: float,
+    ) -> list[Floats]:
+        """The means of a bucket's gathered payloads times a factor, [n] float32 each."""
+        codecs = [self._codecs[key] for key in keys]
+        wires = [wire_bytes(codec.payload_bytes(n)) for codec, n in zip(codecs, sizes, strict=True)]
+        parts = np.array_split(gathered, ranks)
         try:
-            mean = mean_of_gathered(codec, gathered, ranks, n)
+            if gathered.size != ranks * sum(wires):
+                raise PayloadError(
+                    f"gathered {gathered.size} bytes from {ranks} ranks; expected {sum(wires)} "
+                    "from each. Do all ranks run the same version with the same settings?"
+                )
+            rows = gathered.reshape(ranks, -1)
+            cuts = np.split(rows, np.cumsum(wires)[:-1], axis=1)
+            means = [
+                mean_of_gathered(codec, np.ascontiguousarray(cut).reshape(-1), ranks, n)
+                for codec, cut, n in zip(codecs, cuts, sizes, strict=True)
+            ]
         except PayloadError as error:
-            if all(part.any() for part in np.array_split(gathered, ranks)):
+            if all(part.any() for part in parts):
                 raise
             # Horovod puts zeros in the place of a rank that has joined.
             raise CompressError(
                 "another rank called hvd.join(), after which Horovod gathers nothing. Give all "
                 "ranks equally many batches (drop_remainder=True), or use LowRankCompression."
             ) from error
-        return _times(mean, factor)
+        return [_times(mean, factor) for mean in means]
 
     def begin(
-        self, key: str, values: Floats, *, shape: Sequence[int], ranks: int, rank: int
+        self,
+        keys: Sequence[str],
+        values: Sequence[Floats],
+        *,
+        shapes: Sequence[Sequence[int]],
+        ranks: int,
+        rank: int,
     ) -> tuple[bool, Floats, Words]:
-        """A step of the shared exchange: whether it is dense, what to average then, or to sum.
+        """A bucket's step of the shared exchange: if it is dense, what to average, else to sum.
 
-        The vector is empty if it is not dense, [n] float32 else; the words the other way round.
+        The vector is empty if it is not dense, [all elements] float32 else; the words the other way
+        round. A step is dense for the whole bucket if it is for one tensor of it.
         """
-        with self._lock:  # the first tensor of a step chooses for all
-            if self.shared.dense(key, shape):
-                self.traffic.dense(key, values.size, 4 * values.size)
-                return True, self.shared.whole(key, values), np.zeros(0, np.int32)
-            rounds = self.shared.exchange(key, values, ranks=ranks, rank=rank)
+        flat = [each.reshape(-1) for each in values]
+        with self._lock:  # the first bucket of a step chooses for all
+            asked = [self.shared.dense(*each) for each in zip(keys, shapes, strict=True)]
+            if any(asked):
+                for key, each in zip(keys, flat, strict=True):
+                    self.traffic.dense(key, each.size, 4 * each.size)
+                pieces = zip(keys, flat, strict=True)
+                whole = np.concatenate([self.shared.whole(key, each) for key, each in pieces])
+                return True, whole, np.zeros(0, np.int32)
+            rounds = self.shared.exchange_all(keys, flat, ranks=ranks, rank=rank)
         words = next(rounds)
-        self._rounds[key] = Begun(rounds, words.nbytes)
+        self._rounds[tuple(keys)] = Begun(rounds, words.nbytes)
         return False, np.zeros(0, np.float32), words
 
-    def learn(self, key: str, mean: Floats, *, factor: float) -> Floats:
-        """The end of a dense step; returns the mean times the factor."""
+    def learn(
+        self, keys: Sequence[str], mean: Floats, *, sizes: Sequence[int], factor: float
+    ) -> Floats:
+        """The end of a dense step; returns the bucket's mean times the factor."""
         with self._lock:
-            self.shared.learn(key, mean)
+            for key, each in zip(keys, np.split(mean, np.cumsum(sizes)[:-1]), strict=True):
+                self.shared.learn(key, each)
         return _times(mean, factor)
 
-    def advance(self, key: str, total: Words, *, factor: float) -> tuple[bool, Words, Floats]:
-        """After one round: whether there is another, its words, or the mean times the factor."""
-        begun = self._rounds[key]
+    def advance(
+        self, keys: Sequence[str], total: Words, *, ranks: int, factor: float
+    ) -> tuple[bool, Words, Floats]:
+        """After one round: whether there is another, its words, or the means times the factor.
+
+        The means are one behind the other, [all elements] float32.
+        """
+        begun = self._rounds[tuple(keys)]
         try:
             words = begun.rounds.send(total)
         except StopIteration as end:
             with self._lock:
-                energy, error = self.shared.lost(key)
-                way = self.shared.way(key)
-                self.traffic.shared(key, end.value.size, begun.sent, energy, error, way=way)
-                self._rounds.pop(key, None)
-            return False, np.zeros(0, np.int32), _times(end.value, factor)
+                self._count_sums(keys, end.value, begun.sent, ranks)
+                self._rounds.pop(tuple(keys), None)
+            self.stepped(keys)
+            return False, np.zeros(0, np.int32), _times(np.concatenate(end.value), factor)
         begun.sent += words.nbytes
         return True, words, np.zeros(0, np.float32)
+
+    def stepped(self, keys: Sequence[str]) -> None:
+        """Called when a bucket's step of sums has ended."""
+
+    def _count_sums(
+        self, keys: Sequence[str], means: Sequence[Floats], sent: int, ranks: int
+    ) -> None:
+        """Count a bucket; the first of its tensors has what none has alone, the heads."""
+        own = [4 * sum(each - HEAD for each in self.shared.words(key, ranks)) for key in keys]
+        own[0] = sent - sum(own[1:])
+        for key, mean, nbytes in zip(keys, means, own, strict=True):
+            energy, error = self.shared.lost(key)
+            way = self.shared.way(key)
+            self.traffic.shared(key, mean.size, nbytes, energy, error, way=way)
 
     def report(self) -> dict[str, float]:
         """See Compression.report."""

@@ -5,6 +5,9 @@ of release 0.28.1. Two things differ. AutoGraph rewrites these functions ("tf__a
 "allreduce") and puts frames of its own between them, so all frames above are looked at. And a
 traced gradient has no name: it is known by its place among the gradients of one call, whose
 variables Horovod's function holds beside them.
+
+The functions being traced are found among the frames as well: what they have traced is forgotten
+when the next step is to be another graph.
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 
 from ..errors import CompressError
 
@@ -35,6 +41,8 @@ class Call:
         `compress` is never asked
     op, process_set, scale : the operation, who takes part, pre- and postscale factors multiplied
     ignore_name_scope : what was said to hvd.allreduce
+    gradients : of the tape, all of them, None where there is none; empty for a plain hvd.allreduce
+    branch : whether Horovod put the tensor into a branch of a tf.cond of its own
     """
 
     compression: Any
@@ -46,6 +54,8 @@ class Call:
     scale: float
     ignore_name_scope: bool
     sparse: Sequence[tuple[int, Any]] = ()
+    gradients: Sequence[Any] = ()
+    branch: bool = False
 
 
 def find_call(frame: FrameType | None, tensor: Any) -> Call:
@@ -58,7 +68,7 @@ def find_call(frame: FrameType | None, tensor: Any) -> Call:
                 "pieces. Use Compression.none or Compression.fp16 there."
             )
         if function in _REDUCE:
-            sources, place, sparse = _place(frames, tensor)
+            sources, place, sparse, gradients = _place(frames, tensor)
             return Call(
                 compression=local["compression"],
                 name=_name(function, local, tensor),
@@ -69,12 +79,39 @@ def find_call(frame: FrameType | None, tensor: Any) -> Call:
                 scale=local["prescale_factor"] * local["postscale_factor"],
                 ignore_name_scope=local["ignore_name_scope"],
                 sparse=sparse,
+                gradients=gradients,
+                branch=sources is not None,
             )
     raise CompressError(
         "compress of a compression was not called by Horovod 0.28.1; expected it as compression= "
         "of hvd.DistributedGradientTape, hvd.allreduce or sn_compress.tensorflow.keras."
         "DistributedOptimizer. To encode a vector use FFTCodec."
     )
+
+
+def functions_of(frame: FrameType | None) -> list[Any]:
+    """Every tf.function that is being traced, as a frame above shows; the innermost first."""
+    found: list[Any] = []
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Function) and all(owner is not other for other in found):
+            found.append(owner)
+        frame = frame.f_back
+    return found
+
+
+def forget(function: Any) -> None:
+    """Let a tf.function trace again when it is called next; TensorFlow itself offers no way."""
+    try:
+        for traced in (function._variable_creation_config, function._no_variable_creation_config):
+            if traced is not None:
+                traced.function_cache.clear()
+    except AttributeError as error:
+        raise CompressError(
+            f"TensorFlow {tf.__version__} keeps what a tf.function has traced elsewhere than "
+            "expected, as release 2.21 does it: LowRankCompression cannot have it traced again. "
+            "Use release 2.21, and please report your version."
+        ) from error
 
 
 def _horovod_frames(frame: FrameType | None) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -94,14 +131,14 @@ def _name(function: str, local: dict[str, Any], tensor: Any) -> str | None:
 
 def _place(
     frames: Iterator[tuple[str, dict[str, Any]]], tensor: Any
-) -> tuple[Sequence[Any] | None, int | None, Sequence[tuple[int, Any]]]:
+) -> tuple[Sequence[Any] | None, int | None, Sequence[tuple[int, Any]], Sequence[Any]]:
     for function, local in frames:
         if function == "allreduce_grads":
             grads = local["grads"]
             place = _only(grads, tensor)
             sparse = [(i, each) for i, each in enumerate(grads) if hasattr(each, "indices")]
-            return local["vars"] or [None] * len(grads), place, sparse
-    return None, None, ()
+            return local["vars"] or [None] * len(grads), place, sparse, list(grads)
+    return None, None, (), ()
 
 
 def _only(tensors: Sequence[Any], tensor: Any) -> int | None:

@@ -36,6 +36,13 @@ def test_edges(horovodrun):
     assert run.stdout.count(">:ok ") == 2 * cases, run.stdout
 
 
+def test_low_rank_in_the_graph(horovodrun):
+    source = (RANKS / "tensorflow_sized.py").read_text()
+    cases = source[source.index("CASES = [") :].partition("]")[0].count(",")
+    run = horovodrun(2, RANKS / "tensorflow_sized.py", timeout=280).check()
+    assert run.stdout.count(">:ok ") == 2 * cases, run.stdout
+
+
 def test_nothing_goes_wrong_in_silence(horovodrun):
     source = (RANKS / "tensorflow_trust.py").read_text()
     cases = source[source.index("CASES = [") :].partition("]")[0].count(",")

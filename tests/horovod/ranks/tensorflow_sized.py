@@ -1,0 +1,285 @@
+"""One rank: LowRankCompression in TensorFlow's graphs, one function a case.
+
+Run as `tensorflow_sized.py [CASE...]`; prints "ok CASE" on every rank, or fails with an assertion.
+"""
+
+import sys
+import tempfile
+import time
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+from sn_compress import LowRankCompression, hardware
+from sn_compress.tensorflow.keras import DistributedOptimizer
+from sn_compress.tensorflow.keras import memory_of as memory_of_optimizer
+from sn_compress.tensorflow.tape import memory_of
+
+PYTHON = {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
+LOW = LowRankCompression.using(ratio=20, warmup=2, every=16, check_every=7)
+
+
+def noise(*shape, seed=0):
+    return np.random.default_rng([hvd.rank(), seed]).standard_normal(shape).astype(np.float32)
+
+
+def variables_of(count=3, side=48):
+    rng = np.random.default_rng(0)
+    return [
+        tf.Variable(rng.standard_normal((side, side)).astype("f4") / side**0.5, name=f"w{i}")
+        for i in range(count)
+    ]
+
+
+def step_of(variables, compression, **options):
+    """A step of training in a tf.function, given inputs."""
+
+    @tf.function
+    def step(x):
+        with hvd.DistributedGradientTape(
+            tf.GradientTape(), compression=compression, **options
+        ) as tape:
+            y = x
+            for variable in variables:
+                y = tf.tanh(y @ variable)
+            loss = tf.reduce_mean((y - 0.5) ** 2)
+        for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
+            variable.assign_sub(0.5 * gradient)
+        return loss
+
+    return step
+
+
+def assert_equal_ranks(variables):
+    flat = np.concatenate([v.numpy().reshape(-1) for v in variables])
+    assert np.isfinite(flat).all()
+    first, *others = hvd.allgather_object(flat)
+    assert all(np.array_equal(first, other) for other in others), "ranks differ"
+    return first
+
+
+def graphs_of(function):
+    """The graph of what was traced last, and those of all functions that it calls always.
+
+    The branches of the two conditions that count steps are left out: they are run once in many.
+    """
+    whole = function._list_all_concrete_functions()[-1].graph.as_graph_def()
+    library = {f.signature.name: f for f in whole.library.function}
+    found, names = [whole.node], []
+    pending = list(found[0])
+    while pending:
+        node = pending.pop()
+        rare = node.op in ("If", "StatelessIf") and node.name.rpartition("/")[2].startswith(
+            "sn_rare"
+        )
+        if rare:
+            continue
+        for attr in node.attr.values():
+            for function in [attr.func, *attr.list.func]:
+                if function.name and function.name not in names:
+                    names.append(function.name)
+                    found.append(library[function.name].node_def)
+                    pending += library[function.name].node_def
+    return [node for nodes in found for node in nodes]
+
+
+def an_ordinary_step_calls_no_python():
+    """And sums a handful of times for twenty matrices."""
+    low, variables = LOW.using(warmup=1), variables_of(20)
+    step = step_of(variables, low)
+    seen = []
+    for t in range(4):
+        step(tf.constant(noise(8, 48, seed=t)))
+        if t not in (0, 3):
+            continue
+        nodes = graphs_of(step)
+        # Of Horovod's all-reduces of zeros no sum is read, so that TensorFlow runs none of them.
+        sums = [node for node in nodes if "Allreduce" in node.op and "token" not in node.input[0]]
+        seen.append((sum(node.op in PYTHON for node in nodes), len(sums)))
+    assert seen[0][0] > 0, seen  # a dense step chooses sizes
+    assert seen[-1][0] == 0, seen
+    assert 1 <= seen[-1][1] <= 5, seen
+    assert_equal_ranks(variables)
+
+
+def ranks_stay_equal_over_the_forms():
+    """Dense, sized, dense again, sized again; the reports count every step."""
+    low, variables = LOW.using(), variables_of()
+    step = step_of(variables, low)
+    for t in range(30):
+        step(tf.constant(noise(8, 48, seed=t)))
+        assert_equal_ranks(variables)
+    report = memory_of(low).report()
+    assert report["steps"] == 30, report
+    assert report["tensors"] == report["low_rank"] == 3, report
+    assert 2 < report["ratio"] < 20, report
+    assert 0 < report["relative_error"] < 1, report
+
+
+def what_is_applied_and_what_is_kept():
+    """Over the steps and forms, the averages and the mean memory add up to the plain averages."""
+    low, variables = LOW.using(check_every=0), variables_of(2)
+
+    @tf.function
+    def step(x):
+        with hvd.DistributedGradientTape(tf.GradientTape(), compression=low) as tape:
+            loss = tf.add_n([tf.reduce_sum(v * x) for v in variables])
+        return tape.gradient(loss, variables)
+
+    steps = [noise(48, 48, seed=t) for t in range(20)]
+    applied = np.sum([step(tf.constant(x))[1].numpy() for x in steps], axis=0)
+    plain = np.mean(hvd.allgather_object(np.sum(steps, axis=0)), axis=0)
+    own = memory_of(low).exchange().residual("1:w1").reshape(48, 48)
+    kept = np.mean(hvd.allgather_object(own), axis=0)
+    # Sums of 20 float32 numbers of size about 1, in the two orders.
+    assert abs(applied + kept - plain).max() < 1e-4
+    assert np.linalg.norm(kept) > 0.1 * np.linalg.norm(plain), "nothing was dropped?"
+
+
+def a_graph_goes_on_where_it_was_saved():
+    """A report, a state or a checkpoint changes nothing, and what was saved goes on alike."""
+    inputs = [tf.constant(noise(8, 48, seed=t)) for t in range(12)]
+    low, variables = LOW.using(), variables_of()
+    step = step_of(variables, low)
+    for x in inputs[:7]:
+        step(x)
+    saved = [v.numpy() for v in variables]
+    with tempfile.TemporaryDirectory() as folder:
+        path = tf.train.Checkpoint(memory=memory_of(low)).save(f"{folder}/rank{hvd.rank()}")
+        again = LOW.using()
+        tf.train.Checkpoint(memory=memory_of(again)).restore(path)
+    traces = step.experimental_get_tracing_count()
+    left = memory_of(low).exchange().residual("0:w0")
+    assert left.any()
+    for x in inputs[7:]:
+        step(x)
+    assert memory_of(low).report()["steps"] == 12
+    assert step.experimental_get_tracing_count() == traces, "asking was to trace nothing"
+    whole = assert_equal_ranks(variables)
+    resumed = [tf.Variable(value, name=f"w{i}") for i, value in enumerate(saved)]
+    step = step_of(resumed, again)
+    for x in inputs[7:]:
+        step(x)
+    assert np.array_equal(assert_equal_ranks(resumed), whole)
+
+
+def a_step_that_is_lost_changes_no_memory():
+    """NaN on one rank reaches all, and is gone afterwards."""
+    low, variables = LOW.using(check_every=0), variables_of(1)
+    scale = tf.Variable(1.0)
+
+    @tf.function
+    def step(x):
+        with hvd.DistributedGradientTape(tf.GradientTape(), compression=low) as tape:
+            loss = tf.reduce_sum(variables[0] * x) * scale
+        return tape.gradient(loss, variables)[0]
+
+    for t in range(5):
+        step(tf.constant(noise(48, 48, seed=t)))
+    before = memory_of(low).exchange().residual("0:w0")
+    scale.assign(np.nan if hvd.rank() else 1.0)
+    assert not np.isfinite(step(tf.constant(noise(48, 48)))).any()
+    assert np.array_equal(memory_of(low).exchange().residual("0:w0"), before)
+    scale.assign(1.0)
+    assert np.isfinite(step(tf.constant(noise(48, 48)))).all()
+    assert not np.array_equal(memory_of(low).exchange().residual("0:w0"), before)
+
+
+def a_graph_whose_step_has_ended_says_so():
+    """A concrete function of before would go on with memories that nobody has any more."""
+    low, variables = LOW.using(), variables_of(1)
+    step, x = step_of(variables, low), tf.constant(noise(8, 48))
+    for _ in range(4):
+        step(x)
+    held = step.get_concrete_function(x)
+    held(x)
+    memory_of(low).synchronize()
+    try:
+        held(x)
+    except tf.errors.InvalidArgumentError as error:
+        assert "the step of this graph has ended" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError("stale memories were to be refused")
+    step(x)
+    assert_equal_ranks(variables)
+
+
+def damaged_sums_end_the_step():
+    low, variables = LOW.using(check_every=0), variables_of(1)
+    step, x = step_of(variables, low), tf.constant(noise(8, 48))
+    total = hvd.allreduce
+
+    def damaging(tensor, **how):
+        summed = total(tensor, **how)
+        return summed + damage if tensor.dtype == tf.int32 and tensor.shape[0] else summed
+
+    damage = tf.Variable(0)
+    hvd.allreduce = damaging
+    try:
+        for _ in range(5):
+            step(x)
+        damage.assign(1)
+        try:
+            step(x)
+        except tf.errors.InvalidArgumentError as error:
+            assert "PayloadError" in str(error)  # noqa: PT017
+        else:
+            raise AssertionError("the damage was to be seen")
+    finally:
+        hvd.allreduce = total
+
+
+def unlike_hardware_is_asked_about():
+    """Ranks whose products have other bits are told so when they trace, and stay equal."""
+    said, rank = hardware.said, hvd.rank()
+    for unlike in (False, True):
+        hardware.said = lambda like, own=rank * unlike: [("products", str(own))]
+        try:
+            low, variables = LOW.using(check_every=0), variables_of(1)
+            step = step_of(variables, low)
+            for t in range(2 + 4 * unlike):
+                step(tf.constant(noise(8, 48, seed=t)))
+        finally:
+            hardware.said = said
+        assert memory_of(low).shared.exact == unlike
+        assert_equal_ranks(variables)
+
+
+def keras_fits_in_both_forms():
+    """Dense and sized in turns, in inner graphs: two steps in a call; a branch of a step."""
+    for steps, passes in ((2, 1), (1, 2)):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((48,)), *(keras.layers.Dense(48) for _ in range(2))])
+        optimizer = DistributedOptimizer(
+            keras.optimizers.SGD(0.5), compression=LOW, backward_passes_per_step=passes
+        )
+        model.compile(optimizer, "mse", jit_compile=False, steps_per_execution=steps)
+        x = noise(8 * 24 * passes, 48)
+        model.fit(x, x, 8, verbose=0, shuffle=False)
+        assert_equal_ranks(model.trainable_variables)
+        report = memory_of_optimizer(optimizer).report()
+        assert report["steps"] == 24, report
+        assert report["low_rank"] == 2, report
+        assert report["ratio"] > 2, report
+        assert memory_of_optimizer(optimizer)._sized, "the last steps were to be sized"
+
+
+CASES = [
+    an_ordinary_step_calls_no_python, ranks_stay_equal_over_the_forms,
+    what_is_applied_and_what_is_kept,
+    a_graph_goes_on_where_it_was_saved, a_step_that_is_lost_changes_no_memory,
+    a_graph_whose_step_has_ended_says_so, damaged_sums_end_the_step,
+    unlike_hardware_is_asked_about, keras_fits_in_both_forms,
+]  # fmt: skip
+
+if __name__ == "__main__":
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    hvd.init()
+    for case in CASES:
+        if not sys.argv[1:] or case.__name__ in sys.argv[1:]:
+            start = time.process_time()
+            case()
+            spent = time.process_time() - start
+            print(f"ok {case.__name__} ({spent:.1f} s of a core)", flush=True)
