@@ -9,10 +9,12 @@ stand for values of a graph and are never changed: what is done in place is used
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 import array_api_compat
@@ -39,7 +41,7 @@ def register(kind: type, space: Any) -> None:
     """Take arrays of a library that array-api-compat does not know, and of its subclasses.
 
     space : has the standard's functions that the core uses, and of this module's `constant`, for
-        Constant.on, `split`, `largest_of`, `bits_of`, `put` and `either`
+        Constant.on, `split`, `bits_of`, `put` and `either`
     """
     _registered[kind] = space
 
@@ -70,6 +72,43 @@ def on_host(array: Array) -> bool:
     if isinstance(array, _HOST):
         return True
     return is_torch(array) and array.device.type == "cpu"
+
+
+FLOAT32, FLOAT64, INT32 = (np.dtype(kind) for kind in ("f4", "f8", "i4"))
+
+
+def host_view(array: Array, dtype: npt.DTypeLike = FLOAT32) -> npt.NDArray[Any] | None:
+    """The same memory as a NumPy array, for the compiled kernels; None where they cannot reach it.
+
+    They can where it lies in the host's memory in order, is of this dtype, and is no stand-in of a
+    graph that is being captured. To be asked before the extension is: a capture cannot follow that.
+    """
+    if type(array) is np.ndarray:
+        found = array
+    else:
+        torch = sys.modules.get("torch")
+        if torch is None or torch.compiler.is_compiling() or type(array) is not torch.Tensor:
+            return None
+        if array.device.type != "cpu" or array.layout is not torch.strided:
+            return None
+        found = (array.detach() if array.requires_grad else array).numpy()
+    return found if found.dtype == dtype and found.flags.c_contiguous else None
+
+
+def host_threads(like: Array) -> int:
+    """Threads that the array's library works with on a host."""
+    if is_torch(like):
+        return int(sys.modules["torch"].get_num_threads())
+    return _processors()
+
+
+@cache
+def _processors() -> int:
+    wish = os.environ.get("OMP_NUM_THREADS", "")
+    if wish.isdigit() and int(wish):
+        return int(wish)
+    usable = getattr(os, "sched_getaffinity", None)
+    return len(usable(0)) if usable else os.cpu_count() or 1
 
 
 def to_host(array: Array) -> npt.NDArray[Any]:
@@ -121,6 +160,18 @@ def take(values: Array, index: Array) -> Array:
     if is_torch(values):
         return values.index_select(0, index)  # several times as fast as values[index]
     return namespace(values).take(values, index, axis=0)
+
+
+def runs_of(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Equal lengths side by side: how many, and the length."""
+    return [(len(list(same)), length) for length, same in groupby(lengths)]
+
+
+def spread(values: Array, runs: Sequence[tuple[int, int]]) -> Array:
+    """[n]: each value as many times as its run is long, without an index for each."""
+    xp = namespace(values)
+    pieces = zip(split(values, [count for count, _ in runs]), runs, strict=True)
+    return join([xp.reshape(xp.broadcast_to(it[:, None], run), (-1,)) for it, run in pieces])
 
 
 def put(target: Array, index: Array, values: Array) -> Array:
@@ -183,8 +234,6 @@ def rounded(fresh: Array, limit: int) -> Array:
 
 def largest_of(values: Array, group_of: Array, groups: int) -> Array:
     """[groups]: the largest of the [n] values, none below zero, that are of each group."""
-    if (own := _own(values)) is not None:
-        return own.largest_of(values, group_of, groups)
     xp = namespace(values)
     least = xp.zeros(groups, dtype=values.dtype, device=device_of(values))
     if is_torch(values):

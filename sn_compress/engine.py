@@ -19,8 +19,8 @@ import numpy as np
 
 from . import __version__, hardware, payloads
 from .agreement import Said, Total, agree, alike, question
-from .arrays import Array, like_of, namespace, on_host
-from .carry import Carry, Gradient, Rounds, Sorted, dtype_name
+from .arrays import Array, like_of, namespace
+from .carry import Carry, Gradient, Rounds, Sorted
 from .codecs.base import Floats, Payload
 from .feedback import ErrorFeedback
 from .owed import Owed
@@ -28,6 +28,7 @@ from .prediction.tuning import Tuner
 from .report import Traffic
 from .sameness import Sameness
 from .settings import Settings
+from .summed import Sums
 from .sums.session import SharedExchange
 from .theta import ThetaInTime
 
@@ -85,9 +86,11 @@ class Engine:
         self.scale: float | None = None  # the unit of the memories
         self.lost = 0.0, 0.0  # energy and error of this step on this rank, if theta follows them
         self._stock, self._find_unused, self._drops_unused = stock, find_unused, drops_unused
-        self._pauses = pauses
         self._tunes = tunes and settings.tune
-        self._held: dict[str, Array] = {}  # memories that sit this step out
+        self._sums = Sums(
+            self.shared, self.traffic, find_unused=find_unused, drops_unused=drops_unused,
+            pauses=pauses,
+        )  # fmt: skip
         self._seen: set[str | None] = set()  # in this step
         self._scaler: Any = None
         if scaler is not None:
@@ -145,7 +148,7 @@ class Engine:
 
     def forget_step(self) -> None:
         """As before the first gradient: another state has been taken over."""
-        self._held.clear()
+        self._sums.settle()
         self._seen.clear()
 
     def begin_anew(self) -> None:
@@ -235,7 +238,7 @@ class Engine:
         All ranks take the same gradients through their rounds, in the same order.
         """
         if self.settings.exchange == "shared":
-            return self._summed(gradients, ranks, rank)
+            return self._sums.rounds(gradients, ranks=ranks, rank=rank)
         return self._gathered(gradients, ranks)
 
     def _gathered(self, gradients: Sequence[Gradient], ranks: int) -> Rounds:
@@ -258,58 +261,6 @@ class Engine:
                 )
         (gathered,) = yield [Carry("gather", wire)]
         payloads.decode(codec, gathered, gradients, ranks=ranks)
-
-    def _summed(self, gradients: Sequence[Gradient], ranks: int, rank: int) -> Rounds:
-        names = [str(gradient.name) for gradient in gradients]
-        xp = namespace(gradients[0].values)
-        # The same arrays if they are float32.
-        vectors = [xp.astype(each.values, xp.float32, copy=False) for each in gradients]
-        for name, vector in zip(names, vectors, strict=True):
-            self._hold(name, vector)
-        nbytes, total = 0, None
-        try:
-            rounds = self.shared.exchange_all(names, vectors, ranks=ranks, rank=rank, outs=vectors)
-            while True:
-                try:
-                    words = next(rounds) if total is None else rounds.send(total)
-                except StopIteration:
-                    break
-                nbytes += words.nbytes
-                (total,) = yield [Carry("sum", words)]
-            if self._pauses:
-                yield []
-        finally:
-            for name in names:
-                self._put_back(name)
-        for gradient, vector in zip(gradients, vectors, strict=True):
-            if dtype_name(gradient.values) != "float32":
-                gradient.values[...] = xp.astype(vector, gradient.values.dtype)
-        for name, gradient in zip(names, gradients, strict=True):
-            # The words of all are counted with the first.
-            self.traffic.shared(
-                name, gradient.elements, nbytes, *self.shared.lost(name),
-                way=self.shared.way(name),
-            )  # fmt: skip
-            nbytes = 0
-
-    def _hold(self, name: str, vector: Array) -> None:
-        """Keep the memory of what this rank has not used from travelling.
-
-        A framework drops the mean of a parameter that no rank has used, so nothing may be sent for
-        it. Elsewhere the memory of a rank without a gradient only waits.
-        """
-        summable = self.shared.tensors[name].summable
-        looks = self._drops_unused and (on_host(vector) or self._find_unused)
-        if summable is None or not looks:
-            return
-        if not payloads.is_used(vector):
-            self._held[name] = summable.memory
-            summable.replace(namespace(vector).zeros_like(vector))
-
-    def _put_back(self, name: str) -> None:
-        summable = self.shared.tensors[name].summable
-        if name in self._held and summable is not None:
-            summable.replace(self._held[name])
 
     def _open_step(self, names: set[str | None], total: Total) -> None:
         if names & self._seen or not self._seen:
@@ -336,7 +287,7 @@ class Engine:
     def settle(self) -> None:
         """Between steps: take one back that the scaler skipped; bring memories to its scale."""
         if self._scaler is None:
-            self._held.clear()
+            self._sums.settle()
             return
         parts = (self.feedback, self.shared, self.owed)
         scale = float(self._scaler.get_scale())
@@ -344,14 +295,13 @@ class Engine:
             if scale < self.scale:  # that is how a scaler says so
                 for part in parts:
                     part.undo()
-                for name in self._held:
-                    self._put_back(name)
+                self._sums.undo()
             if scale != self.scale:
                 for part in parts:
                     part.rescale(scale / self.scale)
         for part in parts:
             part.settle()
-        self._held.clear()
+        self._sums.settle()
         self.scale = scale
 
     # What this rank has yet to send

@@ -16,7 +16,8 @@ from .saved import held, reading
 from .theta import squares
 
 _FORMAT = 1
-Changes = Mapping[str, Callable[[Floats], Floats]]  # by tensor: of all that is remembered of it
+# By tensor: of all that is remembered of it, from [n] to the shape in which it lies now.
+Changes = Mapping[str, Callable[[Floats], Floats]]
 
 
 def state_dict(engine: Engine, *, ranks: int, rank: int) -> dict[str, Any]:
@@ -80,7 +81,7 @@ def _load(engine: Engine, states: list[dict[str, Any]], ranks: int, changes: Cha
         raise CompressError(f"a saved scale is {scale!r}; expected a number above 0, or None")
     owed = Owed.mean([entry.get("owed", {}) for entry in states])
     for name, change in changes.items():
-        owed.change(name, change)
+        owed.change(name, _flat(change))
     lost = [squares(entry.get("lost", (0.0, 0.0))) for entry in states]
     with engine.theta.loading(states[0]):
         _load_exchanges(engine, states, changes)
@@ -101,12 +102,16 @@ def _load_exchanges(engine: Engine, states: list[dict[str, Any]], changes: Chang
         else:
             engine.feedback.load_mean([entry["feedback"] for entry in states])
         for name, change in changes.items():
-            engine.feedback.change(name, change)
-            engine.shared.change(name, change)
+            engine.feedback.change(name, _flat(change))
+            engine.shared.move(name, change)
     except Exception:
         engine.shared.put_back(shared)
         engine.feedback.put_back(feedback)
         raise
+
+
+def _flat(change: Callable[[Floats], Floats]) -> Callable[[Floats], Floats]:
+    return lambda values: change(values).reshape(-1)
 
 
 def _mean_of_shared(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -128,9 +128,9 @@ def _encode_on_device(
         if feedback is not None:
             states = [
                 feedback.memory_of(gradient.name, vector)
-                if is_used and gradient.name is not None
+                if there and gradient.name is not None
                 else codec.new_state(gradient.elements, like=vector)
-                for gradient, vector, is_used in zip(gradients, vectors, used, strict=True)
+                for gradient, vector, there in zip(gradients, vectors, used, strict=True)
             ]
         buffers = [_cuda.view(piece).array() for piece in pieces]
     decay = 1.0 if feedback is None else feedback.decay

@@ -98,6 +98,11 @@ class Traffic:
         self._energy += energy
         self._error += error
 
+    def lost(self, energy: float, error: float) -> None:
+        """Take note of what tensors held and remembered in the step before, known only now."""
+        self._energy += energy
+        self._error += error
+
     def _count(
         self,
         name: str | None,

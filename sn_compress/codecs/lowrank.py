@@ -6,7 +6,7 @@ PowerSGD sends float32 factors; four or eight bits hold them as well, so the sam
 to eight times the rank. The second factor is fitted to the first one as quantised, which
 takes back most of the first one's rounding.
 
-`LowRankCodec` is a codec of one rank's gradient; `alternating.py` has the form for an all-reduce.
+This is a codec of one rank's gradient; `sums/low_rank.py` has the form for an all-reduce.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CompressError, PayloadError
+from ..ops.directions import directions, first_factor
 from ..ops.matrices import cut
 from ..ops.pack import Words
 from ..ops.quantize import check_format
@@ -40,7 +41,6 @@ from .fft import FFTCodec
 from .through_host import through_host
 
 _SETTINGS = struct.Struct("<HBBII")
-_SEED = 2019
 
 
 @dataclass
@@ -49,12 +49,6 @@ class LowRankState:
 
     memory: Floats  # [n]
     start: Floats  # [columns, rank]
-
-
-def first_factor(columns: int, rank: int) -> Floats:
-    """Where the power iteration begins: the same normal numbers on every rank."""
-    rng = np.random.default_rng((_SEED, columns, rank))
-    return rng.standard_normal((columns, rank), dtype=np.float32)
 
 
 @through_host
@@ -216,9 +210,7 @@ class LowRankCodec(Codec):
         # Scaled to one, so that squares of tiny or huge gradients stay inside float32.
         scale = np.float32(np.abs(matrix).max(initial=0.0)) or np.float32(1)
         unit = matrix / scale
-        p = np.linalg.qr(unit @ known.start)[0]
-        for _ in range(self.rounds):
-            p = np.linalg.qr(unit @ (unit.T @ p))[0]
+        p = directions(unit, known.start, self.rounds)
         p = self._quantise(p, records_p, self._layouts[0])
         # Least squares, not a projection: rounding has bent P a little out of orthonormal.
         gram = p.T @ p + 1e-6 * np.eye(self.rank, dtype=np.float32)

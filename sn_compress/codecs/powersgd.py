@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from ..errors import CompressError
 from ..ops import chance
+from ..ops.directions import directions
 from . import frame
 from .base import Codec, Floats, Payload
 from .through_host import through_host
@@ -191,7 +192,7 @@ def _factors(matrix: Matrix, q: Matrix, first: Matrix) -> tuple[Matrix, Matrix]:
         nothing = np.full((matrix.shape[0], q.shape[1]), np.nan, np.float32)
         return nothing, np.full(q.shape, np.nan, np.float32)
     exact = matrix.astype(np.float64)
-    p = np.linalg.qr(exact @ _alive(q, first).astype(np.float64))[0].astype(np.float32)
+    p = directions(exact, _alive(q, first).astype(np.float64)).astype(np.float32)
     with np.errstate(over="ignore"):
         return p, (exact.T @ p.astype(np.float64)).astype(np.float32)
 

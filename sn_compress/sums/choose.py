@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..codecs.base import Floats
-from ..codecs.lowrank import first_factor
 from ..errors import CompressError, PayloadError
 from ..ops.digits import Digits
+from ..ops.directions import directions, first_factor
 from ..ops.matrices import cut
 from ..ops.positions import slot_words
 from ..ops.word_sum import PRIME, word_sum
@@ -189,10 +189,7 @@ def _singular_values(matrix: Floats, count: int) -> Floats:
     scale = np.float32(np.abs(matrix).max(initial=0)) or np.float32(1)
     part = matrix / scale
     if min(matrix.shape) > 4 * count and matrix.size > 2**16:
-        basis = np.linalg.qr(part @ first_factor(matrix.shape[1], count + 8))[0]
-        for _ in range(2):
-            basis = np.linalg.qr(part @ (part.T @ basis))[0]
-        part = basis.T @ part
+        part = directions(part, first_factor(matrix.shape[1], count + 8), 2).T @ part
     return np.asarray(np.linalg.svd(part, compute_uv=False)[:count] * scale, np.float32)
 
 

@@ -79,7 +79,27 @@ def compress_replicas(
     for module, shards in hooked:
         shards.watch()
         module.set_all_reduce_hook(_hook(state, shards))
+    model.register_forward_pre_hook(_check_before_pass)
     return state
+
+
+def _check_before_pass(model: nn.Module, _: Any) -> None:
+    """Raise CompressError where FSDP2 would leave replicas to drift apart, in silence."""
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            if module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued:
+                raise CompressError(
+                    "the last backward pass has not come to its end, and FSDP2 averages nothing "
+                    "until it is told; expected reset_iter_state() after an exception. Call it on "
+                    "the module that was sharded last, the root, and take the step again."
+                )
+            group = _param_group(module)
+            if group is not None and group._all_reduce_hook is None:
+                raise CompressError(
+                    f"the module {name!r} was sharded after compress_replicas, so nothing averages "
+                    "it over the replicas; expected all of them before. Call compress_replicas "
+                    "after the last fully_shard."
+                )
 
 
 def _hook(state: CompressionState, shards: _Shards) -> Callable[[torch.Tensor], None]:

@@ -24,7 +24,7 @@ Change = Callable[[Floats], Floats]
 
 @dataclass(frozen=True)
 class Part:
-    """One parameter's stretch of a flat tensor."""
+    """One parameter's stretch of a flat tensor, and its sizes in the order in which it lies."""
 
     name: str
     start: int
@@ -41,24 +41,48 @@ class Part:
 
 
 def parts_of(parameters: Iterable[tuple[str, torch.Tensor]]) -> list[Part]:
-    """Of parameters whose gradients lie one behind the other."""
+    """Of parameters whose gradients lie one behind the other, each as DDP's buckets have it.
+
+    Its axes, too, as they lie: a matrix that is stored transposed is one of those rows.
+    """
     found, start = [], 0
     for name, parameter in parameters:
-        found.append(Part(name, start, tuple(parameter.shape)))
+        found.append(Part(name, start, shape_of(parameter.shape, parameter.stride())))
         start += parameter.numel()
     return found
 
 
 def axes_of(shape: Sequence[int], strides: Sequence[int]) -> Axes:
-    """How a dense tensor lies; axes of one element, whose strides mean nothing, come last."""
+    """How a tensor lies in DDP's buckets; axes of one element, whose strides mean nothing, last.
+
+    A dense one lies there as its strides say, any other one in the order of its indices.
+    """
     axes = range(len(shape))
-    return sorted(axes, key=lambda axis: (shape[axis] == 1, -strides[axis], axis))
+    found = sorted(axes, key=lambda axis: (shape[axis] == 1, -strides[axis], axis))
+    steps = [prod(shape[axis] for axis in found[at + 1 :]) for at in axes]
+    if all(
+        strides[axis] == step or shape[axis] == 1 for axis, step in zip(found, steps, strict=True)
+    ):
+        return found
+    return sorted(axes, key=lambda axis: (shape[axis] == 1, axis))
+
+
+def shape_of(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Its sizes in the order in which its axes lie: a plain reshape of its stretch of a bucket.
+
+    >>> shape_of((8, 3, 5, 5), (75, 1, 15, 3)), shape_of((64, 32), (1, 64))
+    ((8, 5, 5, 3), (32, 64))
+    """
+    return tuple(shape[axis] for axis in axes_of(shape, strides))
 
 
 def reorder(vector: Floats, shape: Sequence[int], old: Axes, new: Axes) -> Floats:
-    """The [n] elements of a tensor of this shape, which lie as `old` says, as `new` says."""
+    """The [n] elements of a tensor of this shape, which lie as `old` says, as `new` says.
+
+    Returns them in the shape in which they lie then; dense.
+    """
     lies = vector.reshape([shape[axis] for axis in old])
-    return lies.transpose(np.argsort(old)).transpose(new).reshape(-1)
+    return np.ascontiguousarray(lies.transpose(np.argsort(old)).transpose(new))
 
 
 def said_of(named: Iterable[tuple[torch.Tensor, str]]) -> list[tuple[str, str]]:

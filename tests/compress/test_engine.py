@@ -4,8 +4,9 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
+import torch
 
-from sn_compress import AutoCompression, CompressError, FFTCompression, LowRankCompression
+from sn_compress import AutoCompression, CompressError, FFTCompression, LowRankCompression, summed
 from sn_compress.carry import Gradient
 from sn_compress.engine import Engine
 from sn_compress.engine_state import load_state_dict, state_dict
@@ -363,3 +364,46 @@ def test_ranks_that_differ_are_told():
 
     engine.agree([], total=unlike_hardware, rank=0, ranks=RANKS, like=like, name="start", do="Do.")
     assert engine.shared.exact
+
+
+def test_a_step_of_sums_reads_no_value():
+    """Tensors of torch's device `meta` have none; what a step has lost is asked for in the next."""
+    both = engines(LowRankCompression.using(ratio=8, warmup=1))
+    for seed in range(3):
+        step(both, noise(seed))
+    engine, before = both[0], both[0].report()
+    given = [
+        Gradient(name, shape, torch.zeros(int(np.prod(shape)), device="meta"))
+        for name, shape in SHAPES.items()
+    ]
+    way = engine.sort(given, ranks=RANKS, total=twice)
+    assert [each.name for each in way.coded] == ["wide", "kernel", "count"]
+    rounds, calls = engine.rounds(way.coded, ranks=RANKS, rank=0), 0
+    asked = next(rounds)
+    while asked:
+        (carry,) = asked
+        assert (carry.kind, carry.words.dtype) == ("sum", torch.int32)
+        calls += 1
+        asked = next(iter_of(rounds, [carry.words]), None)
+    assert calls == 2
+    assert engine.report()["steps"] == before["steps"] + 1
+
+
+def iter_of(rounds, results):
+    """What comes behind these results, if anything."""
+    with suppress(StopIteration):
+        yield rounds.send(results)
+
+
+def test_what_a_device_has_lost_is_told_one_step_late():
+    both = engines(LowRankCompression.using(ratio=8, warmup=1))
+    for seed in range(3):
+        step(both, noise(seed))
+    told = both[0].report()["relative_error"]
+    assert 0 < told < 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(summed, "on_host", lambda values: False)
+        late = engines(LowRankCompression.using(ratio=8, warmup=1))
+        for seed in range(4):
+            step(late, noise(seed))
+    assert late[0].report()["relative_error"] == told

@@ -1,4 +1,4 @@
-"""Low rank: factors in few bits, warm starts, memory, and the form for an all-reduce."""
+"""Low rank: factors in few bits, warm starts, memory."""
 
 import copy
 import math
@@ -8,8 +8,8 @@ import pytest
 from samples import ENERGY, U, random, specials
 
 from sn_compress import CompressError, FFTCodec, Payload, PayloadError
-from sn_compress.codecs.alternating import AlternatingFactors
-from sn_compress.codecs.lowrank import LowRankCodec, first_factor
+from sn_compress.codecs.lowrank import LowRankCodec
+from sn_compress.ops.directions import directions, first_factor
 from sn_compress.ops.matrices import cut
 
 REST = FFTCodec(theta=0.95, transform="identity", block=256, bits=4, mantissa=1)
@@ -329,131 +329,27 @@ def test_every_rank_starts_alike():
     assert (first_factor(60, 4)[:, :3] != first_factor(60, 3)).any()
 
 
-class Ranks:
-    """AlternatingFactors on several ranks, with an all-reduce of their factors."""
-
-    def __init__(self, count: int, shape: tuple[int, ...], rank: int) -> None:
-        self.members = [AlternatingFactors(shape=shape, rank=rank) for _ in range(count)]
-
-    def step(self, gradients: list[np.ndarray]) -> np.ndarray:
-        factors = [m.project(g) for m, g in zip(self.members, gradients, strict=True)]
-        mean = (np.sum(factors, axis=0, dtype=np.float64) / len(factors)).astype(np.float32)
-        results = [m.reconstruct(mean) for m in self.members]
-        for result in results[1:]:
-            np.testing.assert_array_equal(result.view(np.uint32), results[0].view(np.uint32))
-        return results[0]
-
-    def memory(self) -> np.ndarray:
-        """The mean of the ranks' memories: what has not been sent."""
-        return np.mean([m.memory for m in self.members], axis=0, dtype=np.float64)
+@pytest.mark.parametrize("rounds", [0, 1, 3])
+def test_directions_are_those_of_the_decomposition(rounds):
+    """The angle to the leading three, whose rival is 0.1 as strong, shrinks with its square."""
+    rng = np.random.default_rng(7)
+    u, v = (np.linalg.qr(rng.standard_normal((side, 12)))[0] for side in (50, 70))
+    sigma = np.array([1.0, 0.9, 0.8] + [0.08] * 9)
+    matrix = (u * sigma) @ v.T
+    start = rng.standard_normal((70, 3))
+    p = directions(matrix, start, rounds)
+    np.testing.assert_allclose(p.T @ p, np.eye(3), atol=50 * 2.0**-52)
+    missed = np.linalg.norm(u[:, :3] - p @ (p.T @ u[:, :3]), 2)
+    outside = np.linalg.norm(v[:, 3:].T @ start, 2)
+    least = np.linalg.svd(v[:, :3].T @ start, compute_uv=False)[-1]
+    assert missed <= 0.1 ** (2 * rounds + 1) * outside / least + 50 * 2.0**-52
 
 
-def test_factors_converge_on_a_low_rank_mean():
-    """The ranks' own parts cancel in the mean, which alone is low-rank."""
-    rng = np.random.default_rng(0)
-    ranks, mean = Ranks(4, (30, 8, 5), 3), low_rank(30, 40, 3).astype(np.float64)
-    own = rng.standard_normal((4, 1200)) * 0.02
-    own -= own.mean(axis=0)
-    gradients = [(mean + part).astype(np.float32) for part in own]
-    results = [ranks.step(gradients).astype(np.float64) for _ in range(24)]
-    # The left factor of a step spans the columns of the mean whatever the basis was, so the right
-    # one that follows sends all of it and what the step before had dropped: two steps in a row
-    # are right to rounding. That is of products of at most 40 terms of the ranks' own matrices,
-    # whose own parts, 0.02 * 35 of norm, add up in 24 steps.
-    slack = 2 * 40 * U * 4 * (norm(mean) + 24 * 0.02 * 35)
-    for first, second in zip(results[::2], results[1::2], strict=True):
-        assert norm((first + second) / 2 - mean) <= slack
-    # The single step comes closer slowly: what it drops bends the next basis.
-    errors = [norm(result - mean) for result in results]
-    assert errors[0] > 0.5 * norm(mean)
-    assert all(later <= earlier + slack for earlier, later in zip(errors, errors[2:], strict=False))
-    assert errors[-1] < errors[2]
-
-
-def test_factors_lose_nothing():
-    ranks = Ranks(3, (30, 40), 4)
-    sent, went_in = np.zeros(1200), np.zeros(1200)
-    slack = 0.0
-    for step in range(60):
-        gradients = [random(1200, 3 * step + i) for i in range(3)]
-        went_in += np.mean(gradients, axis=0, dtype=np.float64)
-        before = max(norm(m.memory) for m in ranks.members)
-        sent += ranks.step(gradients)
-        # A product of rank 4 and the sum of 30 or 40 for it, an addition and a subtraction.
-        slack += (40 + 4 + 4) * U * 2 * (before + max(map(norm, gradients)))
-    assert norm(sent + ranks.memory().reshape(-1) - went_in) <= slack
-
-
-def test_the_mean_memory_of_factors_stays_bounded():
-    """Noise of full rank: what is not sent turns the bases to itself before it grows large."""
-    rng = np.random.default_rng(1)
-    ranks, noise = Ranks(2, (20, 30), 4), []
-    for _ in range(240):
-        ranks.step([rng.standard_normal(600).astype(np.float32) for _ in range(2)])
-        noise.append(norm(ranks.memory()))
-    # 4 of 20 directions a step, so each waits for about 5 steps; a random walk would grow by
-    # the square root of 2 from the first to the second hundred.
-    assert max(noise[140:]) <= 1.2 * max(noise[40:140])
-    assert max(noise) <= 20 * norm(rng.standard_normal(600)) / math.sqrt(2)
-
-
-@pytest.mark.parametrize("turn", [0, 1])
-def test_factors_are_summable(turn):
-    """The mean of the reconstructions is the reconstruction of the mean."""
-    ranks = Ranks(3, (30, 40), 4)
-    for step in range(4 + turn):
-        ranks.step([random(1200, 10 * step + i) for i in range(3)])
-    gradients = [random(1200, 100 + i) for i in range(3)]
-    factors = [m.project(g) for m, g in zip(ranks.members, gradients, strict=True)]
-    own = [copy.deepcopy(ranks.members[0]).reconstruct(f) for f in factors]
-    mean = np.mean(factors, axis=0)
-    result = ranks.members[0].reconstruct(mean)
-    # Each product sums rank 4 terms; the mean of three rounds each sum, the quotient too.
-    slack = (2 * 4 + 4) * U * sum(norm(f) for f in factors) / 3
-    assert norm(result - np.mean(own, axis=0, dtype=np.float64)) <= slack
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("steps", [0, 1, 4])
-def test_a_factor_that_is_not_finite(bad, steps):
-    """All ranks get NaN everywhere, so all skip the step, and go on as if it had not been."""
-    ranks = Ranks(3, (30, 40), 4)
-    for step in range(steps):
-        ranks.step([random(1200, 10 * step + i) for i in range(3)])
-    twin = copy.deepcopy(ranks)
-    gradients = [random(1200, 50 + i) for i in range(3)]
-    gradients[1][77] = bad
-    assert np.isnan(ranks.step(gradients)).all()
-    for a, b in zip(ranks.members, twin.members, strict=True):
-        np.testing.assert_array_equal(a.memory, b.memory)
-    gradients = [random(1200, 60 + i) for i in range(3)]
-    np.testing.assert_array_equal(ranks.step(gradients), twin.step(gradients))
-
-
-def test_factors_of_zeros():
-    ranks = Ranks(2, (30, 40), 4)
-    zeros = np.zeros(1200, np.float32)
-    for _ in range(3):
-        assert not ranks.step([zeros, zeros]).any()
-    x = low_rank(30, 40, 4)
-    two = ranks.step([x, x]).astype(np.float64) + ranks.step([x, x])
-    assert norm(two - 2 * x.astype(np.float64)) <= 2 * 2 * 40 * U * 2 * norm(x)
-
-
-def test_project_again_before_reconstruct_is_as_if_once():
-    one, two = Ranks(1, (30, 40), 4).members + Ranks(1, (30, 40), 4).members
-    for step in range(3):
-        x = random(1200, step)
-        one.project(random(1200, 99))  # a step that was given up
-        np.testing.assert_array_equal(
-            one.reconstruct(one.project(x)), two.reconstruct(two.project(x))
-        )
-    np.testing.assert_array_equal(one.memory, two.memory)
-
-
-def test_factors_say_what_is_wrong():
-    with pytest.raises(CompressError, match="expected 1 to 30"):
-        AlternatingFactors(shape=(30, 40), rank=31)
-    factors = AlternatingFactors(shape=(30, 40), rank=2)
-    with pytest.raises(CompressError, match="follows project"):
-        factors.reconstruct(np.zeros((30, 2), np.float32))
+def test_directions_of_another_library():
+    torch = pytest.importorskip("torch")
+    matrix, start = low_rank(40, 60, 4).reshape(40, 60), first_factor(60, 4)
+    own = directions(matrix, start, 2)
+    other = directions(torch.from_numpy(matrix), torch.from_numpy(start), 2)
+    assert isinstance(other, torch.Tensor)
+    # Both span the same four dimensions; signs are the library's matter.
+    assert norm(own @ own.T - (other @ other.T).numpy()) <= 40 * 60 * U

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,17 @@ class Rank:
 @pytest.fixture
 def ranks(tmp_path):
     """Return `run(n, script, *args, timeout=100)`, which gives a Rank for each."""
+    return launcher(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def ranks_of_module(tmp_path_factory):
+    """The same, for one launch that many tests look at."""
+    return launcher(tmp_path_factory.mktemp("ranks"))
+
+
+def launcher(tmp_path: Path) -> Callable[..., list[Rank]]:
+    """See `ranks`; outputs and the meeting point are in this folder."""
     pytest.importorskip("torch.distributed")
 
     def run(n, script, *args, timeout=100.0):

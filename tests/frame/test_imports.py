@@ -22,7 +22,7 @@ FILES = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py")
 START_LIMIT_S = 0.3
 
 # Arrows point one way: a module may import from its own layer or from a lower one.
-# rims -> prediction -> settings -> exchange -> feedback, schedule -> codecs -> ops -> back ends
+# rims -> engine -> prediction -> settings -> sums, feedback, schedule -> codecs -> ops -> back ends
 LAYERS = (
     ("sn_compress.errors", "sn_compress.names", "sn_compress._sources", "sn_compress._waiting"),
     ("sn_compress.saved", "sn_compress.agreement"),
@@ -44,6 +44,7 @@ LAYERS = (
     ("sn_compress.prediction", "sn_compress.__main__"),
     ("sn_compress.carry",),
     ("sn_compress.payloads",),
+    ("sn_compress.summed",),
     ("sn_compress.engine",),
     ("sn_compress.engine_state",),
     ("sn_compress.compression",),

@@ -195,6 +195,7 @@ def a_memory_follows_its_tensor_into_another_layout():
                     # Transformed there and back, and rounded to float32 once.
                     assert (was - now).norm() <= (old != new) * 1e-5 * was.norm(), (name, old, new)
                     assert old == new or not q.is_contiguous() or not p.is_contiguous()
+                wrap(other, loaded)(batch(4, 4, 8 * 36).view(4, 8, 6, 6)).sum().backward()
     broken = copy.deepcopy(saved)
     broken["layout"] = {name: [0, 0] for name in broken["layout"]}
     assert "layout" in message_of(lambda: loaded.load_state_dict(broken))
