@@ -136,14 +136,15 @@ def stamped() -> Iterator[list[tuple[str, str, float, float]]]:
         return timing
 
     def start(wire: Any, name: str, words: Any) -> Any:
-        handle = real_start(wire, name, words)
-        sent[handle] = name, time.perf_counter()
-        return handle
+        handles = real_start(wire, name, words)
+        for _, number in handles:
+            sent[number] = name, time.perf_counter()
+        return handles
 
-    def wait(wire: Any, handle: Any) -> Any:
-        total = real_wait(wire, handle)
-        seen.append(("link", *sent[handle], time.perf_counter()))
-        return total
+    def wait(wire: Any, handles: Any) -> Any:
+        totals = real_wait(wire, handles)
+        seen.extend(("link", *sent[number], time.perf_counter()) for _, number in handles)
+        return totals
 
     real_start, real_wait = rim.Reducer.start, rim.Reducer.wait
     real_begin, real_advance, real_backward = Pending._first, Pending._advance, Asleep.backward
