@@ -26,6 +26,7 @@ import scipy.fft
 from machine import commit, machine
 
 from sn_compress import FFTCodec, backends
+from sn_compress.text_table import text_table
 
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("fft theta 0.98", {"theta": 0.98}),
@@ -128,21 +129,23 @@ def measure(name: str, settings: dict[str, Any], values: np.ndarray, args: Any) 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as people read them."""
-    lines = [
-        f"{'method':28} {'ratio':>7} {'NMSE':>7} {'encode':>9} {'decode':>9} {'enc/rfft':>9} "
-        f"{'dec/irfft':>9} {'mean 8/irfft':>12} {'enc/topk':>9} {'enc %memcpy':>11}",
-        f"{'':28} {'x':>7} {'':>7} {'GB/s/core':>9} {'GB/s/core':>9}",
-    ]
+    head = (
+        "method", "ratio", "NMSE", "encode", "decode", "enc/rfft", "dec/irfft", "mean 8/irfft",
+        "enc/topk", "enc %memcpy",
+    )  # fmt: skip
+    lines = [["", "x", "", "GB/s/core", "GB/s/core"]]
     for row in rows:
         topk = "-" if row["encode_over_topk"] is None else f"{row['encode_over_topk']:.2f}"
         lines.append(
-            f"{row['method']:28} {row['ratio']:7.1f} {row['nmse']:7.4f} "
-            f"{row['encode_gb_s_core']:9.2f} {row['decode_gb_s_core']:9.2f} "
-            f"{row['encode_over_rfft']:9.2f} {row['decode_over_irfft']:9.2f} "
-            f"{row['decode_mean_of_8_over_irfft']:12.2f} {topk:>9} "
-            f"{row['encode_percent_of_memcpy']:11.1f}"
-        )
-    return "\n".join(lines)
+            [
+                row["method"], f"{row['ratio']:.1f}", f"{row['nmse']:.4f}",
+                f"{row['encode_gb_s_core']:.2f}", f"{row['decode_gb_s_core']:.2f}",
+                f"{row['encode_over_rfft']:.2f}", f"{row['decode_over_irfft']:.2f}",
+                f"{row['decode_mean_of_8_over_irfft']:.2f}", topk,
+                f"{row['encode_percent_of_memcpy']:.1f}",
+            ]
+        )  # fmt: skip
+    return text_table(head, lines)
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from gradients import load
 from machine import commit, machine
 
 import sn_compress
+from sn_compress.text_table import text_table
 
 METHODS: list[tuple[str, str | None, dict[str, Any]]] = [
     ("auto", None, {"ratio": 100}),
@@ -115,15 +116,15 @@ def table(found: list[dict[str, Any]]) -> str:
     lines = []
     for source in dict.fromkeys(row["source"] for row in found):
         group = [row for row in found if row["source"] == source]
-        lines += [
-            f"{source} gradient, {group[0]['n']:,} elements",
-            f"{'method':20} {'bytes':>9} {'ratio':>7} {'NMSE':>9} {'encode GB/s':>12} "
-            f"{'decode GB/s':>12} {'% of copy':>10}",
-        ]
-        lines += [
-            f"{row['method'] + (' ' + row['preset'] if row['preset'] else ''):20} "
-            f"{row['bytes']:9,} {row['ratio']:7.1f} {row['nmse']:9.2g} {row['encode_gb_s']:12.3f} "
-            f"{row['decode_gb_s']:12.3f} {row['encode_percent_of_copy']:10.2f}"
+        head = ("method", "bytes", "ratio", "NMSE", "encode GB/s", "decode GB/s", "% of copy")
+        cells = [
+            [
+                row["method"] + (" " + row["preset"] if row["preset"] else ""),
+                f"{row['bytes']:,}", f"{row['ratio']:.1f}", f"{row['nmse']:.2g}",
+                f"{row['encode_gb_s']:.3f}", f"{row['decode_gb_s']:.3f}",
+                f"{row['encode_percent_of_copy']:.2f}",
+            ]
             for row in group
-        ]
+        ]  # fmt: skip
+        lines += [f"{source} gradient, {group[0]['n']:,} elements", text_table(head, cells)]
     return "\n".join(lines)

@@ -23,6 +23,7 @@ from gradients import RUN, load
 from machine import commit, machine
 
 import sn_compress
+from sn_compress.text_table import text_table
 
 RIVALS: list[tuple[str, str | None, dict[str, Any]]] = [
     ("fft", "paper", {"theta": 0.9}),
@@ -137,17 +138,19 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         if row["method"] != "auto":
             groups[label(row)].append(row)
-    lines = [f"{'rival':28} {'ratio':>7} {'NMSE':>9} {'ours':>9} {'no worse':>9}"]
+    lines = []
     for name, group in groups.items():
         wins = sum(row["auto_nmse"] <= row["nmse"] for row in group)
         ratio, nmse, ours = (
             statistics.median(row[key] for row in group) for key in ("ratio", "nmse", "auto_nmse")
         )
-        lines.append(f"{name:28} {ratio:7.1f} {nmse:9.2g} {ours:9.2g} {wins:4d}/{len(group)}")
+        lines.append([name, f"{ratio:.1f}", f"{nmse:.2g}", f"{ours:.2g}", f"{wins}/{len(group)}"])
     rivals = [row for group in groups.values() for row in group]
     wins = sum(row["auto_nmse"] <= row["nmse"] for row in rivals)
-    lines.append(f"all: ours loses no more in {wins} of {len(rivals)}, {wins / len(rivals):.1%}")
-    return "\n".join(lines)
+    return (
+        f"{text_table(('rival', 'ratio', 'NMSE', 'ours', 'no worse'), lines)}\n"
+        f"all: ours loses no more in {wins} of {len(rivals)}, {wins / len(rivals):.1%}"
+    )
 
 
 def worse(rows: list[dict[str, Any]]) -> str:

@@ -13,9 +13,14 @@ from nets import NETS
 from wire_traffic import predicted_bytes
 
 from sn_compress.prediction.layers import layers
+from sn_compress.text_table import text_table
 
 KEYS = ("model", "method", "ranks", "gbit", "replayed", "codec", "overlap")
 SETTINGS = ("compute_s", "ratio_asked", "steps", "batch", "target")
+_HEAD = (
+    "method", "codec", "s/step", "x plain", "ratio", "MB/step", "predicted", "accuracy",
+    "s to target",
+)  # fmt: skip
 
 
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -88,19 +93,21 @@ def table(rows: list[dict[str, Any]]) -> str:
         lines += [
             f"\n{model}, {ranks} ranks, {gbit:g} Gbit/s, {kind}"
             f"{', exchange beside the backward pass' if overlap else ''}",
-            f"{'method':10} {'codec':6} {'s/step':>8} {'x plain':>8} {'ratio':>7} {'MB/step':>9} "
-            f"{'predicted':>9} {'accuracy':>9} {'s to target':>12}",
         ]
+        cells = []
         plain = [row["step_s"] for row in rows if row["method"] == "plain" and _same(row, group[0])]
         for row in group:
-            faster = f"{plain[0] / row['step_s']:8.2f}" if plain else " " * 8
+            faster = f"{plain[0] / row['step_s']:.2f}" if plain else ""
             told = row["predicted_wire_bytes_per_step"]
-            lines.append(
-                f"{row['method']:10} {row['codec']:6} {row['step_s']:8.3f} {faster} "
-                f"{row['ratio']:7.1f} {row['bytes_per_step'] / 1e6:9.2f} "
-                f"{told / 1e6:9.2f} {_text(row['accuracy'], 1):>9} "
-                f"{_text(row['seconds_to_target'], 1):>12}"
-            )
+            cells.append(
+                [
+                    row["method"], row["codec"], f"{row['step_s']:.3f}", faster,
+                    f"{row['ratio']:.1f}", f"{row['bytes_per_step'] / 1e6:.2f}",
+                    f"{told / 1e6:.2f}", _text(row["accuracy"], 1),
+                    _text(row["seconds_to_target"], 1),
+                ]
+            )  # fmt: skip
+        lines.append(text_table(_HEAD, cells))
     return "\n".join(lines)
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import numpy.typing as npt
 
 from ._sources import source
+from .arrays import library_of, on_cuda
 from .errors import CompressError, MissingExtra
 
 # No contraction into fused multiply-adds: selection and codes must not depend on the back end.
@@ -162,7 +163,7 @@ class View:
     @property
     def framework(self) -> str:
         """Whose array it is: "torch", or "cupy" for all others."""
-        return "torch" if type(self.owner).__module__.partition(".")[0] == "torch" else "cupy"
+        return "torch" if library_of(self.owner) == "torch" else "cupy"
 
     @property
     def is_torch(self) -> bool:
@@ -205,7 +206,7 @@ def current(device: int, framework: str | None) -> CudaDevice:
 
 def to_host(array: Any) -> npt.NDArray[Any]:
     """A CuPy array's copy as a NumPy array, which waits for the device; others as they are."""
-    return array.get() if on_device(array) else array  # type: ignore[no-any-return]
+    return array.get() if on_cuda(array) else array  # type: ignore[no-any-return]
 
 
 def from_host(array: npt.NDArray[Any], device: int, framework: str | None) -> Any:
@@ -233,20 +234,9 @@ def fft() -> Any:
     return cupyx.scipy.fft
 
 
-def on_device(tensor: Any) -> bool:
-    """Whether this is a tensor on a CUDA device; loads no library to find out."""
-    home = type(tensor).__module__.partition(".")[0]
-    if home == "cupy":
-        return True
-    if home == "torch":
-        return bool(getattr(tensor, "is_cuda", False))
-    # DLPack's number of CUDA is 2. NumPy has the method, too, and says 1.
-    return hasattr(tensor, "__dlpack_device__") and int(tensor.__dlpack_device__()[0]) == 2
-
-
 def view(tensor: Any) -> View:
     """The vector in a CuPy array, torch CUDA tensor or other DLPack tensor; nothing is copied."""
-    home = type(tensor).__module__.partition(".")[0]
+    home = library_of(tensor)
     if home == "torch":
         tensor = tensor.detach()
         shape, whole = tuple(tensor.shape), bool(tensor.is_contiguous())

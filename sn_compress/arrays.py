@@ -74,6 +74,22 @@ def on_host(array: Array) -> bool:
     return is_torch(array) and array.device.type == "cpu"
 
 
+def library_of(tensor: Any) -> str:
+    """The package that a tensor's type is of, "torch" or "cupy", say; loads none to find out."""
+    return type(tensor).__module__.partition(".")[0]
+
+
+def on_cuda(tensor: Any) -> bool:
+    """Whether this is a tensor on a CUDA device, of whatever library; loads none to find out."""
+    library = library_of(tensor)
+    if library == "cupy":
+        return True
+    if library == "torch":
+        return bool(getattr(tensor, "is_cuda", False))
+    # DLPack's number of CUDA is 2. NumPy has the method, too, and says 1.
+    return hasattr(tensor, "__dlpack_device__") and int(tensor.__dlpack_device__()[0]) == 2
+
+
 FLOAT32, FLOAT64, INT32 = (np.dtype(kind) for kind in ("f4", "f8", "i4"))
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _cuda
+from .arrays import on_cuda
 from .codecs import saving
 from .codecs.base import Codec, Payload, as_vector
 from .errors import CompressError
@@ -82,7 +83,7 @@ class ErrorFeedback:
                 f"{name!r} is remembered for {own!r}; expected it, or one whose "
                 f"memory is of the same kind; got {codec!r}"
             )
-        array: Any = values if _cuda.on_device(values) else as_vector(values)
+        array: Any = values if on_cuda(values) else as_vector(values)
         n, memory = self._find(name, array)
         before = (n, copy.deepcopy(memory)) if self.undoable else None
         payload = codec.encode(array, state=memory, decay=self.decay)
@@ -100,7 +101,7 @@ class ErrorFeedback:
 
     def _find(self, name: str, like: Any) -> tuple[int, Any]:
         codec = self.codec_of(name)
-        size = _cuda.view(like).elements if _cuda.on_device(like) else like.size
+        size = _cuda.view(like).elements if on_cuda(like) else like.size
         n, memory = self._memory.get(name) or (size, None)
         if n != size:
             raise CompressError(

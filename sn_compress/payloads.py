@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from . import _cuda
-from .arrays import Array, device_of, like_of, namespace, split, to_host
+from .arrays import Array, device_of, like_of, namespace, on_cuda, split, to_host
 from .carry import Gradient
 from .codecs import _device
 from .codecs.base import Bytes, Payload
@@ -46,7 +46,7 @@ def encode(
     xp = namespace(like)
     wire = xp.empty(sum(sizes), dtype=xp.uint8, device=device_of(like))
     pieces = split(wire, sizes)
-    if _cuda.on_device(like):
+    if on_cuda(like):
         looks = find_unused and drops_unused
         return wire, _encode_on_device(codec, gradients, pieces, feedback, looks)
     payloads = [
@@ -64,7 +64,7 @@ def decode(codec: FFTCodec, gathered: Array, gradients: Sequence[Gradient], *, r
     """
     sizes = _sizes(codec, gradients)
     ends = list(accumulate(sizes, initial=0))
-    if _cuda.on_device(gathered):
+    if on_cuda(gathered):
         with on_stream_of(gathered):
             whole = _cuda.view(gathered).array().reshape(ranks, -1)
             arrays = [whole[:, first:last] for first, last in pairwise(ends)]
@@ -88,7 +88,7 @@ def is_used(values: Array) -> bool:
 
 def on_stream_of(values: Array) -> AbstractContextManager[Any]:
     """CuPy working on the framework's current stream; nothing for an array on the host."""
-    return _cuda.view(values).run().context() if _cuda.on_device(values) else nullcontext()
+    return _cuda.view(values).run().context() if on_cuda(values) else nullcontext()
 
 
 def _sizes(codec: FFTCodec, gradients: Sequence[Gradient]) -> list[int]:

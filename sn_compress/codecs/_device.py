@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from .. import _cuda
+from ..arrays import on_cuda
 from ..errors import CompressError
 from ._device_decode import Decoder as Decoder
 from ._device_decode import raise_if_damaged as raise_if_damaged
@@ -24,11 +25,6 @@ from ._device_decode import side_by_side
 from ._device_encode import Encoder as Encoder
 from ._device_vector import Coder
 from .base import Payload
-
-
-def holds(tensor: Any) -> bool:
-    """Whether this is a tensor on a CUDA device."""
-    return _cuda.on_device(tensor)
 
 
 def new_state(codec: Coder, like: Any, dtype: str = "float32") -> list[Any]:
@@ -49,7 +45,7 @@ def new_state(codec: Coder, like: Any, dtype: str = "float32") -> list[Any]:
 
 def to_host(state: Sequence[Any]) -> list[Any]:
     """A copy of a memory, wherever it is, as NumPy float32; waits for the device."""
-    parts = [part.get() if holds(part) else part.copy() for part in state]
+    parts = [part.get() if on_cuda(part) else part.copy() for part in state]
     return [
         (p.astype(np.uint32) << 16).view(np.float32) if p.dtype == np.uint16 else p for p in parts
     ]
@@ -58,7 +54,7 @@ def to_host(state: Sequence[Any]) -> list[Any]:
 def to_device(state: Sequence[Any], like: Any) -> list[Any]:
     """The memory on the device of `like`; copied only if it is not on a device yet."""
     with _cuda.view(like).run().context() as xp:
-        return [part if holds(part) else xp.asarray(part) for part in state]
+        return [part if on_cuda(part) else xp.asarray(part) for part in state]
 
 
 def encode(

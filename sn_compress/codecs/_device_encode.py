@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from .. import _cuda
+from ..arrays import on_cuda
 from ..errors import CompressError
 from ..ops import launch, quantize, seal, whole
 from ..ops.launch import Format, Piece
@@ -150,7 +151,7 @@ class Encoder:
 def _check_state(codec: Coder, state: list[Any], n: int) -> None:
     shapes = [(s.count, s.layout.bins * s.layout.parts) for s in codec.sections(n)]
     dtypes = {str(part.dtype) for part in state}
-    device = all(_cuda.on_device(part) for part in state)
+    device = all(on_cuda(part) for part in state)
     if not device or [part.shape for part in state] != shapes or dtypes - {"float32", "uint16"}:
         raise CompressError(
             f"state of shapes {[part.shape for part in state]} and dtypes {sorted(dtypes)}; "

@@ -25,6 +25,7 @@ import numpy.typing as npt
 import scipy.fft
 
 from .._native import parallel
+from ..arrays import on_cuda
 from ..errors import CompressError, PayloadError
 from ..ops import quantize, select, spectrum
 from ..ops.blockwise import decode_blocks, encode_blocks
@@ -176,7 +177,7 @@ class FFTCodec(Codec):
 
         It lies on the device of the vector `like`, if one is given.
         """
-        if like is not None and _device.holds(like):
+        if like is not None and on_cuda(like):
             return _device.new_state(self, like)
         return [
             np.zeros((s.count, s.layout.bins * s.layout.parts), np.float32)
@@ -193,9 +194,9 @@ class FFTCodec(Codec):
 
     def place_state(self, state: Memory, like: Any) -> Memory:
         """On the GPU for tensors there, on the host for others; copied only if it is elsewhere."""
-        if _device.holds(like):
+        if on_cuda(like):
             return _device.to_device(state, like)
-        return _device.to_host(state) if any(map(_device.holds, state)) else state
+        return _device.to_host(state) if any(map(on_cuda, state)) else state
 
     def dump_state(self, state: Memory, n: int) -> dict[str, Any]:
         return super().dump_state(_device.to_host(state), n)
@@ -217,7 +218,7 @@ class FFTCodec(Codec):
         that every rank sees it, and leaves its memory as it was. CuPy arrays and CUDA tensors are
         encoded where they are, see _device.py.
         """
-        if _device.holds(values):
+        if on_cuda(values):
             return _device.encode(self, values, state, decay)
         array = as_vector(values)
         # Its size raises before anything of the size of n is made.
@@ -320,7 +321,7 @@ class FFTCodec(Codec):
         another n, or is damaged.
         """
         n = self._check_payloads(payloads)
-        if _device.holds(payloads[0].buffer):
+        if on_cuda(payloads[0].buffer):
             return _device.decode_mean(self, payloads)  # type: ignore[no-any-return]
         out = np.empty(n, np.float32)
         self._decode_into(payloads, out)

@@ -14,6 +14,7 @@ from functools import cache, wraps
 from typing import Any, TypeVar
 
 from .. import _cuda
+from ..arrays import on_cuda
 from .base import Codec, Payload
 from .registry import CODECS
 
@@ -27,7 +28,7 @@ def through_host(cls: type[C]) -> type[C]:
 
     @wraps(encode)
     def encode_anywhere(self: C, values: Any, *, state: Any = None, decay: float = 1.0) -> Payload:
-        if not _cuda.on_device(values):
+        if not on_cuda(values):
             return encode(self, values, state=state, decay=decay)
         _say_once(cls.__name__)
         view = _cuda.view(values)
@@ -38,7 +39,7 @@ def through_host(cls: type[C]) -> type[C]:
 
     @wraps(decode_mean)
     def decode_mean_anywhere(self: C, payloads: Sequence[Payload]) -> Any:
-        if not payloads or not _cuda.on_device(payloads[0].buffer):
+        if not payloads or not on_cuda(payloads[0].buffer):
             return decode_mean(self, payloads)
         _say_once(cls.__name__)
         first: Any = payloads[0]

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CompressError
+from ..text_table import text_table
 from .mixing import consensus_distance
 from .topology import Topology
 
@@ -27,6 +28,7 @@ SCHEMES = ("all-reduce", "alone", "gradients", "weights", "overlapped")
 RECORDED = 200  # points of a curve
 SETTLED = 0.25  # the last part of a run, over which a result is averaged
 MOST_RANKS = 1024
+_HEAD = ("scheme", "distance", "growth", "loss of the mean", "loss of a worker")
 
 Array = npt.NDArray[np.float64]
 
@@ -129,10 +131,10 @@ def _look(values: Array, curvature: Array) -> tuple[float, float, float]:
 
 def table(curves: list[Curve]) -> str:
     """The last quarter of each curve, as text."""
-    lines = ["scheme       distance  growth  loss of the mean  loss of a worker"]
+    rows = []
     for curve in curves:
         distance, mean, worker = map(curve.settled, ("distance", "mean_loss", "worker_loss"))
         # What all-reduce leaves is rounding, whose growth says nothing.
         growth = f"{curve.growth():.2f}" if distance > 1e-9 else "-"
-        lines.append(f"{curve.scheme:<12}{distance:>9.4f}{growth:>8}{mean:>18.4f}{worker:>18.4f}")
-    return "\n".join(lines)
+        rows.append([curve.scheme, f"{distance:.4f}", growth, f"{mean:.4f}", f"{worker:.4f}"])
+    return text_table(_HEAD, rows)

@@ -22,6 +22,7 @@ from ..errors import CompressError
 from ..ops.matrices import cut
 from ..settings import Settings
 from ..sums.choose import MOST, Curve, allocate, budget, words_of
+from ..text_table import text_table
 from .cost import Link, Method, Route, Step, break_even, choose, step
 from .layers import Layer
 from .rates import FREE, Rates
@@ -70,12 +71,7 @@ class Prediction:
     def table(self) -> str:
         """The rows as people read them."""
         gbit = self.link.bytes_per_s * 8 / 1e9
-        lines = [
-            f"{self.elements:,} parameters, {self.ranks} ranks, {gbit:g} Gbit/s, "
-            f"{1e6 * self.link.latency_s:g} us a message",
-            f"{'method':8} {'ms a step':>10} {'speed-up':>9} {'codec ms':>9} {'exchange ms':>12} "
-            f"{'MB on wire':>11} {'ratio':>7} {'break-even':>12} {'against fp16':>13}",
-        ]
+        rows = []
         for row in self.rows:
             of = row.step
             plain, half = (
@@ -85,16 +81,25 @@ class Prediction:
                     (("plain", "fp16"), row.break_even_fp16_gbit),
                 )
             )
-            lines.append(
-                f"{row.method:8} {1e3 * of.seconds:10.1f} {row.speedup:8.2f}x "
-                f"{1e3 * of.codec_s:9.1f} {1e3 * of.exchange_s:12.1f} {of.wire_bytes / 1e6:11.2f} "
-                f"{row.ratio:7.1f} {plain:>12} {half:>13}"
-            )
+            rows.append(
+                [
+                    row.method, f"{1e3 * of.seconds:.1f}", f"{row.speedup:.2f}x",
+                    f"{1e3 * of.codec_s:.1f}", f"{1e3 * of.exchange_s:.1f}",
+                    f"{of.wire_bytes / 1e6:.2f}", f"{row.ratio:.1f}", plain, half,
+                ]
+            )  # fmt: skip
         chosen = ", ".join(f"{n} {name}" for name, n in self.rows[-1].tensors.items())
-        lines.append(f"auto takes, of {sum(self.rows[-1].tensors.values())} tensors: {chosen}")
-        return "\n".join(lines)
+        return (
+            f"{self.elements:,} parameters, {self.ranks} ranks, {gbit:g} Gbit/s, "
+            f"{1e6 * self.link.latency_s:g} us a message\n{text_table(_HEAD, rows)}\n"
+            f"auto takes, of {sum(self.rows[-1].tensors.values())} tensors: {chosen}"
+        )
 
 
+_HEAD = (
+    "method", "ms a step", "speed-up", "codec ms", "exchange ms", "MB on wire", "ratio",
+    "break-even", "against fp16",
+)  # fmt: skip
 _SLOWEST, _FASTEST = 1e5, 1e13  # bytes per second, between which break-even is looked for
 
 

@@ -24,7 +24,13 @@ START_LIMIT_S = 0.3
 # Arrows point one way: a module may import from its own layer or from a lower one.
 # rims -> engine -> prediction -> settings -> sums, feedback, schedule -> codecs -> ops -> back ends
 LAYERS = (
-    ("sn_compress.errors", "sn_compress.names", "sn_compress._sources", "sn_compress._waiting"),
+    (
+        "sn_compress.errors",
+        "sn_compress.names",
+        "sn_compress._sources",
+        "sn_compress._waiting",
+        "sn_compress.text_table",
+    ),
     ("sn_compress.saved", "sn_compress.agreement"),
     ("sn_compress.sameness",),
     ("sn_compress._native", "sn_compress._cuda", "sn_compress.arrays"),

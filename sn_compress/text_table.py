@@ -1,0 +1,27 @@
+"""Rows as people read them: columns as wide as what is in them, the first at the left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+
+
+def text_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Lines of a table; the first column is a name, the others are aligned at the right.
+
+    A shorter row is filled up with nothing.
+
+    >>> print(text_table(["method", "ms", "ratio"], [["plain", "12.5", "1.0"], ["fp16", "7.0"]]))
+    method    ms  ratio
+    plain   12.5    1.0
+    fp16     7.0
+    """
+    lines = [list(head), *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip_longest(*lines, fillvalue="")]
+    return "\n".join(
+        "  ".join(
+            text.rjust(width) if at else text.ljust(width)
+            for at, (text, width) in enumerate(zip(line, widths, strict=False))
+        ).rstrip()
+        for line in lines
+    )
