@@ -28,8 +28,8 @@ from torch import nn
 from tuned import same, trainer
 
 from sn_compress import LowRankCompression
-from sn_compress.exchange.pending import Pending
 from sn_compress.torch import horovod as rim
+from sn_compress.torch.pending import Pending
 
 LAYERS, SIDE, LAYER_S = 10, 1000, 0.03
 PAIRS, STEPS = 9, {"replayed": 2, "cnn": 15, "transformer": 8}

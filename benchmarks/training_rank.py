@@ -22,7 +22,7 @@ from wire_methods import OURS, PAPER, method
 
 from sn_compress import FFTCompression, LowRankCompression
 from sn_compress.prediction.cost import BACKWARD, wire_bytes
-from sn_compress.torch import horovod as rim
+from sn_compress.torch.memory import memory_of
 
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 TESTED = 2000  # images
@@ -195,7 +195,7 @@ def sent_of(optimizer: Any, name: str) -> list[tuple[str, int]]:
         width = 2 if name == "fp16" else 4
         return [("allreduce", width * p.numel()) for p in optimizer._requires_update]
     # By tensor, as of the last step: the report's mean has the dense steps in it.
-    counted = rim._memory_of(optimizer).traffic._bytes.values()
+    counted = memory_of(optimizer).engine.traffic._bytes.values()
     gathers = optimizer._compression.settings.exchange == "gather"
     return [
         ("allgather" if gathers and compressed else "allreduce", nbytes)

@@ -28,7 +28,7 @@ from nets import NETS
 from torch import nn
 
 from sn_compress import AutoCompression
-from sn_compress.torch import horovod as rim
+from sn_compress.torch.memory import memory_of
 
 PAIRS, STEPS, BATCH, LEARN = 9, 60, 32, 80
 
@@ -73,7 +73,7 @@ def compare(name: str, make: Any, *, pairs: int, steps: int, aa: bool) -> dict[s
     tuned, _, optimizer = trainer(make, hvd.Compression.none if aa else AutoCompression)
     step_s = statistics.median(plain() for _ in range(LEARN))
     learning_s = sum(tuned() for _ in range(LEARN)) - LEARN * step_s
-    tuner = None if aa else rim._memory_of(optimizer).tuner
+    tuner = None if aa else memory_of(optimizer).engine.tuner
     methods = {"plain"}
     if tuner is not None:
         if not tuner.settled:

@@ -9,6 +9,7 @@ stand for values of a graph and are never changed: what is done in place is used
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -71,6 +72,43 @@ def on_host(array: Array) -> bool:
     if isinstance(array, _HOST):
         return True
     return is_torch(array) and array.device.type == "cpu"
+
+
+FLOAT32, FLOAT64, INT32 = (np.dtype(kind) for kind in ("f4", "f8", "i4"))
+
+
+def host_view(array: Array, dtype: npt.DTypeLike = FLOAT32) -> npt.NDArray[Any] | None:
+    """The same memory as a NumPy array, for the compiled kernels; None where they cannot reach it.
+
+    They can where it lies in the host's memory in order, is of this dtype, and is no stand-in of a
+    graph that is being captured. To be asked before the extension is: a capture cannot follow that.
+    """
+    if type(array) is np.ndarray:
+        found = array
+    else:
+        torch = sys.modules.get("torch")
+        if torch is None or torch.compiler.is_compiling() or type(array) is not torch.Tensor:
+            return None
+        if array.device.type != "cpu" or array.layout is not torch.strided:
+            return None
+        found = (array.detach() if array.requires_grad else array).numpy()
+    return found if found.dtype == dtype and found.flags.c_contiguous else None
+
+
+def host_threads(like: Array) -> int:
+    """Threads that the array's library works with on a host."""
+    if is_torch(like):
+        return int(sys.modules["torch"].get_num_threads())
+    return _processors()
+
+
+@cache
+def _processors() -> int:
+    wish = os.environ.get("OMP_NUM_THREADS", "")
+    if wish.isdigit() and int(wish):
+        return int(wish)
+    usable = getattr(os, "sched_getaffinity", None)
+    return len(usable(0)) if usable else os.cpu_count() or 1
 
 
 def to_host(array: Array) -> npt.NDArray[Any]:

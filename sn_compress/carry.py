@@ -53,7 +53,7 @@ class Carry:
     words: Array
 
 
-# Yields what to carry, is sent the results in the same order.
+# Yields what to carry, nothing at times, is sent the results in the same order.
 Rounds = Generator[list[Carry], list[Array], None]
 
 

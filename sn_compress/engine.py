@@ -49,6 +49,10 @@ class Engine:
         alike: it is taken back. A changed one changes the memories. Costs a second copy of them
     find_unused : look for gradients of zeros on a device, too, which waits for it: the memory of
         what was not used then stays; on the host it always does
+    drops_unused : the framework drops the mean of what no rank has used, so nothing may be sent for
+        a gradient of zeros, and its memory waits; where means of all are kept, it travels
+    pauses : rounds ask for nothing, once, before what may wait for a device: the rim goes on when
+        the backward pass is over
     tunes : whether AutoCompression may measure and choose
 
     Attributes
@@ -65,6 +69,8 @@ class Engine:
         stock: str,
         scaler: Any = None,
         find_unused: bool = False,
+        drops_unused: bool = True,
+        pauses: bool = False,
         tunes: bool = True,
     ) -> None:
         self.settings = settings
@@ -79,9 +85,12 @@ class Engine:
         self.agreed: int | None = None
         self.scale: float | None = None  # the unit of the memories
         self.lost = 0.0, 0.0  # energy and error of this step on this rank, if theta follows them
-        self._stock, self._find_unused = stock, find_unused
+        self._stock, self._find_unused, self._drops_unused = stock, find_unused, drops_unused
         self._tunes = tunes and settings.tune
-        self._sums = Sums(self.shared, self.traffic, find_unused=find_unused)
+        self._sums = Sums(
+            self.shared, self.traffic, find_unused=find_unused, drops_unused=drops_unused,
+            pauses=pauses,
+        )  # fmt: skip
         self._seen: set[str | None] = set()  # in this step
         self._scaler: Any = None
         if scaler is not None:
@@ -236,7 +245,11 @@ class Engine:
         codec = self.codec
         feedback = self.feedback if self.settings.feedback else None
         wire, sent = payloads.encode(
-            codec, gradients, feedback=feedback, find_unused=self._find_unused
+            codec,
+            gradients,
+            feedback=feedback,
+            find_unused=self._find_unused,
+            drops_unused=self._drops_unused,
         )
         for gradient, payload in zip(gradients, sent, strict=True):
             self._tell(payload)

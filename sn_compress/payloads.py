@@ -32,6 +32,7 @@ def encode(
     *,
     feedback: ErrorFeedback | None,
     find_unused: bool,
+    drops_unused: bool,
 ) -> tuple[Array, list[Payload]]:
     """The payloads one behind the other, [bytes] uint8 where the gradients are; and each of them.
 
@@ -39,15 +40,17 @@ def encode(
     no rank has used, so its memory does not travel, and waits.
 
     find_unused : look for such on a device, too, which waits for it; on the host it costs nothing
+    drops_unused : False where the framework does not drop it: then memories always travel
     """
     sizes, like = _sizes(codec, gradients), gradients[0].values
     xp = namespace(like)
     wire = xp.empty(sum(sizes), dtype=xp.uint8, device=device_of(like))
     pieces = split(wire, sizes)
     if _cuda.on_device(like):
-        return wire, _encode_on_device(codec, gradients, pieces, feedback, find_unused)
+        looks = find_unused and drops_unused
+        return wire, _encode_on_device(codec, gradients, pieces, feedback, looks)
     payloads = [
-        _encode_on_host(codec, gradient, to_host(piece), feedback)
+        _encode_on_host(codec, gradient, to_host(piece), feedback, drops_unused)
         for gradient, piece in zip(gradients, pieces, strict=True)
     ]
     return wire, payloads
@@ -93,11 +96,16 @@ def _sizes(codec: FFTCodec, gradients: Sequence[Gradient]) -> list[int]:
 
 
 def _encode_on_host(
-    codec: FFTCodec, gradient: Gradient, buffer: Bytes, feedback: ErrorFeedback | None
+    codec: FFTCodec,
+    gradient: Gradient,
+    buffer: Bytes,
+    feedback: ErrorFeedback | None,
+    drops_unused: bool,
 ) -> Payload:
     xp = namespace(gradient.values)
     values = to_host(xp.astype(gradient.values, xp.float32, copy=False))
-    if feedback is None or gradient.name is None or not is_used(values):
+    waits = drops_unused and not is_used(values)
+    if feedback is None or gradient.name is None or waits:
         return codec.encode_into(buffer, values)
     memory = feedback.memory_of(gradient.name, values)
     return codec.encode_into(buffer, values, state=memory, decay=feedback.decay)

@@ -15,7 +15,8 @@ from .agreement import said_of
 from .codecs.fft import PAPER, FFTCodec
 from .errors import CompressError
 from .schedule import Constant, Schedule
-from .sums.session import SharedExchange, is_large
+from .sums.proposal import is_large
+from .sums.session import SharedExchange
 
 CompressionName = Literal["FFTCompression", "LowRankCompression", "AutoCompression"]
 

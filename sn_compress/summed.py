@@ -17,11 +17,20 @@ class Sums:
     A framework drops the mean of a parameter that no rank has used, so nothing may be sent for it.
     Elsewhere the memory of a rank without a gradient only waits.
 
-    find_unused : look for gradients of zeros on a device, too, which waits for it
+    find_unused, drops_unused, pauses : see Engine
     """
 
-    def __init__(self, shared: SharedExchange, traffic: Traffic, *, find_unused: bool) -> None:
-        self._shared, self._traffic, self._find_unused = shared, traffic, find_unused
+    def __init__(
+        self,
+        shared: SharedExchange,
+        traffic: Traffic,
+        *,
+        find_unused: bool,
+        drops_unused: bool,
+        pauses: bool,
+    ) -> None:
+        self._shared, self._traffic, self._pauses = shared, traffic, pauses
+        self._find_unused, self._drops_unused = find_unused, drops_unused
         self._held: dict[str, Array] = {}  # in this step
 
     def undo(self) -> None:
@@ -56,6 +65,8 @@ class Sums:
                         self._traffic.lost(*self._shared.lost(name))
                 nbytes += words.nbytes
                 (total,) = yield [Carry("sum", words)]
+            if self._pauses:
+                yield []
         finally:
             for name in names:
                 self._put_back(name)
@@ -72,7 +83,8 @@ class Sums:
     def _hold(self, name: str, vector: Array) -> None:
         """Keep the memory of what this rank has not used from travelling."""
         summable = self._shared.tensors[name].summable
-        if summable is None or not (on_host(vector) or self._find_unused):
+        looks = self._drops_unused and (on_host(vector) or self._find_unused)
+        if summable is None or not looks:
             return
         if not is_used(vector):
             self._held[name] = summable.memory

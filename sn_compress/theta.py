@@ -1,14 +1,11 @@
 """Theta over the steps of one optimizer, the same on every rank.
 
-A schedule that follows the error (EnergyBudget) has to see what all ranks lost. In Horovod's torch
-two numbers per tensor travel in the token that is reduced anyway, and steps are counted by tensor.
-In a graph of TensorFlow, where gradients of two steps may be under way at once, and in DDP, all
-tensors of a step get its theta when it begins: then the ranks' sums of the last one are added up.
+A schedule that follows the error (EnergyBudget) has to see what all ranks lost. All tensors of a
+step get its theta when it begins: then the ranks' sums of the last one are added up.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +29,6 @@ class ThetaInTime:
         self._schedule = settings.schedule()
         self._steps: Counter[str] = Counter()
         self._codecs: dict[float, FFTCodec] = {}
-        self._told: dict[str, tuple[float, float]] = {}  # mean energy and error, by tensor
 
     def codec_for(self, name: str | None) -> FFTCodec:
         """The codec for the next gradient of a tensor.
@@ -48,8 +44,6 @@ class ThetaInTime:
         step = 0 if name is None else self._steps[name]
         if name is not None:
             self._steps[name] += 1
-            if name in self._told:
-                self._close_step(step - 1)
         return self.codec_at(self._schedule.theta(step))
 
     def begin_step(self, of: str, energy: float, error: float) -> float:
@@ -86,11 +80,6 @@ class ThetaInTime:
         energy, error = payload.energy or 0.0, payload.error or 0.0
         return [energy, error] if wide else [float(energy > 0), error / energy if energy else 0.0]
 
-    def observe(self, name: str, energy: float, error: float = 0.0) -> None:
-        """The token as reduced over the ranks."""
-        if self.learns:
-            self._told[name] = energy, error
-
     @property
     def learns(self) -> bool:
         """Whether the schedule asks, now or later, what steps have lost on all ranks."""
@@ -103,7 +92,6 @@ class ThetaInTime:
         last = learner(self._schedule, _LATER)
         return {
             "steps": dict(self._steps), "learned": last.state_dict() if last else {},
-            "told": {name: list(each) for name, each in self._told.items()},
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -115,10 +103,9 @@ class ThetaInTime:
             return
         with reading("the place in the schedule"):
             steps = Counter({str(k): count(v, "step") for k, v in state["steps"].items()})
-            told = {str(k): squares(v) for k, v in state.get("told", {}).items()}
             if last := learner(self._schedule, _LATER):
                 last.load_state_dict(state["learned"])
-        self._steps, self._told = steps, told
+        self._steps = steps
 
     @contextmanager
     def loading(self, state: Any) -> Iterator[None]:
@@ -130,13 +117,6 @@ class ThetaInTime:
         except CompressError:
             self.load_state_dict(before)
             raise
-
-    def _close_step(self, step: int) -> None:
-        """Hand a finished step to the schedule; summed by name, as ranks finish in any order."""
-        told, self._told = self._told, {}
-        if last := learner(self._schedule, step):
-            energy = math.fsum(energy for energy, _ in told.values())
-            last.observe(energy, math.fsum(error for _, error in told.values()))
 
 
 def squares(saved: Any) -> tuple[float, float]:

@@ -1,7 +1,6 @@
 // Python's door to the C++ back end: sn_compress._core. Arrays come as contiguous buffers, their
 // sizes are checked here; the caller (ops/record.py) has checked the settings.
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "door.h"
 
 #include <memory>
 #include <new>
@@ -18,24 +17,7 @@
 
 namespace {
 
-class Buffer {
- public:
-  ~Buffer() {
-    if (view_.obj) PyBuffer_Release(&view_);
-  }
-  bool take(PyObject* object, bool writable) {
-    return PyObject_GetBuffer(object, &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) == 0;
-  }
-  template <typename T>
-  T* as() const {
-    return static_cast<T*>(view_.buf);
-  }
-  Py_ssize_t bytes() const { return view_.len; }
-
- private:
-  Py_buffer view_ = {};
-};
-
+using sn::Buffer;
 
 // The layout's numbers, in the order of `numbers` in ops/record.py.
 struct LayoutArguments {
@@ -345,4 +327,8 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "_core", "C++ back end of sn_compre
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit__core() { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit__core() {
+  PyObject* made = PyModule_Create(&module);
+  if (made && PyModule_AddFunctions(made, sn::low_rank_methods) < 0) Py_CLEAR(made);
+  return made;
+}

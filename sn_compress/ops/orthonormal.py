@@ -12,14 +12,21 @@ Gram-Schmidt in this form loses what rows have in common, squared: rows of digit
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 
+from .. import _native
 from ..arrays import (
+    FLOAT64,
+    INT32,
     Array,
     Constant,
+    device_of,
+    host_threads,
+    host_view,
     inverse,
     is_fixed,
     join,
@@ -30,6 +37,7 @@ from ..arrays import (
     spread,
     steady,
     take,
+    to_host,
     transposed,
     turned,
 )
@@ -64,6 +72,7 @@ class Orthonormal:
         for at, (rows, width) in enumerate(shapes):
             alike.setdefault(((rows.bit_length() + 1) // 2, width.bit_length()), []).append(at)
         ends = np.cumsum([0, *(rows * width for rows, width in shapes)])
+        self._table, self._ends = np.array(shapes, np.int64), ends
         n, self._rows = int(ends[-1]), max(rows for rows, _ in shapes)
         self._groups: list[tuple[int, int, int]] = []  # matrices, and rows and width of each
         places, rows_of = [], []
@@ -135,9 +144,36 @@ class Orthonormal:
         sums : [n] whole numbers of any dtype, matrix after matrix; at most `most(width)` in
             magnitude
         """
+        if (made := self._compiled(sums, instead)) is not None:
+            return made
         with steady(sums):  # a row of zeros is divided by, and put aside
             wide = namespace(sums).astype(sums, namespace(sums).float64)
             return (self._found_apart if is_fixed(sums) else self._found)(wide, instead)
+
+    def _compiled(self, sums: Array, instead: Array | None) -> Array | None:
+        """The same bits by the extension, each matrix by itself; None where it cannot."""
+        wide = host_view(sums, FLOAT64)
+        view = host_view(sums, INT32) if wide is None else wide
+        other = None if instead is None else host_view(instead)
+        if view is None or (instead is not None and other is None):
+            return None
+        if (core := _native.core()) is None:
+            return None
+        xp = namespace(sums)
+        made = xp.empty(sums.shape[0], dtype=xp.float32, device=device_of(sums))
+        out, bits = to_host(made), _bits(self._rows)
+        threads = host_threads(sums)
+        step = len(self._table) if threads == 1 else 1
+
+        def work(firsts: Iterator[int]) -> None:
+            for first in firsts:
+                last = min(first + step, len(self._table))
+                here = slice(int(self._ends[first]), int(self._ends[last]))
+                mine = None if other is None else other[here]
+                core.orthonormal(view[here], mine, self._table[first:last], bits, out[here])
+
+        _native.parallel(work, range(0, len(self._table), step), threads)
+        return made
 
     def _found(self, sums: Array, instead: Array | None) -> Array:
         xp = namespace(sums)
@@ -247,28 +283,39 @@ def _transform(gram: Array, unit: Array) -> tuple[Array, Array]:
 def _transform_anew(gram: Array) -> tuple[Array, Array]:
     """The same where nothing can be changed in place: what a step changes is made anew.
 
-    That are the columns of one step to the next, which loses the first and gets the next of `unit`.
+    That are r columns, of which a step loses the first and gains one of the transform: what it
+    took from a column of `unit` that was zero. Its row of the transform is the end of the top one.
     """
     xp = namespace(gram)
-    rows = gram.shape[1]
-    nothing = xp.zeros_like(gram[:, 0, 0])
-    units = xp.concat(
-        [xp.ones_like(gram[:, :1, :1]), xp.zeros_like(gram[:, 1:, :1])], axis=1
-    )  # the first column of what is left of `unit`
-    window = xp.concat([gram, units], axis=2)  # [k, rows - j, rows + 1]
-    inverses, found = [], []
+    total, rows = gram.shape[0], gram.shape[1]
+    window = gram  # [k, rows - j, rows]
+    nothing = xp.zeros_like(gram[:, :1, :1])
+    inverses, tops = [], []
     for j in range(rows):
-        pivot = window[:, 0, 0]
+        top, rest = xp.split(window, [1, rows - j - 1], axis=1)
+        tops.append(top)
+        pivot, tail = xp.split(top, [1, rows - 1], axis=2)
         scale = xp.where(pivot >= _LEAST, inverse(pivot), nothing)
         inverses.append(scale)
-        rest = xp.zeros_like(gram[:, 0, j + 1 :])
-        found.append(xp.concat([window[:, 0, rows - j :], rest], axis=1))
         if j + 1 < rows:
-            below = window[:, 1:, 0] * scale[:, None]
-            terms = below[:, :, None] * window[:, :1, 1:]
+            column, body = xp.split(rest, [1, rows - 1], axis=2)
+            below = column * scale
             # No bound at all, but an operation between the two: XLA makes one of them otherwise.
-            terms = xp.maximum(terms, -_HUGE)
-            after = window[:, 1:, 1:] - terms
-            window = xp.concat([after, units[:, : rows - j - 1]], axis=2)
-    scales = xp.stack(inverses, axis=1)
-    return xp.stack(found, axis=1) * xp.sqrt(scales)[:, :, None], scales > 0
+            terms = xp.maximum(below * tail, -_HUGE)
+            window = xp.concat([body - terms, 0 - below], axis=2)
+    scales = xp.concat(inverses, axis=1)
+    zeros = xp.zeros_like(scales[:, :1])
+    flat = xp.concat(
+        [xp.reshape(xp.concat(tops, axis=1), (total, -1)), zeros[:, :, 0], 1 + zeros[:, :, 0]],
+        axis=1,
+    )
+    found = xp.reshape(xp.take(flat, _sheared(rows).on(gram), axis=1), gram.shape)
+    return found * xp.sqrt(scales), xp.reshape(scales > 0, (total, rows))
+
+
+@cache
+def _sheared(rows: int) -> Constant:
+    """Where the transform's numbers are: the ends of rows, a zero behind these, and a one."""
+    row, column = np.indices((rows, rows))
+    place = np.where(column < row, row * rows + rows - row + column, rows * rows)
+    return Constant(np.where(column == row, rows * rows + 1, place).reshape(-1))

@@ -20,7 +20,7 @@ _QUARTERS = np.array(
     [1.0, 1.1892071150027210667, 1.4142135623730950488, 1.6817928305074290861], np.float32
 )
 _SCALES = np.ldexp(_QUARTERS[_EXPONENTS % PER_OCTAVE], _EXPONENTS // PER_OCTAVE)
-_COVERED = Constant(_SCALES[:-_MARGIN])
+COVERED = Constant(_SCALES[:-_MARGIN])  # by each exponent
 _units: dict[tuple[int, int], Constant] = {}
 
 _LOW, _HIGH = -300, 300  # of powers of two: those of float32, and of sums in float64
@@ -33,7 +33,7 @@ def covering(peaks: Array) -> tuple[Array, Array]:
     peaks : [n] float32, not negative, finite. One beyond the table gets its end
     """
     xp = namespace(peaks)
-    found = clipped(xp.searchsorted(_COVERED.on(peaks), peaks), 0, HIGHEST - LOWEST)
+    found = clipped(xp.searchsorted(COVERED.on(peaks), peaks), 0, HIGHEST - LOWEST)
     return xp.astype(found, xp.int32) + LOWEST, peaks > 0
 
 
@@ -44,10 +44,15 @@ def units(exponents: Array, limit: int = 1, ranks: int = 1) -> Array:
 
     exponents : [n] int32, LOWEST to HIGHEST
     """
+    return take(unit_table(limit, ranks).on(exponents), exponents - LOWEST)
+
+
+def unit_table(limit: int = 1, ranks: int = 1) -> Constant:
+    """[HIGHEST - LOWEST + 1] float32: the units of all exponents."""
     if (limit, ranks) not in _units:
         made = _SCALES[_MARGIN:] / np.float32(limit) / np.float32(ranks)
         _units[limit, ranks] = Constant(made)
-    return take(_units[limit, ranks].on(exponents), exponents - LOWEST)
+    return _units[limit, ranks]
 
 
 def shifted(exponents: Array, quarters: int) -> Array:

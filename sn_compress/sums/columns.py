@@ -10,9 +10,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .. import _native
 from ..arrays import (
+    INT32,
     Constant,
     clipped,
+    device_of,
+    host_view,
     is_fixed,
     join,
     largest_of,
@@ -24,9 +28,10 @@ from ..arrays import (
     split,
     spread,
     take,
+    to_host,
 )
 from ..ops.digits import MAX_RANKS, Digits
-from ..ops.scales import HIGHEST, LOWEST, covering, units
+from ..ops.scales import COVERED, HIGHEST, LOWEST, covering, unit_table, units
 from .base import Array
 
 _COUNT = 2**20  # in a column's word, above the exponents' sum
@@ -51,6 +56,7 @@ class Columns:
         self._sizes = [count * side for count, side in self.shapes]
         self._column_of = Constant(np.repeat(np.arange(self.count), sides))
         self._starts = np.cumsum([0, *sides[:-1]])
+        self._sides = np.array(sides, np.int64)
         # Columns of equal length side by side: runs, and numbers in each.
         self._runs = runs_of(sides)
 
@@ -97,6 +103,8 @@ class Columns:
         """[words] int32 of finite numbers [size], and what they will be read as, [size] float32."""
         xp = namespace(exponents)
         digits = self._digits(ranks)
+        if packed := self._packed(flat, exponents, digits):
+            return packed
         logs, some = covering(self.peaks(flat))
         head = xp.where(some, logs + _COUNT, xp.zeros_like(logs))
         unit = self._spread(units(exponents, digits.limit))
@@ -116,9 +124,41 @@ class Columns:
         logs = head - counts * _COUNT
         # The mean, rounded half up in integers: the same wherever it is computed.
         known = (2 * logs + ranked) // (2 * ranked)
-        sums = digits.unpack(total[self.count :], self.size)
-        unit = self._spread(units(exponents, digits.limit, ranks))
-        return sums, unit, xp.where(some, clipped(known, LOWEST, HIGHEST), exponents)
+        found = self._unpacked(total[self.count :], exponents, digits, ranks)
+        if found is None:
+            sums = digits.unpack(total[self.count :], self.size)
+            found = sums, self._spread(units(exponents, digits.limit, ranks))
+        return *found, xp.where(some, clipped(known, LOWEST, HIGHEST), exponents)
+
+    def _packed(self, flat: Array, exponents: Array, digits: Digits) -> tuple[Array, Array] | None:
+        """What `pack` returns, by the extension: the same bits in two passes."""
+        xp, views = namespace(flat), (host_view(flat), host_view(exponents, INT32))
+        if views[0] is None or views[1] is None or (core := _native.core()) is None:
+            return None
+        at = device_of(flat)
+        words = xp.empty(self.count + digits.words(self.size), dtype=xp.int32, device=at)
+        own = xp.empty(self.size, dtype=xp.float32, device=at)
+        core.pack_columns(
+            views[0], self._sides, views[1], COVERED.host, unit_table(digits.limit).host, LOWEST,
+            digits.bits, float(digits.limit), _COUNT, to_host(words), to_host(own),
+        )  # fmt: skip
+        return words, own
+
+    def _unpacked(
+        self, words: Array, exponents: Array, digits: Digits, ranks: int
+    ) -> tuple[Array, Array] | None:
+        """Sums of digits and their units, by the extension."""
+        xp, views = namespace(words), (host_view(words, INT32), host_view(exponents, INT32))
+        if views[0] is None or views[1] is None or (core := _native.core()) is None:
+            return None
+        at = device_of(words)
+        sums = xp.empty(self.size, dtype=xp.int32, device=at)
+        unit = xp.empty(self.size, dtype=xp.float32, device=at)
+        core.unpack_columns(
+            views[0], self._sides, views[1], unit_table(digits.limit, ranks).host, LOWEST,
+            digits.bits, to_host(sums), to_host(unit),
+        )  # fmt: skip
+        return sums, unit
 
     def _spread(self, values: Array) -> Array:
         """[count] to [size]: each column's value for all its numbers."""
@@ -127,9 +167,11 @@ class Columns:
         return take(values, self._column_of.on(values))
 
 
-def numbers(columns: Columns, factors: Sequence[Array]) -> tuple[Array, Array]:
-    """The factors as [size], zeros where any is not finite, and whether all are (0-d bool)."""
-    xp = namespace(factors[0])
-    flat = columns.join(factors)
+def numbers(flat: Array) -> tuple[Array, Array]:
+    """[size] float32, zeros where any is not finite, and whether all are (0-d bool)."""
+    xp, view = namespace(flat), host_view(flat)
+    if view is not None and (core := _native.core()) is not None:
+        all_are = core.all_finite(view)
+        return (flat if all_are else xp.zeros_like(flat)), xp.asarray(all_are)
     finite = xp.all(xp.isfinite(flat))
     return xp.where(finite, flat, xp.zeros_like(flat)), finite

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..arrays import device_of, join, like_of, namespace, product, subtract_product, turned
+from ..arrays import device_of, join, like_of, namespace, turned
 from ..errors import CompressError
 from ..ops.orthonormal import Orthonormal, most
+from ..ops.products import outer, subtract_outer, times_columns, times_rows
 from ..ops.scales import integers, shifted
 from .base import Array, Outcome, Part, Send, State, Step, Summed, cut_up, joined
 from .columns import Columns, numbers
@@ -129,8 +130,7 @@ class LowRank(Part):
     def first(self, state: State, matrices: Sequence[Array], ranks: int) -> tuple[Array, Array]:
         """The words of P = M Q, and whether there are numbers."""
         basis = self._right.split(state["basis"])
-        products = [q @ turned(m) for q, m in zip(basis, matrices, strict=True)]
-        p, finite = numbers(self._left, products)
+        p, finite = numbers(times_rows(basis, matrices))
         return self._left.pack(p, state["left"], ranks)[0], finite
 
     def second(
@@ -139,8 +139,7 @@ class LowRank(Part):
         """The words of Q = M^T P, whether there are numbers, and what `last` needs."""
         sums, _, exponents = self._left.unpack(found.words, state["left"], ranks)
         p = self._left_rows(sums)
-        products = [a @ m for a, m in zip(self._left.split(p), matrices, strict=True)]
-        q, finite = numbers(self._right, products)
+        q, finite = numbers(times_columns(self._left.split(p), matrices))
         words, own = self._right.pack(q, state["right"], ranks)
         return words, finite, {"p": p, "q": q, "own": own, "left": exponents}
 
@@ -160,12 +159,8 @@ class LowRank(Part):
         sums, unit, exponents = self._right.unpack(found.words, state["right"], ranks)
         mean = self._right.split(xp.astype(sums, xp.float32) * (unit * found.poison))
         p, owns = self._left.split(seen["p"]), self._right.split(own)
-        left = [
-            subtract_product(m, turned(a), b) for m, a, b in zip(matrices, p, owns, strict=True)
-        ]
-        into = outs or [None] * len(p)
-        multiply = _exact_product if exact else product
-        means = [multiply(turned(a), b, out) for a, b, out in zip(p, mean, into, strict=True)]
+        left = subtract_outer(matrices, p, owns)
+        means = _exact_outer(p, mean, outs) if exact else outer(p, mean, outs)
         new = {
             # The new directions; where there is none (the gradient had fewer), the old one waits.
             "basis": self._right_rows(sums, state["basis"]),
@@ -198,6 +193,14 @@ def _rounded(factors: Sequence[Array], bits: int) -> Array:
     """[size]: their directions as integers."""
     xp = namespace(factors[0])
     return join([xp.reshape(integers(it, bits)[0], (-1,)) for it in factors])
+
+
+def _exact_outer(
+    left: Sequence[Array], right: Sequence[Array], outs: Sequence[Array] | None
+) -> list[Array]:
+    """See `outer`; one order of sums and one rounding, for ranks of unlike hardware."""
+    into = outs or [None] * len(left)
+    return [_exact_product(turned(a), b, out) for a, b, out in zip(left, right, into, strict=True)]
 
 
 def _exact_product(left: Array, right: Array, out: Array | None) -> Array:

@@ -24,23 +24,14 @@ from ..codecs.base import MAX_ELEMENTS, Floats
 from ..errors import CompressError
 from ..saved import reading
 from .base import Array
-from .choose import Curve, Size, allocate, better, budget, decode_sizes, encode_sizes
-from .summable import Summable, Verdict, exchange
+from .choose import decode_sizes, encode_sizes
+from .proposal import is_large, propose
+from .summable import Verdict, exchange
 from .tensor import Tensor
 
 Rounds = Generator[Array, Array, Array]
 
-# Elements of a vector, such as a bias or the weights of a norm, from which on it is compressed. A
-# vector has no low rank, models have many small ones, and all together they are little: travelling
-# plain with the others costs less than what would be saved.
-VECTOR = 2**16
 _FORMAT = 5
-
-
-def is_large(shape: Sequence[int], min_elements: int) -> bool:
-    """Whether a tensor is worth compressing: the rule of every class and every seam."""
-    is_vector = sum(side > 1 for side in shape) <= 1
-    return math.prod(shape) >= (max(VECTOR, min_elements) if is_vector else min_elements)
 
 
 class SharedExchange:
@@ -52,7 +43,7 @@ class SharedExchange:
         included; where even rank one for every matrix is more, that is what is sent
     warmup : dense steps at the start, at least 1
     every : steps from one dense step to the next after that
-    min_elements : tensors below it are not taken, and no vectors below VECTOR
+    min_elements : tensors below it are not taken, and no vectors below `proposal.VECTOR`
     feedback, decay : whether what was not sent is remembered, and the factor on it
     """
 
@@ -147,7 +138,14 @@ class SharedExchange:
         """
         tensors = [self._next(name) for name in names]
         if any(tensor.summable is None and tensor.proposed is None for tensor in tensors):
-            self._propose(ranks, rows=rank is not None)
+            propose(
+                self.tensors,
+                sum(self._left_out.values()),
+                ratio=self.ratio,
+                min_elements=self.min_elements,
+                ranks=ranks,
+                rows=rank is not None,
+            )
         return self._rounds(names, values, ranks=ranks, rank=rank, outs=outs)
 
     def _rounds(
@@ -175,7 +173,7 @@ class SharedExchange:
             shapes = {name: size.shape for name, size in new.items()}
             new = decode_sizes(to_host(total), shapes, ranks=ranks)
         for name, size in new.items():
-            self._begin(self.tensors[name], size)
+            self.tensors[name].begin(size)
         summables = [tensor.summable for tensor in tensors if tensor.summable is not None]
         xp = namespace(values[0])
         vectors = [xp.reshape(xp.astype(it, xp.float32, copy=False), (-1,)) for it in values]
@@ -236,56 +234,9 @@ class SharedExchange:
             )
         return tensor
 
-    def _propose(self, ranks: int, *, rows: bool) -> None:
-        """Sizes for all tensors that have none yet, from what the dense steps showed this rank."""
-        # A copy: where a thread encodes, a hook may add a tensor meanwhile.
-        new = {
-            name: t
-            for name, t in list(self.tensors.items())
-            if t.summable is None and t.proposed is None
-        }
-        for name, tensor in list(new.items()):
-            known = None if tensor.mean is None else to_host(tensor.mean)
-            if known is not None and not np.isfinite(known).all():
-                # A dense step that was lost has shown nothing: all goes on as before.
-                tensor.mean, tensor.summable = None, tensor.earlier
-                if tensor.summable is not None:
-                    del new[name]
-        curves = {}
-        for name, t in new.items():
-            n = math.prod(t.shape)
-            mean = np.zeros(n, np.float32) if t.mean is None else to_host(t.mean)
-            shape = t.shape if n >= self.min_elements else (n,)
-            curves[name] = Curve.of(mean, shape)
-            if rows and not curves[name].flat and t.mean is not None:
-                by_rows = Curve.of_rows(mean, shape)
-                curves[name] = better(curves[name], by_rows, n / self.ratio, ranks)
-        chosen = allocate(curves, self._budget(new.values()), ranks)
-        for name, tensor in new.items():
-            curve, size = curves[name], chosen[name]
-            tensor.proposed = Size(curve.shape, size, sparse=curve.sparse and size > 0)
-
-    def _begin(self, tensor: Tensor, size: Size) -> None:
-        """A tensor goes on at a size, from the mean gradient that the dense steps showed."""
-        mean = tensor.mean
-        if mean is None:
-            mean = np.zeros(math.prod(tensor.shape), np.float32)
-        tensor.size, tensor.summable = size, Summable.of(size.part(), mean)
-        if tensor.owed is not None:
-            tensor.summable.replace(tensor.owed)
-        tensor.mean = tensor.owed = tensor.earlier = tensor.proposed = None
-
-    def _budget(self, new: Iterable[Tensor]) -> int:
-        """Words for these tensors; each pays its part of what travels plain."""
-        taken, all_taken = (
-            sum(math.prod(tensor.shape) for tensor in tensors)
-            for tensors in (new, list(self.tensors.values()))
-        )
-        return budget(taken, sum(self._left_out.values()) * taken / all_taken, self.ratio)
-
-    def undo(self) -> None:
-        """Take the last step of every tensor back; see Summable.undo."""
-        for tensor in self.tensors.values():
+    def undo(self, names: Iterable[str] | None = None) -> None:
+        """Take the last step of these tensors back, or of all; see Summable.undo."""
+        for tensor in [self.tensors[n] for n in (self.tensors if names is None else names)]:
             if tensor.before is not None:
                 for field, value in tensor.before.items():
                     setattr(tensor, field, value)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from ..arrays import either, namespace, squared_norm, steady
+from ..arrays import either, namespace, steady
 from ..errors import CompressError
-from ..ops.remember import remember
+from ..ops.remember import remembered
 from .base import Array, Part, State
 from .bucket import Bucket, Result
 
@@ -91,12 +91,14 @@ def _step(
 ) -> Generator[Array, Array, Stepped]:
     xp = namespace(gradients[0])
     tensors = zip(memories, gradients, bucket.shapes, strict=True)
-    matrices = []
+    matrices, squares = [], []
     for memory, gradient, shape in tensors:
         check(gradient, shape)
-        matrices.append(xp.reshape(remember(memory, gradient, decay), shape))
+        vector, square = remembered(memory, gradient, decay)
+        matrices.append(xp.reshape(vector, shape))
+        squares.append(square)
     result, numbers = yield from summed(
-        bucket, state, matrices, ranks=ranks, rank=rank, exact=exact
+        bucket, state, matrices, squares, ranks=ranks, rank=rank, exact=exact
     )
     lost = result.lost | result.damaged
     names = list(state)
@@ -116,6 +118,7 @@ def summed(
     bucket: Bucket,
     state: State,
     matrices: Sequence[Array],
+    squares: Sequence[Array],
     *,
     ranks: int,
     rank: int | None,
@@ -125,8 +128,9 @@ def summed(
     """The rounds of a bucket for gradients with their memories; see Bucket.step, Stepped.numbers.
 
     matrices : as in Part.step; what is in `left` of a lost step is good for nothing
+    squares : the squared norm of each, 0-d float32
     """
-    energy = _total([squared_norm(it) for it in matrices])
+    energy = _total(squares)
     xp = namespace(matrices[0])
     result = yield from bucket.step(
         state,

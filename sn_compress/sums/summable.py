@@ -16,7 +16,7 @@ import numpy as np
 
 from ..arrays import Later, like_of, namespace, to_host
 from ..errors import CompressError, PayloadError
-from ..ops.remember import remember
+from ..ops.remember import remembered
 from ..saved import floats, reading
 from .base import Array, Part, State
 from .bucket import Bucket
@@ -96,15 +96,18 @@ class Summable:
             self.state = {name: like_of(it, like) for name, it in self.state.items()}
             self._spare = self._before = None
 
-    def add(self, gradient: Array, decay: float) -> Array:
-        """Gradient plus memory, [rows, columns], in the buffer that becomes the memory."""
+    def add(self, gradient: Array, decay: float) -> tuple[Array, Array]:
+        """Gradient plus memory, [rows, columns], in the buffer that becomes the memory.
+
+        And its squared norm, 0-d float32.
+        """
         self.place(gradient)
         (shape,) = self.part.shapes
         self.conclude()
         out = self._before[0] if self._before is not None else self._spare
-        vector = remember(self.memory, gradient, decay, out)
+        vector, energy = remembered(self.memory, gradient, decay, out)
         self._before, self._spare = None, vector
-        return namespace(vector).reshape(vector, shape)
+        return namespace(vector).reshape(vector, shape), energy
 
     def end(self, left: Array, state: State, verdict: Verdict) -> None:
         """Take a step as it has ended, or will turn out to have."""
@@ -203,7 +206,8 @@ def _steps(
     outs: Sequence[Array] | None,
 ) -> Generator[Array, Array, tuple[list[Array], Verdict]]:
     bucket, order = bucket_of(tuple(one.part for one in summables))
-    matrices = [summables[at].add(gradients[at], decay) for at in order]
+    added = [summables[at].add(gradients[at], decay) for at in order]
+    matrices, squares = [matrix for matrix, _ in added], [square for _, square in added]
     xp = namespace(matrices[0])
     into = None
     if outs is not None:
@@ -211,7 +215,7 @@ def _steps(
         into = [xp.reshape(outs[at], shape) for at, shape in pairs]
     state = bucket.join([summables[at].state for at in order])
     result, numbers = yield from summed(
-        bucket, state, matrices, ranks=ranks, rank=rank, exact=exact, outs=into
+        bucket, state, matrices, squares, ranks=ranks, rank=rank, exact=exact, outs=into
     )
     verdict = Verdict(Later(numbers))
     means: list[Array] = [None] * len(order)

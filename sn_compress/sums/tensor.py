@@ -39,6 +39,16 @@ class Tensor:
         self.summable.conclude()
         return self.summable.memory
 
+    def begin(self, size: Size) -> None:
+        """Go on at a size, from the mean gradient that the dense steps showed."""
+        mean = self.mean
+        if mean is None:
+            mean = np.zeros(math.prod(self.shape), np.float32)
+        self.size, self.summable = size, Summable.of(size.part(), mean)
+        if self.owed is not None:
+            self.summable.replace(self.owed)
+        self.mean = self.owed = self.earlier = self.proposed = None
+
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on with it, as arrays and numbers."""
         entry: dict[str, Any] = {"shape": list(self.shape), "step": self.step}

@@ -42,7 +42,7 @@ class Whole(Part):
         return {"scales": xp.zeros(self._columns.count, dtype=xp.int32, device=device_of(like))}
 
     def begin(self, state: State, means: Sequence[Array]) -> State:
-        known, _ = numbers(self._columns, [_row(it) for it in means])
+        known, _ = numbers(self._columns.join(means))
         return {"scales": self._columns.expected(self._columns.peaks(known), state["scales"])}
 
     def rescale(self, state: State, quarters: int) -> State:
@@ -59,7 +59,7 @@ class Whole(Part):
         outs: Sequence[Array] | None = None,
     ) -> Step:
         xp = namespace(matrices[0])
-        flat, finite = numbers(self._columns, [_row(it) for it in matrices])
+        flat, finite = numbers(self._columns.join(matrices))
         words, own = self._columns.pack(flat, state["scales"], ranks)
         found: Summed = yield Send(words, finite)
         sums, unit, scales = self._columns.unpack(found.words, state["scales"], ranks)
@@ -71,7 +71,3 @@ class Whole(Part):
             means = list(outs)
         rest = [xp.reshape(it, shape) for it, shape in zip(left, self.shapes, strict=True)]
         return Outcome(rest, means, {"scales": scales}, xp.sum(own * (2 * flat - own)))
-
-
-def _row(matrix: Array) -> Array:
-    return namespace(matrix).reshape(matrix, (1, -1))

@@ -153,9 +153,9 @@ def constant(of: Any, host: npt.NDArray[Any]) -> Array:
     return known[of]
 
 
-def split(flat: Array, sizes: Sequence[int]) -> list[Array]:
-    """Stretches of a vector."""
-    return list(tf.split(flat, list(sizes)))
+def split(values: Array, sizes: Sequence[int], *, axis: int = 0) -> list[Array]:
+    """Stretches of an axis."""
+    return list(tf.split(values, list(sizes), axis))
 
 
 def bits_of(values: Array) -> Array:

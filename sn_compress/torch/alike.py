@@ -18,6 +18,7 @@ from ..agreement import Said, agree, alike, plain, question
 from ..hardware import said
 from ..settings import Settings
 from .digests import digest
+from .in_flight import complete
 from .memory import Memory
 
 _DO = (
@@ -29,7 +30,7 @@ _OPTIONS = ("op", "backward_passes_per_step", "gradient_predivide_factor", "spar
 
 def total(memory: Memory, process_set: Any, name: str, words: Any) -> Any:
     """The sum over the ranks, at once; counted as what is sent beside the gradients."""
-    memory.traffic.beside(words.nbytes)
+    memory.engine.traffic.beside(words.nbytes)
     wire = torch.from_numpy(words.copy())
     handle = hvd.allreduce_async(wire, name=name, op=hvd.Sum, process_set=process_set)
     return result_of(hvd, handle, limit_s=memory.settings.wait_s, what=name).numpy()
@@ -138,12 +139,12 @@ class Checked:
             if parameter in optimizer._requires_update
         ]
         words = question(said)
-        memory.traffic.beside(words.nbytes)
+        memory.engine.traffic.beside(words.nbytes)
         handle = hvd.allreduce_async(
             torch.from_numpy(words), name="sn.same." + said[0][0], op=hvd.Sum,
             process_set=optimizer.process_set,
         )  # fmt: skip
-        return cls(memory, optimizer, said, memory.sameness.steps - 1, handle, inner)
+        return cls(memory, optimizer, said, memory.engine.sameness.steps - 1, handle, inner)
 
     def finish(self, reduced: Any) -> Any:
         """Called by Horovod; raises CompressError on every rank if parameters differ."""
@@ -151,10 +152,10 @@ class Checked:
         what = f"the digest of the parameters at step {self.step}"
         asked = result_of(hvd, self.handle, limit_s=memory.settings.wait_s, what=what)
         if not alike(asked.numpy()):
-            memory.pending.complete()  # another rank may wait for our words before it comes here
-            raise memory.sameness.apart(
+            complete(memory, sets)  # another rank may wait for our words before it comes here
+            raise memory.engine.sameness.apart(
                 self.step, self.said, total=partial(total, memory, sets), rank=sets.rank(),
                 ranks=sets.size(),
             )  # fmt: skip
-        memory.sameness.found(self.step)
+        memory.engine.sameness.found(self.step)
         return reduced if self.inner is None else self.inner.finish(reduced)

@@ -35,13 +35,13 @@ from ..feedback import ErrorFeedback
 from ..prediction.tuning import Tuner
 from ..saved import held, reading
 from ..sums.session import SharedExchange
+from .buckets import GROUP
 from .collectives import Collectives
 from .digests import digest
-from .given import check_flag, check_scaler, names_given
+from .given import Names, check_flag, check_scaler
 from .layout import Part as Part
 from .layout import changes_of, layout_of, parts_of, said_of
 
-_GROUP = 2**23  # elements of buckets whose words travel together: a collective costs its latency
 _OVER = object()
 
 
@@ -59,8 +59,8 @@ class CompressionState:
     find_unused_parameters : as DDP has it. On CUDA tensors it costs one wait for the device a
         bucket, to keep the memory of parameters that were not used; on the CPU it is always on.
 
-    Raises CompressError for what is none of ours in place of compression or group, and for settings
-    that are not the same on all ranks (then in the first backward pass, on every rank).
+    Raises CompressError for what is none of ours in place of compression or group; in the first
+    backward pass, on every rank, for settings that ranks do not share.
     """
 
     def __init__(
@@ -85,11 +85,7 @@ class CompressionState:
         )  # fmt: skip
         self.feedback, self.shared = self.engine.feedback, self.engine.shared
         self.traffic = self.engine.traffic
-        # By identity; held, so that no other tensor can get the same one.
-        self._names: dict[int, tuple[torch.Tensor, str]] = {}
-        self._all_named = named_parameters is not None
-        for parameter, name in names_given(() if named_parameters is None else named_parameters):
-            self._names[id(parameter)] = parameter, name
+        self.names = Names(named_parameters)
         self._said: list[tuple[str, str]] | None = None  # of the parameters, in a step that asks
         self.waiting: list[Any] = []  # buckets whose rounds begin with that of a later one
         self.pending: list[Generator[None, None, None]] = []  # rounds that have begun
@@ -124,18 +120,7 @@ class CompressionState:
 
     def parts(self, bucket: dist.GradBucket) -> list[Part]:
         """The parameters of a bucket in the order in which their gradients lie there."""
-        return parts_of([(self._name_of(each), each) for each in bucket.parameters()])
-
-    def _name_of(self, parameter: torch.Tensor) -> str:
-        if id(parameter) not in self._names:
-            if self._all_named:
-                raise CompressError(
-                    f"a parameter of shape {tuple(parameter.shape)} is not in named_parameters; "
-                    "expected all of the model's. Pass model.named_parameters() of the model "
-                    "that DDP has."
-                )
-            self._names[id(parameter)] = parameter, f"parameter {len(self._names)}"
-        return self._names[id(parameter)][1]
+        return parts_of([(self.names.of(each), each) for each in bucket.parameters()])
 
     def rounds(
         self, flats: Sequence[tuple[torch.Tensor, Sequence[Part]]]
@@ -179,7 +164,7 @@ class CompressionState:
         Before anything that may be an error of one rank only. like : a gradient
         """
         total = partial(self._total, like.device)
-        said = said_of(self._names.values()) if self._all_named else []
+        said = said_of(self.names.known()) if self.names.complete else []
         self.engine.agree(
             said, total=total, rank=self.rank, ranks=self.ranks, name="start",
             like=torch.zeros(1, device=like.device), do="Make CompressionState alike on all ranks.",
@@ -200,7 +185,7 @@ class CompressionState:
     def note(self, bucket: dist.GradBucket) -> None:
         """Take digests of a bucket's parameters in a pass that compares them."""
         if self._said is not None:
-            self._said += [(self._name_of(p), digest(p)) for p in bucket.parameters()]
+            self._said += [(self.names.of(p), digest(p)) for p in bucket.parameters()]
 
     def compare(self, device: torch.device) -> None:
         """At the end of such a pass: CompressError, on every rank, if parameters differ."""
@@ -214,7 +199,7 @@ class CompressionState:
 
         Raises CompressError if parameters have no names.
         """
-        if not self._all_named and self._names:
+        if not self.names.complete and self.names.known():
             raise CompressError(
                 "parameters are known by the order of DDP's buckets only, which the next run may "
                 "change; expected names. Make CompressionState(..., "
@@ -224,7 +209,7 @@ class CompressionState:
             torch.cuda.synchronize()
         state = engine_state.state_dict(self.engine, ranks=self.ranks, rank=self.rank)
         return saving.each(
-            np.ndarray, torch.from_numpy, state | {"layout": layout_of(self._names.values())}
+            np.ndarray, torch.from_numpy, state | {"layout": layout_of(self.names.known())}
         )
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
@@ -237,7 +222,7 @@ class CompressionState:
             arrays = saving.each(torch.Tensor, lambda tensor: tensor.cpu().numpy(), state)
         engine_state.load_state_dict(
             self.engine, arrays, ranks=self.ranks, rank=self.rank,
-            changes=lambda saved: changes_of(self._names.values(), saved.get("layout", {})),
+            changes=lambda saved: changes_of(self.names.known(), saved.get("layout", {})),
         )  # fmt: skip
 
 
@@ -265,7 +250,7 @@ def compression_hook(
         next(state.pending[-1])
     else:
         state.waiting.append((future, flat, state.parts(bucket)))
-    large = sum(each.numel() for _, each, _ in state.waiting) >= _GROUP
+    large = sum(each.numel() for _, each, _ in state.waiting) >= GROUP
     if state.waiting and (large or bucket.is_last() or state.settings.exchange == "gather"):
         group, state.waiting = state.waiting, []
         state.pending.append(_group_rounds(state, group))

@@ -9,6 +9,36 @@ import torch
 from ..errors import CompressError
 
 
+class Names:
+    """Those of a model's parameters, from named_parameters; or made up, None given, as they come.
+
+    Raises CompressError for what are no named parameters; see names_given.
+    """
+
+    def __init__(self, named: Any) -> None:
+        self.complete = named is not None
+        # By identity; held, so that no other tensor can get the same one.
+        self._known: dict[int, tuple[torch.Tensor, str]] = {}
+        for parameter, name in names_given(named) if self.complete else ():
+            self._known[id(parameter)] = parameter, name
+
+    def known(self) -> list[tuple[torch.Tensor, str]]:
+        """All so far, in their order."""
+        return list(self._known.values())
+
+    def of(self, parameter: torch.Tensor) -> str:
+        """Its name; CompressError for one that is not among those given."""
+        if id(parameter) not in self._known:
+            if self.complete:
+                raise CompressError(
+                    f"a parameter of shape {tuple(parameter.shape)} is not in named_parameters; "
+                    "expected all of the model's. Pass model.named_parameters() of the model "
+                    "that DDP has."
+                )
+            self._known[id(parameter)] = parameter, f"parameter {len(self._known)}"
+        return self._known[id(parameter)][1]
+
+
 def names_given(named: Any) -> list[tuple[torch.Tensor, str]]:
     """The parameters and names of what was passed as named_parameters, in their order.
 

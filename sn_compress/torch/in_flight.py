@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import horovod.torch as hvd
-import numpy as np
 import torch
 
 from .._waiting import result_of
-from ..codecs.fft import FFTCodec
-from ..codecs.gather import mean_of_gathered
+from ..carry import Carry, Gradient
 from ..errors import CompressError, PayloadError
-from ..exchange.pending import Pending
 from .memory import Memory
+from .streams import SideStream
+
+Rounds = Generator[list[Carry], list[Any], None]
 
 
 @dataclass
@@ -28,70 +33,8 @@ class Cast:
 
 
 @dataclass
-class InFlight:
-    """A payload on its way."""
-
-    handle: int
-    name: str
-    memory: Memory
-    codec: FFTCodec
-    ranks: int
-    factor: float  # on the mean: the number of ranks for a sum
-    like: torch.Tensor  # shape, dtype and device of the result
-
-    def finish(self, token: torch.Tensor) -> torch.Tensor:
-        self.memory.theta.observe(self.name, *token.tolist())
-        try:
-            limit_s = self.memory.settings.wait_s
-            what = f"the payloads of {self.name}"
-            gathered = result_of(hvd, self.handle, limit_s=limit_s, what=what).numpy()
-        except hvd.mpi_ops.HorovodInternalError as error:
-            if "join" in str(error).lower():
-                raise self._joined() from error
-            error.add_note(f"while gathering {self.name}; a rank has ended, or called hvd.join()")
-            raise
-        try:
-            mean = mean_of_gathered(self.codec, gathered, self.ranks, self.like.numel())
-        except PayloadError as error:
-            # Once the gather is in its response cache, Horovod runs it without asking and puts
-            # zeros in the place of a rank that has joined.
-            parts = np.array_split(gathered, self.ranks)
-            if not all(part.any() for part in parts):
-                raise self._joined() from error
-            raise
-        self.memory.check(mean)
-        return _gradient(mean, self.factor, self.like)
-
-    def _joined(self) -> CompressError:
-        return CompressError(
-            f"{self.name}: another rank called hvd.join(), after which Horovod gathers nothing. "
-            "Give all ranks equally many batches (drop_last=True), or train without compression."
-        )
-
-
-@dataclass(frozen=True)
-class Reducer:
-    """Sums of words over the ranks of a process set."""
-
-    process_set: Any
-    limit_s: float
-
-    def start(self, name: str, words: Any) -> tuple[str, int]:
-        wire = torch.from_numpy(words)
-        handle = hvd.allreduce_async(wire, name=name, op=hvd.Sum, process_set=self.process_set)
-        return name, handle
-
-    def arrived(self, handle: tuple[str, int]) -> bool:
-        return bool(hvd.poll(handle[1]))
-
-    def wait(self, handle: tuple[str, int]) -> Any:
-        name, number = handle
-        return result_of(hvd, number, limit_s=self.limit_s, what=name).numpy()
-
-
-@dataclass
 class Shown:
-    """A gradient on its way uncompressed, of whose mean the shared exchange takes note."""
+    """A gradient on its way uncompressed, of whose mean the engine takes note."""
 
     memory: Memory
     name: str
@@ -99,36 +42,142 @@ class Shown:
     dtype: torch.dtype
 
     def finish(self, reduced: torch.Tensor) -> torch.Tensor:
-        mean = reduced.detach().to("cpu", torch.float32).numpy() / np.float32(self.factor)
-        self.memory.check(mean)
-        self.memory.shared.learn(self.name, mean)
+        self.memory.comes_back()
+        self.memory.engine.learn(self.name, reduced.detach().float() / self.factor)
         return reduced.to(self.dtype)
 
 
 @dataclass
 class InRounds:
-    """A gradient on its way in the rounds of the shared exchange."""
+    """A gradient on its way in the rounds of its bucket."""
 
-    memory: Memory
-    name: str
+    gradient: Gradient  # whose values become the mean
+    tensor: torch.Tensor  # of which they are, or are a copy
     factor: float
-    like: torch.Tensor
-    ranks: int
-    pending: Pending
+    complete: Callable[[], object]  # of all that is on its way
+    result: torch.Tensor | None = None
 
     def finish(self, token: torch.Tensor) -> torch.Tensor:
-        mean = self.pending.finish(self.name)
-        self.memory.check(mean)
-        shared = self.memory.shared
-        sent = 4 * sum(shared.words(self.name, self.ranks)) + token.element_size()
-        lost = shared.lost(self.name)
-        way = shared.way(self.name)
-        self.memory.traffic.shared(self.name, self.like.numel(), sent, *lost, way=way)
-        return _gradient(mean, self.factor, self.like)
+        if self.result is None:
+            self.complete()
+        assert self.result is not None
+        return self.result.mul_(self.factor) if self.factor != 1.0 else self.result
+
+    def end(self) -> None:
+        """The mean has come."""
+        mean = self.gradient.values.view(self.tensor.shape)
+        in_place = mean.data_ptr() == self.tensor.data_ptr()
+        self.result = self.tensor if in_place else torch.empty_like(self.tensor).copy_(mean)
 
 
-def _gradient(mean: Any, factor: float, like: torch.Tensor) -> torch.Tensor:
-    """The mean times the factor, as a fresh tensor: Horovod makes it the storage of p.grad."""
-    if factor != 1.0:
-        mean *= factor
-    return torch.from_numpy(mean).reshape(like.shape).to(like)
+@dataclass(frozen=True)
+class Reducer:
+    """Horovod's collectives on the ranks of a process set, where the words are.
+
+    named : False leaves the names to Horovod
+    """
+
+    process_set: Any
+    limit_s: float
+    side: SideStream
+    device: torch.device
+    named: bool = True
+
+    def beside(self) -> AbstractContextManager[None]:
+        return self.side.on(self.device)
+
+    def start(self, name: str, carries: Sequence[Carry]) -> list[tuple[str, int]]:
+        return [
+            (name, self._send(carry, f"{name}.{place}" if place else name))
+            for place, carry in enumerate(carries)
+        ]
+
+    def _send(self, carry: Carry, name: str | None) -> Any:
+        name = name if self.named else None
+        if carry.kind == "gather":
+            return hvd.allgather_async(carry.words, name=name, process_set=self.process_set)
+        return hvd.allreduce_async_(
+            carry.words, name=name, op=hvd.Sum, process_set=self.process_set
+        )
+
+    def arrived(self, handles: list[tuple[str, int]]) -> bool:
+        """Never of no handles: what is done then is for the end of the step."""
+        return bool(handles) and all(hvd.poll(handle) for _, handle in handles)
+
+    def wait(self, handles: list[tuple[str, int]]) -> list[Any]:
+        return [self._result(name, handle) for name, handle in handles]
+
+    def _result(self, name: str, handle: int) -> Any:
+        try:
+            return result_of(hvd, handle, limit_s=self.limit_s, what=name)
+        except hvd.mpi_ops.HorovodInternalError as error:
+            if "join" in str(error).lower():
+                raise _joined(name) from error
+            error.add_note(f"while waiting for {name}; a rank has ended, or called hvd.join()")
+            raise
+
+
+def rounds(memory: Memory, members: Sequence[InRounds], process_set: Any) -> Rounds:
+    """Those of gradients that travel together."""
+    gradients = [member.gradient for member in members]
+    ranks = process_set.size()
+    memory.begins(str(gradient.name) for gradient in gradients)
+    opened = memory.engine.rounds(gradients, ranks=ranks, rank=process_set.rank())
+    asked: list[Carry] | None = next(opened)
+    while asked is not None:
+        came = yield asked
+        try:
+            asked = opened.send(came)
+        except StopIteration:
+            asked = None
+        except PayloadError as error:
+            # Once the gather is in its response cache, Horovod runs it without asking and puts
+            # zeros in the place of a rank that has joined.
+            gathered = [each for each, carry in zip(came, asked, strict=True) if _gathers(carry)]
+            if not all(part.any() for each in gathered for part in each.view(ranks, -1)):
+                raise _joined(str(gradients[0].name)) from error
+            raise
+    for member in members:
+        member.end()
+
+
+def _gathers(carry: Carry) -> bool:
+    return carry.kind == "gather"
+
+
+def _joined(name: str) -> CompressError:
+    error: CompressError = CompressError(
+        f"{name}: another rank called hvd.join(), after which Horovod gathers nothing. "
+        "Give all ranks equally many batches (drop_last=True), or train without compression."
+    )
+    return error
+
+
+def begin(memory: Memory, number: int, process_set: Any) -> None:
+    """Start what was filed in a bucket."""
+    assert memory.buckets is not None
+    members = [member for _, member in memory.buckets.take(number)]
+    device = members[0].tensor.device
+    beside = memory.settings.overlap and device.type == "cpu"
+    wire = Reducer(process_set, memory.settings.wait_s, memory.side, device)
+    key = memory.wire_name(f"{number}.{memory.buckets.members[number][0]}")
+    opens = partial(rounds, memory, members, process_set)
+    memory.pending.begin(key, opens, wire, encoding_thread() if beside else None)
+
+
+def complete(memory: Memory, process_set: Any) -> None:
+    """Take a step to its end: what was held back by tensors that nobody was asked about, too."""
+    if memory.buckets is not None:
+        for number in memory.buckets.rest():
+            begin(memory, number, process_set)
+    memory.complete()
+
+
+@cache
+def encoding_thread() -> ThreadPoolExecutor:
+    """The one in which buckets of all optimizers are encoded."""
+    return ThreadPoolExecutor(1, thread_name_prefix="sn_compress-encode")
+
+
+# Threads do not survive a fork; the child makes its own.
+os.register_at_fork(after_in_child=encoding_thread.cache_clear)

@@ -1,114 +1,125 @@
-"""What belongs to one optimizer on one rank: exchange, memories, counts."""
+"""What belongs to one optimizer on one rank: the engine, and what of a step is on its way."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
+import torch
 
-from ..codecs.base import Payload
-from ..codecs.fft import FFTCodec
-from ..exchange.pending import Pending
-from ..feedback import ErrorFeedback
-from ..prediction.tuning import SumOfRanks, Tuner
-from ..report import Traffic
-from ..sameness import Sameness
+from ..engine import Engine
+from ..errors import CompressError
 from ..settings import Settings
-from ..sums.session import SharedExchange
-from ..theta import ThetaInTime
 from .aside import Aside
+from .buckets import Buckets
+from .pending import Pending
+from .streams import SideStream
+
+# Optimizers are held weakly: a dropped optimizer takes its memory along.
+_of_optimizer: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
 
 
 class Memory:
-    """What belongs to one optimizer: codec, error memory, counts."""
+    """An engine, and how far its step has come.
 
-    def __init__(self, settings: Settings, threads: int) -> None:
+    alone : of calls without an optimizer, each of which is a step of its own
+    """
+
+    def __init__(self, settings: Settings, *, alone: bool = False) -> None:
         self.settings = settings
-        self.feedback = ErrorFeedback(settings.codec(threads), decay=settings.decay)
-        self.theta = ThetaInTime(settings, threads)
-        self.shared = settings.shared()
+        self.engine = Engine(
+            settings,
+            torch.get_num_threads(),
+            stock="Horovod",
+            tunes=not alone,
+            drops_unused=False,
+            pauses=True,
+        )
         self.pending = Pending()
-        self.traffic = Traffic()
-        self.sameness = Sameness(settings.check_every)
-        self.agreed: int | None = None  # with how many ranks
-        self.tuner: Tuner | None = None  # of AutoCompression
+        self.side = SideStream()
+        self.buckets: Buckets | None = None
         self.aside: Aside | None = None  # where the tuner has settled on plain
-        self.scaler: Any = None  # watched, see Compression.watch
-        self._scale = 1.0
-        self._seen: set[str | None] = set()
-        self._lost = False
+        self._coded: set[str] = set()  # of which the engine has begun this step, until its end
+        self._dense: set[str] = set()  # likewise, where it is dense
+        self._broken = 0  # steps that broke off, on all ranks alike
 
-    def enter(self, name: str | None) -> None:
-        """A gradient arrives; that of a name seen before begins a new step."""
-        if self.scaler is None:
-            return
-        if name in self._seen:
-            self._seen.clear()
-        if not self._seen:
-            self._follow_scaler()
-        self._seen.add(name)
+    def begin_step(self) -> None:
+        """The first gradient of a step is about to be sent."""
+        self.give_up()
+        self.engine.new_step()
 
-    def check(self, mean: Any) -> None:
-        """Note a mean that a watched loss scaler will skip."""
-        if self.scaler is not None and not np.isfinite(mean).all():
-            self._lost = True
+    def give_up(self) -> None:
+        """Forget what is on its way, of a step that broke off; waits for no other rank.
 
-    def watch(self, scaler: Any) -> None:
-        """See Compression.watch."""
-        self.scaler, self._scale = scaler, scaler.get_scale()
-        self.feedback.undoable = True
+        It is taken back: ranks may have come to different places of it, and have to be alike.
+        """
+        self.pending.drop()
+        self.side.join()
+        filed = self.buckets is not None and self.buckets.rest()
+        begun, self._coded, self._dense = self._coded | self._dense, set(), set()
+        if filed or begun:
+            # Some ranks may have sent a round off that others never will.
+            self._broken += 1
+        if self.settings.exchange == "shared":
+            self.engine.shared.undo(begun)
+        if self.buckets is not None:
+            self.buckets.begin()
 
-    def _follow_scaler(self) -> None:
-        if self._lost:
-            # A step with NaN in any tensor was skipped on all ranks: what the other tensors
-            # sent in it has reached nobody.
-            self.feedback.undo()
-            self.shared.undo()
-            self._lost = False
-        self.feedback.settle()
-        self.shared.settle()
-        scale = self.scaler.get_scale()
-        if scale != self._scale:  # the memories are of scaled gradients
-            self.feedback.rescale(scale / self._scale)
-            self.shared.rescale(scale / self._scale)
-            self._scale = scale
+    def wire_name(self, key: str) -> str:
+        """That of collectives, under which nothing of a step that broke off is still waiting."""
+        return f"{key}.{self._broken}" if self._broken else key
 
-    def plain(self, name: str, shape: Sequence[int], *, ranks: int, total: SumOfRanks) -> bool:
-        """Whether the next gradient of a tensor travels as without compression."""
-        if not self.settings.tune:
-            return False
-        if self.tuner is None:
-            methods = (self.settings.exchange,)
-            self.tuner = Tuner(self.settings, ranks=ranks, total=total, methods=methods)
-        return self.tuner.method(name, shape) == "plain"
+    def begins(self, names: Iterable[str], *, dense: bool = False) -> None:
+        """The engine begins a step of these tensors."""
+        (self._dense if dense else self._coded).update(names)
+
+    def comes_back(self) -> None:
+        """The framework hands out its first mean of this step: all gradients were sent."""
+        self._dense.clear()
+
+    def complete(self) -> None:
+        """All that is on its way comes to its end; if that fails, so has the step."""
+        try:
+            self.pending.complete()
+        except BaseException:
+            self.give_up()
+            raise
+        self.side.join()
+        self._coded.clear()
+
+    def rest(self) -> None:
+        """Nothing is being computed any more, in whatever thread or stream."""
+        self.pending.settle()
+        self.side.join()
 
     def stand_aside(self, optimizer: Any) -> None:
         """Leave the optimizer to stock Horovod for as long as the tuner has nothing to do.
 
         Called when a tensor goes plain by the tuner's choice.
         """
-        steps = self.tuner.idle_steps if self.tuner and self.aside is None else 0
-        steps = min(steps, self.sameness.free_steps)
-        tensors, under_way = self.traffic.tensors
+        engine = self.engine
+        steps = engine.tuner.idle_steps if engine.tuner and self.aside is None else 0
+        steps = min(steps, engine.sameness.free_steps)
+        tensors, under_way = engine.traffic.tensors
         # A tensor that only some steps ask about would make ranks lose count of each other.
         if steps and tensors == len(optimizer._requires_update):
             self.aside = Aside(
                 optimizer, tensors=tensors, under_way=under_way, steps=steps, wake=self._awake
             )
-            self.traffic.finish_step()
+            engine.traffic.finish_step()
 
     def _awake(self, steps: int) -> None:
         self.count()
         self.aside = None
-        self.sameness.pass_by(steps)
-        if self.tuner:
-            self.tuner.pass_by(steps)
+        self.engine.sameness.pass_by(steps)
+        if self.engine.tuner:
+            self.engine.tuner.pass_by(steps)
 
     def count(self) -> None:
         """Take into the traffic what has been sent while standing aside."""
         if self.aside:
-            self.traffic.plain_steps(self.aside.take())
+            self.engine.traffic.plain_steps(self.aside.take())
 
     def come_back(self) -> None:
         """Before a state is loaded or shared: ask about every tensor again."""
@@ -118,25 +129,19 @@ class Memory:
     def begin_anew(self) -> None:
         """Before ranks that came share a state: all agree again, and count from here."""
         self.come_back()
-        self.tuner = None  # it counted the steps of other ranks
-        self.agreed = None
-        self.sameness.begin_anew()
+        self._broken = 0
+        self.engine.begin_anew()
 
-    def release(self, name: str) -> Any:
-        """What was not sent of a tensor that travels plain from now on, [n]; None for nothing."""
-        if not self.exchange.remembers(name):
-            return None
-        return self.exchange.release(name)
 
-    @property
-    def exchange(self) -> ErrorFeedback | SharedExchange:
-        """The one in use: where the memories are."""
-        return self.shared if self.settings.exchange == "shared" else self.feedback
-
-    def encode(self, name: str | None, values: Any) -> tuple[FFTCodec, Payload]:
-        """The payload of the gather exchange, and the codec to read it with."""
-        codec = self.theta.codec_for(name)
-        # Without a name there is nothing to key a memory by.
-        if name is None or not self.settings.feedback:
-            return codec, codec.encode(values)
-        return codec, self.feedback.encode(name, values, codec=codec)
+def memory_of(optimizer: Any) -> Memory:
+    """That of an optimizer, made when first asked for; CompressError if it has none of ours."""
+    compression = getattr(optimizer, "_compression", None)
+    settings = getattr(compression, "settings", None)
+    if not isinstance(settings, Settings):
+        raise CompressError(
+            f"{type(optimizer).__name__} was not made by hvd.DistributedOptimizer(..., "
+            "compression=FFTCompression); pass the optimizer that it returned"
+        )
+    if optimizer not in _of_optimizer:
+        _of_optimizer[optimizer] = Memory(settings)
+    return _of_optimizer[optimizer]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sn_compress.errors import CompressError, PayloadError
-from sn_compress.sums import session
+from sn_compress.sums import proposal
 from sn_compress.sums.bucket import Bucket
 from sn_compress.sums.choose import (
     Curve,
@@ -185,7 +185,7 @@ def disturbed(monkeypatch):
         shares = np.sort(curve.shares * rng.uniform(0.1, 10, curve.shares.size))[::-1]
         return Curve(curve.shape, shares * (curve.shares.sum() / shares.sum()), curve.sparse)
 
-    monkeypatch.setattr(session.Curve, "of", of)
+    monkeypatch.setattr(proposal.Curve, "of", of)
 
 
 def test_ranks_that_compute_other_sizes_agree_on_one_ranks(disturbed):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from sn_compress.hardware import said
+from sn_compress.ops.products import kernel
 
 PROGRAM = """
 import sys
@@ -30,11 +31,22 @@ def test_equal_ranks_say_the_same():
     assert in_process() == in_process()
 
 
+KINDS = ("Haswell", "SkylakeX", "Sandybridge")
+
+
 def test_other_kernels_are_told():
     """By what they compute: no name says which ones OpenBLAS has taken."""
-    made = {in_process(OPENBLAS_CORETYPE=kind) for kind in ("Haswell", "SkylakeX", "Sandybridge")}
+    made = {in_process(OPENBLAS_CORETYPE=kind, SN_COMPRESS_BACKEND="numpy") for kind in KINDS}
     if len(made) == 1:
         pytest.skip("this NumPy has one set of kernels, or another BLAS")
+
+
+def test_the_extension_has_one_set_of_bits_which_is_no_library_s(core):
+    if kernel(core) is None:
+        pytest.skip("this processor has no kernels that are used")
+    made = {in_process(OPENBLAS_CORETYPE=kind) for kind in KINDS}
+    assert len(made) == 1
+    assert in_process(SN_COMPRESS_BACKEND="numpy") not in made
 
 
 def test_libraries_differ():

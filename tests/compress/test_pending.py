@@ -2,11 +2,12 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
-from sn_compress.exchange.pending import Pending
+from sn_compress.torch.pending import Pending
 
 
 class Wire:
@@ -14,6 +15,9 @@ class Wire:
 
     def __init__(self):
         self.sent, self.waited, self.here = [], [], set()
+
+    def beside(self):
+        return nullcontext()
 
     def start(self, name, words):
         self.sent.append(name)
@@ -25,6 +29,10 @@ class Wire:
     def wait(self, handle):
         self.waited.append((handle[0], threading.current_thread() is threading.main_thread()))
         return handle[1]
+
+
+def as_lists(ended):
+    return {key: result.tolist() for key, result in ended.items()}
 
 
 def two_rounds(value):
@@ -50,8 +58,7 @@ def test_begin_does_not_wait_for_the_encoding(thread):
     pending.begin("b", lambda: two_rounds(5), wire, thread)
     assert not wire.sent
     gate.set()
-    np.testing.assert_array_equal(pending.finish("b"), [6, 6])
-    np.testing.assert_array_equal(pending.finish("a"), [2, 2])
+    assert as_lists(pending.complete()) == {"a": [2, 2], "b": [6, 6]}
     assert wire.sent[:2] == ["sn0.a", "sn0.b"], "in the order in which they came"
 
 
@@ -62,12 +69,11 @@ def test_the_thread_takes_up_what_has_arrived_and_waits_for_nothing_else(thread)
         pending.begin(name, lambda: two_rounds(1), wire, thread)
     pending.settle()
     assert wire.waited == [("sn0.a", False), ("sn1.a", False)]
-    for name in ("c", "a", "b"):
-        np.testing.assert_array_equal(pending.finish(name), [2, 2])
+    assert as_lists(pending.complete()) == {key: [2, 2] for key in "abc"}
     assert all(in_main for _, in_main in wire.waited[2:])
 
 
-def test_what_fails_in_the_thread_is_raised_by_finish(thread):
+def test_what_fails_in_the_thread_is_raised_by_complete(thread):
     pending, wire = Pending(), Wire()
 
     def broken():
@@ -76,18 +82,18 @@ def test_what_fails_in_the_thread_is_raised_by_finish(thread):
     pending.begin("a", broken, wire, thread)
     pending.begin("b", lambda: two_rounds(1), wire, thread)
     with pytest.raises(ValueError, match="cannot encode"):
-        pending.finish("b")
+        pending.complete()
     # Afterwards a step can be given up, and another one begun.
     pending.drop()
     pending.begin("a", lambda: two_rounds(3), wire, thread)
-    np.testing.assert_array_equal(pending.finish("a"), [4, 4])
+    assert as_lists(pending.complete()) == {"a": [4, 4]}
 
 
 def test_without_a_thread_it_is_sent_at_once():
     pending, wire = Pending(), Wire()
     pending.begin("a", lambda: two_rounds(1), wire)
     assert wire.sent == ["sn0.a"]
-    np.testing.assert_array_equal(pending.finish("a"), [2, 2])
+    assert as_lists(pending.complete()) == {"a": [2, 2]}
 
 
 class Spent(Wire):
@@ -117,11 +123,10 @@ def test_a_step_after_one_that_failed_waits_for_nothing_of_it(fails):
     for name in ("a", "b"):
         pending.begin(name, lambda: two_rounds(1), wire)
     with pytest.raises(RuntimeError, match="damaged"):
-        pending.finish("a")
+        pending.complete()
     for name in ("c", "a"):
         pending.begin(name, lambda: two_rounds(5), wire)
-    np.testing.assert_array_equal(pending.finish("a"), [6, 6])
-    np.testing.assert_array_equal(pending.finish("c"), [6, 6])
+    assert as_lists(pending.complete()) == {"a": [6, 6], "c": [6, 6]}
 
 
 def test_what_is_dropped_is_taken_if_it_is_there_and_not_waited_for():
@@ -133,7 +138,7 @@ def test_what_is_dropped_is_taken_if_it_is_there_and_not_waited_for():
     pending.drop()
     assert wire.spent == {0, 1}
     pending.begin("a", lambda: two_rounds(5), wire)
-    np.testing.assert_array_equal(pending.finish("a"), [6, 6])
+    assert as_lists(pending.complete()) == {"a": [6, 6]}
 
 
 def test_what_failed_in_the_thread_is_told_once(thread):
@@ -145,6 +150,92 @@ def test_what_failed_in_the_thread_is_told_once(thread):
     pending.begin("a", fails, wire, thread)
     pending.begin("b", lambda: two_rounds(1), wire, thread)
     with pytest.raises(RuntimeError, match="cannot be encoded"):
-        pending.finish("b")
+        pending.complete()
     pending.begin("b", lambda: two_rounds(5), wire, thread)
-    np.testing.assert_array_equal(pending.finish("b"), [6, 6])
+    assert as_lists(pending.complete()) == {"b": [6, 6]}
+
+
+def rounds_of(number):
+    total = 0
+    for each in range(number):
+        total += yield np.full(1, each)
+    return total
+
+
+def test_what_has_arrived_is_taken_on_without_waiting():
+    pending, wire = Pending(), Wire()
+    for name in ("a", "b"):
+        pending.begin(name, lambda: rounds_of(3), wire)
+    wire.here = {"sn0.b", "sn1.b"}
+    for _ in range(5):
+        pending.poll()
+    assert [name for name, _ in wire.waited] == ["sn0.b", "sn1.b"]
+    assert wire.sent == ["sn0.a", "sn0.b", "sn1.b", "sn2.b"]
+    assert as_lists(pending.complete()) == {"a": [3], "b": [3]}
+
+
+def test_what_fails_while_something_else_is_begun_is_raised_by_complete():
+    """On a rank that has looked early as on one that has not."""
+    pending, wire = Pending(), Spent("sn0.a")
+    for name in ("a", "b"):
+        pending.begin(name, lambda: two_rounds(1), wire)
+    wire.arrived = lambda handle: True
+    pending.poll()
+    pending.poll()
+    with pytest.raises(RuntimeError, match="is damaged"):
+        pending.complete()
+
+
+class Meeting:
+    """An all-reduce of ranks in threads: a sum is there when all have started it."""
+
+    def __init__(self, ranks):
+        self.ranks, self.started, self.changed = ranks, {}, threading.Condition()
+
+    def rank(self, sees):
+        return Met(self, sees)
+
+
+class Met(Wire):
+    """One rank's; `sees` says what it finds arrived early."""
+
+    def __init__(self, meeting, sees):
+        super().__init__()
+        self.meeting, self.sees = meeting, sees
+
+    def start(self, name, words):
+        with self.meeting.changed:
+            self.meeting.started[name] = self.meeting.started.get(name, 0) + 1
+            self.meeting.changed.notify_all()
+        return name, words
+
+    def _there(self, name):
+        return self.meeting.started.get(name, 0) == self.meeting.ranks
+
+    def arrived(self, handle):
+        return handle[0] in self.sees and self._there(handle[0])
+
+    def wait(self, handle):
+        with self.meeting.changed:
+            assert self.meeting.changed.wait_for(lambda: self._there(handle[0]), timeout=10)
+        return handle[1]
+
+
+def test_ranks_that_have_seen_different_rounds_arrive_do_not_wait_for_each_other():
+    """One is ahead with a, the other with b, by a round each, when both begin to wait."""
+    meeting = Meeting(2)
+    wires = [meeting.rank({"sn0.a", "sn1.a"}), meeting.rank({"sn0.b"})]
+    ranks = [Pending(), Pending()]
+    for pending, wire in zip(ranks, wires, strict=True):
+        for name in ("a", "b"):
+            pending.begin(name, lambda: rounds_of(3), wire)
+    ranks[1].poll()  # b is at its second round
+    ranks[0].poll()  # a is at its second round
+    with ThreadPoolExecutor(2) as pool:
+        second = pool.submit(ranks[1].complete)
+        with meeting.changed:  # the second one comes as far as to the second round of a
+            assert meeting.changed.wait_for(lambda: meeting.started.get("sn1.a") == 2, timeout=10)
+        ranks[0].poll()  # a is at its third round here; b at its first
+        first = pool.submit(ranks[0].complete)
+        for each in (first, second):
+            assert as_lists(each.result(timeout=20)) == {"a": [3], "b": [3]}

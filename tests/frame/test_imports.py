@@ -22,7 +22,7 @@ FILES = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py")
 START_LIMIT_S = 0.3
 
 # Arrows point one way: a module may import from its own layer or from a lower one.
-# rims -> prediction -> settings -> exchange -> feedback, schedule -> codecs -> ops -> back ends
+# rims -> engine -> prediction -> settings -> sums, feedback, schedule -> codecs -> ops -> back ends
 LAYERS = (
     ("sn_compress.errors", "sn_compress.names", "sn_compress._sources", "sn_compress._waiting"),
     ("sn_compress.saved", "sn_compress.agreement"),
@@ -34,7 +34,7 @@ LAYERS = (
     ("sn_compress.sums",),
     ("sn_compress.feedback", "sn_compress.owed", "sn_compress.schedule", "sn_compress.report"),
     ("sn_compress._backends",),
-    ("sn_compress.exchange", "sn_compress.gossip", "sn_compress.hardware"),
+    ("sn_compress.gossip", "sn_compress.hardware"),
     ("sn_compress.settings",),
     ("sn_compress.theta",),
     ("sn_compress.prediction.cost", "sn_compress.prediction.layers"),

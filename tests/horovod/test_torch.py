@@ -47,6 +47,15 @@ def test_edges(horovodrun, tmp_path):
     assert run.stdout.count(">:ok ") == 2 * 13, run.stdout
 
 
+def test_gradients_travel_in_buckets(horovodrun):
+    """Nothing fused, so that runs that compare bits sum in one order."""
+    cases = (
+        (RANKS / "buckets.py").read_text().partition("CASES = [")[2].partition("]")[0].count(",")
+    )
+    run = horovodrun(2, RANKS / "buckets.py", timeout=200, HOROVOD_FUSION_THRESHOLD="0").check()
+    assert run.stdout.count(">:ok ") == 2 * cases, run.stdout
+
+
 def test_theta_follows_every_kind_of_schedule(horovodrun):
     run = horovodrun(2, RANKS / "schedules.py", timeout=200).check()
     assert run.stdout.count(">:ok thrifty") == 2, run.stdout  # the last of the kinds

@@ -21,6 +21,7 @@ from sn_compress.prediction.cost import choose
 from sn_compress.prediction.rates import FREE
 from sn_compress.torch.ddp import CompressionState, compression_hook
 from sn_compress.torch.fsdp import compress_replicas
+from sn_compress.torch.given import Names
 
 RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 STEPS = 40
@@ -139,7 +140,7 @@ def it_does_not_pay():
     stock = DistributedDataParallel(net())
     ours = DistributedDataParallel(net())
     ours.register_comm_hook(state, compression_hook)
-    state._names = {id(p): (p, name) for name, p in ours.module.named_parameters()}
+    state.names = Names(ours.module.named_parameters())
     x = noise(RANK, 8, 64)
     stock(x).square().sum().backward()
     dist.all_reduce = counted

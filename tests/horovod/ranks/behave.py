@@ -11,7 +11,7 @@ from torch import nn
 
 from sn_compress import AutoCompression, CompressError, FFTCompression, LowRankCompression
 from sn_compress.schedule import Constant, EnergyBudget, Warmup
-from sn_compress.torch import horovod as rim
+from sn_compress.torch.memory import memory_of
 
 GATHER = FFTCompression
 SHARED = LowRankCompression.using(ratio=8, warmup=2, every=4)
@@ -80,7 +80,9 @@ def not_a_number_reaches_all():
             model.weight.grad[3, 3] = bad
         optimizer.synchronize()
         assert not torch.isfinite(model.weight.grad).any(), "every rank has to see it"
-        state = FFTCompression.state_dict(optimizer)["memory"]["weight"]["state"]["arrays"]
+        state = FFTCompression.state_dict(optimizer)["feedback"]["memory"]["weight"]["state"][
+            "arrays"
+        ]
         assert all(torch.isfinite(part).all() for part in state)
         optimizer.zero_grad()
     model.weight.grad = torch.ones(64, 64)
@@ -251,9 +253,9 @@ def theta_follows_its_schedule():
             for _ in range(12):
                 model.weight.grad = torch.randn(64, 64).to(dtype)
                 optimizer.synchronize()
-                memory = rim._memory_of(optimizer)
+                memory = memory_of(optimizer)
                 optimizer.zero_grad()
-            thetas = list(memory.theta._codecs)
+            thetas = list(memory.engine.theta._codecs)
             assert hvd.allgather_object(thetas) == [thetas] * hvd.size()
             if schedule is budget:
                 assert len(thetas) > 3, thetas

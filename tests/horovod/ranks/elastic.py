@@ -33,9 +33,9 @@ optimizer = hvd.DistributedOptimizer(
 
 def memories():
     """This rank's memory of the weight, by whichever exchange."""
-    from sn_compress.torch import horovod as rim
+    from sn_compress.torch.memory import memory_of
 
-    return torch.from_numpy(rim._memory_of(optimizer).exchange.residual("weight"))
+    return torch.from_numpy(memory_of(optimizer).engine.exchange.residual("weight"))
 
 
 @hvd.elastic.run

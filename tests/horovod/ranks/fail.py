@@ -43,7 +43,7 @@ for step in range(1000):
             model.weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
         elif what == "damage":
             hvd.allgather_async = damaged(hvd.allgather_async)
-            hvd.allreduce_async = damaged(hvd.allreduce_async)
+            hvd.allreduce_async_ = damaged(hvd.allreduce_async_)
         else:
             hvd.join()
             sys.exit(0)

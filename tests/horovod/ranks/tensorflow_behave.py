@@ -199,7 +199,7 @@ def plain_allreduce():
 
 
 def refusals():
-    tensor = tf.ones(4096)
+    tensor = tf.ones((64, 64))
 
     @tf.function(jit_compile=True)
     def compiled():

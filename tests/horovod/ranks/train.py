@@ -140,7 +140,7 @@ def two_optimizers():
         optimizer.step()
     for i, optimizer in enumerate(optimizers):
         state = FFTCompression.state_dict(optimizer)
-        assert list(state["memory"]) == [f"net{i}.weight"]
+        assert list(state["feedback"]["memory"]) == [f"net{i}.weight"]
 
 
 def join(way=SHARED):
@@ -199,7 +199,8 @@ def scaler(way):
         FFTCompression.watch(optimizer, scaler)
         for step in range(9):
             if step == 6 and not spoil:
-                scaler.update(512.0)  # as the skipped step does
+                FFTCompression.state_dict(optimizer)  # what was done so far is kept,
+                scaler.update(512.0)  # and the scale becomes that after the skipped step
             for bad in (True, False) if spoil and step == 6 else (False,):
                 torch.manual_seed(step * 10 + hvd.rank())
                 optimizer.zero_grad()

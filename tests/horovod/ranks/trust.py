@@ -12,6 +12,7 @@ from torch import nn
 
 from sn_compress import AutoCompression, CompressError, FFTCompression, LowRankCompression
 from sn_compress.torch import horovod as rim
+from sn_compress.torch.memory import memory_of
 
 RATIO = {"ratio": 8, "warmup": 2, "check_every": 5}
 SHARED = LowRankCompression.using(**RATIO)
@@ -166,7 +167,7 @@ class Settled:
 def it_is_found_where_all_stand_aside():
     model = net()
     optimizer = wrap(model, AutoCompression.using(check_every=5))
-    memory = rim._memory_of(optimizer)
+    memory = memory_of(optimizer)
     aside = 0
 
     def train():
@@ -174,7 +175,7 @@ def it_is_found_where_all_stand_aside():
         for step in range(40):
             backward(model, step)
             if step == 1:
-                memory.tuner = Settled()
+                memory.engine.tuner = Settled()
             aside += memory.aside is not None
             optimizer.step()
             if step == 11 and hvd.rank() == 1:
@@ -188,7 +189,7 @@ def it_is_found_where_all_stand_aside():
     assert reached[0] == 14, (reached, said)
     assert "2.bias: " in said, said
     assert aside >= 10, aside
-    assert memory.traffic.report()["steps"] >= 15
+    assert memory.engine.traffic.report()["steps"] >= 15
 
 
 def equal_ranks_are_never_told_to_differ():
@@ -202,8 +203,8 @@ def equal_ranks_are_never_told_to_differ():
                     backward(model, step + 100 * each)
                 optimizer.step()
                 optimizer.zero_grad()
-            memory = rim._memory_of(optimizer)
-            assert memory.sameness.same_at == 15, memory.sameness.same_at
+            memory = memory_of(optimizer)
+            assert memory.engine.sameness.same_at == 15, memory.engine.sameness.same_at
             # One question at the start of 17 words of 8 bytes, and one every 5 steps; where factors
             # are multiplied, one of hardware.
             asked = 4 + (memory.settings.exchange == "shared")
@@ -229,7 +230,7 @@ def sparse_gradients_are_in_the_report():
 
 def a_call_that_failed_leaves_nothing_behind():
     fft = LowRankCompression.using(ratio=8, warmup=1)
-    send = hvd.allreduce_async
+    send = hvd.allreduce_async_
 
     def fails(tensor, *args, name=None, **options):
         if name == "sn1.x":
@@ -241,14 +242,14 @@ def a_call_that_failed_leaves_nothing_behind():
 
     for name in ("x", "y"):
         call(name)
-    hvd.allreduce_async = fails
+    hvd.allreduce_async_ = fails
     try:
         call("x")
     except RuntimeError as error:
         assert "second round" in str(error)  # noqa: PT017
     else:
         raise AssertionError("the second round was to fail")
-    hvd.allreduce_async = send
+    hvd.allreduce_async_ = send
     for _ in range(2):
         assert call("y").isfinite().all()
 
@@ -265,13 +266,13 @@ def a_step_that_failed_leaves_nothing_behind():
                 optimizer.load_state_dict(optimizer.state_dict())  # as Horovod wants it
             hook.remove()
             optimizer.zero_grad()
-            assert rim._memory_of(optimizer).pending._underway, "it was to break off in mid-step"
+            assert memory_of(optimizer).buckets.rest(), "it was to break off in mid-step"
             hvd.barrier()
             time.sleep(0.2)  # what Horovod has under way itself of that step comes to its end
         backward(model, step)
         optimizer.step()
         optimizer.zero_grad()
-        assert not rim._memory_of(optimizer).pending._underway
+        assert not memory_of(optimizer).pending._underway
     for parameter in model.parameters():
         every = hvd.allgather_object(parameter.detach())
         assert all(torch.equal(every[0], other) for other in every)

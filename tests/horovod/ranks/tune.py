@@ -12,6 +12,7 @@ import sn_compress.prediction.tuning as tuning
 from sn_compress import AutoCompression
 from sn_compress.prediction.rates import FREE
 from sn_compress.torch import horovod as rim
+from sn_compress.torch.memory import memory_of
 
 STEPS = 40
 lines = []
@@ -37,7 +38,7 @@ def watch_standing_aside(way, model, optimizer, memory, clock):
     before = AutoCompression.report(optimizer)
     assert before["steps"] == STEPS
     memory.aside.end()  # a short rest in the place of 5000 steps
-    memory.tuner._rest = memory.tuner._in_phase + 4
+    memory.engine.tuner._rest = memory.engine.tuner._in_phase + 4
     for step in range(20):
         optimizer.zero_grad()
         model(torch.randn(8, 64)).square().mean().backward()
@@ -58,7 +59,7 @@ def watch_standing_aside(way, model, optimizer, memory, clock):
         optimizer.zero_grad()
         model(torch.randn(8, 64)).square().mean().backward()
         optimizer.step()
-        clock.now += 2.0 if set(memory.tuner._methods.values()) - {"plain"} else 1.0
+        clock.now += 2.0 if set(memory.engine.tuner._methods.values()) - {"plain"} else 1.0
     assert memory.aside is not None
     AutoCompression.load_state_dict(optimizer, state)
     assert optimizer._compression is way
@@ -72,9 +73,9 @@ def train(way, trial_s):
         named_parameters=model.named_parameters(),
         compression=way,
     )
-    clock, memory = Clock(), rim._memory_of(optimizer)
+    clock, memory = Clock(), memory_of(optimizer)
     if trial_s is not None:
-        memory.tuner = tuning.Tuner(
+        memory.engine.tuner = tuning.Tuner(
             way.settings,
             ranks=hvd.size(),
             total=partial(rim.total, memory, hvd.global_process_set),
@@ -89,12 +90,12 @@ def train(way, trial_s):
         x, y = torch.randn(8, 64), torch.randint(0, 10, (8,))
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
-        chosen = set(memory.tuner._methods.values())
+        chosen = set(memory.engine.tuner._methods.values())
         seen |= chosen
         clock.now += trial_s if trial_s and chosen - {"plain"} else 1.0
     if trial_s is not None and trial_s > 1:
         watch_standing_aside(way, model, optimizer, memory, clock)
-    assert memory.tuner.settled
+    assert memory.engine.tuner.settled
     for value in model.state_dict().values():
         everywhere = hvd.allgather(value.reshape(1, -1))
         assert torch.equal(everywhere[:1].expand_as(everywhere), everywhere)
@@ -115,14 +116,16 @@ tuning.choose = partial(always, "shared")
 lines.clear()
 memory, seen = train(way, 0.5)
 assert "shared" in seen
-assert memory.exchange.remembers("0.weight")
+assert memory.engine.exchange.remembers("0.weight")
 assert "500.0 ms a step, 1000.0 ms plain" in lines[-1], lines
 
 memory, seen = train(way, 2.0)
 assert "shared" in seen
-assert not memory.exchange.remembers("0.weight"), "what was left went along with a plain step"
+assert not memory.engine.exchange.remembers("0.weight"), (
+    "what was left went along with a plain step"
+)
 assert "plain Horovod is faster here" in lines[-1], lines
-assert memory.traffic.report()["low_rank"] == 0
+assert memory.engine.traffic.report()["low_rank"] == 0
 print("ok", flush=True)
 hvd.shutdown()
 sys.stdout.flush()

@@ -1,0 +1,124 @@
+#include "columns.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "lanes.h"
+
+namespace sn {
+namespace {
+
+SN_CLONES uint32_t peak_of(const float* values, int64_t count) {
+  uint32_t peak = 0;  // magnitudes order like their bits
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, values + i, 4);
+    bits &= 0x7FFFFFFF;
+    peak = bits > peak ? bits : peak;
+  }
+  return peak;
+}
+
+// To the next whole number, halves to the even one: exact below 2**22, which no digit leaves.
+inline float whole(float value) {
+  const float magic = 12582912.0f;  // 1.5 * 2**23
+  return (value + magic) - magic;
+}
+
+template <typename Digit>
+inline void digits_of(const float* values, int64_t count, float unit, float limit, Digit* digits,
+                      float* own) {
+  for (int64_t i = 0; i < count; ++i) {
+    float value = values[i] / unit;
+    // Halves beyond the limit are cut off: the same as to cut off what they are rounded to.
+    value = value > limit ? limit : value;
+    value = value < -limit ? -limit : value;
+    value = whole(value);
+    digits[i] = static_cast<Digit>(static_cast<int32_t>(value));
+    // A negative value that is rounded to zero is read as -0, as rounding has it.
+    own[i] = std::copysign(value, values[i]) * unit;
+  }
+}
+
+SN_CLONES void narrow(const float* values, int64_t count, float unit, float limit, int8_t* digits,
+                      float* own) {
+  digits_of(values, count, unit, limit, digits, own);
+}
+
+SN_CLONES void narrow(const float* values, int64_t count, float unit, float limit,
+                      int16_t* digits, float* own) {
+  digits_of(values, count, unit, limit, digits, own);
+}
+
+}  // namespace
+
+bool all_finite(const float* values, int64_t count) { return peak_of(values, count) < 0x7F800000; }
+
+template <typename Digit>
+void to_digits(const float* values, const int64_t* sides, const int32_t* exponents,
+               int64_t columns, const Scales& scales, float limit, int32_t count, int32_t* heads,
+               Digit* digits, float* own) {
+  for (int64_t column = 0; column < columns; ++column) {
+    const int64_t side = sides[column];
+    const uint32_t bits = peak_of(values, side);
+    float peak;
+    std::memcpy(&peak, &bits, 4);
+    const float* end = scales.covered + scales.places;
+    const auto at = static_cast<int32_t>(std::lower_bound(scales.covered, end, peak) -
+                                         scales.covered);
+    heads[column] =
+        bits ? std::min(at, scales.places - 1) + scales.lowest + count : 0;
+    narrow(values, side, scales.units[exponents[column] - scales.lowest], limit, digits, own);
+    values += side;
+    digits += side;
+    own += side;
+  }
+}
+
+template void to_digits(const float*, const int64_t*, const int32_t*, int64_t, const Scales&,
+                        float, int32_t, int32_t*, int8_t*, float*);
+template void to_digits(const float*, const int64_t*, const int32_t*, int64_t, const Scales&,
+                        float, int32_t, int32_t*, int16_t*, float*);
+
+SN_CLONES void join_digits(const int8_t* digits, int64_t words, int32_t* out) {
+  for (int64_t i = 0; i < words; ++i) {
+    int32_t word = digits[i + 3 * words];
+    word = word * 256 + digits[i + 2 * words];
+    word = word * 256 + digits[i + words];
+    out[i] = word * 256 + digits[i];
+  }
+}
+
+SN_CLONES void join_digits(const int16_t* digits, int64_t words, int32_t* out) {
+  for (int64_t i = 0; i < words; ++i) out[i] = digits[i + words] * 65536 + digits[i];
+}
+
+SN_CLONES void split_digits(const int32_t* words, int64_t size, int bits, int64_t count,
+                            int32_t* sums) {
+  const int places = 32 / bits;
+  const uint32_t half = 1u << (bits - 1), mask = (half << 1) - 1;
+  uint32_t halves = 0;
+  for (int place = 0; place + 1 < places; ++place) halves += half << (bits * place);
+  for (int place = 0; place < places; ++place) {
+    const int64_t first = place * size, here = std::min(size, count - first);
+    const int shift = bits * place;
+    const bool last = place + 1 == places;
+    for (int64_t i = 0; i < here; ++i) {
+      const uint32_t rest = static_cast<uint32_t>(words[i]) + halves;
+      sums[first + i] = last ? static_cast<int32_t>(rest) >> shift
+                             : static_cast<int32_t>((rest >> shift) & mask) -
+                                   static_cast<int32_t>(half);
+    }
+  }
+}
+
+void spread_units(const int64_t* sides, const int32_t* exponents, int64_t columns,
+                  const Scales& scales, float* each) {
+  for (int64_t column = 0; column < columns; ++column) {
+    std::fill_n(each, sides[column], scales.units[exponents[column] - scales.lowest]);
+    each += sides[column];
+  }
+}
+
+}  // namespace sn

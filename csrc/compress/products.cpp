@@ -1,0 +1,416 @@
+#include "products.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "lanes.h"
+
+#pragma GCC diagnostic ignored "-Wpsabi"  // wide vectors never cross a call: all is inlined
+
+// Sums live in registers only if all is inlined and no loop over them is left. Sanitizers look at
+// every access: such code takes a compiler ten times as long then, and no sum stays in a register.
+#if defined(__SANITIZE_ADDRESS__)
+#define SN_UNROLL
+#define SN_INLINE inline
+#else
+#define SN_UNROLL _Pragma("GCC unroll 16")
+#define SN_INLINE inline __attribute__((always_inline))
+#endif
+
+namespace sn {
+namespace {
+
+constexpr int kLanes = 16;
+constexpr int64_t kRows = 64;  // of a matrix, worked on while they are in the cache
+typedef float Quarter __attribute__((vector_size(16)));
+
+// 16 floats in registers of Width: a compiler makes slow code of vectors wider than the machine's.
+template <int Width>
+struct Lanes {
+  typedef float Part __attribute__((vector_size(4 * Width)));
+  static constexpr int kParts = kLanes / Width;
+  Part parts[kParts];
+
+  SN_INLINE void add(const Lanes& one, const Lanes& other) {
+    SN_UNROLL for (int i = 0; i < kParts; ++i) parts[i] += one.parts[i] * other.parts[i];
+  }
+  SN_INLINE void subtract_from(const Lanes& other) {
+    SN_UNROLL for (int i = 0; i < kParts; ++i) parts[i] = other.parts[i] - parts[i];
+  }
+  SN_INLINE void load(const float* at) {
+    SN_UNROLL for (int i = 0; i < kParts; ++i)
+      std::memcpy(&parts[i], at + i * Width, sizeof(Part));
+  }
+  SN_INLINE void store(float* at) const {
+    SN_UNROLL for (int i = 0; i < kParts; ++i)
+      std::memcpy(at + i * Width, &parts[i], sizeof(Part));
+  }
+  SN_INLINE void fill(float value) {
+    SN_UNROLL for (int i = 0; i < kParts; ++i) parts[i] = Part{} + value;
+  }
+  // Lanes l, l + 8 and l + 4, l + 12 added up, then these two: four lanes.
+  SN_INLINE Quarter quarter() const {
+    Quarter all[4];
+    SN_UNROLL for (int i = 0; i < kParts; ++i) {
+      const Part part = parts[i];
+      std::memcpy(all + i * Width / 4, &part, sizeof part);
+    }
+    return (all[0] + all[2]) + (all[1] + all[3]);
+  }
+};
+
+#if defined(__clang__) || __GNUC__ >= 12
+#define SN_PICK(a, b, w, x, y, z) __builtin_shufflevector(a, b, w, x, y, z)
+#else
+typedef int32_t Places __attribute__((vector_size(16)));
+#define SN_PICK(a, b, w, x, y, z) __builtin_shuffle(a, b, Places{w, x, y, z})
+#endif
+
+// The sums of four times 16 lanes.
+template <int Width>
+SN_INLINE void fold(const Lanes<Width>* four, float* sums) {
+  const Quarter a = four[0].quarter(), b = four[1].quarter(), c = four[2].quarter(),
+                d = four[3].quarter();
+  const Quarter ab = SN_PICK(a, b, 0, 1, 4, 5) + SN_PICK(a, b, 2, 3, 6, 7);
+  const Quarter cd = SN_PICK(c, d, 0, 1, 4, 5) + SN_PICK(c, d, 2, 3, 6, 7);
+  const Quarter all = SN_PICK(ab, cd, 0, 2, 4, 6) + SN_PICK(ab, cd, 1, 3, 5, 7);
+  std::memcpy(sums, &all, sizeof all);
+}
+
+// Some rows with some directions; `factor` holds 16 numbers of each direction in turn.
+template <int Width, int Rows, int Some>
+SN_INLINE void rows_block(const float* const* rows, int64_t chunks, const float* rest,
+                          const float* factor, float (*sums)[Rows]) {
+  Lanes<Width> total[Some][Rows] = {};
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    Lanes<Width> row[Rows], direction;
+    SN_UNROLL for (int i = 0; i < Rows; ++i) row[i].load(rows[i] + chunk * kLanes);
+    SN_UNROLL for (int j = 0; j < Some; ++j) {
+      direction.load(factor + (chunk * Some + j) * kLanes);
+      SN_UNROLL for (int i = 0; i < Rows; ++i) total[j][i].add(direction, row[i]);
+    }
+  }
+  if (rest) {
+    Lanes<Width> row, direction;
+    SN_UNROLL for (int j = 0; j < Some; ++j) {
+      direction.load(factor + (chunks * Some + j) * kLanes);
+      SN_UNROLL for (int i = 0; i < Rows; ++i) {
+        row.load(rest + i * kLanes);
+        total[j][i].add(direction, row);
+      }
+    }
+  }
+  SN_UNROLL for (int j = 0; j < Some; ++j)
+    SN_UNROLL for (int i = 0; i < Rows; i += 4) fold(&total[j][i], &sums[j][i]);
+}
+
+template <int Width, int Rows, int Some>
+SN_INLINE void some_rows(int64_t count, const float* const* rows, int64_t chunks,
+                         const float* rest, const float* factor, float (*sums)[Rows]) {
+  if constexpr (Some > 1) {
+    if (count < Some)
+      return some_rows<Width, Rows, Some - 1>(count, rows, chunks, rest, factor, sums);
+  }
+  rows_block<Width, Rows, Some>(rows, chunks, rest, factor, sums);
+}
+
+// Directions are taken in blocks of about equal size: where one begins.
+SN_INLINE int64_t block_start(int64_t block, int64_t blocks, int64_t directions) {
+  return block * directions / blocks;
+}
+
+// Of each block of directions 16 numbers of each in turn, zeros behind the last.
+std::vector<float> in_turn(const Matrix<const float>& factor, int64_t most) {
+  const int64_t chunks = (factor.columns + kLanes - 1) / kLanes;
+  const int64_t blocks = (factor.rows + most - 1) / most;
+  std::vector<float> turned(static_cast<size_t>(chunks * factor.rows * kLanes));
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t first = block_start(block, blocks, factor.rows);
+    const int64_t some = block_start(block + 1, blocks, factor.rows) - first;
+    float* to = turned.data() + first * chunks * kLanes;
+    for (int64_t j = 0; j < some; ++j)
+      for (int64_t chunk = 0; chunk < chunks; ++chunk)
+        std::copy_n(factor.at + (first + j) * factor.stride + chunk * kLanes,
+                    std::min<int64_t>(kLanes, factor.columns - chunk * kLanes),
+                    to + (chunk * some + j) * kLanes);
+  }
+  return turned;
+}
+
+template <int Width, int Rows, int Most>
+SN_INLINE void times_rows_by(const Matrix<const float>& matrix, const Matrix<const float>& factor,
+                             const Matrix<float>& sums, const float* turned) {
+  const int64_t chunks = matrix.columns / kLanes, over = matrix.columns % kLanes;
+  const int64_t length = (chunks + (over > 0)) * kLanes;
+  const int64_t blocks = (factor.rows + Most - 1) / Most;
+  for (int64_t i = 0; i < matrix.rows; i += Rows) {
+    const int64_t here = std::min<int64_t>(Rows, matrix.rows - i);
+    const float* rows[Rows];
+    float rest[Rows * kLanes] = {};
+    for (int64_t at = 0; at < Rows; ++at) {  // the last stands in for rows that are not there
+      rows[at] = matrix.at + (i + std::min(at, here - 1)) * matrix.stride;
+      std::copy_n(rows[at] + chunks * kLanes, over, rest + at * kLanes);
+    }
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t first = block_start(block, blocks, factor.rows);
+      const int64_t some = block_start(block + 1, blocks, factor.rows) - first;
+      float found[Most][Rows];
+      some_rows<Width, Rows, Most>(some, rows, chunks, over ? rest : nullptr,
+                                   turned + first * length, found);
+      for (int64_t own = 0; own < some; ++own)
+        std::copy_n(found[own], here, sums.at + (first + own) * sums.stride + i);
+    }
+  }
+}
+
+// Some directions, and columns of Wide times 16 numbers, of up to kRows rows.
+template <int Width, int Some, int Wide>
+SN_INLINE void columns_block(const float* matrix, int64_t stride, int64_t rows,
+                             const float* factor, int64_t factor_stride, float* sums,
+                             int64_t sums_stride, bool fresh) {
+  Lanes<Width> total[Some][Wide] = {};
+  if (!fresh)
+    SN_UNROLL for (int j = 0; j < Some; ++j)
+      SN_UNROLL for (int w = 0; w < Wide; ++w) total[j][w].load(sums + j * sums_stride + w * kLanes);
+  for (int64_t i = 0; i < rows; ++i) {
+    Lanes<Width> row[Wide], direction;
+    SN_UNROLL for (int w = 0; w < Wide; ++w) row[w].load(matrix + i * stride + w * kLanes);
+    SN_UNROLL for (int j = 0; j < Some; ++j) {
+      direction.fill(factor[j * factor_stride + i]);
+      SN_UNROLL for (int w = 0; w < Wide; ++w) total[j][w].add(direction, row[w]);
+    }
+  }
+  SN_UNROLL for (int j = 0; j < Some; ++j)
+    SN_UNROLL for (int w = 0; w < Wide; ++w) total[j][w].store(sums + j * sums_stride + w * kLanes);
+}
+
+template <int Width, int Wide, int Some>
+SN_INLINE void some_columns(int64_t count, const float* matrix, int64_t stride, int64_t rows,
+                            const float* factor, int64_t factor_stride, float* sums,
+                            int64_t sums_stride, bool fresh) {
+  if constexpr (Some > 1) {
+    if (count < Some)
+      return some_columns<Width, Wide, Some - 1>(count, matrix, stride, rows, factor, factor_stride, sums,
+                                          sums_stride, fresh);
+  }
+  columns_block<Width, Some, Wide>(matrix, stride, rows, factor, factor_stride, sums, sums_stride, fresh);
+}
+
+template <int Width, int Most, int Wide>
+SN_INLINE void times_columns_by(const Matrix<const float>& matrix,
+                                const Matrix<const float>& factor, const Matrix<float>& sums) {
+  const int64_t blocks = (factor.rows + Most - 1) / Most;
+  for (int64_t i = 0; i < matrix.rows; i += kRows) {
+    const int64_t here = std::min(kRows, matrix.rows - i);
+    for (int64_t k = 0; k < matrix.columns;) {
+      const int64_t left = matrix.columns - k;
+      const int64_t wide = left >= Wide * kLanes ? Wide * kLanes : std::min<int64_t>(left, kLanes);
+      const float* own = matrix.at + i * matrix.stride + k;
+      float* found = sums.at + k;
+      int64_t stride = matrix.stride;
+      float part[kRows * kLanes], some[Most * kLanes] = {};
+      if (wide < kLanes) {  // the last few columns, in a place with room behind them
+        std::fill_n(part, here * kLanes, 0.0f);
+        for (int64_t at = 0; at < here; ++at)
+          std::copy_n(own + at * stride, wide, part + at * kLanes);
+        own = part;
+        stride = kLanes;
+      }
+      for (int64_t block = 0; block < blocks; ++block) {
+        const int64_t first = block_start(block, blocks, factor.rows);
+        const int64_t count = block_start(block + 1, blocks, factor.rows) - first;
+        const float* with = factor.at + first * factor.stride + i;
+        float* to = found + first * sums.stride;
+        if (wide == Wide * kLanes) {
+          some_columns<Width, Wide, Most>(count, own, stride, here, with, factor.stride, to,
+                                          sums.stride, !i);
+          continue;
+        }
+        for (int64_t j = 0; i && j < count; ++j)
+          std::copy_n(to + j * sums.stride, wide, some + j * kLanes);
+        some_columns<Width, 1, Most>(count, own, stride, here, with, factor.stride, some, kLanes,
+                                     !i);
+        for (int64_t j = 0; j < count; ++j)
+          std::copy_n(some + j * kLanes, wide, to + j * sums.stride);
+      }
+      k += wide;
+    }
+  }
+}
+
+// Four rows and columns of Wide times 16 numbers of left^T right.
+template <int Width, int Wide>
+SN_INLINE void outer_block(const float* left, int64_t left_stride, const float* right,
+                           int64_t right_stride, int64_t directions, float* out, int64_t stride,
+                           bool subtract) {
+  Lanes<Width> total[4][Wide] = {};
+  for (int64_t j = 0; j < directions; ++j) {
+    Lanes<Width> row[Wide], factor;
+    SN_UNROLL for (int w = 0; w < Wide; ++w) row[w].load(right + j * right_stride + w * kLanes);
+    SN_UNROLL for (int i = 0; i < 4; ++i) {
+      factor.fill(left[j * left_stride + i]);
+      SN_UNROLL for (int w = 0; w < Wide; ++w) total[i][w].add(factor, row[w]);
+    }
+  }
+  SN_UNROLL for (int i = 0; i < 4; ++i)
+    SN_UNROLL for (int w = 0; w < Wide; ++w) {
+      float* to = out + i * stride + w * kLanes;
+      if (subtract) {
+        Lanes<Width> before;
+        before.load(to);
+        total[i][w].subtract_from(before);
+      }
+      total[i][w].store(to);
+    }
+}
+
+template <int Width, int Wide>
+SN_INLINE void outer_by(const Matrix<const float>& left, const Matrix<const float>& right,
+                        const Matrix<float>& matrix, bool subtract, const float* turned,
+                        float* fours) {
+  const int64_t directions = left.rows, even = matrix.columns / kLanes * kLanes;
+  float part[4 * kLanes];
+  for (int64_t first = 0; first < matrix.rows; first += kRows) {
+    const int64_t last = std::min(first + kRows, matrix.rows);
+    for (int64_t k = 0; k < matrix.columns;) {
+      const int64_t rest = matrix.columns - k;
+      const int64_t wide = rest >= Wide * kLanes ? Wide * kLanes : std::min<int64_t>(rest, kLanes);
+      const float* with = k < even ? right.at + k : turned;
+      const int64_t with_stride = k < even ? right.stride : kLanes;
+      for (int64_t i = first; i < last; i += 4) {
+        const float* own = left.at + i;
+        int64_t own_stride = left.stride;
+        const int64_t here = std::min<int64_t>(4, last - i);
+        float* out = matrix.at + i * matrix.stride + k;
+        if (here < 4) {
+          for (int64_t j = 0; j < directions; ++j)
+            std::copy_n(left.at + j * left.stride + i, here, fours + 4 * j);
+          own = fours;
+          own_stride = 4;
+        }
+        if (here == 4 && wide == Wide * kLanes) {
+          outer_block<Width, Wide>(own, own_stride, with, with_stride, directions, out, matrix.stride,
+                            subtract);
+          continue;
+        }
+        for (int64_t at = 0; at < wide; at += kLanes) {
+          const int64_t few = std::min<int64_t>(kLanes, wide - at);
+          std::fill_n(part, 4 * kLanes, 0.0f);
+          for (int64_t row = 0; subtract && row < here; ++row)
+            std::copy_n(out + row * matrix.stride + at, few, part + row * kLanes);
+          outer_block<Width, 1>(own, own_stride, with + at, with_stride, directions, part, kLanes,
+                         subtract);
+          for (int64_t row = 0; row < here; ++row)
+            std::copy_n(part + row * kLanes, few, out + row * matrix.stride + at);
+        }
+      }
+      k += wide;
+    }
+  }
+}
+
+// One function of each kind for an instruction set: the width of its registers, and rows,
+// directions and columns at a time that these hold.
+#define SN_PRODUCTS(name, target, width, rows, rows_most, columns_most, columns_wide, outer_wide)  \
+  constexpr int64_t name##_most = rows_most;                                                      \
+  target void name##_rows(const Matrix<const float>& matrix, const Matrix<const float>& factor,   \
+                          const Matrix<float>& sums, const float* turned) {                       \
+    times_rows_by<width, rows, rows_most>(matrix, factor, sums, turned);                          \
+  }                                                                                               \
+  target void name##_columns(const Matrix<const float>& matrix, const Matrix<const float>& factor, \
+                             const Matrix<float>& sums) {                                         \
+    times_columns_by<width, columns_most, columns_wide>(matrix, factor, sums);                    \
+  }                                                                                               \
+  target void name##_outer(const Matrix<const float>& left, const Matrix<const float>& right,     \
+                           const Matrix<float>& matrix, bool subtract, const float* turned,       \
+                           float* fours) {                                                        \
+    outer_by<width, outer_wide>(left, right, matrix, subtract, turned, fours);                    \
+  }
+
+SN_PRODUCTS(plain, , 4, 4, 1, 2, 1, 1)
+#if defined(__x86_64__) && defined(__GNUC__)
+#define SN_X86 1
+SN_PRODUCTS(avx2, __attribute__((target("avx2"))), 8, 4, 1, 3, 2, 1)
+SN_PRODUCTS(avx512, __attribute__((target("avx2,avx512f,avx512bw,avx512dq,avx512vl"))), 16, 8, 3,
+            6, 4, 4)
+#endif
+
+}  // namespace
+
+int product_kernels() {
+#ifdef SN_X86
+  __builtin_cpu_init();
+  if (!__builtin_cpu_supports("avx2")) return 1;
+  const bool all = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  return all ? 3 : 2;
+#else
+  return 1;
+#endif
+}
+
+void times_rows(const Matrix<const float>& matrix, const Matrix<const float>& factor,
+                const Matrix<float>& sums, int kernel) {
+#ifdef SN_X86
+  if (kernel == 2)
+    return avx512_rows(matrix, factor, sums, in_turn(factor, avx512_most).data());
+  if (kernel == 1) return avx2_rows(matrix, factor, sums, in_turn(factor, avx2_most).data());
+#endif
+  (void)kernel;
+  plain_rows(matrix, factor, sums, in_turn(factor, plain_most).data());
+}
+
+void times_columns(const Matrix<const float>& matrix, const Matrix<const float>& factor,
+                   const Matrix<float>& sums, int kernel) {
+  if (!matrix.rows)
+    for (int64_t j = 0; j < sums.rows; ++j)
+      std::fill_n(sums.at + j * sums.stride, sums.columns, 0.0f);
+#ifdef SN_X86
+  if (kernel == 2) return avx512_columns(matrix, factor, sums);
+  if (kernel == 1) return avx2_columns(matrix, factor, sums);
+#endif
+  (void)kernel;
+  plain_columns(matrix, factor, sums);
+}
+
+void outer(const Matrix<const float>& left, const Matrix<const float>& right,
+           const Matrix<float>& matrix, bool subtract, int kernel) {
+  // The last columns of `right` with room behind them, and room for the last rows.
+  const int64_t even = matrix.columns / kLanes * kLanes;
+  std::vector<float> turned(static_cast<size_t>(right.rows * kLanes)),
+      fours(static_cast<size_t>(right.rows * 4));
+  for (int64_t j = 0; j < right.rows; ++j)
+    std::copy_n(right.at + j * right.stride + even, matrix.columns - even,
+                turned.data() + j * kLanes);
+#ifdef SN_X86
+  if (kernel == 2) return avx512_outer(left, right, matrix, subtract, turned.data(), fours.data());
+  if (kernel == 1) return avx2_outer(left, right, matrix, subtract, turned.data(), fours.data());
+#endif
+  (void)kernel;
+  plain_outer(left, right, matrix, subtract, turned.data(), fours.data());
+}
+
+SN_CLONES double remember(const float* memory, const float* gradient, float decay, float* out,
+                          int64_t count) {
+  double total = 0;
+  for (int64_t start = 0; start < count; start += 1024) {
+    const int64_t end = std::min(start + 1024, count), even = start + (end - start) / 64 * 64;
+    float squares[64] = {};
+    for (int64_t i = start; i < even; i += 64)
+      for (int64_t lane = 0; lane < 64; ++lane) {
+        const float value = memory[i + lane] * decay + gradient[i + lane];
+        out[i + lane] = value;
+        squares[lane] += value * value;
+      }
+    for (int64_t i = even; i < end; ++i) {
+      const float value = memory[i] * decay + gradient[i];
+      out[i] = value;
+      squares[i - even] += value * value;
+    }
+    for (const float square : squares) total += square;
+  }
+  return total;
+}
+
+}  // namespace sn

@@ -1,1 +1,0 @@
-"""How the payloads of the ranks meet. Pure: the rims bring the bytes over."""

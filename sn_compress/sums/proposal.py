@@ -1,0 +1,63 @@
+"""Which tensors are worth compressing, and what a rank proposes to send of each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ..arrays import to_host
+from .choose import Curve, Size, allocate, better, budget
+from .tensor import Tensor
+
+# Elements of a vector, such as a bias or the weights of a norm, from which on it is compressed. A
+# vector has no low rank, models have many small ones, and all together they are little: travelling
+# plain with the others costs less than what would be saved.
+VECTOR = 2**16
+
+
+def is_large(shape: Sequence[int], min_elements: int) -> bool:
+    """Whether a tensor is worth compressing: the rule of every class and every seam."""
+    is_vector = sum(side > 1 for side in shape) <= 1
+    return math.prod(shape) >= (max(VECTOR, min_elements) if is_vector else min_elements)
+
+
+def propose(
+    tensors: Mapping[str, Tensor],
+    left_out: int,
+    *,
+    ratio: float,
+    min_elements: int,
+    ranks: int,
+    rows: bool,
+) -> None:
+    """Sizes for all tensors that have none yet, from what the dense steps showed this rank.
+
+    left_out : elements that travel plain; each tensor pays its part of them
+    rows : whether a tensor may be sent by rows
+    """
+    # A copy: where a thread encodes, a hook may add a tensor meanwhile.
+    every = dict(tensors)
+    new = {name: t for name, t in every.items() if t.summable is None and t.proposed is None}
+    for name, tensor in list(new.items()):
+        known = None if tensor.mean is None else to_host(tensor.mean)
+        if known is not None and not np.isfinite(known).all():
+            # A dense step that was lost has shown nothing: all goes on as before.
+            tensor.mean, tensor.summable = None, tensor.earlier
+            if tensor.summable is not None:
+                del new[name]
+    curves = {}
+    for name, t in new.items():
+        n = math.prod(t.shape)
+        mean = np.zeros(n, np.float32) if t.mean is None else to_host(t.mean)
+        shape = t.shape if n >= min_elements else (n,)
+        curves[name] = Curve.of(mean, shape)
+        if rows and not curves[name].flat and t.mean is not None:
+            by_rows = Curve.of_rows(mean, shape)
+            curves[name] = better(curves[name], by_rows, n / ratio, ranks)
+    taken, all_taken = (sum(math.prod(t.shape) for t in of.values()) for of in (new, every))
+    chosen = allocate(curves, budget(taken, left_out * taken / all_taken, ratio), ranks)
+    for name, tensor in new.items():
+        curve, size = curves[name], chosen[name]
+        tensor.proposed = Size(curve.shape, size, sparse=curve.sparse and size > 0)

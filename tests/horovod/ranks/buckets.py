@@ -1,0 +1,228 @@
+"""One rank: gradients travel in buckets laid out from the order of the parameters.
+
+Run as `buckets.py [CASE...]`; prints "ok CASE" on every rank, or fails with an assertion.
+"""
+
+import sys
+import time
+from functools import partial
+
+import horovod.torch as hvd
+import torch
+from torch import nn
+
+from sn_compress import CompressError, FFTCompression, LowRankCompression
+from sn_compress.torch import horovod as rim
+from sn_compress.torch.buckets import Buckets
+from sn_compress.torch.memory import memory_of
+
+SHARED = LowRankCompression.using(ratio=8, warmup=2)
+GATHER = FFTCompression.using(theta=0.9)
+WAYS = {"low rank": SHARED, "overlap": SHARED.using(overlap=True), "fft": GATHER}
+
+
+def wrap(parameters, way=SHARED, lr=0.05):
+    parameters = list(parameters)
+    return hvd.DistributedOptimizer(
+        torch.optim.SGD([p for _, p in parameters], lr=lr),
+        named_parameters=parameters, compression=way,
+    )  # fmt: skip
+
+
+def sides(number, size=48):
+    torch.manual_seed(0)
+    return nn.ModuleList(nn.Linear(size, size, bias=False) for _ in range(number))
+
+
+def step(net, optimizer, number, *, backwards=False):
+    """One in which each layer has a loss of its own: the order of the gradients is free."""
+    generator = torch.Generator().manual_seed(1000 * number + hvd.rank())
+    x = torch.randn(8, net[0].in_features, generator=generator)
+    losses = [(side(x) * (1 + at)).square().mean() for at, side in enumerate(net)]
+    optimizer.zero_grad()
+    sum(losses[::-1] if backwards else losses).backward()
+    optimizer.step()
+
+
+def vector(net):
+    return torch.cat([p.detach().reshape(-1) for p in net.parameters()])
+
+
+def assert_alike(net):
+    everyone = hvd.allgather(vector(net)[None], name="everyone")
+    assert torch.equal(everyone, everyone[:1].expand_as(everyone)), "ranks differ"
+
+
+class small_buckets:  # noqa: N801, reads as what it is in a with statement
+    """Of some four layers each."""
+
+    def __enter__(self):
+        rim.Buckets = partial(Buckets, full=9000)
+
+    def __exit__(self, *_):
+        rim.Buckets = Buckets
+
+
+class Counted:
+    """Names of our own collectives handed to Horovod."""
+
+    def __init__(self):
+        self.names = []
+        for name in ("allreduce_async", "allreduce_async_", "allgather_async"):
+            setattr(hvd, name, self.around(getattr(hvd, name)))
+
+    def around(self, send):
+        def counted(tensor, *args, name=None, **options):
+            self.names.append(name)
+            return send(tensor, *args, name=name, **options)
+
+        return counted
+
+
+def a_step_has_a_handful_of_collectives():
+    counted = Counted()
+    for way, most in (("low rank", 2), ("overlap", 2), ("fft", 1)):
+        net = sides(40)
+        optimizer = wrap(net.named_parameters(), WAYS[way])
+        for number in range(4):
+            step(net, optimizer, number)
+        counted.names.clear()
+        step(net, optimizer, 4)
+        assert 1 <= len(counted.names) <= most, (way, counted.names)
+        report = FFTCompression.report(optimizer)
+        assert report["tensors"] == 40, report
+        assert_alike(net)
+
+
+def ranks_compute_in_different_orders():
+    for way in WAYS.values():
+        with small_buckets():
+            net = sides(10)
+            optimizer = wrap(net.named_parameters(), way)
+            for number in range(6):
+                step(net, optimizer, number, backwards=hvd.rank() == 1)
+            assert len(memory_of(optimizer).buckets.members) == 3
+        assert_alike(net)
+
+
+def the_order_of_the_gradients_changes_no_bit():
+    for way in WAYS.values():
+        ends = []
+        for backwards in (False, True):
+            with small_buckets():
+                net = sides(10)
+                optimizer = wrap(net.named_parameters(), way)
+                for number in range(5):
+                    step(net, optimizer, number, backwards=backwards)
+            ends.append(vector(net))
+        assert torch.equal(*ends)
+
+
+def a_sparse_embedding_beside_holds_its_bucket_back():
+    for way in WAYS.values():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Embedding(512, 48, sparse=True), nn.Linear(48, 48), nn.Tanh())
+        optimizer = wrap(net.named_parameters(), way)
+        for number in range(5):
+            torch.manual_seed(10 * number + hvd.rank())
+            optimizer.zero_grad()
+            net(torch.randint(512, (16,))).square().mean().backward()
+            assert net[0].weight.grad.is_sparse
+            optimizer.step()
+        assert FFTCompression.report(optimizer)["tensors"] == 1
+        assert_alike(net)
+
+
+def break_off(net, optimizer, number):
+    """In the middle of the backward pass, with some buckets on their way."""
+    hook = net[2].weight.register_hook(lambda gradient: 1 / 0)
+    try:
+        step(net, optimizer, number)
+    except ZeroDivisionError:
+        optimizer.load_state_dict(optimizer.state_dict())  # as Horovod wants it
+    else:
+        raise AssertionError("the backward pass was to fail")
+    hook.remove()
+    optimizer.zero_grad()
+    hvd.barrier()
+    time.sleep(0.2)  # what Horovod has under way itself of that step comes to its end
+
+
+def a_step_that_broke_off_is_as_if_it_had_never_been():
+    """In dense steps, in the one in which sizes travel, and in those between."""
+    for way in (SHARED, WAYS["overlap"]):
+        ends = []
+        for broken in ((), (1, 2, 3)):
+            with small_buckets():
+                net = sides(10)
+                optimizer = wrap(net.named_parameters(), way)
+                for number in range(5):
+                    if number in broken:
+                        break_off(net, optimizer, 100 + number)
+                        # One rank has looked whether words have arrived, the other has not.
+                        time.sleep(0.05 * hvd.rank())
+                    step(net, optimizer, number)
+            assert_alike(net)
+            ends.append(vector(net))
+        assert torch.equal(*ends)
+
+
+def what_gathers_goes_on_after_a_step_that_broke_off():
+    with small_buckets():
+        net = sides(10)
+        optimizer = wrap(net.named_parameters(), GATHER)
+        for number in range(6):
+            if number == 3:
+                break_off(net, optimizer, 100)
+            step(net, optimizer, number)
+    assert_alike(net)
+
+
+def a_rank_that_has_joined_is_asked_for_nothing():
+    """It adds zeros to the sums of three buckets, also in the step in which sizes travel."""
+    with small_buckets():
+        net = sides(10)
+        optimizer = wrap(net.named_parameters(), SHARED)
+        for number in range(5 if hvd.rank() else 2):
+            step(net, optimizer, number)
+        last = hvd.join()
+        hvd.broadcast_parameters(net.state_dict(), root_rank=last)
+        FFTCompression.synchronize(optimizer, root_rank=last)
+        step(net, optimizer, 6)
+    assert_alike(net)
+
+
+def a_parameter_added_after_the_start_is_refused():
+    for way in (SHARED, GATHER):
+        net, late = sides(2), nn.Linear(48, 48)
+        optimizer = wrap(net.named_parameters(), way)
+        step(net, optimizer, 0)
+        optimizer.add_param_group({"params": list(late.parameters())})
+        said = ""
+        try:
+            step(net, optimizer, 1)
+        except CompressError as error:
+            said = str(error)
+        assert "(48, 48) is trained, but Horovod does not reduce it: it was added" in said, said
+        optimizer._handles.clear()
+
+
+CASES = [
+    a_step_has_a_handful_of_collectives, ranks_compute_in_different_orders,
+    the_order_of_the_gradients_changes_no_bit, a_sparse_embedding_beside_holds_its_bucket_back,
+    a_step_that_broke_off_is_as_if_it_had_never_been,
+    what_gathers_goes_on_after_a_step_that_broke_off, a_parameter_added_after_the_start_is_refused,
+    a_rank_that_has_joined_is_asked_for_nothing,
+]  # fmt: skip
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    hvd.init()
+    for case in CASES:
+        if sys.argv[1:] and case.__name__ not in sys.argv[1:]:
+            continue
+        start = time.monotonic()
+        case()
+        if hvd.rank() == 0:
+            print(f"{case.__name__}: {time.monotonic() - start:.1f} s", flush=True)
+        print(f"ok {case.__name__}", flush=True)
