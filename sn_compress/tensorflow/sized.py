@@ -30,7 +30,7 @@ from ..sums.step import bucket_of, step
 from ..sums.summable import Summable
 from . import namespace as _namespace  # noqa: F401 - it makes tensors known to the core
 
-LEAST = 4  # steps up to the next dense one: for fewer it is not worth tracing a graph
+LEAST = 10  # steps up to the next dense one: for fewer it is not worth tracing a graph
 _OVERDUE = 1000  # steps behind the last one, after which no trace will come
 _DAMAGED = (
     "PayloadError: the summed words do not have the sum of their checksums: they were damaged on "

@@ -54,7 +54,7 @@ def mean_is_the_mean():
 def what_is_applied_and_what_is_kept():
     """Over the steps, the averages and the mean memory add up to the plain averages."""
     fft = FFTCompression.using(theta=0.9)
-    steps = [[noise(64, 64, seed=t), noise(5000, seed=t)] for t in range(20)]
+    steps = [[noise(64, 64, seed=t), noise(50, 100, seed=t)] for t in range(20)]
     applied = gradients_of(steps, fft)
     memory = memory_of(fft)
     for place in range(2):
