@@ -19,12 +19,12 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from ..buckets import Buckets
 from ..codecs.gather import wire_bytes
 from .memory import Memory
 from .tracing import Call
 
 _log = logging.getLogger(__name__)
-_BUCKET = 2**23  # elements, at most; larger tensors travel alone
 ROUNDS = 3  # of the shared exchange, at most: sizes, and two for low rank
 _as_written = tf.autograph.experimental.do_not_convert
 
@@ -222,15 +222,8 @@ def means_of(bucket: Bucket) -> list[Any]:
 
 def cut(sizes: Sequence[int]) -> list[list[int]]:
     """Which tensors, of so many elements, go into each bucket, in order."""
-    found: list[list[int]] = []
-    room = 0
-    for at, size in enumerate(sizes):
-        if not found or size > room:
-            found.append([])
-            room = _BUCKET
-        found[-1].append(at)
-        room -= size
-    return found
+    layout = Buckets((str(at), size, None) for at, size in enumerate(sizes))
+    return [[int(at) for at in names] for names in layout.members]
 
 
 def _differentiable(tensor: Any, mean: Any, call: Call) -> Any:

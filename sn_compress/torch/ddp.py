@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from .. import engine_state
+from ..buckets import GROUP
 from ..carry import Gradient
 from ..codecs import saving
 from ..compression import Compression, settings_of
@@ -35,7 +36,6 @@ from ..feedback import ErrorFeedback
 from ..prediction.tuning import Tuner
 from ..saved import held, reading
 from ..sums.session import SharedExchange
-from .buckets import GROUP
 from .collectives import Collectives
 from .digests import digest
 from .given import Names, check_flag, check_scaler

@@ -19,11 +19,11 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
+from ..buckets import Buckets
 from ..carry import Gradient
 from ..errors import CompressError
 from ..settings import Settings
 from .alike import Checked, agree_on_calls, agree_on_optimizers, alike_in_hardware, total
-from .buckets import Buckets
 from .caller import Caller, find_caller, sparse_gradient
 from .horovod_state import (
     Elastic,

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from ..buckets import Buckets
 from ..engine import Engine
 from ..errors import CompressError
 from ..settings import Settings
 from .aside import Aside
-from .buckets import Buckets
 from .pending import Pending
 from .streams import SideStream
 

@@ -4,9 +4,7 @@ import random
 
 import pytest
 
-pytest.importorskip("torch")  # its room
-
-from sn_compress.torch.buckets import Buckets
+from sn_compress.buckets import Buckets
 
 NAMES = [f"t{number}" for number in range(10)]
 

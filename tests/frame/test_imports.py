@@ -48,7 +48,7 @@ LAYERS = (
     ("sn_compress.prediction.predict",),
     ("sn_compress.prediction.tuning",),
     ("sn_compress.prediction", "sn_compress.__main__"),
-    ("sn_compress.carry",),
+    ("sn_compress.buckets", "sn_compress.carry"),
     ("sn_compress.payloads",),
     ("sn_compress.summed",),
     ("sn_compress.engine",),

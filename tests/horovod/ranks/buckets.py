@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from sn_compress import CompressError, FFTCompression, LowRankCompression
+from sn_compress.buckets import Buckets
 from sn_compress.torch import horovod as rim
-from sn_compress.torch.buckets import Buckets
 from sn_compress.torch.memory import memory_of
 
 SHARED = LowRankCompression.using(ratio=8, warmup=2)
