@@ -9,6 +9,7 @@ Over 300 lines: what Horovod hands over, in all its forms, and what is done once
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ from .buckets import Bucket, Mean, Plain, cut, means_of, wire_type
 from .memory import Memory, memory_at, memory_of
 from .sized import Reduction, Sized
 from .traced import NO_VARIABLE
-from .tracing import Call, find_call
+from .tracing import Call, find_call, passed
 
 __all__ = ["Beside", "compress", "compressed_means", "memory_of", "refuse_xla"]
 
@@ -235,7 +236,11 @@ def _slots_now(call: Call, memory: Memory) -> Any:
     """
     sources = call.sources or ()
     own = {place: v.handle for place, v in enumerate(sources) if isinstance(v, tf.Variable)}
-    if any(tf.is_symbolic_tensor(handle) for handle in own.values()):
+    arguments = passed(sys._getframe(1))
+    if any(
+        tf.is_symbolic_tensor(handle) or any(handle is each for each in arguments)
+        for handle in own.values()
+    ):
         return None
     slots = np.full(len(sources), NO_VARIABLE, np.int64)
     slots[list(own)] = memory.slots(map(repr, own.values()))

@@ -23,6 +23,7 @@ from tensorflow.python.eager.polymorphic_function.polymorphic_function import Fu
 from ..errors import CompressError
 
 _MODULE = "horovod.tensorflow"
+_TRACER, _TRACER_MODULE = "func_graph_from_py_func", "tensorflow.python.framework.func_graph"
 _REDUCE = ("allreduce", "grouped_allreduce")
 _SCATTER = ("reducescatter", "grouped_reducescatter")
 
@@ -96,6 +97,27 @@ def functions_of(frame: FrameType | None) -> list[Any]:
         owner = frame.f_locals.get("self")
         if isinstance(owner, Function) and all(owner is not other for other in found):
             found.append(owner)
+        frame = frame.f_back
+    return found
+
+
+def passed(frame: FrameType | None) -> list[Any]:
+    """The handles of variables that are arguments of a function that is being traced.
+
+    Such a trace serves any variables of the same shapes, though it shows those of the first call.
+    """
+    found = []
+    while frame is not None:
+        if frame.f_code.co_name == _TRACER and frame.f_globals.get("__name__") == _TRACER_MODULE:
+            try:
+                given = frame.f_locals["func_args"], frame.f_locals["func_kwargs"]
+            except KeyError as error:
+                raise CompressError(
+                    f"TensorFlow {tf.__version__} keeps the arguments of a function that it traces "
+                    "elsewhere than expected, as release 2.21 does it. Use release 2.21, and "
+                    "please report your version."
+                ) from error
+            found += [v.handle for v in tf.nest.flatten(given) if isinstance(v, tf.Variable)]
         frame = frame.f_back
     return found
 

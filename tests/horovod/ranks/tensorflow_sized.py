@@ -247,6 +247,25 @@ def unlike_hardware_is_asked_about():
         assert_equal_ranks(variables)
 
 
+def eager_tapes_of_one_shape_keep_apart():
+    """Outside of a tf.function Horovod keeps one graph for all of them: each has its own memory."""
+    low, nets = LOW.using(check_every=0), variables_of(2)
+    kept = [np.zeros((48, 48)) for _ in nets]
+    for t in range(6):
+        for i, net in enumerate(nets):
+            x = noise(48, 48, seed=2 * t + i)
+            with hvd.DistributedGradientTape(tf.GradientTape(), compression=low) as tape:
+                loss = tf.reduce_sum(net * x)
+            kept[i] += np.mean(hvd.allgather_object(x), axis=0)
+            kept[i] -= tape.gradient(loss, [net])[0].numpy()
+    assert sorted(memory_of(low).exchange().tensors) == ["0:w0", "1:w1"]
+    for i, name in enumerate(("0:w0", "1:w1")):
+        left = memory_of(low).exchange().residual(name).reshape(48, 48)
+        mean = np.mean(hvd.allgather_object(left), axis=0)
+        assert np.linalg.norm(mean) > 1
+        np.testing.assert_allclose(kept[i], mean, atol=1e-4)
+
+
 def keras_fits_in_both_forms():
     """Dense and sized in turns, in inner graphs: two steps in a call; a branch of a step."""
     for steps, passes in ((2, 1), (1, 2)):
@@ -271,7 +290,7 @@ CASES = [
     what_is_applied_and_what_is_kept,
     a_graph_goes_on_where_it_was_saved, a_step_that_is_lost_changes_no_memory,
     a_graph_whose_step_has_ended_says_so, damaged_sums_end_the_step,
-    unlike_hardware_is_asked_about, keras_fits_in_both_forms,
+    unlike_hardware_is_asked_about, eager_tapes_of_one_shape_keep_apart, keras_fits_in_both_forms,
 ]  # fmt: skip
 
 if __name__ == "__main__":
