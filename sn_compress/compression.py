@@ -228,8 +228,8 @@ class AutoCompression(Compression):
     """LowRankCompression for the tensors where it pays, by measurement; plain for the others.
 
     Link and codec are measured in the first steps, a model chooses for every tensor, and unless a
-    step is then faster by the clock, all goes on as plain Horovod; docs/cost.md says how. For
-    optimizers of Horovod's torch; elsewhere CompressError.
+    step is then faster by the clock, all goes on as plain Horovod; docs/cost.md says how. In
+    TensorFlow it is for a step inside a tf.function and for Keras; elsewhere CompressError.
 
     Settings are those of LowRankCompression.
     """

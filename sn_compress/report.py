@@ -90,9 +90,10 @@ class Traffic:
     def ran(self, steps: int, tensors: Sequence[Ran], relative: tuple[float, float]) -> None:
         """Count steps that a graph has run by itself.
 
+        steps : of them, those that nothing else has counted
         relative : the sum of their relative errors, and of how many steps
         """
-        if not steps:
+        if not any(it.steps for it in tensors):
             return
         self._close_step()
         self._sent.clear()
@@ -105,6 +106,11 @@ class Traffic:
             self._ways[it.name] = it.way
         self._relative_sum += relative[0]
         self._relative_count += round(relative[1])
+
+    @property
+    def steps(self) -> int:
+        """Counted so far."""
+        return self._steps
 
     @property
     def tensors(self) -> tuple[int, int]:

@@ -153,14 +153,8 @@ class Settings:
         ]
         return f".using({', '.join(given)})" if given else ""
 
-    def refuse_torch_only(self, where: str, *, tunes: bool = False) -> None:
-        """Raise CompressError where overlap=True, or AutoCompression unless it `tunes`, is idle."""
-        if self.tune and not tunes:
-            raise CompressError(
-                f"AutoCompression with {where}, whose graph is made before anything is measured; "
-                "it is for torch, under Horovod, DDP or FSDP2. Use LowRankCompression or "
-                "FFTCompression here, and ask sn_compress.predict whether it pays."
-            )
+    def refuse_overlap(self, where: str) -> None:
+        """Raise CompressError if overlap=True is set where it has no effect."""
         if self.overlap:
             raise CompressError(
                 f"overlap=True has no effect with {where}; it is for optimizers of Horovod's "

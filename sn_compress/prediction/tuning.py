@@ -138,6 +138,10 @@ class Tuner:
         self._seen.add(name)
         if name not in self._layers:
             self._layers[name] = Layer(name, tuple(shape))
+        return self.chosen(name)
+
+    def chosen(self, name: str) -> Method:
+        """How a tensor travels by what was decided last; no step begins by asking."""
         return self._methods.get(name, "plain")
 
     @property
@@ -158,11 +162,15 @@ class Tuner:
         }  # fmt: skip
 
     @property
+    def rest_steps(self) -> int:
+        """Steps from the next one on in which nothing is timed and no choice changes."""
+        first = self._in_phase < 1  # in which what the exchange owed still leaves
+        return max(self._rest - self._in_phase, 0) if self.settled and not first else 0
+
+    @property
     def idle_steps(self) -> int:
         """Steps from the next one on that need not ask: all plain, nothing timed; see `pass_by`."""
-        first = self._in_phase < 1  # in which what the exchange owed still leaves
-        idle = self.settled and not first and set(self._methods.values()) <= {"plain"}
-        return max(self._rest - self._in_phase, 0) if idle else 0
+        return self.rest_steps if set(self._methods.values()) <= {"plain"} else 0
 
     def pass_by(self, steps: int) -> None:
         """Take note of steps that have not asked; the next gradient begins another one."""

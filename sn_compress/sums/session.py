@@ -201,7 +201,7 @@ class SharedExchange:
         """What was not sent of a tensor yet, [n], which now travels elsewhere; it begins anew."""
         residual = self.residual(name) * np.float32(self.decay)
         tensor = self._next(name)
-        tensor.summable = tensor.proposed = None
+        tensor.summable = tensor.proposed = tensor.owed = None
         return residual
 
     def lost(self, name: str) -> tuple[float, float]:

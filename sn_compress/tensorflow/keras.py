@@ -105,7 +105,7 @@ class Averaging:
             names |= {i: f"group_{places[part[0]]}.{place}" for place, i in enumerate(part)}
         named = [names.get(i, f"gradient_{places[i]}") for i in every]
         with tf.name_scope(scope):
-            begun, found = self._compressed(gradients, named)
+            begun, found, gradients = self._compressed(gradients, named)
             left = {i for i, mean in enumerate(found) if mean is None}
             with tf.control_dependencies([] if begun is None else [begun]):
                 for part in [every] if parts is None else parts:
@@ -118,10 +118,12 @@ class Averaging:
                         found[i] = mean
         return found
 
-    def _compressed(self, gradients: list[Any], names: list[str]) -> tuple[Any, list[Any]]:
-        """A node for the beginning of a step, and the means of gradients that are compressed."""
+    def _compressed(
+        self, gradients: list[Any], names: list[str]
+    ) -> tuple[Any, list[Any], list[Any]]:
+        """See compressed_means."""
         if not hasattr(self.compression, "settings"):
-            return None, [None] * len(gradients)
+            return None, [None] * len(gradients), gradients
         call = Call(
             compression=self.compression, name="gradients", sources=(), place=None,
             op=self.op, process_set=self.process_set, ignore_name_scope=False,
@@ -312,7 +314,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name for it
         is what is returned. Saved with a model, it is saved as what it was, and has to be made
         distributed again after loading. Mixed precision:
         `DistributedOptimizer(LossScaleOptimizer(optimizer))`.
-    compression : FFTCompression, LowRankCompression, hvd.Compression.fp16, or None
+    compression : FFTCompression, LowRankCompression, AutoCompression, hvd.Compression.fp16, or None
     op : hvd.Average or hvd.Sum; with `compression` as that allows, hvd.Min and the like
     backward_passes_per_step : average the mean of so many steps' gradients, and update only
         then: Keras's own gradient_accumulation_steps
@@ -418,7 +420,7 @@ def report(optimizer: Any) -> dict[str, float]:
 
 def residuals(optimizer: Any) -> dict[str, Any]:
     """See Compression.residuals."""
-    own = memory_of(optimizer).exchange()
+    own = memory_of(optimizer)
     return {
         path: own.residual(key).reshape(variable.shape)
         for path, (variable, key) in optimizer._sn.keys(optimizer).items()

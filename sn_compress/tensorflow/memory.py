@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,12 +17,15 @@ import tensorflow as tf
 from ..agreement import Said
 from ..compression import settings_of
 from ..feedback import ErrorFeedback
+from ..owed import Owed
+from ..prediction.tuning import Tuner
 from ..settings import Settings
 from ..sums.session import SharedExchange
 from .alike import agree_at_trace, elastic, unlike_in_hardware
-from .sized import Sized, ready
+from .sized import LEAST, Sized, ready
 from .traced import Traced
 from .tracing import forget, functions_of
+from .tuned import Tensor, Tuned, mean_over, new_tuner, refuse_untraced, untraced
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +41,10 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
         self._sized: dict[tuple[str, ...], Sized] = {}  # by all names of a call
         self._buckets: set[tuple[str, ...]] = set()  # that could be in the sized form
         self._functions: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.tuner: Tuner | None = None  # of AutoCompression, from the first trace on
+        self._tuned_set: int | None = None  # the process set it is of
+        self._counted = 0  # steps in the report when graphs were read last
+        self._traces = 0  # how often all ranks were to trace again, in the same step
         threads = tf.config.threading.get_intra_op_parallelism_threads()
         super().__init__(settings, threads or len(os.sched_getaffinity(0)))
 
@@ -58,35 +65,112 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
                 self.asked.add(key)
                 self.shared.exact |= unlike_in_hardware(process_set, self.count_beside)
 
-    def sized(self, parts: Sequence[Sequence[str]], what: Any) -> Sized | None:
+    def tuned(self, tensors: Mapping[str, Tensor], process_set: Any) -> Tuned:
+        """How AutoCompression lets tensors of a call travel that is being traced.
+
+        What was not sent of those that travel plain is owed from here on.
+        """
+        refuse_untraced()
+        if self.tuner is None:
+            self.tuner = new_tuner(self.settings, process_set, self.count_beside)
+        if self._tuned_set is None:
+            self._tuned_set = process_set.process_set_id
+        if self._tuned_set != process_set.process_set_id:
+            raise untraced(
+                f"in the process sets {self._tuned_set} and {process_set.process_set_id} at once: "
+                "each wants one of its own, by AutoCompression.using()"
+            )
+        plain = frozenset(name for name in tensors if self.tuner.chosen(name) == "plain")
+        left = [name for name in sorted(plain) if self.shared.remembers(name)]
+        if left:
+            self.retire(left)
+            with self._lock:
+                for name in left:
+                    self.owed.take(name, self.shared)
+        rest = self.tuner.rest_steps
+        return Tuned(tensors, plain, rest if rest >= LEAST else 0)
+
+    def ask(self, tuned: Tuned, form: Sized | None) -> Callable[[], None]:
+        """What a graph calls at the beginning of each step, as long as the tuner measures.
+
+        Nothing is asked between a change and the trace that follows: in a loop inside of a
+        function steps go on as they were traced, which are not those that the tuner means.
+
+        form : that of the graph
+        """
+        traces, tuner = self._traces, self.tuner
+        assert tuner is not None
+
+        def ask() -> None:
+            if form is None:
+                for name, elements, nbytes in tuned.counted:
+                    self.count_plain(name, elements, nbytes)
+            if self._traces != traces:
+                return
+            said = {name: tuner.method(name, it.shape) for name, it in tuned.tensors.items()}
+            plain = {name for name, method in said.items() if method == "plain"}
+            rests = tuner.rest_steps >= LEAST and (form is not None or plain == tuned.tensors.keys())
+            if plain != tuned.plain or rests:
+                self.trace_again()
+
+        return ask
+
+    def pay(self, name: str, gradient: Any) -> Any:
+        """What is owed of a tensor, [n] float32, to go along with its plain gradient; or zeros."""
+        with self._lock:
+            if name not in self.owed or not np.isfinite(gradient).all():
+                return np.zeros(gradient.size, np.float32)
+            left = self.owed.pay(name, gradient.size)
+        self._forget()
+        return left
+
+    def sized(
+        self, parts: Sequence[Sequence[str]], what: Any, tuned: Tuned | None = None
+    ) -> Sized | None:
         """The sized form of a call that is being traced, if it is time for it; see sized.py.
 
         parts : names of the tensors of each bucket
         what : whose parameters are compared, see `sameness_of`
+        tuned : of AutoCompression, whose form counts steps while the tuner rests
         """
         shared = self.settings.exchange == "shared" and not elastic()
-        if not shared or not parts or tf.executing_eagerly():
+        if not shared or not (parts or tuned) or tf.executing_eagerly():
             return None
         functions = functions_of(sys._getframe(1))
+        if tuned is not None:
+            refuse_untraced(bool(functions))
         if not functions:
             _say_python_once()
             return None
         self._functions.update(functions)
         self._buckets.update(map(tuple, parts))
         names = tuple(name for part in parts for name in part)
+        rest, plain = (tuned.rest, tuned.counted) if tuned else (0, [])
+        key = (*names, *(name for name, _, _ in plain))
         with tf.init_scope():
             if not tf.executing_eagerly():
                 return None
-            known = self._sized.get(names)
-            if known is not None and not known.ended:
+            known = self._sized.get(key)
+            same_form = known is not None and (known.names, known.rests) == ([*names], rest > 0)
+            if known is not None and same_form and not known.ended:
                 return known
-            self.retire(names)
-            if not ready(self.shared, names):
+            self.retire(key)
+            if tuned is not None and self.tuner is not None:
+                rest = self.tuner.rest_steps if rest else 0  # fewer by those of the form retired
+            if not (ready(self.shared, names) if names else rest):
                 return None
-            return self._sized.setdefault(names, Sized(self.shared, parts, self.sameness_of(what)))
+            self.read()  # steps that Python counts from here on are those of other calls
+            same = self.sameness_of(what)
+            return self._sized.setdefault(
+                key, Sized(self.shared, parts, same, rest=rest, plain=plain)
+            )
 
     def trace_again(self) -> None:
-        """Let all functions be traced again that have used this memory."""
+        """Let all functions be traced again that have used this memory; on all ranks at once."""
+        self._traces += 1
+        self._forget()
+
+    def _forget(self) -> None:
         for function in list(self._functions):
             forget(function)
 
@@ -106,9 +190,12 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
         with tf.init_scope():
             told = [each.read() for each in self._sized.values()]
         with self._lock:
-            steps = max((steps for steps, _, _ in told), default=0)
+            # Python has counted some of these steps, for other calls in them.
+            beside = max(self.traffic.steps - self._counted, 0)
+            steps = max(0, *(steps - beside for steps, _, _ in told)) if told else 0
             errors = np.sum([error for _, _, error in told], axis=0) if told else (0.0, 0.0)
             self.traffic.ran(steps, [each for _, ran, _ in told for each in ran], tuple(errors))
+            self._counted = self.traffic.steps
 
     def retire(self, names: Iterable[str] | None = None) -> None:
         """End the sized form of all calls, or those with some of these names; trace again."""
@@ -119,8 +206,11 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
         self.read()
         for key in ends:
             with tf.init_scope():
-                self._sized.pop(key).alive.assign(False)
-        self.trace_again()
+                form = self._sized.pop(key)
+                if form.rests and self.tuner is not None:
+                    self.tuner.pass_by(form.ran)
+                form.alive.assign(False)
+        self._forget()
 
     def exchange(self) -> ErrorFeedback | SharedExchange:
         """Who keeps the memories, with what graphs have made of them."""
@@ -130,36 +220,46 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
     def report(self) -> dict[str, float]:
         """See Compression.report."""
         self.read()
-        return super().report()
+        return super().report() | (self.tuner.report() if self.tuner else {})
 
     def clear(self) -> None:
         """Forget all variables and what was dropped of them: for models that are gone."""
-        self.retire()
+        self._end()
         super().clear()
 
     def begin_anew(self) -> None:
         """When ranks have come or gone, on all of them: count steps from here."""
-        self.retire()
+        self._end()
         super().begin_anew()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what state_dict returned on the same rank, with the same exchange."""
         self.retire()
+        if self.settings.tune:
+            self.trace_again()
         super().load_state_dict(state)
+
+    def _end(self) -> None:
+        """Of graphs that were traced so far nothing goes on, nor does the tuner."""
+        self.retire()
+        self.tuner = self._tuned_set = None
+        if self.settings.tune:
+            self.trace_again()
 
     def synchronize(self, root_rank: int = 0, *, process_set: Any = hvd.global_process_set) -> None:
         """See Compression.synchronize; called by all ranks of the set."""
         own = self.exchange()
         self.begin_anew()
         state = hvd.broadcast_object(self.state_dict(), root_rank, process_set=process_set)
-        residuals = {}
+        residuals, owed = {}, {}
         for name, n in sorted(own.sizes(state).items()):
-            wire = np.zeros(n + 1, np.float32)  # the last one counts the ranks that have a memory
-            if own.remembers(name):
-                wire[:n], wire[n] = own.residual(name), 1
-            total = hvd.allreduce(wire, op=hvd.Sum, process_set=process_set).numpy()
-            residuals[name] = total[:n] / max(total[n], 1)
+            left = own.residual(name) if own.remembers(name) else None
+            residuals[name] = mean_over(process_set, n, left)
+        for name, values in sorted(state.get("owed", {}).items()):
+            left = self.owed.left(name) if name in self.owed else None
+            owed[name] = mean_over(process_set, values.size, left)
         own.take_over(state, residuals)
+        self.owed = Owed.mean([owed])
         self.follow(state)
 
     def serialize(self) -> bytes:

@@ -6,7 +6,8 @@ all-reduce between two of its words. An ordinary step calls no Python. What coun
 variables, and read when somebody asks.
 
 A dense step has another form: it calls Python (`tape.py`), which keeps means and chooses sizes. So
-functions are traced again when the form changes; see `tracing.forget`.
+functions are traced again when the form changes; see `tracing.forget`. A form without any tensor
+only counts: that of steps in which AutoCompression lets all of them travel plain.
 """
 
 from __future__ import annotations
@@ -131,14 +132,25 @@ class Sized:
     exchange : whose tensors have sizes; what they remember moves to variables
     parts : names of the tensors of each bucket
     same : when parameters are compared
+    rest : steps for which a tuner is not asked; 0 where one is asked at each step, or there is none
+    plain : what travels plain beside them, each with its elements and bytes: to be counted
     """
 
     def __init__(
-        self, exchange: SharedExchange, parts: Sequence[Sequence[str]], same: Sameness
+        self,
+        exchange: SharedExchange,
+        parts: Sequence[Sequence[str]],
+        same: Sameness,
+        *,
+        rest: int = 0,
+        plain: Sequence[tuple[str, int, int]] = (),
     ) -> None:
         self._of, self.same = exchange, same
+        self._plain, self.rests = tuple(plain), rest > 0
         self.names = [name for names in parts for name in names]
-        self.limit = _until_dense(exchange, self.names)
+        self._dense = _until_dense(exchange, self.names) if self.names else None
+        ends = [] if self._dense is None else [self._dense]
+        self.limit = min([*ends, rest] if rest else ends)
         self._began = {name: exchange.tensors[name].step for name in self.names}
         self.buckets = [SizedBucket(exchange, names) for names in parts]
         self._ranks = 1
@@ -160,7 +172,7 @@ class Sized:
         """
 
         def ended(at: Any) -> Any:
-            if at > self.limit + _OVERDUE:
+            if self._dense is not None and at > self._dense + _OVERDUE:
                 raise CompressError(
                     f"{_OVERDUE} steps without the dense one that was to come: TensorFlow "
                     f"{tf.__version__} does not trace the step again. Call a tf.function, not a "
@@ -229,6 +241,8 @@ class Sized:
                 n = math.prod(self._of.tensors[name].shape)
                 way = self._of.way(name)
                 ran.append(Ran(name, n, 4 * n, 4 * own, way, steps - before))
+        for name, n, nbytes in self._plain:
+            ran.append(Ran(name, n, 4 * n, nbytes, "plain", steps - before))
         for name, first in self._began.items():
             self._of.tensors[name].step = first + min(steps, self.limit)
         for key, (elements, nbytes) in sparse.items():
@@ -239,9 +253,14 @@ class Sized:
         return steps - before, ran, relative - errors
 
     @property
+    def ran(self) -> int:
+        """Steps so far."""
+        return int(self.steps.numpy())
+
+    @property
     def ended(self) -> bool:
-        """Whether the next step is dense."""
-        return int(self.steps.numpy()) >= self.limit
+        """Whether the next step is another one: dense, or one that asks the tuner."""
+        return self.ran >= self.limit
 
 
 def ready(exchange: SharedExchange, names: Iterable[str]) -> bool:

@@ -13,6 +13,7 @@ import sys
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -37,6 +38,7 @@ from .memory import Memory, memory_at, memory_of
 from .sized import Reduction, Sized
 from .traced import NO_VARIABLE
 from .tracing import Call, find_call, passed
+from .tuned import Tensor, Tuned, asking, refuse_untraced, untraced, with_owed
 
 __all__ = ["Beside", "compress", "compressed_means", "memory_of", "refuse_xla"]
 
@@ -71,20 +73,23 @@ def compress(tensor: Any, settings: Settings, frame: FrameType) -> tuple[Any, An
     if call.sources is not None and all(v is not None for v in call.sources):
         said += said_of_variables(call.sources)
     memory.agree(call.process_set, said)
-    if call.sources is None:
-        begun, means = None, {}
-        if _takes(tensor, None, call, memory):
-            begun, (mean,) = exchanged(
-                call, memory, [call.name], [None], [tensor], _beside(call, memory)
-            )
-            means[call.place] = mean
-    else:
-        begun, means = _of_tape(call, memory)
+    found: tuple[Any, dict[int | None, Any], dict[int | None, Any]] = None, {}, {}
+    if call.sources is not None:
+        found = _of_tape(call, memory)
+    elif _takes(tensor, None, call, memory):
+        beside = _beside(call, memory)
+        made = exchanged(call, memory, [call.name], [None], [tensor], beside)
+        found = made.by_place([call.place])
+    begun, means, plain = found
     if call.place not in means:
+        if call.place in plain:
+            tensor = plain[call.place]
         if begun is not None:
             with tf.control_dependencies([begun]):
                 tensor = tf.identity(tensor)
-        return Plain.compress(_count_plain(tensor, _label(call, call.place, tensor), memory))
+        if call.place not in plain:
+            tensor = _count_plain(tensor, _label(call, call.place, tensor), memory)
+        return Plain.compress(tensor)
     # Grouped all-reduces want one dtype, that of the plain tensors beside it.
     mark = "sn_plain" if call.place is None else f"sn_{call.place}"
     token = tf.identity(tf.zeros([1], wire_type(tensor)), name=f"{mark}_token")
@@ -107,6 +112,32 @@ class Beside:
     sparse: Sequence[tuple[str, Any]] = ()
 
 
+@dataclass(frozen=True)
+class Exchanged:
+    """What `exchanged` has made.
+
+    begun : a node for the beginning of a step
+    means : of each gradient, [n] float32; None where AutoCompression lets it travel plain
+    sent : the gradients, those that travel plain with what is owed of them; they are counted
+    """
+
+    begun: Any
+    means: Sequence[Any]
+    sent: Sequence[Any]
+
+    def by_place(
+        self, places: Sequence[int | None]
+    ) -> tuple[Any, dict[int | None, Any], dict[int | None, Any]]:
+        """`begun`, the means, and what travels plain, by place of the gradient."""
+        means = dict(zip(places, self.means, strict=True))
+        sent = dict(zip(places, self.sent, strict=True))
+        return (
+            self.begun,
+            {place: mean for place, mean in means.items() if mean is not None},
+            {place: sent[place] for place, mean in means.items() if mean is None},
+        )
+
+
 def exchanged(
     call: Call,
     memory: Memory,
@@ -114,18 +145,25 @@ def exchanged(
     places: Sequence[int | None],
     tensors: Sequence[Any],
     beside: Beside,
-) -> tuple[Any, list[Any]]:
-    """A node for the beginning of a step, and the means of gradients, [n] float32 each.
+) -> Exchanged:
+    """Average gradients.
 
     names, places : of each, what it is kept under, or its place in the result of `beside.python`
     """
-    parts = cut([tensor.shape.num_elements() for tensor in tensors])
+    tuned = _tuned(call, memory, names, tensors) if memory.settings.tune and tensors else None
+    taken = [at for at, name in enumerate(names) if tuned is None or name not in tuned.plain]
+    cuts = cut([tensors[at].shape.num_elements() for at in taken])
+    parts = [[taken[at] for at in part] for part in cuts]
     own = [[name for at in part if (name := names[at]) is not None] for part in parts]
     known = all(len(part) == len(some) for part, some in zip(parts, own, strict=True))
-    form = memory.sized(own, beside.what) if known else None
-    slots = theta = None
+    form = memory.sized(own, beside.what, tuned) if known else None
+    slots = theta = asked = None
+    if tuned is not None and (form is None or not form.rests):
+        asked = asking(memory.ask(tuned, form))
     if form is None:
         slots = beside.python()
+        if asked is not None:
+            slots = slots + asked
         theta = _theta_of_step(call, memory, slots) if memory.learns and parts else None
     buckets = [
         Bucket(
@@ -137,30 +175,59 @@ def exchanged(
     if form is None:
         begun, made = slots, [means_of(bucket) for bucket in buckets]
     else:
-        begun, made = _sized(form, buckets, memory, beside)
+        begun, made = _sized(form, buckets, memory, beside, call)
+        if asked is not None:
+            begun += asked
     placed = {
         at: mean
         for part, some in zip(parts, made, strict=True)
         for at, mean in zip(part, some, strict=True)
     }
-    return begun, [placed[at] for at in range(len(tensors))]
+    sent = [
+        tensor if at in placed else _with_owed(tensor, str(name), memory)
+        for at, (name, tensor) in enumerate(zip(names, tensors, strict=True))
+    ]
+    return Exchanged(begun, [placed.get(at) for at in range(len(tensors))], sent)
+
+
+def _tuned(
+    call: Call, memory: Memory, names: Sequence[str | None], tensors: Sequence[Any]
+) -> Tuned:
+    """What AutoCompression has chosen for the gradients of a call, while it is traced."""
+    of = {}
+    for name, tensor in zip(names, tensors, strict=True):
+        if name is None:
+            refuse_untraced()
+            raise untraced("where the graph may serve any variables: a tape that Horovod traces")
+        n = tensor.shape.num_elements()
+        of[name] = Tensor(tuple(tensor.shape), n, n * wire_type(tensor).size)
+    return memory.tuned(of, call.process_set)
+
+
+def _with_owed(tensor: Any, name: str, memory: Memory) -> Any:
+    if name not in memory.owed:
+        return tensor
+    return with_owed(tensor, partial(memory.pay, name))
 
 
 def _sized(
-    form: Sized, buckets: Sequence[Bucket], memory: Memory, beside: Beside
+    form: Sized, buckets: Sequence[Bucket], memory: Memory, beside: Beside, call: Call
 ) -> tuple[Any, list[list[Any]]]:
     """The same without Python."""
-    call, first = buckets[0].call, buckets[0]
     begun, due, at = form.begin(memory.trace_again)
     begun += compared(due, beside.variables, memory, call.process_set, lambda: form.same, at)
     for name, each in beside.sparse:
         form.count_sparse(name, each.values, each.indices)
+
+    if not buckets:
+        return begun, []
 
     def total(words: Any, number: int, turn: int) -> Any:
         return buckets[number].reduce(words, hvd.Sum, f"round{turn}")
 
     with tf.control_dependencies([begun]):
         vectors = [[tf.identity(each) for each in bucket.vectors()] for bucket in buckets]
+    first = buckets[0]
     by = Reduction(first.ranks(), call.process_set.rank(), total)
     made, factor = form.step(vectors, by), first.factor()
     return begun, [[mean if factor == 1 else mean * factor for mean in some] for some in made]
@@ -174,10 +241,11 @@ def _reaches_others(call: Call) -> bool:
 
 def compressed_means(
     call: Call, gradients: Sequence[Any], names: Sequence[str], beside: Beside
-) -> tuple[Any, list[Any]]:
-    """A node for the beginning of a step, and the means of gradients that a rim names.
+) -> tuple[Any, list[Any], list[Any]]:
+    """A node for the beginning of a step, the means of gradients that a rim names, and these.
 
-    The means are as the gradients are; None for what travels plain.
+    The means are as the gradients are; None for what travels plain: the gradients that are
+    returned, which may hold what was owed of them.
     """
     memory = memory_at(call.compression, settings_of(call.compression, "DistributedOptimizer"))
     memory.traffic.speaks = call.process_set.rank() == 0
@@ -191,17 +259,24 @@ def compressed_means(
             taken.append(at)
         else:
             _count_plain(each, name, memory)
-    begun, means = exchanged(
+    made = exchanged(
         call, memory, [names[at] for at in taken], [None] * len(taken),
         [gradients[at] for at in taken], beside,
     )  # fmt: skip
-    for at, mean in zip(taken, means, strict=True):
-        found[at] = Mean(gradients[at], mean, call).finish(None)
-    return begun, found
+    sent = list(gradients)
+    for at, mean, tensor in zip(taken, made.means, made.sent, strict=True):
+        sent[at] = tensor
+        if mean is not None:
+            found[at] = Mean(tensor, mean, call).finish(None)
+    return made.begun, found, sent
 
 
-def _of_tape(call: Call, memory: Memory) -> tuple[Any, dict[int | None, Any]]:
-    """A node for the beginning of a step, and the means of a tape's gradients, by place.
+def _of_tape(
+    call: Call, memory: Memory
+) -> tuple[Any, dict[int | None, Any], dict[int | None, Any]]:
+    """A node for the beginning of a step, and of a tape's gradients, by place, the means.
+
+    Last come those that AutoCompression lets travel plain, as they are to be sent.
 
     Horovod hands over one tensor at a time, each in a branch of its own. What they have in common
     is made around these branches, with the first of them.
@@ -222,11 +297,11 @@ def _of_tape(call: Call, memory: Memory) -> tuple[Any, dict[int | None, Any]]:
                     tensors.append(each)
             names, beside = _names(call, memory), _beside(call, memory)
             named = [names[place] if names else None for place in places]
-            begun, means = exchanged(call, memory, named, places, tensors, beside)
+            made = exchanged(call, memory, named, places, tensors, beside)
         # With the gradients, as ids are used again.
-        known[key] = begun, dict(zip(places, means, strict=True)), call.gradients
-    begun, made, _ = known[key]
-    return begun, made
+        known[key] = made.by_place(places), call.gradients
+    found: tuple[Any, dict[int | None, Any], dict[int | None, Any]] = known[key][0]
+    return found
 
 
 def _slots_now(call: Call, memory: Memory) -> Any:

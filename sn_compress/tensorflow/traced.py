@@ -26,6 +26,7 @@ from ..codecs.fft import FFTCodec
 from ..codecs.gather import mean_of_gathered, on_wire, wire_bytes
 from ..errors import CompressError, PayloadError
 from ..feedback import ErrorFeedback
+from ..owed import Owed
 from ..report import Traffic
 from ..sameness import Sameness
 from ..saved import arrays_of, reading
@@ -58,7 +59,7 @@ class Traced:
     """
 
     def __init__(self, settings: Settings, threads: int) -> None:
-        settings.refuse_torch_only("TensorFlow and Keras")
+        settings.refuse_overlap("TensorFlow and Keras")
         self.settings = settings
         self.codec = settings.codec(threads)  # that of the first step
         self._threads = threads
@@ -71,6 +72,7 @@ class Traced:
         with self._lock:
             self.feedback = ErrorFeedback(self.codec, decay=self.settings.decay)
             self.shared = self.settings.shared()
+            self.owed = Owed()  # of tensors that the tuner lets travel plain
             self.theta = ThetaInTime(self.settings, self._threads)
             self._lost: dict[str | None, tuple[float, float]] = {}  # energy, error; since asked
             self._codecs: dict[str | None, FFTCodec] = {}  # of the step under way, by key
@@ -311,6 +313,8 @@ class Traced:
     def state_dict(self) -> dict[str, Any]:
         """The error memory by variable ("0:kernel"), as arrays; it differs between ranks."""
         state = self.exchange().state_dict()
+        if owed := self.owed.state_dict():
+            state["owed"] = owed
         if self.settings.fixed:
             return state
         lost = {str(key): list(each) for key, each in self._lost.items()}
@@ -322,12 +326,25 @@ class Traced:
             with reading("the saved state"):
                 saved = state.get("lost", {}).items()
                 lost: dict[str | None, tuple[float, float]] = {k: squares(v) for k, v in saved}
+            owed = Owed.mean([state.get("owed", {})])
             self.exchange().load_state_dict(state)
-        self._lost = lost
+        self._lost, self.owed = lost, owed
 
     def exchange(self) -> ErrorFeedback | SharedExchange:
         """Who keeps the memories."""
         return self.shared if self.settings.exchange == "shared" else self.feedback
+
+    def remembers(self, name: str) -> bool:
+        """Whether anything of a tensor has yet to be sent."""
+        return self.exchange().remembers(name) or name in self.owed
+
+    def residual(self, name: str) -> Floats:
+        """What this rank has yet to send of a tensor, [n] float32."""
+        own = self.exchange()
+        if name not in self.owed:
+            return own.residual(name)
+        left = self.owed.left(name)
+        return left + own.residual(name) if own.remembers(name) else left.copy()
 
     def to_bytes(self, rank: int) -> bytes:
         """The state of this rank as a file of arrays."""

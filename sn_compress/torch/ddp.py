@@ -77,7 +77,7 @@ class CompressionState:
         check_scaler(scaler)
         check_flag(find_unused_parameters, "find_unused_parameters")
         self.process_group, self.collectives = process_group, Collectives(process_group)
-        self.settings.refuse_torch_only("torch's DistributedDataParallel", tunes=True)
+        self.settings.refuse_overlap("torch's DistributedDataParallel")
         self.settings.refuse_wait("torch's DistributedDataParallel")
         self.engine = Engine(
             self.settings, torch.get_num_threads(), stock="DDP", scaler=scaler,

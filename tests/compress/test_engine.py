@@ -254,6 +254,20 @@ def test_what_the_tuner_gives_up_leaves_with_a_plain_gradient():
     assert not both[0].remembers("wide")
 
 
+def test_what_a_run_before_has_left_leaves_once():
+    """With a plain gradient, where the tuner measures first."""
+    both = engines(AutoCompression.using(warmup=1, ratio=8))
+    for engine in both:
+        engine.tuner = Chosen("plain")
+        engine.shared.restart({"wide": np.ones((40, 60), np.float32)})
+    for seed, owed in ((1, 1.0), (2, 0.0)):
+        values = noise(seed)
+        mean = np.mean([own["wide"] for own in values], axis=0)
+        step(both, values)
+        np.testing.assert_allclose(values[0]["wide"] - mean, owed, atol=1e-5)
+    assert not both[0].remembers("wide")
+
+
 def test_theta_follows_what_all_ranks_have_lost():
     """Both ranks ask for the sum once a step, and take the same theta."""
     for lost, up in ((1e-6, True), (0.999, False)):

@@ -18,12 +18,18 @@ def test_ranks_take_up_compression_and_give_it_up_together(horovodrun):
     assert run.stdout.count("ok\n") == 2, run.stdout
 
 
-def test_where_it_would_have_no_effect_it_is_an_error():
-    for works in (FFTCompression, LowRankCompression):
-        works.settings.refuse_torch_only("anything")
-    for refused, words in (
-        (AutoCompression, "AutoCompression with TensorFlow and Keras.*LowRankCompression"),
-        (LowRankCompression.using(overlap=True), "overlap=True has no effect with.*Keras"),
-    ):
-        with pytest.raises(CompressError, match=words):
-            refused.settings.refuse_torch_only("TensorFlow and Keras")
+@pytest.mark.horovod
+@pytest.mark.slow
+def test_tensorflow_graphs_follow_the_tuner(horovodrun):
+    source = (RANKS / "tensorflow_tune.py").read_text()
+    cases = source[source.index("CASES = [") :].partition("]")[0].count(",")
+    run = horovodrun(2, RANKS / "tensorflow_tune.py", timeout=240).check()
+    assert run.stdout.count(">:ok ") == 2 * cases, run.stdout
+
+
+def test_overlap_where_it_would_have_no_effect_is_an_error():
+    for works in (FFTCompression, LowRankCompression, AutoCompression):
+        works.settings.refuse_overlap("anything")
+    for refused in (LowRankCompression, AutoCompression):
+        with pytest.raises(CompressError, match=r"overlap=True has no effect with.*Keras"):
+            refused.using(overlap=True).settings.refuse_overlap("TensorFlow and Keras")

@@ -370,10 +370,7 @@ def refusals():
         (lambda: DistributedOptimizer("sgd"), "keras.optimizers"),
         (lambda: DistributedOptimizer(DistributedOptimizer(sgd())), "already"),
         (lambda: DistributedOptimizer(sgd(), backward_passes_per_step=0), "at least 1"),
-        (
-            lambda: fit(compression=AutoCompression),
-            "AutoCompression with TensorFlow and Keras",
-        ),
+        (lambda: fit(compression=AutoCompression.using(overlap=True)), "overlap=True"),
         (lambda: FFTCompression.report(sgd()), "DistributedOptimizer"),
         (
             lambda: DistributedOptimizer(sgd(), op=hvd.Sum, gradient_predivide_factor=2.0),

@@ -1,0 +1,303 @@
+"""One rank: AutoCompression in TensorFlow; the clock says that it pays, or that it does not.
+
+Run as `tensorflow_tune.py [CASE...]`; prints "ok CASE" on every rank, or fails with an assertion.
+"""
+
+import sys
+import time
+from functools import partial
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow_sized import PYTHON, assert_equal_ranks, graphs_of, noise, step_of, variables_of
+
+import sn_compress.prediction.tuning as tuning
+from sn_compress import AutoCompression, CompressError
+from sn_compress.prediction.rates import FREE
+from sn_compress.tensorflow.alike import total
+from sn_compress.tensorflow.keras import DistributedOptimizer
+from sn_compress.tensorflow.keras import memory_of as memory_of_optimizer
+from sn_compress.tensorflow.tape import memory_of
+
+AUTO = AutoCompression.using(ratio=20, warmup=2, every=200, check_every=7)
+
+
+class Clock:
+    """Each step of this training takes as long as it is told to."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def first(count, options, **_):
+    """In the place of the model's choice: so many tensors are compressed."""
+    return [*options["shared"][:count], *options["plain"][count:]]
+
+
+def tune(auto, count):
+    """A tuner with a clock of ours, for which `count` tensors are worth a trial."""
+    tuning.choose = partial(first, count)
+    memory, clock = memory_of(auto), Clock()
+    memory.tuner = tuning.Tuner(
+        auto.settings,
+        ranks=hvd.size(),
+        total=partial(total, hvd.global_process_set, memory.count_beside),
+        methods=("shared",),
+        rates=FREE,
+        clock=clock,
+    )
+    return memory, clock
+
+
+def run(step, steps, memory, clock, trial_s, begin=0):
+    """What each step returned; a step with compression takes `trial_s`, a plain one 1 s."""
+    found = []
+    for t in range(begin, begin + steps):
+        found.append(step(tf.constant(noise(48, 48, seed=t))))
+        tried = set(memory.tuner._methods.values()) - {"plain"}
+        clock.now += trial_s if tried else 1.0
+    return found
+
+
+def means_of(variables, compression):
+    """A step that returns mean gradients, which depend on its input alone."""
+
+    @tf.function
+    def step(x):
+        with hvd.DistributedGradientTape(tf.GradientTape(), compression=compression) as tape:
+            loss = tf.add_n([tf.reduce_sum(v * x * (i + 1)) for i, v in enumerate(variables)])
+        return tape.gradient(loss, variables)
+
+    return step
+
+
+def sums_and_python(function):
+    nodes = graphs_of(function)
+    sums = [node for node in nodes if "Allreduce" in node.op and "token" not in node.input[0]]
+    return len(sums), sum(node.op in PYTHON for node in nodes)
+
+
+def where_it_pays_the_graph_ends_up_sized():
+    """Two tensors of three, and in an ordinary step no Python."""
+    auto, variables = AUTO.using(), variables_of()
+    memory, clock = tune(auto, 2)
+    step = step_of(variables, auto)
+    run(step, 40, memory, clock, 0.5)
+    assert_equal_ranks(variables)
+    report = memory.report()
+    assert report["steps"] == 40, report
+    assert (report["tuned"], report["tuned_tensors"]) == (1, 2), report
+    assert (report["plain_step_s"], report["trial_step_s"]) == (1.0, 0.5), report
+    assert (report["low_rank"], report["plain"], report["tensors"]) == (2, 1, 2), report
+    assert 1 < report["ratio"] < 3, report
+    assert sums_and_python(step) == (3, 0), sums_and_python(step)  # two of words, one plain
+
+
+def where_nothing_is_tried_it_is_plain_horovod():
+    """The bits of plain, and the graph of stock Horovod but for what counts."""
+    found = []
+    for compressed in (False, True):
+        variables = variables_of()
+        if not compressed:
+            step = step_of(variables, hvd.Compression.none)
+            for t in range(14):
+                step(tf.constant(noise(48, 48, seed=t)))
+        else:
+            auto = AUTO.using()
+            memory, clock = tune(auto, 0)
+            step = step_of(variables, auto)
+            run(step, 14, memory, clock, 1.0)
+            assert sums_and_python(step) == (3, 0), sums_and_python(step)
+            report = memory.report()
+            assert (report["tuned"], report["tuned_tensors"]) == (1, 0), report
+            assert (report["steps"], report["ratio"], report["plain"]) == (14, 1.0, 3), report
+        found.append(assert_equal_ranks(variables))
+    assert np.array_equal(*found)
+
+
+def what_was_not_sent_leaves_when_it_is_given_up():
+    """Plain, a trial, plain for good; measured anew; nothing is lost, and plain is plain's bits."""
+    auto, variables = AUTO.using(), variables_of()
+    memory, clock = tune(auto, 2)
+    step, plain = means_of(variables, auto), means_of(variables, hvd.Compression.none)
+    count = 30
+    made = run(step, count, memory, clock, 2.0)
+    assert memory.tuner.settled, memory.report()
+    wanted = [plain(tf.constant(noise(48, 48, seed=t))) for t in range(count)]
+    for i in range(3):
+        ours, theirs = (np.stack([each[i].numpy() for each in it]) for it in (made, wanted))
+        same = [np.array_equal(*both) for both in zip(ours, theirs, strict=True)]
+        # Sums of 30 float32 numbers of size about 3, in the two orders.
+        assert abs(ours.sum(0) - theirs.sum(0)).max() < 3e-4
+        others = [t for t in range(count) if not same[t]]
+        assert not others if i == 2 else 5 < len(others) < 15, others
+        assert all(same[:8]), same
+        assert all(same[-4:]), same
+    assert not memory.owed.state_dict()
+    assert not any(memory.remembers(name) for name in memory.shared.tensors)
+    assert sums_and_python(step) == (3, 0), sums_and_python(step)
+    report = memory.report()
+    assert (report["steps"], report["tuned"], report["tuned_tensors"]) == (count, 1, 0), report
+    assert (report["plain"], report["low_rank"]) == (3, 0), report
+
+    memory.load_state_dict(memory.state_dict())
+    memory.tuner._rest = memory.tuner._in_phase + 12  # a short rest in the place of 5000 steps
+    run(step, 11, memory, clock, 2.0)
+    assert step.experimental_get_tracing_count() == 1, "a graph was to be kept while all rests"
+    run(step, 1, memory, clock, 2.0)
+    assert step.experimental_get_tracing_count() == 0
+    assert memory.tuner.settled
+    run(step, 3, memory, clock, 2.0)
+    assert not memory.tuner.settled, "the rest was over"
+    made = run(step, 15, memory, clock, 2.0)
+    assert memory.report()["tuned_tensors"] == 2
+    assert memory.remembers("0:w0")
+    saved = memory.state_dict()
+    again = AUTO.using()
+    memory, clock = tune(again, 0)
+    memory.load_state_dict(saved)
+    left = memory.residual("0:w0").reshape(48, 48)
+    other = means_of(variables, again)
+    x = tf.constant(noise(48, 48))
+    mean = np.mean(hvd.allgather_object(left), axis=0)
+    assert np.linalg.norm(mean) > 1
+    np.testing.assert_allclose(other(x)[0] - plain(x)[0], mean, atol=1e-5)
+    assert np.array_equal(other(x)[0], plain(x)[0])
+
+
+def steps_in_a_loop_are_asked_about_when_they_are_what_is_meant():
+    """Four steps a call: between a choice and the next call nothing is timed."""
+    auto, variables = AUTO.using(), variables_of(2)
+    memory, clock = tune(auto, 2)
+    one = step_of(variables, auto).python_function
+    asked = []
+    method = memory.tuner.method
+    memory.tuner.method = lambda *of: asked.append(of[0]) or method(*of)
+
+    @tf.function
+    def four(x):
+        for _ in tf.range(4):
+            one(x)
+
+    counts = []
+    for t in range(16):
+        before = len(asked)
+        four(tf.constant(noise(8, 48, seed=t)))
+        clock.now += 2.0
+        counts.append((len(asked) - before) // 2)
+    assert_equal_ranks(variables)
+    assert counts[0] == 4, counts
+    assert 0 < min(counts[:3]) < 4, counts  # the call in which the trial was chosen
+    assert counts[-1] == 0, counts
+    assert memory.report()["steps"] == 64, memory.report()
+    assert memory.tuner.settled
+
+
+def calls_beside_each_other_are_chosen_for_together():
+    """Named all-reduces and a tape with a sparse gradient, in one function; also in bfloat16."""
+    auto = AUTO.using()
+    weights, table = variables_of(1)[0], tf.Variable(tf.zeros([64, 48]))
+    memory, clock = tune(auto, 2)
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as own:
+            own.watch(x)
+            one = hvd.allreduce(x, name="one", compression=auto)
+            loss = tf.reduce_sum(one * x)
+        back = own.gradient(loss, x)
+        two = hvd.allreduce(tf.cast(x, tf.bfloat16), name="two", compression=auto)
+        with hvd.DistributedGradientTape(tf.GradientTape(), compression=auto) as tape:
+            loss = tf.reduce_sum((tf.gather(table, [1, 2]) @ weights) * x[:2])
+        dense, sparse = tape.gradient(loss, [weights, table])
+        table.assign_sub(0.1 * tf.convert_to_tensor(sparse))
+        return [one, tf.cast(two, tf.float32), dense, back - one]
+
+    def mean(x):
+        return np.mean(hvd.allgather_object(x), axis=0)
+
+    inputs = [noise(48, 48, seed=t) for t in range(30)]
+    kept = 0.0
+    for t, x in enumerate(inputs):
+        one, two, _, back = step(tf.constant(x))
+        clock.now += 2.0 if set(memory.tuner._methods.values()) - {"plain"} else 1.0
+        kept = kept + mean(x) - one.numpy()
+        np.testing.assert_allclose(back, mean(x), atol=1e-5, err_msg=str(t))
+        for each in (one, two, table.numpy()):
+            assert_equal_ranks([tf.Variable(each)])
+    assert abs(kept).max() < 1e-4
+    assert np.array_equal(one, mean(x))
+    assert memory.tuner.settled
+    assert len(memory._sized) == 3
+    report = memory.report()
+    assert (report["steps"], report["low_rank"], report["tuned"]) == (30, 0, 1), report
+
+
+def where_no_graph_can_be_traced_again_it_is_an_error():
+    variables = variables_of(1)
+
+    def eager_tape():
+        tape = hvd.DistributedGradientTape(tf.GradientTape(), compression=AUTO.using())
+        with tape:
+            loss = tf.reduce_sum(variables[0] ** 2)
+        tape.gradient(loss, variables)
+
+    for call, words in (
+        (
+            lambda: hvd.allreduce(tf.ones([48, 48]), name="x", compression=AUTO.using()),
+            "outside of a tf.function",
+        ),
+        (eager_tape, "a tape that Horovod traces"),
+    ):
+        try:
+            call()
+        except CompressError as error:  # AutoGraph makes one of its own that is one, too
+            assert words in str(error), error  # noqa: PT017
+            assert "Use LowRankCompression" in str(error), error  # noqa: PT017
+        else:
+            raise AssertionError(f"an error about {words!r} was to be raised")
+
+
+def keras_fits():
+    """By a clock that nobody knows; whatever it says, ranks stay equal."""
+    tuning.choose = partial(first, 1)
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((48,)), *(keras.layers.Dense(48) for _ in range(2))])
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(0.5), compression=AUTO)
+    model.compile(optimizer, "mse", jit_compile=False)
+    x = noise(8 * 40, 48)
+    model.fit(x, x, 8, verbose=0, shuffle=False)
+    assert_equal_ranks(model.trainable_variables)
+    report = AutoCompression.report(optimizer)
+    assert (report["steps"], report["tuned"]) == (40, 1), report
+    assert report["plain_step_s"] > 0, report
+    assert report["trial_step_s"] > 0, report
+    assert report["low_rank"] == report["tuned_tensors"] == report["tensors"], report
+    memory = memory_of_optimizer(optimizer)
+    assert all(form.rests for form in memory._sized.values()), "the last steps were to ask nobody"
+    assert len(memory._sized) == 1
+
+
+CASES = [
+    where_it_pays_the_graph_ends_up_sized, where_nothing_is_tried_it_is_plain_horovod,
+    what_was_not_sent_leaves_when_it_is_given_up,
+    steps_in_a_loop_are_asked_about_when_they_are_what_is_meant,
+    calls_beside_each_other_are_chosen_for_together,
+    where_no_graph_can_be_traced_again_it_is_an_error, keras_fits,
+]  # fmt: skip
+
+if __name__ == "__main__":
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    hvd.init()
+    chosen = tuning.choose
+    for case in CASES:
+        if not sys.argv[1:] or case.__name__ in sys.argv[1:]:
+            start = time.process_time()
+            case()
+            tuning.choose = chosen
+            spent = time.process_time() - start
+            print(f"ok {case.__name__} ({spent:.1f} s of a core)", flush=True)
