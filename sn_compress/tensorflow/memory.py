@@ -109,8 +109,8 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
                 return
             said = {name: tuner.method(name, it.shape) for name, it in tuned.tensors.items()}
             plain = {name for name, method in said.items() if method == "plain"}
-            rests = tuner.rest_steps >= LEAST and (form is not None or plain == tuned.tensors.keys())
-            if plain != tuned.plain or rests:
+            all_known = form is not None or len(plain) == len(said)  # no size is to be chosen
+            if plain != tuned.plain or (all_known and tuner.rest_steps >= LEAST):
                 self.trace_again()
 
         return ask
