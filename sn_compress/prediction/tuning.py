@@ -200,6 +200,9 @@ class Tuner:
         median = self._mean(statistics.median(self._times))
         if self._phase == "plain":
             self._plain_s = median
+            if self.ranks == 1:
+                self._settle(self._plain_s)  # there is no link to measure, and nothing to gain
+                return
             self.decision = self._decide()
             self._methods = self.decision.methods
             trial = any(method != "plain" for method in self._methods.values())

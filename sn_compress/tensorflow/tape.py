@@ -116,7 +116,7 @@ class Beside:
 class Exchanged:
     """What `exchanged` has made.
 
-    begun : a node for the beginning of a step
+    begun : a node for the beginning of a step; None if nothing has to wait for it
     means : of each gradient, [n] float32; None where AutoCompression lets it travel plain
     sent : the gradients, those that travel plain with what is owed of them; they are counted
     """
@@ -178,6 +178,8 @@ def exchanged(
         begun, made = _sized(form, buckets, memory, beside, call)
         if asked is not None:
             begun += asked
+        elif not buckets:
+            begun = None  # all travel as in stock Horovod, which waits for nothing
     placed = {
         at: mean
         for part, some in zip(parts, made, strict=True)

@@ -226,6 +226,15 @@ def test_the_codec_is_measured_where_no_rates_are_given():
     assert all(value > 0 for value in vars(one.rates).values())
 
 
+def test_one_rank_alone_stays_plain():
+    """A plain all-reduce of a process set of one: there is no link to measure."""
+    world = World(Link(1e6), ranks=1)
+    ((seen, tuner),) = train(world, 20, lambda methods: 1.0)
+    assert seen == 20 * [dict.fromkeys(SHAPES, "plain")]
+    assert tuner.settled
+    assert tuner.report()["plain_step_s"] == 1.0
+
+
 def test_legal_settings_or_an_error():
     with pytest.raises(CompressError, match="steps=0"):
         Tuner(CHOSEN, ranks=2, total=World(Link(1e9)).total(0), steps=0)
