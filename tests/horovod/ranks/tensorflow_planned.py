@@ -75,7 +75,9 @@ def stepped(*, planned, compression=FFT):
 def low_rank(*, planned):
     """The same by sums, whose words only a step knows the number of: over a dense step each way."""
     # Of its own, as what it remembers is.
-    return stepped(planned=planned, compression=LowRankCompression.using(ratio=4, warmup=2, every=2))
+    return stepped(
+        planned=planned, compression=LowRankCompression.using(ratio=4, warmup=2, every=2)
+    )
 
 
 def fitted(*, planned):
