@@ -105,6 +105,9 @@ def host_view(array: Array, dtype: npt.DTypeLike = FLOAT32) -> npt.NDArray[Any] 
         torch = sys.modules.get("torch")
         if torch is None or torch.compiler.is_compiling() or type(array) is not torch.Tensor:
             return None
+        tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")
+        if tracer is not None and tracer.get_proxy_mode() is not None:  # make_fx, on real tensors
+            return None
         if array.device.type != "cpu" or array.layout is not torch.strided:
             return None
         found = (array.detach() if array.requires_grad else array).numpy()

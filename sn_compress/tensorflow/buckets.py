@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from ..buckets import Buckets
 from ..codecs.gather import wire_bytes
+from .alike import elastic
 from .memory import Memory
 from .tracing import Call
 
@@ -164,13 +165,16 @@ def gathered(bucket: Bucket) -> list[Any]:
 
     payload = bucket.python(encode, [*bucket.vectors(), *known], tf.uint8)
     each = [wire_bytes(memory.codec.payload_bytes(n)) for n in sizes]
-    payload.set_shape([sum(each) if memory.settings.fixed else None])
+    size = sum(each) if memory.settings.fixed else None
+    payload.set_shape([size])
     every = hvd.allgather(
         tf.identity(payload, name=f"{bucket.mark}_payload"),
         name=bucket.name("payload"),
         ignore_name_scope=bucket.call.ignore_name_scope,
         process_set=bucket.call.process_set,
     )
+    if size is not None and not elastic():  # who plans the step's memory has to know it
+        every.set_shape([bucket.ranks() * size])
     means = bucket.python(decode, [every], [tf.float32] * len(sizes))
     for mean, n in zip(means, sizes, strict=True):
         mean.set_shape([n])

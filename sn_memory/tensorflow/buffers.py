@@ -19,8 +19,8 @@ class Buffers:
     captured
         The step.
     inside
-        It is the body of a loop or branch. What other ranks send there may have any size: such
-        values are not counted, where a step would be refused.
+        It is the body of a loop or branch. Values there may have any size: such are not counted,
+        where a step would be refused.
 
     Attributes
     ----------
@@ -51,6 +51,7 @@ class Buffers:
         self._follow(reads=frozenset())
         reads = frozenset(at for at in sorted(self.needed) if self._sees_one_version(at))
         self._follow(reads=reads)
+        self._foreign = self._of_others()
         self.sizes = {value: self._size(value) for value in set(self.root.values())}
 
     def small(self, value: int) -> bool:
@@ -117,6 +118,22 @@ class Buffers:
                 found.update(node.outputs)
         return found
 
+    def _of_others(self) -> set[int]:
+        """Values of unknown size that other ranks or Python send, or that are made of such."""
+        found: set[int] = set()
+        for node in self.captured.nodes:
+            unknown = [it for it in node.inputs if self._unknown(it)]
+            sent = kinds.is_collective(node.op) or node.op.type in kinds.PYTHON
+            if sent or (unknown and found.issuperset(unknown)):
+                found.update(it for it in node.outputs if self._unknown(it))
+        return found
+
+    def _unknown(self, value: int) -> bool:
+        return (
+            value not in self.captured.variables
+            and kinds.nbytes(self.captured.tensors[value]) is None
+        )
+
     def _size(self, value: int) -> int:
         captured, tensor = self.captured, self.captured.tensors[value]
         variable = captured.variables.get(value)
@@ -125,7 +142,8 @@ class Buffers:
         found = kinds.nbytes(tensor)
         if found is not None:
             return found
-        if self.inside or tensor.dtype.name in ("variant", "string"):
+        foreign = value in self._foreign
+        if self.inside or foreign or tensor.dtype.name in ("variant", "string"):
             self.uncounted.append(tensor.name)
             return 0
         at = self.producer.get(value)

@@ -128,7 +128,8 @@ def uncounted(named: Named) -> str | None:
         return None
     return (
         f"the bytes of {len(named.uncounted)} values are not counted, such as "
-        f"{named.uncounted[0]!r}: a trace does not tell what loops collect in lists"
+        f"{named.uncounted[0]!r}: a trace does not tell what loops collect in lists, nor how much "
+        "other ranks and Python functions send"
     )
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import ml_dtypes
 import numpy as np
 import pytest
-from fake import FakeCuda, fake, gpu  # noqa: F401
+from fake import FakeArray, FakeCuda, FakeDevice, fake, gpu  # noqa: F401
 
 from sn_compress import ErrorFeedback, FFTCodec
 from sn_compress.codecs import _device
 from sn_compress.codecs.base import Payload
 from sn_compress.errors import CompressError, PayloadError
 
+READING = ("bool", "int", "float", "index", "iter", "complex")
 SIZES = (0, 1, 31, 33, 1000, 4096, 9000)
 SAME_BYTES = [
     {"transform": "identity"},
@@ -92,6 +95,41 @@ def test_many_tensors_take_few_launches(gpu: FakeCuda) -> None:  # noqa: F811
     assert gpu.launches == [("open_payloads", 30), ("encode_blocks", 60), ("seal_payloads", 30)]
     for tensor, payload in zip(tensors, payloads, strict=True):
         assert payload.to_bytes() == codec.encode(tensor).to_bytes()
+
+
+@pytest.mark.parametrize("block", [256, 1 << 14, None], ids=str)
+@pytest.mark.parametrize("transform", ["fft", "axes", "identity"])
+def test_a_step_reads_no_value(
+    gpu: FakeCuda,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    transform: str,
+    block: int | None,
+) -> None:
+    """Whatever brings one of a device's to the host raises."""
+
+    def reads(*_: object) -> None:
+        raise AssertionError("a value of the device was asked for")
+
+    if transform == "axes":
+        codec = FFTCodec(theta=0.9, transform="axes", shape=(100, 90), axes=(1,), block=block)
+    else:
+        codec = FFTCodec(theta=0.9, transform=transform, block=block)
+    tensors = [fake(values(9000, seed)) for seed in range(3)]
+    states = [codec.new_state(9000, like=each) for each in tensors]
+
+    def step() -> None:
+        payloads = _device.Encoder(codec, tensors, states).run(0.9)
+        gathered = _device.side_by_side([payload.buffer for payload in payloads])
+        _device.Decoder(codec, [gathered], [tensors[0]]).run()
+
+    step()  # the first on a device waits once, for the flag of damage
+    for name in ("get", "item", "tolist", "tobytes", *map("__{}__".format, READING)):
+        monkeypatch.setattr(FakeArray, name, reads, raising=False)
+    monkeypatch.setattr(gpu, "stream", SimpleNamespace(synchronize=reads), raising=False)
+    monkeypatch.setattr(FakeDevice, "synchronize", reads)
+    step()
+    with pytest.raises(AssertionError, match="asked for"):
+        bool(tensors[0][:1] > 0)
 
 
 def test_several_ranks_in_one_gathered_buffer(gpu: FakeCuda) -> None:  # noqa: F811

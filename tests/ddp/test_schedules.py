@@ -87,8 +87,8 @@ def test_tensorflow_follows_the_steps():
     for step in range(9):
         for key in ("0:w", "1:v"):  # steps are counted for each
             x = rng.standard_normal(N).astype("f4")
-            wire = own.encode(key, x)
-            mean = own.mean(key, wire, ranks=1, n=N, factor=1.0)
+            wire = own.encode([key], [x])
+            (mean,) = own.mean([key], wire, ranks=1, sizes=[N], factor=1.0)
             assert np.isfinite(mean).all()
         found.append(wire.size)
         if step == 4:
@@ -99,7 +99,7 @@ def test_tensorflow_follows_the_steps():
 
     assert found == [wire_bytes(size) for size in want]
     with pytest.raises(CompressError, match="without a name"):
-        own.encode(None, x)
+        own.encode([None], [x])
 
 
 @pytest.mark.slow

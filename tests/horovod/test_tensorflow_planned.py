@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.horovod, pytest.mark.slow]
 
 
 def test_planned_steps_and_models_train_as_the_plain_ones(horovodrun):
-    cases = ["stepped", "fitted"]
+    cases = ["stepped", "low_rank", "fitted"]
     run = horovodrun(2, RANKS / "tensorflow_planned.py", *cases, timeout=280).check()
     for case in cases:
         assert run.stdout.count(f"ok {case}\n") == 2, f"{case}\n{run.stdout}"

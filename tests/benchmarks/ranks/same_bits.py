@@ -56,11 +56,11 @@ def real(way):
 
 
 def exchange_of(way, sessions, name, parameter):
-    if not WAYS[way].settings.compresses(parameter.shape):
-        return Plain()
-    if way == "shared":
+    if way == "shared":  # a session counts what it does not take
         takes = [session.takes(name, parameter.shape) for session in sessions]
         return Shared(sessions, name, tuple(parameter.shape)) if all(takes) else Plain()
+    if not WAYS[way].settings.compresses(parameter.shape):
+        return Plain()
     codecs = [WAYS[way].settings.codec(threads=1) for _ in range(RANKS)]
     return Gather(codecs)
 
