@@ -5,6 +5,7 @@ Run as `schedules.py RANK RANKS FILE`; prints "ok KIND" for each, or fails with 
 
 import datetime
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -101,4 +102,5 @@ for each in KINDS:
     under_ddp(each)
     under_fsdp(each)
     print(f"ok {each}", flush=True)
+time.sleep(0.2)  # docs/ddp.md says why
 dist.destroy_process_group()

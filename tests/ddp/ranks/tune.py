@@ -6,6 +6,7 @@ Run as `tune.py RANK RANKS FILE`; prints "ok CASE" for each, or fails with an as
 import datetime
 import logging
 import sys
+import time
 from functools import partial
 
 import torch
@@ -185,4 +186,5 @@ for case in (the_real_clock, it_pays, it_does_not_pay):
 lines.clear()
 replicas_of_fsdp()
 print("ok replicas_of_fsdp", flush=True)
+time.sleep(0.2)  # docs/ddp.md says why
 dist.destroy_process_group()
