@@ -281,7 +281,7 @@ class Engine:
     def _tell(self, payload: Payload) -> None:
         if self.theta.learns:
             energy, error = self.lost
-            more = self.theta.tell(payload, wide=True)
+            more = self.theta.tell(payload)
             self.lost = energy + more[0], error + more[1]
 
     def settle(self) -> None:

@@ -64,21 +64,14 @@ class ThetaInTime:
             self._codecs[theta] = self._settings.codec_of(theta, self._threads)
         return self._codecs[theta]
 
-    def tell(self, payload: Payload, *, wide: bool) -> list[float]:
-        """What the token says: energy and error where the schedule asks; else one zero.
-
-        A token of 16 bits could overflow: there each tensor's share that is lost is told, and
-        all tensors weigh the same.
-        """
-        if not self.learns:
-            return [0.0]
+    def tell(self, payload: Payload) -> tuple[float, float]:
+        """Energy and error of a payload, for a schedule that learns."""
         if payload.energy is None:
             raise CompressError(
                 "EnergyBudget has to see what a payload lost, which is not known of one made on a "
                 "GPU. Use another schedule, or LowRankCompression."
             )
-        energy, error = payload.energy or 0.0, payload.error or 0.0
-        return [energy, error] if wide else [float(energy > 0), error / energy if energy else 0.0]
+        return payload.energy, payload.error or 0.0
 
     @property
     def learns(self) -> bool:

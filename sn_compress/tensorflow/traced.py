@@ -188,7 +188,7 @@ class Traced:
             payload = self.feedback.encode(key, values, codec=codec)
         with self._lock:
             if theta is not None:
-                told, before = self.theta.tell(payload, wide=True), self._lost.get(key, (0.0, 0.0))
+                told, before = self.theta.tell(payload), self._lost.get(key, (0.0, 0.0))
                 self._lost[key] = before[0] + told[0], before[1] + told[1]
             saturated = self.traffic.payload(
                 key, values.size, payload, extra=wire_bytes(payload.nbytes) - payload.nbytes
