@@ -40,10 +40,13 @@ class Encoded:
 
     words : [words] int32, the payloads one behind the other
     memories : the next step's, of each tensor; None if there were none
+    numbers : [3] float64, all tensors together: the squared norm of what was encoded, that of what
+        was lost, both of finite blocks alone, and how many values were clipped. None if not asked
     """
 
     words: Array
     memories: list[list[Array]] | None
+    numbers: Array | None
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ def encode(
     *,
     decay: float = 1.0,
     unused_waits: bool = False,
+    tally: bool = False,
 ) -> Encoded:
     """The payloads of some tensors.
 
@@ -83,10 +87,11 @@ def encode(
     memories : of each tensor as the last step left it; zeros at first
     decay : factor on the memories before they are added
     unused_waits : the memory of a gradient of zeros neither travels nor changes
+    tally : whether to count what was lost
     """
     batch = _batch(codec, tuple(int(gradient.shape[0]) for gradient in gradients))
     with steady(gradients[0]):
-        return batch.encode(gradients, memories, decay, unused_waits)
+        return batch.encode(gradients, memories, decay, unused_waits, tally)
 
 
 def decode(codec: FFTCodec, gathered: Array, sizes: Sequence[int]) -> Decoded:
@@ -185,6 +190,7 @@ class _Batch:
         memories: Sequence[Memory] | None,
         decay: float,
         unused_waits: bool,
+        tally: bool,
     ) -> Encoded:
         xp = namespace(gradients[0])
         gradients = self._prepared(gradients)
@@ -192,7 +198,7 @@ class _Batch:
         used = self._used(blocks) if unused_waits and memories is not None else None
         pieces: list[list[tuple[int, Array]]] = [[] for _ in self.sizes]
         kept: list[list[Array]] = [[None] * len(self.codec.sections(n)) for n in self.sizes]
-        saturated = []
+        saturated, energies, errors = [], [], []
         for place, (group, values) in enumerate(zip(self.groups, blocks, strict=True)):
             memory, factor = None, decay
             if memories is not None:
@@ -200,9 +206,11 @@ class _Batch:
                 if used is not None:
                     factor = xp.astype(used[place], xp.float32)[:, None] * decay
             coefficients = transforms.forward(self.within, values)
-            made = record_arrays.encode(coefficients, memory, group.layout, factor, self.top)
+            made = record_arrays.encode(coefficients, memory, group.layout, factor, self.top, tally)
             words, left = bit_fields.as_int32(made.words), made.left
             saturated.append(made.saturated)
+            energies.append(made.energy)
+            errors.append(made.error)
             if used is not None:
                 left = xp.where(used[place][:, None], left, memory)
             for run in group.runs:
@@ -216,7 +224,13 @@ class _Batch:
             wire = put(wire, self.saturated_at.on(wire), counts)
         sums = self.checksums.of(wire[None, :])[0]
         wire = put(wire, self.checksums.places.on(wire), sums)
-        return Encoded(wire, None if memories is None else kept)
+        numbers = None
+        if tally:
+            none = [xp.zeros(1, dtype=xp.float64, device=device_of(wire))]
+            clipped = [xp.astype(each, xp.float64) for each in saturated]
+            each = [xp.sum(join(it or none)) for it in (energies, errors, clipped)]
+            numbers = xp.stack(each)
+        return Encoded(wire, None if memories is None else kept, numbers)
 
     def decode(self, gathered: Array) -> Decoded:
         xp, ranks = namespace(gathered), int(gathered.shape[0])

@@ -25,6 +25,7 @@ from .select import MAX_FINITE
 
 _POSITION = 2**32 - 1  # room for a position below what it is sorted by
 _SIGN = 2**31 - 1
+_FOURS = Constant(4.0 ** (np.arange(254) - 127))  # what a scaled square is worth, by exponent
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,15 @@ class Encoded:
     left : [rows, bins * parts] float32, what did not travel; the old memory where a block is not
         finite. None without a memory
     saturated : [rows] int64, values beyond the end of a fixed range
+    energy, error : [rows] float64, the squared norm of what was encoded and of what was lost, 0 of
+        a block that is not finite; None where they were not asked for
     """
 
     words: Array
     left: Array | None
     saturated: Array
+    energy: Array | None
+    error: Array | None
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,7 @@ def encode(
     layout: Layout,
     factor: Any = 1.0,
     top: int | None = None,
+    tally: bool = False,
 ) -> Encoded:
     """Records of blocks; see record.encode_records.
 
@@ -80,6 +86,7 @@ def encode(
     memory : the same shape or None; times `factor` it is added before
     factor : a number, or [rows, 1] float32
     top : the range's end (upper half of a float32) if it is not each block's own
+    tally : whether energy and error are asked for
     """
     xp, known = namespace(coefficients), _known(layout)
     rows, bins, parts, kept = coefficients.shape[0], layout.bins, layout.parts, layout.kept
@@ -103,12 +110,16 @@ def encode(
     words = bit_fields.write(*_fields(heads, codes, at, layout), layout.words)
     lost = known.lost.on(words)[None, :]  # the record of a block that is not finite
     words = xp.where(finite, words, lost)
-    left = None
-    if memory is not None:
+    left = energy = error = None
+    if tally:
+        energy = _energy(coefficients, peaks, layout)
+    if memory is not None or tally:
         rest = xp.reshape(values - _values(codes, base, layout), (rows * kept, parts))
-        residual = xp.reshape(put(pairs, flat, rest), (rows, bins * parts))
-        left = xp.where(finite, residual, memory)
-    return Encoded(words, left, saturated)
+        left = xp.reshape(put(pairs, flat, rest), (rows, bins * parts))
+    if tally:
+        error = _energy(left, peaks, layout)
+    left = None if memory is None else xp.where(finite, left, memory)
+    return Encoded(words, left, saturated, energy, error)
 
 
 def decode(words: Array, layout: Layout) -> Decoded:
@@ -218,12 +229,36 @@ def _positions(coefficients: Array, peaks: Array, layout: Layout) -> Array:
     if layout.parts == 1:
         order = bits_of(coefficients) & _SIGN
     else:
-        exponent = xp.clip(shifted(peaks, 23), 0, 253)
-        scaled = coefficients * floats_of((254 - exponent) * 2**23)[:, None]
-        squares = xp.reshape(scaled * scaled, (rows, bins, 2))
-        order = bits_of(squares[:, :, 0] + squares[:, :, 1])
+        order = bits_of(_squares(coefficients, peaks, layout))
     keys = xp.astype(order, xp.int64) * (_POSITION + 1) + (_POSITION - count)[None, :]
     return xp.sort(_POSITION - (largest_of_rows(keys, kept) & _POSITION), axis=1)
+
+
+def _squares(coefficients: Array, peaks: Array, layout: Layout) -> Array:
+    """[rows, bins] float32: magnitudes squared, of blocks scaled as in select.magnitude_keys."""
+    scaled = coefficients * floats_of((254 - _exponents(peaks)) * 2**23)[:, None]
+    squares = scaled * scaled
+    if layout.parts == 1:
+        return squares
+    pairs = namespace(squares).reshape(squares, (squares.shape[0], layout.bins, 2))
+    return pairs[:, :, 0] + pairs[:, :, 1]
+
+
+def _exponents(peaks: Array) -> Array:
+    return namespace(peaks).clip(shifted(peaks, 23), 0, 253)
+
+
+def _energy(coefficients: Array, peaks: Array, layout: Layout) -> Array:
+    """[rows] float64: the squared norm of the blocks, as spectrum.energy."""
+    xp = namespace(coefficients)
+    squares = _squares(coefficients, peaks, layout)
+    total = xp.sum(squares, axis=1)
+    if layout.parts == 2:
+        total = 2 * total - squares[:, 0]
+        if layout.block % 2 == 0:
+            total = total - squares[:, -1]
+    units = _FOURS.on(peaks)
+    return xp.astype(total, xp.float64) * take(units, xp.astype(_exponents(peaks), xp.int64))
 
 
 def _rungs(magnitudes: Array, mantissa: int) -> Array:
