@@ -65,7 +65,7 @@ def is_fixed(array: Array) -> bool:
 
 def device_of(array: Array) -> Any:
     """Where it lies, for the `device=` of the functions that make arrays."""
-    return array_api_compat.device(array)
+    return array.device if is_torch(array) else array_api_compat.device(array)
 
 
 def on_host(array: Array) -> bool:
