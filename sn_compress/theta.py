@@ -7,7 +7,7 @@ step get its theta when it begins: then the ranks' sums of the last one are adde
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from .schedule import learner
 from .settings import Settings
 
 _LATER = 2**62  # a step behind every warm-up
+_AHEAD = 2**14  # steps looked ahead for another theta
 
 
 class ThetaInTime:
@@ -45,6 +46,31 @@ class ThetaInTime:
         if name is not None:
             self._steps[name] += 1
         return self.codec_at(self._schedule.theta(step))
+
+    def stays(self, names: Iterable[str]) -> int:
+        """Steps, the next one included, in which these tensors have one theta, and the same.
+
+        At most 2**14 unless theta is a number; 0 if theirs differ. Not to be asked of a schedule
+        that learns.
+        """
+        if self._settings.fixed:
+            return _LATER
+        theta, steps = self._schedule.theta, {self._steps[name] for name in names}
+        own = theta(min(steps))
+        most = range(_AHEAD)
+        return min(next((it for it in most if theta(step + it) != own), _AHEAD) for step in steps)
+
+    def codec_of(self, name: str) -> FFTCodec:
+        """The codec for the next gradient of a tensor, which is not counted yet."""
+        return self.codec_at(self._schedule.theta(self._steps[name]))
+
+    def step_of(self, name: str) -> int:
+        """Gradients of a tensor that were counted."""
+        return self._steps[name]
+
+    def go_to(self, name: str, step: int) -> None:
+        """Count as many gradients of a tensor."""
+        self._steps[name] = step
 
     def begin_step(self, of: str, energy: float, error: float) -> float:
         """Theta of the step that begins.

@@ -62,6 +62,11 @@ class Decoded:
     damaged: Array
 
 
+def serves(codec: FFTCodec) -> bool:
+    """Whether there is array code for these settings; others raise CompressError."""
+    return codec.values == "range" and codec.window != "payload"
+
+
 def memory_shapes(codec: FFTCodec, n: int) -> list[tuple[int, int]]:
     """The shapes of a tensor's memory, one for each of its sections."""
     return [(s.count, s.layout.bins * s.layout.parts) for s in codec.sections(n)]
