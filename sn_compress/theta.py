@@ -15,11 +15,11 @@ from .codecs.base import Payload
 from .codecs.fft import FFTCodec
 from .errors import CompressError
 from .saved import count, reading
-from .schedule import learner
+from .schedule import learner, stays
 from .settings import Settings
 
 _LATER = 2**62  # a step behind every warm-up
-_AHEAD = 2**14  # steps looked ahead for another theta
+_AHEAD = 2**12  # steps looked ahead for another theta
 
 
 class ThetaInTime:
@@ -50,15 +50,23 @@ class ThetaInTime:
     def stays(self, names: Iterable[str]) -> int:
         """Steps, the next one included, in which these tensors have one theta, and the same.
 
-        At most 2**14 unless theta is a number; 0 if theirs differ. Not to be asked of a schedule
-        that learns.
+        At most 2**12 where a schedule could change later; 0 if theirs differ. Not to be asked of a
+        schedule that learns.
         """
-        if self._settings.fixed:
+        steps = {self._steps[name] for name in names}
+        if all(stays(self._schedule, step) for step in steps):
             return _LATER
-        theta, steps = self._schedule.theta, {self._steps[name] for name in names}
-        own = theta(min(steps))
-        most = range(_AHEAD)
-        return min(next((it for it in most if theta(step + it) != own), _AHEAD) for step in steps)
+        own = self._schedule.theta(min(steps))
+        return min(self._stays(step, own) for step in steps)
+
+    def _stays(self, step: int, own: float) -> int:
+        for ahead in range(_AHEAD):
+            try:
+                if self._schedule.theta(step + ahead) != own:
+                    return ahead
+            except Exception:  # noqa: BLE001 - of a step that may never come; raised when it does
+                return ahead
+        return _AHEAD
 
     def codec_of(self, name: str) -> FFTCodec:
         """The codec for the next gradient of a tensor, which is not counted yet."""
