@@ -26,5 +26,6 @@ class Buffer {
 };
 
 extern PyMethodDef low_rank_methods[];  // of low_rank_door.cpp
+extern PyMethodDef long_methods[];      // of long_door.cpp
 
 }  // namespace sn
