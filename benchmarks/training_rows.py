@@ -15,7 +15,7 @@ from wire_traffic import predicted_bytes
 from sn_compress.prediction.layers import layers
 from sn_compress.text_table import text_table
 
-KEYS = ("model", "method", "ranks", "gbit", "replayed", "codec", "overlap")
+KEYS = ("model", "method", "ranks", "gbit", "replayed", "codec", "overlap", "gpu", "link")
 SETTINGS = ("compute_s", "ratio_asked", "steps", "batch", "target")
 _HEAD = (
     "method", "codec", "s/step", "x plain", "ratio", "MB/step", "predicted", "accuracy",
@@ -64,6 +64,8 @@ def row_of(run: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]
     )
     return {
         **{name: run.get(name) for name in KEYS + SETTINGS},
+        "slow": run.get("slow"),
+        "codec_s": run.get("codec_s"),
         "ratio": 4 * elements / first["sent_bytes"],
         "sent_bytes": round(first["sent_bytes"]),
         "bytes_per_step": round(mean("bytes_per_step")),
@@ -85,11 +87,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = []
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
-        groups.setdefault(tuple(row[k] for k in ("model", "ranks", "gbit", "overlap")), []).append(
-            row
-        )
-    for (model, ranks, gbit, overlap), group in groups.items():
-        kind = "replayed" if group[0]["replayed"] else "trained"
+        keys = ("model", "ranks", "gbit", "overlap", "gpu", "link")
+        groups.setdefault(tuple(row.get(key) for key in keys), []).append(row)
+    for (model, ranks, gbit, overlap, gpu, link), group in groups.items():
+        slow = group[0].get("slow")
+        kind = f"replayed {slow:.0f} times as slow: {gpu}, {link}" if slow else "trained"
         lines += [
             f"\n{model}, {ranks} ranks, {gbit:g} Gbit/s, {kind}"
             f"{', exchange beside the backward pass' if overlap else ''}",
@@ -116,6 +118,6 @@ def _text(value: float | None, digits: int) -> str:
 
 
 def _same(row: dict[str, Any], other: dict[str, Any]) -> bool:
-    keys = ["model", "ranks", "gbit", "replayed"]
+    keys = ["model", "ranks", "gbit", "replayed", "gpu", "link"]
     keys += ["overlap"] if row["replayed"] else []
-    return all(row[key] == other[key] for key in keys)
+    return all(row.get(key) == other.get(key) for key in keys)
