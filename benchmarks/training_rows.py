@@ -17,6 +17,7 @@ from sn_compress.text_table import text_table
 
 KEYS = ("model", "method", "ranks", "gbit", "replayed", "codec", "overlap", "gpu", "link")
 SETTINGS = ("compute_s", "ratio_asked", "steps", "batch", "target")
+_COMMIT = commit()  # what runs: a run takes an hour, in which the tree may change
 _HEAD = (
     "method", "codec", "s/step", "x plain", "ratio", "MB/step", "predicted", "accuracy",
     "s to target",
@@ -77,7 +78,7 @@ def row_of(run: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]
         "accuracy": first.get("accuracy"),
         "seconds_to_target": first.get("seconds_to_target"),
         "load": os.getloadavg()[0],
-        "commit": commit(),
+        "commit": _COMMIT,
         "machine": machine(),
     }
 
