@@ -22,6 +22,7 @@ _HEAD = (
     "method", "codec", "s/step", "x plain", "ratio", "MB/step", "predicted", "accuracy",
     "s to target",
 )  # fmt: skip
+_FORMATS = ("", "", ".3f", ".2f", ".1f", ".2f", ".2f", ".1f", ".1f")
 
 
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -100,22 +101,17 @@ def table(rows: list[dict[str, Any]]) -> str:
         cells = []
         plain = [row["step_s"] for row in rows if row["method"] == "plain" and _same(row, group[0])]
         for row in group:
-            faster = f"{plain[0] / row['step_s']:.2f}" if plain else ""
-            told = row["predicted_wire_bytes_per_step"]
+            faster = plain[0] / row["step_s"] if plain else None
+            told = row["predicted_wire_bytes_per_step"] / 1e6
+            sent = row["bytes_per_step"] / 1e6
             cells.append(
                 [
-                    row["method"], row["codec"], f"{row['step_s']:.3f}", faster,
-                    f"{row['ratio']:.1f}", f"{row['bytes_per_step'] / 1e6:.2f}",
-                    f"{told / 1e6:.2f}", _text(row["accuracy"], 1),
-                    _text(row["seconds_to_target"], 1),
+                    row["method"], row["codec"], row["step_s"], faster, row["ratio"], sent, told,
+                    row["accuracy"], row["seconds_to_target"],
                 ]
             )  # fmt: skip
-        lines.append(text_table(_HEAD, cells))
+        lines.append(text_table(_HEAD, cells, _FORMATS))
     return "\n".join(lines)
-
-
-def _text(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
 
 
 def _same(row: dict[str, Any], other: dict[str, Any]) -> bool:
