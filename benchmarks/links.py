@@ -3,6 +3,7 @@
     python benchmarks/links.py --json FILE          records exchanges and codecs, and computes
     python benchmarks/links.py --recorded FOLDER    with the recordings of benchmarks/training.py
     python benchmarks/links.py --report FILE        prints the tables of a file, computes nothing
+    python benchmarks/links.py --page FILE          the same for docs/network.md, in short
 
 For each GPU, model, link and method the recorded exchange goes through the model of costs
 (`sn_compress.prediction.cost.step`): once with a codec that takes no time, once with the seconds
@@ -47,6 +48,8 @@ NAMES = {
     "shared": "LowRankCompression",
     "auto": "AutoCompression",
 }
+OURS = ("paper", "gather", "shared", "auto")
+_TITLES = {"alexnet": "AlexNet", "resnet50": "ResNet-50"}
 _COMMIT, _MACHINE = commit(), machine()
 _LEVEL = 1.02  # times the fastest: what is as fast
 
@@ -70,7 +73,7 @@ def row(of: Gpu, gpu: str, wire: str, way: str, scripts: dict[str, list[Script]]
         "model": of.model, "gpu": gpu, "images": of.images, "precision": of.precision,
         "link": wire, "ranks": RANKS, "method": way, "compute_s": round(of.seconds, 5), **found,
         "ratio": round(4 * elements / sent["free_s"], 1),
-        "codec_s": round(sum(sum(s.codec_s) for s in scripts.get(way, ())), 3),
+        "codec_s": round(sum(sum(s.codec_s) for s in scripts[way]), 3) if way in scripts else None,
         "commit": _COMMIT, "machine": _MACHINE,
     }  # fmt: skip
 
@@ -118,6 +121,72 @@ def best(rows: list[dict[str, Any]], wire: str, way: str) -> list[str]:
     return [NAMES[name] for name, value in here.items() if value <= _LEVEL * least]
 
 
+def page(rows: list[dict[str, Any]]) -> str:
+    """What docs/network.md shows of them: times plain on the P100, and who is fastest where.
+
+    In a cell of the first tables the codec takes no time, and that of one core, behind computing.
+    """
+    lines = []
+    for model in REPLAYED:
+        of = {
+            (r["method"], r["link"]): r for r in rows if (r["model"], r["gpu"]) == (model, "p100")
+        }
+        first = of["plain", "1gbe"]
+        lines += [
+            f"{_TITLES[model]}, {first['images']} images on a P100 ({first['compute_s']:.3f} s):",
+            "",
+            f"| method | ratio | {' | '.join(wire.name for wire in WIRES.values())} |",
+            f"|---|---|{'---|' * len(WIRES)}",
+            "| *rho* |  | " + " | ".join(f"{_rho(of['plain', wire]):.2f}" for wire in WIRES) + " |",
+        ]
+        for way in dict.fromkeys(method for method, _ in of):
+            cells = [
+                " / ".join(
+                    f"{of['plain', wire][name] / of[way, wire][name]:.2f}"
+                    for name in ("free_s", "core_s")
+                )
+                for wire in WIRES
+            ]
+            lines.append(f"| {_code(way)} | {of[way, '1gbe']['ratio']:.1f} | {' | '.join(cells)} |")
+        lines.append("")
+    lines += [
+        "| step | link | behind, free | beside, free | behind, one core | beside, one core |",
+        "|---|---|---|---|---|---|",
+    ]
+    for model, gpu in dict.fromkeys((row["model"], row["gpu"]) for row in rows):
+        for wire in WIRES:
+            of = {
+                r["method"]: r
+                for r in rows
+                if (r["model"], r["gpu"], r["link"]) == (model, gpu, wire)
+            }
+            name = f"{_TITLES[model]}, {of['plain']['images']} on {gpu}"
+            cells = [_winner({m: r[way] for m, r in of.items()}) for way in WAYS]
+            lines.append(f"| {name} | {WIRES[wire].name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _winner(seconds: dict[str, float]) -> str:
+    """The fastest and its times plain, and the best of the others: ours, or rivals."""
+    fastest = min(seconds, key=seconds.__getitem__)
+    plain = seconds["plain"]
+    if plain <= _LEVEL * seconds[fastest]:
+        return "plain"
+    whose = "rivals" if fastest in OURS else "ours"
+    other = min(value for name, value in seconds.items() if (name in OURS) != (fastest in OURS))
+    return f"{_code(fastest)} {plain / seconds[fastest]:.2f}, {whose} {plain / other:.2f}"
+
+
+def _rho(row: dict[str, Any]) -> float:
+    return float((row["free_s"] - row["compute_s"]) / row["compute_s"])
+
+
+def _code(way: str) -> str:
+    name, _, mode = NAMES[way].partition(", mode ")
+    shown = f"`{name}`" if name.endswith("Compression") else name
+    return f'`{name}`, `mode="{mode}"`' if mode else shown
+
+
 def _text(cell: dict[tuple[str, str], dict[str, Any]], method: str, wire: str, way: str) -> str:
     value, plain = cell[method, wire][way], cell["plain", wire][way]
     return f"{1e3 * value:.1f} ({plain / value:.2f})"
@@ -129,9 +198,13 @@ def main() -> None:
     flags.add_argument("--json", type=Path, help="rows go there")
     flags.add_argument("--recorded", type=Path, help="folder in which recordings are kept")
     flags.add_argument("--report", type=Path, help="print the tables of this file")
+    flags.add_argument("--page", type=Path, help="print what docs/network.md has of this file")
     args = flags.parse_args()
     if args.report:
         print(tables(load(args.report)))
+        return
+    if args.page:
+        print(page(load(args.page)))
         return
     rows = []
     with tempfile.TemporaryDirectory() as own:

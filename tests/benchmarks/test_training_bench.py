@@ -334,5 +334,13 @@ def test_published_rows_agree_with_their_bytes_and_with_the_model(path):
             link_s = told / (row["gbit"] * 1e9 / 8)
             # The bucket lets 256 KiB through at once; nothing else can be faster than the link.
             assert seconds > 0.99 * (row["compute_s"] + link_s) - 0.1
-            # Above it: codec, latencies, and what a busy machine takes.
-            assert seconds < 1.3 * (row["compute_s"] + link_s) + row["codec_s"] + 1
+            # Above it: codec (before it was in the row, the paper's 5 s, ours 1.5), latencies, a
+            # ring that never fills all links, and what a busy machine takes. docs/network.md says
+            # 4 to 16 % of rows without a codec.
+            codec_s = row.get("codec_s")
+            if row["codec"] == "free":
+                codec_s = 0.0
+            elif codec_s is None:
+                codec_s = 5 if row["method"] == "paper" else 3
+            bound = 1.2 if not codec_s else 1.3
+            assert seconds < bound * (row["compute_s"] + link_s) + codec_s
