@@ -27,8 +27,8 @@ from sn_compress import AutoCompression
 from sn_compress.tensorflow.tape import memory_of
 
 # Matrices, their side, rows of a batch.
-NETS = {"20 of 48": (20, 48, 8), "8 of 256": (8, 256, 192), "6 of 512": (6, 512, 224)}
-PAIRS, STEPS, LEARN, MOST = 9, 40, 30, 400
+NETS = {"20 of 48": (20, 48, 8), "8 of 256": (8, 256, 400), "6 of 512": (6, 512, 480)}
+PAIRS, STEPS, LEARN, MOST = 9, 40, 12, 400
 
 
 def trainer(name: str, compression: Any) -> Any:
