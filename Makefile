@@ -53,7 +53,7 @@ fuzz: $(STAMPS)/extension
 
 # On a machine with a GPU and torch, perhaps CuPy and Horovod, and perhaps no network: takes the
 # python on the PATH and makes no environment. What is missing is said and left out; without a device
-# it ends with 3, or with 0 where GPU_REQUIRED=0. benchmarks/gpu/runner.py says the rest.
+# the runner ends with 3 (make then with its own 2), or with 0 where GPU_REQUIRED=0.
 GPU_PYTHON ?= python3
 GPU_OUT ?= benchmarks/results/gpu
 GPU_MINUTES ?= 10
@@ -64,8 +64,9 @@ gpu:
 	  --out $(GPU_OUT) --required $(GPU_REQUIRED) $(GPU_ARGS)
 
 # Two minutes where it is quiet; the half hour is what it may take where it is not.
-gpu-dry: $(STAMPS)/extension
-	PYTHONPATH=.:benchmarks $(BIN)/python -m gpu.runner --device cpu --minutes 30 \
+GPU_DRY_PYTHON ?= $(BIN)/python
+gpu-dry: $(if $(filter $(BIN)/python,$(GPU_DRY_PYTHON)),$(STAMPS)/extension)
+	PYTHONPATH=.:benchmarks $(GPU_DRY_PYTHON) -m gpu.runner --device cpu --minutes 30 \
 	  --out benchmarks/out/gpu-dry $(GPU_ARGS)
 
 data: $(STAMPS)/venv

@@ -135,7 +135,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip GPU tests where what they ask for is missing, and say what."""
     for item in items:
         for mark in item.iter_markers("gpu"):
-            missing = [why for need in mark.args or ("torch",) if (why := MISSING[need]())]
+            missing = dict.fromkeys(MISSING[need]() for need in mark.args or ("torch",))
+            missing.pop("", None)
             if missing:
                 item.add_marker(pytest.mark.skip(reason="; ".join(missing)))
 

@@ -15,6 +15,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -152,8 +154,9 @@ def run(
 
 
 def _version(package: str) -> str | None:
-    module = sys.modules.get(package)
-    return str(module.__version__) if module else None
+    if find_spec(package) is None:
+        return None
+    return str(import_module(package).__version__)
 
 
 def _device_name(device: str) -> str:
