@@ -125,10 +125,16 @@ def rank_script(tmp_path: Path) -> Callable[[str], Path]:
     return write
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Know the setting of pytest-timeout where that is not installed: settings are strict."""
-    if importlib.util.find_spec("pytest_timeout") is None:
+    if not pluginmanager.has_plugin("timeout"):
         parser.addini("timeout", "seconds of a test; heeded by pytest-timeout only")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Know its marker, too."""
+    if not config.pluginmanager.has_plugin("timeout"):
+        config.addinivalue_line("markers", "timeout(seconds): heeded by pytest-timeout only")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

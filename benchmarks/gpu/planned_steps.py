@@ -46,7 +46,7 @@ SMALL: dict[str, Make] = {
     )
 }
 SHARES = ("75%", "50%")
-SHARES_MOVED = ("75%", "90%")  # the first that can be kept without rebuilding
+SHARES_MOVED = ("75%", "90%", "98%")  # the first that can be kept without rebuilding
 NEAR = 3.0  # % that a peak may differ from the predicted one
 
 
