@@ -80,9 +80,9 @@ def waves(sides: tuple[int, ...]) -> Constant:
 
     Rows of the DCT-II's matrix, orthonormal but for the rounding to multiples of 2**-22.
     """
-    whole = np.ones((1, 1))
+    whole: npt.NDArray[np.float64] = np.ones((1, 1))
     for side in sides:
-        whole = np.kron(whole, _cosines(side))
+        whole = np.asarray(np.kron(whole, _cosines(side)), np.float64)
     return Constant((np.round(whole * _GRID) / _GRID).astype(np.float32))
 
 

@@ -16,7 +16,7 @@ from .base import State
 from .low_rank import exact_outer
 
 _NEWS = 5 / 16  # weight of the last time in the average of what a direction brought
-_TINY = 2.0**-126  # of float32
+_TINY, _HUGE = 2.0**-126, 2.0**127  # of float32
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,8 @@ class Visited:
     def energy(self, before: Array, own: Array) -> Array:
         """0-d: the squared norm that is gone when `own` of the second product has been sent."""
         xp = namespace(own)
-        return xp.sum(own * (2 * before - own) * (self.scale * self.scale)[:, None])
+        scale = self.scale[:, None]  # its square may be beyond float32
+        return xp.sum((own * scale) * ((2 * before - own) * scale))
 
     def learned(self, state: State, directions: Array, sums: Array, unit: Array) -> State:
         """What is known of the tensor's directions when these have been sent.
@@ -113,7 +114,8 @@ class Visited:
         wide = xp.astype(sums, xp.float64)
         norms = xp.sqrt(xp.sum(wide * wide, axis=1)) * xp.astype(unit, xp.float64)
         waited = xp.astype(xp.take(state["age"], self.places, axis=0), xp.float64)
-        news = xp.astype(norms * xp.astype(self.scale, xp.float64) / waited, xp.float32)
+        brought = norms * xp.astype(self.scale, xp.float64) / waited
+        news = xp.astype(xp.clip(brought, 0.0, _HUGE), xp.float32)
         past = xp.astype(xp.take(state["spread"], self.places, axis=0), xp.float64) * (1 - _NEWS)
         # Both products are exact, so that it does not matter who adds before rounding.
         average = past + xp.astype(news, xp.float64) * _NEWS
