@@ -227,6 +227,9 @@ class LowRankCompression(Compression):
 class AutoCompression(Compression):
     """LowRankCompression for the tensors where it pays, by measurement; plain for the others.
 
+    A convolution may also travel by directions of single frequencies of its kernels, where these
+    catch more of its gradient in as many bytes.
+
     Link and codec are measured in the first steps, a model chooses for every tensor, and unless a
     step is then faster by the clock, all goes on as plain Horovod; docs/cost.md says how. In
     TensorFlow it is for a step inside a tf.function and for Keras; elsewhere CompressError.

@@ -198,7 +198,7 @@ class Settings:
     def shared(self) -> SharedExchange:
         """The shared exchange of these settings, for one optimizer."""
         chosen = {name: getattr(self, name) for name in _SHARED}
-        return SharedExchange(**chosen)
+        return SharedExchange(**chosen, frequencies=self.compression == "AutoCompression")
 
 
 @cache
