@@ -12,6 +12,7 @@ from typing import Any, Literal, TypedDict, Union, get_args, get_origin, get_typ
 
 from ._waiting import WAIT_S
 from .agreement import said_of
+from .codecs.by_shape import transform_of
 from .codecs.fft import PAPER, FFTCodec
 from .errors import CompressError
 from .schedule import Constant, Schedule
@@ -41,7 +42,7 @@ class FFTSettings(_OfAll, total=False):
     values: Literal["range", "fp16"]
     window: Literal["block", "payload"] | float
     half: bool
-    transform: Literal["fft", "dct", "hadamard", "identity"]
+    transform: Literal["fft", "dct", "hadamard", "identity"] | None
     threads: int | None
 
 
@@ -75,13 +76,13 @@ class Settings:
     compression: CompressionName = "FFTCompression"
     theta: float | Schedule = 0.98
     block: int | None = 4096
-    bits: int = 8
-    mantissa: int = 3
+    bits: int = 4
+    mantissa: int = 1
     positions: Literal["elias-fano", "bitmap"] = "elias-fano"
     values: Literal["range", "fp16"] = "range"
     window: Literal["block", "payload"] | float = "block"
     half: bool = False
-    transform: Literal["fft", "dct", "hadamard", "identity"] = "fft"
+    transform: Literal["fft", "dct", "hadamard", "identity"] | None = None
     feedback: bool = True
     decay: float = 1.0
     min_elements: int = 1024
@@ -113,7 +114,7 @@ class Settings:
                     f"{self.compression}: {name}={value!r}; expected {_words(types[name])}"
                 )
         if changes.pop("mode", None) == "paper":
-            changes = {**PAPER, "feedback": False, **changes}
+            changes = {**_AS_PUBLISHED, **changes}
         settings = replace(self, **changes)
         settings.codec(threads=1)  # legal settings or an error here, not in mid-training
         settings.shared()
@@ -186,14 +187,19 @@ class Settings:
         """Whether a tensor of this shape is worth compressing."""
         return is_large(shape, self.min_elements)
 
-    def codec(self, threads: int) -> FFTCodec:
+    def codec(self, threads: int, shape: Sequence[int] = ()) -> FFTCodec:
         """The codec of the first step; `threads` is used where the settings leave it open."""
-        return self.codec_of(self.schedule().theta(0), threads)
+        return self.codec_of(self.schedule().theta(0), threads, shape)
 
-    def codec_of(self, theta: float, threads: int) -> FFTCodec:
-        """The codec of these settings at a theta."""
+    def codec_of(self, theta: float, threads: int, shape: Sequence[int] = ()) -> FFTCodec:
+        """The codec of these settings at a theta, for tensors of a shape; () is any vector's."""
         chosen = {name: getattr(self, name) for name in _CODEC} | {"theta": theta}
+        chosen |= self.transform_of(shape)
         return FFTCodec(**chosen, threads=self.threads or threads)
+
+    def transform_of(self, shape: Sequence[int]) -> dict[str, Any]:
+        """What the codec of tensors of this shape transforms, and how."""
+        return transform_of(shape) if self.transform is None else {"transform": self.transform}
 
     def shared(self) -> SharedExchange:
         """The shared exchange of these settings, for one optimizer."""
@@ -237,3 +243,6 @@ def _of(wanted: Any) -> tuple[Any, ...]:
 
 _SHARED = {"ratio", "warmup", "every", "min_elements", "feedback", "decay"}
 _CODEC = set(FFTSettings.__annotations__) - set(_OfAll.__annotations__) - {"mode", "threads"}
+_AS_PUBLISHED = {
+    **PAPER, "transform": "fft", "bits": 8, "mantissa": 3, "feedback": False,
+}  # fmt: skip
