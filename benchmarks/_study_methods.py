@@ -13,14 +13,15 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
+from _study_shapes import transform_of
 from simulated import Exchange, Gather, Plain, PowerSGD, Shared
 
 import sn_compress
 from sn_compress import FFTCompression
 from sn_compress.codecs.base import HEADER_BYTES, Codec, Payload
 from sn_compress.codecs.dgc import DGCCodec
+from sn_compress.codecs.fft import FFTCodec
 from sn_compress.schedule import Constant, Diminishing, EnergyBudget, Schedule, Warmup, learner
-from sn_compress.settings import Settings
 from sn_compress.sums.session import SharedExchange
 
 # Every method starts with a few plain steps, as PowerSGD and ours do when left alone (with 1,000
@@ -86,17 +87,21 @@ def _topk(shapes: Shapes, ranks: int, ratio: float, **settings: Any) -> Exchange
     return _gather(_fit(make, _KEEPS, shapes, budget), shapes, ranks, headers=False)
 
 
-def _fft_of(shape: tuple[int, ...], theta: float, settings: Settings) -> Codec:
-    """The codec of a tensor under FFTCompression."""
-    return settings.codec_of(theta, 1, shape)
+def _fft_of(
+    shape: tuple[int, ...], theta: float, *, by_shape: bool = True, **settings: Any
+) -> Codec:
+    """The codec of a tensor under FFTCompression, or one whose transform its shape asks for."""
+    codec = FFTCompression.using(**settings).settings.codec_of(theta, 1)
+    if not by_shape:
+        return codec
+    return FFTCodec(theta=theta, bits=codec.bits, mantissa=codec.mantissa, **transform_of(shape))
 
 
 def _fft(shapes: Shapes, ranks: int, ratio: float, **settings: Any) -> Exchanges:
     """FFTCompression at one theta for all tensors; its headers are counted."""
-    chosen = FFTCompression.settings.changed(**settings)
 
     def make(shape: tuple[int, ...], keep: float) -> Codec:
-        return _fft_of(shape, 1 - keep, chosen)
+        return _fft_of(shape, 1 - keep, **settings)
 
     budget = _payload_budget(shapes, ranks, ratio) - HEADER_BYTES * len(shapes)
     return _gather(_fit(make, _KEEPS, shapes, budget), shapes, ranks)
@@ -105,9 +110,9 @@ def _fft(shapes: Shapes, ranks: int, ratio: float, **settings: Any) -> Exchanges
 class _InTime:
     """One schedule for all tensors of a run, as FFTCompression follows it."""
 
-    def __init__(self, schedule: Schedule, settings: Settings) -> None:
+    def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self._codecs = cache(lambda shape, theta: _fft_of(shape, theta, settings))
+        self._codecs = cache(_fft_of)
         self._step, self._theta = -1, 0.0
         self._energy = self._error = 0.0
 
@@ -130,15 +135,15 @@ class _InTime:
 def _fft_in_time(
     shapes: Shapes, ranks: int, ratio: float, *, steps: int, way: str, feedback: bool = True
 ) -> Exchanges:
-    """FFTCompression under a schedule whose bytes, over all steps, come out at the ratio.
+    """Frequencies by shape under a schedule whose bytes, over all steps, come out at the ratio.
 
     way : of _WAYS; where bytes follow from gradients the schedule only starts at that ratio
     """
-    budget, settings = _payload_budget(shapes, ranks, ratio), FFTCompression.settings
+    budget = _payload_budget(shapes, ranks, ratio)
 
     @cache
     def nbytes(theta: float) -> int:
-        return sum(_fft_of(s, theta, settings).payload_bytes(math.prod(s)) for s in shapes.values())
+        return sum(_fft_of(s, theta).payload_bytes(math.prod(s)) for s in shapes.values())
 
     def mean(schedule: Schedule) -> float:
         return sum(nbytes(schedule.theta(step)) for step in range(steps)) / steps
@@ -147,11 +152,11 @@ def _fft_in_time(
     if not fits:
         raise SystemExit(f"{way}: no theta has a ratio of {ratio} or more")
     theta = 1 - _KEEPS[fits - 1]
-    time = _InTime(_WAYS[way](theta, steps), settings)
+    time = _InTime(_WAYS[way](theta, steps))
     found: Exchanges = {}
     for name, shape in shapes.items():
         found[name] = Gather(
-            [_fft_of(shape, theta, settings)] * ranks, feedback=feedback, seen=time.seen,
+            [_fft_of(shape, theta)] * ranks, feedback=feedback, seen=time.seen,
             at=lambda _, step, shape=shape: time.codec(shape, step),
         )  # fmt: skip
     return found
@@ -230,12 +235,16 @@ BUILD: dict[str, tuple[str, Build]] = {
     "auto, memory x 0.9": ("shared", partial(_auto, decay=0.9)),
     "auto, no memory": ("shared", partial(_auto, feedback=False)),
     "auto gather": ("gather", _auto_gather),
-    "fft": ("gather", _fft),
-    "fft, 8 bits": ("gather", partial(_fft, transform="fft", bits=8, mantissa=3)),
-    "fft, warm-up": ("gather", partial(_fft_in_time, way="warm-up")),
-    "fft, energy budget": ("gather", partial(_fft_in_time, way="energy budget")),
-    "fft, no memory": ("gather", partial(_fft_in_time, way="constant", feedback=False)),
-    "fft, no memory, diminishing": (
+    "fft": ("gather", partial(_fft, by_shape=False)),
+    "fft, 8 bits": ("gather", partial(_fft, by_shape=False, bits=8, mantissa=3)),
+    "fft by shape": ("gather", _fft),
+    "fft by shape, warm-up": ("gather", partial(_fft_in_time, way="warm-up")),
+    "fft by shape, energy budget": ("gather", partial(_fft_in_time, way="energy budget")),
+    "fft by shape, no memory": (
+        "gather",
+        partial(_fft_in_time, way="constant", feedback=False),
+    ),
+    "fft by shape, no memory, diminishing": (
         "gather",
         partial(_fft_in_time, way="diminishing", feedback=False),
     ),

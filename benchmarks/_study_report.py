@@ -37,6 +37,7 @@ TICKS = (2, 5, 10, 20, 50, 100, 200)
 LOOKS = {
     "auto": ("#d55e00", "o"),
     "fft": ("#8e3b8e", "p"),
+    "fft by shape": ("#b580b5", "H"),
     "auto gather": ("#e69f00", "s"),
     "powersgd": ("#0072b2", "D"),
     "top-k": ("#009e73", "^"),

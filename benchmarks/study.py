@@ -186,8 +186,8 @@ def long_plan(seeds: Sequence[int], times: int) -> list[Run]:
 
 def unseen_plan(seeds: Sequence[int], ranks: Sequence[int]) -> list[Run]:
     """The nets that no setting was chosen on, at some numbers of ranks; 50 received throughout."""
-    methods: list[tuple[str, float | None]] = [("plain", None), ("fft", 50.0), ("auto", 50.0)]
-    methods += [("top-k", 50.0)]
+    methods: list[tuple[str, float | None]] = [("plain", None), ("auto", 50.0)]
+    methods += [("fft", 50.0), ("fft by shape", 50.0), ("top-k", 50.0)]
     # The number of columns whose bytes are nearest to those of the others.
     columns = {"residual": "powersgd 1", "wide": "powersgd 4"}
     return [
@@ -207,7 +207,11 @@ def headline(net: str) -> list[tuple[str, float | None]]:
         pairs.append((f"powersgd {rank}", None))
         if abs(ratio - 50) > 1:  # else the run at 50 is beside it already
             pairs.append(("auto", ratio))
-    return pairs + [(name, ratio) for name in ("fft", "top-k", "demo") for ratio in (50.0, 150.0)]
+    return pairs + [
+        (name, ratio)
+        for name in ("fft", "fft by shape", "top-k", "demo")
+        for ratio in (50.0, 150.0)
+    ]
 
 
 MEMORY: list[tuple[str, float | None]] = [
@@ -227,10 +231,10 @@ OTHERS: list[tuple[str, float | None]] = [
 # Theta over time, and what its convergence argument is about: without memory.
 OVER_TIME: list[tuple[str, float | None]] = [
     ("fft, 8 bits", 50.0),
-    ("fft, warm-up", 50.0),
-    ("fft, energy budget", 50.0),
-    ("fft, no memory", 3.0),
-    ("fft, no memory, diminishing", 3.0),
+    ("fft by shape, warm-up", 50.0),
+    ("fft by shape, energy budget", 50.0),
+    ("fft by shape, no memory", 3.0),
+    ("fft by shape, no memory, diminishing", 3.0),
 ]
 QUICK = ("plain", "auto", "powersgd 1", "top-k", "qsgd", "auto gather")
 

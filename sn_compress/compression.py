@@ -176,20 +176,18 @@ class Compression(metaclass=_Shown):
 class FFTCompression(Compression):
     """Each rank's strongest frequencies, gathered by all ranks.
 
-    A tensor's shape says what is transformed: a kernel over height and width, a matrix over its
-    shorter axis, by DCTs; of anything else blocks of 4,096, by FFTs. Of each block of coefficients
-    the strongest are kept, as range floats with their positions, and what is dropped is remembered.
-    Payloads are all-gathered, so what a rank receives grows with the number of ranks; hvd.join() on
-    a rank that has run out of data is refused.
+    A gradient is cut into blocks; of each block's FFT the strongest bins are kept, as range floats
+    with their positions, and what is dropped is remembered. Payloads are all-gathered, so what a
+    rank receives grows with the number of ranks; hvd.join() on a rank that has run out of data is
+    refused.
 
     Settings beside those of Compression
     ------------------------------------
-    theta, block, bits, mantissa, positions, values, window, half : those of FFTCodec; bits are 4 by
-        default, with a mantissa of 1, and theta, the fraction of bins dropped (default 0.98), may
-        be a schedule of sn_compress.schedule
-    transform : one for all tensors, such as "fft"; None for the one of the shape (default)
-    mode : "paper" sets block=None, transform="fft", 8 bits with a mantissa of 3,
-        positions="bitmap", half=True and feedback=False first, as published
+    theta, block, bits, mantissa, positions, values, window, half, transform : those of FFTCodec;
+        bits are 4 by default, with a mantissa of 1, and theta, the fraction of bins dropped
+        (default 0.98), may be a schedule of sn_compress.schedule
+    mode : "paper" sets block=None, bits=8, mantissa=3, positions="bitmap", half=True and
+        feedback=False first, as published
     threads : of the codec; by default as many as the framework uses
     """
 

@@ -75,8 +75,8 @@ class Engine:
     ) -> None:
         self.settings = settings
         self.theta = ThetaInTime(settings, threads)
-        self.now = settings.schedule().theta(0)  # theta of the step under way
-        self.feedback = ErrorFeedback(settings.codec(threads), decay=settings.decay, follows=True)
+        self.codec = settings.codec(threads)  # of the step under way
+        self.feedback = ErrorFeedback(self.codec, decay=settings.decay)
         self.shared = settings.shared()
         self.owed = Owed()  # of tensors that the tuner lets travel plain
         self.traffic = Traffic()
@@ -242,10 +242,10 @@ class Engine:
         return self._gathered(gradients, ranks)
 
     def _gathered(self, gradients: Sequence[Gradient], ranks: int) -> Rounds:
-        codecs = [self.theta.codec_at(self.now, gradient.shape) for gradient in gradients]
+        codec = self.codec
         feedback = self.feedback if self.settings.feedback else None
         wire, sent = payloads.encode(
-            codecs,
+            codec,
             gradients,
             feedback=feedback,
             find_unused=self._find_unused,
@@ -260,7 +260,7 @@ class Engine:
                     gradient.name,
                 )
         (gathered,) = yield [Carry("gather", wire)]
-        payloads.decode(codecs, gathered, gradients, ranks=ranks)
+        payloads.decode(codec, gathered, gradients, ranks=ranks)
 
     def _open_step(self, names: set[str | None], total: Total) -> None:
         if names & self._seen or not self._seen:
@@ -271,11 +271,11 @@ class Engine:
         self._seen |= names
 
     def _next_theta(self, total: Total) -> None:
-        """Theta of the step that begins, the same for all tensors and on all ranks."""
+        """The codec of the step that begins, the same for all tensors and on all ranks."""
         energy, error = self.lost
         if self.theta.learns:
             energy, error = total("lost", np.array(self.lost)).tolist()
-        self.now = self.theta.begin_step(_STEP, energy, error)
+        self.codec = self.theta.codec_at(self.theta.begin_step(_STEP, energy, error))
         self.lost = 0.0, 0.0
 
     def _tell(self, payload: Payload) -> None:

@@ -32,8 +32,6 @@ class ErrorFeedback:
     codec : the codec that encodes all tensors; or, for codecs bound to a shape, a function from a
         tensor's name to its codec, called once for each name
     decay : factor on the memory before it is added, in (0, 1]; 1 keeps everything
-    follows : whoever encodes says with which codec. Memories change to its basis, and saved ones
-        keep theirs until then
 
     Attributes
     ----------
@@ -52,18 +50,12 @@ class ErrorFeedback:
     (500,)
     """
 
-    def __init__(
-        self,
-        codec: Codec | Callable[[str], Codec],
-        *,
-        decay: float = 1.0,
-        follows: bool = False,
-    ) -> None:
+    def __init__(self, codec: Codec | Callable[[str], Codec], *, decay: float = 1.0) -> None:
         if not 0 < decay <= 1:
             raise CompressError(
                 f"decay={decay!r}; expected above 0 and at most 1 (1 forgets nothing)"
             )
-        self.decay, self._follows = decay, follows
+        self.decay = decay
         self._codec_for = (lambda name: codec) if isinstance(codec, Codec) else codec
         self._codecs: dict[str, Codec] = {}
         # Elements and state; None for a codec's that remembered nothing, made when it is needed.
@@ -81,50 +73,34 @@ class ErrorFeedback:
         """Encode `values` plus the memory of `name`, and remember what was lost.
 
         codec : for this step only, in place of the one of `name`; of the same basis, such as an
-            FFTCodec of another theta, unless memories follow
+            FFTCodec of another theta
         Raises CompressError if `name` was used with another number of elements.
         """
+        own = self.codec_of(name)
+        codec = codec or own
+        if (type(codec), codec.basis) != (type(own), own.basis):
+            raise CompressError(
+                f"{name!r} is remembered for {own!r}; expected it, or one whose "
+                f"memory is of the same kind; got {codec!r}"
+            )
         array: Any = values if on_cuda(values) else as_vector(values)
-        codec = codec or self.codec_of(name)
-        n, memory = self._find(name, array, codec)
+        n, memory = self._find(name, array)
         before = (n, copy.deepcopy(memory)) if self.undoable else None
         payload = codec.encode(array, state=memory, decay=self.decay)
         self._keep(name, n, memory, before)
         return payload
 
-    def memory_of(self, name: str, like: Any, *, codec: Codec | None = None) -> Any:
+    def memory_of(self, name: str, like: Any) -> Any:
         """The codec's state for `name`, placed for the vector `like`; encoding updates it in place.
 
-        codec : as in `encode`
         Raises CompressError if `name` was used with another number of elements.
         """
-        n, memory = self._find(name, like, codec or self.codec_of(name))
+        n, memory = self._find(name, like)
         self._keep(name, n, memory, (n, copy.deepcopy(memory)) if self.undoable else None)
         return memory
 
-    def _adopt(self, name: str, codec: Codec) -> None:
-        """See that what is remembered of `name` is what this codec remembers."""
-        own = self.codec_of(name)
-        if own is codec or (type(codec), codec.basis) == (type(own), own.basis):
-            return
-        if not self._follows:
-            raise CompressError(
-                f"{name!r} is remembered for {own!r}; expected it, or one whose "
-                f"memory is of the same kind; got {codec!r}"
-            )
-        n, memory = self._memory.get(name, (0, None))
-        values = None if memory is None else own.state_to_values(memory, n)
-        self._codecs[name] = codec
-        if values is not None:
-            self._memory[name] = n, codec.values_to_state(values)
-            if name in self._before:
-                n, memory = self._before[name]
-                self._before[name] = (
-                    n,
-                    memory and codec.values_to_state(own.state_to_values(memory, n)),
-                )
-
-    def _find(self, name: str, like: Any, codec: Codec) -> tuple[int, Any]:
+    def _find(self, name: str, like: Any) -> tuple[int, Any]:
+        codec = self.codec_of(name)
         size = _cuda.view(like).elements if on_cuda(like) else like.size
         n, memory = self._memory.get(name) or (size, None)
         if n != size:
@@ -132,8 +108,6 @@ class ErrorFeedback:
                 f"{name!r} has {size} elements; its memory has {n}. Names must be unique "
                 "and shapes constant; call forget(name) after changing a layer."
             )
-        self._adopt(name, codec)
-        memory = self._memory.get(name, (n, None))[1]
         if memory is None:
             memory = codec.new_state(size)
         return n, codec.place_state(memory, like)
@@ -173,9 +147,8 @@ class ErrorFeedback:
             self._set(name, n, self.residual(name) * np.float32(factor))
 
     def _set(self, name: str, n: int, residual: npt.NDArray[np.float32]) -> None:
-        if self.remembers(name) and self._memory[name][0] != n:
-            self._codecs.pop(name, None)  # it may be one of the shape there was
-        self._memory[name] = n, self.codec_of(name).values_to_state(residual)
+        codec = self.codec_of(name)
+        self._memory[name] = n, codec.values_to_state(residual)
 
     def change(self, name: str, function: Callable[[Any], Any]) -> None:
         """Put function(residual), [n] float32, in the place of a memory; nothing without one."""
@@ -273,7 +246,7 @@ class ErrorFeedback:
             raise CompressError("the mean of no states; expected those of all ranks")
         total: dict[str, npt.NDArray[np.float64]] = {}
         for state in states:
-            rank = ErrorFeedback(self._codec_for, follows=self._follows)
+            rank = ErrorFeedback(self._codec_for)
             rank.load_state_dict(state)
             for name, (_, memory) in rank._memory.items():
                 if memory is None:
@@ -304,8 +277,6 @@ class ErrorFeedback:
                 "Take it out of the state's memory, or give it a codec."
             ) from error
         try:
-            if self._follows and saving.like(codec, entry):
-                codec = self._codecs[name] = saving.codec(entry)
             return saving.elements(entry), saving.load(codec, entry)
         except CompressError as error:
             raise CompressError(f"memory of {name!r} cannot be loaded: {error}") from error

@@ -27,7 +27,7 @@ _GLANCE = 4096  # elements of a gradient looked at before all of them
 
 
 def encode(
-    codecs: Sequence[FFTCodec],
+    codec: FFTCodec,
     gradients: Sequence[Gradient],
     *,
     feedback: ErrorFeedback | None,
@@ -39,44 +39,39 @@ def encode(
     A gradient of zeros is of a parameter that was not used. A framework drops the mean of one that
     no rank has used, so its memory does not travel, and waits.
 
-    codecs : of each gradient
     find_unused : look for such on a device, too, which waits for it; on the host it costs nothing
     drops_unused : False where the framework does not drop it: then memories always travel
     """
-    sizes, like = _sizes(codecs, gradients), gradients[0].values
+    sizes, like = _sizes(codec, gradients), gradients[0].values
     xp = namespace(like)
     wire = xp.empty(sum(sizes), dtype=xp.uint8, device=device_of(like))
     pieces = split(wire, sizes)
     if on_cuda(like):
         looks = find_unused and drops_unused
-        return wire, _encode_on_device(codecs, gradients, pieces, feedback, looks)
+        return wire, _encode_on_device(codec, gradients, pieces, feedback, looks)
     payloads = [
         _encode_on_host(codec, gradient, to_host(piece), feedback, drops_unused)
-        for codec, gradient, piece in zip(codecs, gradients, pieces, strict=True)
+        for gradient, piece in zip(gradients, pieces, strict=True)
     ]
     return wire, payloads
 
 
-def decode(
-    codecs: Sequence[FFTCodec], gathered: Array, gradients: Sequence[Gradient], *, ranks: int
-) -> None:
+def decode(codec: FFTCodec, gathered: Array, gradients: Sequence[Gradient], *, ranks: int) -> None:
     """Write the means of what all ranks encoded into the gradients' values.
 
     gathered : [ranks * bytes] uint8, what `encode` made on each rank, in order of rank
     Raises PayloadError, which names the rank, if bytes are not a payload.
     """
-    sizes = _sizes(codecs, gradients)
+    sizes = _sizes(codec, gradients)
     ends = list(accumulate(sizes, initial=0))
     if on_cuda(gathered):
         with on_stream_of(gathered):
             whole = _cuda.view(gathered).array().reshape(ranks, -1)
             arrays = [whole[:, first:last] for first, last in pairwise(ends)]
-        for codec, places in _by_codec(codecs).items():
-            own = [gradients[at].values for at in places]
-            _device.Decoder(codec, [arrays[at] for at in places], own).run()
+        _device.Decoder(codec, arrays, [gradient.values for gradient in gradients]).run()
         return
     rows = to_host(gathered).reshape(ranks, -1)
-    for codec, gradient, (first, last) in zip(codecs, gradients, pairwise(ends), strict=True):
+    for gradient, (first, last) in zip(gradients, pairwise(ends), strict=True):
         payloads = payloads_of([row[first:last] for row in rows], gradient.elements)
         values = gradient.values
         if values.dtype == namespace(values).float32:
@@ -96,17 +91,8 @@ def on_stream_of(values: Array) -> AbstractContextManager[Any]:
     return _cuda.view(values).run().context() if on_cuda(values) else nullcontext()
 
 
-def _sizes(codecs: Sequence[FFTCodec], gradients: Sequence[Gradient]) -> list[int]:
-    pairs = zip(codecs, gradients, strict=True)
-    return [codec.payload_bytes(gradient.elements) for codec, gradient in pairs]
-
-
-def _by_codec(codecs: Sequence[FFTCodec]) -> dict[FFTCodec, list[int]]:
-    """Each codec and the places where it stands."""
-    found: dict[FFTCodec, list[int]] = {}
-    for at, codec in enumerate(codecs):
-        found.setdefault(codec, []).append(at)
-    return found
+def _sizes(codec: FFTCodec, gradients: Sequence[Gradient]) -> list[int]:
+    return [codec.payload_bytes(gradient.elements) for gradient in gradients]
 
 
 def _encode_on_host(
@@ -121,12 +107,12 @@ def _encode_on_host(
     waits = drops_unused and not is_used(values)
     if feedback is None or gradient.name is None or waits:
         return codec.encode_into(buffer, values)
-    memory = feedback.memory_of(gradient.name, values, codec=codec)
+    memory = feedback.memory_of(gradient.name, values)
     return codec.encode_into(buffer, values, state=memory, decay=feedback.decay)
 
 
 def _encode_on_device(
-    codecs: Sequence[FFTCodec],
+    codec: FFTCodec,
     gradients: Sequence[Gradient],
     pieces: Sequence[Array],
     feedback: ErrorFeedback | None,
@@ -141,21 +127,11 @@ def _encode_on_device(
         states = None
         if feedback is not None:
             states = [
-                feedback.memory_of(gradient.name, vector, codec=codec)
+                feedback.memory_of(gradient.name, vector)
                 if there and gradient.name is not None
                 else codec.new_state(gradient.elements, like=vector)
-                for codec, gradient, vector, there in zip(
-                    codecs, gradients, vectors, used, strict=True
-                )
+                for gradient, vector, there in zip(gradients, vectors, used, strict=True)
             ]
         buffers = [_cuda.view(piece).array() for piece in pieces]
     decay = 1.0 if feedback is None else feedback.decay
-    made: list[Payload | None] = [None] * len(vectors)
-    for codec, places in _by_codec(codecs).items():
-        own = None if states is None else [states[at] for at in places]
-        encoder = _device.Encoder(
-            codec, [vectors[at] for at in places], own, [buffers[at] for at in places]
-        )
-        for at, payload in zip(places, encoder.run(decay), strict=True):
-            made[at] = payload
-    return [payload for payload in made if payload is not None]
+    return _device.Encoder(codec, vectors, states, buffers).run(decay)

@@ -12,7 +12,6 @@ from typing import Any, Literal, TypedDict, Union, get_args, get_origin, get_typ
 
 from ._waiting import WAIT_S
 from .agreement import said_of
-from .codecs.by_shape import transform_of
 from .codecs.fft import PAPER, FFTCodec
 from .errors import CompressError
 from .schedule import Constant, Schedule
@@ -42,7 +41,7 @@ class FFTSettings(_OfAll, total=False):
     values: Literal["range", "fp16"]
     window: Literal["block", "payload"] | float
     half: bool
-    transform: Literal["fft", "dct", "hadamard", "identity"] | None
+    transform: Literal["fft", "dct", "hadamard", "identity"]
     threads: int | None
 
 
@@ -82,7 +81,7 @@ class Settings:
     values: Literal["range", "fp16"] = "range"
     window: Literal["block", "payload"] | float = "block"
     half: bool = False
-    transform: Literal["fft", "dct", "hadamard", "identity"] | None = None
+    transform: Literal["fft", "dct", "hadamard", "identity"] = "fft"
     feedback: bool = True
     decay: float = 1.0
     min_elements: int = 1024
@@ -187,19 +186,14 @@ class Settings:
         """Whether a tensor of this shape is worth compressing."""
         return is_large(shape, self.min_elements)
 
-    def codec(self, threads: int, shape: Sequence[int] = ()) -> FFTCodec:
+    def codec(self, threads: int) -> FFTCodec:
         """The codec of the first step; `threads` is used where the settings leave it open."""
-        return self.codec_of(self.schedule().theta(0), threads, shape)
+        return self.codec_of(self.schedule().theta(0), threads)
 
-    def codec_of(self, theta: float, threads: int, shape: Sequence[int] = ()) -> FFTCodec:
-        """The codec of these settings at a theta, for tensors of a shape; () is any vector's."""
+    def codec_of(self, theta: float, threads: int) -> FFTCodec:
+        """The codec of these settings at a theta."""
         chosen = {name: getattr(self, name) for name in _CODEC} | {"theta": theta}
-        chosen |= self.transform_of(shape)
         return FFTCodec(**chosen, threads=self.threads or threads)
-
-    def transform_of(self, shape: Sequence[int]) -> dict[str, Any]:
-        """What the codec of tensors of this shape transforms, and how."""
-        return transform_of(shape) if self.transform is None else {"transform": self.transform}
 
     def shared(self) -> SharedExchange:
         """The shared exchange of these settings, for one optimizer."""
@@ -244,5 +238,5 @@ def _of(wanted: Any) -> tuple[Any, ...]:
 _SHARED = {"ratio", "warmup", "every", "min_elements", "feedback", "decay"}
 _CODEC = set(FFTSettings.__annotations__) - set(_OfAll.__annotations__) - {"mode", "threads"}
 _AS_PUBLISHED = {
-    **PAPER, "transform": "fft", "bits": 8, "mantissa": 3, "feedback": False,
+    **PAPER, "bits": 8, "mantissa": 3, "feedback": False,
 }  # fmt: skip

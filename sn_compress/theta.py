@@ -7,7 +7,7 @@ step get its theta when it begins: then the ranks' sums of the last one are adde
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,9 +28,9 @@ class ThetaInTime:
         self._settings, self._threads = settings, threads
         self._schedule = settings.schedule()
         self._steps: Counter[str] = Counter()
-        self._codecs: dict[tuple[float, str], FFTCodec] = {}
+        self._codecs: dict[float, FFTCodec] = {}
 
-    def codec_for(self, name: str | None, shape: Sequence[int] = ()) -> FFTCodec:
+    def codec_for(self, name: str | None) -> FFTCodec:
         """The codec for the next gradient of a tensor.
 
         Raises CompressError without a name, by which steps are counted, if theta changes.
@@ -44,7 +44,7 @@ class ThetaInTime:
         step = 0 if name is None else self._steps[name]
         if name is not None:
             self._steps[name] += 1
-        return self.codec_at(self._schedule.theta(step), shape)
+        return self.codec_at(self._schedule.theta(step))
 
     def begin_step(self, of: str, energy: float, error: float) -> float:
         """Theta of the step that begins.
@@ -58,12 +58,11 @@ class ThetaInTime:
             last.observe(energy, error)
         return self._schedule.theta(step)
 
-    def codec_at(self, theta: float, shape: Sequence[int] = ()) -> FFTCodec:
-        """The codec at a theta of tensors of this shape; those of one transform share it."""
-        key = theta, repr(self._settings.transform_of(shape))
-        if key not in self._codecs:
-            self._codecs[key] = self._settings.codec_of(theta, self._threads, shape)
-        return self._codecs[key]
+    def codec_at(self, theta: float) -> FFTCodec:
+        """The codec at a theta."""
+        if theta not in self._codecs:
+            self._codecs[theta] = self._settings.codec_of(theta, self._threads)
+        return self._codecs[theta]
 
     def tell(self, payload: Payload) -> tuple[float, float]:
         """Energy and error of a payload, for a schedule that learns."""

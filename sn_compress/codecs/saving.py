@@ -33,7 +33,8 @@ def load(codec: Codec, entry: dict[str, Any]) -> Any:
     None if nothing is remembered in it that this codec could go on with.
     """
     n = elements(entry)
-    if like(codec, entry) and _plain(saved_item(entry, "basis")) == _plain(codec.basis):
+    own = saved_item(entry, "codec") == type(codec).__name__
+    if own and _plain(saved_item(entry, "basis")) == _plain(codec.basis):
         return codec.load_state(saved_item(entry, "state"), n)
     values = load_values(entry)
     return None if values is None else codec.values_to_state(values)
@@ -41,28 +42,18 @@ def load(codec: Codec, entry: dict[str, Any]) -> Any:
 
 def load_values(entry: dict[str, Any]) -> Floats | None:
     """The vector that a saved state stands for, [n] float32; None for codecs without memory."""
-    n, saved = elements(entry), codec(entry)
-    state = saved.load_state(saved_item(entry, "state"), n)
-    if not saved.remembers:
-        return None
-    return np.asarray(saved.state_to_values(state, n), np.float32)
-
-
-def like(codec: Codec, entry: dict[str, Any]) -> bool:
-    """Whether a state was saved by a codec of this class."""
-    return bool(saved_item(entry, "codec") == type(codec).__name__)
-
-
-def codec(entry: dict[str, Any]) -> Codec:
-    """A codec of the basis that a state was saved with, other settings as they come."""
-    basis = saved_item(entry, "basis")
+    n, basis = elements(entry), saved_item(entry, "basis")
     try:
         settings = {k: tuple(v) if isinstance(v, list) else v for k, v in basis.items()}
-        return by_class(saved_item(entry, "codec"), settings)
+        saved = by_class(saved_item(entry, "codec"), settings)
     except (TypeError, AttributeError, ArithmeticError) as error:
         raise CompressError(
             f"it was saved with settings {basis!r}, which make no codec: {error}"
         ) from error
+    state = saved.load_state(saved_item(entry, "state"), n)
+    if not saved.remembers:
+        return None
+    return np.asarray(saved.state_to_values(state, n), np.float32)
 
 
 def elements(entry: dict[str, Any]) -> int:

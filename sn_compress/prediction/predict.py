@@ -130,6 +130,7 @@ def routes_of(
         return _shared(layers, ranks, settings, rates)
     if method != "gather":
         raise CompressError(f"method={method!r}; expected one of {', '.join(METHODS)}")
+    codec = settings.codec(threads=1)
     routes = []
     for tensor in layers:
         n = tensor.elements
@@ -137,7 +138,7 @@ def routes_of(
             routes.append(Route("plain", "allreduce", (4 * n,), (0.0, 0.0)))
             continue
         after = n * (rates.decode_s + ranks * rates.add_s)
-        size = wire_bytes(settings.codec(1, tensor.shape).payload_bytes(n)) + _TOKEN_BYTES
+        size = wire_bytes(codec.payload_bytes(n)) + _TOKEN_BYTES
         routes.append(Route("gather", "allgather", (size,), (n * rates.encode_s, after)))
     return routes
 

@@ -107,11 +107,6 @@ class Bucket:
         """Elements of each gradient."""
         return [tensor.shape.num_elements() for tensor in self.tensors]
 
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """Of each gradient."""
-        return [tuple(tensor.shape.as_list()) for tensor in self.tensors]
-
     def vectors(self) -> list[Any]:
         """The gradients, [n] float32 each."""
         return [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in self.tensors]
@@ -156,12 +151,12 @@ class Bucket:
 
 def gathered(bucket: Bucket) -> list[Any]:
     """The means of a bucket whose payloads are gathered: a Python function before and behind."""
-    memory, sizes, shapes = bucket.memory, bucket.sizes, bucket.shapes
+    memory, sizes = bucket.memory, bucket.sizes
     known = [] if bucket.theta is None else [bucket.theta]
 
     def encode(keys: list[str | None], values: Sequence[Any]) -> Any:
         theta = float(values[-1]) if known else None
-        return memory.encode(keys, values[: len(keys)], theta, shapes=shapes)
+        return memory.encode(keys, values[: len(keys)], theta)
 
     def decode(keys: list[str | None], values: Sequence[Any]) -> Any:
         return memory.mean(
@@ -169,8 +164,7 @@ def gathered(bucket: Bucket) -> list[Any]:
         )
 
     payload = bucket.python(encode, [*bucket.vectors(), *known], tf.uint8)
-    codecs = map(memory.codec, shapes)  # of the first step
-    each = [wire_bytes(own.payload_bytes(n)) for own, n in zip(codecs, sizes, strict=True)]
+    each = [wire_bytes(memory.codec.payload_bytes(n)) for n in sizes]
     size = sum(each) if memory.settings.fixed else None
     payload.set_shape([size])
     every = hvd.allgather(

@@ -61,19 +61,16 @@ class Traced:
     def __init__(self, settings: Settings, threads: int) -> None:
         settings.refuse_overlap("TensorFlow and Keras")
         self.settings = settings
+        self.codec = settings.codec(threads)  # that of the first step
         self._threads = threads
         self.traffic = Traffic()
         self._lock = threading.Lock()
         self.clear()
 
-    def codec(self, shape: Sequence[int]) -> FFTCodec:
-        """The codec of the first step for tensors of this shape."""
-        return self.settings.codec(self._threads, shape)
-
     def clear(self) -> None:
         """Forget all variables and what was dropped of them: for models that are gone."""
         with self._lock:
-            self.feedback = ErrorFeedback(self.codec(()), decay=self.settings.decay, follows=True)
+            self.feedback = ErrorFeedback(self.codec, decay=self.settings.decay)
             self.shared = self.settings.shared()
             self.owed = Owed()  # of tensors that the tuner lets travel plain
             self.theta = ThetaInTime(self.settings, self._threads)
@@ -172,28 +169,18 @@ class Traced:
             return self.theta.begin_step(of, *total.tolist())
 
     def encode(
-        self,
-        keys: Sequence[str | None],
-        values: Sequence[Floats],
-        theta: float | None = None,
-        *,
-        shapes: Sequence[Sequence[int]],
+        self, keys: Sequence[str | None], values: Sequence[Floats], theta: float | None = None
     ) -> Bytes:
         """The payloads of a bucket's gradients one behind the other, [bytes] uint8.
 
         theta : of the step, where `learns`; else None, and steps are counted by key
         """
-        pieces = zip(keys, values, shapes, strict=True)
-        return np.concatenate(
-            [self._encode(key, each.reshape(-1), theta, shape) for key, each, shape in pieces]
-        )
+        pieces = zip(keys, values, strict=True)
+        return np.concatenate([self._encode(key, each.reshape(-1), theta) for key, each in pieces])
 
-    def _encode(
-        self, key: str | None, values: Floats, theta: float | None, shape: Sequence[int]
-    ) -> Bytes:
+    def _encode(self, key: str | None, values: Floats, theta: float | None) -> Bytes:
         with self._lock:
-            of = self.theta
-            codec = of.codec_for(key, shape) if theta is None else of.codec_at(theta, shape)
+            codec = self.theta.codec_for(key) if theta is None else self.theta.codec_at(theta)
             self._codecs[key] = codec
         if key is None or not self.settings.feedback:
             payload = codec.encode(values)

@@ -34,8 +34,45 @@ def test_rivals_are_set_to_the_bytes_asked_for(study, method, ratio):
 
 
 @pytest.mark.parametrize(
+    ("shape", "axes"),
+    [
+        ((64, 32, 3, 3), (2, 3)),  # torch
+        ((3, 3, 32, 64), (0, 1)),  # TensorFlow
+        ((64, 3, 7, 7), (2, 3)),
+        ((7, 7, 3, 64), (0, 1)),
+        ((32, 16, 5), (2,)),
+        ((5, 16, 32), (0,)),
+        ((8, 8, 3, 3, 3), (2, 3, 4)),
+        ((64, 1, 3, 3), (2, 3)),  # depthwise
+        ((3, 3, 64, 1), (0, 1)),
+        ((64, 64, 1, 3), (3,)),
+        ((64, 32, 1, 1), (1,)),  # a matrix
+        ((1, 1, 32, 64), (2,)),
+        ((128, 1024), (0,)),
+        ((1024, 64), (1,)),
+        ((64, 64), (1,)),
+    ],
+)
+def test_the_axes_that_a_shape_asks_for(shape, axes):
+    from _study_shapes import transform_of
+
+    assert transform_of(shape) == {"transform": "axes", "shape": shape, "axes": axes}
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (65536,), (1, 65536), (65536, 1), (1, 1, 7, 1)])
+def test_one_axis_is_a_vector(shape):
+    from _study_shapes import transform_of
+
+    assert transform_of(shape) == {"transform": "fft"}
+
+
+@pytest.mark.parametrize(
     ("method", "ratio"),
-    [("fft, warm-up", 50.0), ("fft, no memory", 3.0), ("fft, no memory, diminishing", 3.0)],
+    [
+        ("fft by shape, warm-up", 50.0),
+        ("fft by shape, no memory", 3.0),
+        ("fft by shape, no memory, diminishing", 3.0),
+    ],
 )
 def test_schedules_are_set_to_the_bytes_asked_for(study, method, ratio):
     """Over all steps; theta of the first is what the schedule says, and moves where it should."""
@@ -49,13 +86,13 @@ def test_schedules_are_set_to_the_bytes_asked_for(study, method, ratio):
             received += 7 * codec.payload_bytes(math.prod(shape))
     plain = 2 * 7 / 8 * 4 * sum(map(math.prod, shapes.values())) * steps
     assert ratio <= plain / received <= ratio * 1.2
-    assert (len(thetas) > 1) is (method != "fft, no memory")
+    assert (len(thetas) > 1) is (method != "fft by shape, no memory")
 
 
 def test_a_schedule_hears_what_the_step_before_has_lost(study):
     """All tensors and ranks of a step have its theta; what they lost moves the next ones."""
     shapes, ranks = {"a": (32, 40), "b": (48, 40)}, 2
-    exchanges = study.build("fft, energy budget", shapes, ranks, 4.0, 200 + study.DENSE)
+    exchanges = study.build("fft by shape, energy budget", shapes, ranks, 4.0, 200 + study.DENSE)
     rng, thetas = np.random.default_rng(0), []
     for step in range(160):
         now = {exchange.at(None, step).theta for exchange in exchanges.values()}
@@ -100,7 +137,7 @@ def test_rivals_train(study, monkeypatch):
     monkeypatch.setattr(study, "fashion_mnist", lambda part: noise)
     runs = {r.method: r for r in study.plan([0], study.DENSE + 2) if r.net == "cnn"}
     for name, run in runs.items():
-        if not name.startswith(("auto", "fft, ")):  # the steps are too few for a schedule
+        if not name.startswith(("auto", "fft by shape, ")):  # the steps are too few for a schedule
             row = study.train(run)
             assert row["train_loss"] is not None, run
             # DGC has just begun: its first steps keep a quarter of all values, of all eight ranks.

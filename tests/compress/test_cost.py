@@ -239,7 +239,7 @@ def test_sizes_are_those_of_the_real_exchange():
 
 def test_gather_sizes_are_those_of_the_payloads():
     chosen = Settings()
-    codec = chosen.codec(1, (100, 100))
+    codec = chosen.codec(threads=1)
     route, small = routes_of(
         "gather", [Layer("a", (100, 100)), Layer("b", (10,))], ranks=4, settings=chosen, rates=SOME
     )

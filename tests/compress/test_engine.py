@@ -282,8 +282,8 @@ def test_theta_follows_what_all_ranks_have_lost():
         for seed in range(8):
             same = noise(seed)[:1] * RANKS
             step(both, list(map(copied, same)), total=total)
-            assert both[0].now == both[1].now
-            taken.append(both[0].now)
+            assert both[0].codec.theta == both[1].codec.theta
+            taken.append(both[0].codec.theta)
         assert [name for name, _ in asked] == ["lost"] * 8 * RANKS
         start = EnergyBudget(lost=lost, start=0.9).theta(0)
         assert taken[0] == start

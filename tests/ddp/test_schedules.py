@@ -1,6 +1,5 @@
 """Theta over time is followed in every seam, and its settings say the same on every rank."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +12,6 @@ from sn_compress.schedule import Diminishing, EnergyBudget, Warmup, learner
 from sn_compress.tensorflow.traced import Traced
 from sn_compress.torch import collectives as rim
 from sn_compress.torch.ddp import CompressionState, Part
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "compress"))
-
-from counted import SHAPES, transforms
 
 RANKS = Path(__file__).parent / "ranks"
 N = 50_000
@@ -35,9 +30,7 @@ def alone():
 def expected(schedule, steps: int) -> list[int]:
     settings = FFTCompression.using(theta=schedule).settings
     own = settings.schedule()
-    return [
-        settings.codec_of(own.theta(s), 1, (N // 200, 200)).payload_bytes(N) for s in range(steps)
-    ]
+    return [settings.codec_of(own.theta(s), 1).payload_bytes(N) for s in range(steps)]
 
 
 def steps_of(state: CompressionState, steps: int, sent: list[int]) -> list[int]:
@@ -88,24 +81,13 @@ def test_ddp_learns_what_was_lost(sent):
         assert budget.theta(0) == EnergyBudget(lost=lost, start=0.9).theta(0)  # the user's own
 
 
-def test_bare_computes_frequencies(alone):
-    """Each gradient is transformed once: a kernel and a matrix by DCTs, a long vector by FFTs."""
-    sizes = [int(np.prod(shape)) for shape in SHAPES]
-    starts = np.cumsum([0, *sizes])
-    parts = [Part(f"p{at}", int(starts[at]), shape) for at, shape in enumerate(SHAPES)]
-    with transforms() as found:
-        for _ in CompressionState(FFTCompression).rounds([(torch.ones(sum(sizes)), parts)]):
-            pass
-    assert found == {"dct": 2, "fft": 1, "none": 0}
-
-
 def test_tensorflow_follows_the_steps():
     own = Traced(FFTCompression.using(theta=STEPWISE).settings, threads=1)
     rng, want, found = np.random.default_rng(0), expected(STEPWISE, 9), []
     for step in range(9):
         for key in ("0:w", "1:v"):  # steps are counted for each
             x = rng.standard_normal(N).astype("f4")
-            wire = own.encode([key], [x], shapes=[(N // 200, 200)])
+            wire = own.encode([key], [x])
             (mean,) = own.mean([key], wire, ranks=1, sizes=[N], factor=1.0)
             assert np.isfinite(mean).all()
         found.append(wire.size)
@@ -117,7 +99,7 @@ def test_tensorflow_follows_the_steps():
 
     assert found == [wire_bytes(size) for size in want]
     with pytest.raises(CompressError, match="without a name"):
-        own.encode([None], [x], shapes=[(N,)])
+        own.encode([None], [x])
 
 
 @pytest.mark.slow

@@ -61,8 +61,7 @@ def exchange_of(way, sessions, name, parameter):
         return Shared(sessions, name, tuple(parameter.shape)) if all(takes) else Plain()
     if not WAYS[way].settings.compresses(parameter.shape):
         return Plain()
-    shape = tuple(parameter.shape)
-    codecs = [WAYS[way].settings.codec(1, shape) for _ in range(RANKS)]
+    codecs = [WAYS[way].settings.codec(threads=1) for _ in range(RANKS)]
     return Gather(codecs)
 
 

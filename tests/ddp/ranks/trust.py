@@ -155,7 +155,7 @@ def sparse_gradients_are_in_the_report():
         model.zero_grad()
         ddp(torch.arange(2 * rows).view(2, rows) // 2).square().mean().backward()
     report, sent = state.report(), rows * (8 + 4 * 32)  # an index of 8 bytes and a row
-    codec = FFTCompression.using(theta=0.9).settings.codec(1, (64, 32))
+    codec = CompressionState(FFTCompression.using(theta=0.9)).engine.codec
     assert report["payload_bytes"] == sent + codec.payload_bytes(32 * 64) + 4 * 64, report
     assert report["dense_bytes"] == sent + 4 * 33 * 64, report
     assert report["steps"] == 3, report

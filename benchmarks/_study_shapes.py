@@ -1,9 +1,8 @@
-"""The transform for a tensor, from its shape alone, so that all ranks and frameworks take the same.
+"""A transform for each tensor by its shape alone: what the study compares bare FFTCompression with.
 
 Frequencies catch more than values only along axes whose elements have an order: a kernel's height
 and width. Along a matrix's shorter axis a DCT at least leaves what is sparse along the longer one
-(dead inputs, unused rows of an embedding) as sparse as it was, which blocks of the flat vector mix
-(`docs/decisions/0031-frequencies-by-shape.md` has what training says). Vectors have one axis.
+(dead inputs, unused rows of an embedding) as sparse as it was, which blocks of the flat vector mix.
 """
 
 from __future__ import annotations
