@@ -60,8 +60,8 @@ class Compression(metaclass=_Shown):
         biases, only from 65536 elements on
     check_every : steps from one comparison of the ranks' parameters, by digests, to the next;
         0 for none (default 100). If they differ, CompressError on every rank
-    wait_s : seconds to wait for other ranks in what this sends beside Horovod (default 1800), then
-        CompressError (optimizers of torch). docs/horovod.md has those of Horovod itself
+    wait_s : seconds to wait for other ranks (default 1800), then CompressError (optimizers of
+        torch). docs/horovod.md has those of Horovod itself
     """
 
     settings: ClassVar[Settings]

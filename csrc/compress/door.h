@@ -26,5 +26,6 @@ class Buffer {
 };
 
 extern PyMethodDef low_rank_methods[];  // of low_rank_door.cpp
+extern PyMethodDef graph_methods[];     // of graph_door.cpp
 
 }  // namespace sn
