@@ -65,7 +65,7 @@ class Transformer(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         rows = images[:, 0]  # [batch, 28, 28]
         bits = (rows @ self.planes > 0).long()  # [batch, 28, bits], a locality-sensitive hash
-        codes = (bits << torch.arange(bits.shape[-1])).sum(-1)
+        codes = (bits << torch.arange(bits.shape[-1], device=bits.device)).sum(-1)
         x = self.rows(rows) + self.place + self.table(codes)
         return self.head(self.layers(x).mean(1))
 
