@@ -184,10 +184,10 @@ class FFTCompression(Compression):
     Settings beside those of Compression
     ------------------------------------
     theta, block, bits, mantissa, positions, values, window, half, transform : those of FFTCodec;
-        theta, the fraction of bins dropped (default 0.98), may be a schedule of
-        sn_compress.schedule
-    mode : "paper" sets block=None, positions="bitmap", half=True and feedback=False first, as
-        published
+        bits are 4 by default, with a mantissa of 1, and theta, the fraction of bins dropped
+        (default 0.98), may be a schedule of sn_compress.schedule
+    mode : "paper" sets block=None, bits=8, mantissa=3, positions="bitmap", half=True and
+        feedback=False first, as published
     threads : of the codec; by default as many as the framework uses
     """
 
