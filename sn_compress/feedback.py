@@ -105,7 +105,7 @@ class ErrorFeedback:
 
     def _find(self, name: str, like: Any) -> tuple[int, Any]:
         codec = self.codec_of(name)
-        size = _cuda.view(like).elements if on_cuda(like) else like.size
+        size = _cuda.view(like).elements if _cuda.takes(like) else int(like.shape[0])
         n, memory = self._memory.get(name) or (size, None)
         if n != size:
             raise CompressError(

@@ -11,7 +11,6 @@ any device, under a capture, and in a graph of TensorFlow.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,14 +19,13 @@ import numpy as np
 
 from ..arrays import Array, Constant, device_of, join, namespace, put, steady, take
 from ..errors import CompressError, PayloadError
-from ..ops import bit_fields, quantize, record_arrays, transforms
+from ..ops import bit_fields, quantize
 from ..ops.crc import Checksums
 from ..ops.layout import Layout
-from ..ops.record_arrays import add, check_values
-from .base import HEADER_BYTES, MAGIC, VERSION
-from .fft import FFTCodec
+from ..ops.record_arrays import Records
+from ..ops.transforms import OverAxes, Transform
+from ._device_vector import HEADER_WORDS, Coder, blockwise, header
 
-_HEAD = HEADER_BYTES // 4
 _SATURATED = 6  # the header's word that says how many values were clipped
 
 Memory = Sequence[Array]
@@ -62,23 +60,29 @@ class Decoded:
     damaged: Array
 
 
-def serves(codec: FFTCodec) -> bool:
+def serves(codec: Coder) -> bool:
     """Whether there is array code for these settings; others raise CompressError."""
     return codec.values == "range" and codec.window != "payload"
 
 
-def memory_shapes(codec: FFTCodec, n: int) -> list[tuple[int, int]]:
+def memory_shapes(codec: Coder, n: int) -> list[tuple[int, int]]:
     """The shapes of a tensor's memory, one for each of its sections."""
     return [(s.count, s.layout.bins * s.layout.parts) for s in codec.sections(n)]
 
 
-def words_of(codec: FFTCodec, sizes: Sequence[int]) -> int:
+def new_memory(codec: Coder, n: int, like: Array) -> list[Array]:
+    """Zeros where `like` lies."""
+    xp, device = namespace(like), device_of(like)
+    return [xp.zeros(shape, dtype=xp.float32, device=device) for shape in memory_shapes(codec, n)]
+
+
+def words_of(codec: Coder, sizes: Sequence[int]) -> int:
     """Words of 4 bytes that travel for tensors of so many elements."""
     return sum(codec.payload_bytes(n) for n in sizes) // 4
 
 
 def encode(
-    codec: FFTCodec,
+    codec: Coder,
     gradients: Sequence[Array],
     memories: Sequence[Memory] | None = None,
     *,
@@ -94,19 +98,21 @@ def encode(
     unused_waits : the memory of a gradient of zeros neither travels nor changes
     tally : whether to count what was lost
     """
-    batch = _batch(codec, tuple(int(gradient.shape[0]) for gradient in gradients))
+    batch = batch_of(codec, tuple(int(gradient.shape[0]) for gradient in gradients))
     with steady(gradients[0]):
-        return batch.encode(gradients, memories, decay, unused_waits, tally)
+        return batch.encode(
+            gradients, memories, decay=decay, unused_waits=unused_waits, tally=tally
+        )
 
 
-def decode(codec: FFTCodec, gathered: Array, sizes: Sequence[int]) -> Decoded:
+def decode(codec: Coder, gathered: Array, sizes: Sequence[int]) -> Decoded:
     """The means of what all ranks encoded.
 
     gathered : [ranks, words] int32, of each rank what `encode` made
     sizes : elements of each tensor
     Raises PayloadError if the shape is another.
     """
-    batch = _batch(codec, tuple(sizes))
+    batch = batch_of(codec, tuple(sizes))
     if len(gathered.shape) != 2 or int(gathered.shape[1]) != batch.words:
         raise PayloadError(
             f"gathered words of shape {tuple(gathered.shape)}; expected [ranks, {batch.words}]. Do "
@@ -136,8 +142,13 @@ class _Run:
 class _Group:
     """All blocks of one layout."""
 
-    layout: Layout
+    records: Records
+    transform: Transform
     runs: tuple[_Run, ...]
+
+    @property
+    def layout(self) -> Layout:
+        return self.records.layout
 
     @property
     def blocks(self) -> int:
@@ -145,25 +156,22 @@ class _Group:
         return last.first + last.count
 
 
-class _Batch:
-    """What follows from a codec and the sizes of tensors."""
+class Batch:
+    """What follows from a codec and the sizes of tensors, and the steps themselves."""
 
-    def __init__(self, codec: FFTCodec, sizes: tuple[int, ...]) -> None:
+    def __init__(self, codec: Coder, sizes: tuple[int, ...]) -> None:
         self.codec, self.sizes = codec, sizes
-        self.within = "identity" if codec.transform == "axes" else codec.transform
+        self.axes = OverAxes(codec.shape or (), codec.axes or ())
         nbytes = [codec.payload_bytes(n) for n in sizes]
         self.words = sum(nbytes) // 4
         self.starts = [int(at) // 4 for at in np.cumsum([0, *nbytes])[:-1]]
         self.groups = self._grouped()
         self.checksums = Checksums([each // 4 for each in nbytes])
-        heads = [
-            struct.pack("<2sBBQ", MAGIC, VERSION, codec.codec_id, n) + codec.settings + bytes(8)
-            for n in sizes
-        ]
+        heads = [header(codec, n) + bytes(8) for n in sizes]
         self.heads = Constant(np.frombuffer(b"".join(heads), "<i4").copy())
         places = np.add.outer(self.starts, np.arange(_SATURATED)).reshape(-1)
         self.head_at = Constant(places.astype(np.int64))
-        said = np.frombuffer(b"".join(heads), "<i4").reshape(-1, _HEAD)[:, :_SATURATED]
+        said = np.frombuffer(b"".join(heads), "<i4").reshape(-1, HEADER_WORDS)[:, :_SATURATED]
         self.said = Constant(np.ascontiguousarray(said))
         self.saturated_at = Constant(np.asarray(self.starts, np.int64) + _SATURATED)
         self.top = _top(codec)
@@ -180,23 +188,27 @@ class _Batch:
         found: dict[Layout, list[_Run]] = {}
         for tensor, n in enumerate(self.sizes):
             for at, section in enumerate(self.codec.sections(n)):
-                check_values(section.layout)
                 runs = found.setdefault(section.layout, [])
                 first = runs[-1].first + runs[-1].count if runs else 0
-                place = self.starts[tensor] + _HEAD + section.words_at
+                place = self.starts[tensor] + HEADER_WORDS + section.words_at
                 runs.append(
                     _Run(tensor, at, section.start, section.stop, first, section.count, place)
                 )
-        return [_Group(layout, tuple(runs)) for layout, runs in found.items()]
+        return [
+            _Group(Records(layout), Transform(blockwise(self.codec), layout.block), tuple(runs))
+            for layout, runs in found.items()
+        ]
 
     def encode(
         self,
         gradients: Sequence[Array],
-        memories: Sequence[Memory] | None,
-        decay: float,
-        unused_waits: bool,
-        tally: bool,
+        memories: Sequence[Memory] | None = None,
+        *,
+        decay: float = 1.0,
+        unused_waits: bool = False,
+        tally: bool = False,
     ) -> Encoded:
+        """See `encode`."""
         xp = namespace(gradients[0])
         gradients = self._prepared(gradients)
         blocks = [self._blocks(group, gradients) for group in self.groups]
@@ -210,8 +222,8 @@ class _Batch:
                 memory = _joined([memories[run.tensor][run.at] for run in group.runs])
                 if used is not None:
                     factor = xp.astype(used[place], xp.float32)[:, None] * decay
-            coefficients = transforms.forward(self.within, values)
-            made = record_arrays.encode(coefficients, memory, group.layout, factor, self.top, tally)
+            coefficients = group.transform.forward(values)
+            made = group.records.encode(coefficients, memory, factor, self.top, tally)
             words, left = bit_fields.as_int32(made.words), made.left
             saturated.append(made.saturated)
             energies.append(made.energy)
@@ -238,6 +250,7 @@ class _Batch:
         return Encoded(wire, None if memories is None else kept, numbers)
 
     def decode(self, gathered: Array) -> Decoded:
+        """See `decode`."""
         xp, ranks = namespace(gathered), int(gathered.shape[0])
         bad = self._damaged(gathered)  # [ranks, tensors]
         pieces: list[list[Array]] = [[None] * len(self.codec.sections(n)) for n in self.sizes]
@@ -250,11 +263,11 @@ class _Batch:
             ]
             whole = records[0] if len(records) == 1 else xp.concat(records, axis=1)
             words = bit_fields.as_int64(xp.reshape(whole, (ranks * group.blocks, layout.words)))
-            decoded = record_arrays.decode(words, layout)
+            decoded = group.records.decode(words)
             shape = (group.blocks * layout.bins, layout.parts)
             accum = xp.zeros(shape, dtype=xp.float32, device=device_of(gathered))
-            accum = xp.reshape(add(accum, decoded, 1 / ranks, layout), (group.blocks, -1))
-            values = transforms.inverse(self.within, accum, layout.block)
+            accum = group.records.add(accum, decoded, 1 / ranks)
+            values = group.transform.inverse(xp.reshape(accum, (group.blocks, -1)))
             missing = xp.any(xp.reshape(decoded.missing, (ranks, group.blocks)), axis=0)
             rooms.append((values, missing))
             damaged = xp.reshape(decoded.damaged, (ranks, group.blocks))
@@ -283,7 +296,7 @@ class _Batch:
         if codec.transform != "axes":
             return gradients
         stacked = xp.astype(xp.stack(list(gradients)), xp.float32)
-        turned = transforms.over_axes(stacked, codec.shape or (), codec.axes or (), back=False)
+        turned = self.axes.of(stacked, back=False)
         return [turned[at] for at in range(len(gradients))]
 
     def _finished(self, means: list[Array]) -> list[Array]:
@@ -291,7 +304,7 @@ class _Batch:
         if codec.transform != "axes":
             return means
         stacked = xp.stack(means)
-        turned = transforms.over_axes(stacked, codec.shape or (), codec.axes or (), back=True)
+        turned = self.axes.of(stacked, back=True)
         return [turned[at] for at in range(len(means))]
 
     def _blocks(self, group: _Group, gradients: Sequence[Array]) -> Array:
@@ -331,9 +344,9 @@ class _Batch:
         padding = xp.zeros(3, dtype=xp.int32, device=device_of(like))
         parts = []
         for tensor, own in enumerate(pieces):
-            parts.append(heads[tensor * _HEAD : (tensor + 1) * _HEAD])
+            parts.append(heads[tensor * HEADER_WORDS : (tensor + 1) * HEADER_WORDS])
             parts += [words for _, words in sorted(own, key=lambda piece: piece[0])]
-            words = self.codec.payload_bytes(self.sizes[tensor]) // 4 - _HEAD
+            words = self.codec.payload_bytes(self.sizes[tensor]) // 4 - HEADER_WORDS
             used = sum(s.count * s.layout.words for s in self.codec.sections(self.sizes[tensor]))
             if words > used:
                 parts.append(padding[: words - used])
@@ -350,11 +363,12 @@ class _Batch:
 
 
 @lru_cache(maxsize=64)
-def _batch(codec: FFTCodec, sizes: tuple[int, ...]) -> _Batch:
-    return _Batch(codec, sizes)
+def batch_of(codec: Coder, sizes: tuple[int, ...]) -> Batch:
+    """One for each codec and sizes; a step to be captured takes one that was made before."""
+    return Batch(codec, sizes)
 
 
-def _top(codec: FFTCodec) -> int | None:
+def _top(codec: Coder) -> int | None:
     if codec.window == "block":
         return None
     if codec.window == "payload":

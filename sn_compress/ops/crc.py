@@ -20,6 +20,8 @@ from ..arrays import Array, Constant, device_of, namespace, take
 from .checksum import ONE, OWN_WORD, POLYNOMIAL, product, step_on
 
 RUN = 64  # words
+_SHIFTS = Constant(np.arange(0, 32, 8, dtype=np.int32))
+_SLOTS = Constant(256 * np.arange(4 * RUN, dtype=np.int32).reshape(RUN, 4))  # bytes' tables
 
 
 class Checksums:
@@ -29,11 +31,12 @@ class Checksums:
         self.words = sum(sizes)
         starts = np.cumsum([0, *sizes])[:-1]
         self.places = Constant((starts + OWN_WORD).astype(np.int64))
-        self._levels: list[Constant] = []
+        self._levels: list[tuple[Constant, Constant]] = []
         own: npt.NDArray[np.int64] | None = starts + OWN_WORD
         counts, total = np.asarray(sizes, np.int64), self.words
         while own is not None or counts.max(initial=1) > 1:
-            self._levels.append(Constant(_gathering(counts, total, own)))
+            gathering = Constant(_gathering(counts, total, own))
+            self._levels.append((gathering, _table(len(self._levels))))
             counts = -(-counts // RUN)
             own, total = None, int(counts.sum())
         ends = [zlib.crc32(bytes(4 * size)) for size in sizes]
@@ -45,14 +48,13 @@ class Checksums:
         words : [rows, words] int32, payloads side by side in each row
         """
         xp, rows = namespace(words), words.shape[0]
-        slots = _slots().on(words)
-        shifts = _shifts().on(words)
-        for level, gathering in enumerate(self._levels):
+        slots, shifts = _SLOTS.on(words), _SHIFTS.on(words)
+        for gathering, table in self._levels:
             zeros = xp.zeros((rows, 1), dtype=xp.int32, device=device_of(words))
             index = gathering.on(words)
             runs = xp.take(xp.concat([words, zeros], axis=1), index, axis=1)
             split = xp.bitwise_right_shift(xp.reshape(runs, (rows, -1, RUN, 1)), shifts) & 255
-            terms = take(_table(level).on(words), xp.reshape(split + slots, (-1,)))
+            terms = take(table.on(words), xp.reshape(split + slots, (-1,)))
             terms = xp.reshape(terms, (rows, -1, 4 * RUN))
             while terms.shape[2] > 1:
                 half = terms.shape[2] // 2
@@ -75,17 +77,6 @@ def _gathering(
     if own is not None:
         index[np.isin(index, own)] = total
     return index
-
-
-@cache
-def _shifts() -> Constant:
-    return Constant(np.arange(0, 32, 8, dtype=np.int32))
-
-
-@cache
-def _slots() -> Constant:
-    """Where the table of each byte of a run begins, [64, 4] int32."""
-    return Constant(256 * np.arange(4 * RUN, dtype=np.int32).reshape(RUN, 4))
 
 
 @cache

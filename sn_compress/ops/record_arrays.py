@@ -7,7 +7,6 @@ the bits of a record, select.py for which bins stay, quantize.py for the codes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -63,160 +62,150 @@ class Decoded:
     damaged: Array
 
 
-def check_values(layout: Layout) -> None:
-    """CompressError for values that this file has no code for."""
-    if layout.values != "range":
-        raise CompressError(
-            f"values={layout.values!r} as array code; expected 'range'. Other values need tensors "
-            "on the CPU, or CuPy: the extra [cuda]."
-        )
+class Records:
+    """Those of one layout, and what follows from it.
 
-
-def encode(
-    coefficients: Array,
-    memory: Array | None,
-    layout: Layout,
-    factor: Any = 1.0,
-    top: int | None = None,
-    tally: bool = False,
-) -> Encoded:
-    """Records of blocks; see record.encode_records.
-
-    coefficients : [rows, bins * parts] float32, which may be overwritten
-    memory : the same shape or None; times `factor` it is added before
-    factor : a number, or [rows, 1] float32
-    top : the range's end (upper half of a float32) if it is not each block's own
-    tally : whether energy and error are asked for
+    Raises CompressError for values that there is no array code for.
     """
-    xp, known = namespace(coefficients), _known(layout)
-    rows, bins, parts, kept = coefficients.shape[0], layout.bins, layout.parts, layout.kept
-    if memory is not None:
-        exact = isinstance(factor, float) and factor == 1
-        coefficients = coefficients + (memory if exact else memory * factor)
-    peaks = xp.max(bits_of(coefficients) & _SIGN, axis=1)  # [rows] int32
-    finite = (peaks <= MAX_FINITE)[:, None]
-    spoken = finite if known.inner is None else finite & known.inner.on(coefficients)[None, :]
-    coefficients = xp.where(spoken, coefficients, xp.zeros_like(coefficients))
-    at = _positions(coefficients, peaks, layout)  # [rows, k] int64
-    first = xp.reshape(_counted(xp, rows, at), (rows, 1)) * bins
-    flat = xp.reshape(first + at, (-1,))
-    pairs = xp.reshape(coefficients, (rows * bins, parts))
-    values = xp.reshape(take(pairs, flat), (rows, kept * parts))
-    heads = _window_top(peaks, layout.mantissa)[:, None]  # [rows, 1] int64
-    if top is not None:
-        heads = heads * 0 + top
-    base = _window_base(heads, layout)
-    codes, saturated = _codes(values, base, layout)
-    words = bit_fields.write(*_fields(heads, codes, at, layout), layout.words)
-    lost = known.lost.on(words)[None, :]  # the record of a block that is not finite
-    words = xp.where(finite, words, lost)
-    left = energy = error = None
-    if tally:
-        energy = _energy(coefficients, peaks, layout)
-    if memory is not None or tally:
-        rest = xp.reshape(values - _values(codes, base, layout), (rows * kept, parts))
-        left = xp.reshape(put(pairs, flat, rest), (rows, bins * parts))
-    if tally:
-        error = _energy(left, peaks, layout)
-    left = None if memory is None else xp.where(finite, left, memory)
-    return Encoded(words, left, saturated, energy, error)
-
-
-def decode(words: Array, layout: Layout) -> Decoded:
-    """What records name and hold; words : [rows, layout.words] int64, 0 to 2**32 - 1."""
-    xp, known = namespace(words), _known(layout)
-    rows, kept, bins = words.shape[0], layout.kept, layout.bins
-    fields = known.fields.read(words)
-    heads, codes = fields[:, :1], fields[:, 1 : 1 + kept * layout.parts]
-    lost = heads[:, 0] == NON_FINITE
-    damaged = heads[:, 0] > MAX_FINITE >> 16
-    count = _counted(xp, kept, words)[None, :]
-    if kept == bins:
-        at = xp.broadcast_to(count, (rows, kept))
-    else:
-        marks = known.marks.read(words)
-        place = _counted(xp, known.marks.count, words)[None, :]
-        nowhere = xp.full_like(marks, known.marks.count)
-        at = xp.sort(xp.where(marks == 1, place, nowhere), axis=1)[:, :kept]
-        damaged = damaged | (xp.sum(marks, axis=1) != kept)
-        if layout.positions == "elias-fano":
-            at = (at - count) * 2 ** low_bits(kept, bins)
-            if low_bits(kept, bins):
-                at = at + fields[:, fields.shape[1] - kept :]
-            damaged = damaged | xp.any(at[:, 1:] <= at[:, :-1], axis=1) | (at[:, -1] >= bins)
-        at = xp.clip(at, 0, bins - 1)
-    damaged = damaged & ~lost
-    values = _values(codes, _window_base(heads, layout), layout)
-    return Decoded(at, values, lost | damaged, damaged)
-
-
-def add(target: Array, decoded: Decoded, weight: float, layout: Layout) -> Array:
-    """[rows * bins, parts] float32 with weighted records added, rank by rank in their order.
-
-    decoded : of [ranks * rows] records
-    """
-    xp = namespace(target)
-    blocks = target.shape[0] // layout.bins
-    ranks = decoded.at.shape[0] // blocks
-    first = xp.reshape(_counted(xp, blocks, decoded.at), (1, blocks, 1)) * layout.bins
-    at = xp.reshape(decoded.at, (ranks, blocks, layout.kept)) + first
-    at = xp.reshape(at, (ranks, -1))
-    values = xp.reshape(decoded.values * weight, (ranks, blocks * layout.kept, layout.parts))
-    for rank in range(ranks):
-        target = add_at(target, at[rank], values[rank])
-    return target
-
-
-class _Known:
-    """What follows from a layout."""
 
     def __init__(self, layout: Layout) -> None:
-        check_values(layout)
+        if layout.values != "range":
+            raise CompressError(
+                f"values={layout.values!r} as array code; expected 'range'. Other values need "
+                "tensors on the CPU, or CuPy: the extra [cuda]."
+            )
+        self.layout = layout
         kept, bins, parts, bits = layout.kept, layout.bins, layout.parts, layout.code_bits
-        self.inner = None
+        self._inner = None
         if parts == 2:  # imaginary parts of the edges say nothing of a real vector
             inner = np.ones(2 * bins, bool)
             inner[1] = False
             inner[-1] = layout.block % 2 == 1
-            self.inner = Constant(inner)
+            self._inner = Constant(inner)
         lost = np.zeros(layout.words, np.int64)
         lost[0] = NON_FINITE
-        self.lost = Constant(lost)
+        self._lost = Constant(lost)
         low = low_bits(kept, bins) if kept < bins and layout.positions == "elias-fano" else 0
         codes = layout.head_bits + bits * np.arange(kept * parts)
         lows = layout.positions_at + low * np.arange(kept if low else 0)
         offsets = np.concatenate([[0], codes, lows])
         widths = np.concatenate([[16], np.full(codes.size, bits), np.full(lows.size, low)])
-        self.offsets = Constant(offsets.astype(np.int64)[None, :])
-        self.fields = Fields(offsets, widths, layout.words)
-        self.map_at = layout.positions_at + low * kept
+        self._offsets = Constant(offsets.astype(np.int64)[None, :])
+        self._read = Fields(offsets, widths, layout.words)
+        self._map_at = layout.positions_at + low * kept
         length = 0
         if kept < bins:
             length = bins if layout.positions == "bitmap" else upper_bits(kept, bins)
-        self.marks = Fields(self.map_at + np.arange(length), np.ones(length), layout.words)
+        self._marks = Fields(self._map_at + np.arange(length), np.ones(length), layout.words)
 
+    def encode(
+        self,
+        coefficients: Array,
+        memory: Array | None,
+        factor: Any = 1.0,
+        top: int | None = None,
+        tally: bool = False,
+    ) -> Encoded:
+        """Records of blocks; see record.encode_records.
 
-@lru_cache(maxsize=256)
-def _known(layout: Layout) -> _Known:
-    return _Known(layout)
+        coefficients : [rows, bins * parts] float32, which may be overwritten
+        memory : the same shape or None; times `factor` it is added before
+        factor : a number, or [rows, 1] float32
+        top : the range's end (upper half of a float32) if it is not each block's own
+        tally : whether energy and error are asked for
+        """
+        xp, layout = namespace(coefficients), self.layout
+        rows, bins, parts, kept = coefficients.shape[0], layout.bins, layout.parts, layout.kept
+        if memory is not None:
+            exact = isinstance(factor, float) and factor == 1
+            coefficients = coefficients + (memory if exact else memory * factor)
+        peaks = xp.max(bits_of(coefficients) & _SIGN, axis=1)  # [rows] int32
+        finite = (peaks <= MAX_FINITE)[:, None]
+        spoken = finite if self._inner is None else finite & self._inner.on(coefficients)[None, :]
+        coefficients = xp.where(spoken, coefficients, xp.zeros_like(coefficients))
+        at = _positions(coefficients, peaks, layout)  # [rows, k] int64
+        first = xp.reshape(_counted(xp, rows, at), (rows, 1)) * bins
+        flat = xp.reshape(first + at, (-1,))
+        pairs = xp.reshape(coefficients, (rows * bins, parts))
+        values = xp.reshape(take(pairs, flat), (rows, kept * parts))
+        heads = _window_top(peaks, layout.mantissa)[:, None]  # [rows, 1] int64
+        if top is not None:
+            heads = heads * 0 + top
+        base = _window_base(heads, layout)
+        codes, saturated = _codes(values, base, layout)
+        words = bit_fields.write(*self._fields(heads, codes, at), layout.words)
+        lost = self._lost.on(words)[None, :]  # the record of a block that is not finite
+        words = xp.where(finite, words, lost)
+        left = energy = error = None
+        if tally:
+            energy = _energy(coefficients, peaks, layout)
+        if memory is not None or tally:
+            rest = xp.reshape(values - _values(codes, base, layout), (rows * kept, parts))
+            left = xp.reshape(put(pairs, flat, rest), (rows, bins * parts))
+        if tally:
+            error = _energy(left, peaks, layout)
+        left = None if memory is None else xp.where(finite, left, memory)
+        return Encoded(words, left, saturated, energy, error)
 
+    def decode(self, words: Array) -> Decoded:
+        """What records name and hold; words : [rows, layout.words] int64, 0 to 2**32 - 1."""
+        xp, layout = namespace(words), self.layout
+        rows, kept, bins = words.shape[0], layout.kept, layout.bins
+        fields = self._read.read(words)
+        heads, codes = fields[:, :1], fields[:, 1 : 1 + kept * layout.parts]
+        lost = heads[:, 0] == NON_FINITE
+        damaged = heads[:, 0] > MAX_FINITE >> 16
+        count = _counted(xp, kept, words)[None, :]
+        if kept == bins:
+            at = xp.broadcast_to(count, (rows, kept))
+        else:
+            marks = self._marks.read(words)
+            place = _counted(xp, self._marks.count, words)[None, :]
+            nowhere = xp.full_like(marks, self._marks.count)
+            at = xp.sort(xp.where(marks == 1, place, nowhere), axis=1)[:, :kept]
+            damaged = damaged | (xp.sum(marks, axis=1) != kept)
+            if layout.positions == "elias-fano":
+                at = (at - count) * 2 ** low_bits(kept, bins)
+                if low_bits(kept, bins):
+                    at = at + fields[:, fields.shape[1] - kept :]
+                damaged = damaged | xp.any(at[:, 1:] <= at[:, :-1], axis=1) | (at[:, -1] >= bins)
+            at = xp.clip(at, 0, bins - 1)
+        damaged = damaged & ~lost
+        values = _values(codes, _window_base(heads, layout), layout)
+        return Decoded(at, values, lost | damaged, damaged)
 
-def _fields(heads: Array, codes: Array, at: Array, layout: Layout) -> tuple[Array, Array]:
-    """Offsets and numbers of all fields, [rows, m] int64."""
-    xp, known = namespace(codes), _known(layout)
-    rows, kept, bins = at.shape[0], layout.kept, layout.bins
-    numbers, ones = [heads, codes], at
-    if kept < bins and layout.positions == "elias-fano":
-        low = low_bits(kept, bins)
-        if low:
-            numbers.append(at & (2**low - 1))
-        ones = shifted(at, low) + _counted(xp, kept, at)[None, :]
-    offsets = known.offsets.on(codes)
-    places = [xp.broadcast_to(offsets, (rows, offsets.shape[1]))]
-    if kept < bins:
-        numbers.append(xp.ones_like(at))
-        places.append(ones + known.map_at)
-    return xp.concat(places, axis=1), xp.concat(numbers, axis=1)
+    def add(self, target: Array, decoded: Decoded, weight: float) -> Array:
+        """[rows * bins, parts] float32 with weighted records added, rank by rank in their order.
+
+        decoded : of [ranks * rows] records
+        """
+        xp, layout = namespace(target), self.layout
+        blocks = target.shape[0] // layout.bins
+        ranks = decoded.at.shape[0] // blocks
+        first = xp.reshape(_counted(xp, blocks, decoded.at), (1, blocks, 1)) * layout.bins
+        at = xp.reshape(decoded.at, (ranks, blocks, layout.kept)) + first
+        at = xp.reshape(at, (ranks, -1))
+        values = xp.reshape(decoded.values * weight, (ranks, blocks * layout.kept, layout.parts))
+        for rank in range(ranks):
+            target = add_at(target, at[rank], values[rank])
+        return target
+
+    def _fields(self, heads: Array, codes: Array, at: Array) -> tuple[Array, Array]:
+        """Offsets and numbers of all fields, [rows, m] int64."""
+        xp, layout = namespace(codes), self.layout
+        rows, kept, bins = at.shape[0], layout.kept, layout.bins
+        numbers, ones = [heads, codes], at
+        if kept < bins and layout.positions == "elias-fano":
+            low = low_bits(kept, bins)
+            if low:
+                numbers.append(at & (2**low - 1))
+            ones = shifted(at, low) + _counted(xp, kept, at)[None, :]
+        offsets = self._offsets.on(codes)
+        places = [xp.broadcast_to(offsets, (rows, offsets.shape[1]))]
+        if kept < bins:
+            numbers.append(xp.ones_like(at))
+            places.append(ones + self._map_at)
+        return xp.concat(places, axis=1), xp.concat(numbers, axis=1)
 
 
 def _positions(coefficients: Array, peaks: Array, layout: Layout) -> Array:

@@ -21,43 +21,81 @@ from ..arrays import Array, Constant, irfft, namespace, rfft
 from .spectrum import TRANSFORMS
 
 
-def forward(transform: str, blocks: Array) -> Array:
-    """Coefficients of each row, [rows, block] float32 -> [rows, bins * parts]; may be its argument.
+class Transform:
+    """One of them, of blocks of one length, and its tables."""
 
-    Complex bins lie as pairs. The imaginary parts of the edge bins of an FFT may be anything.
-    """
-    if isinstance(blocks, np.ndarray) and transform == "fft":
-        return TRANSFORMS["fft"].forward(blocks)
-    if transform == "fft":
-        return rfft(blocks)
-    if transform == "dct":
-        return _dct(blocks)
-    return _hadamard(blocks) if transform == "hadamard" else blocks
+    def __init__(self, name: str, block: int) -> None:
+        self.name, self.block = name, block
+        self._tables = _dct_tables(block) if name == "dct" else {}
+
+    def forward(self, blocks: Array) -> Array:
+        """Coefficients of each row, [rows, block] float32 -> [rows, bins * parts].
+
+        May be its argument. Complex bins lie as pairs; the imaginary parts of the edge bins may be
+        anything.
+        """
+        if self.name == "fft":
+            return _fft(blocks)
+        if self.name == "dct":
+            return self._dct(blocks)
+        return _hadamard(blocks) if self.name == "hadamard" else blocks
+
+    def inverse(self, coefficients: Array) -> Array:
+        """[rows, block] float32 of their coefficients; may be its argument, and overwrite it."""
+        if self.name == "fft":
+            return _ifft(coefficients, self.block)
+        if self.name == "dct":
+            return self._idct(coefficients)
+        return _hadamard(coefficients) if self.name == "hadamard" else coefficients
+
+    def _dct(self, blocks: Array) -> Array:
+        xp = namespace(blocks)
+        table = {name: it.on(blocks) for name, it in self._tables.items()}
+        parts = _fft(xp.take(blocks, table["order"], axis=1))
+        real = xp.take(parts, table["bins"], axis=1) * table["real"]
+        return real + xp.take(parts, table["next"], axis=1) * table["imaginary"]
+
+    def _idct(self, coefficients: Array) -> Array:
+        xp = namespace(coefficients)
+        table = {name: it.on(coefficients) for name, it in self._tables.items()}
+        low = xp.take(coefficients, table["lower"], axis=1)
+        high = xp.take(coefficients, table["upper"], axis=1)
+        real = low * table["cosines"] + high * table["upper sines"]
+        imaginary = low * table["sines"] - high * table["upper cosines"]
+        parts = xp.reshape(xp.stack([real, imaginary], axis=2), (coefficients.shape[0], -1))
+        return xp.take(_ifft(parts, self.block), table["back"], axis=1)
 
 
-def inverse(transform: str, coefficients: Array, block: int) -> Array:
-    """[rows, block] float32 of their coefficients; may be its argument, which it may overwrite."""
-    if isinstance(coefficients, np.ndarray) and transform == "fft":
-        return TRANSFORMS["fft"].inverse(coefficients, block)
-    if transform == "fft":
-        return irfft(coefficients, block)
-    if transform == "dct":
-        return _idct(coefficients)
-    return _hadamard(coefficients) if transform == "hadamard" else coefficients
+class OverAxes:
+    """DCT-II over some axes of tensors of one shape."""
+
+    def __init__(self, shape: Sequence[int], axes: Sequence[int]) -> None:
+        self.shape, self.axes = tuple(shape), tuple(axes)
+        self._ways = {
+            back: [_matrix(self.shape[axis], back) for axis in axes] for back in (False, True)
+        }
+
+    def of(self, values: Array, *, back: bool) -> Array:
+        """[tensors, n] float32; `back` is the inverse."""
+        xp = namespace(values)
+        found = xp.reshape(values, (values.shape[0], *self.shape))
+        for axis, matrix in zip(self.axes, self._ways[back], strict=True):
+            order = [at for at in range(len(self.shape) + 1) if at != axis + 1] + [axis + 1]
+            turned = xp.permute_dims(found, tuple(order))
+            rows = xp.reshape(turned, (-1, self.shape[axis])) @ matrix.on(values)
+            turned = xp.reshape(rows, tuple(turned.shape))
+            found = xp.permute_dims(turned, tuple(order.index(at) for at in range(len(order))))
+        return xp.reshape(found, tuple(values.shape))
 
 
-def over_axes(values: Array, shape: Sequence[int], axes: Sequence[int], *, back: bool) -> Array:
-    """DCT-II over some axes of each tensor, or its inverse; [tensors, n] float32."""
-    xp = namespace(values)
-    found = xp.reshape(values, (values.shape[0], *shape))
-    for axis in axes:
-        order = [at for at in range(len(shape) + 1) if at != axis + 1] + [axis + 1]
-        size = shape[axis]
-        turned = xp.permute_dims(found, tuple(order))
-        rows = xp.reshape(turned, (-1, size)) @ _matrix(size, back).on(values)
-        turned = xp.reshape(rows, tuple(turned.shape))
-        found = xp.permute_dims(turned, tuple(order.index(at) for at in range(len(order))))
-    return xp.reshape(found, tuple(values.shape))
+def _fft(blocks: Array) -> Array:
+    return TRANSFORMS["fft"].forward(blocks) if isinstance(blocks, np.ndarray) else rfft(blocks)
+
+
+def _ifft(parts: Array, block: int) -> Array:
+    if isinstance(parts, np.ndarray):
+        return TRANSFORMS["fft"].inverse(parts, block)
+    return irfft(parts, block)
 
 
 @lru_cache(maxsize=64)
@@ -104,25 +142,6 @@ def _dct_tables(block: int) -> dict[str, Constant]:
         "next": 2 * bins + 1,
     }
     return {name: Constant(table) for name, table in tables.items()}
-
-
-def _dct(blocks: Array) -> Array:
-    xp = namespace(blocks)
-    table = {name: it.on(blocks) for name, it in _dct_tables(blocks.shape[1]).items()}
-    parts = forward("fft", xp.take(blocks, table["order"], axis=1))
-    real = xp.take(parts, table["bins"], axis=1) * table["real"]
-    return real + xp.take(parts, table["next"], axis=1) * table["imaginary"]
-
-
-def _idct(coefficients: Array) -> Array:
-    xp, block = namespace(coefficients), coefficients.shape[1]
-    table = {name: it.on(coefficients) for name, it in _dct_tables(block).items()}
-    low = xp.take(coefficients, table["lower"], axis=1)
-    high = xp.take(coefficients, table["upper"], axis=1)
-    real = low * table["cosines"] + high * table["upper sines"]
-    imaginary = low * table["sines"] - high * table["upper cosines"]
-    parts = xp.reshape(xp.stack([real, imaginary], axis=2), (coefficients.shape[0], -1))
-    return xp.take(inverse("fft", parts, block), table["back"], axis=1)
 
 
 def _hadamard(values: Array) -> Array:
