@@ -19,7 +19,7 @@ import numpy as np
 
 from . import __version__, hardware, payloads
 from .agreement import Said, Total, agree, alike, question
-from .arrays import Array, Later, like_of, namespace
+from .arrays import Array, Later, like_of, namespace, quickest
 from .carry import Carry, Gradient, Rounds, Sorted
 from .codecs.base import Floats, Payload
 from .feedback import ErrorFeedback
@@ -132,7 +132,9 @@ class Engine:
         ]
         agree(said, total=total, rank=rank, ranks=ranks, name=name, do=do)
         if self.settings.exchange == "shared":
-            self.shared.exact = not alike(total("hardware", question(hardware.said(like))))
+            self.shared.exact = not alike(
+                total("hardware", question(hardware.said(quickest(like))))
+            )
         self.agreed, self.traffic.speaks = ranks, rank == 0
 
     def compare(self, parameters: Said, *, total: Total, rank: int, ranks: int) -> None:

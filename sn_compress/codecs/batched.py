@@ -60,6 +60,11 @@ class Decoded:
     damaged: Array
 
 
+def serves(codec: Coder) -> bool:
+    """Whether there is array code for these settings; others raise CompressError."""
+    return codec.values == "range" and codec.window != "payload"
+
+
 def memory_shapes(codec: Coder, n: int) -> list[tuple[int, int]]:
     """The shapes of a tensor's memory, one for each of its sections."""
     return [(s.count, s.layout.bins * s.layout.parts) for s in codec.sections(n)]

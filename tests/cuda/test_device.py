@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import ml_dtypes
 import numpy as np
 import pytest
 from fake import FakeArray, FakeCuda, FakeDevice, fake, gpu, tensor  # noqa: F401
@@ -14,6 +13,8 @@ from sn_compress.carry import Gradient
 from sn_compress.codecs import _device
 from sn_compress.codecs.base import Payload
 from sn_compress.errors import CompressError, PayloadError
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
 
 READING = ("bool", "int", "float", "index", "iter", "complex")
 SIZES = (0, 1, 31, 33, 1000, 4096, 9000)
