@@ -35,8 +35,11 @@ def as_rank(work: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
     folder, rank = Path(sys.argv[2]), int(sys.argv[3])
     job = json.loads((folder / "job.json").read_text())
     torch.set_num_threads(1)
+    backend = job.get("backend", "gloo")
+    # NCCL makes its communicator at once where it is told the device.
+    device = {"device_id": torch.device("cuda", 0)} if backend == "nccl" else {}
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=job["ranks"]
+        backend, init_method=f"file://{folder}/meet", rank=rank, world_size=job["ranks"], **device
     )
     found = work(job)
     (folder / f"rank{rank}.json").write_text(json.dumps(found))

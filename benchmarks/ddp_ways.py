@@ -1,6 +1,6 @@
 """Ways in which DDP averages gradients, by name: torch's own hooks, and those of this project.
 
-"plain", "fp16", "powersgd RANK", "low rank RATIO", "gather"
+"plain", "fp16", "powersgd RANK", "low rank RATIO", "auto RATIO", "gather"
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sn_compress import FFTCompression, LowRankCompression
+from sn_compress import AutoCompression, FFTCompression, LowRankCompression
 from sn_compress.torch.ddp import CompressionState, compression_hook
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
@@ -27,8 +27,9 @@ def ours(way: str, net: nn.Module, dense: int) -> tuple[Any, Hook]:
     named = list(net.named_parameters())
     if way == "gather":
         return CompressionState(FFTCompression, named_parameters=named), compression_hook
-    ratio = float(way.removeprefix("low rank "))
-    compression = LowRankCompression.using(ratio=ratio, warmup=dense)
+    kind, ratio = way.rsplit(" ", 1)
+    summed = AutoCompression if kind == "auto" else LowRankCompression
+    compression = summed.using(ratio=float(ratio), warmup=dense)
     state = CompressionState(compression, named_parameters=named)
     return state, compression_hook
 
@@ -93,7 +94,7 @@ def wrapped(
     ddp = DistributedDataParallel(net, bucket_cap_mb=1000 if one else None)
     if way == "plain":
         return ddp, None
-    is_ours = way == "gather" or way.startswith("low rank ")
+    is_ours = way == "gather" or way.startswith(("low rank ", "auto "))
     state, hook = ours(way, net, dense) if is_ours else rivals(way, dense)
     ddp.register_comm_hook(state, count.around(hook) if count else hook)
     return ddp, state

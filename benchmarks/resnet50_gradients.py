@@ -23,17 +23,24 @@ def shapes_of(width: int, classes: int) -> list[tuple[int, ...]]:
         return [tuple(p.shape) for p in resnet(50, width=width, classes=classes).parameters()]
 
 
-def gradient(shape: tuple[int, ...], seed: int, rank: int) -> torch.Tensor:
-    """In torch's layout, of unit scale: a decaying spectrum, and noise that ranks do not share."""
-    common = torch.Generator().manual_seed(seed)
-    own = torch.Generator().manual_seed(1000 * (rank + 1) + seed)
-    noise = torch.randn(shape, generator=own)
+def gradient(shape: tuple[int, ...], seed: int, rank: int, device: str = "cpu") -> torch.Tensor:
+    """In torch's layout, of unit scale: a decaying spectrum, and noise that ranks do not share.
+
+    The numbers are those of the device's own generator.
+    """
+    common = torch.Generator(device).manual_seed(seed)
+    own = torch.Generator(device).manual_seed(1000 * (rank + 1) + seed)
+
+    def normal(*size: int, generator: torch.Generator) -> torch.Tensor:
+        return torch.randn(size, generator=generator, device=device)
+
+    noise = normal(*shape, generator=own)
     if len(shape) == 1:
-        return torch.randn(shape, generator=common) + NOISE * noise
+        return normal(*shape, generator=common) + NOISE * noise
     rows, columns = shape[0], prod(shape[1:])
-    strengths = 1 / torch.arange(1, 1 + min(FACTORS, rows, columns))
-    left = torch.randn(rows, len(strengths), generator=common) * strengths
-    right = torch.randn(len(strengths), columns, generator=common)
+    strengths = 1 / torch.arange(1, 1 + min(FACTORS, rows, columns), device=device)
+    left = normal(rows, len(strengths), generator=common) * strengths
+    right = normal(len(strengths), columns, generator=common)
     return (left @ right).view(shape) / strengths.norm() + NOISE * noise
 
 

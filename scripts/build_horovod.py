@@ -9,6 +9,9 @@ all it was built against, installs it and runs two ranks through it.
     python scripts/build_horovod.py                # build (or take from the cache) and install
     python scripts/build_horovod.py --check        # only say what would be done
     python scripts/build_horovod.py --wheel-only   # leave the interpreter as it is
+
+Where torch is a CUDA build, GPU tensors go through NCCL: with a CUDA toolkit that is there, or one
+put together from wheels for this build (horovod_cuda.py). Without either it is for CPU tensors.
 """
 
 from __future__ import annotations
@@ -26,14 +29,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
+import horovod_cuda
 import horovod_edits
 from horovod_steps import StepError, Steps
-from horovod_target import Target, compiler, detect
+from horovod_target import Target, compiler, cuda_of, detect, toolkit, without_cuda
 from horovod_tools import (
     BUILD_PINS,
     PIP,
+    NoToolkitError,
     default_jobs,
     find_cmake,
+    install_cuda,
     install_pinned,
     nccl_from_wheel,
     prerequisites,
@@ -166,12 +172,26 @@ def smoke_test(steps: Steps, target: Target) -> None:
         steps.say(f"2 ranks averaged a {name} tensor")
 
 
+def cuda_said(target: Target) -> str:
+    """Return where CUDA comes from, or why it is left out."""
+    if not target.gpu:
+        return f"no, {target.why_no_gpu()}"
+    there, why = toolkit(target)
+    passed_over = "".join(f"; not {text}" for text in why)
+    kinds = f", for sm_{' sm_'.join(target.arches)}" if target.arches else ""
+    if there:
+        return f"yes, CUDA {there.version} at {there.root}{kinds}{passed_over}"
+    wheels = ", ".join(horovod_cuda.requirements(cuda_of(target) or ""))
+    return f"yes, with a toolkit of wheels for this build: {wheels}{kinds}{passed_over}"
+
+
 def describe(target: Target, edits: tuple[horovod_edits.Edit, ...]) -> str:
     """Return what will be built, in words."""
     lines = [
         f"Horovod {VERSION} for Python {target.python}: {target.frameworks or 'no framework'}",
         f"compiler: {target.compiler}",
-        f"NCCL: {'yes, CUDA ' + str(target.nvcc) if target.gpu else 'no, ' + target.why_no_gpu()}",
+        f"NCCL: {cuda_said(target)}",
+        f"C++ standard: {target.standard}, of torch's headers",
         f"MPI: {target.mpi or 'no, mpirun and mpicxx not both found'}",
         f"edits: {', '.join(edit.name for edit in edits)}",
     ]
@@ -203,7 +223,8 @@ def build(
             raise steps.failed([str(error)]) from error
         env = build_environment(target, folder.name, args.jobs) | tools | {"HOROVOD_CMAKE": cmake}
         if target.gpu:
-            env |= nccl_from_wheel(work)
+            there = toolkit(target)[0] or install_cuda(steps, cuda_of(target) or "", work)
+            env |= there.environment() | nccl_from_wheel(work)
         steps.begin(f"compile with {args.jobs} job{'s' if args.jobs > 1 else ''}")
         return compile_wheel(steps, tree, work, env, folder=folder)
 
@@ -213,6 +234,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="only say what would be done")
     parser.add_argument("--wheel-only", action="store_true", help="build, do not install")
+    parser.add_argument("--cpu-only", action="store_true", help="leave CUDA and NCCL out")
     parser.add_argument("--force", action="store_true", help="build even if a wheel is cached")
     parser.add_argument("--cache", type=Path, default=CACHE, help="where wheels are kept")
     parser.add_argument("--sdist", type=Path, help=f"a horovod-{VERSION}.tar.gz already here")
@@ -231,7 +253,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Build and install; return the exit status."""
     args = parse(argv)
-    target = detect()
+    target = detect(cpu_only=args.cpu_only)
+    try:
+        return make(target, args)
+    except NoToolkitError as error:
+        print(f"no CUDA toolkit can be had, so Horovod is built for CPU tensors only: {error}")
+        return make(without_cuda(target), args)
+
+
+def make(target: Target, args: argparse.Namespace) -> int:
+    """Build and install for a target; return the exit status. Raises NoToolkitError."""
     edits = horovod_edits.wanted(target.versions)
     digest = target.digest(edits, SDIST_SHA256)
     folder = args.cache / digest

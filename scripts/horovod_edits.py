@@ -8,7 +8,7 @@ occur; one that does not find its place stops the build before the compiler star
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -19,10 +19,12 @@ class EditError(RuntimeError):
 
 @dataclass(frozen=True)
 class Versions:
-    """The versions that decide whether an edit is wanted; None where the framework is absent."""
+    """What decides which edits are wanted, and how; None where the framework is absent."""
 
     torch: tuple[int, ...] | None = None
     tensorflow: tuple[int, ...] | None = None
+    standard: int = 17  # of C++, that torch's headers ask for
+    cuda_unused: bool = False  # torch is a CUDA build, and this one is for CPU tensors
 
 
 def always(_: Versions) -> bool:
@@ -33,6 +35,14 @@ def always(_: Versions) -> bool:
 def new_tensorflow(versions: Versions) -> bool:
     """Say whether TensorFlow is one whose XLA headers are no longer where Horovod looks."""
     return versions.tensorflow is not None and versions.tensorflow >= (2, 16)
+
+
+def cpu_beside_cuda(versions: Versions) -> bool:
+    """Say whether a CUDA build of torch gets a Horovod for CPU tensors."""
+    return versions.cuda_unused
+
+
+STANDARD: Final = "{standard}"  # in the new text of an edit: the C++ standard
 
 
 @dataclass(frozen=True)
@@ -54,25 +64,35 @@ class Edit:
 
 EDITS: Final = (
     Edit(
-        name="c++17-core",
+        name="c++-core",
         file="CMakeLists.txt",
         old="set(CMAKE_CXX_STANDARD 14)",
-        new="set(CMAKE_CXX_STANDARD 17)",
-        why="headers of torch >= 2.1 and TensorFlow >= 2.10 use C++17",
+        new="set(CMAKE_CXX_STANDARD {standard})",
+        why="headers of torch >= 2.1 and TensorFlow >= 2.10 use C++17, of torch >= 2.15 C++20",
     ),
     Edit(
-        name="c++17-torch",
+        name="c++-torch",
         file="horovod/torch/CMakeLists.txt",
         old="    set(CMAKE_CXX_STANDARD 14)",
-        new="    set(CMAKE_CXX_STANDARD 17)",
+        new="    set(CMAKE_CXX_STANDARD {standard})",
         why="the torch part sets the standard back to 14 for itself",
     ),
     Edit(
-        name="c++17-gloo",
+        name="c++-gloo",
         file="third_party/gloo/CMakeLists.txt",
         old="-std=c++11 -fPIC",
-        new="-std=c++17 -fPIC",
+        new="-std=c++{standard} -fPIC",
         why="Gloo names a standard of its own; one standard for all that ends in one library",
+    ),
+    Edit(
+        name="no-cuda-of-torch",
+        file="cmake/Modules/FindPytorch.cmake",
+        old="print(True if ((torch.version.cuda is not None) and (CUDA_HOME is not None)) "
+        "else False)",
+        new="print(False)",
+        why="a CUDA build of torch made CMake ask for a CUDA toolkit, also where no GPU operation "
+        "is wanted: so nobody without a toolkit got a Horovod",
+        when=cpu_beside_cuda,
     ),
     Edit(
         name="no-xla-ops",
@@ -147,8 +167,12 @@ EDITS: Final = (
 
 
 def wanted(versions: Versions, edits: tuple[Edit, ...] = EDITS) -> tuple[Edit, ...]:
-    """Return the edits that apply to these versions, in order."""
-    return tuple(edit for edit in edits if edit.when(versions))
+    """Return the edits that apply to these versions, in order, the standard written in."""
+    return tuple(
+        replace(edit, new=edit.new.replace(STANDARD, str(versions.standard)))
+        for edit in edits
+        if edit.when(versions)
+    )
 
 
 def apply(edits: tuple[Edit, ...], tree: Path) -> None:

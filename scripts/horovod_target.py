@@ -17,11 +17,12 @@ import runpy
 import shutil
 import subprocess
 import sysconfig
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Final
 
+import horovod_cuda
 from horovod_edits import Edit, Versions
 
 # Raise when the recipe itself changes in a way that nothing below shows.
@@ -30,6 +31,8 @@ RECIPE: Final = 1
 TENSORFLOW_NAMES: Final = ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly")
 # Horovod's CMake turns these on when the building machine has them.
 CPU_FLAGS: Final = ("f16c", "avx", "fma")
+# Of fields that came later.
+DEFAULTS: Final = {"standard": 17, "arches": (), "wheels": False}
 # Settings of the user's that Horovod's build reads and this project has no opinion on.
 PASSED_ON: Final = (
     "CXXFLAGS",
@@ -57,6 +60,9 @@ class Target:
     nvcc: str | None
     mpi: str | None
     settings: tuple[tuple[str, str], ...] = ()
+    standard: int = 17  # of C++, that torch's headers ask for
+    arches: tuple[str, ...] = ()  # of GPUs, ("80", "90"); empty: all that nvcc knows
+    wheels: bool = False  # nvcc is to come from wheels, of torch_cuda
 
     @property
     def frameworks(self) -> str:
@@ -67,7 +73,12 @@ class Target:
     @property
     def versions(self) -> Versions:
         """Return the versions that decide which edits apply."""
-        return Versions(_numbers(self.torch), _numbers(self.tensorflow))
+        return Versions(
+            _numbers(self.torch),
+            _numbers(self.tensorflow),
+            standard=self.standard,
+            cuda_unused=bool(self.torch_cuda) and not self.gpu,
+        )
 
     @property
     def gpu(self) -> bool:
@@ -76,12 +87,12 @@ class Target:
 
     def why_no_gpu(self) -> str:
         """Return why NCCL is left out, or an empty string when it is in."""
-        if not self.nvcc:
-            return "no CUDA toolkit (nvcc) found"
         if self.torch and not self.torch_cuda:
             return f"torch {self.torch} is a CPU build"
         if self.tensorflow and not self.tensorflow_cuda:
             return f"tensorflow {self.tensorflow} is a CPU build"
+        if not self.nvcc and not self.wheels:
+            return "no CUDA toolkit was found or could be had: CPU tensors only"
         return ""
 
     def flags(self) -> dict[str, str]:
@@ -96,6 +107,8 @@ class Target:
         }
         if self.gpu:
             flags["HOROVOD_GPU_OPERATIONS"] = "NCCL"
+            if self.arches:
+                flags["HOROVOD_BUILD_CUDA_CC_LIST"] = ",".join(self.arches)
         else:
             # NVTX marks belong to the CUDA toolkit: a CPU build must not depend on it.
             flags["HOROVOD_WITHOUT_NVTX"] = "1"
@@ -106,28 +119,79 @@ class Target:
         fields = asdict(self)
         if not self.gpu:
             # Without NCCL nothing of CUDA ends in the wheel.
-            fields["nvcc"] = None
+            fields |= {"nvcc": None, "arches": (), "wheels": False}
+        # What is as it always was is left out, so that wheels from before these fields stay valid.
+        fields = {name: it for name, it in fields.items() if it != DEFAULTS.get(name, self)}
         recipe = (RECIPE, sdist_sha256, fields, self.flags(), [edit.text() for edit in edits])
         return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def detect() -> Target:
-    """Look at this interpreter and this machine."""
+def detect(*, cpu_only: bool = False) -> Target:
+    """Look at this interpreter and this machine.
+
+    cpu_only : leave CUDA out, whatever is there
+    """
     torch = _version("torch")
+    torch_cuda = _torch_cuda() if torch else None
     tensorflow = next(filter(None, map(_version, TENSORFLOW_NAMES)), None)
-    return Target(
+    target = Target(
         python=str(sysconfig.get_config_var("SOABI")),
         torch=torch,
-        torch_cuda=_torch_cuda() if torch else None,
+        torch_cuda=torch_cuda,
         tensorflow=tensorflow,
         tensorflow_cuda=bool(tensorflow) and _tensorflow_cuda(),
         compiler=_first_line([compiler() or "no compiler", "--version"]) or "no compiler",
         machine=f"{platform.system()} {platform.machine()} {'-'.join(platform.libc_ver())}",
         cpu=_cpu_flags(),
-        nvcc=_nvcc(),
+        nvcc=None,
         mpi=_mpi(),
         settings=tuple((name, os.environ[name]) for name in PASSED_ON if name in os.environ),
+        standard=_standard() if torch else 17,
+        wheels=True,
     )
+    return without_cuda(target) if cpu_only or not target.gpu else _with_cuda(target)
+
+
+def without_cuda(target: Target) -> Target:
+    """The same, for CPU tensors."""
+    return replace(target, nvcc=None, wheels=False, arches=())
+
+
+def toolkit(target: Target) -> tuple[horovod_cuda.Toolkit | None, list[str]]:
+    """The toolkit that is there for a target, and why others were passed over."""
+    cuda = cuda_of(target)
+    if not cuda:
+        return None, []
+    return horovod_cuda.found(cuda, horovod_cuda.candidates(os.environ))
+
+
+def cuda_of(target: Target) -> str | None:
+    """The CUDA version that the frameworks were built with."""
+    return target.torch_cuda or (_tensorflow_cuda_version() if target.tensorflow_cuda else None)
+
+
+def _with_cuda(target: Target) -> Target:
+    there, _ = toolkit(target)
+    arches: tuple[str, ...] = ()
+    if target.torch and "HOROVOD_BUILD_CUDA_CC_LIST" not in os.environ:
+        nvcc = there.root / "bin" / "nvcc" if there else Path("nvcc")
+        arches = horovod_cuda.architectures(horovod_cuda.torch_architectures(), nvcc)
+    nvcc_version = there.version if there else None
+    return replace(target, nvcc=nvcc_version, wheels=there is None, arches=arches)
+
+
+def standard_of(header: str) -> int:
+    """The C++ standard that a header of torch's asks for: `__cplusplus < 202002L` is C++20."""
+    found = [int(year) for year in re.findall(r"__cplusplus < (\d{4})\d\dL", header)]
+    return max([17, *(year % 100 for year in found)])
+
+
+def _standard() -> int:
+    folder = _package_dir("torch")
+    header = folder / "include/torch/csrc/api/include/torch/all.h" if folder else None
+    if header is None or not header.is_file():
+        return 17
+    return standard_of(header.read_text(encoding="utf-8", errors="replace"))
 
 
 def compiler() -> str | None:
@@ -164,11 +228,18 @@ def _torch_cuda() -> str | None:
 
 
 def _tensorflow_cuda() -> bool:
+    return bool(re.search(r"is_cuda_build\W+True", _tensorflow_build()))
+
+
+def _tensorflow_cuda_version() -> str | None:
+    found = re.search(r"cuda_version\W+(\d+\.\d+)", _tensorflow_build())
+    return found.group(1) if found else None
+
+
+def _tensorflow_build() -> str:
     folder = _package_dir("tensorflow")
     info = folder / "python" / "platform" / "build_info.py" if folder else None
-    if info is None or not info.is_file():
-        return False
-    return bool(re.search(r"is_cuda_build\W+True", info.read_text("utf-8")))
+    return info.read_text("utf-8") if info and info.is_file() else ""
 
 
 def _first_line(command: list[str]) -> str | None:
@@ -178,19 +249,6 @@ def _first_line(command: list[str]) -> str | None:
         return None
     lines = done.stdout.strip().splitlines()
     return lines[0] if lines else None
-
-
-def _nvcc() -> str | None:
-    home = os.environ.get("HOROVOD_CUDA_HOME") or os.environ.get("CUDA_HOME")
-    nvcc = str(Path(home, "bin", "nvcc")) if home else shutil.which("nvcc")
-    if not nvcc or not Path(nvcc).is_file():
-        return None
-    try:
-        done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    found = re.search(r"release [\d.]+, (V[\d.]+)", done.stdout)
-    return found.group(1) if found else None
 
 
 def _mpi() -> str | None:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from horovod_steps import Steps
+import horovod_cuda
+from horovod_steps import StepError, Steps
 from horovod_target import Target, compiler
 
 PIP: Final = (sys.executable, "-m", "pip", "--disable-pip-version-check")
@@ -32,6 +33,10 @@ CMAKE_PINS: Final = (
 )
 # One compiler of torch's headers takes up to this much memory.
 BYTES_PER_JOB: Final = 2 * 2**30
+
+
+class NoToolkitError(RuntimeError):
+    """There is no CUDA toolkit, and none could be made of wheels."""
 
 
 def prerequisites(target: Target) -> list[str]:
@@ -93,6 +98,30 @@ def find_cmake(steps: Steps, work: Path) -> str:
     steps.say("no cmake >= 3.13 here: taking one from the package index for this build only")
     install_pinned(steps, CMAKE_PINS, work / "cmake")
     return str(work / "cmake" / "cmake" / "data" / "bin" / "cmake")
+
+
+def install_cuda(steps: Steps, cuda: str, work: Path) -> horovod_cuda.Toolkit:
+    """Make a toolkit of wheels, of the version that torch was built with, for this build only.
+
+    They go by torch's version, so no hash of theirs is known ahead: pip takes wheels alone, runs
+    nothing of them, and what runs later is NVIDIA's compiler. Raises NoToolkitError.
+    """
+    wheels = horovod_cuda.requirements(cuda)
+    steps.say(f"a CUDA {cuda} toolkit of wheels: {', '.join(wheels)}")
+    site = work / "cuda-wheels"
+    try:
+        steps.run(
+            [*PIP, "install", "--quiet", "--only-binary=:all:", "--no-deps"]
+            + ["--target", str(site), *wheels]
+        )
+    except StepError as error:
+        raise NoToolkitError(f"{', '.join(wheels)} could not be installed\n{error}") from error
+    root = work / "cuda"
+    made = horovod_cuda.assembled(site, root)
+    if made is None:
+        lacks = ", ".join(horovod_cuda.missing(root)) or "an nvcc that runs"
+        raise NoToolkitError(f"what the wheels of CUDA {cuda} hold lacks {lacks}")
+    return made
 
 
 def nccl_from_wheel(work: Path) -> dict[str, str]:

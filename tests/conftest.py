@@ -10,6 +10,7 @@ import sys
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -124,17 +125,39 @@ def rank_script(tmp_path: Path) -> Callable[[str], Path]:
     return write
 
 
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Know the setting of pytest-timeout where that is not installed: settings are strict."""
+    if not pluginmanager.has_plugin("timeout"):
+        parser.addini("timeout", "seconds of a test; heeded by pytest-timeout only")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Know its marker, too."""
+    if not config.pluginmanager.has_plugin("timeout"):
+        config.addinivalue_line("markers", "timeout(seconds): heeded by pytest-timeout only")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests where there is no GPU, and say why."""
-    reason = _no_gpu()
-    if not reason:
-        return
+    """Skip GPU tests where what they ask for is missing, and say what."""
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason=reason))
+        for mark in item.iter_markers("gpu"):
+            missing = dict.fromkeys(MISSING[need]() for need in mark.args or ("torch",))
+            missing.pop("", None)
+            if missing:
+                item.add_marker(pytest.mark.skip(reason="; ".join(missing)))
 
 
-def _no_gpu() -> str:
+@cache
+def _no_torch() -> str:
+    if not importlib.util.find_spec("torch"):
+        return "torch is not installed"
+    import torch
+
+    return "" if torch.cuda.is_available() else f"no CUDA device for torch {torch.__version__}"
+
+
+@cache
+def _no_cupy() -> str:
     if not importlib.util.find_spec("cupy"):
         return "CuPy is not installed (pip install superneurons[cuda])"
     import cupy
@@ -142,5 +165,18 @@ def _no_gpu() -> str:
     try:
         devices = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        return f"no CUDA device: {error}"
-    return "" if devices else "no CUDA device"
+        return f"no CUDA device for CuPy: {error}"
+    return "" if devices else "no CUDA device for CuPy"
+
+
+@cache
+def _no_nccl() -> str:
+    if why := _no_torch():
+        return why
+    import torch.distributed as dist
+
+    return "" if dist.is_available() and dist.is_nccl_available() else "this torch has no NCCL"
+
+
+# What a test may ask for: `gpu`, which is `gpu("torch")`; `gpu("cupy")`; `gpu("cupy", "nccl")`.
+MISSING = {"torch": _no_torch, "cupy": _no_cupy, "nccl": _no_nccl}

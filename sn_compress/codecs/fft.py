@@ -28,7 +28,7 @@ from .. import _cuda
 from .._native import parallel
 from ..arrays import like_of, on_cuda, on_host
 from ..errors import CompressError, PayloadError
-from ..ops import quantize, select, spectrum
+from ..ops import long_record, quantize, select, spectrum
 from ..ops.blockwise import decode_blocks, encode_blocks
 from ..ops.record import Layout, Tally, Values
 from . import _device, batched
@@ -244,7 +244,7 @@ class FFTCodec(Codec):
                 f"a buffer of shape {buffer.shape} and dtype {buffer.dtype} for {n} elements; "
                 f"expected {self.payload_bytes(n)} bytes. Make it with payload_bytes({n})."
             )
-        if self.half:
+        if self.half and not self._rounds_inside(array):
             with np.errstate(over="ignore"):
                 array = array.astype(np.float16)
         array = self._to_axes(array)
@@ -265,6 +265,12 @@ class FFTCodec(Codec):
             error=math.fsum(t.error for t in tallies),
         )
 
+    def _rounds_inside(self, array: npt.NDArray[Any]) -> bool:
+        """Whether the transform casts to float16 as it reads the values."""
+        layouts = (section.layout for section in self.sections(array.size))
+        long = all(long_record.fits(self._within, layout) for layout in layouts)
+        return long and array.dtype == np.float32 and self.window != "payload"
+
     def _encode_section(
         self,
         array: npt.NDArray[Any],
@@ -275,6 +281,20 @@ class FFTCodec(Codec):
         top: int | None,
     ) -> list[Tally]:
         own = section.records(words)
+        if long_record.fits(self._within, section.layout):
+            return [
+                long_record.encode_long(
+                    section.row(array, i).astype(np.float32, copy=False),
+                    None if memory is None else memory[i],
+                    own[i],
+                    section.layout,
+                    decay=decay,
+                    top=top,
+                    half=self.half,
+                    threads=self.threads,
+                )
+                for i in range(section.count)
+            ]
 
         def work(firsts: Iterator[int]) -> list[Tally]:
             tallies = []
@@ -388,6 +408,11 @@ class FFTCodec(Codec):
     ) -> None:
         layout = section.layout
         records = [section.records(body) for body in bodies]
+        if long_record.fits(self._within, layout):
+            for i in range(section.count):
+                row = section.row(out, i)
+                long_record.decode_long([r[i] for r in records], row, layout, weight, self.threads)
+            return
 
         def work(firsts: Iterator[int]) -> None:
             for first in firsts:

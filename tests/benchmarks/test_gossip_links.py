@@ -2,8 +2,10 @@
 
 import json
 
-import gossip_links
 import pytest
+
+pytest.importorskip("horovod")
+import gossip_links
 import rank_jobs
 import shaped_links
 
@@ -12,7 +14,6 @@ import shaped_links
 def test_gossip_and_all_reduce_behind_links(tmp_path, monkeypatch, capsys):
     if reason := shaped_links.why_not():
         pytest.skip(reason)
-    pytest.importorskip("horovod")
     rows = tmp_path / "rows.json"
     argv = f"--model resnet50 --ranks 2 --gbit 4 --rho 1 --slow 1.5 --steps 1 --json {rows}".split()
     monkeypatch.setattr(gossip_links, "METHODS", ("all-reduce", "gossip"))

@@ -3,9 +3,11 @@
 import json
 from pathlib import Path
 
+import pytest
+
+pytest.importorskip("tensorflow")
 import planner
 import planner_tensorflow
-import pytest
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results"
 PLANS = [

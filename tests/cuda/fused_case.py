@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import ml_dtypes
 import numpy as np
+import pytest
 from host import Host, address
 
 from sn_compress.ops import launch
 from sn_compress.ops.launch import Format, Piece
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
 
 
 @dataclass

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-import ml_dtypes
 import numpy as np
 import oracle
 import pytest
@@ -17,6 +16,8 @@ from host import ORDERS, Host, address
 from sn_compress.errors import CompressError
 from sn_compress.ops import launch, record
 from sn_compress.ops.launch import Format, Piece
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
 
 THETAS = (0.0, 0.5, 0.9, 0.98, 0.9999)
 VALUES = ("range", "fp16", "sign", "2bit")

@@ -21,7 +21,7 @@ from sn_compress.errors import PayloadError
 from sn_compress.ops import launch
 from sn_compress.ops.launch import Piece
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu("cupy")
 
 TRANSFORMS = ("spectrum", "fft", "dct", "hadamard", "identity")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -13,6 +12,8 @@ from fake import FakeArray, FakeCuda, FakeTensor, fake, gpu, tensor  # noqa: F40
 from sn_compress import CompressError, ErrorFeedback, FFTCodec, PayloadError, backends, codec
 from sn_compress.codecs import through_host
 from sn_compress.codecs.registry import CODECS
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
 
 SHAPE = (30, 20)
 N = 600

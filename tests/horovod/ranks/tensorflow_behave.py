@@ -5,6 +5,7 @@ Run as `tensorflow_behave.py`; prints "ok CASE" on every rank, or fails with an 
 
 import sys
 import tempfile
+from pathlib import Path
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -12,6 +13,10 @@ import tensorflow as tf
 
 from sn_compress import FFTCompression, LowRankCompression
 from sn_compress.tensorflow.tape import memory_of
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "compress"))
+
+from counted import SHAPES, transforms
 
 SHARED = LowRankCompression.using(ratio=40, warmup=2)
 EXACT = FFTCompression.using(theta=0.0, values="fp16")
@@ -299,7 +304,15 @@ def shared_exchange_with_a_rank_that_joined():
     assert np.isfinite(everyone).all()
 
 
+def bare_computes_ffts():
+    """One of each gradient's blocks, whatever its shape; tensorflow_gathered.py has the graph's."""
+    with transforms() as found:
+        gradients_of([[noise(*shape) for shape in SHAPES]], FFTCompression.using())
+    assert found == ["fft"] * 3, found
+
+
 CASES = [
+    bare_computes_ffts,
     mean_is_the_mean, what_is_applied_and_what_is_kept, constant_gradients_are_encoded_each_step,
     models_of_one_shape_keep_apart, retracing_keeps_the_memory, not_a_number_reaches_all,
     zeros_stay_zero, sparse_travels_as_plain, doubles_and_small_tensors_travel_as_plain,

@@ -7,6 +7,7 @@ assertion. Cases of `both` run with the compiled nodes and with the codec's arra
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import horovod.tensorflow as hvd
 import keras
@@ -20,6 +21,10 @@ from sn_compress.tensorflow import alike, kernels
 from sn_compress.tensorflow.keras import DistributedOptimizer
 from sn_compress.tensorflow.keras import memory_of as memory_of_optimizer
 from sn_compress.tensorflow.tape import memory_of
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "compress"))
+
+from counted import SHAPES
 
 FFT = FFTCompression.using(theta=0.9, check_every=0)
 SERVE = kernels.serve
@@ -207,7 +212,27 @@ def keras_fits_without_python():
         assert memory_of_optimizer(optimizer)._sized, "the steps were to be sized"
 
 
+def bare_computes_ffts():
+    """A compiled node for each gradient; as array code one FFT for each size of blocks."""
+    for compiled in (True, False):
+        kernels.serve = SERVE if compiled else lambda *_: False
+        fft, variables = FFTCompression.using(), [tf.Variable(noise(*shape)) for shape in SHAPES]
+
+        @tf.function
+        def step(variables=variables, fft=fft):
+            with hvd.DistributedGradientTape(tf.GradientTape(), compression=fft) as tape:
+                loss = tf.add_n([tf.reduce_sum(v**2) for v in variables])
+            return tape.gradient(loss, variables)
+
+        for _ in range(3):
+            step()
+        found = [node.op for node in graphs_of(step)]
+        expected = {"SnCompressEncode": 3, "RFFT": 0} if compiled else {"RFFT": 2, "IRFFT": 2}
+        assert {op: found.count(op) for op in expected} == expected, found
+
+
 CASES = [
+    bare_computes_ffts,
     steps_without_python, compiled_nodes_have_the_bits_of_the_codec,
     a_graph_goes_on_where_it_was_saved, theta_that_changes_is_traced_again,
     unlike_ranks_and_settings_without_nodes_go_through_python, keras_fits_without_python,

@@ -1,0 +1,94 @@
+"""The FFT codec on the device beside its limits and rivals: benchmarks/codec.py, with targets.
+
+With CuPy the fused kernels, of 2**27 elements. In any case what a user of torch alone has: encode
+and decode of a tensor where it lies. On the CPU the rows of the host's codec, of few elements.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import codec
+import torch
+
+from gpu.section import CannotError, Section, main
+from sn_compress import FFTCodec
+from sn_compress.errors import MissingExtra
+
+PLAIN = ({"theta": 0.98}, {"theta": 0.9}, {"theta": 0.98, "transform": "dct"})
+
+
+def fused(section: Section, n: int) -> None:
+    """Kernels through CuPy, in CUDA graphs."""
+    if find_spec("cupy") is None:
+        raise CannotError("CuPy is not installed")
+    import codec_cuda
+
+    rows = codec_cuda.measure(n, 9, codec.gradient(n))
+    for row in rows:
+        section.row(kind="fused", **row)
+    first = rows[0]
+    section.target("fused encode, % of the 12-byte bound", first["encode_percent_of_bound"],
+                   least=50)  # fmt: skip
+    section.target("fused decode, % of its bound", first["decode_percent_of_bound"], least=40)
+
+
+def seconds(run: Callable[[], object], device: str, repeat: int) -> float:
+    """The median, to the end on the device; two rounds warm up."""
+    taken = []
+    for _ in range(repeat + 2):
+        start = time.perf_counter()
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[2:])
+
+
+def whole_calls(section: Section, n: int) -> None:
+    """What `encode` and `decode` of a tensor take from Python, beside a copy of it."""
+    tensor = torch.from_numpy(codec.gradient(n)).to(section.device)
+    target, repeat = torch.empty_like(tensor), 2 if section.dry else 9
+    copy_s = seconds(lambda: target.copy_(tensor), section.device, repeat)
+    for settings in PLAIN:
+        made = FFTCodec(**settings)  # type: ignore[arg-type]
+        try:
+            payload = made.encode(tensor)
+        except MissingExtra as missing:
+            raise CannotError(str(missing)) from missing
+        encode_s = seconds(lambda made=made: made.encode(tensor), section.device, repeat)
+        decode_s = seconds(
+            lambda made=made, payload=payload: made.decode(payload), section.device, repeat
+        )
+        section.row(
+            kind="calls", settings=settings, n=n, ratio=4 * n / payload.nbytes,
+            encode_gb_s=4e-9 * n / encode_s, decode_gb_s=4e-9 * n / decode_s,
+            copy_gb_s=8e-9 * n / copy_s,
+        )  # fmt: skip
+
+
+def on_host(section: Section) -> None:
+    """The host's codec, few elements: that the bench runs."""
+    args = argparse.Namespace(threads=1, repeat=1, no_torch=False)
+    for name, settings in codec.SETTINGS[:2]:
+        section.row(kind="host", **codec.measure(name, settings, codec.gradient(100_000), args))
+
+
+def measure(section: Section) -> None:
+    """Fused kernels first, as the targets are theirs."""
+    if section.dry:
+        section.part("the host's codec", lambda: on_host(section))
+    section.part(
+        "fused kernels", lambda: fused(section, 1 << (14 if section.dry else 27)), least_s=5
+    )
+    section.part(
+        "calls from Python", lambda: whole_calls(section, 1 << (16 if section.dry else 26))
+    )
+
+
+if __name__ == "__main__":
+    main("codec_seconds", measure)

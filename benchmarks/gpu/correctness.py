@@ -1,0 +1,56 @@
+"""Every test that needs a GPU; on the CPU the same bodies, where they can run there.
+
+A test that was skipped is no proof: reasons are counted, one row each.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from collections import Counter
+from pathlib import Path
+
+from gpu.section import Section, main, run
+
+
+def outcomes(report: Path) -> list[tuple[str, str, str]]:
+    """Name, outcome and message of each test in pytest's JUnit file."""
+    found = []
+    for case in ET.parse(report).getroot().iter("testcase"):
+        name = f"{case.get('classname')}::{case.get('name')}"
+        ends = {it.tag: it for it in case}
+        kind = next((k for k in ("failure", "error", "skipped") if k in ends), "passed")
+        text = "" if kind == "passed" else (ends[kind].get("message") or "")
+        found.append((name, kind, text[:400]))
+    return found
+
+
+def measure(section: Section) -> None:
+    """Run pytest; fail if a test failed, or if none passed."""
+    which = ["-m", "not gpu", "tests/gpu"] if section.dry else ["-m", "gpu", "tests"]
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *which]
+        code, said = run(
+            [*command, f"--junitxml={report}"], timeout_s=max(5.0, section.left_s() - 2)
+        )
+        if not report.is_file():
+            raise RuntimeError(f"pytest ended with {code} and no report:\n{said}")
+        tests = outcomes(report)
+    kinds = Counter(kind for _, kind, _ in tests)
+    section.row(
+        tests=len(tests), passed=kinds["passed"], skipped=kinds["skipped"],
+        failed=kinds["failure"] + kinds["error"],
+    )  # fmt: skip
+    for why, number in Counter(text for _, kind, text in tests if kind == "skipped").items():
+        section.leave_out(f"{number} tests", why)
+    for name, kind, text in tests:
+        if kind in ("failure", "error"):
+            section.row(test=name, outcome=kind, message=text)
+    if code or not kinds["passed"]:
+        raise RuntimeError(f"pytest ended with {code}, {kinds['passed']} passed:\n{said}")
+
+
+if __name__ == "__main__":
+    main("correctness", measure)

@@ -1,0 +1,172 @@
+"""GPU figures of the documents, from benchmarks/results/gpu/*.json; "not measured" without a file.
+
+    PYTHONPATH=.:benchmarks python -m gpu.report
+
+Writes between the markers of docs/cuda.md, docs/gpu.md and docs/torch_memory.md. Nothing is run. A
+file of a dry run, which measures nothing, counts as none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from machine import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results" / "gpu"
+START, END = "<!-- gpu:start -->", "<!-- gpu:end -->"
+NOT = "not measured"
+Found = dict[str, Any]
+
+
+def load(name: str, folder: Path = RESULTS) -> Found | None:
+    """What a section found on a GPU, or None."""
+    path = folder / f"{name}.json"
+    if not path.is_file():
+        return None
+    found: Found = json.loads(path.read_text(encoding="utf-8"))
+    return found if found.get("device") == "cuda" and found["rows"] else None
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A Markdown table."""
+    cells = [list(head)]
+    lines = [*cells, ["---"] * len(cells[0]), *map(list, rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def source(found: Found) -> str:
+    """Where and of what figures were taken."""
+    state = "" if found["state"] == "ok" else f", which {found['state']}: {found['why']}"
+    return (
+        f"{found['device_name']}, torch {found['torch']}, CuPy {found['cupy'] or 'none'}, commit "
+        f"{found['commit']}; `make gpu`, section {found['section']}{state}."
+    )
+
+
+def part(found: Found | None, head: Iterable[str], line: Callable[[Found], list[str]],
+         which: Callable[[Found], bool] = lambda row: True) -> str:  # fmt: skip
+    """A table of a section's rows and their source; one line if there is none."""
+    if found is None:
+        what = next(iter(head))
+        return f"{what[0].upper()}{what[1:]}: {NOT} on a GPU."
+    rows = (line(row) for row in found["rows"] if which(row))
+    return f"{table(head, rows)}\n\n{source(found)}"
+
+
+def codec(folder: Path) -> str:
+    """Of docs/cuda.md: what was asked of the codec's kernels, and what came out."""
+    found, watched = load("codec_seconds", folder), load("sanitized", folder)
+    fused = {row["method"]: row for row in found["rows"] if row["kind"] == "fused"} if found else {}
+
+    def figure(method: str, key: str, unit: str) -> str:
+        return f"{fused[method][key]:.3g} {unit}" if method in fused else NOT
+
+    first, short = "fft theta 0.98", "fft theta 0.98, bf16 memory"
+    whole = "fft theta 0.9 whole vector"
+    both = [figure(whole, f"{way}_gb_s", "GB/s") for way in ("encode", "decode")]
+    clean = {row["tool"]: row["clean"] for row in watched["rows"]} if watched else {}
+    tools = [
+        [f"compute-sanitizer {it}", "clean", {True: "clean", False: "FOUND SOMETHING"}[clean[it]]
+         if it in clean else NOT] for it in ("memcheck", "racecheck")
+    ]  # fmt: skip
+    rows = [
+        ["fused encode, fp32 memory, of the bound of 12 bytes an element", "50 %",
+         figure(first, "encode_percent_of_bound", "%")],
+        ["fused encode, bf16 memory, of the bound of 8 bytes", "50 %",
+         figure(short, "encode_percent_of_bound", "%")],
+        ["fused decode, of the bound of 4 bytes", "40 %",
+         figure(first, "decode_percent_of_bound", "%")],
+        ["encode against `torch.topk`, same input", "8 x", figure(first, "encode_times_topk", "x")],
+        ["encode against a chunked DCT and top-k in torch", "8 x",
+         figure(first, "encode_times_chunked_dct", "x")],
+        ["whole vector (cuFFT), encode, decode", "", ", ".join(dict.fromkeys(both))],
+        *tools,
+    ]  # fmt: skip
+    text = table(("what", "asked for", "result"), rows)
+    return f"{text}\n\n{source(found)}" if found else text
+
+
+def exchange(folder: Path) -> str:
+    """Of docs/gpu.md: what each class adds to a step, and whether it waited."""
+    steps = part(
+        load("exchange_steps", folder),
+        ("step of DDP", "ranks, by", "way", "ms", "adds, ms", "launches", "MB brought"),
+        lambda row: [
+            row["model"], f"{row['ranks']}, {row['backend']}", row["way"], f"{row['step_ms']:.2f}",
+            f"{row['added_ms']:+.2f}", str(row["launches"]), f"{row['brought_bytes'] / 1e6:.2f}",
+        ],
+    )  # fmt: skip
+    waits = part(
+        load("host_waits", folder),
+        ("steps in which the host waited", "for"),
+        lambda row: [row["step"], row["waited"] or "nothing"],
+    )
+    gossip = part(
+        load("gossip_steps", folder),
+        ("step of gossip, 2 ranks", "way", "ms"),
+        lambda row: [row["model"], row["way"], f"{row['step_ms']:.2f}"],
+    )
+    ranks = part(
+        load("horovod_ranks", folder),
+        ("step of Horovod, ranks", "way", "ms"),
+        lambda row: [str(row["ranks"]), row["way"], f"{row['step_ms']:.2f}"],
+        lambda row: "way" in row,
+    )
+    return "\n\n".join((steps, waits, gossip, ranks))
+
+
+def planned(folder: Path) -> str:
+    """Of docs/torch_memory.md: planned steps, and activations in few bits."""
+
+    def mib(size: int | None) -> str:
+        return "" if size is None else f"{size / 2**20:.0f}"
+
+    steps = part(
+        load("planned_steps", folder),
+        ("planned steps", "way", "predicted, MiB", "allocated", "reserved", "off", "ms"),
+        lambda row: [
+            row["model"], row["way"], mib(row.get("predicted_bytes")), mib(row["peak_bytes"]),
+            mib(row["reserved_bytes"]),
+            f"{row['percent_off']:+.1f} %" if "percent_off" in row else "",
+            f"{row['step_ms']:.1f}",
+        ],
+        lambda row: "peak_bytes" in row,
+    )  # fmt: skip
+    packed = part(
+        load("activation_steps", folder),
+        ("activations in few bits", "saved, times less", "peak, MiB: plain, packed", "ms: both"),
+        lambda row: [
+            row["net"], f"{row['ratio']:.1f}",
+            f"{row['plain_peak_bytes'] / 2**20:.1f}, {row['measured_peak_bytes'] / 2**20:.1f}",
+            f"{1e3 * row['plain_step_s']:.1f}, {1e3 * row['step_s']:.1f}",
+        ],
+    )  # fmt: skip
+    return f"{steps}\n\n{packed}"
+
+
+PAGES: dict[str, Callable[[Path], str]] = {
+    "docs/cuda.md": codec,
+    "docs/gpu.md": exchange,
+    "docs/torch_memory.md": planned,
+}
+
+
+def put(text: str, made: str) -> str:
+    """A page with what is between its markers made anew. Raises ValueError without markers."""
+    before, rest = text.split(START)
+    _, after = rest.split(END)
+    return f"{before}{START}\n{made}\n{END}{after}"
+
+
+def main() -> None:
+    """Write all pages."""
+    for name, make in PAGES.items():
+        path = ROOT / name
+        path.write_text(put(path.read_text(encoding="utf-8"), make(RESULTS)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""A CUDA toolkit for the build of Horovod: one that is there, or one put together from wheels.
+
+The obvious way is to ask for nvcc on the PATH. But nobody who took torch from a package index has
+one; where there is one it may be a wrapper script, by whose folder CMake guesses a wrong root; and
+one without its headers fails late. So a toolkit counts only if all that the build reads is there.
+torch's own wheels bring libraries and most headers of a toolkit, under nvidia/cu13 (CUDA 12: a
+folder a package); nvcc and the rest come as wheels of the same version, into a folder that goes
+with the build.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+# What the build reads of a toolkit; one of each group.
+NEEDED: Final = (
+    ("bin/nvcc",),
+    ("nvvm/bin/cicc",),
+    ("include/cuda_runtime.h",),
+    ("include/crt/host_config.h",),
+    ("include/nvtx3/nvToolsExt.h",),
+    ("include/cccl/thrust", "include/thrust"),
+    ("include/cuda_profiler_api.h",),
+    ("lib64/libcudart_static.a", "lib/libcudart_static.a",
+     "targets/x86_64-linux/lib/libcudart_static.a", "targets/sbsa-linux/lib/libcudart_static.a"),
+)  # fmt: skip
+# The wheels of it, of torch's own CUDA version; that of cccl counts for itself.
+WHEELS: Final = ("cuda-nvcc", "cuda-crt", "nvvm", "cuda-runtime", "nvtx", "cuda-profiler-api")
+# Those that wheels of CUDA 12 keep in others' packages.
+INSIDE_12: Final = ("cuda-crt", "nvvm")
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    """Where a complete toolkit is, and of which version: "13.0"."""
+
+    root: Path
+    version: str
+
+    def environment(self) -> dict[str, str]:
+        """Every name by which Horovod, torch, CMake and the kernels' flags look for it."""
+        root = str(self.root)
+        return {
+            "CUDA_HOME": root,
+            "HOROVOD_CUDA_HOME": root,
+            "CUDAToolkit_ROOT": root,
+            "CUDACXX": str(self.root / "bin" / "nvcc"),
+            "PATH": os.pathsep.join([str(self.root / "bin"), os.environ.get("PATH", "")]),
+        }
+
+
+def missing(root: Path) -> list[str]:
+    """What the build would miss in a toolkit."""
+    return [names[0] for names in NEEDED if not any((root / name).exists() for name in names)]
+
+
+def version_of(nvcc: Path) -> str | None:
+    """The release that an nvcc says it is; None for one that does not run."""
+    found = re.search(r"release (\d+\.\d+)", _said([str(nvcc), "--version"]))
+    return found.group(1) if found else None
+
+
+def root_of(nvcc: Path) -> Path | None:
+    """The toolkit of an nvcc, also of a wrapper script: nvcc itself says where it is."""
+    found = re.search(r"^#\$ TOP=(.+)$", _said([str(nvcc), "-v", "--dryrun", "x.cu"]), re.MULTILINE)
+    return Path(found.group(1)).resolve() if found else None
+
+
+def candidates(env: Mapping[str, str]) -> list[Path]:
+    """Roots at which a toolkit may be, the user's wish first."""
+    named = [env[name] for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME") if env.get(name)]
+    if named:
+        return [Path(it) for it in named]
+    nvcc = shutil.which("nvcc", path=env.get("PATH", ""))
+    on_path = [root_of(Path(nvcc))] if nvcc else []
+    return [*(it for it in on_path if it), Path("/usr/local/cuda")]
+
+
+def found(cuda: str, roots: Iterable[Path]) -> tuple[Toolkit | None, list[str]]:
+    """The first complete toolkit of the major version of "13.2"; and why others were passed over.
+
+    CUDA promises that minor versions of one major version go together.
+    """
+    why = []
+    for root in dict.fromkeys(roots):
+        if not root.is_dir():
+            continue
+        if lacks := missing(root):
+            why.append(f"{root} has no {', '.join(lacks)}")
+            continue
+        version = version_of(root / "bin" / "nvcc")
+        if version is None or version.split(".")[0] != cuda.split(".")[0]:
+            why.append(f"{root} is CUDA {version}, torch's is {cuda}")
+            continue
+        return Toolkit(root, version), why
+    return None, why
+
+
+def requirements(cuda: str) -> list[str]:
+    """The wheels that make a toolkit of a version, as pip wants them."""
+    major, minor = cuda.split(".")[:2]
+    old = int(major) < 13
+    suffix = f"-cu{major}" if old else ""
+    names = [name for name in WHEELS if not (old and name in INSIDE_12)]
+    exact = [f"nvidia-{name}{suffix}=={major}.{minor}.*" for name in names]
+    return [*exact, f"nvidia-cuda-cccl{suffix}>={major}.{minor},<{int(major) + 1}"]
+
+
+def assembled(site: Path, root: Path) -> Toolkit | None:
+    """Put the folders of NVIDIA's wheels below `site` together as one root; None if it lacks any.
+
+    Copied, not linked: nvcc looks for its parts beside where it really lies.
+    """
+    parts = ("bin", "include", "lib", "nvvm", "targets")
+    for package in sorted((site / "nvidia").glob("*")):
+        for part in (package / name for name in parts):
+            if part.is_dir():
+                shutil.copytree(part, root / part.name, dirs_exist_ok=True, symlinks=True)
+    if not (root / "bin" / "nvcc").is_file():
+        return None
+    for tool in [*(root / "bin").iterdir(), *(root / "nvvm" / "bin").glob("*")]:
+        if tool.is_file():
+            tool.chmod(0o755)
+    if not (root / "lib64").exists():
+        (root / "lib64").symlink_to("lib")
+    # The plain name, which a linker looks for, is in no wheel.
+    for library in (root / "lib").glob("libcudart.so.*"):
+        if not (root / "lib" / "libcudart.so").exists():
+            (root / "lib" / "libcudart.so").symlink_to(library.name)
+    version = version_of(root / "bin" / "nvcc")
+    return Toolkit(root, version) if version and not missing(root) else None
+
+
+def architectures(flags: str, nvcc: Path) -> tuple[str, ...]:
+    """Of what torch was compiled for ("sm_80 sm_90a compute_120"), what an nvcc compiles for too.
+
+    Returns numbers as Horovod wants them, ("80", "90", "120"), in order.
+    """
+    wanted = {int(it) for it in re.findall(r"(?:sm|compute)_(\d+)", flags)}
+    known = {int(it) for it in re.findall(r"compute_(\d+)", _said([str(nvcc), "--list-gpu-arch"]))}
+    return tuple(str(it) for it in sorted(wanted & known if known else wanted))
+
+
+def torch_architectures() -> str:
+    """What the torch of this interpreter was compiled for; asked without a device."""
+    code = (
+        "import torch; print(' '.join(torch.cuda.get_arch_list()) or torch._C._cuda_getArchFlags())"
+    )
+    return _said([sys.executable, "-c", code])
+
+
+def _said(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout + done.stderr

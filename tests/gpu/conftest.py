@@ -1,0 +1,48 @@
+"""Tests that need torch alone, and run on a GPU and, so that they stay whole, on the CPU as well.
+
+A test takes `device` and runs once on each; the run on "cuda" has the mark gpu.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+TESTS = Path(__file__).resolve().parents[1]
+for folder in ("memory_torch", "apoptosis", "ddp"):
+    if str(TESTS / folder) not in sys.path:
+        sys.path.append(str(TESTS / folder))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch, tmp_path):
+    """One thread, seeds, exact products; no file of ours in the user's folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def alone(device, tmp_path):
+    """A process group of this process, of the device's own back end: NCCL needs no partner."""
+    import torch.distributed as dist
+
+    cuda = device.type == "cuda"
+    if cuda and not dist.is_nccl_available():
+        pytest.skip("this torch has no NCCL")
+    given = {"device_id": torch.device("cuda", 0)} if cuda else {}
+    dist.init_process_group(
+        "nccl" if cuda else "gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1,
+        **given,
+    )  # fmt: skip
+    yield
+    dist.destroy_process_group()

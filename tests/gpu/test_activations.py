@@ -1,0 +1,45 @@
+"""Packed activations of a model on the device: gradients near, bytes fewer, tensors in place."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from sn_memory.torch import compress_activations
+
+
+def net(device):
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(16 * 64, 64), nn.ReLU(), nn.Linear(64, 8)).to(device)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_gradients_are_near_and_where_they_belong(device, bits):
+    model = net(device)
+    plain, sample = copy.deepcopy(model), torch.randn(32, 3, 16, 16, device=device)
+    plain(sample).square().mean().backward()
+    with compress_activations(model, bits=bits) as packed:
+        model(sample).square().mean().backward()
+        assert packed.saved.ratio > 2
+    for (name, own), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert own.grad.device == own.device, name
+        off = (own.grad - expected.grad).norm() / expected.grad.norm()
+        # A step of a group's range is 2**-bits of it; a range is some six standard deviations.
+        assert off <= 6 * 2.0**-bits, (name, float(off))
+    # The last layer's bias is a sum of what was not packed.
+    assert torch.allclose(model[-1].bias.grad, plain[-1].bias.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_a_budget_is_kept_and_its_peak_foretold(device):
+    model, sample = net(device), torch.randn(32, 3, 16, 16, device=device)
+    with compress_activations(model, bits=8) as packed:
+        model(sample).sum().backward()
+        plain_bytes = packed.saved.plain_bytes
+    with compress_activations(model, budget=plain_bytes // 8) as packed:
+        for _ in range(2):
+            model(sample).sum().backward()
+        assert packed.saved.packed_bytes <= plain_bytes // 8
+        found = packed.verify(sample)
+    assert found.measured_bytes < found.plain_bytes
