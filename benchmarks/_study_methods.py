@@ -8,15 +8,20 @@ asked for (the knob's finest step may leave them a little under it); the others 
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
+from _study_shapes import transform_of
 from simulated import Exchange, Gather, Plain, PowerSGD, Shared
 
 import sn_compress
-from sn_compress.codecs.base import HEADER_BYTES, Codec
+from sn_compress import FFTCompression
+from sn_compress.codecs.base import HEADER_BYTES, Codec, Payload
 from sn_compress.codecs.dgc import DGCCodec
+from sn_compress.codecs.fft import FFTCodec
+from sn_compress.schedule import Constant, Diminishing, EnergyBudget, Schedule, Warmup, learner
 from sn_compress.sums.session import SharedExchange
 
 # Every method starts with a few plain steps, as PowerSGD and ours do when left alone (with 1,000
@@ -82,6 +87,96 @@ def _topk(shapes: Shapes, ranks: int, ratio: float, **settings: Any) -> Exchange
     return _gather(_fit(make, _KEEPS, shapes, budget), shapes, ranks, headers=False)
 
 
+def _fft_of(
+    shape: tuple[int, ...], theta: float, *, by_shape: bool = True, **settings: Any
+) -> Codec:
+    """The codec of a tensor under FFTCompression, or one whose transform its shape asks for."""
+    codec = FFTCompression.using(**settings).settings.codec_of(theta, 1)
+    if not by_shape:
+        return codec
+    return FFTCodec(theta=theta, bits=codec.bits, mantissa=codec.mantissa, **transform_of(shape))
+
+
+def _fft(shapes: Shapes, ranks: int, ratio: float, **settings: Any) -> Exchanges:
+    """FFTCompression at one theta for all tensors; its headers are counted."""
+
+    def make(shape: tuple[int, ...], keep: float) -> Codec:
+        return _fft_of(shape, 1 - keep, **settings)
+
+    budget = _payload_budget(shapes, ranks, ratio) - HEADER_BYTES * len(shapes)
+    return _gather(_fit(make, _KEEPS, shapes, budget), shapes, ranks)
+
+
+class _InTime:
+    """One schedule for all tensors of a run, as FFTCompression follows it."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self._codecs = cache(_fft_of)
+        self._step, self._theta = -1, 0.0
+        self._energy = self._error = 0.0
+
+    def codec(self, shape: tuple[int, ...], step: int) -> Codec:
+        """Of a tensor at a step; the first of a step tells what the one before has lost."""
+        if step != self._step:
+            last = learner(self.schedule, step - 1)
+            if last and step:
+                last.observe(self._energy, self._error)
+            self._energy = self._error = 0.0
+            self._step, self._theta = step, self.schedule.theta(step)
+        return self._codecs(shape, self._theta)
+
+    def seen(self, payload: Payload) -> None:
+        """What a payload lost."""
+        self._energy += payload.energy or 0.0
+        self._error += payload.error or 0.0
+
+
+def _fft_in_time(
+    shapes: Shapes, ranks: int, ratio: float, *, steps: int, way: str, feedback: bool = True
+) -> Exchanges:
+    """Frequencies by shape under a schedule whose bytes, over all steps, come out at the ratio.
+
+    way : of _WAYS; where bytes follow from gradients the schedule only starts at that ratio
+    """
+    budget = _payload_budget(shapes, ranks, ratio)
+
+    @cache
+    def nbytes(theta: float) -> int:
+        return sum(_fft_of(s, theta).payload_bytes(math.prod(s)) for s in shapes.values())
+
+    def mean(schedule: Schedule) -> float:
+        return sum(nbytes(schedule.theta(step)) for step in range(steps)) / steps
+
+    fits = bisect(_KEEPS, budget, key=lambda keep: mean(_WAYS[way](1 - keep, steps)))
+    if not fits:
+        raise SystemExit(f"{way}: no theta has a ratio of {ratio} or more")
+    theta = 1 - _KEEPS[fits - 1]
+    time = _InTime(_WAYS[way](theta, steps))
+    found: Exchanges = {}
+    for name, shape in shapes.items():
+        found[name] = Gather(
+            [_fft_of(shape, theta)] * ranks, feedback=feedback, seen=time.seen,
+            at=lambda _, step, shape=shape: time.codec(shape, step),
+        )  # fmt: skip
+    return found
+
+
+def _falling(steps: int) -> Callable[[int], float]:
+    """The study's learning rate behind its rise, as a fraction of its peak."""
+    return lambda step: 0.5 * (1 + math.cos(math.pi * min(step, steps) / steps))
+
+
+_LOST = 0.87  # what the constant theta of 50 received loses of a step, gradient and memory
+_WAYS: dict[str, Callable[[float, int], Schedule]] = {
+    "constant": lambda theta, steps: Constant(theta),
+    "warm-up": lambda theta, steps: Warmup(max(1, steps // 30), Constant(theta), dense=0.0),
+    "diminishing": lambda theta, steps: Diminishing(theta, _falling(steps)),
+    "energy budget": lambda theta, steps: EnergyBudget(lost=_LOST, start=theta, high=0.9999),
+}
+"""Theta over the steps, from its largest value and the steps of the run."""
+
+
 def _demo(shapes: Shapes, ranks: int, ratio: float) -> Exchanges:
     def make(shape: tuple[int, ...], topk: int) -> Codec:
         return sn_compress.codec("demo", preset="paper", shape=matrix(shape), topk=topk)
@@ -140,6 +235,19 @@ BUILD: dict[str, tuple[str, Build]] = {
     "auto, memory x 0.9": ("shared", partial(_auto, decay=0.9)),
     "auto, no memory": ("shared", partial(_auto, feedback=False)),
     "auto gather": ("gather", _auto_gather),
+    "fft": ("gather", partial(_fft, by_shape=False)),
+    "fft, 8 bits": ("gather", partial(_fft, by_shape=False, bits=8, mantissa=3)),
+    "fft by shape": ("gather", _fft),
+    "fft by shape, warm-up": ("gather", partial(_fft_in_time, way="warm-up")),
+    "fft by shape, energy budget": ("gather", partial(_fft_in_time, way="energy budget")),
+    "fft by shape, no memory": (
+        "gather",
+        partial(_fft_in_time, way="constant", feedback=False),
+    ),
+    "fft by shape, no memory, diminishing": (
+        "gather",
+        partial(_fft_in_time, way="diminishing", feedback=False),
+    ),
     "top-k": (
         "gather",
         partial(_topk, chunk=4096, indices="packed", values="fp16"),
@@ -162,4 +270,7 @@ def build(method: str, shapes: Shapes, ranks: int, ratio: float | None, steps: i
     if method == "dgc":
         # A phase is a hundredth of the run, near the one in ninety of its authors.
         return _dgc(shapes, ranks, ratio, warmup=max(1, steps // 100))
-    return BUILD[method][1](shapes, ranks, ratio)
+    make = BUILD[method][1]
+    if getattr(make, "func", None) is _fft_in_time:
+        return make(shapes, ranks, ratio, steps=steps - DENSE)  # type: ignore[call-arg]
+    return make(shapes, ranks, ratio)

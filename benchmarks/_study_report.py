@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-Panel = tuple[str, str]
+Panel = tuple[str, str, int]
 
 CAPTION = "Accuracy lost against received bytes, for each method and training"
 COLUMNS = (
@@ -26,13 +26,18 @@ TITLES = {
     ("cnn", "sgd"): "Convolutional net, SGD with momentum",
     ("cnn", "adam"): "Convolutional net, Adam",
     ("transformer", "adam"): "Transformer, Adam",
+    ("residual", "sgd"): "Residual net with batch norm, SGD with momentum",
+    ("wide", "sgd"): "Net of a million parameters, SGD with momentum",
 }
+RANKS = 8  # of rows that do not say
 LOWEST = -3.5  # points; what lost more is drawn at the edge, with its number
 AIMS = {50: -0.3, 150: -0.7}
 TICKS = (2, 5, 10, 20, 50, 100, 200)
 # Okabe and Ito's palette; ours is vermilion and drawn last.
 LOOKS = {
     "auto": ("#d55e00", "o"),
+    "fft": ("#8e3b8e", "p"),
+    "fft by shape": ("#b580b5", "H"),
     "auto gather": ("#e69f00", "s"),
     "powersgd": ("#0072b2", "D"),
     "top-k": ("#009e73", "^"),
@@ -50,12 +55,24 @@ def label(method: str) -> str:
     """How a row's method is called; the oldest rows say "auto" of what has another name now."""
     if method == "auto gather":
         return "codec auto, gathered"
-    return "LowRankCompression" + method[4:] if method.startswith("auto") else method
+    for name, called in (("auto", "LowRankCompression"), ("fft", "FFTCompression")):
+        if method.startswith(name):
+            return called + method[len(name) :]
+    return method
 
 
 def panels(rows: list[Row]) -> dict[Panel, list[Row]]:
-    """Rows by net and optimizer, in the order of TITLES, where there is more than plain."""
-    found = {p: [r for r in rows if (r["net"], r["optimizer"]) == p] for p in TITLES}
+    """Rows by net, optimizer and ranks, in that order, where there is more than plain."""
+    numbers = sorted({row.get("ranks", RANKS) for row in rows})
+    found = {
+        (*title, ranks): [
+            row
+            for row in rows
+            if (row["net"], row["optimizer"], row.get("ranks", RANKS)) == (*title, ranks)
+        ]
+        for title in TITLES
+        for ranks in numbers
+    }
     return {p: group for p, group in found.items() if {r["method"] for r in group} - {"plain"}}
 
 
@@ -92,12 +109,12 @@ def _loss(rows: list[Row]) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """One panel's rows as a Markdown table."""
+    """One panel's rows as a Markdown table; ours at their defaults are bold."""
     lines = [COLUMNS, ("---",) * len(COLUMNS)]
     for group in groups(rows):
         method = group[0]["method"]
         lines.append((
-            f"**{label(method)}**" if method == "auto" else label(method),
+            f"**{label(method)}**" if method in ("auto", "fft") else label(method),
             group[0]["exchange"],
             f"{_ratio(group):.1f}",
             f"{statistics.fmean(r['ratio_with_small'] for r in group):.1f}",
@@ -116,13 +133,14 @@ def compared(rows: list[Row], earlier: list[Row]) -> str:
     "no worse" where the mean of the differences is above minus the deviation between the earlier
     runs' seeds.
     """
-    cell = ("net", "optimizer", "method", "ratio_asked", "steps")
+    cell = ("net", "optimizer", "method", "ratio_asked", "steps", "ranks")
     old: dict[tuple[Any, ...], dict[int, float]] = defaultdict(dict)
     new: dict[tuple[Any, ...], dict[int, float]] = defaultdict(dict)
     for found, some in ((old, earlier), (new, rows)):
         for row in some:
-            found[tuple(row[name] for name in cell)][row["seed"]] = row["accuracy"]
-    lines = ["net optimizer method ratio steps: earlier, now, difference by seed"]
+            told = {"ranks": RANKS} | row
+            found[tuple(told[name] for name in cell)][row["seed"]] = row["accuracy"]
+    lines = ["net optimizer method ratio steps ranks: earlier, now, difference by seed"]
     for key, by_seed in new.items():
         seeds = sorted(set(by_seed) & set(old[key]))
         told = " ".join(str(part) for part in key if part is not None)
@@ -155,7 +173,8 @@ def text(rows: list[Row], flags: str = "") -> str:
     for panel, group in panels(rows).items():
         steps = ", ".join(str(s) for s in sorted({r["steps"] for r in group}))
         rate = ", ".join(str(s) for s in sorted({r["rate"] for r in group}))
-        parts += [f"### {TITLES[panel]}", f"{steps} steps, learning rate {rate}."]
+        ranks = "" if panel[2] == RANKS else f", {panel[2]} ranks"
+        parts += [f"### {TITLES[panel[:2]]}{ranks}", f"{steps} steps, learning rate {rate}."]
         parts.append(table(group))
     return "\n\n".join([*parts, source(rows, flags)])
 
@@ -175,7 +194,7 @@ def _draw(ax: Any, rows: list[Row]) -> dict[str, Any]:
     points = defaultdict(list)
     for group in groups(rows):
         method = group[0]["method"]
-        shown = method != "plain" and "memory" not in method  # those are in the table
+        shown = method != "plain" and "," not in method  # of variants tells the table
         if shown and (found := gaps(group, rows)):
             points[method.split()[0] if "powersgd" in method else method].append(
                 (_ratio(group), statistics.fmean(found), min(found), max(found))
@@ -184,7 +203,7 @@ def _draw(ax: Any, rows: list[Row]) -> dict[str, Any]:
     for method in sorted(points, key=list(LOOKS).index, reverse=True):
         colour, mark = LOOKS[method]
         inside = [point for point in points[method] if point[1] >= LOWEST]
-        ours = method == "auto"
+        ours = method in ("auto", "fft")
         ratio, mean, low, high = zip(*inside, strict=True) if inside else ((), (), (), ())
         bars = [[m - v for m, v in zip(mean, low, strict=True)],
                 [v - m for m, v in zip(mean, high, strict=True)]]  # fmt: skip
@@ -226,7 +245,7 @@ def picture(rows: list[Row], path: Path) -> None:
                 f"aim {aim}", (ratio, aim), xytext=(0, -3), textcoords="offset points",
                 ha="center", va="top", fontsize=8,
             )  # fmt: skip
-        ax.set(xscale="log", title=TITLES[panel], xlabel="received bytes: plain / method")
+        ax.set(xscale="log", title=TITLES[panel[:2]], xlabel="received bytes: plain / method")
         ax.set(xlim=(1.6, 260), ylim=(LOWEST, 0.7))
         ax.set_xticks(TICKS, [str(tick) for tick in TICKS])
         ax.minorticks_off()

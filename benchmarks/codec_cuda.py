@@ -22,6 +22,7 @@ from machine import commit
 
 from sn_compress import FFTCodec
 from sn_compress.codecs import _device
+from sn_compress.text_table import text_table
 
 SETTINGS: list[tuple[str, dict[str, Any], str, int]] = [
     # name, settings, dtype of the memory, ranks decoded
@@ -185,19 +186,18 @@ def row(
     }
 
 
+_SHOWN = (
+    "method", "ranks", "ratio", "nmse", "encode_gb_s", "decode_gb_s", "encode_percent_of_bound",
+    "decode_percent_of_bound", "encode_times_topk", "encode_times_chunked_dct",
+)  # fmt: skip
+_HEAD = (
+    "method", "ranks", "ratio", "NMSE", "encode", "decode", "encode", "decode", "topk", "dct+topk",
+)  # fmt: skip
+_UNITS = ("", "", "x", "", "GB/s", "GB/s", "% bound", "% bound", "x slower", "x slower")
+_FORMATS = ("", "", ".1f", ".4f", ".0f", ".0f", ".1f", ".1f", ".1f", ".1f")
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as people read them."""
-    lines = [
-        f"{'method':30} {'ranks':>5} {'ratio':>7} {'NMSE':>7} {'encode':>8} {'decode':>8} "
-        f"{'encode':>8} {'decode':>8} {'topk':>7} {'dct+topk':>9}",
-        f"{'':30} {'':>5} {'x':>7} {'':>7} {'GB/s':>8} {'GB/s':>8} {'% bound':>8} "
-        f"{'% bound':>8} {'x slower':>7} {'x slower':>9}",
-    ]
-    lines += [
-        f"{r['method']:30} {r['ranks']:5} {r['ratio']:7.1f} {r['nmse']:7.4f} "
-        f"{r['encode_gb_s']:8.0f} {r['decode_gb_s']:8.0f} {r['encode_percent_of_bound']:8.1f} "
-        f"{r['decode_percent_of_bound']:8.1f} {r['encode_times_topk']:7.1f} "
-        f"{r['encode_times_chunked_dct']:9.1f}"
-        for r in rows
-    ]
-    return "\n".join(lines)
+    cells = [[r[name] for name in _SHOWN] for r in rows]
+    return text_table(_HEAD, [_UNITS, *cells], _FORMATS)

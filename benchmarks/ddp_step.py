@@ -27,6 +27,8 @@ from ddp_ways import wrapped
 from language import Language, batch, loss_of
 from training_rows import load, save
 
+from sn_compress.text_table import text_table
+
 RESULTS = Path(__file__).resolve().parent / "results/ddp_step.json"
 WAYS = (
     "plain", "fp16", "powersgd 4", "powersgd 16", "low rank 50", "low rank 150", "gather",
@@ -104,6 +106,10 @@ def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row[name] for name in ("way", "commit", "run", *SETTINGS))
 
 
+_HEAD = "way", "CPU ms", "adds", "(runs)", "wall ms", "adds", "kB sent", "ratio", "calls"
+_FORMATS = "", ".1f", "+.1f", "", ".1f", "+.1f", ".1f", ".1f", ""
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as people read them, a table per commit and net: medians over runs."""
     lines = []
@@ -114,11 +120,9 @@ def table(rows: list[dict[str, Any]]) -> str:
         lines += [
             f"\ncommit {key[0]}, {key[1]:,} parameters, batch {key[2]} x {key[3]}, {key[4]} ranks, "
             f"runs {', '.join(map(str, runs))}, load {group[-1]['load']:.1f}",
-            f"{'way':14} {'CPU ms':>7} {'adds':>7} {'(runs)':>14} {'wall ms':>8} {'adds':>7} "
-            f"{'kB sent':>9} {'ratio':>6} {'calls':>5}",
         ]
         plain = next(row for row in group if row["way"] == "plain")["sent_bytes"]
-        added = {}
+        added, cells = {}, []
         for way in dict.fromkeys(row["way"] for row in group):
             of_way = [row for row in group if row["way"] == way]
             cpu, more, wall, more_wall = (
@@ -128,11 +132,10 @@ def table(rows: list[dict[str, Any]]) -> str:
             every = [row["added_cpu_ms"] for row in of_way]
             added[way] = more
             sent, calls = of_way[-1]["sent_bytes"], of_way[-1]["collectives"]
-            lines.append(
-                f"{way:14} {cpu:7.1f} {more:+7.1f} "
-                f"{f'{min(every):+.1f} to {max(every):+.1f}':>14} {wall:8.1f} {more_wall:+7.1f} "
-                f"{sent / 1e3:9.1f} {plain / sent:6.1f} {calls:5}"
-            )
+            spread = f"{min(every):+.1f} to {max(every):+.1f}"
+            sizes = sent / 1e3, plain / sent, calls
+            cells.append([way, cpu, more, spread, wall, more_wall, *sizes])
+        lines.append(text_table(_HEAD, cells, _FORMATS))
         for way, more in added.items():
             if LIMIT in added and way.startswith(("low rank", "gather")):
                 kept = "yes" if more <= added[LIMIT] else "no"

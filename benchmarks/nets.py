@@ -1,4 +1,4 @@
-"""The two networks the studies train, and the real data they train on."""
+"""The networks the studies train, and the real data they train on."""
 
 from __future__ import annotations
 
@@ -70,4 +70,41 @@ class Transformer(nn.Module):
         return self.head(self.layers(x).mean(1))
 
 
+class Block(nn.Module):
+    """Two convolutions with batch norm beside a shortcut, a convolution of one by one."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
+        self.second = nn.Conv2d(after, after, 3, padding=1, bias=False)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(after), nn.BatchNorm2d(after)])
+        self.shortcut: nn.Module = nn.Identity()
+        if (before, stride) != (after, 1):
+            self.shortcut = nn.Conv2d(before, after, 1, stride, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = nn.functional.relu(self.norms[0](self.first(x)))
+        return nn.functional.relu(self.norms[1](self.second(inner)) + self.shortcut(x))
+
+
+def residual() -> nn.Module:
+    """Three residual blocks of 16, 32 and 64 channels with batch norm, 77,546 parameters."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, stride=2, padding=1), nn.ReLU(),
+        Block(16, 16, 1), Block(16, 32, 2), Block(32, 64, 2),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
+    )  # fmt: skip
+
+
+def wide() -> nn.Module:
+    """Four convolutions of stride two and two dense layers, 1,050,250 parameters."""
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, 2, 1), nn.ReLU(), nn.Conv2d(32, 64, 3, 2, 1), nn.ReLU(),
+        nn.Conv2d(64, 128, 3, 2, 1), nn.ReLU(), nn.Conv2d(128, 256, 3, 2, 1), nn.ReLU(),
+        nn.Flatten(), nn.Linear(1024, 640), nn.ReLU(), nn.Linear(640, 10),
+    )  # fmt: skip
+
+
 NETS = {"cnn": convolutional, "transformer": Transformer}
+# What no setting of ours was chosen on: how a method does on a net it does not know.
+UNSEEN_NETS = {"residual": residual, "wide": wide}

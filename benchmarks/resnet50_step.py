@@ -44,6 +44,8 @@ from resnet50_gradients import (
 from resnet50_horovod import run_horovod
 from training_rows import load, save
 
+from sn_compress.text_table import text_table
+
 RESULTS = Path(__file__).resolve().parent / "results/resnet50_step.json"
 SEAMS = ("ddp", "horovod")
 SETTINGS = ("seam", "layout", "ranks", "rounds", "steps", "width", "classes")
@@ -133,6 +135,17 @@ def rows_of(job: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, 
     return rows
 
 
+_SHOWN = (
+    "seam", "layout", "ranks", "way", "ratio", "collectives", "buckets", "sent_bytes", "cpu_s",
+    "added_cpu_s", "ops_a_bucket",
+)  # fmt: skip
+_HEAD = (
+    "seam", "layout", "ranks", "way", "ratio", "calls", "buckets", "kB sent", "CPU s", "adds",
+    "ops a bucket",
+)  # fmt: skip
+_FORMATS = "", "", "", "", ".1f", "", "", ".1f", ".3f", "+.3f", ".0f"
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as people read them, a table per commit."""
     lines = []
@@ -140,18 +153,12 @@ def table(rows: list[dict[str, Any]]) -> str:
         group = [row for row in rows if (row["commit"], row["elements"]) == key]
         lines += [
             f"\ncommit {key[0]}, {key[1]:,} elements, load {group[-1]['load']:.1f}",
-            f"{'seam':8} {'layout':6} {'ranks':>5} {'way':14} {'ratio':>6} {'calls':>5} "
-            f"{'buckets':>7} {'kB sent':>9} {'CPU s':>6} {'adds':>6} {'ops a bucket':>12}",
         ]
-        for row in group:
-            ops, added = row["ops_a_bucket"], row.get("added_cpu_s")
-            told = "n/a" if ops is None else f"{ops:.0f}"
-            lines.append(
-                f"{row['seam']:8} {row['layout']:6} {row['ranks']:5} {row['way']:14} "
-                f"{row['ratio']:6.1f} "
-                f"{row['collectives']:5} {row['buckets'] or '':>7} {row['sent_bytes'] / 1e3:9.1f} "
-                f"{row['cpu_s']:6.3f} {'' if added is None else f'{added:+.3f}':>6} {told:>12}"
-            )
+        cells = [[row.get(name) for name in _SHOWN] for row in group]
+        for row, cell in zip(group, cells, strict=True):
+            cell[7] = row["sent_bytes"] / 1e3
+            cell[10] = cell[10] if cell[10] is not None else "n/a"
+        lines.append(text_table(_HEAD, cells, _FORMATS))
     return "\n".join(lines)
 
 

@@ -26,6 +26,8 @@ from language import Language, batch, loss_of
 from shaped_links import NoLinksError, ShapedLinks, clean, leftovers
 from training_rows import load, save
 
+from sn_compress.text_table import text_table
+
 RESULTS = Path(__file__).resolve().parent / "results/shaped_ddp.json"
 COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 WAYS = ("plain", "fp16", "powersgd 4", "low rank 50", "low rank 150", "gather")
@@ -115,23 +117,21 @@ def table(rows: list[dict[str, Any]]) -> str:
         lines += [
             f"\ncommit {key[0]}, {key[1]:g} Gbit/s, {group[0]['ranks']} ranks, {key[2]} steps of "
             f"{key[3]} x {key[4]} tokens a rank, seed {key[5]}, load {group[-1]['load']:.1f}",
-            f"{'way':14} {'s/step':>7} {'x plain':>7} {'kB/step':>9} {f's to {key[6]:g}':>9} "
-            f"{'x plain':>7} {'steps':>6} {'loss':>6}",
         ]
         plain = next((row for row in group if row["way"] == "plain"), None)
+        cells = []
         for row in group:
             reached = row["seconds_to_target"]
-            faster = sooner = ""
-            if plain:
-                faster = f"{plain['step_s'] / row['step_s']:.2f}"
+            faster = plain["step_s"] / row["step_s"] if plain else None
+            sooner = None
             if plain and plain["seconds_to_target"] and reached:
-                sooner = f"{plain['seconds_to_target'] / reached:.2f}"
-            lines.append(
-                f"{row['way']:14} {row['step_s']:7.3f} {faster:>7} "
-                f"{row['bytes_per_step'] / 1e3:9.1f} "
-                f"{'never' if reached is None else f'{reached:.1f}':>9} {sooner:>7} "
-                f"{row['steps_to_target'] or '':>6} {row['loss']:6.3f}"
-            )
+                sooner = plain["seconds_to_target"] / reached
+            never = "never" if reached is None else reached
+            kb, steps = row["bytes_per_step"] / 1e3, row["steps_to_target"]
+            cells.append([row["way"], row["step_s"], faster, kb, never, sooner, steps, row["loss"]])
+        reach = f"s to {key[6]:g}"
+        head = ("way", "s/step", "x plain", "kB/step", reach, "x plain", "steps", "loss")
+        lines.append(text_table(head, cells, ("", ".3f", ".2f", ".1f", ".1f", ".2f", "", ".3f")))
     return "\n".join(lines)
 
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from sn_compress.codecs.base import HEADER_BYTES, Codec
+from sn_compress.codecs.base import HEADER_BYTES, Codec, Payload
 from sn_compress.codecs.gather import mean_of_gathered, on_wire
 from sn_compress.codecs.powersgd import powersgd_allreduce
 from sn_compress.feedback import ErrorFeedback
@@ -37,14 +37,24 @@ def rank_gradients(
     """Every rank's gradients as vectors, and the mean loss.
 
     images : [ranks, batch, ...]; labels : [ranks, batch]
+
+    Batch norm normalises by the images of one rank. Its running statistics end as those of rank 0,
+    which are what DistributedDataParallel tests with: the other ranks see them and leave no trace.
     """
-    parameters = list(net.parameters())
+    parameters, buffers = list(net.parameters()), list(net.buffers())
+    before = [buffer.clone() for buffer in buffers]
+    of_first: list[torch.Tensor] = []
     found, total = [], 0.0
     for x, y in zip(images, labels, strict=True):
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)
         loss = nn.functional.cross_entropy(net(x), y)
         gradients = torch.autograd.grad(loss, parameters)
         found.append([g.reshape(-1).numpy() for g in gradients])
         total += loss.item()
+        of_first = of_first or [buffer.clone() for buffer in buffers]
+    for buffer, value in zip(buffers, of_first, strict=True):
+        buffer.copy_(value)
     return found, total / len(images)
 
 
@@ -90,12 +100,15 @@ class Gather(Exchange):
     headers : count our header of 32 bytes and padding, which other codes for a rival's method
         would not send
     at : the codec for a step, where it changes (DGC's warm-up)
+    seen : told each payload
     """
 
     def __init__(
         self, codecs: Sequence[Codec], *, feedback: bool = True, decay: float = 1.0,
         headers: bool = True, at: Callable[[Any, int], Codec] | None = None,
+        seen: Callable[[Payload], None] | None = None,
     ) -> None:  # fmt: skip
+        self.seen = seen
         self.codecs, self.headers, self.at, self.step = list(codecs), headers, at, 0
         self.memories = [ErrorFeedback(codec, decay=decay) for codec in codecs]
         self.feedback = feedback
@@ -110,6 +123,8 @@ class Gather(Exchange):
                 if self.feedback
                 else codec.encode(vector)
             )
+            if self.seen:
+                self.seen(payloads[-1])
         gathered = np.concatenate([on_wire(payload.buffer) for payload in payloads])
         bare = payloads[0].nbytes - HEADER_BYTES
         self._gathered(gathered.size // len(vectors) if self.headers else bare, len(vectors))

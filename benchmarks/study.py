@@ -3,6 +3,7 @@
     python benchmarks/study.py            what is missing of the whole study, hours on two cores
     python benchmarks/study.py --quick    one short run of most methods: does it all run?
     python benchmarks/study.py --long     few methods, four times the steps
+    python benchmarks/study.py --unseen --ranks 2 4 8       two nets that no setting was chosen on
     python benchmarks/study.py --only auto --optimizers sgd --ratios 50 150 --json NEW.json
         --against benchmarks/results/study.json     two cells again, beside what they were
 
@@ -29,16 +30,21 @@ import torch
 from _study_methods import BUILD, DENSE, Shapes, build, matrix
 from accuracy import load, save
 from machine import commit, machine
-from nets import NETS, fashion_mnist
+from nets import NETS, UNSEEN_NETS, fashion_mnist
 from simulated import SMALLEST, Exchange, Plain, exchange_gradients, rank_gradients
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/study.json"
 LONG_RESULTS = ROOT / "benchmarks/results/study_long.json"
-RANKS, BATCH = 8, 8  # images per rank and step
+UNSEEN_RESULTS = ROOT / "benchmarks/results/study_unseen.json"
+RANKS, IMAGES = 8, 64  # ranks, unless a run says otherwise; images a step, of all ranks
 # Chosen on plain runs only, by the loss at the end of a run and by seed 3, which is not studied.
 RATES = {("cnn", "sgd"): 0.05, ("cnn", "adam"): 2e-3, ("transformer", "adam"): 4e-3}
 STEPS = {"cnn": 1500, "transformer": 1500}
+UNSEEN_RATES = {"residual": 0.1, "wide": 0.1}  # both with SGD
+# A step of these takes longer, so there are fewer.
+UNSEEN_STEPS = {"residual": 1000, "wide": 600}
+MAKE = NETS | UNSEEN_NETS
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,7 @@ class Run:
     seed: int
     steps: int
     rate: float
+    ranks: int = RANKS
 
 
 def learning_rate(step: int, steps: int) -> float:
@@ -72,7 +79,7 @@ def train(run: Run) -> dict[str, Any]:
     """Do one run and return it as a flat row."""
     torch.set_num_threads(1)
     torch.manual_seed(run.seed)
-    net = NETS[run.net]().to(memory_format=torch.channels_last)
+    net = MAKE[run.net]().to(memory_format=torch.channels_last)
     momentum = 0.0 if run.method == "dgc" else 0.9  # DGC has it in its codec
     optimizer: torch.optim.Optimizer
     if run.optimizer == "sgd":
@@ -80,7 +87,8 @@ def train(run: Run) -> dict[str, Any]:
     else:
         optimizer = torch.optim.Adam(net.parameters(), lr=run.rate)
     shapes = compressed(net)
-    exchanges = build(run.method, shapes, RANKS, run.ratio_asked, run.steps)
+    ranks, batch = run.ranks, IMAGES // run.ranks
+    exchanges = build(run.method, shapes, ranks, run.ratio_asked, run.steps)
     plain: dict[str, Exchange] = {name: Plain() for name in shapes}
     small: dict[str, Exchange] = {
         name: Plain() for name, _ in net.named_parameters() if name not in shapes
@@ -91,11 +99,11 @@ def train(run: Run) -> dict[str, Any]:
     losses = []
     start = time.process_time()
     for step in range(run.steps):
-        if len(order) < RANKS * BATCH:
+        if len(order) < IMAGES:
             order = torch.randperm(len(images), generator=shuffle)
-        rows, order = order[: RANKS * BATCH], order[RANKS * BATCH :]
-        x = images[rows].view(RANKS, BATCH, *images.shape[1:])
-        gradients, loss = rank_gradients(net, x, labels[rows].view(RANKS, BATCH))
+        rows, order = order[:IMAGES], order[IMAGES:]
+        x = images[rows].view(ranks, batch, *images.shape[1:])
+        gradients, loss = rank_gradients(net, x, labels[rows].view(ranks, batch))
         losses.append(loss)
         if not math.isfinite(loss):
             break
@@ -110,6 +118,7 @@ def train(run: Run) -> dict[str, Any]:
         optimizer.step()
     seconds = time.process_time() - start
     test_images, test_labels = fashion_mnist("t10k")
+    net.eval()
     with torch.inference_mode():
         answers = torch.cat([net(part).argmax(1) for part in test_images.split(500)])
     received, sent = (sum(getattr(e, k) for e in exchanges.values()) for k in ("received", "sent"))
@@ -117,7 +126,7 @@ def train(run: Run) -> dict[str, Any]:
     share = (taken - DENSE) / taken
     others = sum(e.received for e in small.values()) * share
     elements = sum(math.prod(s) for s in shapes.values()) * (taken - DENSE)
-    dense_received = 8 * (RANKS - 1) / RANKS * elements
+    dense_received = 8 * (ranks - 1) / ranks * elements
     end = np.mean(losses[-(run.steps // 10) :])
     return asdict(run) | {
         "exchange": BUILD[run.method][0],
@@ -132,7 +141,7 @@ def train(run: Run) -> dict[str, Any]:
 
 def powersgd_ratio(net: str, rank: int) -> float:
     """What PowerSGD of this rank comes out with, for ours to be set to the same bytes."""
-    shapes = compressed(NETS[net]())
+    shapes = compressed(MAKE[net]())
     factors = sum(min(rank, *matrix(s)) * sum(matrix(s)) for s in shapes.values())
     return round(sum(map(math.prod, shapes.values())) / factors, 2)
 
@@ -158,6 +167,7 @@ def plan(seeds: Sequence[int], steps: int | None) -> list[Run]:
                 add(net, optimizer, seed, MEMORY)
     for net, optimizer in main:
         add(net, optimizer, seeds[0], OTHERS)
+    add("cnn", "sgd", seeds[0], OVER_TIME)
     add("cnn", "adam", seeds[0], headline("cnn") + MEMORY)
     return runs
 
@@ -174,6 +184,21 @@ def long_plan(seeds: Sequence[int], times: int) -> list[Run]:
     ]
 
 
+def unseen_plan(seeds: Sequence[int], ranks: Sequence[int]) -> list[Run]:
+    """The nets that no setting was chosen on, at some numbers of ranks; 50 received throughout."""
+    methods: list[tuple[str, float | None]] = [("plain", None), ("auto", 50.0)]
+    methods += [("fft", 50.0), ("fft by shape", 50.0), ("top-k", 50.0)]
+    # The number of columns whose bytes are nearest to those of the others.
+    columns = {"residual": "powersgd 1", "wide": "powersgd 4"}
+    return [
+        Run(net, "sgd", method, ratio, seed, UNSEEN_STEPS[net], rate, number)
+        for seed in seeds
+        for number in ranks
+        for net, rate in UNSEEN_RATES.items()
+        for method, ratio in [*methods, (columns[net], None)]
+    ]
+
+
 def headline(net: str) -> list[tuple[str, float | None]]:
     """Ours at the ratios aimed at and beside each rank of PowerSGD; the strongest rivals."""
     pairs: list[tuple[str, float | None]] = [("plain", None), ("auto", 50.0), ("auto", 150.0)]
@@ -182,7 +207,11 @@ def headline(net: str) -> list[tuple[str, float | None]]:
         pairs.append((f"powersgd {rank}", None))
         if abs(ratio - 50) > 1:  # else the run at 50 is beside it already
             pairs.append(("auto", ratio))
-    return pairs + [(name, ratio) for name in ("top-k", "demo") for ratio in (50.0, 150.0)]
+    return pairs + [
+        (name, ratio)
+        for name in ("fft", "fft by shape", "top-k", "demo")
+        for ratio in (50.0, 150.0)
+    ]
 
 
 MEMORY: list[tuple[str, float | None]] = [
@@ -199,6 +228,14 @@ OTHERS: list[tuple[str, float | None]] = [
     ("paper", None),
     ("fp16", None),
 ]
+# Theta over time, and what its convergence argument is about: without memory.
+OVER_TIME: list[tuple[str, float | None]] = [
+    ("fft, 8 bits", 50.0),
+    ("fft by shape, warm-up", 50.0),
+    ("fft by shape, energy budget", 50.0),
+    ("fft by shape, no memory", 3.0),
+    ("fft by shape, no memory, diminishing", 3.0),
+]
 QUICK = ("plain", "auto", "powersgd 1", "top-k", "qsgd", "auto gather")
 
 
@@ -208,6 +245,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="rows go there and are continued there")
     parser.add_argument("--quick", action="store_true", help="few methods, few steps")
     parser.add_argument("--long", action="store_true", help="few methods, four times the steps")
+    parser.add_argument("--unseen", action="store_true", help="nets nothing was chosen on")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[RANKS], help="with --unseen")
     parser.add_argument("--times", type=int, default=4, help="as many steps, with --long")
     parser.add_argument("--only", nargs="+", metavar="METHOD", help="no other methods, now")
     parser.add_argument("--nets", nargs="+", metavar="NET", help="no other nets, now")
@@ -223,6 +262,8 @@ def main() -> None:
         path, runs = ROOT / "benchmarks/out/study.json", plan([0], 40)
     elif args.long:
         path, runs = LONG_RESULTS, long_plan(args.seeds, args.times)
+    elif args.unseen:
+        path, runs = UNSEEN_RESULTS, unseen_plan(args.seeds, args.ranks)
     path = args.json or path
     runs = [r for r in runs if not args.only or r.method in args.only]
     runs = [r for r in runs if not args.nets or r.net in args.nets]
@@ -230,7 +271,7 @@ def main() -> None:
     runs = [r for r in runs if not args.ratios or r.ratio_asked in (None, *args.ratios)]
     if args.quick:
         runs = [r for r in runs if r.method in QUICK and r.ratio_asked in (None, 50.0)]
-    rows = [] if args.quick else load(path)
+    rows = [] if args.quick else [{"ranks": RANKS} | row for row in load(path)]
     if not runs:
         parser.error("no run of the study is left by --only, --nets, --optimizers and --ratios")
     fields = tuple(asdict(runs[0]))
@@ -248,13 +289,15 @@ def main() -> None:
             save(path, rows)
             told = [str(row[f]) for f in (*fields[:5], "ratio_received", "accuracy", "train_loss")]
             print(" ".join(told), f"({row['seconds']} s)", flush=True)
-    text = report.text(rows, " --long" if args.long else "")
+    text = report.text(rows, " --long" * args.long + " --unseen" * args.unseen)
     print(f"\n{text}\n\nrows: {path}")
     if args.against:
         print(f"\n{report.compared(rows, load(args.against))}")
     page = ROOT / "docs/accuracy.md"
     if path == LONG_RESULTS:
         report.put_into(page, "study-long", text)
+    elif path == UNSEEN_RESULTS:
+        report.put_into(page, "study-unseen", text)
     elif path == RESULTS:
         report.picture(rows, ROOT / "docs/study.png")
         report.put_into(page, "study", f"![{report.CAPTION}](study.png)\n\n{text}")

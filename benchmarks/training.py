@@ -24,10 +24,13 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before NumPy: a rank has one core
 
+from published import GPUS, WIRES
 from shaped_links import NoLinksError, ShapedLinks, clean, leftovers
 from training_rows import KEYS, key_of, load, row_of, save, table
-from training_runs import PAPER_RHO, REPLAYED, TRAINED, estimate_s, replay_runs, say, train_runs
+from training_runs import REPLAYED, TRAINED, estimate_s, replay_runs, say, train_runs
 from wire_methods import METHODS
+
+WAYS = (*METHODS, "auto")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -39,7 +42,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     flags.add_argument("--quick", action="store_true", help="4 ranks and few steps, 2 minutes")
     flags.add_argument("--clean", action="store_true", help="remove what a killed run has left")
     flags.add_argument("--models", nargs="+", choices=REPLAYED + TRAINED, default=list(REPLAYED))
-    flags.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    flags.add_argument("--methods", nargs="+", choices=WAYS, default=list(WAYS))
     flags.add_argument("--ranks", type=int, default=8)
     flags.add_argument("--gbit", type=float, nargs="+", default=[0.1])
     flags.add_argument("--steps", type=int, default=3, help="timed ones of a replayed run")
@@ -48,22 +51,22 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     flags.add_argument("--batch", type=int, default=16, help="images per rank in training")
     flags.add_argument("--target", type=float, help="per cent right that the clock is read at")
     flags.add_argument("--ratio", type=float, default=100.0, help="of the shared exchange")
+    flags.add_argument("--gpu", choices=GPUS, default="p100", help="computes, as published")
     flags.add_argument(
-        "--compute",
-        choices=["rho", "gpu"],
-        default="rho",
-        help="seconds of computing: plain exchange over --rho, or of a GPU as published",
+        "--link",
+        choices=WIRES,
+        default="10gbe",
+        help="of the cluster that a replay at --gbit is: all seconds grow by the rates' ratio",
     )
-    flags.add_argument("--rho", type=float, default=PAPER_RHO)
     flags.add_argument(
         "--overlap", nargs="+", type=int, choices=[0, 1], default=[0], help="exchange beside it"
     )
     flags.add_argument(
-        "--rivals",
+        "--codec",
         nargs="+",
-        choices=["alone", "free"],
-        default=["alone", "free"],
-        help="codec of rivals in replayed runs: as measured, or taking no time",
+        choices=["core", "free"],
+        default=["free"],
+        help="in replayed runs: the seconds of one core of this machine, or none",
     )
     flags.add_argument("--recorded", type=Path, help="folder in which recordings are kept")
     flags.add_argument("--timeout", type=float, default=7200, help="seconds for a rate")

@@ -15,12 +15,14 @@ from wire_traffic import predicted_bytes
 from sn_compress.prediction.layers import layers
 from sn_compress.text_table import text_table
 
-KEYS = ("model", "method", "ranks", "gbit", "replayed", "codec", "overlap")
+KEYS = ("model", "method", "ranks", "gbit", "replayed", "codec", "overlap", "gpu", "link")
 SETTINGS = ("compute_s", "ratio_asked", "steps", "batch", "target")
+_COMMIT = commit()  # what runs: a run takes an hour, in which the tree may change
 _HEAD = (
     "method", "codec", "s/step", "x plain", "ratio", "MB/step", "predicted", "accuracy",
     "s to target",
 )  # fmt: skip
+_FORMATS = ("", "", ".3f", ".2f", ".1f", ".2f", ".2f", ".1f", ".1f")
 
 
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -64,6 +66,8 @@ def row_of(run: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]
     )
     return {
         **{name: run.get(name) for name in KEYS + SETTINGS},
+        "slow": run.get("slow"),
+        "codec_s": run.get("codec_s"),
         "ratio": 4 * elements / first["sent_bytes"],
         "sent_bytes": round(first["sent_bytes"]),
         "bytes_per_step": round(mean("bytes_per_step")),
@@ -75,7 +79,7 @@ def row_of(run: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]
         "accuracy": first.get("accuracy"),
         "seconds_to_target": first.get("seconds_to_target"),
         "load": os.getloadavg()[0],
-        "commit": commit(),
+        "commit": _COMMIT,
         "machine": machine(),
     }
 
@@ -85,11 +89,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = []
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
-        groups.setdefault(tuple(row[k] for k in ("model", "ranks", "gbit", "overlap")), []).append(
-            row
-        )
-    for (model, ranks, gbit, overlap), group in groups.items():
-        kind = "replayed" if group[0]["replayed"] else "trained"
+        keys = ("model", "ranks", "gbit", "overlap", "gpu", "link")
+        groups.setdefault(tuple(row.get(key) for key in keys), []).append(row)
+    for (model, ranks, gbit, overlap, gpu, link), group in groups.items():
+        slow = group[0].get("slow")
+        kind = f"replayed {slow:.0f} times as slow: {gpu}, {link}" if slow else "trained"
         lines += [
             f"\n{model}, {ranks} ranks, {gbit:g} Gbit/s, {kind}"
             f"{', exchange beside the backward pass' if overlap else ''}",
@@ -97,25 +101,20 @@ def table(rows: list[dict[str, Any]]) -> str:
         cells = []
         plain = [row["step_s"] for row in rows if row["method"] == "plain" and _same(row, group[0])]
         for row in group:
-            faster = f"{plain[0] / row['step_s']:.2f}" if plain else ""
-            told = row["predicted_wire_bytes_per_step"]
+            faster = plain[0] / row["step_s"] if plain else None
+            told = row["predicted_wire_bytes_per_step"] / 1e6
+            sent = row["bytes_per_step"] / 1e6
             cells.append(
                 [
-                    row["method"], row["codec"], f"{row['step_s']:.3f}", faster,
-                    f"{row['ratio']:.1f}", f"{row['bytes_per_step'] / 1e6:.2f}",
-                    f"{told / 1e6:.2f}", _text(row["accuracy"], 1),
-                    _text(row["seconds_to_target"], 1),
+                    row["method"], row["codec"], row["step_s"], faster, row["ratio"], sent, told,
+                    row["accuracy"], row["seconds_to_target"],
                 ]
             )  # fmt: skip
-        lines.append(text_table(_HEAD, cells))
+        lines.append(text_table(_HEAD, cells, _FORMATS))
     return "\n".join(lines)
 
 
-def _text(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
-
-
 def _same(row: dict[str, Any], other: dict[str, Any]) -> bool:
-    keys = ["model", "ranks", "gbit", "replayed"]
+    keys = ["model", "ranks", "gbit", "replayed", "gpu", "link"]
     keys += ["overlap"] if row["replayed"] else []
-    return all(row[key] == other[key] for key in keys)
+    return all(row.get(key) == other.get(key) for key in keys)

@@ -10,22 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from published import WIRES, step_on
 from travel import Script, record
 from wire_methods import OURS, method
 
-from sn_compress.prediction.cost import wire_bytes
+from sn_compress.prediction.cost import Link, Method, Route, choose, wire_bytes
 from sn_compress.prediction.layers import Layer, layers
 
 REPLAYED = ("alexnet", "resnet50")
 TRAINED = ("cnn", "transformer")
 TARGETS = {"cnn": 84.0, "transformer": 82.0}  # per cent of 2,000 test images
-# Forward and backward pass of 16 images on a Titan X (Pascal), cuDNN 5.1, as jcjohnson's
-# cnn-benchmarks publishes them.
-GPU_STEP_S = {"alexnet": 14.56e-3, "resnet50": 103.58e-3}
-# Plain exchange over computing. From the paper's 2.26x: with a gather of 8 ranks at its ratio of
-# 17.8 (a tenth of the coefficients in 8 bits, and a bitmap), a codec that takes no time and no
-# overlap, (1 + rho) / (1 + rho / 4.45) = 2.26 gives 2.56. docs/network.md.
-PAPER_RHO = 2.56
 _CAP = 2**22  # elements of a tensor that rivals are timed on; their seconds grow with it
 _WHOLE = (*OURS, "plain", "fp16", "powersgd")
 
@@ -77,33 +71,86 @@ def plain_s(model: list[Layer], ranks: int, gbit: float) -> float:
     return wire_bytes("allreduce", size, ranks) / (gbit * 1e9 / 8)
 
 
+def recorded(folder: Path, model: str, way: str, ranks: int, ratio: float) -> list[Script]:
+    """The scripts of a method on a model, from the folder or made and kept there."""
+    path = folder / f"{model}-{way}-{ranks}-{ratio:g}.json"
+    if not path.exists():
+        say(f"recording {way} on the tensors of {model}")
+        found = scripts_of(layers(model), way, ranks, ratio)
+        path.write_text(json.dumps([vars(script) for script in found]))
+    return [Script(**entry) for entry in json.loads(path.read_text())]
+
+
+def routes_of(scripts: list[Script], *, free: bool) -> list[Route]:
+    """Scripts as the model of costs has them; with `free` the codec takes no time."""
+    routes = []
+    for script in scripts:
+        codec_s = tuple(0.0 if free else seconds for seconds in script.codec_s)
+        collective = script.rounds[0][0]
+        # What is fused with what is told by the method; which one it is does not matter here.
+        fused: Method = "gather" if collective == "allgather" else "shared"
+        sizes = tuple(size for _, size in script.sent)
+        routes.append(Route(fused, collective, sizes, codec_s))  # type: ignore[arg-type]
+    return routes
+
+
+def chosen(
+    plain: list[Script], shared: list[Script], *, link: Link, ranks: int, compute_s: float,
+    overlap: bool, free: bool,
+) -> list[Script]:  # fmt: skip
+    """What AutoCompression comes to: per tensor plain or low rank, by the model of costs.
+
+    Its tuner asks the same model about the same methods, and goes back to plain where the clock
+    says that nothing is gained; here the model has the last word.
+    """
+    scripts = {"plain": plain, "shared": shared}
+    options = {name: routes_of(found, free=free) for name, found in scripts.items()}
+    taken = choose(options, ranks=ranks, link=link, compute_s=compute_s, overlap=overlap)
+    return [
+        plain[at] if route is options["plain"][at] else shared[at] for at, route in enumerate(taken)
+    ]
+
+
 def replay_runs(args: argparse.Namespace, gbit: float, folder: Path) -> list[dict[str, Any]]:
     """What to replay at a rate."""
+    wire = WIRES[args.link]
+    slow = wire.gbit / gbit
     runs = []
     for name in (model for model in args.models if model in REPLAYED):
-        model = layers(name)
-        if args.compute == "gpu":
-            compute_s = GPU_STEP_S[name]
-        else:
-            compute_s = plain_s(model, args.ranks, gbit) / args.rho
+        step = step_on(args.gpu, name)
+        if step is None:
+            raise SystemExit(f"no published step of {name} on {args.gpu}; benchmarks/published.py")
         for way in args.methods:
-            path = folder / f"{name}-{way}-{args.ranks}-{args.ratio:g}.json"
-            if not path.exists():
-                say(f"recording {way} on the tensors of {name}")
-                found = scripts_of(model, way, args.ranks, args.ratio)
-                path.write_text(json.dumps([vars(script) for script in found]))
-            # A rival's codec here is plain NumPy: that it takes no time is the most it can claim.
-            codecs = ("alone",) if way in _WHOLE else args.rivals
-            runs += [
-                {
-                    "model": name, "method": way, "ranks": args.ranks, "gbit": gbit,
-                    "replayed": True, "codec": codec, "free": codec == "free", "overlap": overlap,
-                    "compute_s": compute_s, "steps": args.steps, "scripts": str(path),
-                    "ratio_asked": args.ratio,
-                }
-                for codec in codecs
-                for overlap in args.overlap
-            ]  # fmt: skip
+            # Plain has no codec.
+            for codec in ("free",) if way == "plain" else args.codec:
+                for overlap in args.overlap:
+                    if way == "auto":
+                        scripts = chosen(
+                            *(recorded(folder, name, of, args.ranks, args.ratio)
+                              for of in ("plain", "shared")),
+                            link=wire.link(), ranks=args.ranks, compute_s=step.seconds,
+                            overlap=overlap, free=codec == "free",
+                        )  # fmt: skip
+                    else:
+                        scripts = recorded(folder, name, way, args.ranks, args.ratio)
+                    told = "" if way != "auto" else f"-{args.gpu}-{args.link}-{codec}-{overlap:d}"
+                    path = folder / f"{name}-{way}-{args.ranks}-{args.ratio:g}{told}.slow{slow:g}"
+                    slowed = [
+                        Script(s.name, s.rounds, [slow * seconds for seconds in s.codec_s])
+                        for s in scripts
+                    ]
+                    path.write_text(json.dumps([vars(script) for script in slowed]))
+                    free = codec == "free"
+                    runs.append(
+                        {
+                            "model": name, "method": way, "ranks": args.ranks, "gbit": gbit,
+                            "replayed": True, "codec": codec, "free": free, "overlap": overlap,
+                            "gpu": args.gpu, "link": args.link, "slow": slow,
+                            "compute_s": slow * step.seconds, "steps": args.steps,
+                            "codec_s": 0.0 if free else sum(sum(s.codec_s) for s in slowed),
+                            "scripts": str(path), "ratio_asked": args.ratio,
+                        }
+                    )  # fmt: skip
     return runs
 
 
@@ -118,7 +165,7 @@ def train_runs(args: argparse.Namespace, gbit: float) -> list[dict[str, Any]]:
             "target": args.target or TARGETS[name], "ratio_asked": args.ratio,
         }
         for name in args.models if name in TRAINED
-        for way in args.methods
+        for way in args.methods if way != "auto"  # its recording is put together, not a method
     ]  # fmt: skip
 
 

@@ -25,6 +25,7 @@ import horovod.torch as hvd
 import torch
 from machine import commit, machine
 from nets import NETS
+from pairs import line_of, paired
 from torch import nn
 
 from sn_compress import AutoCompression
@@ -79,28 +80,11 @@ def compare(name: str, make: Any, *, pairs: int, steps: int, aa: bool) -> dict[s
         if not tuner.settled:
             raise SystemExit(f"{name}: the tuner has not settled after {LEARN} steps")
         methods = set(tuner._methods.values()) or methods
-    found = []
-    for _ in range(pairs):
-        seconds: dict[Any, list[float]] = {plain: [], tuned: []}
-        for number in range(steps):
-            for way in (plain, tuned) if number % 2 else (tuned, plain):
-                seconds[way].append(way())
-        found.append(tuple(same(statistics.median(seconds[way])) for way in (plain, tuned)))
-    ratios = sorted(b / a for a, b in found)
-    low, _, high = statistics.quantiles(ratios, n=4) if pairs > 1 else ratios * 3
     return {
         "model": name,
         "ranks": hvd.size(),
         "against": "plain" if aa else "tuned",
-        "pairs": pairs,
-        "steps_per_pair": steps,
-        "plain_s": statistics.median(a for a, _ in found),
-        "tuned_s": statistics.median(b for _, b in found),
-        "tuned_over_plain": statistics.median(ratios),
-        "lower_quartile": low,
-        "upper_quartile": high,
-        "least": ratios[0],
-        "most": ratios[-1],
+        **paired(plain, tuned, pairs=pairs, steps=steps, mean=same),
         "methods": sorted(methods),
         "learning_s": learning_s,
         "load": os.getloadavg()[0],
@@ -130,14 +114,7 @@ def main() -> None:
         for aa in (False, True) if args.aa else (False,):
             rows.append(compare(name, make, pairs=args.pairs, steps=args.steps, aa=aa))
             if hvd.rank() == 0:
-                row = rows[-1]
-                print(
-                    f"{name}: plain {1e3 * row['plain_s']:.2f} ms, {row['against']} "
-                    f"{1e3 * row['tuned_s']:.2f} ms, ratio {row['tuned_over_plain']:.3f} "
-                    f"({row['lower_quartile']:.3f} to {row['upper_quartile']:.3f}), "
-                    f"{', '.join(row['methods'])}",
-                    flush=True,
-                )
+                print(line_of(rows[-1]), flush=True)
                 if args.json:
                     args.json.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
     hvd.shutdown()

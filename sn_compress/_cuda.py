@@ -78,9 +78,23 @@ def cupy() -> Any:
     return cupy
 
 
+@cache
+def installed() -> bool:
+    return find_spec("cupy") is not None
+
+
+def takes(tensor: Any) -> bool:
+    """Whether the kernels are for this tensor: on a CUDA device, and CuPy is installed.
+
+    Of other libraries than torch they always are, as nothing else here takes those: without CuPy
+    they raise.
+    """
+    return on_cuda(tensor) and (library_of(tensor) != "torch" or installed())
+
+
 def found() -> str:
     """The back end for device tensors and why; CuPy is looked for, not loaded."""
-    if find_spec("cupy") is None:
+    if not installed():
         return "none: CuPy is not installed, so tensors have to be on the CPU; see the extra [cuda]"
     return "cupy: kernels are compiled at the first device tensor"
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from .errors import CompressError
 
-# Seconds between two questions: long enough to leave the core, short beside any collective.
-_NAP = 1e-4
+# Seconds between two questions: long enough to leave the core, and short beside what was waited for
+# already, so that a wait is little longer than what is waited for takes.
+_SHORTEST, _LONGEST, _SHARE = 5e-5, 1e-3, 0.1
 WAIT_S = 1800.0  # longer than a rank takes that validates, or writes a checkpoint, alone
 
 
@@ -24,10 +25,11 @@ def result_of(hvd: Any, handle: int, *, limit_s: float, what: str) -> Any:
 
     Raises CompressError after so many seconds: a rank does something else, and would for ever.
     """
-    until = time.monotonic() + limit_s
+    start = time.monotonic()
     while not hvd.poll(handle):
-        time.sleep(_NAP)
-        if time.monotonic() > until:
+        waited_s = time.monotonic() - start
+        time.sleep(min(max(_SHARE * waited_s, _SHORTEST), _LONGEST))
+        if waited_s > limit_s:
             raise CompressError(waited(what, limit_s))
     return hvd.synchronize(handle)
 

@@ -41,7 +41,8 @@ def register(kind: type, space: Any) -> None:
     """Take arrays of a library that array-api-compat does not know, and of its subclasses.
 
     space : has the standard's functions that the core uses, and of this module's `constant`, for
-        Constant.on, `split`, `bits_of`, `put` and `either`
+        Constant.on, `split`, `bits_of`, `put`, `either`, `floats_of`, `top`, `add_at`, `rfft` and
+        `irfft`
     """
     _registered[kind] = space
 
@@ -64,7 +65,7 @@ def is_fixed(array: Array) -> bool:
 
 def device_of(array: Array) -> Any:
     """Where it lies, for the `device=` of the functions that make arrays."""
-    return array_api_compat.device(array)
+    return array.device if is_torch(array) else array_api_compat.device(array)
 
 
 def on_host(array: Array) -> bool:
@@ -114,11 +115,23 @@ def host_view(array: Array, dtype: npt.DTypeLike = FLOAT32) -> npt.NDArray[Any] 
     return found if found.dtype == dtype and found.flags.c_contiguous else None
 
 
+def quickest(array: Array, dtype: npt.DTypeLike = FLOAT32) -> Array:
+    """The same memory in NumPy, if it is a tensor of torch that one thread of a host works on.
+
+    To call one of NumPy's functions takes about half as long, which counts where tensors are small.
+    Where torch has more threads its own functions use them.
+    """
+    if type(array) is np.ndarray or not is_torch(array):
+        return array
+    view = host_view(array, dtype)
+    return array if view is None or host_threads(array) > 1 else view
+
+
 def host_threads(like: Array) -> int:
     """Threads that the array's library works with on a host."""
-    if is_torch(like):
-        return int(sys.modules["torch"].get_num_threads())
-    return _processors()
+    torch = sys.modules.get("torch")
+    # NumPy has none of its own: beside torch it is given as many, see `quickest`.
+    return int(torch.get_num_threads()) if torch is not None else _processors()
 
 
 @cache
@@ -213,6 +226,59 @@ def bits_of(values: Array) -> Array:
     """The bits of float32 as int32; may share memory."""
     own = _own(values)
     return values.view(namespace(values).int32) if own is None else own.bits_of(values)
+
+
+def floats_of(bits: Array) -> Array:
+    """The float32 that int32 are the bits of; may share memory."""
+    own = _own(bits)
+    return bits.view(namespace(bits).float32) if own is None else own.floats_of(bits)
+
+
+def top(values: Array, count: int) -> Array:
+    """[rows, count]: the largest of each row, in any order."""
+    if is_torch(values):
+        return values.topk(count, dim=1, sorted=False).values
+    if (own := _own(values)) is not None:
+        return own.top(values, count)
+    if isinstance(values, np.ndarray):
+        return np.partition(values, values.shape[1] - count, axis=1)[:, -count:]
+    return namespace(values).sort(values, axis=1)[:, -count:]
+
+
+def add_at(target: Array, index: Array, values: Array) -> Array:
+    """The target with values added at [m] places of its first axis; in its place if it can be.
+
+    Whole numbers add up to the same in any order; no place of floats may come twice.
+    """
+    if is_torch(target):
+        return target.index_add_(0, index, values)
+    if (own := _own(target)) is not None:
+        return own.add_at(target, index, values)
+    namespace(target).add.at(target, index, values)
+    return target
+
+
+def rfft(blocks: Array) -> Array:
+    """[rows, 2 * bins]: the real FFT of each row, orthonormal, real and imaginary parts in turn."""
+    if is_torch(blocks):
+        torch = sys.modules["torch"]
+        return torch.view_as_real(torch.fft.rfft(blocks, norm="ortho")).reshape(len(blocks), -1)
+    if (own := _own(blocks)) is not None:
+        return own.rfft(blocks)
+    xp = namespace(blocks)
+    return xp.astype(xp.fft.rfft(blocks, norm="ortho"), xp.complex64, copy=False).view(xp.float32)
+
+
+def irfft(parts: Array, block: int) -> Array:
+    """[rows, block]: the inverse of `rfft`."""
+    if is_torch(parts):
+        torch = sys.modules["torch"]
+        pairs = torch.view_as_complex(parts.reshape(len(parts), -1, 2))
+        return torch.fft.irfft(pairs, n=block, norm="ortho")
+    if (own := _own(parts)) is not None:
+        return own.irfft(parts, block)
+    xp = namespace(parts)
+    return xp.astype(xp.fft.irfft(parts.view(xp.complex64), n=block, norm="ortho"), xp.float32)
 
 
 def shifted_right(values: Array, places: int) -> Array:

@@ -60,8 +60,8 @@ class Compression(metaclass=_Shown):
         biases, only from 65536 elements on
     check_every : steps from one comparison of the ranks' parameters, by digests, to the next;
         0 for none (default 100). If they differ, CompressError on every rank
-    wait_s : seconds to wait for other ranks in what this sends beside Horovod (default 1800), then
-        CompressError (optimizers of torch). docs/horovod.md has those of Horovod itself
+    wait_s : seconds to wait for other ranks (default 1800), then CompressError (optimizers of
+        torch). docs/horovod.md has those of Horovod itself
     """
 
     settings: ClassVar[Settings]
@@ -184,10 +184,10 @@ class FFTCompression(Compression):
     Settings beside those of Compression
     ------------------------------------
     theta, block, bits, mantissa, positions, values, window, half, transform : those of FFTCodec;
-        theta, the fraction of bins dropped (default 0.98), may be a schedule of
-        sn_compress.schedule
-    mode : "paper" sets block=None, positions="bitmap", half=True and feedback=False first, as
-        published
+        bits are 4 by default, with a mantissa of 1, and theta, the fraction of bins dropped
+        (default 0.98), may be a schedule of sn_compress.schedule
+    mode : "paper" sets block=None, bits=8, mantissa=3, positions="bitmap", half=True and
+        feedback=False first, as published
     threads : of the codec; by default as many as the framework uses
     """
 
@@ -226,6 +226,9 @@ class LowRankCompression(Compression):
 
 class AutoCompression(Compression):
     """LowRankCompression for the tensors where it pays, by measurement; plain for the others.
+
+    A convolution may also travel by directions of single frequencies of its kernels, where these
+    catch more of its gradient in as many bytes.
 
     Link and codec are measured in the first steps, a model chooses for every tensor, and unless a
     step is then faster by the clock, all goes on as plain Horovod; docs/cost.md says how. In

@@ -19,7 +19,7 @@ import numpy as np
 
 from . import __version__, hardware, payloads
 from .agreement import Said, Total, agree, alike, question
-from .arrays import Array, like_of, namespace
+from .arrays import Array, Later, like_of, namespace, quickest
 from .carry import Carry, Gradient, Rounds, Sorted
 from .codecs.base import Floats, Payload
 from .feedback import ErrorFeedback
@@ -92,6 +92,9 @@ class Engine:
             pauses=pauses,
         )  # fmt: skip
         self._seen: set[str | None] = set()  # in this step
+        # Of the last step on a device: what it lost, and whether what came was damaged.
+        self._numbers: list[Later] = []
+        self._arrivals: list[payloads.Arrival] = []
         self._scaler: Any = None
         if scaler is not None:
             self.watch(scaler)
@@ -129,7 +132,9 @@ class Engine:
         ]
         agree(said, total=total, rank=rank, ranks=ranks, name=name, do=do)
         if self.settings.exchange == "shared":
-            self.shared.exact = not alike(total("hardware", question(hardware.said(like))))
+            self.shared.exact = not alike(
+                total("hardware", question(hardware.said(quickest(like))))
+            )
         self.agreed, self.traffic.speaks = ranks, rank == 0
 
     def compare(self, parameters: Said, *, total: Total, rank: int, ranks: int) -> None:
@@ -150,6 +155,8 @@ class Engine:
         """As before the first gradient: another state has been taken over."""
         self._sums.settle()
         self._seen.clear()
+        self._numbers.clear()
+        self._arrivals.clear()
 
     def begin_anew(self) -> None:
         """When ranks have come or gone: all agree again, and count steps from here."""
@@ -244,23 +251,28 @@ class Engine:
     def _gathered(self, gradients: Sequence[Gradient], ranks: int) -> Rounds:
         codec = self.codec
         feedback = self.feedback if self.settings.feedback else None
-        wire, sent = payloads.encode(
+        sent = payloads.encode(
             codec,
             gradients,
             feedback=feedback,
             find_unused=self._find_unused,
             drops_unused=self._drops_unused,
+            tally=self.theta.learns,
         )
-        for gradient, payload in zip(gradients, sent, strict=True):
-            self._tell(payload)
+        if sent.numbers is not None:
+            self._numbers.append(sent.numbers)
+        for gradient, payload in zip(gradients, sent.payloads, strict=True):
+            if sent.numbers is None:
+                self._tell(payload)
             if self.traffic.payload(gradient.name, gradient.elements, payload, 0):
                 _log.warning(
                     "%s: values beyond the fixed window were clipped; see `saturated` in the "
                     "report",
                     gradient.name,
                 )
-        (gathered,) = yield [Carry("gather", wire)]
-        payloads.decode(codec, gathered, gradients, ranks=ranks)
+        (gathered,) = yield [Carry("gather", sent.wire)]
+        if arrival := payloads.decode(codec, gathered, gradients, ranks=ranks):
+            self._arrivals.append(arrival)
 
     def _open_step(self, names: set[str | None], total: Total) -> None:
         if names & self._seen or not self._seen:
@@ -272,6 +284,11 @@ class Engine:
 
     def _next_theta(self, total: Total) -> None:
         """The codec of the step that begins, the same for all tensors and on all ranks."""
+        for numbers in self._numbers:
+            energy, error, _ = numbers.read()
+            self.lost = self.lost[0] + energy, self.lost[1] + error
+            self.traffic.lost(energy, error)
+        self._numbers.clear()
         energy, error = self.lost
         if self.theta.learns:
             energy, error = total("lost", np.array(self.lost)).tolist()
@@ -285,7 +302,13 @@ class Engine:
             self.lost = energy + more[0], error + more[1]
 
     def settle(self) -> None:
-        """Between steps: take one back that the scaler skipped; bring memories to its scale."""
+        """Between steps: take one back that the scaler skipped; bring memories to its scale.
+
+        Raises PayloadError if a payload of the last step was damaged, on a device.
+        """
+        arrivals, self._arrivals = self._arrivals, []
+        for arrival in arrivals:
+            arrival.conclude()
         if self._scaler is None:
             self._sums.settle()
             return

@@ -99,9 +99,13 @@ class ErrorFeedback:
         self._keep(name, n, memory, (n, copy.deepcopy(memory)) if self.undoable else None)
         return memory
 
+    def replace(self, name: str, memory: Any) -> None:
+        """Put another state of the codec in the place of that of `name`, which there is."""
+        self._memory[name] = self._memory[name][0], memory
+
     def _find(self, name: str, like: Any) -> tuple[int, Any]:
         codec = self.codec_of(name)
-        size = _cuda.view(like).elements if on_cuda(like) else like.size
+        size = _cuda.view(like).elements if _cuda.takes(like) else int(like.shape[0])
         n, memory = self._memory.get(name) or (size, None)
         if n != size:
             raise CompressError(

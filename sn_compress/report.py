@@ -87,14 +87,23 @@ class Traffic:
             self._dense_sum += steps * sum(dense for _, dense, _, _ in self._bytes.values())
             self._sent_sum += steps * sum(nbytes for _, _, nbytes, _ in self._bytes.values())
 
-    def ran(self, steps: int, tensors: Sequence[Ran], relative: tuple[float, float]) -> None:
-        """Count steps that a graph has run by itself.
+    def ran(
+        self,
+        steps: int,
+        tensors: Sequence[Ran],
+        relative: tuple[float, float],
+        saturated: int = 0,
+    ) -> bool:
+        """Count steps that a graph has run by itself; True when values saturated first.
 
         steps : of them, those that nothing else has counted
         relative : the sum of their relative errors, and of how many steps
+        saturated : values that were clipped
         """
         if not any(it.steps for it in tensors):
-            return
+            return False
+        first = saturated > 0 and self._saturated == 0
+        self._saturated += saturated
         self._close_step()
         self._sent.clear()
         self._steps += steps
@@ -106,6 +115,7 @@ class Traffic:
             self._ways[it.name] = it.way
         self._relative_sum += relative[0]
         self._relative_count += round(relative[1])
+        return first
 
     @property
     def steps(self) -> int:

@@ -216,6 +216,16 @@ def learner(schedule: Schedule, step: int) -> Learner | None:
     return schedule if isinstance(schedule, Learner) else None
 
 
+def stays(schedule: Schedule, step: int) -> bool:
+    """Whether theta is known to be the same at this step and at all later ones."""
+    while isinstance(schedule, Warmup):
+        warmup: Warmup = schedule
+        if step < warmup.steps:
+            return False
+        schedule, step = warmup.then, step - warmup.steps
+    return isinstance(schedule, Constant)
+
+
 def _check_theta(theta: float) -> None:
     if not 0 <= theta < 1:
         raise CompressError(f"theta={theta!r}; expected a fraction from 0 (keep all) to below 1")

@@ -75,8 +75,8 @@ class Settings:
     compression: CompressionName = "FFTCompression"
     theta: float | Schedule = 0.98
     block: int | None = 4096
-    bits: int = 8
-    mantissa: int = 3
+    bits: int = 4
+    mantissa: int = 1
     positions: Literal["elias-fano", "bitmap"] = "elias-fano"
     values: Literal["range", "fp16"] = "range"
     window: Literal["block", "payload"] | float = "block"
@@ -113,7 +113,7 @@ class Settings:
                     f"{self.compression}: {name}={value!r}; expected {_words(types[name])}"
                 )
         if changes.pop("mode", None) == "paper":
-            changes = {**PAPER, "feedback": False, **changes}
+            changes = {**_AS_PUBLISHED, **changes}
         settings = replace(self, **changes)
         settings.codec(threads=1)  # legal settings or an error here, not in mid-training
         settings.shared()
@@ -198,7 +198,7 @@ class Settings:
     def shared(self) -> SharedExchange:
         """The shared exchange of these settings, for one optimizer."""
         chosen = {name: getattr(self, name) for name in _SHARED}
-        return SharedExchange(**chosen)
+        return SharedExchange(**chosen, frequencies=self.compression == "AutoCompression")
 
 
 @cache
@@ -237,3 +237,6 @@ def _of(wanted: Any) -> tuple[Any, ...]:
 
 _SHARED = {"ratio", "warmup", "every", "min_elements", "feedback", "decay"}
 _CODEC = set(FFTSettings.__annotations__) - set(_OfAll.__annotations__) - {"mode", "threads"}
+_AS_PUBLISHED = {
+    **PAPER, "bits": 8, "mantissa": 3, "feedback": False,
+}  # fmt: skip

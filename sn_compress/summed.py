@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .arrays import Array, namespace, on_host
+from .arrays import INT32, Array, like_of, namespace, on_host, quickest
 from .carry import Carry, Gradient, Rounds, dtype_name
 from .payloads import is_used
 from .report import Traffic
@@ -46,8 +46,8 @@ class Sums:
         """Average gradients in their place; see Engine.rounds."""
         names = [str(gradient.name) for gradient in gradients]
         xp = namespace(gradients[0].values)
-        # The same arrays if they are float32.
-        vectors = [xp.astype(each.values, xp.float32, copy=False) for each in gradients]
+        # The same memory if they are float32.
+        vectors = [quickest(xp.astype(each.values, xp.float32, copy=False)) for each in gradients]
         for name, vector in zip(names, vectors, strict=True):
             self._hold(name, vector)
         late = not on_host(vectors[0])
@@ -64,7 +64,8 @@ class Sums:
                     for name in names:
                         self._traffic.lost(*self._shared.lost(name))
                 nbytes += words.nbytes
-                (total,) = yield [Carry("sum", words)]
+                (came,) = yield [Carry("sum", like_of(words, gradients[0].values))]
+                total = quickest(came, INT32)
             if self._pauses:
                 yield []
         finally:
@@ -72,7 +73,9 @@ class Sums:
                 self._put_back(name)
         for gradient, vector in zip(gradients, vectors, strict=True):
             if dtype_name(gradient.values) != "float32":
-                gradient.values[...] = xp.astype(vector, gradient.values.dtype)
+                gradient.values[...] = xp.astype(
+                    like_of(vector, gradient.values), gradient.values.dtype
+                )
         for name, gradient in zip(names, gradients, strict=True):
             # The words of all are counted with the first.
             energy, error = (0.0, 0.0) if late else self._shared.lost(name)

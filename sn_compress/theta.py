@@ -7,7 +7,7 @@ step get its theta when it begins: then the ranks' sums of the last one are adde
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,10 +15,11 @@ from .codecs.base import Payload
 from .codecs.fft import FFTCodec
 from .errors import CompressError
 from .saved import count, reading
-from .schedule import learner
+from .schedule import learner, stays
 from .settings import Settings
 
 _LATER = 2**62  # a step behind every warm-up
+_AHEAD = 2**12  # steps looked ahead for another theta
 
 
 class ThetaInTime:
@@ -45,6 +46,39 @@ class ThetaInTime:
         if name is not None:
             self._steps[name] += 1
         return self.codec_at(self._schedule.theta(step))
+
+    def stays(self, names: Iterable[str]) -> int:
+        """Steps, the next one included, in which these tensors have one theta, and the same.
+
+        At most 2**12 where a schedule could change later; 0 if theirs differ. Not to be asked of a
+        schedule that learns.
+        """
+        steps = {self._steps[name] for name in names}
+        if all(stays(self._schedule, step) for step in steps):
+            return _LATER
+        own = self._schedule.theta(min(steps))
+        return min(self._stays(step, own) for step in steps)
+
+    def _stays(self, step: int, own: float) -> int:
+        for ahead in range(_AHEAD):
+            try:
+                if self._schedule.theta(step + ahead) != own:
+                    return ahead
+            except Exception:  # noqa: BLE001 - of a step that may never come; raised when it does
+                return ahead
+        return _AHEAD
+
+    def codec_of(self, name: str) -> FFTCodec:
+        """The codec for the next gradient of a tensor, which is not counted yet."""
+        return self.codec_at(self._schedule.theta(self._steps[name]))
+
+    def step_of(self, name: str) -> int:
+        """Gradients of a tensor that were counted."""
+        return self._steps[name]
+
+    def go_to(self, name: str, step: int) -> None:
+        """Count as many gradients of a tensor."""
+        self._steps[name] = step
 
     def begin_step(self, of: str, energy: float, error: float) -> float:
         """Theta of the step that begins.

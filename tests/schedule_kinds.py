@@ -57,10 +57,14 @@ class Watch:
 
         def watched(codec, buffer, values, **options):
             payload = encode(codec, buffer, values, **options)
-            self._seen.append((codec.theta, payload.energy, payload.error))
+            self.see(codec.theta, payload.energy, payload.error)
             return payload
 
         FFTCodec.encode_into = watched
+
+    def see(self, theta, energy, error):
+        """Take note of what was encoded."""
+        self._seen.append((theta, energy, error))
 
     def end_step(self):
         """All gradients of a step had the same theta."""

@@ -50,6 +50,11 @@ void from_codes(const Levels& levels, const uint32_t* codes, float weight, float
 }
 
 void put_codes(uint32_t* words, int64_t at, const uint32_t* codes, int64_t count, int bits) {
+  if (bits == 8) {  // as below
+    auto* bytes = reinterpret_cast<uint8_t*>(words) + at / 8;
+    for (int64_t i = 0; i < count; ++i) bytes[i] = static_cast<uint8_t>(codes[i]);
+    return;
+  }
   Writer writer(words, at);
   for (int64_t i = 0; i < count; ++i) writer.put(codes[i], bits);
   writer.flush();

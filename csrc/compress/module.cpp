@@ -329,6 +329,9 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "_core", "C++ back end of sn_compre
 
 PyMODINIT_FUNC PyInit__core() {
   PyObject* made = PyModule_Create(&module);
-  if (made && PyModule_AddFunctions(made, sn::low_rank_methods) < 0) Py_CLEAR(made);
+  if (made && (PyModule_AddFunctions(made, sn::low_rank_methods) < 0 ||
+               PyModule_AddFunctions(made, sn::graph_methods) < 0 ||
+               PyModule_AddFunctions(made, sn::long_methods) < 0))
+    Py_CLEAR(made);
   return made;
 }

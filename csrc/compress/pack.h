@@ -24,8 +24,9 @@ class Writer {
       filled_ -= 32;
     }
   }
+  // Leaves alone what another Writer has put behind.
   void flush() {
-    if (filled_) *word_ = static_cast<uint32_t>(pending_);
+    if (filled_) *word_ |= static_cast<uint32_t>(pending_);
   }
 
  private:

@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from .. import _cuda
+from .. import _cuda, arrays
 from ..arrays import on_cuda
 from ..errors import CompressError
 from ._device_decode import Decoder as Decoder
+from ._device_decode import damage_of as damage_of
 from ._device_decode import raise_if_damaged as raise_if_damaged
 from ._device_decode import side_by_side
 from ._device_encode import Encoder as Encoder
@@ -45,7 +46,7 @@ def new_state(codec: Coder, like: Any, dtype: str = "float32") -> list[Any]:
 
 def to_host(state: Sequence[Any]) -> list[Any]:
     """A copy of a memory, wherever it is, as NumPy float32; waits for the device."""
-    parts = [part.get() if on_cuda(part) else part.copy() for part in state]
+    parts = [np.array(arrays.to_host(part)) for part in state]
     return [
         (p.astype(np.uint32) << 16).view(np.float32) if p.dtype == np.uint16 else p for p in parts
     ]

@@ -150,6 +150,11 @@ class Decoder:
         return int(self._totals.data.ptr) + 8 * self.ranks * i
 
 
+def damage_of(device: int) -> Any:
+    """The flag that decoding on a device raises and `raise_if_damaged` lowers, u32 [1] there."""
+    return _flags[device]
+
+
 def raise_if_damaged(device: int = 0) -> None:
     """Raise PayloadError if anything decoded since the last call was damaged; waits for it."""
     if device not in _flags:

@@ -63,7 +63,7 @@ class Payload:
     @property
     def nbytes(self) -> int:
         """Bytes on the wire, header included."""
-        return int(self.buffer.size)
+        return int(self.buffer.nbytes)
 
     @property
     def body(self) -> Bytes:

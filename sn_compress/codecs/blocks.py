@@ -51,6 +51,11 @@ class Section:
             part = padded
         return part.reshape(last - first, block)
 
+    def row(self, vector: npt.NDArray[Any], index: int) -> npt.NDArray[Any]:
+        """What of a block is in the vector: [m], m <= block; a view."""
+        start = self.start + index * self.layout.block
+        return vector[start : min(start + self.layout.block, self.stop)]
+
     def room(self, out: Floats, first: int, last: int) -> Floats:
         """Where to write blocks first..last: [blocks, block], in `out` itself if all are full."""
         block = self.layout.block

@@ -24,13 +24,14 @@ import numpy as np
 import numpy.typing as npt
 import scipy.fft
 
+from .. import _cuda
 from .._native import parallel
-from ..arrays import on_cuda
+from ..arrays import like_of, on_cuda, on_host
 from ..errors import CompressError, PayloadError
-from ..ops import quantize, select, spectrum
+from ..ops import long_record, quantize, select, spectrum
 from ..ops.blockwise import decode_blocks, encode_blocks
 from ..ops.record import Layout, Tally, Values
-from . import _device
+from . import _device, batched
 from .base import HEADER_BYTES, Bytes, Codec, Floats, Payload, as_vector
 from .blocks import Section, cut
 from .fft_settings import Positions, TransformName, check_settings, pack_settings
@@ -175,10 +176,12 @@ class FFTCodec(Codec):
     def new_state(self, n: int, *, like: Any = None) -> Memory:
         """Zero memory: the residual's coefficients, [blocks, bins * parts] float32 per section.
 
-        It lies on the device of the vector `like`, if one is given.
+        It lies on the device of the vector `like`, if one is given; see place_state.
         """
-        if like is not None and on_cuda(like):
+        if like is not None and _cuda.takes(like):
             return _device.new_state(self, like)
+        if like is not None and not on_host(like):
+            return batched.new_memory(self, n, like)
         return [
             np.zeros((s.count, s.layout.bins * s.layout.parts), np.float32)
             for s in self.sections(n)
@@ -193,10 +196,15 @@ class FFTCodec(Codec):
         return self._from_axes(out)
 
     def place_state(self, state: Memory, like: Any) -> Memory:
-        """On the GPU for tensors there, on the host for others; copied only if it is elsewhere."""
-        if on_cuda(like):
+        """On the device of the vector, as an array of CuPy if the kernels are to encode it.
+
+        Copied only if it is elsewhere.
+        """
+        if _cuda.takes(like):
             return _device.to_device(state, like)
-        return _device.to_host(state) if any(map(on_cuda, state)) else state
+        if not on_host(like):
+            return [like_of(part, like) for part in state]
+        return state if all(isinstance(it, np.ndarray) for it in state) else _device.to_host(state)
 
     def dump_state(self, state: Memory, n: int) -> dict[str, Any]:
         return super().dump_state(_device.to_host(state), n)
@@ -236,7 +244,7 @@ class FFTCodec(Codec):
                 f"a buffer of shape {buffer.shape} and dtype {buffer.dtype} for {n} elements; "
                 f"expected {self.payload_bytes(n)} bytes. Make it with payload_bytes({n})."
             )
-        if self.half:
+        if self.half and not self._rounds_inside(array):
             with np.errstate(over="ignore"):
                 array = array.astype(np.float16)
         array = self._to_axes(array)
@@ -257,6 +265,12 @@ class FFTCodec(Codec):
             error=math.fsum(t.error for t in tallies),
         )
 
+    def _rounds_inside(self, array: npt.NDArray[Any]) -> bool:
+        """Whether the transform casts to float16 as it reads the values."""
+        layouts = (section.layout for section in self.sections(array.size))
+        long = all(long_record.fits(self._within, layout) for layout in layouts)
+        return long and array.dtype == np.float32 and self.window != "payload"
+
     def _encode_section(
         self,
         array: npt.NDArray[Any],
@@ -267,6 +281,20 @@ class FFTCodec(Codec):
         top: int | None,
     ) -> list[Tally]:
         own = section.records(words)
+        if long_record.fits(self._within, section.layout):
+            return [
+                long_record.encode_long(
+                    section.row(array, i).astype(np.float32, copy=False),
+                    None if memory is None else memory[i],
+                    own[i],
+                    section.layout,
+                    decay=decay,
+                    top=top,
+                    half=self.half,
+                    threads=self.threads,
+                )
+                for i in range(section.count)
+            ]
 
         def work(firsts: Iterator[int]) -> list[Tally]:
             tallies = []
@@ -380,6 +408,11 @@ class FFTCodec(Codec):
     ) -> None:
         layout = section.layout
         records = [section.records(body) for body in bodies]
+        if long_record.fits(self._within, layout):
+            for i in range(section.count):
+                row = section.row(out, i)
+                long_record.decode_long([r[i] for r in records], row, layout, weight, self.threads)
+            return
 
         def work(firsts: Iterator[int]) -> None:
             for first in firsts:

@@ -141,36 +141,39 @@ def _transform(z: Parts, block: int) -> Parts:
         radix = min(8, n)
         m = n // radix
         planes = [part.reshape(rows, radix, m, stride) for part in z]
-        split = _dft([(planes[0][:, k], planes[1][:, k]) for k in range(radix)])
+        split = butterfly([(planes[0][:, k], planes[1][:, k]) for k in range(radix)])
         if m > 1:
             own, table = table[: 14 * m].reshape(7, 2, m, 1), table[14 * m :]
-            split[1:] = [_times(x, (w[0], w[1])) for x, w in zip(split[1:], own, strict=True)]
+            split[1:] = [times(x, (w[0], w[1])) for x, w in zip(split[1:], own, strict=True)]
         re, im = (np.stack(parts, axis=2) for parts in zip(*split, strict=True))
         z = re.reshape(rows, -1), im.reshape(rows, -1)
         n, stride = m, stride * radix
     return z
 
 
-def _plus(x: Parts, y: Parts) -> Parts:
+def plus(x: Parts, y: Parts) -> Parts:
+    """Sum."""
     return x[0] + y[0], x[1] + y[1]
 
 
-def _minus(x: Parts, y: Parts) -> Parts:
+def minus(x: Parts, y: Parts) -> Parts:
+    """Difference."""
     return x[0] - y[0], x[1] - y[1]
 
 
-def _times(x: Parts, y: Parts) -> Parts:
+def times(x: Parts, y: Parts) -> Parts:
+    """Product, no two roundings in one."""
     return x[0] * y[0] - x[1] * y[1], x[0] * y[1] + x[1] * y[0]
 
 
-def _dft(z: list[Parts]) -> list[Parts]:
-    """Of 2, 4 or 8 points, from those of the even and of the odd ones."""
+def butterfly(z: list[Parts]) -> list[Parts]:
+    """Transform of 2, 4 or 8 points, from those of the even and of the odd ones."""
     if len(z) == 1:
         return z
-    even, odd = _dft(z[0::2]), _dft(z[1::2])
+    even, odd = butterfly(z[0::2]), butterfly(z[1::2])
     odd = [_turn(x, k, len(z)) for k, x in enumerate(odd)]
     pairs = list(zip(even, odd, strict=True))
-    return [_plus(*pair) for pair in pairs] + [_minus(*pair) for pair in pairs]
+    return [plus(*pair) for pair in pairs] + [minus(*pair) for pair in pairs]
 
 
 def _turn(x: Parts, k: int, n: int) -> Parts:

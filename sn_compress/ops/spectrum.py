@@ -20,7 +20,7 @@ import numpy.typing as npt
 import scipy.fft
 
 from .. import _native
-from . import fourier
+from . import fourier, long_fourier
 
 Floats = npt.NDArray[np.float32]
 
@@ -36,6 +36,8 @@ class Transform(NamedTuple):
 def _rfft(blocks: Floats) -> Floats:
     if fourier.fits(blocks.shape[1]):
         return fourier.forward(blocks)
+    if long_fourier.fits(blocks.shape[1]):
+        return long_fourier.forward(blocks)
     # float32 in, complex64 out: SciPy keeps single precision.
     return scipy.fft.rfft(blocks, axis=-1, norm="ortho").view(np.float32)  # type: ignore[no-any-return]
 
@@ -43,6 +45,8 @@ def _rfft(blocks: Floats) -> Floats:
 def _irfft(coefficients: Floats, block: int) -> Floats:
     if fourier.fits(block):
         return fourier.inverse(coefficients, block)
+    if long_fourier.fits(block):
+        return long_fourier.inverse(coefficients, block)
     return scipy.fft.irfft(  # type: ignore[no-any-return]
         coefficients.view(np.complex64), n=block, axis=-1, norm="ortho", overwrite_x=True
     )

@@ -3,7 +3,8 @@
 One rank for all tensors, as PowerSGD has it, spends as much on a matrix whose gradient is nearly
 of rank one as on one whose is not. Directions are bought here one by one, always the one that
 catches the largest share of its tensor's energy per word, until the budget is spent. A matrix
-whose energy lies in few rows, as that of an embedding does, sells rows in place of directions.
+whose energy lies in few rows, as that of an embedding does, sells rows in place of directions; a
+convolution's tensor whose energy lies in few frequencies of its kernels, directions of these.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -22,18 +24,23 @@ from ..codecs.base import Floats
 from ..errors import CompressError, PayloadError
 from ..ops.digits import Digits
 from ..ops.directions import directions, first_factor
+from ..ops.kernels import kernels_of, waves
 from ..ops.matrices import cut
 from ..ops.positions import slot_words
 from ..ops.word_sum import PRIME, word_sum
 from .base import Part
 from .bucket import HEAD
+from .frequencies import Frequencies
 from .low_rank import LowRank
 from .rows import Rows
 from .whole import Whole
 
 Words = npt.NDArray[np.int32]
+Way = Literal["low_rank", "rows", "frequencies"]
 
+WAYS: tuple[Way, ...] = get_args(Way)
 MOST = 64  # directions looked at
+MOST_FREQUENCIES = 256  # of them, which are about a quarter as long
 _SILENT = 0  # in a rank's place, of one that has joined
 _TOLD = 3  # words: ranks that speak, the checksum, and a digest of the shapes
 
@@ -46,35 +53,38 @@ class Size:
     ----------
     shape : the tensor's, as it is made a matrix
     size : directions, or rows that each rank names; 0 is the whole tensor
-    sparse : rows are sent, else directions
+    way : what is sent: directions, rows, or directions of frequencies
     """
 
     shape: tuple[int, ...]
     size: int
-    sparse: bool = False
+    way: Way = "low_rank"
 
     def part(self) -> Part:
         """What sends it."""
         if self.size == 0:
             return Whole([(1, math.prod(self.shape))])
+        if self.way == "frequencies" and (kernels := kernels_of(self.shape)) is not None:
+            return Frequencies([kernels], [self.size])
         matrix = cut(self.shape)
-        return Rows([matrix], [self.size]) if self.sparse else LowRank([matrix], [self.size])
+        kind = Rows if self.way == "rows" else LowRank
+        return kind([matrix], [self.size])
 
 
 @dataclass(frozen=True)
 class Curve:
-    """What directions, or rows, of one tensor would catch.
+    """What directions, rows or directions of frequencies of one tensor would catch.
 
     Attributes
     ----------
     shape : the tensor's
     shares : [directions] or [rows], share of the squared norm in each, falling
-    sparse : rows are sent, in parcels of one for each rank; else directions
+    way : what is sent; rows in parcels of one for each rank
     """
 
     shape: tuple[int, ...]
     shares: npt.NDArray[np.float64]
-    sparse: bool = False
+    way: Way = "low_rank"
 
     @classmethod
     def of(cls, mean: Floats, shape: Sequence[int]) -> Curve:
@@ -95,16 +105,36 @@ class Curve:
         energy = np.square(mean.reshape(rows, -1), dtype=np.float64).sum(axis=1)
         total = energy.sum()
         if not np.isfinite(total) or not total:
-            return cls(tuple(shape), np.full(rows, 1 / rows), sparse=True)
-        return cls(tuple(shape), np.sort(energy)[::-1] / total, sparse=True)
+            return cls(tuple(shape), np.full(rows, 1 / rows), "rows")
+        return cls(tuple(shape), np.sort(energy)[::-1] / total, "rows")
+
+    @classmethod
+    def of_frequencies(cls, mean: Floats, shape: Sequence[int]) -> Curve | None:
+        """Of directions of frequencies, measured likewise; None where there are no kernels."""
+        if (it := kernels_of(shape)) is None:
+            return None
+        side = min(it.across, it.beside)
+        most = min(it.count * side, MOST_FREQUENCIES)
+        total = np.square(mean, dtype=np.float64).sum()
+        if not np.isfinite(total) or not total:
+            return cls(tuple(shape), np.full(most, 1 / most), "frequencies")
+        wave = waves(it.sides).host
+        if it.last:
+            cube = (mean.reshape(-1, it.count) @ wave.T).reshape(it.across, it.beside, -1)
+            cube = cube.transpose(2, 0, 1)
+        else:
+            cube = (wave @ mean.reshape(it.count, -1)).reshape(-1, it.beside, it.across)
+        sigma = np.concatenate([_singular_values(each, min(side, most)) for each in cube])
+        energy = np.sort(np.square(sigma, dtype=np.float64))[::-1]
+        return cls(tuple(shape), energy[:most] / total, "frequencies")
 
     def caught(self, size: int, ranks: int) -> float:
         """Share of the energy in `size` directions, or parcels of rows."""
-        return float(self.shares[: size * ranks if self.sparse else size].sum())
+        return float(self.shares[: size * ranks if self.way == "rows" else size].sum())
 
     def most(self, ranks: int) -> int:
         """The largest size."""
-        return -(-self.shares.size // ranks) if self.sparse else self.shares.size
+        return -(-self.shares.size // ranks) if self.way == "rows" else self.shares.size
 
     def largest(self, words: int, ranks: int) -> int:
         """The largest size that fits the words; 0 if none does."""
@@ -125,6 +155,20 @@ def better(low_rank: Curve, rows: Curve, words: float, ranks: int) -> Curve:
     by_rows = rows.caught(rows.largest(int(words / 2), ranks), ranks)
     by_rank = low_rank.caught(max(1, low_rank.largest(int(words), ranks)), ranks)
     return rows if by_rows > by_rank else low_rank
+
+
+def with_frequencies(low_rank: Curve, frequencies: Curve | None, words: float, ranks: int) -> Curve:
+    """Frequencies, if as many words of them catch more.
+
+    Of both an exchange catches about as much of what the curve shows: seven to eight tenths
+    (docs/decisions/0030).
+    """
+    if frequencies is None:
+        return low_rank
+    size = max(1, low_rank.largest(int(words), ranks))
+    words = max(words, _words(low_rank, size, ranks))
+    by_frequencies = frequencies.caught(frequencies.largest(int(words), ranks), ranks)
+    return frequencies if by_frequencies > low_rank.caught(size, ranks) else low_rank
 
 
 def budget(taken: int, left_out: float, ratio: float) -> int:
@@ -155,20 +199,22 @@ def allocate(curves: Mapping[str, Curve], words: int, ranks: int) -> dict[str, i
     return chosen
 
 
-def words_of(shape: Sequence[int], size: int, ranks: int, *, sparse: bool = False) -> list[int]:
+def words_of(shape: Sequence[int], size: int, ranks: int, way: Way = "low_rank") -> list[int]:
     """Words that a tensor of its own sends in each round at a size; 0 is whole."""
     rows, columns = cut(shape)
     if size == 0:
         return [HEAD + 1 + Digits.of(ranks, fine=True).words(rows * columns)]
     digits = Digits.of(ranks)
-    if sparse:
+    if way == "frequencies" and (it := kernels_of(shape)) is not None:
+        return [HEAD + 1 + digits.words(side * size) for side in (it.across, it.beside)]
+    if way == "rows":
         values = digits.words(min(size * ranks, rows) * columns)
         return [HEAD + 1 + values + ranks * slot_words(size, rows)]
     return [HEAD + size + digits.words(side * size) for side in (rows, columns)]
 
 
 def _words(curve: Curve, size: int, ranks: int) -> int:
-    return sum(words_of(curve.shape, size, ranks, sparse=curve.sparse))
+    return sum(words_of(curve.shape, size, ranks, curve.way))
 
 
 def _gain(curve: Curve, size: int, ranks: int) -> float:
@@ -203,7 +249,8 @@ def encode_sizes(chosen: Mapping[str, Size], *, ranks: int, rank: int) -> Words:
     if not 0 <= rank < ranks:
         raise CompressError(f"rank={rank!r} of {ranks}; expected 0 to {ranks - 1}")
     words = np.zeros(_TOLD + ranks * len(chosen), np.int32)
-    own = [1 + 2 * chosen[name].size + chosen[name].sparse for name in sorted(chosen)]
+    sizes = [chosen[name] for name in sorted(chosen)]
+    own = [1 + len(WAYS) * it.size + WAYS.index(it.way) for it in sizes]
     words[0], words[2] = 1, _digest({name: size.shape for name, size in chosen.items()})
     words[_TOLD:].reshape(ranks, -1)[rank] = own
     words[1] = int(word_sum(words))
@@ -240,15 +287,24 @@ def decode_sizes(
         )
     found = {}
     for name, word in zip(sorted(shapes), slots[int(spoken.argmax())].tolist(), strict=True):
-        size, sparse = divmod(word - 1, 2)
-        rows, columns = cut(shapes[name])
-        if not 0 <= size <= (rows if sparse else min(rows, columns)) or (sparse and not size):
+        size, which = divmod(word - 1, len(WAYS))
+        way = WAYS[which]
+        if not (way == "low_rank" and size == 0) and not 1 <= size <= largest(shapes[name], way):
             raise PayloadError(
-                f"size {size} of {name!r}, a {rows} x {columns} matrix: damaged, or two ranks say "
-                "that they are the same one"
+                f"size {size} of {name!r}, {way} of {tuple(shapes[name])}: damaged, or two ranks "
+                "say that they are the same one"
             )
-        found[name] = Size(tuple(shapes[name]), size, bool(sparse))
+        found[name] = Size(tuple(shapes[name]), size, way)
     return found
+
+
+def largest(shape: Sequence[int], way: Way) -> int:
+    """The largest size of a tensor; 0 where it cannot be sent in this way."""
+    if way == "frequencies":
+        it = kernels_of(shape)
+        return 0 if it is None else it.count * min(it.across, it.beside)
+    rows, columns = cut(shape)
+    return rows if way == "rows" else min(rows, columns)
 
 
 def _digest(shapes: Mapping[str, Sequence[int]]) -> int:

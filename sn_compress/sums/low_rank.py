@@ -85,15 +85,9 @@ class LowRank(Part):
         return like_of(self._right_rows(self._right.join(factors)), like)
 
     def begin(self, state: State, means: Sequence[Array]) -> State:
-        # Integers all the way, so that no library's order of sums shows in the directions.
         xp = namespace(state["basis"])
-        wholes, steps = zip(*(_whole(it) for it in means), strict=True)
-        flat, bits = state["basis"], most(max(max(it) for it in self.shapes)).bit_length() - 1
-        for _ in range(_ITERATIONS + 1):
-            p = _turned(self._right.split(flat), [turned(it) for it in wholes])
-            q = _turned(self._left.split(self._left_rows(_rounded(p, bits))), wholes)
-            flat = self._right_rows(_rounded(q, bits), flat)
-        p = _turned(self._right.split(flat), [turned(it) for it in wholes])
+        wholes, steps = zip(*(whole_of(it) for it in means), strict=True)
+        flat, p, q = self.sought(state["basis"], wholes)
         left, right = (
             columns.expected(
                 columns.peaks(
@@ -107,6 +101,23 @@ class LowRank(Part):
             for columns, each, name in ((self._left, p, "left"), (self._right, q, "right"))
         )
         return {"basis": flat, "left": left, "right": right}
+
+    def sought(
+        self, flat: Array, wholes: Sequence[Array]
+    ) -> tuple[Array, list[Array], list[Array]]:
+        """Directions of whole matrices, [n] float32, and both products of a step with them.
+
+        Integers all the way, so that no library's order of sums shows in the directions.
+
+        flat : directions to begin with
+        wholes : whole numbers of 15 bits at most, float64
+        """
+        bits = most(max(max(it) for it in self.shapes)).bit_length() - 1
+        for _ in range(_ITERATIONS + 1):
+            p = _turned(self._right.split(flat), [turned(it) for it in wholes])
+            q = _turned(self._left.split(self._left_rows(_rounded(p, bits))), wholes)
+            flat = self._right_rows(_rounded(q, bits), flat)
+        return flat, _turned(self._right.split(flat), [turned(it) for it in wholes]), q
 
     def rescale(self, state: State, quarters: int) -> State:
         return state | {name: shifted(state[name], quarters) for name in ("left", "right")}
@@ -160,7 +171,7 @@ class LowRank(Part):
         mean = self._right.split(xp.astype(sums, xp.float32) * (unit * found.poison))
         p, owns = self._left.split(seen["p"]), self._right.split(own)
         left = subtract_outer(matrices, p, owns)
-        means = _exact_outer(p, mean, outs) if exact else outer(p, mean, outs)
+        means = exact_outer(p, mean, outs) if exact else outer(p, mean, outs)
         new = {
             # The new directions; where there is none (the gradient had fewer), the old one waits.
             "basis": self._right_rows(sums, state["basis"]),
@@ -171,7 +182,7 @@ class LowRank(Part):
         return Outcome(left, means, new, xp.sum(own * (2 * seen["q"] - own)))
 
 
-def _whole(mean: Array) -> tuple[Array, Array]:
+def whole_of(mean: Array) -> tuple[Array, Array]:
     """A matrix as integers of 15 bits in float64, and what one stands for; zeros if not finite."""
     xp = namespace(mean)
     finite = xp.all(xp.isfinite(mean))
@@ -195,7 +206,7 @@ def _rounded(factors: Sequence[Array], bits: int) -> Array:
     return join([xp.reshape(integers(it, bits)[0], (-1,)) for it in factors])
 
 
-def _exact_outer(
+def exact_outer(
     left: Sequence[Array], right: Sequence[Array], outs: Sequence[Array] | None
 ) -> list[Array]:
     """See `outer`; one order of sums and one rounding, for ranks of unlike hardware."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..arrays import to_host
-from .choose import Curve, Size, allocate, better, budget
+from .choose import Curve, Size, allocate, better, budget, with_frequencies
 from .tensor import Tensor
 
 # Elements of a vector, such as a bias or the weights of a norm, from which on it is compressed. A
@@ -31,11 +31,12 @@ def propose(
     min_elements: int,
     ranks: int,
     rows: bool,
+    frequencies: bool,
 ) -> None:
     """Sizes for all tensors that have none yet, from what the dense steps showed this rank.
 
     left_out : elements that travel plain; each tensor pays its part of them
-    rows : whether a tensor may be sent by rows
+    rows, frequencies : whether a tensor may be sent by rows, or by frequencies of its kernels
     """
     # A copy: where a thread encodes, a hook may add a tensor meanwhile.
     every = dict(tensors)
@@ -53,11 +54,16 @@ def propose(
         mean = np.zeros(n, np.float32) if t.mean is None else to_host(t.mean)
         shape = t.shape if n >= min_elements else (n,)
         curves[name] = Curve.of(mean, shape)
-        if rows and not curves[name].flat and t.mean is not None:
-            by_rows = Curve.of_rows(mean, shape)
-            curves[name] = better(curves[name], by_rows, n / ratio, ranks)
+        if curves[name].flat or t.mean is None:
+            continue
+        low_rank = curves[name]
+        if rows:
+            curves[name] = better(low_rank, Curve.of_rows(mean, shape), n / ratio, ranks)
+        if frequencies and curves[name] is low_rank:
+            by_frequencies = Curve.of_frequencies(mean, shape)
+            curves[name] = with_frequencies(low_rank, by_frequencies, n / ratio, ranks)
     taken, all_taken = (sum(math.prod(t.shape) for t in of.values()) for of in (new, every))
     chosen = allocate(curves, budget(taken, left_out * taken / all_taken, ratio), ranks)
     for name, tensor in new.items():
         curve, size = curves[name], chosen[name]
-        tensor.proposed = Size(curve.shape, size, sparse=curve.sparse and size > 0)
+        tensor.proposed = Size(curve.shape, size, curve.way if size else "low_rank")

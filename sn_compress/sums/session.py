@@ -31,7 +31,7 @@ from .tensor import Tensor
 
 Rounds = Generator[Array, Array, Array]
 
-_FORMAT = 5
+_FORMAT = 6
 
 
 class SharedExchange:
@@ -45,6 +45,7 @@ class SharedExchange:
     every : steps from one dense step to the next after that
     min_elements : tensors below it are not taken, and no vectors below `proposal.VECTOR`
     feedback, decay : whether what was not sent is remembered, and the factor on it
+    frequencies : whether convolutions may travel by frequencies of their kernels
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class SharedExchange:
         min_elements: int = 1024,
         feedback: bool = True,
         decay: float = 1.0,
+        frequencies: bool = False,
     ) -> None:
         if not ratio > 1 or warmup < 1 or every < 1:
             raise CompressError(
@@ -66,6 +68,7 @@ class SharedExchange:
         self.min_elements = min_elements
         self.exact = False  # ranks have unlike hardware
         self.decay = decay if feedback else 0.0
+        self.frequencies = frequencies
         self.tensors: dict[str, Tensor] = {}
         self._left_out: dict[str, int] = {}  # elements
         self._verdicts: dict[str, tuple[Verdict, str]] = {}  # how each tensor's last step ended
@@ -145,6 +148,7 @@ class SharedExchange:
                 min_elements=self.min_elements,
                 ranks=ranks,
                 rows=rank is not None,
+                frequencies=self.frequencies,
             )
         return self._rounds(names, values, ranks=ranks, rank=rank, outs=outs)
 
@@ -213,11 +217,9 @@ class SharedExchange:
         return (0.0, 0.0) if verdict is None or first != name else verdict.read()[1:]
 
     def way(self, name: str) -> str:
-        """How a tensor travels whose size is chosen: "low_rank", "rows" or "whole"."""
+        """How a tensor travels whose size is chosen: one of choose.WAYS, or "whole"."""
         size = self.tensors[name].size
-        if size is None or size.size == 0:
-            return "whole"
-        return "rows" if size.sparse else "low_rank"
+        return "whole" if size is None or size.size == 0 else size.way
 
     def _next(self, name: str) -> Tensor:
         tensor = self.tensors[name]

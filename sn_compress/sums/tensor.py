@@ -11,7 +11,7 @@ import numpy as np
 from .. import saved
 from ..arrays import Array, to_host
 from ..errors import CompressError
-from .choose import Size
+from .choose import WAYS, Size, largest
 from .summable import Summable
 
 _MOST_UNSEEN = 2**31  # elements of a saved tensor of which no array was saved
@@ -57,7 +57,7 @@ class Tensor:
         if self.owed is not None:
             entry["owed"] = np.array(to_host(self.owed))
         if self.summable is not None and self.size is not None:
-            entry["sides"], entry["sparse"] = list(self.size.shape), self.size.sparse
+            entry["sides"], entry["way"] = list(self.size.shape), self.size.way
             entry["size"], entry["summable"] = self.size.size, self.summable.state_dict()
         return entry
 
@@ -84,9 +84,10 @@ class Tensor:
 
 
 def _size(entry: dict[str, Any], n: int) -> Size:
-    sides, sparse = saved.shape(entry["sides"], "shape of sides"), entry["sparse"]
-    if math.prod(sides) != n or not isinstance(sparse, bool):
+    sides, way = saved.shape(entry["sides"], "shape of sides"), entry["way"]
+    if math.prod(sides) != n or way not in WAYS:
         raise CompressError(
-            f"its sides are {sides} and sparse is {sparse!r}; expected {n} elements, and a bool"
+            f"its sides are {sides} and its way is {way!r}; expected {n} elements, and one of "
+            f"{WAYS}"
         )
-    return Size(sides, saved.count(entry["size"], "size", high=n), sparse)
+    return Size(sides, saved.count(entry["size"], "size", high=largest(sides, way)), way)

@@ -13,8 +13,10 @@ import tensorflow as tf
 
 from .. import __version__, hardware
 from ..agreement import Said, agree, alike, question
+from ..codecs.fft import FFTCodec
 from ..names import relative
 from ..sameness import Sameness, digest
+from .gathered import way_back
 from .traced import Traced
 
 _DO = (
@@ -70,6 +72,14 @@ def unlike_in_hardware(process_set: Any, count: Callable[[int], None] | None = N
     """Whether products have other bits on other ranks, in NumPy or in TensorFlow; all ranks ask."""
     mine = [*hardware.said(np.zeros(1, np.float32)), *hardware.said(tf.zeros(1))]
     return not alike(total(process_set, count, "sn.hardware", question(mine)))
+
+
+def unlike_in_nodes(
+    process_set: Any, codec: FFTCodec, count: Callable[[int], None] | None = None
+) -> bool:
+    """Whether nodes of a graph decode payloads to other bits on other ranks; all ranks ask."""
+    mine = [("decoding", way_back(codec))]
+    return not alike(total(process_set, count, "sn.nodes", question(mine)))
 
 
 def total(process_set: Any, count: Callable[[int], None] | None, name: str, words: Any) -> Any:

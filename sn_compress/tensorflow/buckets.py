@@ -20,7 +20,6 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from ..buckets import Buckets
-from ..codecs.gather import wire_bytes
 from .alike import elastic
 from .memory import Memory
 from .tracing import Call
@@ -136,6 +135,15 @@ class Bucket:
             process_set=self.call.process_set,
         )
 
+    def gather(self, payload: Any) -> Any:
+        """All ranks' payloads of this bucket, one behind the other."""
+        return hvd.allgather(
+            tf.identity(payload, name=f"{self.mark}_payload"),
+            name=self.name("payload"),
+            ignore_name_scope=self.call.ignore_name_scope,
+            process_set=self.call.process_set,
+        )
+
     def name(self, kind: str) -> str | None:
         """Of a collective; Horovod names it after its input where the user gave none."""
         return self.call.name and f"{self.mark}_{kind}_{self.call.name}"
@@ -164,15 +172,10 @@ def gathered(bucket: Bucket) -> list[Any]:
         )
 
     payload = bucket.python(encode, [*bucket.vectors(), *known], tf.uint8)
-    each = [wire_bytes(memory.codec.payload_bytes(n)) for n in sizes]
+    each = [memory.codec.payload_bytes(n) for n in sizes]
     size = sum(each) if memory.settings.fixed else None
     payload.set_shape([size])
-    every = hvd.allgather(
-        tf.identity(payload, name=f"{bucket.mark}_payload"),
-        name=bucket.name("payload"),
-        ignore_name_scope=bucket.call.ignore_name_scope,
-        process_set=bucket.call.process_set,
-    )
+    every = bucket.gather(payload)
     if size is not None and not elastic():  # who plans the step's memory has to know it
         every.set_shape([bucket.ranks() * size])
     means = bucket.python(decode, [every], [tf.float32] * len(sizes))

@@ -21,9 +21,11 @@ from ..owed import Owed
 from ..prediction.tuning import Tuner
 from ..settings import Settings
 from ..sums.session import SharedExchange
-from .alike import agree_at_trace, elastic, unlike_in_hardware
-from .sized import LEAST, Sized, ready
-from .traced import Traced
+from .alike import agree_at_trace, elastic, unlike_in_hardware, unlike_in_nodes
+from .gathered import GatheredBucket, serves
+from .sized import LEAST, Sized, SizedBucket
+from .summed import SummedBucket, until_dense
+from .traced import Traced, say_saturated
 from .tracing import forget, functions_of
 from .tuned import Tensor, Tuned, mean_over, new_tuner, refuse_untraced, untraced
 
@@ -44,6 +46,7 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
         self.tuner: Tuner | None = None  # of AutoCompression, from the first trace on
         self._tuned_set: int | None = None  # the process set it is of
         self._counted = 0  # steps in the report when graphs were read last
+        self._unlike = False  # whether ranks decode with other bits in their graphs
         self._traces = 0  # how often all ranks were to trace again, in the same step
         threads = tf.config.threading.get_intra_op_parallelism_threads()
         super().__init__(settings, threads or len(os.sched_getaffinity(0)))
@@ -51,19 +54,27 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
     def agree(self, process_set: Any, said: Said, asked: set[str] | None = None) -> None:
         """CompressError on every rank unless all trace the same; asked once, while it traces.
 
-        Ranks of unlike hardware multiply in one order from then on.
+        Ranks of unlike hardware multiply in one order from then on, or decode in Python.
 
         asked : what was, of an optimizer; of this compression by default
         """
         told = self.asked if asked is None else asked
         agree_at_trace(told, process_set, said, self.count_beside)
         key = f"hardware of {process_set.process_set_id}"
-        if self.settings.exchange != "shared" or key in self.asked or elastic():
+        if key in self.asked or elastic():
             return
         with tf.init_scope():
-            if tf.executing_eagerly():
-                self.asked.add(key)
+            if not tf.executing_eagerly():
+                return
+            self.asked.add(key)
+            if self.settings.exchange == "shared":
                 self.shared.exact |= unlike_in_hardware(process_set, self.count_beside)
+            elif unlike_in_nodes(process_set, self.codec, self.count_beside):
+                self._unlike = True
+                _log.warning(
+                    "ranks decode frequencies with other bits in TensorFlow's graphs: payloads are "
+                    "made and read by Python functions, which is slower and the same on all"
+                )
 
     def tuned(self, tensors: Mapping[str, Tensor], process_set: Any) -> Tuned:
         """How AutoCompression lets tensors of a call travel that is being traced.
@@ -125,16 +136,17 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
         return left
 
     def sized(
-        self, parts: Sequence[Sequence[str]], what: Any, tuned: Tuned | None = None
+        self, parts: Sequence[Mapping[str, int]], what: Any, tuned: Tuned | None = None
     ) -> Sized | None:
         """The sized form of a call that is being traced, if it is time for it; see sized.py.
 
-        parts : names of the tensors of each bucket
+        parts : names and elements of the tensors of each bucket
         what : whose parameters are compared, see `sameness_of`
         tuned : of AutoCompression, whose form counts steps while the tuner rests
         """
-        shared = self.settings.exchange == "shared" and not elastic()
-        if not shared or not (parts or tuned) or tf.executing_eagerly():
+        if elastic() or not (parts or tuned) or tf.executing_eagerly():
+            return None
+        if self.settings.exchange == "gather" and not self._has_nodes(parts):
             return None
         functions = functions_of(sys._getframe(1))
         if tuned is not None:
@@ -157,13 +169,32 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
             self.retire(key)
             if tuned is not None and self.tuner is not None:
                 rest = self.tuner.rest_steps if rest else 0  # fewer by those of the form retired
-            if not (ready(self.shared, names) if names else rest):
+            until = self._alike(names) if names else None
+            if (rest if until is None else until) < LEAST:
                 return None
             self.read()  # steps that Python counts from here on are those of other calls
-            same = self.sameness_of(what)
-            return self._sized.setdefault(
-                key, Sized(self.shared, parts, same, rest=rest, plain=plain)
-            )
+            form = Sized(
+                [self._bucket(part) for part in parts],
+                self.sameness_of(what), until=until, rest=rest, plain=plain,
+            )  # fmt: skip
+            return self._sized.setdefault(key, form)
+
+    def _alike(self, names: Sequence[str]) -> int:
+        """Steps from the next one on in which these tensors send as many words as in that one."""
+        if self.settings.exchange == "shared":
+            return until_dense(self.shared, names)
+        return 0 if self.learns else self.theta.stays(names)
+
+    def _has_nodes(self, parts: Sequence[Mapping[str, int]]) -> bool:
+        """Whether payloads can be nodes of a graph: with these settings, and alike on all ranks."""
+        sizes = [n for part in parts for n in part.values()]
+        return not self._unlike and serves(self.codec, sizes)
+
+    def _bucket(self, tensors: Mapping[str, int]) -> SizedBucket:
+        if self.settings.exchange == "shared":
+            return SummedBucket(self.shared, list(tensors))
+        feedback = self.feedback if self.settings.feedback else None
+        return GatheredBucket(self.theta, feedback, tensors)
 
     def trace_again(self) -> None:
         """Let all functions be traced again that have used this memory; on all ranks at once."""
@@ -175,8 +206,8 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
             forget(function)
 
     def stepped(self, keys: Sequence[str]) -> None:
-        """Called in Python when a bucket's step of sums has ended: sizes are chosen."""
-        if tuple(keys) in self._buckets and ready(self.shared, keys):
+        """Called in Python when a bucket's step has ended: sizes may be chosen now."""
+        if tuple(keys) in self._buckets and self._alike(keys) >= LEAST:
             self.trace_again()
 
     def begin(self, keys: Sequence[str], values: Any, **how: Any) -> Any:
@@ -185,6 +216,15 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
             self.retire(keys)
         return super().begin(keys, values, **how)
 
+    def encode(self, keys: Sequence[str | None], values: Any, theta: float | None = None) -> Any:
+        """See Traced.encode; a graph that was sized is so no more."""
+        names = [key for key in keys if key is not None]
+        if self._sized:
+            self.retire(names)
+        made = super().encode(keys, values, theta)
+        self.stepped(names)
+        return made
+
     def read(self) -> None:
         """Bring all that graphs have counted and remembered to the exchange and the report."""
         with tf.init_scope():
@@ -192,10 +232,15 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
         with self._lock:
             # Python has counted some of these steps, for other calls in them.
             beside = max(self.traffic.steps - self._counted, 0)
-            steps = max(0, *(steps - beside for steps, _, _ in told)) if told else 0
-            errors = np.sum([error for _, _, error in told], axis=0) if told else (0.0, 0.0)
-            self.traffic.ran(steps, [each for _, ran, _ in told for each in ran], tuple(errors))
+            steps = max(0, *(each.steps - beside for each in told)) if told else 0
+            errors = np.sum([each.relative for each in told], axis=0) if told else (0.0, 0.0)
+            saturated = self.traffic.ran(
+                steps, [it for each in told for it in each.ran], tuple(errors),
+                sum(each.saturated for each in told),
+            )  # fmt: skip
             self._counted = self.traffic.steps
+        if saturated:
+            say_saturated("gradients")
 
     def retire(self, names: Iterable[str] | None = None) -> None:
         """End the sized form of all calls, or those with some of these names; trace again."""

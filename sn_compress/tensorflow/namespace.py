@@ -25,9 +25,9 @@ Shape = int | Sequence[int]
 # ruff: noqa: A001 - the standard's names
 bool = tf.bool
 int32, int64 = tf.int32, tf.int64
-float32, float64 = tf.float32, tf.float64
+float16, float32, float64 = tf.float16, tf.float32, tf.float64
 
-abs, all, sqrt, round = tf.abs, tf.reduce_all, tf.sqrt, tf.round
+abs, sqrt, round, minimum = tf.abs, tf.sqrt, tf.round, tf.minimum
 isfinite, where = tf.math.is_finite, tf.where
 broadcast_to, permute_dims, reshape = tf.broadcast_to, tf.transpose, tf.reshape
 matmul, maximum, bitwise_left_shift = tf.matmul, tf.maximum, tf.bitwise.left_shift
@@ -109,6 +109,21 @@ def max(values: Array, *, axis: int | None = None, keepdims: Any = False) -> Arr
     return tf.reduce_max(values, axis, keepdims)
 
 
+def all(values: Array, *, axis: int | None = None) -> Array:
+    """Whether all are true."""
+    return tf.reduce_all(values, axis)
+
+
+def any(values: Array, *, axis: int | None = None) -> Array:
+    """Whether one is true."""
+    return tf.reduce_any(values, axis)
+
+
+def cumulative_sum(values: Array, *, axis: int = 0) -> Array:
+    """Each with all before it."""
+    return tf.cumsum(values, axis)
+
+
 def vecdot(left: Array, right: Array) -> Array:
     """Products summed over the last axis."""
     if left.shape.rank == 1:
@@ -161,6 +176,35 @@ def split(values: Array, sizes: Sequence[int], *, axis: int = 0) -> list[Array]:
 def bits_of(values: Array) -> Array:
     """The bits of float32 as int32."""
     return tf.bitcast(values, tf.int32)
+
+
+def floats_of(bits: Array) -> Array:
+    """The float32 that int32 are the bits of."""
+    return tf.bitcast(bits, tf.float32)
+
+
+def top(values: Array, count: int) -> Array:
+    """The largest of each row, in falling order."""
+    return tf.math.top_k(values, count).values
+
+
+def add_at(target: Array, index: Array, values: Array) -> Array:
+    """The target with values added at some places of its first axis."""
+    return tf.tensor_scatter_nd_add(target, index[:, None], values)
+
+
+def rfft(blocks: Array) -> Array:
+    """The orthonormal real FFT of each row, real and imaginary parts in turn."""
+    found = tf.signal.rfft(blocks) * blocks.shape[1] ** -0.5
+    pairs = tf.stack([tf.math.real(found), tf.math.imag(found)], 2)
+    return tf.reshape(pairs, (blocks.shape[0], -1))
+
+
+def irfft(parts: Array, block: int) -> Array:
+    """The inverse of `rfft`."""
+    pairs = tf.reshape(parts, (parts.shape[0], -1, 2))
+    found = tf.signal.irfft(tf.complex(pairs[:, :, 0], pairs[:, :, 1]), [block])
+    return found * block**0.5
 
 
 def put(target: Array, index: Array, values: Array) -> Array:

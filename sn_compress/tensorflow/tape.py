@@ -35,7 +35,7 @@ from .alike import (
 )
 from .buckets import Bucket, Mean, Plain, cut, means_of, wire_type
 from .memory import Memory, memory_at, memory_of
-from .sized import Reduction, Sized
+from .sized import Collectives, Sized
 from .traced import NO_VARIABLE
 from .tracing import Call, find_call, passed
 from .tuned import Tensor, Tuned, asking, refuse_untraced, untraced, with_owed
@@ -154,7 +154,10 @@ def exchanged(
     taken = [at for at, name in enumerate(names) if tuned is None or name not in tuned.plain]
     cuts = cut([tensors[at].shape.num_elements() for at in taken])
     parts = [[taken[at] for at in part] for part in cuts]
-    own = [[name for at in part if (name := names[at]) is not None] for part in parts]
+    own = [
+        {name: tensors[at].shape.num_elements() for at in part if (name := names[at]) is not None}
+        for part in parts
+    ]
     known = all(len(part) == len(some) for part, some in zip(parts, own, strict=True))
     form = memory.sized(own, beside.what, tuned) if known else None
     slots = theta = asked = None
@@ -227,10 +230,13 @@ def _sized(
     def total(words: Any, number: int, turn: int) -> Any:
         return buckets[number].reduce(words, hvd.Sum, f"round{turn}")
 
+    def gather(words: Any, number: int) -> Any:
+        return buckets[number].gather(words)
+
     with tf.control_dependencies([begun]):
         vectors = [[tf.identity(each) for each in bucket.vectors()] for bucket in buckets]
     first = buckets[0]
-    by = Reduction(first.ranks(), call.process_set.rank(), total)
+    by = Collectives(first.ranks(), call.process_set.rank(), total, gather)
     made, factor = form.step(vectors, by), first.factor()
     return begun, [[mean if factor == 1 else mean * factor for mean in some] for some in made]
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from ..codecs.base import Bytes, Floats
 from ..codecs.fft import FFTCodec
-from ..codecs.gather import mean_of_gathered, on_wire, wire_bytes
+from ..codecs.gather import mean_of_gathered
 from ..errors import CompressError, PayloadError
 from ..feedback import ErrorFeedback
 from ..owed import Owed
@@ -190,15 +190,10 @@ class Traced:
             if theta is not None:
                 told, before = self.theta.tell(payload), self._lost.get(key, (0.0, 0.0))
                 self._lost[key] = before[0] + told[0], before[1] + told[1]
-            saturated = self.traffic.payload(
-                key, values.size, payload, extra=wire_bytes(payload.nbytes) - payload.nbytes
-            )
+            saturated = self.traffic.payload(key, values.size, payload, extra=0)
         if saturated:
-            _log.warning(
-                "%s: values beyond the fixed window were clipped; see `saturated` in the report",
-                key,
-            )
-        return on_wire(payload.buffer)
+            say_saturated(str(key))
+        return payload.buffer
 
     def mean(
         self,
@@ -211,7 +206,7 @@ class Traced:
     ) -> list[Floats]:
         """The means of a bucket's gathered payloads times a factor, [n] float32 each."""
         codecs = [self._codecs[key] for key in keys]
-        wires = [wire_bytes(codec.payload_bytes(n)) for codec, n in zip(codecs, sizes, strict=True)]
+        wires = [codec.payload_bytes(n) for codec, n in zip(codecs, sizes, strict=True)]
         parts = np.array_split(gathered, ranks)
         try:
             if gathered.size != ranks * sum(wires):
@@ -382,6 +377,13 @@ class Traced:
                 lambda node: arrays[str(node[_ARRAY])],
             )
         self.load_state_dict(state)
+
+
+def say_saturated(what: str) -> None:
+    """Called once, when values are clipped first."""
+    _log.warning(
+        "%s: values beyond the fixed window were clipped; see `saturated` in the report", what
+    )
 
 
 def _times(mean: npt.NDArray[np.floating[Any]], factor: float) -> Floats:

@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any
 
 import horovod.torch as hvd
-import numpy as np
 import torch
 
 from .. import __version__
 from .._waiting import result_of
 from ..agreement import Said, agree, alike, plain, question
+from ..arrays import quickest
 from ..hardware import said
 from ..settings import Settings
 from .digests import digest
@@ -58,9 +58,9 @@ def agree_on_calls(memory: Memory, process_set: Any) -> None:
     _agree(memory, process_set, [("calls of", "hvd.allreduce"), *_said_of(memory.settings)])
 
 
-def alike_in_hardware(memory: Memory, process_set: Any) -> bool:
+def alike_in_hardware(memory: Memory, process_set: Any, device: torch.device) -> bool:
     """Whether all ranks compute products with the same bits; asked where sums carry factors."""
-    mine = question(said(np.zeros(1, np.float32)))
+    mine = question(said(quickest(torch.zeros(1, device=device))))
     return alike(total(memory, process_set, "sn.hardware", mine))
 
 

@@ -9,6 +9,7 @@ a guess.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -34,6 +35,16 @@ class Caller:
     opens: bool = True
 
 
+@dataclass(frozen=True)
+class Arrival:
+    """What Horovod keeps as the handle of a gradient of ours, and calls for what came of it."""
+
+    result: Callable[[], Any]
+
+    def __call__(self) -> Any:
+        return self.result()
+
+
 def find_caller(frame: FrameType | None, tensor: Any) -> Caller:
     """Read the caller from the frames above `compress`; CompressError if it is not Horovod."""
     for _ in range(_DEEPEST):
@@ -51,25 +62,30 @@ def find_caller(frame: FrameType | None, tensor: Any) -> Caller:
 
 
 def _gradient(local: dict[str, Any], tensor: Any) -> Caller:
-    return _of_optimizer(local["self"], local["p"])
+    return caller_of(local["self"], local["p"])
 
 
 def _grouped_gradient(local: dict[str, Any], tensor: Any) -> Caller:
     parameter = next(p for p in local["ps"] if p.grad is tensor)
-    return _of_optimizer(local["self"], parameter, first=parameter is local["ps"][0])
+    return caller_of(local["self"], parameter, first=parameter is local["ps"][0])
 
 
-def _of_optimizer(optimizer: Any, parameter: Any, *, first: bool = True) -> Caller:
+def caller_of(optimizer: Any, parameter: Any, *, first: bool = True) -> Caller:
+    """An optimizer that asks about the gradient of a parameter.
+
+    first : whether it is the first that it asks about in this call
+    """
     name = optimizer._parameter_names.get(parameter)
     if hasattr(optimizer, "_starting_models"):  # only the Adasum optimizer has it
         raise CompressError(
             f"{name}: compression cannot be used with op=hvd.Adasum, which takes dot products "
             "of dense tensors. Use op=hvd.Average, or Compression.none with Adasum."
         )
-    # Where gradients accumulate, those of earlier passes have None for a handle; a function is that
-    # of a sparse one, about which `compress` is never asked.
+    # Where gradients accumulate, those of earlier passes have None for a handle; a function that is
+    # not ours is that of a sparse one, about which `compress` is never asked.
     handles = (handle for handle, _ in optimizer._handles.values())
-    opens = first and all(handle is None or callable(handle) for handle in handles)
+    waits = (it is not None and (isinstance(it, Arrival) or not callable(it)) for it in handles)
+    opens = first and not any(waits)
     return Caller(name, optimizer, optimizer.op, optimizer.process_set, opens=opens)
 
 

@@ -1,10 +1,9 @@
 """Compression of torch tensors in stock Horovod.
 
 Horovod asks about every gradient of an optimizer before it hands any mean out. Asked, we file the
-gradient in its bucket, and hand Horovod a single zero to all-reduce under the parameter's own name.
-A bucket of which all has come starts its collectives, on the gradients' device; the means are
-written into the gradients. When Horovod is done with the first of those zeros, `in_flight` starts
-what was held back, and waits.
+gradient in its bucket. A bucket of which all has come starts its collectives, on the gradients'
+device; the means are written into the gradients. When Horovod asks for the first of them,
+`in_flight` starts what was held back, and waits. `submission` says what Horovod is handed.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from .horovod_state import (
 from .in_flight import Cast, InRounds, Reducer, Shown, begin, complete, rounds
 from .memory import Memory, memory_of
 from .pending import Pending
+from .submission import Submission, stand_in, wire_type
 
 __all__ = [
     "Elastic", "compress", "count_sparse", "load_state_dict", "report", "residuals", "restart",
@@ -50,7 +50,12 @@ _MOST_CALLS = 64  # settings that calls remember; the same on all ranks, which m
 
 def compress(tensor: torch.Tensor, settings: Settings, frame: FrameType) -> tuple[Any, Any]:
     """One gradient on its way; see Compression."""
-    caller = find_caller(frame, tensor)
+    wire, ctx = _ask(tensor, find_caller(frame, tensor), settings)
+    return (stand_in(tensor) if wire is None else wire), ctx
+
+
+def _ask(tensor: torch.Tensor, caller: Caller, settings: Settings) -> tuple[Any, Any]:
+    """What Horovod is to reduce, None where the tensor travels otherwise; and what is done then."""
     caller = replace(
         caller, op=hvd.mpi_ops.handle_average_backwards_compatibility(caller.op, caller.average)
     )
@@ -63,7 +68,7 @@ def compress(tensor: torch.Tensor, settings: Settings, frame: FrameType) -> tupl
     if caller.optimizer is None and tensor.requires_grad and torch.is_grad_enabled():
         return tensor, None  # a differentiable all-reduce; encoding would cut the graph
     if caller.opens:
-        _open(memory, caller)
+        _open(memory, caller, tensor.device)
     due = caller.opens and caller.optimizer is not None and memory.engine.sameness.step()
     wire, ctx = _send(tensor, caller, memory)
     if caller.optimizer is not None:
@@ -85,9 +90,7 @@ def _come(caller: Caller, filed: InRounds | None, memory: Memory) -> None:
 def _send(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[Any, Any]:
     engine, sets, name = memory.engine, caller.process_set, caller.name
     own = caller.optimizer is not None
-    # Horovod reduces no bfloat16; what half precision takes of a dense step is sent later.
-    kind = torch.float32 if tensor.dtype == torch.bfloat16 else tensor.dtype
-    flat = tensor.detach().reshape(-1)
+    kind, flat = wire_type(tensor), tensor.detach().reshape(-1)
     gradient = Gradient(name, tuple(tensor.shape), flat)
     step = engine.sort(
         [gradient], ranks=sets.size(), total=partial(total, memory, sets),
@@ -105,19 +108,17 @@ def _send(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[Any, An
             memory.begins([str(name)], dense=True)
         wire = engine.whole(gradient, wire=kind).view(tensor.shape)
         return wire, Shown(memory, str(name), factor, tensor.dtype)
-    # Grouped all-reduces want one dtype, that of the plain tensors beside it.
-    token = torch.zeros(1, dtype=kind, device=tensor.device)
     if own:
-        return token, InRounds(gradient, tensor.detach(), factor, partial(complete, memory, sets))
+        return None, InRounds(gradient, tensor.detach(), factor, partial(complete, memory, sets))
     copied = replace(gradient, values=flat.clone())  # a call leaves what it is given as it is
     alone = InRounds(copied, tensor.detach(), factor, memory.pending.complete)
     wire = Reducer(sets, memory.settings.wait_s, memory.side, tensor.device, named=bool(name))
     memory.side.follow(copied.values)
     memory.pending.begin(str(name or id(alone)), partial(rounds, memory, [alone], sets), wire)
-    return token, alone
+    return None, alone
 
 
-def _open(memory: Memory, caller: Caller) -> None:
+def _open(memory: Memory, caller: Caller, device: torch.device) -> None:
     """A step begins, or a call: what is still on its way is of one that failed.
 
     Before the first of them, and after ranks have come or gone, all ranks agree.
@@ -142,7 +143,7 @@ def _open(memory: Memory, caller: Caller) -> None:
             if own.engine.agreed is not None:  # ranks have come or gone, and nobody said so
                 own.begin_anew()
     if any(own.settings.exchange == "shared" for own in agreed):
-        exact = not alike_in_hardware(memory, sets)
+        exact = not alike_in_hardware(memory, sets, device)
         for own in agreed:
             own.engine.shared.exact = exact
     for own in agreed:
@@ -165,6 +166,10 @@ def _lay_out(memory: Memory, optimizer: Any) -> None:
         # Gradients mostly come in the reverse of this order.
         every = [p for group in optimizer.param_groups for p in group["params"] if p in asked]
         memory.buckets = Buckets((names[p], p.numel(), p.device) for p in reversed(every))
+    if memory.submission is None:
+        ask = partial(_ask, settings=memory.settings)
+        memory.submission = Submission(optimizer, memory.stands_in, ask, memory.settings.wait_s)
+    memory.submission.begin()
 
 
 def _memory_for(caller: Caller, settings: Settings) -> Memory:

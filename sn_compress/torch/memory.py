@@ -15,6 +15,7 @@ from ..settings import Settings
 from .aside import Aside
 from .pending import Pending
 from .streams import SideStream
+from .submission import Submission
 
 # Optimizers are held weakly: a dropped optimizer takes its memory along.
 _of_optimizer: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
@@ -39,15 +40,22 @@ class Memory:
         self.pending = Pending()
         self.side = SideStream()
         self.buckets: Buckets | None = None
+        self.submission: Submission | None = None
         self.aside: Aside | None = None  # where the tuner has settled on plain
         self._coded: set[str] = set()  # of which the engine has begun this step, until its end
         self._dense: set[str] = set()  # likewise, where it is dense
         self._broken = 0  # steps that broke off, on all ranks alike
+        self._steps = 0  # begun in a row, since ranks came or this stood aside
 
     def begin_step(self) -> None:
         """The first gradient of a step is about to be sent."""
         self.give_up()
+        self._steps += 1
         self.engine.new_step()
+
+    def stands_in(self) -> bool:
+        """Whether Horovod is handed a stand-in for what travels in buckets: alike on all ranks."""
+        return self._steps <= 1
 
     def give_up(self) -> None:
         """Forget what is on its way, of a step that broke off; waits for no other rank.
@@ -108,6 +116,9 @@ class Memory:
                 optimizer, tensors=tensors, under_way=under_way, steps=steps, wake=self._awake
             )
             engine.traffic.finish_step()
+            self._steps = 0
+            if self.submission is not None:
+                self.submission.end()
 
     def _awake(self, steps: int) -> None:
         self.count()
@@ -129,7 +140,7 @@ class Memory:
     def begin_anew(self) -> None:
         """Before ranks that came share a state: all agree again, and count from here."""
         self.come_back()
-        self._broken = 0
+        self._broken = self._steps = 0
         self.engine.begin_anew()
 
 

@@ -52,6 +52,25 @@ def test_powersgd_of_the_mean_is_powersgd_of_the_ranks(simulated):
     assert on_mean.received == 20 * 2 * (ranks - 1) / ranks * 4 * rank * sum(shape)
 
 
+def test_batch_norm_is_of_one_rank_and_tested_with_that_of_the_first(simulated):
+    """Gradients as each rank alone has them; running statistics those of rank 0, moved once."""
+    import torch
+    from nets import residual
+
+    torch.manual_seed(0)
+    net, alone = residual(), residual()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    images, labels = torch.randn(3, 4, 1, 28, 28), torch.randint(0, 10, (3, 4))
+    found, _ = simulated.rank_gradients(net, images, labels)
+    for rank in reversed(range(3)):
+        alone.load_state_dict(before)
+        own = slice(rank, rank + 1)
+        (expected,), _ = simulated.rank_gradients(alone, images[own], labels[own])
+        assert all(map(np.array_equal, found[rank], expected))
+    assert all(map(torch.equal, net.buffers(), alone.buffers()))  # those of rank 0, the last here
+    assert int(net.state_dict()["2.norms.0.num_batches_tracked"]) == 1
+
+
 @pytest.mark.parametrize("half", [False, True])
 def test_plain_counts_a_ring(simulated, half):
     exchange = simulated.Plain(half=half)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from sn_compress.codecs.base import HEADER_BYTES
@@ -32,6 +33,90 @@ def test_rivals_are_set_to_the_bytes_asked_for(study, method, ratio):
     assert ratio <= plain / received <= ratio * 1.2
 
 
+@pytest.mark.parametrize(
+    ("shape", "axes"),
+    [
+        ((64, 32, 3, 3), (2, 3)),  # torch
+        ((3, 3, 32, 64), (0, 1)),  # TensorFlow
+        ((64, 3, 7, 7), (2, 3)),
+        ((7, 7, 3, 64), (0, 1)),
+        ((32, 16, 5), (2,)),
+        ((5, 16, 32), (0,)),
+        ((8, 8, 3, 3, 3), (2, 3, 4)),
+        ((64, 1, 3, 3), (2, 3)),  # depthwise
+        ((3, 3, 64, 1), (0, 1)),
+        ((64, 64, 1, 3), (3,)),
+        ((64, 32, 1, 1), (1,)),  # a matrix
+        ((1, 1, 32, 64), (2,)),
+        ((128, 1024), (0,)),
+        ((1024, 64), (1,)),
+        ((64, 64), (1,)),
+    ],
+)
+def test_the_axes_that_a_shape_asks_for(shape, axes):
+    from _study_shapes import transform_of
+
+    assert transform_of(shape) == {"transform": "axes", "shape": shape, "axes": axes}
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (65536,), (1, 65536), (65536, 1), (1, 1, 7, 1)])
+def test_one_axis_is_a_vector(shape):
+    from _study_shapes import transform_of
+
+    assert transform_of(shape) == {"transform": "fft"}
+
+
+@pytest.mark.parametrize(
+    ("method", "ratio"),
+    [
+        ("fft by shape, warm-up", 50.0),
+        ("fft by shape, no memory", 3.0),
+        ("fft by shape, no memory, diminishing", 3.0),
+    ],
+)
+def test_schedules_are_set_to_the_bytes_asked_for(study, method, ratio):
+    """Over all steps; theta of the first is what the schedule says, and moves where it should."""
+    shapes, steps = {"a": (64, 48, 3, 3), "b": (128, 1024)}, 300
+    exchanges = study.build(method, shapes, 8, ratio, steps + study.DENSE)
+    received, thetas = 0, set()
+    for step in range(steps):
+        for name, shape in shapes.items():
+            codec = exchanges[name].at(None, step)
+            thetas.add(codec.theta)
+            received += 7 * codec.payload_bytes(math.prod(shape))
+    plain = 2 * 7 / 8 * 4 * sum(map(math.prod, shapes.values())) * steps
+    assert ratio <= plain / received <= ratio * 1.2
+    assert (len(thetas) > 1) is (method != "fft by shape, no memory")
+
+
+def test_a_schedule_hears_what_the_step_before_has_lost(study):
+    """All tensors and ranks of a step have its theta; what they lost moves the next ones."""
+    shapes, ranks = {"a": (32, 40), "b": (48, 40)}, 2
+    exchanges = study.build("fft by shape, energy budget", shapes, ranks, 4.0, 200 + study.DENSE)
+    rng, thetas = np.random.default_rng(0), []
+    for step in range(160):
+        now = {exchange.at(None, step).theta for exchange in exchanges.values()}
+        assert len(now) == 1
+        thetas += now
+        for name, exchange in exchanges.items():
+            size = math.prod(shapes[name])
+            exchange.mean([rng.standard_normal(size).astype(np.float32) for _ in range(ranks)])
+    # Half of the bins are kept at first, which loses far less than the target.
+    assert thetas[0] == thetas[49] < thetas[50] == thetas[99] < thetas[100]
+
+
+def test_unseen_nets_are_new_and_at_each_number_of_ranks(study):
+    runs = study.unseen_plan([0], [2, 4, 8])
+    assert len(set(runs)) == len(runs)
+    assert {(r.net, r.ranks) for r in runs} == {
+        (net, ranks) for net in ("residual", "wide") for ranks in (2, 4, 8)
+    }
+    assert not {r.net for r in runs} & {r.net for r in study.plan([0], None)}
+    sizes = {name: sum(p.numel() for p in make().parameters()) for name, make in study.MAKE.items()}
+    assert sizes["residual"] == 77_546
+    assert sizes["wide"] > 1_000_000
+
+
 def test_plan_has_no_run_twice_and_begins_with_the_headline(study):
     runs = study.plan([0, 1], None)
     assert len(set(runs)) == len(runs)
@@ -52,7 +137,7 @@ def test_rivals_train(study, monkeypatch):
     monkeypatch.setattr(study, "fashion_mnist", lambda part: noise)
     runs = {r.method: r for r in study.plan([0], study.DENSE + 2) if r.net == "cnn"}
     for name, run in runs.items():
-        if not name.startswith("auto"):
+        if not name.startswith(("auto", "fft by shape, ")):  # the steps are too few for a schedule
             row = study.train(run)
             assert row["train_loss"] is not None, run
             # DGC has just begun: its first steps keep a quarter of all values, of all eight ranks.

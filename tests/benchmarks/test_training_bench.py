@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import published
 import pytest
 import shaped_links
 import training
@@ -18,8 +19,8 @@ import wire_methods
 import wire_traffic
 from shaped_links import NoLinksError, ShapedLinks
 
-from sn_compress.prediction.cost import wire_bytes
-from sn_compress.prediction.layers import Layer
+from sn_compress.prediction.cost import Link
+from sn_compress.prediction.layers import Layer, layers
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 3
@@ -132,11 +133,53 @@ def test_a_played_codec_takes_its_seconds():
     assert took < 0.1
 
 
-def test_the_papers_ratio_of_computing_follows_from_its_speed_up():
-    """rho of plain exchange over computing, from 2.26 = (1 + rho) / (1 + rho * gather / ring)."""
-    ring, gather = wire_bytes("allreduce", 1, 8), wire_bytes("allgather", 1 / 17.8, 8)
-    rho = training_runs.PAPER_RHO
-    assert (1 + rho) / (1 + rho * gather / ring) == pytest.approx(2.26, abs=0.005)
+def test_plain_beside_a_published_gpu_is_what_the_model_says():
+    """AlexNet on a P100 behind 10 GbE: 437 MB at 1.25 GB/s, and 512 images at 2,987 a second."""
+    (gpu,) = [step for step in published.GPUS["p100"] if step.model == "alexnet"]
+    rho = training_runs.plain_s(layers("alexnet"), 8, published.WIRES["10gbe"].gbit) / gpu.seconds
+    assert rho == pytest.approx((7 / 4 * 4 * 62_378_344 / 1.25e9) / (512 / 2987), rel=1e-6)
+    assert 54 < published.WIRES["fdr"].gbit < 55
+    assert published.WIRES["edr"].gbit == pytest.approx(100, abs=0.01)
+    assert published.step_on("v100-mixed", "alexnet") is None
+
+
+def script(name, elements, codec_s, words=None):
+    rounds = [("allreduce", elements if words is None else words, "<f4")]
+    return travel.Script(name, rounds, [codec_s, 0.0])
+
+
+def test_auto_takes_low_rank_only_where_its_codec_is_faster_than_the_bytes_it_saves():
+    """8 ranks at 1 Gbit/s: 1e8 elements take plain 5.6 s, a hundredth of them 0.056 s."""
+    plain = [script("a", 10**8, 0.0), script("b", 10**8, 0.0)]
+    shared = [script("a", 10**8, 1.0, 10**6), script("b", 10**8, 9.0, 10**6)]
+    link = Link.of_gbit(1)
+    same = {"link": link, "ranks": 8, "compute_s": 1.0, "overlap": False}
+    taken = training_runs.chosen(plain, shared, free=False, **same)
+    assert [taken[0] is shared[0], taken[1] is plain[1]] == [True, True]
+    assert training_runs.chosen(plain, shared, free=True, **same) == shared
+    fast = same | {"link": Link.of_gbit(1000)}
+    assert training_runs.chosen(plain, shared, free=False, **fast) == plain
+
+
+def test_a_replay_in_slow_motion_stretches_all_seconds_alike(tmp_path):
+    args = training.parse(
+        ["--models", "resnet50", "--methods", "powersgd", "--codec", "core", "--link", "25gbe"]
+    )
+    training_runs.recorded(tmp_path, "resnet50", "powersgd", 8, 100.0)
+    (run,) = training_runs.replay_runs(args, 0.1, tmp_path)
+    scripts = training_runs.recorded(tmp_path, "resnet50", "powersgd", 8, 100.0)
+    assert run["slow"] == 250
+    assert run["compute_s"] == pytest.approx(250 * 64 / 219)
+    assert run["codec_s"] == pytest.approx(250 * sum(sum(s.codec_s) for s in scripts))
+    slowed = [travel.Script(**entry) for entry in json.loads(Path(run["scripts"]).read_text())]
+    assert sum(sum(s.codec_s) for s in slowed) == pytest.approx(run["codec_s"])
+    assert [s.rounds for s in slowed] == [s.rounds for s in scripts]
+
+
+def test_a_gpu_without_a_published_step_is_refused(tmp_path):
+    args = training.parse(["--models", "alexnet", "--methods", "plain", "--gpu", "v100-mixed"])
+    with pytest.raises(SystemExit, match="no published step of alexnet on v100-mixed"):
+        training_runs.replay_runs(args, 0.1, tmp_path)
 
 
 def test_links_are_shaped_and_leave_nothing_behind(namespaces):
@@ -247,7 +290,7 @@ def test_a_stopped_bench_goes_on_behind_its_last_row(namespaces, tmp_path, monke
     import rank_jobs
 
     rows = tmp_path / "rows.json"
-    argv = f"--models resnet50 --ranks 2 --gbit 1 --compute gpu --steps 1 --json {rows}".split()
+    argv = f"--models resnet50 --ranks 2 --gbit 1 --link 1gbe --steps 1 --json {rows}".split()
     argv += ["--recorded", str(tmp_path / "recorded"), "--methods"]
 
     def stopped(runs, links, *, timeout_s, done):
@@ -291,6 +334,13 @@ def test_published_rows_agree_with_their_bytes_and_with_the_model(path):
             link_s = told / (row["gbit"] * 1e9 / 8)
             # The bucket lets 256 KiB through at once; nothing else can be faster than the link.
             assert seconds > 0.99 * (row["compute_s"] + link_s) - 0.1
-            # Above it: codec (the paper's 5 s, ours 1.5), latencies, and what a busy machine takes.
-            codec_s = 5 if row["method"] == "paper" else 3
-            assert seconds < 1.3 * (row["compute_s"] + link_s) + codec_s
+            # Above it: codec (before it was in the row, the paper's 5 s, ours 1.5), latencies, a
+            # ring that never fills all links, and what a busy machine takes. docs/network.md says
+            # 4 to 16 % of rows without a codec.
+            codec_s = row.get("codec_s")
+            if row["codec"] == "free":
+                codec_s = 0.0
+            elif codec_s is None:
+                codec_s = 5 if row["method"] == "paper" else 3
+            bound = 1.2 if not codec_s else 1.3
+            assert seconds < bound * (row["compute_s"] + link_s) + codec_s

@@ -23,7 +23,7 @@ from sn_compress.sums.session import SharedExchange
 from sn_compress.sums.whole import Whole
 
 SIZES = {
-    "table": Size((800, 32), 5, sparse=True),
+    "table": Size((800, 32), 5, "rows"),
     "thin": Size((64, 48), 7),
     "bias": Size((100,), 0),
 }
@@ -65,8 +65,8 @@ def test_a_curve_shows_the_shares_of_the_singular_values(shape):
 
 @pytest.mark.parametrize("ranks", [1, 2, 8, 100])
 def test_words_are_those_that_a_part_sends(ranks):
-    for size in (*SIZES.values(), Size((7, 2), 7, sparse=True), Size((24, 5, 3), 1)):
-        said = words_of(size.shape, size.size, ranks, sparse=size.sparse)
+    for size in (*SIZES.values(), Size((7, 2), 7, "rows"), Size((24, 5, 3), 1)):
+        said = words_of(size.shape, size.size, ranks, size.way)
         assert Bucket([size.part()]).words(ranks) == said
     kinds = [type(size.part()) for size in SIZES.values()]
     assert kinds == [Rows, LowRank, Whole]
@@ -183,7 +183,7 @@ def disturbed(monkeypatch):
     def of(mean, shape):
         curve = plain(mean, shape)
         shares = np.sort(curve.shares * rng.uniform(0.1, 10, curve.shares.size))[::-1]
-        return Curve(curve.shape, shares * (curve.shares.sum() / shares.sum()), curve.sparse)
+        return Curve(curve.shape, shares * (curve.shares.sum() / shares.sum()), curve.way)
 
     monkeypatch.setattr(proposal.Curve, "of", of)
 
@@ -216,7 +216,7 @@ def test_ranks_that_compute_other_sizes_agree_on_one_ranks(disturbed):
                 assert sizes[0] == proposed[0]
                 apart += len(set(proposed)) > 1
             assert seen == sessions[0].words(name, ranks)
-            plain = words_of(shape, sizes[0].size, ranks, sparse=sizes[0].sparse)
+            plain = words_of(shape, sizes[0].size, ranks, sizes[0].way)
             assert seen == ([told] if turn in (1, 5, 9) else []) + plain
             kinds.add(type(sessions[0].tensors[name].summable.part))
             way = {Rows: "rows", LowRank: "low_rank", Whole: "whole"}
@@ -333,7 +333,7 @@ def test_a_saved_state_goes_on_with_the_sizes_agreed_on(disturbed):
             own.tensors["table"].size for own in sessions
         ]
         sessions = resumed
-    for entry in ({"sparse": 1}, {"sides": [30, 201]}, {"size": 31}):
+    for entry in ({"way": "rowz"}, {"sides": [30, 201]}, {"size": 31}):
         state = sessions[0].state_dict()
         state["tensors"]["wide"].update(entry)
         with pytest.raises(CompressError):

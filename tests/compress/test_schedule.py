@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from sn_compress import CompressError, FFTCodec
 from sn_compress.schedule import Constant, Diminishing, EnergyBudget, Warmup, on_ladder
+from sn_compress.settings import Settings
+from sn_compress.theta import ThetaInTime
 
 
 @given(st.floats(0, 0.9999))
@@ -90,3 +92,30 @@ def test_diminishing_theta_goes_below_the_floor_of_a_constant_one():
     assert 4 * falling < constant, (falling, constant)
     # Theta has fallen to 0.13 at the end, where it loses next to nothing: near the dense run.
     assert falling < 1.5 * dense, (falling, dense)
+
+
+def test_how_long_theta_stays_is_known_ahead():
+    """For graphs, traced for one theta; a schedule may know no more steps than it runs."""
+    listed = [0.5] * 7 + [0.75] * 5
+
+    class Listed:
+        def theta(self, step):
+            return listed[step]
+
+    for theta, step, expected in (
+        (0.9, 0, 2**62), (Constant(0.9), 3, 2**62), (Warmup(8, Constant(0.9)), 8, 2**62),
+        (Warmup(8, Constant(0.9)), 0, 3), (Listed(), 0, 7), (Listed(), 6, 1), (Listed(), 8, 4),
+        (Diminishing(0.9, rate=lambda step: 1.0), 0, 2**12),
+    ):  # fmt: skip
+        settings = Settings().changed(theta=theta)
+        time = ThetaInTime(settings, 1)
+        time.go_to("a", step)
+        assert time.stays(["a"]) == expected, (theta, step)
+        own = settings.schedule().theta(step)
+        assert time.codec_of("a").theta == own
+        assert time.step_of("a") == step
+    time = ThetaInTime(Settings().changed(theta=Listed()), 1)
+    time.go_to("b", 3)
+    assert time.stays(["a", "b"]) == 4, "until the first of them changes"
+    time.go_to("b", 7)
+    assert time.stays(["a", "b"]) == 0, "they differ"

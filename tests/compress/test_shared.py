@@ -223,7 +223,7 @@ def test_words_are_what_is_said():
 @pytest.mark.parametrize("ranks", [1, 2, 8, 100])
 def test_a_support_sends_the_words_it_says(shape, ranks):
     for each in (1, 3, shape[0]):
-        part = of(Size(shape, each, sparse=True).part())
+        part = of(Size(shape, each, "rows").part())
         words = next(rounds(part, np.ones(math.prod(shape), np.float32), ranks=ranks, rank=0))
         assert [words.size] == part.words(ranks)
 

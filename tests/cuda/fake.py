@@ -113,6 +113,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     """The stand-in in place of CuPy; remembers its launches."""
     device = FakeCuda()
     monkeypatch.setattr(_cuda, "cupy", lambda: CUPY)
+    monkeypatch.setattr(_cuda, "installed", lambda: True)
     monkeypatch.setattr(_cuda, "fft", _Fft)
     monkeypatch.setattr(_cuda, "current", lambda number, framework: device)
     monkeypatch.setattr(_cuda, "from_host", lambda array, number, framework: made(array, framework))

@@ -1,5 +1,6 @@
 """Theta over time is followed in every seam, and its settings say the same on every rank."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,10 @@ from sn_compress.schedule import Diminishing, EnergyBudget, Warmup, learner
 from sn_compress.tensorflow.traced import Traced
 from sn_compress.torch import collectives as rim
 from sn_compress.torch.ddp import CompressionState, Part
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "compress"))
+
+from counted import SHAPES, transforms
 
 RANKS = Path(__file__).parent / "ranks"
 N = 50_000
@@ -79,6 +84,17 @@ def test_ddp_learns_what_was_lost(sent):
         assert sizes[3] == start
         assert sizes[11] > start if up else sizes[11] < start
         assert budget.theta(0) == EnergyBudget(lost=lost, start=0.9).theta(0)  # the user's own
+
+
+def test_bare_computes_ffts(alone):
+    """One of each gradient's blocks, whatever its shape."""
+    sizes = [int(np.prod(shape)) for shape in SHAPES]
+    starts = np.cumsum([0, *sizes])
+    parts = [Part(f"p{at}", int(starts[at]), shape) for at, shape in enumerate(SHAPES)]
+    with transforms() as found:
+        for _ in CompressionState(FFTCompression).rounds([(torch.ones(sum(sizes)), parts)]):
+            pass
+    assert found == ["fft"] * 3
 
 
 def test_tensorflow_follows_the_steps():

@@ -10,7 +10,6 @@ import re
 import shlex
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -79,34 +78,13 @@ def test_python_runs(page, request, tmp_path):
 
 
 @pytest.mark.parametrize("page", having("sh", "bash", "shell", "console"))
-def test_shell_names_what_exists(page):
+def test_shell_names_what_exists(page, check_command):
     for _, text in blocks(page, "sh", "bash", "shell", "console"):
         text = re.sub(r"^\$ ", "", text, flags=re.MULTILINE)
         syntax = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
         assert syntax.returncode == 0, f"{syntax.stderr} in\n{text}"
         for line in text.replace("\\\n", " ").splitlines():
             check_command(shlex.split(line, comments=True))
-
-
-def check_command(words):
-    """Assert that the targets, scripts, flags and extras of one command exist."""
-    if words[:1] == ["make"]:
-        rules = re.findall(r"^([\w ]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        targets = {target for rule in rules for target in rule.split()}
-        asked = {word for word in words[1:] if "=" not in word and not word.startswith("-")}
-        assert asked <= targets, f"make has no {asked - targets}"
-    if "install" in words:
-        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        for extras in re.findall(r"\.\[([\w,]+)\]", " ".join(words)):
-            assert set(extras.split(",")) <= set(project["optional-dependencies"]), extras
-    scripts = [word for word in words if word.endswith(".py")]
-    # A script of ours is named by its folder; `train.py` stands for the reader's own.
-    for script in (ROOT / word for word in scripts if "/" in word):
-        assert script.exists(), f"{script.relative_to(ROOT)} is not there"
-        known = set(re.findall(r'"(--?[a-z][\w-]*)"', script.read_text()))
-        after = words[words.index(str(script.relative_to(ROOT))) :]
-        used = {word.partition("=")[0] for word in after if re.match(r"--?[a-z]", word)}
-        assert used <= known | {"--help"}, f"{script.name} has no {used - known}"
 
 
 @pytest.mark.parametrize("page", [pytest.param(p, id=str(p.relative_to(ROOT))) for p in PAGES])

@@ -4,6 +4,7 @@ Run as `behave.py CASE...`; prints "ok CASE" on every rank, or fails with an ass
 """
 
 import sys
+from pathlib import Path
 
 import horovod.torch as hvd
 import torch
@@ -12,6 +13,10 @@ from torch import nn
 from sn_compress import AutoCompression, CompressError, FFTCompression, LowRankCompression
 from sn_compress.schedule import Constant, EnergyBudget, Warmup
 from sn_compress.torch.memory import memory_of
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "compress"))
+
+from counted import SHAPES, transforms
 
 GATHER = FFTCompression
 SHARED = LowRankCompression.using(ratio=8, warmup=2, every=4)
@@ -66,7 +71,7 @@ def memory_drains():
         with optimizer.skip_synchronize():
             optimizer.zero_grad()
     plain = hvd.allreduce(gradient, name="plain")
-    # What is not yet sent is less than what 8-bit rounding leaves over: 2**-4 of a bin, again
+    # What is not yet sent is less than what 4-bit rounding leaves over: a fifth of a bin, again
     # and again; 200 steps of a tenth of the bins send each twenty times.
     assert (total - plain).norm() < 1e-3 * plain.norm(), (total - plain).norm() / plain.norm()
 
@@ -268,7 +273,20 @@ def theta_follows_its_schedule():
                 assert thetas[-1] == 0.98, thetas
 
 
+def bare_computes_ffts():
+    """One of each gradient's blocks, whatever its shape."""
+    torch.manual_seed(0)
+    model = nn.ParameterList([torch.randn(shape) for shape in SHAPES])
+    optimizer = wrap(model)
+    with transforms() as found:
+        for parameter in model:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.synchronize()
+    assert found == ["fft"] * 3, found
+
+
 CASES = [
+    bare_computes_ffts,
     theta_follows_its_schedule,
     not_a_number_reaches_all_that_share,
     plain_allreduce_that_shares,

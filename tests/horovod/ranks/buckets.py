@@ -8,6 +8,7 @@ import time
 from functools import partial
 
 import horovod.torch as hvd
+import horovod.torch.optimizer
 import torch
 from torch import nn
 
@@ -207,7 +208,59 @@ def a_parameter_added_after_the_start_is_refused():
         optimizer._handles.clear()
 
 
+def stand_ins(net, optimizer, steps):
+    """For each step how many of Horovod's own all-reduces of parameters were started."""
+    inner, own = horovod.torch.optimizer.allreduce_async_, set(optimizer._parameter_names.values())
+    counted = Counted()
+
+    def seen(*args, **options):
+        counted.names.append(options["name"])
+        return inner(*args, **options)
+
+    horovod.torch.optimizer.allreduce_async_ = seen
+    found = []
+    for number in range(steps):
+        counted.names.clear()
+        step(net, optimizer, number)
+        found.append(sum(name in own for name in counted.names))
+    horovod.torch.optimizer.allreduce_async_ = inner
+    return found
+
+
+def from_the_second_step_on_nothing_stands_in_for_a_gradient():
+    for name, way in WAYS.items():
+        net = sides(10)
+        optimizer = wrap(net.named_parameters(), way)
+        first = [10] if name == "fft" else [10, 10]  # dense steps are Horovod's own
+        found = stand_ins(net, optimizer, 5)
+        assert found == first + [0] * (5 - len(first)), (name, found)
+        # Ranks that come begin with stand-ins, so all do.
+        FFTCompression.synchronize(optimizer, root_rank=0)
+        assert stand_ins(net, optimizer, 3) == [10, 0, 0]
+        assert_alike(net)
+
+
+def a_rank_that_waits_sleeps():
+    """Also for what travels plain, beside buckets and after them."""
+    for way in WAYS.values():
+        torch.manual_seed(0)
+        net = nn.ModuleList(nn.Linear(48, 48) for _ in range(4))
+        optimizer = wrap(net.named_parameters(), way)
+        for number in range(4):
+            step(net, optimizer, number)
+        hvd.barrier()
+        before, start = time.process_time(), time.monotonic()
+        if hvd.rank() == 1:
+            time.sleep(1.5)
+        step(net, optimizer, 4)
+        spent, passed = time.process_time() - before, time.monotonic() - start
+        assert passed > 1.4
+        assert spent < 0.5 * passed, (spent, passed)  # stock Horovod: about all of it
+        assert_alike(net)
+
+
 CASES = [
+    from_the_second_step_on_nothing_stands_in_for_a_gradient, a_rank_that_waits_sleeps,
     a_step_has_a_handful_of_collectives, ranks_compute_in_different_orders,
     the_order_of_the_gradients_changes_no_bit, a_sparse_embedding_beside_holds_its_bucket_back,
     a_step_that_broke_off_is_as_if_it_had_never_been,

@@ -1,0 +1,147 @@
+"""How much of gradient and memory a step sends: low rank against frequencies, in equal words.
+
+    python benchmarks/frequencies.py [--net cnn] [--directions 1 3] [--steps 60] [--json FILE]
+
+Follows plain training of a net on eight simulated ranks with 8 images each; behind the first 100
+steps every convolution's gradients go through both parts, each with memories of its own. Shares are
+of squared norms of the ranks' mean, the mean over the second half of the steps; what is owed is in
+norms of the gradient. Two minutes of one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from nets import NETS, fashion_mnist
+from simulated import Floats, rank_gradients, sum_in_order
+
+from sn_compress.ops.kernels import kernels_of
+from sn_compress.ops.matrices import cut
+from sn_compress.sums.base import Part
+from sn_compress.sums.bucket import Bucket
+from sn_compress.sums.frequencies import Frequencies
+from sn_compress.sums.low_rank import LowRank
+
+RANKS, BATCH = 8, 8
+BEFORE = 100  # steps
+RATES = {"cnn": 0.05}  # of the study; 0.1 for others
+
+
+class Followed:
+    """One tensor sent by one part, on all ranks."""
+
+    def __init__(self, name: str, part: Part, mean: Floats) -> None:
+        self.name, self.part, self.bucket = name, part, Bucket([part])
+        (self.shape,) = part.shapes
+        state = self.bucket.new_state(mean)
+        self.states = [self.bucket.begin(state, [mean.reshape(self.shape)])] * RANKS
+        self.memories = [np.zeros(self.shape, np.float32)] * RANKS
+        self.sent: list[float] = []
+        self.owed: list[float] = []
+
+    def step(self, gradients: Sequence[Floats]) -> None:
+        """One step of all ranks."""
+        held = [
+            memory + own.reshape(self.shape)
+            for memory, own in zip(self.memories, gradients, strict=True)
+        ]
+        mean = np.mean(held, axis=0, dtype=np.float64)
+        steps = [
+            self.bucket.step(state, [own], ranks=RANKS, rank=rank)
+            for rank, (state, own) in enumerate(zip(self.states, held, strict=True))
+        ]
+        words, ends = [next(one) for one in steps], []
+        while not ends:
+            total, words = sum_in_order(words), []
+            for one in steps:
+                try:
+                    words.append(one.send(total))
+                except StopIteration as end:
+                    ends.append(end.value)
+        self.states = [end.state for end in ends]
+        self.memories = [end.left[0] for end in ends]
+        left = np.square(mean - ends[0].mean[0]).sum()
+        self.sent.append(1 - left / np.square(mean).sum())
+        self.owed.append(math.sqrt(left / np.square(np.mean(gradients, axis=0)).sum()))
+
+    def row(self) -> dict[str, Any]:
+        """What came of it."""
+        half = len(self.sent) // 2
+        return {
+            "tensor": self.name,
+            "part": type(self.part).__name__,
+            "directions": self.part.sizes[0],  # type: ignore[attr-defined]
+            "words": sum(self.bucket.words(RANKS)),
+            "sent": round(float(np.mean(self.sent[half:])), 3),
+            "owed": round(float(np.mean(self.owed[half:])), 2),
+        }
+
+
+def both(name: str, shape: tuple[int, ...], directions: int, mean: Floats) -> list[Followed]:
+    """Low rank of so many directions, and frequencies in no more words."""
+    low_rank = LowRank([cut(shape)], [directions])
+    kernels = kernels_of(shape)
+    if kernels is None:
+        return []
+    words = sum(low_rank.words(RANKS))
+    high = kernels.count * min(kernels.across, kernels.beside)
+    size = 1
+    while size < high and sum(Frequencies([kernels], [size + 1]).words(RANKS)) <= words:
+        size += 1
+    parts: list[Part] = [low_rank, Frequencies([kernels], [size])]
+    return [Followed(f"{name} {'x'.join(map(str, shape))}", part, mean) for part in parts]
+
+
+def follow(net_name: str, directions: Sequence[int], steps: int) -> list[dict[str, Any]]:
+    """Train plainly, and send each gradient in all ways beside."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    net = NETS[net_name]().to(memory_format=torch.channels_last)
+    rate = RATES.get(net_name, 0.1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=rate, momentum=0.9)
+    images, labels = fashion_mnist("train")
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    followed: dict[int, list[Followed]] = {}
+    for step in range(BEFORE + steps):
+        rows = order[step * RANKS * BATCH :][: RANKS * BATCH]
+        x = images[rows].view(RANKS, BATCH, *images.shape[1:])
+        gradients, _ = rank_gradients(net, x, labels[rows].view(RANKS, BATCH))
+        for at, (name, parameter) in enumerate(net.named_parameters()):
+            own = [each[at] for each in gradients]
+            mean = np.mean(own, axis=0, dtype=np.float32)
+            if step == BEFORE and parameter.numel() >= 1024:
+                made = [both(name, tuple(parameter.shape), each, mean) for each in directions]
+                followed[at] = [one for pair in made for one in pair]
+            for one in followed.get(at, []):
+                one.step(own)
+            parameter.grad = torch.from_numpy(mean).view(parameter.shape)
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min(1, (step + 1) / 50)
+        optimizer.step()
+    return [{"net": net_name} | one.row() for each in followed.values() for one in each]
+
+
+def main() -> None:
+    """Measure, and print a line for each tensor and part."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--net", default="cnn", choices=NETS)
+    parser.add_argument("--directions", type=int, nargs="+", default=[1, 3], help="of low rank")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows = follow(args.net, args.directions, args.steps)
+    for row in rows:
+        print(*(f"{key} {value}" for key, value in row.items()), sep=", ")
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

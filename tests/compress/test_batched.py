@@ -1,0 +1,396 @@
+"""The FFT codec as array code: held against the codec of the host, whose bytes it has to make."""
+
+import zlib
+
+import numpy as np
+import pytest
+import scipy.fft
+import torch
+from samples import (
+    U,
+    dct_error,
+    edges,
+    exact_transform,
+    fft_error,
+    layouts,
+    random,
+    read_support,
+    specials,
+)
+from test_sums import Launches, resnet50
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from sn_compress import CompressError, FFTCodec, PayloadError
+from sn_compress.codecs import batched
+from sn_compress.codecs.base import Payload
+from sn_compress.ops import bit_fields, record
+from sn_compress.ops.checksum import crc
+from sn_compress.ops.crc import RUN, Checksums
+from sn_compress.ops.record_arrays import Records
+from sn_compress.ops.transforms import OverAxes, Transform
+
+SIZES = (0, 1, 31, 32, 33, 63, 1000, 4097, 2**16 + 1)
+LIBRARIES = {"numpy": np.copy, "torch": lambda array: torch.from_numpy(array.copy())}
+EXACT = [  # whose transforms have the same bits in all libraries
+    {"transform": "identity"},
+    {"transform": "identity", "theta": 0.0, "block": 64, "bits": 4, "mantissa": 1},
+    {"transform": "identity", "theta": 1 - 2**-32, "bits": 16, "mantissa": 9},
+    {"transform": "identity", "theta": 0.5, "positions": "bitmap", "half": True},
+    {"transform": "hadamard", "theta": 0.9, "bits": 12, "mantissa": 5},
+    {"transform": "identity", "block": None, "theta": 0.9, "window": 0.3},
+]
+
+
+def bytes_of(payload_words, codec, sizes):
+    """The payloads in one row of words, as bytes."""
+    rest, found = np.asarray(payload_words).view(np.uint8), []
+    for n in sizes:
+        found.append(rest[: codec.payload_bytes(n)])
+        rest = rest[codec.payload_bytes(n) :]
+    assert not rest.size
+    return found
+
+
+def drawn(codec, rng, n):
+    """A memory with something in it, but where it would say nothing of a real vector."""
+    parts = [rng.standard_normal(it.shape).astype(np.float32) / 8 for it in codec.new_state(n)]
+    for section, part in zip(codec.sections(n), parts, strict=True):
+        part[:, edges(section.layout)] = 0
+    return parts
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("decay", [1.0, 0.9])
+def test_records_are_those_of_the_host_bit_for_bit(library, decay):
+    make = LIBRARIES[library]
+    some = [it for it in layouts((32, 1024), (0.0, 0.5, 0.98)) if it.values == "range"]
+    for seed, layout in enumerate(some):
+        rng, records = np.random.default_rng(seed), Records(layout)
+        shape = (8, layout.bins * layout.parts)
+        values = rng.standard_normal(shape) * 10.0 ** rng.integers(-30, 30, (8, 1))
+        values = values.astype(np.float32)
+        values[1], values[2], values[3, 5], values[6, 0] = 0, 1, np.nan, 1e38
+        values[4] = np.round(values[4] / np.abs(values[4]).max() * 3)  # many ties
+        values[5] *= 1e-30  # denormal
+        values[7, 2] = -np.inf
+        values[:, edges(layout)] = 0
+        memory = (rng.standard_normal(shape) / 8).astype(np.float32)
+        memory[:, edges(layout)] = memory[0] = 0
+        words, left = np.zeros((8, layout.words), np.uint32), memory.copy()
+        tally = record.encode_records(values.copy(), left, words, layout, decay)
+        made = records.encode(make(values), make(memory), decay, tally=True)
+        np.testing.assert_array_equal(np.asarray(bit_fields.as_int32(made.words)).view("u4"), words)
+        np.testing.assert_array_equal(np.asarray(made.left), left)
+        # Both are sums of squares in float32 of one sign, of at most `bins` terms in some order.
+        near = {"rtol": 2 * layout.bins * U, "atol": 0}
+        np.testing.assert_allclose(float(made.energy.sum()), tally.energy, **near)
+        np.testing.assert_allclose(float(made.error.sum()), tally.error, **near)
+        expected = np.zeros(shape, np.float32)
+        record.decode_records(words, expected, layout, 0.5)
+        read = records.decode(bit_fields.as_int64(make(words.view(np.int32))))
+        assert not read.damaged.any()
+        found = make(np.zeros((8 * layout.bins, layout.parts), np.float32))
+        found = np.asarray(records.add(found, read, 0.5)).reshape(shape)
+        there = ~np.isnan(expected[:, 0])
+        assert there.tolist() == [True] * 3 + [False] + [True] * 3 + [False]
+        np.testing.assert_array_equal(~np.asarray(read.missing), there)
+        np.testing.assert_array_equal(found[there], expected[there])
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("settings", EXACT, ids=str)
+def test_payloads_are_those_of_the_codec_byte_for_byte(library, settings):
+    """And memories; all sizes and all kinds of values in one call."""
+    codec, make, rng = FFTCodec(**settings), LIBRARIES[library], np.random.default_rng(3)
+    vectors = [random(n, n) for n in SIZES] + list(specials(5000).values())
+    bad = [random(9000, seed) for seed in (1, 2)]
+    bad[0][4097], bad[1][8999] = np.nan, np.inf
+    vectors += bad
+    sizes = [len(vector) for vector in vectors]
+    memories = [drawn(codec, rng, n) for n in sizes]
+    with np.errstate(over="ignore"):
+        made = batched.encode(
+            codec,
+            [make(it) for it in vectors],
+            [[make(part) for part in memory] for memory in memories],
+            decay=0.9,
+        )
+        own = [codec.encode(v, state=m, decay=0.9) for v, m in zip(vectors, memories, strict=True)]
+    for payload, found in zip(own, bytes_of(made.words, codec, sizes), strict=True):
+        assert found.tobytes() == payload.to_bytes()
+    for memory, found in zip(memories, made.memories, strict=True):
+        for one, other in zip(memory, found, strict=True):
+            np.testing.assert_array_equal(one, np.asarray(other))
+    wires = np.stack([np.asarray(made.words)] * 2)
+    read = batched.decode(codec, make(wires), sizes)
+    assert not read.damaged
+    for payload, mean in zip(own, read.means, strict=True):
+        np.testing.assert_array_equal(np.asarray(mean), codec.decode_mean([payload, payload]))
+
+
+@pytest.mark.parametrize("settings", [{}, {"theta": 0.5, "positions": "bitmap", "block": 256}])
+def test_another_fft_changes_no_more_than_its_last_bits(settings):
+    """Torch's FFT against the codec's: who is near the threshold may be another.
+
+    Each transform is within `fft_error` of the exact one, in the 2-norm of a block. So a bin that
+    only one has kept is that near to the smallest one kept, twice; and where both have kept it, the
+    codes differ by what lies between, rounded to rungs.
+    """
+    codec = FFTCodec(**settings)
+    sizes = [8192, 4097, 33]
+    vectors = [random(n, n) for n in sizes]
+    made = batched.encode(codec, [torch.from_numpy(it) for it in vectors])
+    for vector, buffer in zip(vectors, bytes_of(made.words, codec, sizes), strict=True):
+        payloads = [codec.encode(vector), Payload.from_bytes(buffer, n=vector.size)]
+        for section in codec.sections(vector.size):
+            layout = section.layout
+            blocks = section.blocks(vector, 0, section.count).astype(np.float64)
+            exact = np.abs(exact_transform(codec, blocks).view(np.complex128))
+            near = fft_error(layout.block) * np.linalg.norm(blocks, axis=1)
+            words = [section.records(it.body.view("<u4")) for it in payloads]
+            own, other = (read_support(it, layout) for it in words)
+            values = [np.zeros((section.count, 2 * layout.bins), np.float32) for _ in words]
+            for each, room in zip(words, values, strict=True):
+                record.decode_records(each, room, layout, 1.0)
+            for row in range(section.count):
+                last = exact[row, own[row]].min()
+                for odd in set(own[row]) ^ set(other[row]):
+                    assert abs(exact[row, odd] - last) <= 2 * near[row]
+                both = sorted(set(own[row]) & set(other[row]))
+                one, two = (it[row].reshape(-1, 2)[both] for it in values)
+                larger = np.maximum(np.abs(one), np.abs(two))
+                rung = 2.0**-codec.mantissa * larger + 2.0**-15 * larger.max()  # or the lowest
+                assert (np.abs(one - two) <= 2 * near[row] + rung).all()
+        # Each rank's own choice: the vectors are as near to what was encoded.
+        one, two = (np.linalg.norm(codec.decode(it) - vector) for it in payloads)
+        assert two <= one * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_transforms_are_orthonormal_and_the_ones_of_scipy(library):
+    make, rng = LIBRARIES[library], np.random.default_rng(0)
+    for block in (32, 45, 96, 4096):
+        values = rng.standard_normal((3, block)).astype(np.float32)
+        norms = np.linalg.norm(values, axis=1)
+        for name in ("fft", "dct", "hadamard", "identity"):
+            if name == "hadamard" and block & (block - 1):
+                continue
+            way = Transform(name, block)
+            found = way.forward(make(values))
+            exact = exact_transform(FFTCodec(transform=name), values.astype(np.float64))
+            error = np.linalg.norm(np.asarray(found) - exact, axis=1)
+            assert (error <= dct_error(block) * norms).all(), name
+            back = np.asarray(way.inverse(found))
+            error = np.linalg.norm(back - values, axis=1)
+            assert (error <= 2 * dct_error(block) * norms).all(), name
+    tensors = rng.standard_normal((2, 6 * 4 * 3 * 3)).astype(np.float32)
+    way = OverAxes((6, 4, 3, 3), (2, 3))
+    found = way.of(make(tensors), back=False)
+    exact = scipy.fft.dctn(tensors.reshape(2, 6, 4, 3, 3).astype("f8"), axes=(3, 4), norm="ortho")
+    # Two products of three terms of size one.
+    np.testing.assert_allclose(np.asarray(found), exact.reshape(2, -1), rtol=0, atol=64 * U)
+    np.testing.assert_allclose(np.asarray(way.of(found, back=True)), tensors, rtol=0, atol=128 * U)
+
+
+def test_a_kernels_axes():
+    codec = FFTCodec(transform="axes", shape=(40, 60, 3, 3), axes=(2, 3), theta=0.9)
+    vector = random(40 * 60 * 9, 1)
+    made = batched.encode(codec, [torch.from_numpy(vector)] * 2)
+    for buffer in bytes_of(made.words, codec, [vector.size] * 2):
+        found = codec.decode(Payload.from_bytes(buffer, n=vector.size))
+        expected = codec.decode(codec.encode(vector))
+        # What differs was at the threshold, or one rung apart.
+        assert np.linalg.norm(found - expected) < 1e-2 * np.linalg.norm(expected)
+    (mean, _) = batched.decode(codec, made.words[None], [vector.size] * 2).means
+    np.testing.assert_allclose(mean.numpy(), found, rtol=0, atol=256 * U * np.abs(found).max())
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_checksums_of_payloads_side_by_side(library):
+    sizes = [8, 12, 16, 4 * RUN, 4 * RUN + 4, RUN * RUN, RUN * RUN + 4, 2**17 + 20]
+    rng = np.random.default_rng(0)
+    words = rng.integers(-(2**31), 2**31, (2, sum(sizes))).astype(np.int32)
+    found = np.asarray(Checksums(sizes).of(LIBRARIES[library](words)))
+    assert found.dtype == np.int32
+    ends = np.cumsum([0, *sizes])
+    for row in range(2):
+        for at, size in enumerate(sizes):
+            own = words[row, ends[at] : ends[at] + size]
+            assert int(found[row, at]) & 0xFFFFFFFF == crc(own.view(np.uint8))
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_fields_of_bits(library):
+    """Any widths, over the ends of words: as a whole number of all bits has them."""
+    rng, make = np.random.default_rng(0), LIBRARIES[library]
+    widths = np.concatenate([[32, 1, 31, 32], rng.integers(1, 33, 40)])
+    offsets = np.cumsum([0, *widths])[:-1] + 3
+    words = int(offsets[-1] + widths[-1] + 31) // 32
+    numbers = rng.integers(0, 2**widths, (3, widths.size))
+    made = bit_fields.write(make(np.tile(offsets, (3, 1))), make(numbers), words)
+    for row in range(3):
+        whole = sum(int(n) << int(at) for n, at in zip(numbers[row], offsets, strict=True))
+        assert np.asarray(made)[row].astype("<u4").tobytes() == whole.to_bytes(4 * words, "little")
+    back = bit_fields.Fields(offsets, widths, words).read(
+        bit_fields.as_int64(bit_fields.as_int32(made))
+    )
+    np.testing.assert_array_equal(np.asarray(back), numbers)
+
+
+def test_the_memory_of_what_was_not_used_waits():
+    codec, rng, sizes = FFTCodec(), np.random.default_rng(1), [9000, 33, 5000]
+    vectors = [random(9000), np.zeros(33, np.float32), np.zeros(5000, np.float32)]
+    vectors[0][:8192] = 0  # used, if only at its end
+    memories = [drawn(codec, rng, n) for n in sizes]
+    waits = batched.encode(codec, vectors, memories, unused_waits=True)
+    for at in (1, 2):
+        for one, other in zip(memories[at], waits.memories[at], strict=True):
+            np.testing.assert_array_equal(one, other)
+    parts = bytes_of(waits.words, codec, sizes)
+    for at, vector in enumerate(vectors):
+        state = [it.copy() for it in memories[at]] if at == 0 else None
+        assert parts[at].tobytes() == codec.encode(vector, state=state).to_bytes()
+    travels = batched.encode(codec, vectors, memories)
+    assert any((a != b).any() for a, b in zip(memories[1], travels.memories[1], strict=True))
+
+
+def broken(kind, wire, codec, at):
+    """A wire with one payload damaged, that begins at a word."""
+    words = wire.copy().view(np.uint32)
+    if kind == "a bit on the way":
+        words[at + 9] ^= 1 << 17
+        return words.view(np.int32)
+    if kind == "another n":
+        words[at + 1] += 1
+    elif kind == "other settings":
+        words[at + 3] ^= 1
+    elif kind == "range not finite":
+        words[at + 8] |= 0x7F80
+    elif kind == "positions":
+        words[at + 8 : at + 12] |= 0xFFFF0000
+        words[at + 25 : at + 30] = 0xFFFFFFFF
+    size = codec.payload_bytes(8192) // 4
+    own = words[at : at + size]
+    own[7] = 0
+    own[7] = zlib.crc32(own.tobytes())
+    return words.view(np.int32)
+
+
+KINDS = ["a bit on the way", "another n", "other settings", "range not finite", "positions"]
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_damage_is_a_flag_and_the_tensors_mean_is_nan(library, kind):
+    codec, sizes = FFTCodec(), [5000, 8192, 100]
+    made = batched.encode(codec, [random(n, n) for n in sizes])
+    bad = broken(kind, made.words, codec, codec.payload_bytes(5000) // 4)
+    whole = batched.decode(codec, np.stack([made.words] * 3), sizes)
+    assert not whole.damaged
+    make = LIBRARIES[library]
+    read = batched.decode(codec, make(np.stack([made.words, bad, made.words])), sizes)
+    assert read.damaged
+    found = [np.asarray(mean) for mean in read.means]
+    assert np.isnan(found[1][:4096]).all()
+    for at in (0, 2):
+        np.testing.assert_allclose(found[at], whole.means[at], rtol=0, atol=1e-5)
+
+
+def step(batch, gradients, memories):
+    """Of two ranks that are alike, from gradients to the mean."""
+    made = batch.encode(gradients, memories, unused_waits=True, tally=True)
+    read = batch.decode(torch.stack([made.words] * 2))
+    return made.words, made.memories, made.numbers, read.means, read.damaged
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"transform": "dct", "positions": "bitmap"},
+        {"transform": "hadamard", "window": 0.5},
+        {"block": None},
+    ],
+    ids=str,
+)
+def test_no_value_is_read(settings):
+    """Tensors of device `meta` have none."""
+    codec, sizes = FFTCodec(**settings), (4097, 1000, 2**16, 0)
+    gradients = [torch.zeros(n, device="meta", dtype=torch.bfloat16) for n in sizes]
+    memories = [batched.new_memory(codec, n, gradients[0]) for n in sizes]
+    batch = batched.batch_of(codec, sizes)
+    words, kept, numbers, means, damaged = step(batch, gradients, memories)
+    assert words.device.type == damaged.device.type == numbers.device.type == "meta"
+    assert words.shape == (batched.words_of(codec, sizes),)
+    assert [tuple(it.shape) for it in means] == [(n,) for n in sizes]
+    assert all(it.dtype == torch.float32 for it in means)
+    shapes = [[tuple(part.shape) for part in memory] for memory in kept]
+    assert shapes == [batched.memory_shapes(codec, n) for n in sizes]
+
+
+def inputs(codec, sizes, seed):
+    rng = np.random.default_rng(seed)
+    gradients = [torch.from_numpy(random(n, seed + n)) for n in sizes]
+    return gradients, [[torch.from_numpy(it) for it in drawn(codec, rng, n)] for n in sizes]
+
+
+def assert_same(one, other):
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+        return
+    for left, right in zip(one, other, strict=True):
+        assert_same(left, right)
+
+
+def test_a_recorded_step_is_the_step():
+    """What was recorded with zeros holds for other values: nothing hangs on one."""
+    codec, sizes = FFTCodec(), (4097, 1000, 40000)
+    batch = batched.batch_of(codec, sizes)
+    gradients, memories = inputs(codec, sizes, 5)
+    zeros = [torch.zeros_like(it) for it in gradients]
+    step(batch, zeros, memories)  # makes what follows from shapes
+    recorded = make_fx(lambda *given: step(batch, *given))(zeros, memories)
+    assert_same(recorded(gradients, memories), step(batch, gradients, memories))
+
+
+def test_a_step_is_one_graph():
+    codec, sizes = FFTCodec(), (8192,)
+    batch = batched.batch_of(codec, sizes)
+    gradients, memories = inputs(codec, sizes, 6)
+    expected = step(batch, gradients, memories)
+    captured = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert_same(captured(batch, gradients, memories), expected)
+
+
+def launches(sizes, ranks):
+    """Of encoding and decoding a bucket on a device."""
+    codec = FFTCodec()
+    gradients = [torch.zeros(n, device="meta") for n in sizes]
+    memories = [batched.new_memory(codec, n, gradients[0]) for n in sizes]
+    for _ in range(2):  # the first makes what follows from shapes
+        with Launches() as launched:
+            made = batched.encode(codec, gradients, memories, unused_waits=True)
+            batched.decode(codec, torch.stack([made.words] * ranks), sizes)
+    return launched.count
+
+
+def test_a_step_of_resnet50_is_few_launches():
+    """As many as of five of its tensors: blocks of one length go together."""
+    sizes = [rows * columns for rows, columns in resnet50()]
+    assert len(sizes) == 54
+    assert launches(sizes, 8) < 600
+    assert launches(sizes, 8) < 1.2 * launches(sizes[:5], 8)
+
+
+def test_what_array_code_has_no_form_of():
+    vector = random(5000)
+    for settings in ({"values": "fp16"}, {"values": "sign"}, {"values": "2bit"}):
+        with pytest.raises(CompressError, match=r"as array code; expected 'range'"):
+            batched.encode(FFTCodec(**settings), [vector])
+    with pytest.raises(CompressError, match='window="payload" as array code'):
+        batched.encode(FFTCodec(window="payload"), [vector])
+    codec = FFTCodec()
+    wire = batched.encode(codec, [vector]).words
+    with pytest.raises(PayloadError, match="same settings"):
+        batched.decode(codec, wire[None, 1:], [5000])

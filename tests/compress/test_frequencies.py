@@ -1,0 +1,538 @@
+"""Directions of frequencies: against a naive form, on ranks of NumPy and torch in one process."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.fft import dctn, idctn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from sn_compress import AutoCompression, LowRankCompression
+from sn_compress.errors import CompressError
+from sn_compress.ops.kernels import kernels_of, waves
+from sn_compress.sums.bucket import HEAD, Bucket
+from sn_compress.sums.choose import Curve, Size, with_frequencies, words_of
+from sn_compress.sums.frequencies import Frequencies
+from sn_compress.sums.session import SharedExchange
+from sn_compress.sums.step import bucket_of, step
+
+LIBRARIES = [lambda array: np.array(array), lambda array: torch.from_numpy(np.array(array))]
+TORCH, KERAS, ROW, ONE = (8, 6, 3, 3), (3, 3, 6, 8), (10, 4, 5), (5, 1, 2, 2)
+SHAPES = [TORCH, KERAS, ROW, ONE]
+
+
+def bits(array):
+    return np.asarray(array).tobytes()
+
+
+def part_of(*shapes, size=4):
+    return Frequencies([kernels_of(shape) for shape in shapes], [size] * len(shapes))
+
+
+def spectrum(values, shape):
+    """[frequencies, across, beside] float64, by SciPy."""
+    values = np.asarray(values, np.float64).reshape(shape)
+    if kernels_of(shape).last:
+        found = dctn(values, axes=range(2, len(shape)), norm="ortho")
+        return np.moveaxis(found.reshape(*shape[:2], -1), -1, 0)
+    found = dctn(values, axes=range(len(shape) - 2), norm="ortho")
+    return found.reshape(-1, *shape[-2:]).swapaxes(1, 2)
+
+
+def values_of(cube, shape):
+    """The way back, [n]."""
+    if kernels_of(shape).last:
+        found = np.moveaxis(cube, 0, -1).reshape(shape)
+        return idctn(found, axes=range(2, len(shape)), norm="ortho").reshape(-1)
+    found = cube.swapaxes(1, 2).reshape(shape)
+    return idctn(found, axes=range(len(shape) - 2), norm="ortho").reshape(-1)
+
+
+class Ranks:
+    """Ranks of one bucket, every other one of torch, and the all-reduces between them."""
+
+    def __init__(self, parts, ranks, libraries=LIBRARIES):
+        self.bucket, self.ranks = Bucket(parts), ranks
+        self.of = [libraries[rank % len(libraries)] for rank in range(ranks)]
+        self.states = [self.bucket.new_state(of(np.zeros(1, np.float32))) for of in self.of]
+        self.memories = [
+            [np.zeros(shape, np.float32) for shape in self.bucket.shapes] for _ in self.of
+        ]
+
+    def begin(self, means):
+        pairs = [zip(means, self.bucket.shapes, strict=True) for _ in self.of]
+        self.states = [
+            self.bucket.begin(state, [of(mean.reshape(shape)) for mean, shape in pair])
+            for of, state, pair in zip(self.of, self.states, pairs, strict=True)
+        ]
+
+    def step(self, gradients, joined=(), damage=None):
+        """gradients : by rank, then by tensor; the results by rank, and the sums that travelled."""
+        live = [rank for rank in range(self.ranks) if rank not in joined]
+        steps, sums, results = {}, [], {}
+        for rank in live:
+            pairs = zip(self.memories[rank], gradients[rank], strict=True)
+            matrices = [self.of[rank](m + g.reshape(m.shape)) for m, g in pairs]
+            steps[rank] = self.bucket.step(
+                self.states[rank], matrices, ranks=self.ranks, rank=rank, exact=True
+            )
+        words = {rank: next(one) for rank, one in steps.items()}
+        while words:
+            assert {each.shape for each in words.values()} == {
+                (self.bucket.words(self.ranks)[len(sums)],)
+            }
+            total = np.sum([np.asarray(each) for each in words.values()], axis=0, dtype=np.int32)
+            if damage is not None and damage[0] == len(sums):
+                total[damage[1]] ^= np.int32(1 << damage[2])
+            sums.append(total)
+            words = {}
+            for rank, one in steps.items():
+                try:
+                    words[rank] = one.send(self.of[rank](total))
+                except StopIteration as end:
+                    results[rank] = end.value
+        first = results[live[0]]
+        for each in results.values():  # the same bits on all of them
+            for name, value in first.state.items():
+                assert bits(each.state[name]) == bits(value), name
+            for mine, others in zip(each.mean, first.mean, strict=True):
+                assert bits(mine) == bits(others)
+        if not bool(first.lost) and not bool(first.damaged):
+            for rank, each in results.items():
+                self.memories[rank] = [np.asarray(left) for left in each.left]
+                self.states[rank] = each.state
+        for rank in joined:
+            self.states[rank] = {n: self.of[rank](np.asarray(v)) for n, v in first.state.items()}
+        return results, sums
+
+
+def chance(rng, ranks, shapes):
+    return [
+        [rng.standard_normal(math.prod(shape)).astype(np.float32) for shape in shapes]
+        for _ in range(ranks)
+    ]
+
+
+def test_kernels_are_found_at_either_end_and_waves_are_those_of_scipy():
+    assert [kernels_of(shape).sides for shape in SHAPES] == [(3, 3), (3, 3), (5,), (2, 2)]
+    assert [kernels_of(shape).shape for shape in SHAPES] == [(8, 54), (54, 8), (10, 20), (5, 4)]
+    for none in ((64, 64), (7,), (8, 8, 1, 1), (64, 64, 9, 9), (0, 2, 3, 3)):
+        assert kernels_of(none) is None
+    for sides in ((3, 3), (2, 5), (7,), (2, 2, 3)):
+        count = math.prod(sides)
+        expected = dctn(
+            np.eye(count).reshape(count, *sides), axes=range(1, len(sides) + 1), norm="ortho"
+        )
+        # Multiples of 2**-22.
+        assert np.abs(waves(sides).host - expected.reshape(count, count).T).max() <= 2.0**-23
+
+
+def naive_places(state, size):
+    """Directions that are sent, in plain Python."""
+    spread = np.asarray(state["spread"], np.float64)
+    worth = (np.maximum(spread, spread.max() / 32) * np.asarray(state["age"])).astype(np.float32)
+    return sorted(sorted(range(worth.size), key=lambda at: (-worth[at], at))[:size])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_step_is_that_of_a_naive_one(shape):
+    rng, ranks, size = np.random.default_rng(1), 3, 4
+    it, part = kernels_of(shape), part_of(shape, size=4)
+    group = Ranks([part], ranks)
+    group.begin([chance(rng, 1, [shape])[0][0]])
+    each = np.asarray(group.states[0]["0.spread"]).size // it.count
+    for _ in range(6):
+        state = {name[2:]: np.asarray(value) for name, value in group.states[0].items()}
+        gradients = chance(rng, ranks, [shape])
+        held = [
+            memory[0].reshape(-1) + own[0]
+            for memory, own in zip(group.memories, gradients, strict=True)
+        ]
+        cubes = np.array([spectrum(own, shape) for own in held])
+        places = naive_places(state, size)
+        basis = state["basis"].reshape(-1, it.beside).astype(np.float64)
+        results, sums = group.step(gradients)
+        assert np.flatnonzero(np.asarray(results[0].state["0.age"]) == 1).tolist() == places
+        digits, unit, _ = part._left.unpack(sums[0][HEAD:], state["left"], ranks)
+        digits, unit = digits.reshape(size, -1), unit[0]
+        out = np.zeros_like(cubes[0])
+        second, unit_q, _ = part._right.unpack(sums[1][HEAD:], state["right"], ranks)
+        second = second.reshape(size, -1)
+        for wave in {place // each for place in places}:
+            rows = [at for at, place in enumerate(places) if place // each == wave]
+            x = cubes[:, wave].mean(axis=0)
+            for at in rows:
+                p = x @ basis[places[at]]
+                scale = scale_of(state, places[at])
+                # Each rank rounds to the next digit; what is beyond the largest is cut off.
+                inside = np.abs(cubes[:, wave] @ basis[places[at]]).max() < scale * unit * 41
+                if inside:
+                    assert np.abs(p / scale / unit - digits[at]).max() <= 0.5 * ranks + 0.01
+            # Of these sums each direction is made orthogonal to those before it.
+            q, r = np.linalg.qr(digits[rows].T.astype(np.float64))
+            p = (q * np.sign(np.diag(r))).T
+            for at, row in zip(rows, p, strict=True):
+                scale = scale_of(state, places[at])
+                out[wave] += np.outer(row, second[at] * (unit_q[0] * scale))
+        mean = np.asarray(results[0].mean[0], np.float64).reshape(-1)
+        expected = values_of(out, shape)
+        assert np.abs(mean - expected).max() <= 1e-5 * np.abs(expected).max()
+        # What was not sent is remembered.
+        left = np.mean([np.asarray(own.left[0]).reshape(-1) for own in results.values()], axis=0)
+        assert np.abs(np.mean(held, axis=0) - mean - left).max() <= 1e-5 * np.abs(held).max()
+        for rank, own in results.items():
+            gone = (held[rank].astype(np.float64) ** 2).sum() - (
+                np.asarray(own.left[0], np.float64) ** 2
+            ).sum()
+            # Waves are rounded to 2**-22, and all numbers to float32.
+            assert abs(float(own.sent) - gone) <= 1e-5 * (held[rank] ** 2).sum()
+
+
+def scale_of(state, place):
+    """A quarter of an octave above the least that covers what a direction should bring."""
+    spread = np.maximum(state["spread"].astype(np.float64), state["spread"].max() / 32)
+    worth = np.float32(spread[place] * state["age"][place])
+    return 2 ** ((math.ceil(4 * math.log2(worth) - 1e-5) + 1) / 4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_nothing_is_lost_and_libraries_share_every_bit(ranks):
+    rng = np.random.default_rng(ranks)
+    group = Ranks([part_of(TORCH, KERAS, ONE)], ranks)
+    given, got = [0.0] * 3, [0.0] * 3
+    for _ in range(30 if ranks < 8 else 10):
+        gradients = chance(rng, ranks, [TORCH, KERAS, ONE])
+        results, _ = group.step(gradients)
+        assert not bool(results[0].lost)
+        assert not bool(results[0].damaged)
+        for at in range(3):
+            given[at] += np.mean([own[at] for own in gradients], axis=0, dtype=np.float64)
+            got[at] += np.asarray(results[0].mean[at], np.float64).reshape(-1)
+    for at in range(3):
+        left = np.mean([own[at] for own in group.memories], axis=0, dtype=np.float64)
+        assert np.abs(given[at] - got[at] - left.reshape(-1)).max() <= 1e-4
+        # And it does not pile up: a step sends a good part of what there is.
+        assert np.linalg.norm(left) < 4 * np.linalg.norm(gradients[0][at])
+
+
+def test_what_lies_in_one_frequency_is_sent_at_once_and_what_was_silent_is_not_forgotten():
+    rng = np.random.default_rng(2)
+    loud = np.zeros((9, 8, 6))
+    loud[4] = np.outer(rng.standard_normal(8), rng.standard_normal(6))
+    loud = values_of(loud, TORCH).astype(np.float32)
+    group = Ranks([part_of(TORCH, size=2)], 2, LIBRARIES[:1])
+    group.begin([loud])
+    results, _ = group.step([[loud]] * 2)
+    # 63 levels of a rank on each side of a scale at most 2**2.5 above the largest number.
+    near = np.linalg.norm(np.asarray(results[0].mean[0]).reshape(-1) - loud)
+    assert near < 0.25 * np.linalg.norm(loud)
+    for _ in range(120):
+        group.step([[loud]] * 2)
+    assert np.asarray(group.states[0]["0.age"]).max() < 120
+
+
+def test_a_rank_that_joined_adds_nothing():
+    rng = np.random.default_rng(4)
+    group = Ranks([part_of(TORCH)], 4)
+    for turn in range(8):
+        gradients = chance(rng, 4, [TORCH])
+        before = [own[0].copy() for own in group.memories]
+        joined = () if turn < 3 else (0, 2)
+        results, _ = group.step(gradients, joined=joined)
+        live = [rank for rank in range(4) if rank not in joined]
+        sent = sum(
+            gradients[r][0].reshape(before[r].shape) + before[r] - group.memories[r][0]
+            for r in live
+        )
+        assert np.allclose(np.asarray(results[1].mean[0]), sent / 4, atol=1e-5 * np.abs(sent).max())
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
+def test_a_step_that_one_rank_loses_is_lost_on_all_and_leaves_every_state(bad):
+    rng = np.random.default_rng(3)
+    groups = [Ranks([part_of(TORCH, KERAS)], 3) for _ in range(2)]
+    for turn in range(5):
+        gradients = chance(rng, 3, [TORCH, KERAS])
+        if turn == 2:
+            spoilt = [[own.copy() for own in mine] for mine in gradients]
+            spoilt[1][1][:200] = bad
+            results, _ = groups[0].step(spoilt)
+            for rank, each in results.items():
+                assert bool(each.lost)
+                assert all(np.isnan(np.asarray(mean)).all() for mean in each.mean)
+                for name, value in groups[0].states[rank].items():
+                    assert bits(each.state[name]) == bits(value)
+        first, second = (group.step(gradients)[0] for group in groups)
+        assert bits(first[0].mean[0]) == bits(second[0].mean[0])
+
+
+def test_a_damaged_sum_is_known_as_one():
+    rng = np.random.default_rng(9)
+    group = Ranks([part_of(TORCH)], 2)
+    words = group.bucket.words(2)
+    for turn in range(40):
+        damage = turn % 2, rng.integers(words[turn % 2]), rng.integers(31)
+        results, _ = group.step(chance(rng, 2, [TORCH]), damage=damage)
+        assert all(bool(each.damaged) for each in results.values())
+
+
+def test_tensors_travel_together_as_they_do_alone():
+    rng = np.random.default_rng(5)
+    alone = [part_of(shape) for shape in (TORCH, KERAS, ROW)]
+    (part,) = Frequencies.together(alone)
+    together, apart = Ranks([part], 2), [Ranks([each], 2) for each in alone]
+    for _ in range(4):
+        gradients = chance(rng, 2, [TORCH, KERAS, ROW])
+        both, _ = together.step(gradients)
+        pieces = together.bucket.split(both[0].state)
+        for place, group in enumerate(apart):
+            one, _ = group.step([[mine[place]] for mine in gradients])
+            assert bits(one[0].mean[0]) == bits(both[0].mean[place])
+            for name, value in pieces[place].items():
+                assert bits(group.states[0][f"0.{name}"]) == bits(value)
+        again = together.bucket.join(pieces)
+        assert all(bits(again[name]) == bits(value) for name, value in both[0].state.items())
+
+
+def test_keras_sends_what_torch_does():
+    rng = np.random.default_rng(6)
+    groups = [Ranks([part_of(shape)], 2) for shape in (TORCH, KERAS)]
+    for _ in range(5):
+        own = chance(rng, 2, [TORCH])
+        turned = [[mine[0].reshape(TORCH).transpose(2, 3, 1, 0).reshape(-1)] for mine in own]
+        first, second = (g.step(each)[0][0] for g, each in zip(groups, (own, turned), strict=True))
+        back = np.asarray(second.mean[0]).reshape(KERAS).transpose(3, 2, 0, 1).reshape(8, 54)
+        # A number that lies between two digits may be rounded to the other one.
+        assert np.linalg.norm(back - first.mean[0]) <= 0.1 * np.linalg.norm(first.mean[0])
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_nothing_is_read_from_a_device(exact):
+    """Torch's device `meta` has shapes and no values: whatever asks for one raises."""
+    part = part_of(TORCH, KERAS)
+    bucket = Bucket([part])
+    like = torch.zeros(1, device="meta")
+    zeros = [torch.zeros(shape, device="meta") for shape in part.shapes]
+    state = bucket.rescale(bucket.begin(bucket.new_state(like), zeros), 4)
+    outs = [torch.zeros(shape, device="meta") for shape in part.shapes]
+    rounds = bucket.step(state, zeros, ranks=4, rank=3, exact=exact, outs=outs)
+    words = next(rounds)
+    assert words.shape == (bucket.words(4)[0],)
+    words = rounds.send(words)
+    assert words.shape == (bucket.words(4)[1],)
+    with pytest.raises(StopIteration) as end:
+        rounds.send(words)
+    result = end.value.value
+    assert all(mean is out for mean, out in zip(result.mean, outs, strict=True))
+    assert {n: (v.shape, v.dtype) for n, v in state.items()} == {
+        n: (v.shape, v.dtype) for n, v in result.state.items()
+    }
+
+
+def test_the_ops_of_a_step_do_not_depend_on_the_numbers():
+    """Recorded on zeros and run again on others, they make of those what a step makes."""
+    part = part_of(TORCH)
+    bucket = Bucket([part])
+    empty = bucket.new_state(torch.zeros(1))
+
+    def all_of(matrix, first, second, *state):
+        named = dict(zip(empty, state, strict=True))
+        rounds = bucket.step(named, [matrix.clone()], ranks=2, rank=1)
+        words = [next(rounds), rounds.send(first)]
+        with pytest.raises(StopIteration) as end:
+            rounds.send(second)
+        result = end.value.value
+        return *words, *result.left, *result.mean, *result.state.values(), result.lost
+
+    totals = [torch.zeros(words, dtype=torch.int32) for words in bucket.words(2)]
+    recorded = make_fx(all_of)(torch.zeros(part.shapes[0]), *totals, *empty.values())
+    rng, state = np.random.default_rng(6), list(empty.values())
+    for _ in range(4):
+        values = torch.from_numpy(chance(rng, 1, [TORCH])[0][0].reshape(part.shapes[0]))
+        first = 2 * all_of(values, *totals, *state)[0]
+        second = 2 * all_of(values, first, totals[1], *state)[1]
+        plain, replayed = (f(values, first, second, *state) for f in (all_of, recorded))
+        # The compiled kernels and torch's products have another order of sums.
+        for one, other in zip(plain, replayed, strict=True):
+            assert torch.allclose(one.double(), other.double(), rtol=1e-4, atol=1e-5)
+        state = list(plain[4:-1])
+
+
+def test_beginning_finds_the_loudest_and_a_bad_mean_says_nothing():
+    rng = np.random.default_rng(7)
+    for shape in (TORCH, KERAS):
+        mean, part = chance(rng, 1, [shape])[0][0], part_of(shape)
+        sigma = np.linalg.svd(spectrum(mean, shape), compute_uv=False)
+        states = []
+        for of in LIBRARIES:
+            empty = part.new_state(of(np.zeros(1, np.float32)))
+            states.append(part.begin(empty, [of(mean.reshape(part.shapes[0]))]))
+            for bad in (0, np.nan, np.inf):
+                same = part.begin(empty, [of((mean * np.float32(bad)).reshape(part.shapes[0]))])
+                assert all(bits(same[name]) == bits(value) for name, value in empty.items())
+            louder = part.rescale(states[-1], 4)
+            assert bits(louder["spread"]) == bits(np.asarray(states[-1]["spread"]) * 2)
+        for name, value in states[0].items():
+            assert bits(states[1][name]) == bits(value)
+        # All directions of a frequency together have all its energy, in some order.
+        energy = np.square(states[0]["spread"].reshape(sigma.shape)).sum(axis=1)
+        assert np.abs(energy / np.square(sigma).sum(axis=1) - 1).max() < 0.01
+
+
+def test_the_words_are_few():
+    """A byte for each number of a direction, and for both factors of a tensor one scale."""
+    part = Frequencies([kernels_of((64, 32, 3, 3)), kernels_of((3, 3, 16, 16))], [5, 2])
+    expected = [HEAD + 2 + (5 * 64 + 2 * 16) // 4, HEAD + 2 + (5 * 32 + 2 * 16) // 4]
+    assert Bucket([part]).words(8) == expected
+    size = Size((64, 32, 3, 3), 5, "frequencies")
+    assert Bucket([size.part()]).words(8) == words_of(size.shape, 5, 8, "frequencies")
+
+
+def test_what_cannot_be_is_refused():
+    for size in (0, 9 * 6 + 1):
+        with pytest.raises(CompressError, match="expected 1 to 54"):
+            part_of(TORCH, size=size)
+
+
+def smooth(rng, shape):
+    """Kernels that are nearly alike in all their numbers: energy in few frequencies."""
+    cube = rng.standard_normal((9, shape[0], shape[1])) * 8.0 ** -np.arange(9)[:, None, None]
+    return values_of(cube, shape).astype(np.float32)
+
+
+def test_frequencies_are_taken_where_they_catch_more():
+    rng, shape = np.random.default_rng(8), (32, 32, 3, 3)
+    for make, way in ((smooth, "frequencies"), (thin, "low_rank")):
+        mean = make(rng, shape)
+        low_rank, frequencies = Curve.of(mean, shape), Curve.of_frequencies(mean, shape)
+        sigma = np.sort(np.linalg.svd(spectrum(mean, shape), compute_uv=False).reshape(-1))[::-1]
+        shares = np.square(sigma[:256]) / np.square(mean, dtype=np.float64).sum()
+        np.testing.assert_allclose(frequencies.shares, shares, atol=1e-5)
+        assert with_frequencies(low_rank, frequencies, mean.size / 20, 8).way == way
+    assert Curve.of_frequencies(mean.reshape(-1), (288, 32)) is None
+
+
+def thin(rng, shape):
+    """Rank one, in all frequencies."""
+    left, right = rng.standard_normal(shape[0]), rng.standard_normal(math.prod(shape[1:]))
+    return np.outer(left, right).astype(np.float32).reshape(-1)
+
+
+def exchanged(sessions, gradients, ranks):
+    names = list(SESSION)
+    rounds = [
+        own.exchange_all(names, [values[n].copy() for n in names], ranks=ranks, rank=rank)
+        for rank, (own, values) in enumerate(zip(sessions, gradients, strict=True))
+    ]
+    words = [next(each) for each in rounds]
+    while True:
+        total, words, means = np.sum(words, axis=0, dtype=np.int32), [], []
+        for each in rounds:
+            try:
+                words.append(each.send(total))
+            except StopIteration as end:
+                means.append(end.value)
+        if means:
+            for mine in means:
+                assert [bits(it) for it in mine] == [bits(it) for it in means[0]]
+            return means[0]
+
+
+SESSION = {"smooth": (32, 32, 3, 3), "thin": (32, 16, 3, 3)}
+
+
+def drawn(rng, ranks):
+    makes = {"smooth": smooth, "thin": thin}
+    return [{n: makes[n](rng, shape) for n, shape in SESSION.items()} for _ in range(ranks)]
+
+
+def begun(rng, ranks, frequencies=True):
+    sessions = [SharedExchange(ratio=20, warmup=1, frequencies=frequencies) for _ in range(ranks)]
+    sent = drawn(rng, 1)[0]
+    for own in sessions:
+        for name, shape in SESSION.items():
+            assert own.dense(name, shape)
+            own.whole(name, sent[name])
+            own.learn(name, sent[name])
+        own.settle()
+    return sessions
+
+
+def test_a_session_chooses_and_saves_and_goes_on_bit_by_bit():
+    rng = np.random.default_rng(11)
+    sessions = begun(rng, 2)
+    for _ in range(3):
+        exchanged(sessions, drawn(rng, 2), 2)
+    ways = {name: sessions[1].way(name) for name in SESSION}
+    assert ways == {"smooth": "frequencies", "thin": "low_rank"}
+    plain = begun(rng, 2, frequencies=False)
+    exchanged(plain, drawn(rng, 2), 2)
+    assert {plain[0].way(name) for name in SESSION} == {"low_rank"}
+    resumed = [SharedExchange(ratio=20, warmup=1, frequencies=True) for _ in sessions]
+    for own, other in zip(resumed, sessions, strict=True):
+        own.load_state_dict(other.state_dict())
+    for turn in range(4):
+        gradients = drawn(rng, 2)
+        both = [exchanged(each, gradients, 2) for each in (sessions, resumed)]
+        assert [bits(it) for it in both[0]] == [bits(it) for it in both[1]]
+        if turn == 1:  # taken back, the step is made again with the same bits
+            for own in resumed:
+                own.undo()
+            again = exchanged(resumed, gradients, 2)
+            assert [bits(it) for it in again] == [bits(it) for it in both[0]]
+        for own in (*sessions, *resumed):
+            own.settle()
+    # Another number of ranks goes on with what these shared, and the mean of what they owe.
+    states = [own.state_dict() for own in sessions]
+    mean = {n: np.mean([own.residual(n) for own in sessions], axis=0) for n in SESSION}
+    three = [SharedExchange(ratio=20, warmup=1, frequencies=True) for _ in range(3)]
+    for own in three:
+        own.take_over(states[0], mean)
+    exchanged(three, drawn(rng, 3), 3)
+    for entry in ({"way": "frequency"}, {"size": 9 * 32 + 1}, {"way": "rows", "size": 3000}):
+        state = sessions[0].state_dict()
+        state["tensors"]["smooth"].update(entry)
+        with pytest.raises(CompressError):
+            SharedExchange(ratio=20, warmup=1).load_state_dict(state)
+
+
+def test_auto_compression_has_frequencies_and_low_rank_has_not():
+    assert AutoCompression.settings.shared().frequencies
+    assert not LowRankCompression.settings.shared().frequencies
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_tensorflow_shares_every_bit(graph):
+    tf = pytest.importorskip("tensorflow")
+    import sn_compress.tensorflow.namespace  # noqa: F401 - it makes tensors known
+
+    rng, ranks = np.random.default_rng(12), 2
+    bucket, _ = bucket_of((part_of(TORCH), part_of(KERAS)))
+    state = bucket.new_state(np.zeros(1, np.float32))
+    state = bucket.begin(
+        state, [chance(rng, 1, [shape])[0][0].reshape(shape) for shape in bucket.shapes]
+    )
+    memories = [np.zeros(math.prod(shape), np.float32) for shape in bucket.shapes]
+
+    def stepped(state, memories, gradients, first, second):
+        rounds = step(bucket, state, memories, gradients, ranks=ranks, rank=0, exact=True)
+        words = [next(rounds), rounds.send(first)]
+        with pytest.raises(StopIteration) as end:
+            rounds.send(second)
+        return words, vars(end.value.value)
+
+    traced = tf.function(stepped, autograph=False) if graph else stepped
+    totals = [np.zeros(words, np.int32) for words in bucket.words(ranks)]
+    for _ in range(4):
+        gradients = chance(rng, 1, [TORCH, KERAS])[0]
+        first = 2 * stepped(state, memories, gradients, *totals)[0][0]
+        second = 2 * stepped(state, memories, gradients, first, totals[1])[0][1]
+        _, expected = stepped(state, memories, gradients, first, second)
+        given = (state, memories, gradients, first, second)
+        _, found = traced(*tf.nest.map_structure(tf.constant, given))
+        for name, value in expected["state"].items():
+            assert bits(found["state"][name]) == bits(value), name
+        for one, other in zip(found["means"], expected["means"], strict=True):
+            assert bits(one) == bits(other)
+        state, memories = expected["state"], expected["memories"]

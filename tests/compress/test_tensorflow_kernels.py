@@ -1,0 +1,129 @@
+"""The compiled codec in TensorFlow's graphs: the bytes and bits of FFTCodec, and its errors."""
+
+import numpy as np
+import pytest
+
+tf = pytest.importorskip("tensorflow")
+
+from sn_compress import FFTCodec, _native  # noqa: E402
+from sn_compress.codecs.base import Payload  # noqa: E402
+from sn_compress.tensorflow import kernels  # noqa: E402
+
+RANKS = 3
+pytestmark = pytest.mark.skipif(_native.core() is None, reason="the extension was not built")
+
+
+def graph(function):
+    return tf.function(function, autograph=False)
+
+
+def vectors(n, seed=0):
+    rng = np.random.default_rng([n, seed])
+    return rng.standard_normal(n).astype("f4") * 2.0 ** rng.integers(-20, 20, n).astype("f4")
+
+
+def words_of(payload):
+    return payload.buffer.view("<i4")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"theta": 0.98}, {"theta": 0.0}, {"theta": 0.9, "values": "fp16"},
+        {"theta": 0.9, "block": 64, "bits": 12, "mantissa": 6, "positions": "bitmap"},
+        {"theta": 0.9, "window": 1.0, "half": True}, {"theta": 0.95, "values": "sign"},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("n", [1, 63, 4096, 8192 + 33])
+def test_payloads_memories_and_means_are_those_of_the_codec(settings, n):
+    codec = FFTCodec(**settings)
+    assert kernels.serve(codec, [n])
+    encode = graph(lambda values, memory: kernels.encode(codec, values, memory, decay=0.75))
+    state = [codec.new_state(n) for _ in range(RANKS)]
+    for step in range(3):
+        payloads = []
+        for rank, own in enumerate(state):
+            values = vectors(n, RANKS * step + rank)
+            if (step, rank) == (1, 2):
+                values[n // 2] = np.nan
+            before = [tf.constant(part) for part in own]
+            payload, left, told = encode(tf.constant(values), before)
+            made = codec.encode(values, state=own, decay=0.75)
+            assert payload.numpy().tobytes() == made.to_bytes()
+            for one, other in zip(left, own, strict=True):
+                assert one.numpy().tobytes() == other.tobytes()
+            assert told.numpy().tolist() == [made.energy, made.error, made.saturated]
+            payloads.append(made)
+        # Among others of a bucket.
+        parts = [np.concatenate([[7], words_of(it), [9, 9]]) for it in payloads]
+        gathered = tf.constant(np.concatenate(parts).astype("i4"))
+        mean = graph(lambda words: kernels.decode(codec, words, n, ranks=RANKS, at=1))(gathered)
+        assert mean.numpy().tobytes() == codec.decode_mean(payloads).tobytes()
+
+
+def test_without_a_memory_nothing_is_remembered():
+    codec, values = FFTCodec(theta=0.9), vectors(5000)
+    payload, left, _ = graph(lambda it: kernels.encode(codec, it, [], decay=1.0))(values)
+    assert left == []
+    assert payload.numpy().tobytes() == codec.encode(values).to_bytes()
+
+
+def test_what_was_handed_over_is_not_changed():
+    codec, values = FFTCodec(theta=0.9), vectors(5000)
+    variables = [tf.Variable(part) for part in codec.new_state(5000)]
+    step = graph(
+        lambda it: kernels.encode(codec, it, [v.read_value() for v in variables], decay=1.0)
+    )
+    first, second = step(tf.constant(values)), step(tf.constant(values))
+    assert not any(v.numpy().any() for v in variables)
+    assert first[0].numpy().tobytes() == second[0].numpy().tobytes()
+
+
+@pytest.mark.parametrize("word", [0, 2, 6, 7, 8, 20])
+def test_each_damaged_word_is_an_error_that_names_the_rank(word):
+    codec, n = FFTCodec(theta=0.9), 5000
+    parts = [words_of(codec.encode(vectors(n, rank))).copy() for rank in range(RANKS)]
+    parts[1][word] ^= 1 << 9
+    gathered = tf.constant(np.concatenate(parts))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="PayloadError: from rank 1: "):
+        graph(lambda words: kernels.decode(codec, words, n, ranks=RANKS, at=0))(gathered)
+
+
+def test_a_record_that_is_damaged_under_a_right_checksum_is_an_error():
+    codec, n = FFTCodec(theta=0.9), 4096
+    buffer = codec.encode(vectors(n)).buffer.copy()
+    buffer[-40:] = 255  # positions
+    sealed = Payload.seal(buffer, codec_id=1, n=n, settings=codec.settings)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="PayloadError: record 0 is damaged"):
+        graph(lambda words: kernels.decode(codec, words, n, ranks=1, at=0))(words_of(sealed))
+
+
+def test_sizes_that_a_graph_was_not_traced_for_are_errors():
+    codec = FFTCodec(theta=0.9)
+
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec([None])])
+    def encode(values):
+        values.set_shape([5000])  # which is not true
+        return kernels.encode(codec, values, [], decay=1.0)[0]
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="a gradient of another size"):
+        encode(tf.zeros(4999))
+
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec([None], tf.int32)])
+    def decode(words):
+        words.set_shape([2 * codec.payload_bytes(5000) // 4])
+        return kernels.decode(codec, words, 5000, ranks=2, at=0)
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="PayloadError: gathered 7 words"):
+        decode(tf.zeros(7, tf.int32))
+
+
+def test_codecs_of_other_transforms_and_lengths_are_not_served():
+    for settings in ({"transform": "dct"}, {"block": None}, {"window": "payload"}):
+        assert not kernels.serve(FFTCodec(theta=0.9, **settings), [5000])
+
+
+def test_a_library_without_the_functions_is_refused():
+    why = _native.core().register_graph_kernels("libm.so.6")
+    assert why in ("no TF_NewStatus", "libm.so.6 is not loaded")

@@ -1,0 +1,36 @@
+"""Commands that pages show: do their targets, scripts, flags and extras exist?"""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def check_command():
+    """Return what asserts that a command, as words, names what exists."""
+    return _check_command
+
+
+def _check_command(words):
+    """Assert that the targets, scripts, flags and extras of one command exist."""
+    if words[:1] == ["make"]:
+        rules = re.findall(r"^([\w ]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        targets = {target for rule in rules for target in rule.split()}
+        asked = {word for word in words[1:] if "=" not in word and not word.startswith("-")}
+        assert asked <= targets, f"make has no {asked - targets}"
+    if "install" in words:
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        for extras in re.findall(r"\.\[([\w,]+)\]", " ".join(words)):
+            assert set(extras.split(",")) <= set(project["optional-dependencies"]), extras
+    scripts = [word for word in words if word.endswith(".py")]
+    # A script of ours is named by its folder; `train.py` stands for the reader's own.
+    for script in (ROOT / word for word in scripts if "/" in word):
+        assert script.exists(), f"{script.relative_to(ROOT)} is not there"
+        known = set(re.findall(r'"(--?[a-z][\w-]*)"', script.read_text()))
+        after = words[words.index(str(script.relative_to(ROOT))) :]
+        used = {word.partition("=")[0] for word in after if re.match(r"--?[a-z]", word)}
+        assert used <= known | {"--help"}, f"{script.name} has no {used - known}"

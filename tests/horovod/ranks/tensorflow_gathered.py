@@ -1,0 +1,249 @@
+"""One rank: FFTCompression in TensorFlow's graphs, one function a case.
+
+Run as `tensorflow_gathered.py [CASE...]`; prints "ok CASE" on every rank, or fails with an
+assertion. Cases of `both` run with the compiled nodes and with the codec's array code.
+"""
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow_sized import PYTHON, assert_equal_ranks, graphs_of, noise, step_of, variables_of
+
+from sn_compress import FFTCodec, FFTCompression
+from sn_compress.schedule import Constant, Warmup
+from sn_compress.tensorflow import alike, kernels
+from sn_compress.tensorflow.keras import DistributedOptimizer
+from sn_compress.tensorflow.keras import memory_of as memory_of_optimizer
+from sn_compress.tensorflow.tape import memory_of
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "compress"))
+
+from counted import SHAPES
+
+FFT = FFTCompression.using(theta=0.9, check_every=0)
+SERVE = kernels.serve
+SIDE = 48
+
+
+def gradients_of(variables, compression):
+    """A tf.function from x to the average of the variables' gradients, which are x."""
+
+    @tf.function
+    def step(x):
+        with hvd.DistributedGradientTape(tf.GradientTape(), compression=compression) as tape:
+            loss = tf.add_n([tf.reduce_sum(v * x) for v in variables])
+        return tape.gradient(loss, variables)
+
+    return step
+
+
+def python_of(function):
+    """How many nodes of an ordinary step call Python, and the collectives of it."""
+    nodes = graphs_of(function)
+    # Of Horovod's all-reduces of zeros no sum is read, so that TensorFlow runs none of them.
+    travel = [n.op for n in nodes if n.op.startswith("Horovod") and "token" not in n.input[0]]
+    return sum(node.op in PYTHON for node in nodes), travel
+
+
+def steps_without_python():
+    """In one gather for all; averages and what is kept add up to the plain averages."""
+    gather, damage = hvd.allgather, tf.Variable(0)
+
+    def damaging(tensor, **how):
+        return tf.tensor_scatter_nd_add(gather(tensor, **how), [[40]], damage[None])
+
+    for compiled in (True, False):
+        kernels.serve, hvd.allgather = SERVE if compiled else lambda *_: False, damaging
+        fft, variables = FFT.using(), variables_of(2)
+        step = gradients_of(variables, fft)
+        steps = [noise(SIDE, SIDE, seed=t) for t in range(12)]
+        applied = np.sum([step(tf.constant(x))[1].numpy() for x in steps], axis=0)
+        hvd.allgather = gather
+        assert python_of(step) == (0, ["HorovodAllgather"]), (compiled, python_of(step))
+        assert ("SnCompressEncode" in {n.op for n in graphs_of(step)}) == compiled
+        plain = np.mean(hvd.allgather_object(np.sum(steps, axis=0)), axis=0)
+        own = memory_of(fft).residual("1:w1").reshape(SIDE, SIDE)
+        kept = np.mean(hvd.allgather_object(own), axis=0)
+        # Sums of 12 float32 numbers of size about 1, in two orders, and as many transforms.
+        assert abs(applied + kept - plain).max() < 1e-4
+        assert np.linalg.norm(kept) > 0.1 * np.linalg.norm(plain), "nothing was dropped?"
+        report = memory_of(fft).report()
+        codec = FFTCodec(theta=0.9)
+        assert report["payload_bytes"] == 2 * codec.payload_bytes(SIDE * SIDE), report
+        assert (report["steps"], report["frequencies"]) == (12, 2), report
+        assert 0.2 < report["relative_error"] < 1, report
+        lost_steps(step, fft, steps[0])
+        damage.assign(1)
+        try:
+            step(tf.constant(steps[0]))
+        except tf.errors.InvalidArgumentError as error:
+            assert "PayloadError" in str(error)  # noqa: PT017
+        else:
+            raise AssertionError("the damage was to be seen")
+        damage.assign(0)
+    kernels.serve = SERVE
+
+
+def lost_steps(step, fft, x):
+    """NaN on one rank reaches all, leaves the memory as it was, and is gone afterwards."""
+    before = memory_of(fft).residual("0:w0")
+    poor = np.where(hvd.rank(), np.nan, x).astype("f4")
+    assert not np.isfinite(step(tf.constant(poor))[0]).any()
+    if hvd.rank():
+        assert np.array_equal(memory_of(fft).residual("0:w0"), before)
+    assert np.isfinite(step(tf.constant(x))[0]).all()
+    assert np.isfinite(memory_of(fft).residual("0:w0")).all()
+
+
+def compiled_nodes_have_the_bits_of_the_codec():
+    """Ranks train to the bits that FFTCodec gives by hand."""
+    fft, variables = FFT.using(decay=0.5), variables_of(1)
+    step, codec = gradients_of(variables, fft), FFTCodec(theta=0.9)
+    states = [codec.new_state(SIDE**2) for _ in range(hvd.size())]
+    for t in range(5):
+        every = hvd.allgather_object(noise(SIDE, SIDE, seed=t))
+        payloads = [
+            codec.encode(x.reshape(-1), state=state, decay=0.5)
+            for x, state in zip(every, states, strict=True)
+        ]
+        mean = step(tf.constant(noise(SIDE, SIDE, seed=t)))[0].numpy().reshape(-1)
+        assert np.array_equal(mean, codec.decode_mean(payloads))
+    saved = memory_of(fft).state_dict()["memory"]["0:w0"]["state"]["arrays"]
+    assert np.array_equal(saved[0], states[hvd.rank()][0])
+
+
+def a_graph_goes_on_where_it_was_saved():
+    """A report, a state or a checkpoint changes nothing, and what was saved goes on alike."""
+    inputs = [tf.constant(noise(8, SIDE, seed=t)) for t in range(8)]
+    fft, variables = FFT.using(), variables_of()
+    step = step_of(variables, fft)
+    for x in inputs[:5]:
+        step(x)
+    saved = [v.numpy() for v in variables]
+    with tempfile.TemporaryDirectory() as folder:
+        path = tf.train.Checkpoint(memory=memory_of(fft)).save(f"{folder}/rank{hvd.rank()}")
+        again = FFT.using()
+        tf.train.Checkpoint(memory=memory_of(again)).restore(path)
+    for x in inputs[5:]:
+        step(x)
+    assert step.experimental_get_tracing_count() == 1, "asking was to trace nothing"
+    assert memory_of(fft).report()["steps"] == 8
+    whole = assert_equal_ranks(variables)
+    resumed = [tf.Variable(value, name=f"w{i}") for i, value in enumerate(saved)]
+    step = step_of(resumed, again)
+    for x in inputs[5:]:
+        step(x)
+    assert np.array_equal(assert_equal_ranks(resumed), whole)
+    held = step.get_concrete_function(inputs[0])
+    memory_of(again).synchronize()
+    try:
+        held(inputs[0])
+    except tf.errors.InvalidArgumentError as error:
+        assert "the step of this graph has ended" in str(error)  # noqa: PT017
+    else:
+        raise AssertionError("stale memories were to be refused")
+    step(inputs[0])
+    assert_equal_ranks(resumed)
+
+
+def theta_that_changes_is_traced_again():
+    """Python while it changes fast, and a graph for each longer stretch of one theta."""
+    fft = FFT.using(theta=Warmup(24, Constant(0.96), dense=0.5))
+    variables, wanted = variables_of(1), Warmup(24, Constant(0.96), dense=0.5)
+    step, sent = gradients_of(variables, fft), 0
+    for t in range(30):
+        step(tf.constant(noise(SIDE, SIDE, seed=t)))
+        now = memory_of(fft).report()
+        total = round(now["payload_bytes"] * now["steps"])
+        codec = FFTCodec(theta=wanted.theta(t))
+        # The report rounds the mean of t steps to a byte.
+        assert abs(total - sent - codec.payload_bytes(SIDE * SIDE)) <= 2 * t + 1, t
+        sent = total
+        if 14 <= t <= 22:  # in between its traces are forgotten
+            assert python_of(step)[0] > 0, t
+        elif t in (5, 29):
+            assert python_of(step)[0] == 0, t
+    assert memory_of(fft).theta.step_of("0:w0") == 30
+
+
+def unlike_ranks_and_settings_without_nodes_go_through_python():
+    """They stay equal."""
+    kernels.serve, way_back = (lambda *_: False), alike.way_back
+    alike.way_back = lambda codec: str(hvd.rank())
+    try:
+        assert train(FFT) > 0
+    finally:
+        alike.way_back = way_back
+    assert train(FFT.using(values="fp16")) > 0, "the array code has no halves"
+    kernels.serve = SERVE
+    assert train(FFT.using(values="fp16")) == 0
+
+
+def train(fft):
+    """How many nodes of a step call Python; ranks are equal."""
+    step = gradients_of(variables_of(1), fft.using())
+    for t in range(2):
+        found = step(tf.constant(noise(SIDE, SIDE, seed=t)))[0].numpy()
+        first, *others = hvd.allgather_object(found)
+        assert all(np.array_equal(first, other) for other in others), "ranks differ"
+    return python_of(step)[0]
+
+
+def keras_fits_without_python():
+    """In inner graphs: two steps in a call; a branch of a step."""
+    for steps, passes in ((2, 1), (1, 2)):
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((SIDE,)), keras.layers.Dense(SIDE)])
+        optimizer = DistributedOptimizer(
+            keras.optimizers.SGD(0.5), compression=FFT, backward_passes_per_step=passes
+        )
+        model.compile(optimizer, "mse", jit_compile=False, steps_per_execution=steps)
+        x = noise(8 * 12 * passes, SIDE)
+        model.fit(x, x, 8, verbose=0, shuffle=False)
+        assert_equal_ranks(model.trainable_variables)
+        report = memory_of_optimizer(optimizer).report()
+        assert (report["steps"], report["frequencies"]) == (12, 1), report
+        assert memory_of_optimizer(optimizer)._sized, "the steps were to be sized"
+
+
+def bare_computes_ffts():
+    """A compiled node for each gradient; as array code one FFT for each size of blocks."""
+    for compiled in (True, False):
+        kernels.serve = SERVE if compiled else lambda *_: False
+        fft, variables = FFTCompression.using(), [tf.Variable(noise(*shape)) for shape in SHAPES]
+
+        @tf.function
+        def step(variables=variables, fft=fft):
+            with hvd.DistributedGradientTape(tf.GradientTape(), compression=fft) as tape:
+                loss = tf.add_n([tf.reduce_sum(v**2) for v in variables])
+            return tape.gradient(loss, variables)
+
+        for _ in range(3):
+            step()
+        found = [node.op for node in graphs_of(step)]
+        expected = {"SnCompressEncode": 3, "RFFT": 0} if compiled else {"RFFT": 2, "IRFFT": 2}
+        assert {op: found.count(op) for op in expected} == expected, found
+
+
+CASES = [
+    bare_computes_ffts,
+    steps_without_python, compiled_nodes_have_the_bits_of_the_codec,
+    a_graph_goes_on_where_it_was_saved, theta_that_changes_is_traced_again,
+    unlike_ranks_and_settings_without_nodes_go_through_python, keras_fits_without_python,
+]  # fmt: skip
+
+if __name__ == "__main__":
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    hvd.init()
+    for case in CASES:
+        if not sys.argv[1:] or case.__name__ in sys.argv[1:]:
+            start = time.process_time()
+            case()
+            spent = time.process_time() - start
+            print(f"ok {case.__name__} ({spent:.1f} s of a core)", flush=True)
