@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow_sized import PYTHON, assert_equal_ranks, graphs_of, noise, step_of, variables_of
 
-from sn_compress import FFTCodec, FFTCompression
+from sn_compress import FFTCompression
 from sn_compress.schedule import Constant, Warmup
 from sn_compress.tensorflow import alike, kernels
 from sn_compress.tensorflow.keras import DistributedOptimizer
@@ -74,7 +74,7 @@ def steps_without_python():
         assert abs(applied + kept - plain).max() < 1e-4
         assert np.linalg.norm(kept) > 0.1 * np.linalg.norm(plain), "nothing was dropped?"
         report = memory_of(fft).report()
-        codec = FFTCodec(theta=0.9)
+        codec = memory_of(fft).codec
         assert report["payload_bytes"] == 2 * codec.payload_bytes(SIDE * SIDE), report
         assert (report["steps"], report["frequencies"]) == (12, 2), report
         assert 0.2 < report["relative_error"] < 1, report
@@ -102,9 +102,9 @@ def lost_steps(step, fft, x):
 
 
 def compiled_nodes_have_the_bits_of_the_codec():
-    """Ranks train to the bits that FFTCodec gives by hand."""
+    """Ranks get the bits that the codec gives by hand."""
     fft, variables = FFT.using(decay=0.5), variables_of(1)
-    step, codec = gradients_of(variables, fft), FFTCodec(theta=0.9)
+    step, codec = gradients_of(variables, fft), memory_of(fft).codec
     states = [codec.new_state(SIDE**2) for _ in range(hvd.size())]
     for t in range(5):
         every = hvd.allgather_object(noise(SIDE, SIDE, seed=t))
@@ -161,7 +161,7 @@ def theta_that_changes_is_traced_again():
         step(tf.constant(noise(SIDE, SIDE, seed=t)))
         now = memory_of(fft).report()
         total = round(now["payload_bytes"] * now["steps"])
-        codec = FFTCodec(theta=wanted.theta(t))
+        codec = memory_of(fft).theta.codec_at(wanted.theta(t))
         # The report rounds the mean of t steps to a byte.
         assert abs(total - sent - codec.payload_bytes(SIDE * SIDE)) <= 2 * t + 1, t
         sent = total
@@ -217,18 +217,25 @@ def bare_computes_ffts():
     for compiled in (True, False):
         kernels.serve = SERVE if compiled else lambda *_: False
         fft, variables = FFTCompression.using(), [tf.Variable(noise(*shape)) for shape in SHAPES]
-
-        @tf.function
-        def step(variables=variables, fft=fft):
-            with hvd.DistributedGradientTape(tf.GradientTape(), compression=fft) as tape:
-                loss = tf.add_n([tf.reduce_sum(v**2) for v in variables])
-            return tape.gradient(loss, variables)
-
+        step = squares_of(variables, fft)
         for _ in range(3):
             step()
         found = [node.op for node in graphs_of(step)]
         expected = {"SnCompressEncode": 3, "RFFT": 0} if compiled else {"RFFT": 2, "IRFFT": 2}
         assert {op: found.count(op) for op in expected} == expected, found
+    kernels.serve = SERVE
+
+
+def squares_of(variables, fft):
+    """A step whose variables are its own, not arguments: these go through Python."""
+
+    @tf.function
+    def step():
+        with hvd.DistributedGradientTape(tf.GradientTape(), compression=fft) as tape:
+            loss = tf.add_n([tf.reduce_sum(v**2) for v in variables])
+        return tape.gradient(loss, variables)
+
+    return step
 
 
 CASES = [
