@@ -1,12 +1,14 @@
 """How fast and how small: the FFT codec beside its own transform, a memcpy and torch.topk.
 
     python benchmarks/codec.py [--quick] [--json FILE] [--threads N] [--device cuda]
+    python benchmarks/codec.py --paper [--json FILE]    the paper's settings beside SciPy
     python benchmarks/codec.py --family [--json FILE]   every codec by name, see family.py
 
 Every repetition times all contenders in turn, so that noise from other work on the machine hits
 them alike; ratios are medians over the repetitions. Encode is with error feedback, as training
 uses it. "mean 8" decodes the mean of 8 payloads, of the vector and 7 rotations of it. `gb_s_core`
-counts float32 input bytes per second and thread.
+counts float32 input bytes per second and thread. `--paper` counts CPU seconds, which other work on
+the machine changes less, with and without error feedback (the paper has none), at several lengths.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ import scipy.fft
 from machine import commit, machine
 
 from sn_compress import FFTCodec, backends
+from sn_compress.codecs.fft import PAPER
+from sn_compress.ops import long_fourier
 from sn_compress.text_table import text_table
 
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
@@ -36,6 +40,9 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("fft theta 0.98 bitmap", {"theta": 0.98, "positions": "bitmap"}),
     ("fft theta 0.9 whole vector", {"theta": 0.9, "block": None}),
 ]
+
+# Powers of two; one that is none and that no fast length is near; the 25 million of the others.
+PAPER_LENGTHS = [2**20, 2**22, 2**24, 3_141_592, 25_000_000]
 
 
 def gradient(n: int) -> np.ndarray:
@@ -65,6 +72,25 @@ def topk_with_feedback(values: np.ndarray, keep: float, threads: int) -> Callabl
     return step
 
 
+def in_turn(
+    contenders: dict[str, Callable[[], object]], repeat: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
+    """Seconds of each, `repeat` times one after the other."""
+    seconds: dict[str, list[float]] = {key: [] for key in contenders}
+    for repetition in range(repeat + 1):
+        for key, run in contenders.items():
+            start = clock()
+            run()
+            if repetition:  # the first one warms up
+                seconds[key].append(clock() - start)
+    return seconds
+
+
+def over(seconds: dict[str, list[float]], top: str, bottom: str) -> float:
+    """The median of one's seconds over the other's of the same repetition."""
+    return statistics.median(a / b for a, b in zip(seconds[top], seconds[bottom], strict=True))
+
+
 def measure(name: str, settings: dict[str, Any], values: np.ndarray, args: Any) -> dict[str, Any]:
     """One row: time encode, decode and their yardsticks in turn, `args.repeat` times."""
     n, threads = values.size, args.threads
@@ -89,18 +115,7 @@ def measure(name: str, settings: dict[str, Any], values: np.ndarray, args: Any) 
     }
     if not args.no_torch:
         contenders["topk"] = topk_with_feedback(values, 1 - codec.theta, threads)
-    seconds: dict[str, list[float]] = {key: [] for key in contenders}
-    for repetition in range(args.repeat + 1):
-        for key, run in contenders.items():
-            start = time.perf_counter()
-            run()
-            if repetition:  # the first one warms up
-                seconds[key].append(time.perf_counter() - start)
-
-    def over(top: str, bottom: str) -> float:
-        pairs = zip(seconds[top], seconds[bottom], strict=True)
-        return statistics.median(a / b for a, b in pairs)
-
+    seconds = in_turn(contenders, args.repeat, time.perf_counter)
     encode_s, decode_s = (statistics.median(seconds[key]) for key in ("encode", "decode"))
     return {
         "method": name,
@@ -115,16 +130,79 @@ def measure(name: str, settings: dict[str, Any], values: np.ndarray, args: Any) 
         "decode_s": decode_s,
         "encode_gb_s_core": 4 * n / encode_s / threads / 1e9,
         "decode_gb_s_core": 4 * n / decode_s / threads / 1e9,
-        "encode_percent_of_memcpy": 100 / over("encode", "memcpy"),
-        "decode_percent_of_memcpy": 100 / over("decode", "memcpy"),
-        "encode_over_rfft": over("encode", "rfft"),
-        "decode_over_irfft": over("decode", "irfft"),
-        "decode_mean_of_8_over_irfft": over("decode_mean", "irfft"),
-        "encode_over_topk": over("encode", "topk") if "topk" in contenders else None,
+        "encode_percent_of_memcpy": 100 / over(seconds, "encode", "memcpy"),
+        "decode_percent_of_memcpy": 100 / over(seconds, "decode", "memcpy"),
+        "encode_over_rfft": over(seconds, "encode", "rfft"),
+        "decode_over_irfft": over(seconds, "decode", "irfft"),
+        "decode_mean_of_8_over_irfft": over(seconds, "decode_mean", "irfft"),
+        "encode_over_topk": over(seconds, "encode", "topk") if "topk" in contenders else None,
         "repeat": args.repeat,
         "commit": commit(),
         "machine": machine(),
     }
+
+
+def paper(values: np.ndarray, repeat: int) -> dict[str, Any]:
+    """One row: the paper's settings, theta 0.9, beside SciPy's transform of the same length."""
+    codec = FFTCodec(theta=0.9, **PAPER)
+    n, state = values.size, codec.new_state(values.size)
+    length = codec.sections(n)[0].layout.block
+    padded = np.zeros(length, np.float32)
+    padded[:n] = values
+    bins, payload = scipy.fft.rfft(padded), codec.encode(values)
+    seconds = in_turn(
+        {
+            "rfft": lambda: scipy.fft.rfft(padded),
+            "encode": lambda: codec.encode(values),
+            "encode_feedback": lambda: codec.encode(values, state=state),
+            "irfft": lambda: scipy.fft.irfft(bins, n=length),
+            "decode": lambda: codec.decode(payload),
+            "forward": lambda: long_fourier.forward(padded[None]),
+            "inverse": lambda: long_fourier.inverse(bins.view(np.float32)[None], length),
+        },
+        repeat,
+        time.process_time,
+    )
+    return {
+        "method": "paper",
+        "device": "cpu",
+        "backend": backends()["cpu"].partition(":")[0],
+        "threads": 1,
+        "n": n,
+        "length": length,
+        "payload_bytes": payload.nbytes,
+        **{f"{key}_cpu_s": statistics.median(seconds[key]) for key in seconds},
+        "encode_over_rfft": over(seconds, "encode", "rfft"),
+        "encode_feedback_over_rfft": over(seconds, "encode_feedback", "rfft"),
+        "decode_over_irfft": over(seconds, "decode", "irfft"),
+        "forward_over_rfft": over(seconds, "forward", "rfft"),
+        "inverse_over_irfft": over(seconds, "inverse", "irfft"),
+        "repeat": repeat,
+        "commit": commit(),
+        "machine": machine(),
+    }
+
+
+def paper_table(rows: list[dict[str, Any]]) -> str:
+    """The rows as people read them."""
+    ratios = {
+        "encode/rfft": "encode_over_rfft",
+        "with feedback": "encode_feedback_over_rfft",
+        "decode/irfft": "decode_over_irfft",
+        "transform/rfft": "forward_over_rfft",
+        "back/irfft": "inverse_over_irfft",
+    }
+    head = ("elements", "rfft, CPU ms", "irfft, CPU ms", *ratios)
+    lines = [
+        [
+            f"{row['n']:,}",
+            f"{1e3 * row['rfft_cpu_s']:.1f}",
+            f"{1e3 * row['irfft_cpu_s']:.1f}",
+            *(f"{row[key]:.2f}" for key in ratios.values()),
+        ]
+        for row in rows
+    ]
+    return text_table(head, lines)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -158,9 +236,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--no-torch", action="store_true", help="leave torch.topk out")
+    parser.add_argument("--paper", action="store_true", help="the paper's settings only")
     parser.add_argument("--family", action="store_true", help="all codecs, real and synthetic")
     args = parser.parse_args()
-    if args.family:
+    if args.paper:
+        sizes = [args.n] if args.n else PAPER_LENGTHS
+        rows = [paper(gradient(n), args.repeat) for n in sizes]
+        print(paper_table(rows))
+    elif args.family:
         rows = family.rows()
         print(family.table(rows))
     else:

@@ -27,7 +27,7 @@ from sn_memory import BudgetError
 
 FIRST, DEPTHS, WIDTH, SIDE, BATCH = 8, (16, 24, 32, 48, 64), 16, 16, 16
 _HEAD = (
-    "blocks", "layers", "budget, MiB", "torch, MiB", "planned, MiB", "predicted", "extra forward",
+    "blocks", "layers", "budget, MiB", "torch, MiB", "planned, MiB", "predicted", "extra time",
     "bit-equal",
 )  # fmt: skip
 _FORMATS = ("", "", ".2f", ".2f", ".2f", ".2f", ".0%", "")

@@ -1,7 +1,7 @@
 """The FFT codec on the device beside its limits and rivals: benchmarks/codec.py, with targets.
 
-With CuPy the fused kernels, of 2**27 elements. In any case what a user of torch alone has: encode
-and decode of a tensor where it lies. On the CPU the rows of the host's codec, of few elements.
+With CuPy the fused kernels, of 2**27 elements, and calls of the codec from Python. In any case what
+a user of torch alone has: the array code. On the CPU the rows of the host's codec, of few elements.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 
 from gpu.section import CannotError, Section, main
 from sn_compress import FFTCodec
+from sn_compress.codecs import batched
 from sn_compress.errors import MissingExtra
 
 PLAIN = ({"theta": 0.98}, {"theta": 0.9}, {"theta": 0.98, "transform": "dct"})
@@ -71,6 +72,27 @@ def whole_calls(section: Section, n: int) -> None:
         )  # fmt: skip
 
 
+def over_arrays(section: Section, n: int) -> None:
+    """The array code over torch, which needs no CuPy: one tensor, with error memory."""
+    tensor = torch.from_numpy(codec.gradient(n)).to(section.device)
+    repeat = 2 if section.dry else 9
+    for settings in PLAIN:
+        made = FFTCodec(**settings)  # type: ignore[arg-type]
+        memory = [batched.new_memory(made, n, tensor)]
+        words = batched.encode(made, [tensor], memory).words[None]
+        encode_s = seconds(
+            lambda made=made, memory=memory: batched.encode(made, [tensor], memory),
+            section.device, repeat,
+        )  # fmt: skip
+        decode_s = seconds(
+            lambda made=made, words=words: batched.decode(made, words, [n]), section.device, repeat
+        )
+        section.row(
+            kind="array code", settings=settings, n=n, encode_gb_s=4e-9 * n / encode_s,
+            decode_gb_s=4e-9 * n / decode_s,
+        )  # fmt: skip
+
+
 def on_host(section: Section) -> None:
     """The host's codec, few elements: that the bench runs."""
     args = argparse.Namespace(threads=1, repeat=1, no_torch=False)
@@ -85,9 +107,9 @@ def measure(section: Section) -> None:
     section.part(
         "fused kernels", lambda: fused(section, 1 << (14 if section.dry else 27)), least_s=5
     )
-    section.part(
-        "calls from Python", lambda: whole_calls(section, 1 << (16 if section.dry else 26))
-    )
+    n = 1 << (16 if section.dry else 26)
+    section.part("calls from Python", lambda: whole_calls(section, n))
+    section.part("array code over torch", lambda: over_arrays(section, n // 4))
 
 
 if __name__ == "__main__":

@@ -17,13 +17,13 @@ from gpu.exchange_ranks import ranks, waits_of
 from gpu.section import Section, main
 
 
-def exchange(section: Section, way: str) -> str:
-    """What steps of a way waited for."""
+def exchange(section: Section, ways: list[str]) -> dict[str, str]:
+    """What steps of each way waited for."""
     backend = "gloo" if section.dry else "nccl"
     job = {"model": "gpt2/12", "device": section.device, "backend": backend}
-    job |= {"waits": True, "ways": [way]}
+    job |= {"waits": True, "ways": ways}
     (found,) = ranks(job, ranks=1, timeout_s=max(20.0, section.left_s()))
-    return str(found["ways"][way]["waited"])
+    return {way: str(found["ways"][way]["waited"]) for way in ways}
 
 
 def planned(section: Section, actions: tuple[str, ...]) -> str:
@@ -43,10 +43,9 @@ def planned(section: Section, actions: tuple[str, ...]) -> str:
 
 def measure(section: Section) -> None:
     """A row each; fail at the end if one waited."""
-    waited = {}
-    for way in ("plain", OURS, "gather"):
-        waited[way] = exchange(section, way)
-        section.row(step=way, waited=waited[way])
+    waited = exchange(section, ["plain", OURS, "gather"])
+    for way, said in waited.items():
+        section.row(step=way, waited=said)
     for actions in (("keep", "recompute"), ("keep", "offload")):
         name = f"planned, {actions[1]}"
         waited[name] = planned(section, actions)

@@ -29,7 +29,7 @@ def python(*args, **env):
     paths.append(os.environ.get("PYTHONPATH", ""))
     env = os.environ | env | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     return subprocess.run(
-        [sys.executable, *args], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280
+        [sys.executable, *args], cwd=ROOT, env=env, capture_output=True, text=True, timeout=580
     )
 
 
@@ -49,6 +49,7 @@ def test_hidden_packages_are_as_good_as_not_installed():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_no_test_file_dies_of_what_is_missing():
     """With torch, SciPy, pytest and hypothesis alone, all that need a GPU can be collected."""
     plugins = [f"-pno:{name}" for name in ("timeout", "xdist", "xdist.looponfail", "cacheprovider")]

@@ -8,6 +8,7 @@ import datetime
 import sys
 import time
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,7 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from sn_compress import AutoCompression, FFTCompression, LowRankCompression
+from sn_compress import AutoCompression, FFTCompression, LowRankCompression, payloads
+from sn_compress.codecs import fft
+from sn_compress.torch.collectives import Collectives
 from sn_compress.torch.ddp import CompressionState, compression_hook
 from sn_compress.torch.fsdp import compress_replicas
 
@@ -263,7 +266,36 @@ def an_exception_of_replicas(compression):
         assert all(each == sums[0] for each in sums), sums
 
 
+def damage_on_the_way():
+    """Of a payload that no compiled code reaches: the step ends, the next is an error of all."""
+    gather, elsewhere = Collectives.gather, [(module, module.on_host) for module in (payloads, fft)]
+
+    def damaged(collectives, words):
+        if RANK:
+            words[40] ^= 4
+        return gather(collectives, words)
+
+    for module, _ in elsewhere:  # as a device without CuPy
+        module.on_host = lambda values: isinstance(values, np.ndarray)
+    try:
+        model = Net()
+        ddp = wrap(state(FFT, named_parameters=model.named_parameters()), model)
+        step(ddp)
+        assert not model.last.weight.grad.isnan().any()
+        Collectives.gather = damaged
+        step(ddp)
+        assert model.last.weight.grad.isnan().all()
+        Collectives.gather = gather
+        for kind, text in everyone(message_of(lambda: step(ddp))):
+            assert (kind, "damaged on the way" in text) == ("PayloadError", True), text
+    finally:
+        Collectives.gather = gather
+        for module, before in elsewhere:
+            module.on_host = before
+
+
 STEPS = {
+    "damage where no compiled code reaches": damage_on_the_way,
     "an exception in the middle": lambda: an_exception_in_the_middle(LOW),
     "an exception in the middle of a gather": lambda: an_exception_in_the_middle(FFT),
     "replicas: an exception in the middle": lambda: an_exception_of_replicas(LOW),

@@ -1,21 +1,28 @@
-"""One rank of a run that cannot go on: `fail.py kill|join|damage gather|shared`."""
+"""One rank of a run that cannot go on: `fail.py kill|join|damage gather|arrays|shared`.
+
+With "arrays" no tensor is taken to be on the host, so payloads are made by array code.
+"""
 
 import os
 import signal
 import sys
 
 import horovod.torch as hvd
+import numpy as np
 import torch
 from torch import nn
 
-from sn_compress import FFTCompression, LowRankCompression
+from sn_compress import FFTCompression, LowRankCompression, payloads
+from sn_compress.codecs import fft
 
 BAD_STEP = 15  # low rank is dense before step 10
 
 torch.set_num_threads(1)
 hvd.init()
 what, exchange = sys.argv[1:]
-WAYS = {"gather": FFTCompression, "shared": LowRankCompression}
+WAYS = {"gather": FFTCompression, "arrays": FFTCompression, "shared": LowRankCompression}
+if exchange == "arrays":
+    payloads.on_host = fft.on_host = lambda values: isinstance(values, np.ndarray)
 model = nn.Linear(256, 256)
 optimizer = hvd.DistributedOptimizer(
     torch.optim.SGD(model.parameters(), lr=0.1),
