@@ -234,6 +234,7 @@ BUILD: dict[str, tuple[str, Build]] = {
     "auto": ("shared", _auto),
     "auto, memory x 0.9": ("shared", partial(_auto, decay=0.9)),
     "auto, no memory": ("shared", partial(_auto, feedback=False)),
+    "auto frequencies": ("shared", partial(_auto, frequencies=True)),
     "auto gather": ("gather", _auto_gather),
     "fft": ("gather", partial(_fft, by_shape=False)),
     "fft, 8 bits": ("gather", partial(_fft, by_shape=False, bits=8, mantissa=3)),

@@ -38,6 +38,7 @@ LOOKS = {
     "auto": ("#d55e00", "o"),
     "fft": ("#8e3b8e", "p"),
     "fft by shape": ("#b580b5", "H"),
+    "auto frequencies": ("#a03000", "d"),
     "auto gather": ("#e69f00", "s"),
     "powersgd": ("#0072b2", "D"),
     "top-k": ("#009e73", "^"),
@@ -55,6 +56,8 @@ def label(method: str) -> str:
     """How a row's method is called; the oldest rows say "auto" of what has another name now."""
     if method == "auto gather":
         return "codec auto, gathered"
+    if method == "auto frequencies":
+        return "AutoCompression"  # where every tensor is found worth it
     for name, called in (("auto", "LowRankCompression"), ("fft", "FFTCompression")):
         if method.startswith(name):
             return called + method[len(name) :]

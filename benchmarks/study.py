@@ -187,6 +187,7 @@ def long_plan(seeds: Sequence[int], times: int) -> list[Run]:
 def unseen_plan(seeds: Sequence[int], ranks: Sequence[int]) -> list[Run]:
     """The nets that no setting was chosen on, at some numbers of ranks; 50 received throughout."""
     methods: list[tuple[str, float | None]] = [("plain", None), ("auto", 50.0)]
+    methods += [("auto frequencies", 50.0)]
     methods += [("fft", 50.0), ("fft by shape", 50.0), ("top-k", 50.0)]
     # The number of columns whose bytes are nearest to those of the others.
     columns = {"residual": "powersgd 1", "wide": "powersgd 4"}
@@ -218,6 +219,7 @@ MEMORY: list[tuple[str, float | None]] = [
     (name, ratio) for ratio in (50.0, 150.0) for name in ("auto, memory x 0.9", "auto, no memory")
 ]
 OTHERS: list[tuple[str, float | None]] = [
+    ("auto frequencies", 50.0),
     ("auto gather", 50.0),
     ("auto gather", 150.0),
     ("sparseloco", 50.0),
