@@ -252,6 +252,6 @@ def _arrival_of_kernels(gathered: Array) -> Arrival:
     view = _cuda.view(gathered)
     with on_stream_of(gathered):
         flag = _device.damage_of(view.device).astype("float64")
-    if view.is_torch:
-        flag = namespace(gathered).from_dlpack(flag)
+        if view.is_torch:
+            flag = namespace(gathered).from_dlpack(flag)
     return Arrival(Later(flag), view.device)

@@ -52,7 +52,7 @@ def way_back(codec: FFTCodec) -> str:
     within = "identity" if codec.transform == "axes" else codec.transform
     parts = block + 2 if within == "fft" else block
     bins = np.random.default_rng(0).standard_normal((1, parts)).astype(np.float32)
-    return digest(transforms.inverse(within, tf.constant(bins), block).numpy())
+    return digest(transforms.Transform(within, block).inverse(tf.constant(bins)).numpy())
 
 
 class GatheredBucket:
@@ -93,6 +93,7 @@ class GatheredBucket:
         words, left, told = self._encoded(vectors, memories, decay)
         every, size = by.gather(words, number), by.ranks * words.shape[0]
         whole = tf.debugging.Assert(tf.size(every) == size, [_OTHER_SIZE])
+        every.set_shape([size])  # who plans the step's memory has to know it
         with tf.control_dependencies([whole]):
             gathered = tf.reshape(every, [by.ranks, words.shape[0]])
         alive = tf.debugging.Assert(tf.reduce_all(tf.reduce_any(gathered != 0, 1)), [_JOINED])

@@ -54,9 +54,11 @@ def encode(
     payload, told, left = _call(
         "SnCompressEncode", codec, n, values=gradient, memories=list(memory), decay=decay
     )
-    payload = tf.ensure_shape(payload, [codec.payload_bytes(n) // 4])
-    left = [tf.ensure_shape(it, old.shape) for it, old in zip(left, memory, strict=True)]
-    return payload, left, tf.ensure_shape(told, [3])
+    payload.set_shape([codec.payload_bytes(n) // 4])
+    told.set_shape([3])
+    for it, old in zip(left, memory, strict=True):
+        it.set_shape(old.shape)
+    return payload, left, told
 
 
 def decode(codec: FFTCodec, gathered: Any, n: int, *, ranks: int, at: int) -> Any:
@@ -68,7 +70,8 @@ def decode(codec: FFTCodec, gathered: Any, n: int, *, ranks: int, at: int) -> An
     """
     sizes = {"ranks": ranks, "stride": int(gathered.shape[0]) // ranks, "at": at}
     mean = _call("SnCompressDecode", codec, n, gathered=gathered, decay=1.0, **sizes)
-    return tf.ensure_shape(mean, [n])
+    mean.set_shape([n])
+    return mean
 
 
 def _call(

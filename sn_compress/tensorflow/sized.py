@@ -138,6 +138,11 @@ class Sized:
             trace_again()
             return np.int64(0)
 
+        def rare(at: Any) -> Any:
+            found = tf.numpy_function(ended, [at], tf.int64)
+            found.set_shape([])  # who plans the step's memory has to know it
+            return found
+
         alive = tf.debugging.Assert(self.alive.read_value(), [_ENDED])
         with tf.control_dependencies([alive]):
             self.steps.assign_add(1)
@@ -146,11 +151,10 @@ class Sized:
         with tf.device("CPU"):
             begun = tf.cond(
                 at >= self.limit,
-                lambda: tf.numpy_function(ended, [at], tf.int64),
+                lambda: rare(at),
                 lambda: tf.constant(0, tf.int64),
                 name="sn_rare_end",
             )
-        begun.set_shape([])
         every = self.same.every
         before = compared - 1
         due = (before > 0) & (before % every == 0) if every else tf.constant(False)

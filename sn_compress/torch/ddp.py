@@ -13,7 +13,7 @@ each parameter by name, as DDP makes new buckets after the first step. Of each b
 3. the mean is written into the bucket, after the last bucket.
 
 Every rank reads the same bytes in the same order, so all end with the same bits. All of it runs
-where the tensors are; the payloads of FFTCompression need the extra [cuda] there.
+where the tensors are; with the extra [cuda] the payloads of FFTCompression are made by kernels.
 """
 # No `from __future__ import annotations`: DDP compares the hook's annotations as objects.
 

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fake import FakeArray, FakeCuda, FakeDevice, fake, gpu  # noqa: F401
+from fake import FakeArray, FakeCuda, FakeDevice, fake, gpu, tensor  # noqa: F401
 
-from sn_compress import ErrorFeedback, FFTCodec
+from sn_compress import ErrorFeedback, FFTCodec, payloads
+from sn_compress.carry import Gradient
 from sn_compress.codecs import _device
 from sn_compress.codecs.base import Payload
 from sn_compress.errors import CompressError, PayloadError
@@ -94,8 +95,8 @@ def test_many_tensors_take_few_launches(gpu: FakeCuda) -> None:  # noqa: F811
     tensors = [fake(values(n, n)) for n in [4096 * 3, 4096, 8192] * 10]
     payloads = _device.Encoder(codec, tensors).run()
     assert gpu.launches == [("open_payloads", 30), ("encode_blocks", 60), ("seal_payloads", 30)]
-    for tensor, payload in zip(tensors, payloads, strict=True):
-        assert payload.to_bytes() == codec.encode(tensor).to_bytes()
+    for each, payload in zip(tensors, payloads, strict=True):
+        assert payload.to_bytes() == codec.encode(each).to_bytes()
 
 
 @pytest.mark.parametrize("block", [256, 1 << 14, None], ids=str)
@@ -157,6 +158,23 @@ def test_damage_is_told_when_asked_for(gpu: FakeCuda) -> None:  # noqa: F811
     _device.raise_if_damaged()  # once told, forgotten
     with pytest.raises(PayloadError, match="cut"):
         _device.Decoder(codec, [good.buffer[None, :-16]], [fake(values(9000))])
+
+
+def test_damage_in_a_step_is_told_when_the_next_one_begins(gpu: FakeCuda) -> None:  # noqa: F811
+    """Without a wait: the flag is copied behind the decoding, and read then."""
+    codec = FFTCodec(theta=0.9)
+    good = codec.encode(values(9000)).buffer
+    bad = good.copy()
+    bad[500] ^= 0x40
+    for second, damaged in ((good, False), (bad, True), (good, False)):
+        given = [Gradient("w", (90, 100), tensor(values(9000)))]
+        arrival = payloads.decode(codec, tensor(np.concatenate([good, second])), given, ranks=2)
+        assert arrival is not None
+        if damaged:
+            with pytest.raises(PayloadError, match="checksum"):
+                arrival.conclude()
+        else:
+            arrival.conclude()
 
 
 def test_what_a_gpu_does_not_do_is_refused_by_name(gpu: FakeCuda) -> None:  # noqa: F811
