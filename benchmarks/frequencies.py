@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from nets import NETS, fashion_mnist
+from nets import NETS, UNSEEN_NETS, fashion_mnist
 from simulated import Floats, rank_gradients, sum_in_order
 
 from sn_compress.ops.kernels import kernels_of
@@ -31,6 +31,7 @@ from sn_compress.sums.low_rank import LowRank
 
 RANKS, BATCH = 8, 8
 BEFORE = 100  # steps
+MAKE = NETS | UNSEEN_NETS
 RATES = {"cnn": 0.05}  # of the study; 0.1 for others
 
 
@@ -103,7 +104,7 @@ def follow(net_name: str, directions: Sequence[int], steps: int) -> list[dict[st
     """Train plainly, and send each gradient in all ways beside."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    net = NETS[net_name]().to(memory_format=torch.channels_last)
+    net = MAKE[net_name]().to(memory_format=torch.channels_last)
     rate = RATES.get(net_name, 0.1)
     optimizer = torch.optim.SGD(net.parameters(), lr=rate, momentum=0.9)
     images, labels = fashion_mnist("train")
@@ -131,7 +132,7 @@ def follow(net_name: str, directions: Sequence[int], steps: int) -> list[dict[st
 def main() -> None:
     """Measure, and print a line for each tensor and part."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--net", default="cnn", choices=NETS)
+    parser.add_argument("--net", default="cnn", choices=MAKE)
     parser.add_argument("--directions", type=int, nargs="+", default=[1, 3], help="of low rank")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--json", type=Path)
