@@ -232,7 +232,6 @@ BUILD: dict[str, tuple[str, Build]] = {
     "powersgd 2": ("all-reduce", partial(_powersgd, rank=2)),
     "powersgd 4": ("all-reduce", partial(_powersgd, rank=4)),
     "auto": ("shared", _auto),
-    "AutoCompression": ("shared", partial(_auto, frequencies=True)),
     "auto, memory x 0.9": ("shared", partial(_auto, decay=0.9)),
     "auto, no memory": ("shared", partial(_auto, feedback=False)),
     "auto frequencies": ("shared", partial(_auto, frequencies=True)),
