@@ -1,6 +1,6 @@
 """Fashion-MNIST in a loop of one's own on any number of ranks, our lines marked `# <- sn`.
 
-horovodrun -np 2 python examples/tensorflow_fashion_mnist.py --compression fft --budget 90%
+horovodrun -np 2 python examples/tensorflow_fashion_mnist.py --compression fft --budget 95%
 
 The same with Keras' `fit` is keras_fashion_mnist.py.
 """

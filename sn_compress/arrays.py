@@ -160,7 +160,13 @@ def like_of(array: Array, like: Array) -> Array:
         return own.asarray(array)  # it finds a place for its tensors by itself
     if type(array) is type(like) and array.device == like.device:
         return array
-    return namespace(like).asarray(to_host(array), device=like.device)
+    return _on_device(to_host(array), like)
+
+
+def _on_device(host: npt.NDArray[Any], like: Array) -> Array:
+    """May share memory on the host, but where nothing may be written: torch warns of that."""
+    host = host if host.flags.writeable else host.copy()
+    return namespace(like).asarray(host, device=like.device)
 
 
 class Constant:
@@ -181,7 +187,7 @@ class Constant:
             return own.constant(self, self.host)
         key = f"{type(like).__module__} {like.device}"
         if key not in self._copies:
-            self._copies[key] = namespace(like).asarray(self.host, device=like.device)
+            self._copies[key] = _on_device(self.host, like)
         return self._copies[key]
 
 

@@ -58,8 +58,7 @@ class InRounds:
     result: torch.Tensor | None = None
 
     def finish(self, token: torch.Tensor) -> torch.Tensor:
-        if self.result is None:
-            self.complete()
+        self.complete()  # also where all has arrived already: the step has come to its end
         assert self.result is not None
         return self.result.mul_(self.factor) if self.factor != 1.0 else self.result
 

@@ -87,7 +87,12 @@ class Memory:
         self._dense.clear()
 
     def complete(self) -> None:
-        """All that is on its way comes to its end; if that fails, so has the step."""
+        """All that is on its way comes to its end; if that fails, so has the step.
+
+        For the first mean that is asked for in a step, and nothing for those behind it.
+        """
+        if not self._coded and self.pending.empty:
+            return
         try:
             self.pending.complete()
         except BaseException:

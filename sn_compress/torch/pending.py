@@ -55,6 +55,11 @@ class Pending:
     _underway: dict[str, _Underway] = field(default_factory=dict)
     _jobs: list[Future[None]] = field(default_factory=list)
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was begun since all came to its end."""
+        return not (self._underway or self._jobs)
+
     def begin(
         self, key: str, rounds: Callable[[], Opened], wire: Wire, thread: Executor | None = None
     ) -> None:

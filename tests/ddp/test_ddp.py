@@ -13,18 +13,16 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_hook(ranks, n):
+def test_hook(ranks, n, cases_of):
     """The cases share one launch: starting torch takes longer than most of them."""
-    source = (RANKS / "behave.py").read_text()
-    cases = source[source.index("CASES = [") :].partition("]")[0].count(",")
+    cases = cases_of(RANKS / "behave.py")
     for rank in ranks(n, RANKS / "behave.py", timeout=240):
         assert rank.returncode == 0, rank.output
         assert rank.output.count("ok ") == cases, rank.output
 
 
-def test_nothing_goes_wrong_in_silence(ranks):
-    source = (RANKS / "trust.py").read_text()
-    cases = source[source.index("CASES = [") :].partition("]")[0].count(",")
+def test_nothing_goes_wrong_in_silence(ranks, cases_of):
+    cases = cases_of(RANKS / "trust.py")
     for rank in ranks(2, RANKS / "trust.py", timeout=120):
         assert rank.returncode == 0, rank.output
         assert rank.output.count("ok ") == cases, rank.output

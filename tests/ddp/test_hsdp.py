@@ -10,10 +10,9 @@ REPLICAS = Path(__file__).parent / "ranks" / "replicas.py"
 pytestmark = pytest.mark.slow
 
 
-def test_replicas(ranks):
+def test_replicas(ranks, cases_of):
     """The cases share one launch: starting torch takes longer than most of them."""
-    source = REPLICAS.read_text()
-    cases = source[source.index("CASES = [") :].partition("]")[0].count(",")
+    cases = cases_of(REPLICAS)
     for rank in ranks(4, REPLICAS, timeout=240):
         assert rank.returncode == 0, rank.output
         assert rank.output.count("ok ") == cases, rank.output

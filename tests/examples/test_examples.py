@@ -73,7 +73,7 @@ def test_keras_learns_on_two_ranks(horovodrun, data, tmp_path):
 @pytest.mark.slow
 def test_a_loop_of_its_own_learns_on_two_ranks_within_a_budget(horovodrun, data, tmp_path):
     history = tmp_path / "history.json"
-    flags = ["--compression", "fft", "--budget", "90%", "--epochs", 2, "--data", data]
+    flags = ["--compression", "fft", "--budget", "95%", "--epochs", 2, "--data", data]
     horovodrun(2, LOOP, *flags, "--history", history, timeout=200).check()
     seen = json.loads(history.read_text())
     assert seen["loss"][-1] < seen["loss"][0] / 2, seen["loss"]
@@ -99,7 +99,7 @@ def test_loss_falls_on_two_ranks(horovodrun, data, tmp_path, method):
     assert seen["seconds"] > 0
     ratio = seen["dense_bytes"] / seen["payload_bytes"]
     # Ten of auto's 40 steps are dense.
-    expected = {"none": (1, 1), "fp16": (2, 2), "lowrank": (3.8, 4), "fft": (25, 35)}[method]
+    expected = {"none": (1, 1), "fp16": (2, 2), "lowrank": (3.8, 4), "fft": (40, 50)}[method]
     assert expected[0] <= ratio <= expected[1]
     assert run.stdout.count("test accuracy") == 2, "only rank 0 speaks"
 

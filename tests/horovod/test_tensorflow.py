@@ -36,23 +36,20 @@ def test_edges(horovodrun):
     assert run.stdout.count(">:ok ") == 2 * cases, run.stdout
 
 
-def test_low_rank_in_the_graph(horovodrun):
-    source = (RANKS / "tensorflow_sized.py").read_text()
-    cases = source[source.index("CASES = [") :].partition("]")[0].count(",")
+def test_low_rank_in_the_graph(horovodrun, cases_of):
+    cases = cases_of(RANKS / "tensorflow_sized.py")
     run = horovodrun(2, RANKS / "tensorflow_sized.py", timeout=280).check()
     assert run.stdout.count(">:ok ") == 2 * cases, run.stdout
 
 
-def test_frequencies_in_the_graph(horovodrun):
-    source = (RANKS / "tensorflow_gathered.py").read_text()
-    cases = source[source.index("CASES = [") :].partition("]")[0].count(",")
+def test_frequencies_in_the_graph(horovodrun, cases_of):
+    cases = cases_of(RANKS / "tensorflow_gathered.py")
     run = horovodrun(2, RANKS / "tensorflow_gathered.py", timeout=280).check()
     assert run.stdout.count(">:ok ") == 2 * cases, run.stdout
 
 
-def test_nothing_goes_wrong_in_silence(horovodrun):
-    source = (RANKS / "tensorflow_trust.py").read_text()
-    cases = source[source.index("CASES = [") :].partition("]")[0].count(",")
+def test_nothing_goes_wrong_in_silence(horovodrun, cases_of):
+    cases = cases_of(RANKS / "tensorflow_trust.py")
     run = horovodrun(2, RANKS / "tensorflow_trust.py", timeout=280).check()
     assert run.stdout.count(">:ok ") == 2 * cases, run.stdout
 

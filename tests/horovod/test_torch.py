@@ -42,18 +42,15 @@ def test_a_skipped_step_is_as_if_it_had_never_been(horovodrun, exchange):
     assert run.stdout.count("ok scaler\n") == 4, run.stdout
 
 
-def test_edges(horovodrun, tmp_path):
+def test_edges(horovodrun, tmp_path, cases_of):
     run = horovodrun(2, RANKS / "behave.py", tmp_path, timeout=240).check()
-    assert run.stdout.count(">:ok ") == 2 * 13, run.stdout
+    assert run.stdout.count(">:ok ") == 2 * cases_of(RANKS / "behave.py"), run.stdout
 
 
-def test_gradients_travel_in_buckets(horovodrun):
+def test_gradients_travel_in_buckets(horovodrun, cases_of):
     """Nothing fused, so that runs that compare bits sum in one order."""
-    cases = (
-        (RANKS / "buckets.py").read_text().partition("CASES = [")[2].partition("]")[0].count(",")
-    )
     run = horovodrun(2, RANKS / "buckets.py", timeout=200, HOROVOD_FUSION_THRESHOLD="0").check()
-    assert run.stdout.count(">:ok ") == 2 * cases, run.stdout
+    assert run.stdout.count(">:ok ") == 2 * cases_of(RANKS / "buckets.py"), run.stdout
 
 
 def test_theta_follows_every_kind_of_schedule(horovodrun):
@@ -61,10 +58,9 @@ def test_theta_follows_every_kind_of_schedule(horovodrun):
     assert run.stdout.count(">:ok thrifty") == 2, run.stdout  # the last of the kinds
 
 
-def test_nothing_goes_wrong_in_silence(horovodrun):
+def test_nothing_goes_wrong_in_silence(horovodrun, cases_of):
     """The cases share one launch: starting horovodrun takes longer than most of them."""
-    source = (RANKS / "trust.py").read_text()
-    cases = source[source.index("CASES = [") :].partition("]")[0].count(",")
+    cases = cases_of(RANKS / "trust.py")
     run = horovodrun(2, RANKS / "trust.py", timeout=200).check()
     assert run.stdout.count(">:ok ") == 2 * cases, run.stdout
 

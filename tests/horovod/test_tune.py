@@ -20,9 +20,8 @@ def test_ranks_take_up_compression_and_give_it_up_together(horovodrun):
 
 @pytest.mark.horovod
 @pytest.mark.slow
-def test_tensorflow_graphs_follow_the_tuner(horovodrun):
-    source = (RANKS / "tensorflow_tune.py").read_text()
-    cases = source[source.index("CASES = [") :].partition("]")[0].count(",")
+def test_tensorflow_graphs_follow_the_tuner(horovodrun, cases_of):
+    cases = cases_of(RANKS / "tensorflow_tune.py")
     run = horovodrun(2, RANKS / "tensorflow_tune.py", timeout=240).check()
     assert run.stdout.count(">:ok ") == 2 * cases, run.stdout
 

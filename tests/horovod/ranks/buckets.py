@@ -16,6 +16,7 @@ from sn_compress import CompressError, FFTCompression, LowRankCompression
 from sn_compress.buckets import Buckets
 from sn_compress.torch import horovod as rim
 from sn_compress.torch.memory import memory_of
+from sn_compress.torch.pending import Pending
 
 SHARED = LowRankCompression.using(ratio=8, warmup=2)
 GATHER = FFTCompression.using(theta=0.9)
@@ -179,6 +180,32 @@ def what_gathers_goes_on_after_a_step_that_broke_off():
     assert_alike(net)
 
 
+def what_has_arrived_before_it_is_asked_for_is_no_step_that_broke_off():
+    """On one rank all rounds are over before the first mean is asked for, on the other none is."""
+    inner = Pending.poll
+
+    def patient(pending):
+        if len(pending._underway) == 3:  # what the other rank waits for is on its way
+            until = time.monotonic() + 0.3  # some rounds are left for the end of the step
+            while time.monotonic() < until and not all(
+                each.ended for each in pending._underway.values()
+            ):
+                inner(pending)
+
+    Pending.poll = patient if hvd.rank() else lambda pending: None
+    try:
+        for way in (SHARED, GATHER):
+            with small_buckets():
+                net = sides(10)
+                optimizer = wrap(net.named_parameters(), way)
+                for number in range(6):
+                    step(net, optimizer, number)
+            assert memory_of(optimizer)._broken == 0
+            assert_alike(net)
+    finally:
+        Pending.poll = inner
+
+
 def a_rank_that_has_joined_is_asked_for_nothing():
     """It adds zeros to the sums of three buckets, also in the step in which sizes travel."""
     with small_buckets():
@@ -265,6 +292,7 @@ CASES = [
     the_order_of_the_gradients_changes_no_bit, a_sparse_embedding_beside_holds_its_bucket_back,
     a_step_that_broke_off_is_as_if_it_had_never_been,
     what_gathers_goes_on_after_a_step_that_broke_off, a_parameter_added_after_the_start_is_refused,
+    what_has_arrived_before_it_is_asked_for_is_no_step_that_broke_off,
     a_rank_that_has_joined_is_asked_for_nothing,
 ]  # fmt: skip
 
