@@ -51,6 +51,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     flags.add_argument("--batch", type=int, default=16, help="images per rank in training")
     flags.add_argument("--target", type=float, help="per cent right that the clock is read at")
     flags.add_argument("--ratio", type=float, default=100.0, help="of the shared exchange")
+    flags.add_argument("--warmup", type=int, default=10, help="dense steps of it in training")
+    flags.add_argument("--seeds", type=int, nargs="+", default=[0], help="of training")
     flags.add_argument("--gpu", choices=GPUS, default="p100", help="computes, as published")
     flags.add_argument(
         "--link",

@@ -16,13 +16,17 @@ from sn_compress.prediction.layers import layers
 from sn_compress.text_table import text_table
 
 KEYS = ("model", "method", "ranks", "gbit", "replayed", "codec", "overlap", "gpu", "link")
-SETTINGS = ("compute_s", "ratio_asked", "steps", "batch", "target")
+SETTINGS = ("compute_s", "ratio_asked", "steps", "batch", "target", "warmup", "seed")
+_MEASURED = (
+    "step_s", "ratio", "bytes_per_step", "predicted_wire_bytes_per_step", "accuracy",
+    "seconds_to_target",
+)  # fmt: skip
 _COMMIT = commit()  # what runs: a run takes an hour, in which the tree may change
 _HEAD = (
     "method", "codec", "s/step", "x plain", "ratio", "MB/step", "predicted", "accuracy",
-    "s to target",
+    "s to target", "seeds",
 )  # fmt: skip
-_FORMATS = ("", "", ".3f", ".2f", ".1f", ".2f", ".2f", ".1f", ".1f")
+_FORMATS = ("", "", ".3f", ".2f", ".1f", ".2f", ".2f", ".1f", ".1f", "")
 
 
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -84,9 +88,27 @@ def row_of(run: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]
     }
 
 
+def averaged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for all seeds of a run, with the means of what was measured.
+
+    Seconds to the target are None where a seed never reached it.
+    """
+    seeds: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        seeds.setdefault(key_of(row | {"seed": None}), []).append(row)
+    found = []
+    for same in seeds.values():
+        means = {}
+        for name in _MEASURED:
+            values = [row[name] for row in same]
+            means[name] = None if None in values else statistics.fmean(values)
+        found.append(same[0] | means | {"seed": len(same)})
+    return found
+
+
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as people read them, with what each is to plain."""
-    lines = []
+    """The rows as people read them, means over seeds, with what each is to plain."""
+    rows, lines = averaged(rows), []
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         keys = ("model", "ranks", "gbit", "overlap", "gpu", "link")
@@ -107,7 +129,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             cells.append(
                 [
                     row["method"], row["codec"], row["step_s"], faster, row["ratio"], sent, told,
-                    row["accuracy"], row["seconds_to_target"],
+                    row["accuracy"], row["seconds_to_target"], row["seed"],
                 ]
             )  # fmt: skip
         lines.append(text_table(_HEAD, cells, _FORMATS))

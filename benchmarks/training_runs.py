@@ -163,7 +163,9 @@ def train_runs(args: argparse.Namespace, gbit: float) -> list[dict[str, Any]]:
             "steps": args.train_steps,
             "every": max(args.train_steps // args.looks, 1),
             "target": args.target or TARGETS[name], "ratio_asked": args.ratio,
+            "warmup": args.warmup, "seed": seed,
         }
+        for seed in args.seeds
         for name in args.models if name in TRAINED
         for way in args.methods if way != "auto"  # its recording is put together, not a method
     ]  # fmt: skip
