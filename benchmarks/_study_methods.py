@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 from _study_shapes import transform_of
-from simulated import Exchange, Gather, Plain, PowerSGD, Shared
+from scipy.fft import dct, idct
+from simulated import Exchange, Floats, Gather, Plain, PowerSGD, Shared
 
 import sn_compress
 from sn_compress import FFTCompression
@@ -105,6 +107,33 @@ def _fft(shapes: Shapes, ranks: int, ratio: float, **settings: Any) -> Exchanges
 
     budget = _payload_budget(shapes, ranks, ratio) - HEADER_BYTES * len(shapes)
     return _gather(_fit(make, _KEEPS, shapes, budget), shapes, ranks)
+
+
+class _OfSpans(Gather):
+    """DCTs of a few neighbours, the strongest picked out of blocks: what is sparse stays sparse."""
+
+    SPAN = 64
+
+    def mean(self, vectors: Sequence[Floats]) -> Floats:
+        n = vectors[0].size
+
+        def coefficients(vector: Floats) -> Floats:
+            spans = np.pad(vector, (0, -n % self.SPAN)).reshape(-1, self.SPAN)
+            return np.ravel(dct(spans, norm="ortho"))
+
+        mean = super().mean([coefficients(vector) for vector in vectors])
+        return np.ravel(idct(mean.reshape(-1, self.SPAN), norm="ortho"))[:n]
+
+
+def _spans(shapes: Shapes, ranks: int, ratio: float) -> Exchanges:
+    """At one theta for all tensors, in FFTCompression's format."""
+
+    def make(shape: tuple[int, ...], keep: float) -> Codec:
+        return _fft_of(shape, 1 - keep, by_shape=False, transform="identity")
+
+    budget = _payload_budget(shapes, ranks, ratio) - HEADER_BYTES * len(shapes)
+    fitted = _fit(make, _KEEPS, shapes, budget)
+    return {name: _OfSpans([fitted(shape)] * ranks) for name, shape in shapes.items()}
 
 
 class _InTime:
@@ -239,6 +268,7 @@ BUILD: dict[str, tuple[str, Build]] = {
     "fft": ("gather", partial(_fft, by_shape=False)),
     "fft, 8 bits": ("gather", partial(_fft, by_shape=False, bits=8, mantissa=3)),
     "fft by shape": ("gather", _fft),
+    "dct of spans": ("gather", _spans),
     "fft by shape, warm-up": ("gather", partial(_fft_in_time, way="warm-up")),
     "fft by shape, energy budget": ("gather", partial(_fft_in_time, way="energy budget")),
     "fft by shape, no memory": (

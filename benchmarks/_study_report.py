@@ -38,6 +38,7 @@ LOOKS = {
     "auto": ("#d55e00", "o"),
     "fft": ("#8e3b8e", "p"),
     "fft by shape": ("#b580b5", "H"),
+    "dct of spans": ("#d9b8d9", "8"),
     "auto frequencies": ("#a03000", "d"),
     "auto gather": ("#e69f00", "s"),
     "powersgd": ("#0072b2", "D"),

@@ -210,7 +210,7 @@ def headline(net: str) -> list[tuple[str, float | None]]:
             pairs.append(("auto", ratio))
     return pairs + [
         (name, ratio)
-        for name in ("fft", "fft by shape", "top-k", "demo")
+        for name in ("fft", "fft by shape", "dct of spans", "top-k", "demo")
         for ratio in (50.0, 150.0)
     ]
 
