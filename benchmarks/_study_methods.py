@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
-import numpy as np
-from _study_shapes import transform_of
-from scipy.fft import dct, idct
-from simulated import Exchange, Floats, Gather, Plain, PowerSGD, Shared
+from _study_shapes import OfSpans, transform_of
+from simulated import Exchange, Gather, Plain, PowerSGD, Shared
 
 import sn_compress
 from sn_compress import FFTCompression
@@ -109,22 +107,6 @@ def _fft(shapes: Shapes, ranks: int, ratio: float, **settings: Any) -> Exchanges
     return _gather(_fit(make, _KEEPS, shapes, budget), shapes, ranks)
 
 
-class _OfSpans(Gather):
-    """DCTs of a few neighbours, the strongest picked out of blocks: what is sparse stays sparse."""
-
-    SPAN = 64
-
-    def mean(self, vectors: Sequence[Floats]) -> Floats:
-        n = vectors[0].size
-
-        def coefficients(vector: Floats) -> Floats:
-            spans = np.pad(vector, (0, -n % self.SPAN)).reshape(-1, self.SPAN)
-            return np.ravel(dct(spans, norm="ortho"))
-
-        mean = super().mean([coefficients(vector) for vector in vectors])
-        return np.ravel(idct(mean.reshape(-1, self.SPAN), norm="ortho"))[:n]
-
-
 def _spans(shapes: Shapes, ranks: int, ratio: float) -> Exchanges:
     """At one theta for all tensors, in FFTCompression's format."""
 
@@ -133,7 +115,7 @@ def _spans(shapes: Shapes, ranks: int, ratio: float) -> Exchanges:
 
     budget = _payload_budget(shapes, ranks, ratio) - HEADER_BYTES * len(shapes)
     fitted = _fit(make, _KEEPS, shapes, budget)
-    return {name: _OfSpans([fitted(shape)] * ranks) for name, shape in shapes.items()}
+    return {name: OfSpans([fitted(shape)] * ranks) for name, shape in shapes.items()}
 
 
 class _InTime:

@@ -3,6 +3,7 @@
 Frequencies catch more than values only along axes whose elements have an order: a kernel's height
 and width. Along a matrix's shorter axis a DCT at least leaves what is sparse along the longer one
 (dead inputs, unused rows of an embedding) as sparse as it was, which blocks of the flat vector mix.
+So do DCTs of a few neighbours, which need no shape.
 """
 
 from __future__ import annotations
@@ -10,6 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 from typing import Any
+
+import numpy as np
+from scipy.fft import dct, idct
+from simulated import Floats, Gather
 
 
 def transform_of(shape: Sequence[int]) -> dict[str, Any]:
@@ -40,3 +45,19 @@ def _of_matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shorter one, the last of equals; none of a vector."""
     axes = [axis for axis, size in enumerate(shape) if size > 1]
     return (min(reversed(axes), key=lambda axis: shape[axis]),) if len(axes) > 1 else ()
+
+
+class OfSpans(Gather):
+    """DCTs of a few neighbours, the strongest picked out of blocks: what is sparse stays sparse."""
+
+    SPAN = 64
+
+    def mean(self, vectors: Sequence[Floats]) -> Floats:
+        n = vectors[0].size
+
+        def coefficients(vector: Floats) -> Floats:
+            spans = np.pad(vector, (0, -n % self.SPAN)).reshape(-1, self.SPAN)
+            return np.ravel(dct(spans, norm="ortho"))
+
+        mean = super().mean([coefficients(vector) for vector in vectors])
+        return np.ravel(idct(mean.reshape(-1, self.SPAN), norm="ortho"))[:n]
