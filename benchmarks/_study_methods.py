@@ -97,25 +97,17 @@ def _fft_of(
     return FFTCodec(theta=theta, bits=codec.bits, mantissa=codec.mantissa, **transform_of(shape))
 
 
-def _fft(shapes: Shapes, ranks: int, ratio: float, **settings: Any) -> Exchanges:
+def _fft(
+    shapes: Shapes, ranks: int, ratio: float, *, gathered: type[Gather] = Gather, **settings: Any
+) -> Exchanges:
     """FFTCompression at one theta for all tensors; its headers are counted."""
 
     def make(shape: tuple[int, ...], keep: float) -> Codec:
         return _fft_of(shape, 1 - keep, **settings)
 
     budget = _payload_budget(shapes, ranks, ratio) - HEADER_BYTES * len(shapes)
-    return _gather(_fit(make, _KEEPS, shapes, budget), shapes, ranks)
-
-
-def _spans(shapes: Shapes, ranks: int, ratio: float) -> Exchanges:
-    """At one theta for all tensors, in FFTCompression's format."""
-
-    def make(shape: tuple[int, ...], keep: float) -> Codec:
-        return _fft_of(shape, 1 - keep, by_shape=False, transform="identity")
-
-    budget = _payload_budget(shapes, ranks, ratio) - HEADER_BYTES * len(shapes)
     fitted = _fit(make, _KEEPS, shapes, budget)
-    return {name: OfSpans([fitted(shape)] * ranks) for name, shape in shapes.items()}
+    return {name: gathered([fitted(shape)] * ranks) for name, shape in shapes.items()}
 
 
 class _InTime:
@@ -250,7 +242,10 @@ BUILD: dict[str, tuple[str, Build]] = {
     "fft": ("gather", partial(_fft, by_shape=False)),
     "fft, 8 bits": ("gather", partial(_fft, by_shape=False, bits=8, mantissa=3)),
     "fft by shape": ("gather", _fft),
-    "dct of spans": ("gather", _spans),
+    "dct of spans": (
+        "gather",
+        partial(_fft, gathered=OfSpans, by_shape=False, transform="identity"),
+    ),
     "fft by shape, warm-up": ("gather", partial(_fft_in_time, way="warm-up")),
     "fft by shape, energy budget": ("gather", partial(_fft_in_time, way="energy budget")),
     "fft by shape, no memory": (
