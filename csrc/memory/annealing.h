@@ -1,4 +1,4 @@
-// Search by simulated annealing over choices and stays on the host: sn_memory/annealing.py says what
+// Search by simulated annealing over choices and stays on the host: sn_memory/plan/search/anneal.py says what
 // and why; this is the same, decision for decision.
 #pragma once
 
@@ -13,7 +13,7 @@ struct Lanes {
   bool open() const { return out > 0 && back > 0; }
 };
 
-// sn_memory.offload: carries out choices whose moved gaps get windows on the lanes.
+// sn_memory.cost.offload: carries out choices whose moved gaps get windows on the lanes.
 class Carrier {
  public:
   Carrier(const Tables& tables, Lowering& lowering, const Lanes& lanes);

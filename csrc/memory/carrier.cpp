@@ -1,4 +1,4 @@
-// windows, lower_moved, lane_seconds and host_peak_bytes of sn_memory/offload.py.
+// windows, lower_moved, lane_seconds and host_peak_bytes of sn_memory/cost/offload.py.
 #include <algorithm>
 #include <limits>
 #include <tuple>

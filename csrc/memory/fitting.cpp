@@ -1,4 +1,4 @@
-// fit and trim of sn_memory/fitting.py: the same decisions in the same order.
+// fit and trim of sn_memory/plan/search/greedy.py: the same decisions in the same order.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -11,7 +11,7 @@ namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
-// sn_memory.recompute.Presence: what is there when, and what runs again when.
+// sn_memory.cost.recompute.Presence: what is there when, and what runs again when.
 class Presence {
  public:
   explicit Presence(const Tables& tables)

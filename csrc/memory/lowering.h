@@ -1,4 +1,4 @@
-// From decisions to runs, peak and seconds: sn_memory/lowering.py and fitting.py say what and why;
+// From decisions to runs, peak and seconds: sn_memory/plan/simulate.py and fitting.py say what and why;
 // this is the same, to the last bit of every sum, some fifty times faster. A search carries a choice
 // out thousands of times, so all scratch memory is kept between calls.
 #pragma once
@@ -29,7 +29,7 @@ struct Ragged {
   }
 };
 
-// sn_memory.gaps.Gaps in numbers; fields of the same names mean the same.
+// sn_memory.graph.idle.Gaps in numbers; fields of the same names mean the same.
 struct Tables {
   Ragged reads, outputs, needs, touched, chain;
   std::vector<int32_t> first, storage, start, end, expires;
@@ -58,7 +58,7 @@ struct Interval {
 
 using Choice = std::vector<int32_t>;
 
-// Carries choices out, one after the other; the fields are those of sn_memory.lowering.Schedule.
+// Carries choices out, one after the other; the fields are those of sn_memory.plan.simulate.Schedule.
 class Lowering {
  public:
   explicit Lowering(const Tables& tables);
@@ -97,7 +97,7 @@ class Lowering {
 // Asked now and then; true ends the work.
 using Late = std::function<bool()>;
 
-// sn_memory.fitting.fit and trim: both change the choice; fit says whether it found one.
+// sn_memory.plan.search.greedy.fit and trim: both change the choice; fit says whether it found one.
 bool fit(const Tables& tables, Lowering& lowering, Choice& choice, const std::vector<Move>& moves,
          const std::vector<double>& factors, int64_t budget, double dear, int rounds,
          const Late& late);

@@ -1,8 +1,8 @@
 """sn_memory for TensorFlow: training within a budget of bytes, with the same gradients."""
 
 from ..activations import Peaks
-from ..errors import PlanWarning
-from ..estimate import Estimate
+from ..base.errors import PlanWarning
+from ..run.estimate import Estimate
 from .activations import CompressedActivations, compress_activations
 from .allocations import Allocations
 from .apply import plan

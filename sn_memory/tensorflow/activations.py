@@ -21,7 +21,7 @@ import keras
 import tensorflow as tf
 
 from ..activations import Controller, Peaks
-from ..sizes import parse_bytes
+from ..base.sizes import parse_bytes
 from .forecast import peaks, predicted_peak
 from .packer import MIN_ELEMENTS, Packer
 from .packing import keep, relu_by_signs, restored

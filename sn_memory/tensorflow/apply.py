@@ -14,11 +14,12 @@ from typing import Any
 
 import keras
 
-from ..check import check_plan
-from ..errors import BudgetError, PlanWarning
-from ..graph import Device
-from ..measured_choice import summary
-from ..planner import plan_graph
+from ..base.errors import PlanWarning
+from ..check.replay import check_plan
+from ..graph.records import Device
+from ..plan.api import plan_graph
+from ..plan.plan import BudgetError
+from ..run.measured_choice import summary
 from .errors import TraceError, first_line
 from .layers import LayerStep
 from .model import check_model, twin_of

@@ -21,8 +21,8 @@ import tensorflow as tf
 from tensorflow.python.eager import context, execute
 from tensorflow.python.framework import config
 
-from ..graph import Device
-from ..times_file import TimesFile, is_seconds
+from ..cost.measured import TimesFile, is_seconds
+from ..graph.records import Device
 from . import kinds
 from .allocations import MARK, Allocations
 from .capture import Node

@@ -8,9 +8,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ..errors import PlanWarning
-from ..estimate import Estimate
-from ..liveness import live_bytes, peak
+from ..base.errors import PlanWarning
+from ..graph.liveness import live_bytes, peak
+from ..run.estimate import Estimate
 from .model import call_arguments
 from .trace import Trace, optimizer_bytes, trace, uncounted
 

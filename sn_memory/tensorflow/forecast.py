@@ -9,14 +9,15 @@ weights: what else may change places is small.
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
 from ..activations import Peaks
-from ..graph import Graph
-from ..liveness import peak
+from ..graph.graph import Graph
+from ..graph.liveness import peak
 from . import kinds
 from .capture import Captured
 from .compare import put_back
@@ -26,18 +27,25 @@ from .neutral import neutral
 from .packing import all_counted
 from .verify import asked
 
-if TYPE_CHECKING:
-    from .activations import CompressedActivations
-
 _RUNS = 3
 
 
-def predicted_peak(packed: CompressedActivations, sample: Any) -> int:
+class Compressing(Protocol):
+    """What is asked of CompressedActivations."""
+
+    model: Any
+
+    def sizes_known(self) -> AbstractContextManager[None]: ...
+
+    def paused(self) -> AbstractContextManager[None]: ...
+
+
+def predicted_peak(packed: Compressing, sample: Any) -> int:
     """Return the peak of a step on a sample; nothing is allocated."""
     return peak(_graph(packed, sample)).bytes
 
 
-def peaks(packed: CompressedActivations, sample: Any) -> Peaks:
+def peaks(packed: Compressing, sample: Any) -> Peaks:
     """Run a step with and without compression, after it was predicted."""
     graph = _graph(packed, sample)
     args = tf.nest.map_structure(
@@ -60,7 +68,7 @@ def peaks(packed: CompressedActivations, sample: Any) -> Peaks:
     return Peaks(min(plain), peak(graph).bytes, max(ours), graph.base_bytes)
 
 
-def _graph(packed: CompressedActivations, sample: Any) -> Graph:
+def _graph(packed: Compressing, sample: Any) -> Graph:
     with packed.sizes_known():
         captured, _ = capture_model(packed.model, call_arguments(sample))
     named = neutral(

@@ -15,8 +15,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from ..measured_choice import MeasuredPlan, fewest_again, measured_plan
-from ..sizes import parse_bytes
+from ..base.sizes import parse_bytes
+from ..run.measured_choice import MeasuredPlan, fewest_again, measured_plan
 from .again import run_again
 from .allocations import Allocations
 from .compare import put_back

@@ -13,8 +13,9 @@ from typing import Any, Final
 
 from tensorflow.python.framework import ops as framework_ops
 
-from ..graph import Device, Graph, Op, Storage, Workspace
-from ..liveness import peak
+from ..graph.graph import Graph
+from ..graph.liveness import peak
+from ..graph.records import Device, Op, Storage, Workspace
 from . import kinds
 from .buffers import Buffers, overwritten, phases
 from .capture import Captured, Node, bodies

@@ -17,7 +17,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope  # has n
 from tensorflow.python.eager import record
 from tensorflow.python.ops import control_flow_util
 
-from ..errors import PlanError, PlanWarning
+from ..base.errors import PlanError, PlanWarning
 from .arguments import call_of, describe, refilled
 from .errors import TraceError
 from .layers import LayerStep
@@ -65,7 +65,7 @@ class Planned:
 
     def report(self, path: str | Path) -> None:
         """Write one HTML page with pictures and tables; needs matplotlib."""
-        from ..report import report
+        from ..report.report import report
 
         report(self.trace.graph, self.plan).write_html(path)
 

@@ -14,8 +14,8 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.framework import ops as framework_ops
 
-from ..errors import PlanError
-from ..plan import Plan
+from ..base.errors import PlanError
+from ..plan.plan import Plan
 from . import kinds
 from .buffers import overwritten
 from .capture import Captured, Node

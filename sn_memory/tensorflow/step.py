@@ -8,11 +8,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from ..check import check_plan
-from ..errors import PlanWarning
-from ..graph import Device
-from ..plan import Plan
-from ..planner import plan_graph
+from ..base.errors import PlanWarning
+from ..check.replay import check_plan
+from ..graph.records import Device
+from ..plan.api import plan_graph
+from ..plan.plan import Plan
 from .apply import check_actions
 from .errors import TraceError, first_line
 from .planned import Planned

@@ -13,8 +13,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ..errors import PlanWarning
-from ..graph import Device, Graph, Storage
+from ..base.errors import PlanWarning
+from ..graph.graph import Graph
+from ..graph.records import Device, Storage
 from .capture import Captured, capture_step, flat
 from .costs import NOMINAL, MeasuredCosts, measured_device, unmeasured
 from .model import call_arguments, capture_model

@@ -18,10 +18,10 @@ from typing import Any, Final
 import numpy as np
 import tensorflow as tf
 
-from ..errors import PlanWarning
-from ..measured_choice import MeasuredPlan
-from ..plan import Plan
-from ..sizes import show_bytes
+from ..base.errors import PlanWarning
+from ..base.sizes import show_bytes
+from ..plan.plan import Plan
+from ..run.measured_choice import MeasuredPlan
 from . import compare, kinds
 from .allocations import Allocations
 from .capture import Captured

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from ..check import check_plan
-from ..errors import PlanError
-from ..sizes import show_bytes
+from ..base.errors import PlanError
+from ..base.sizes import show_bytes
+from ..check.replay import check_plan
 from .allocations import Allocations
 from .apply import plain_model
 from .compare import Results, different, nudged, put_back, relative_error, results_of, unit_of

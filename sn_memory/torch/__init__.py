@@ -1,7 +1,7 @@
 """sn_memory for torch: a model that trains within a budget of bytes, with the same gradients."""
 
-from ..errors import PlanWarning
-from ..estimate import Estimate
+from ..base.errors import PlanWarning
+from ..run.estimate import Estimate
 from .activations import CompressedActivations, Peaks, Saved, compress_activations
 from .apply import Planned, plan
 from .errors import ReplayError, TraceError

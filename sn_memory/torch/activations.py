@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from ..activations import Controller, Peaks
-from ..sizes import parse_bytes
+from ..base.sizes import parse_bytes
 from .again import Run
 from .calls import MIN_ELEMENTS, Call, coverage_of, storages_of, weight_of
 from .errors import TraceError

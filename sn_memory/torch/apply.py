@@ -19,15 +19,16 @@ from typing import Any, Protocol
 import torch
 
 from ..activations import Controller
-from ..check import carry_out, check_plan
-from ..errors import BudgetError, PlanError, PlanWarning
-from ..graph import Device, Graph
-from ..liveness import baseline_seconds, peak
-from ..measured_choice import MeasuredPlan, summary
-from ..plan import Plan
-from ..planner import over_budget, plan_graph
-from ..policies import policy
-from ..sizes import parse_bytes
+from ..base.errors import PlanError, PlanWarning
+from ..base.sizes import parse_bytes
+from ..check.replay import carry_out, check_plan
+from ..graph.graph import Graph
+from ..graph.liveness import baseline_seconds, peak
+from ..graph.records import Device
+from ..plan.api import over_budget, plan_graph
+from ..plan.plan import BudgetError, Plan
+from ..plan.policies import policy
+from ..run.measured_choice import MeasuredPlan, summary
 from .compiled import COMPILERS, CompiledStep, Settings
 from .compressing import as_planned
 from .convolutions import Measure
@@ -125,7 +126,7 @@ class Planned:
 
     def report(self, path: str | Path) -> None:
         """Write one HTML page with pictures and tables; needs matplotlib and a trace."""
-        from ..report import report
+        from ..report.report import report
 
         report(self.trace.graph, self.plan).write_html(path)
 

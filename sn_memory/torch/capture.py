@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,56 +24,14 @@ from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from .captured import Captured
 from .errors import TraceError, innermost_line
 from .guard import as_it_was, casting, changes_what_it_is_given, no_chance, outside_autocast
 from .marks import Marks
-from .recorder import Layouts, Recorder, Recording, View, layout_key
+from .recorder import Layouts, Recorder, layout_key
 from .recurrent import FakeMode
-from .results import Form, taken_apart
+from .results import taken_apart
 from .tidy import without_unused
-
-
-@dataclass(frozen=True)
-class Captured:
-    """The calls of a training step, and which storages are whose.
-
-    Parameters
-    ----------
-    recording
-        The calls.
-    boundary
-        How many of them belong to the forward pass; the loss comes after those.
-    parameters, buffers
-        Path and View of each; of several paths to the same tensor the first.
-    inputs
-        View per flat input, None where it is no tensor.
-    outputs
-        Per flat output: its View, or the value itself where it is no tensor.
-    output_form
-        How the flat outputs make up what the model returns.
-    differentiable
-        Per flat output, whether a gradient comes back for it.
-    tangents
-        View of the gradient of each differentiable output, as the backward pass wants it.
-    gradients
-        Name and View of the gradient for each parameter that requires one and then for each flat
-        input that does (`input 0`); None where the outputs do not depend on it.
-    only_outside
-        The forward pass runs under autocast, and the backward pass, recorded outside of it as torch
-        advises, would make other calls inside.
-    """
-
-    recording: Recording
-    boundary: int
-    parameters: tuple[tuple[str, View], ...]
-    buffers: tuple[tuple[str, View], ...]
-    inputs: tuple[View | None, ...]
-    outputs: tuple[Any, ...]
-    output_form: Form | None
-    differentiable: tuple[bool, ...]
-    tangents: tuple[View, ...]
-    gradients: tuple[tuple[str, View | None], ...]
-    only_outside: bool = False
 
 
 def capture(

@@ -18,10 +18,9 @@ import torch
 from torch import fx
 from torch._functorch import config as functorch_config
 
-from ..check import check_plan
-from ..errors import BudgetError
-from ..graph import Storage
-from ..plan import Plan
+from ..check.replay import check_plan
+from ..graph.records import Storage
+from ..plan.plan import BudgetError, Plan
 from .errors import TraceError
 from .joint import joint_of
 from .neutral import main_device, neutral

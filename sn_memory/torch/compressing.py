@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.utils._pytree import tree_flatten
 
-from ..packed import COMPRESS, DECOMPRESS, RESTORED, SMALL
-from ..plan import Plan
+from ..graph.rewrite import COMPRESS, DECOMPRESS, RESTORED, SMALL, as_run
+from ..plan.plan import Plan
 from .forms import Pack, Unpack, reading
 from .neutral import Named
 from .recorder import Call, View, byte_view
@@ -28,7 +28,7 @@ def as_planned(traced: Trace, plan: Plan, *, seed: int = 0) -> Trace:
     seed
         Of the rounding; each storage and each step draws other numbers from it.
     """
-    graph = traced.graph.as_run(step.target for step in plan.steps if step.action == "run")
+    graph = as_run(traced.graph, (step.target for step in plan.steps if step.action == "run"))
     if graph is traced.graph:
         return traced
     named, recording = traced.named, traced.captured.recording

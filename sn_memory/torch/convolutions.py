@@ -1,8 +1,8 @@
 """Ways to carry a convolution out, and which of them a plan has room for.
 
 SuperNeurons times cuDNN's algorithms whose workspace fits the bytes that are free at that moment.
-A plan knows what is free at each step, so the core chooses (`sn_memory.workspace`); here is what
-there is to choose from. torch names no algorithm, only switches: cuDNN's heuristic choice, its
+A plan knows what is free at each step, so the core chooses (`sn_memory.cost.workspace`); here is
+what there is to choose from. torch names no algorithm, only switches: cuDNN's heuristic choice, its
 search for the fastest (`benchmark`), its deterministic ones, or torch's own kernels without cuDNN.
 Each is timed, and its workspace is what the allocator hands out beyond the results.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..graph import Workspace
+from ..graph.records import Workspace
 from .recorder import Call, Recording
 from .seconds import best_seconds, rebuilt, signature
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ..estimate import Estimate
-from ..liveness import live_bytes, peak
+from ..graph.liveness import live_bytes, peak
+from ..run.estimate import Estimate
 from .fake_step import fake_step
 from .optimizer import OptimizerMemory, optimizer_memory
 from .trace import Trace, call_arguments, trace_unplanned

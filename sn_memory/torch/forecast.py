@@ -7,7 +7,7 @@ included, on tensors that have sizes and no values.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -24,11 +24,16 @@ from .packing import Exact, Kept, Layout, Lossy, Shape, Window
 from .step import put_back, run_step
 from .trace import call_arguments
 
-if TYPE_CHECKING:
-    from .activations import CompressedActivations
+
+class Compressing(Protocol):
+    """What is asked of CompressedActivations: its model, its packer, and whether it is at work."""
+
+    model: torch.nn.Module
+    packer: Packer
+    active: bool
 
 
-def predicted_peak(packed: CompressedActivations, sample: Any) -> int:
+def predicted_peak(packed: Compressing, sample: Any) -> int:
     """Return the peak of a step on a sample; nothing is allocated."""
     before = packed.packer
     packed.packer = _BlankPacker(before)
@@ -43,7 +48,7 @@ def predicted_peak(packed: CompressedActivations, sample: Any) -> int:
         packed.packer = before
 
 
-def peaks(packed: CompressedActivations, sample: Any) -> Peaks:
+def peaks(packed: Compressing, sample: Any) -> Peaks:
     """Run a step with and without compression, after it was predicted."""
     model, arguments = packed.model, call_arguments(sample)
     predicted = predicted_peak(packed, sample)

@@ -19,7 +19,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..activations import Controller
-from ..graph import Device
+from ..graph.records import Device
 from . import packing
 from .recorder import Call, Recording, View, byte_view
 from .seconds import best_seconds, cached_seconds

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from .capture import Captured
+from .captured import Captured
 from .errors import TraceError
 from .recorder import Call, Recording, View, form_of, is_view, written
 

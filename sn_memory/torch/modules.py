@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ..measured_choice import MeasuredPlan, fewest_again, measured_plan
-from ..sizes import parse_bytes
+from ..base.sizes import parse_bytes
+from ..run.measured_choice import MeasuredPlan, fewest_again, measured_plan
 from .errors import TraceError
 from .probe import Probe
 from .step import Measured, put_back, run_step, tensors

@@ -10,8 +10,9 @@ import torch
 from torch.utils._pytree import tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
-from ..graph import Compressed, Device, Graph, Op, Storage, Workspace
-from .capture import Captured
+from ..graph.graph import Graph
+from ..graph.records import Compressed, Device, Op, Storage, Workspace
+from .captured import Captured
 from .recorder import Call, View
 from .recurrent import LAYER, LAYER_BACKWARD, layer_flops
 

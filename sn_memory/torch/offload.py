@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..arrays import Ints
-from ..errors import PlanError
-from ..pool import arrange
+from ..base.errors import PlanError
+from ..graph.numbers import Ints
+from ..pool.pack import arrange
 from .lanes import Lanes, Ticket, lanes_for
 from .recorder import View
 

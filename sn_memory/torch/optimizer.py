@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..errors import PlanWarning
+from ..base.errors import PlanWarning
 from .capture import fake_of
 from .tracker import StorageTracker
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..activations import Controller
-from ..sizes import show_bytes
+from ..base.sizes import show_bytes
 from . import packing
 from .packing import Exact, Kept, Lossy, Mask, Narrow, Places, Shape, Window
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 
-from ..plan import Plan
+from ..plan.plan import Plan
 from .errors import ReplayError
 from .joint import Joint
 from .neutral import LOSS, Named

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..arrays import Ints
-from ..plan import Plan
-from .capture import Captured
+from ..graph.numbers import Ints
+from ..plan.plan import Plan
+from .captured import Captured
 from .errors import ReplayError
 from .instructions import (
     Instruction,

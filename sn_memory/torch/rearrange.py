@@ -10,16 +10,14 @@ result: the same kernels run on the same numbers.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from .captured import Captured
 from .recorder import Call, View
 from .tidy import last_uses, owned
-
-if TYPE_CHECKING:
-    from .capture import Captured
 
 _aten = torch.ops.aten
 _CONVOLUTION = _aten.convolution_backward.default

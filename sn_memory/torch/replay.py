@@ -16,7 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves
 
-from ..plan import Plan
+from ..plan.plan import Plan
 from .errors import ReplayError
 from .guard import casting
 from .instructions import Memory

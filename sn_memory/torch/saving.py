@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from ..activations import treatment
-from ..activations.again import INPUT
+from ..activations.rerun import INPUT
 from . import packing
 from .calls import MIN_ELEMENTS, Call, Calls, of_input_size, rectified, window_of
 from .packer import Packer, Saved

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from ..graph import Device
-from ..times_file import TimesFile, is_seconds
+from ..cost.measured import TimesFile, is_seconds
+from ..graph.records import Device
 from .recorder import Call, Recording, View
 from .timeable import timeable
 

@@ -9,15 +9,13 @@ result.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from .captured import Captured
 from .recorder import Call, Recording, View
-
-if TYPE_CHECKING:
-    from .capture import Captured
 
 _aten = torch.ops.aten
 # Elementwise calls, with the overload that writes over the first argument, and the name under which

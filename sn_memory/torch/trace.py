@@ -14,9 +14,11 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from ..activations import Controller
-from ..graph import Compressed, Device, Graph, Storage
-from ..packed import waits
-from .capture import Captured, capture
+from ..graph.graph import Graph
+from ..graph.records import Compressed, Device, Storage
+from ..graph.rewrite import waits
+from .capture import capture
+from .captured import Captured
 from .convolutions import Measure, measured_on, ways_of
 from .errors import TraceError
 from .forms import Form, forms, seconds_of_forms

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..arrays import rounded
+from ..graph.numbers import rounded
 
 
 class StorageTracker(TorchDispatchMode):

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ..activations import Unit
-from ..activations.again import INPUT
+from ..activations.rerun import INPUT
 from .calls import MIN_ELEMENTS
 from .saving import Pass
 from .step import tensors

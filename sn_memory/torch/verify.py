@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..errors import PlanError
-from ..sizes import show_bytes
+from ..base.errors import PlanError
+from ..base.sizes import show_bytes
 from .apply import Planned
 from .compare import differences
 from .kinds import kind_of

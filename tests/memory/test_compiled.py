@@ -8,16 +8,17 @@ import pytest
 from graphs import resnet
 from random_graphs import random_graph
 
-from sn_memory import _native
-from sn_memory.annealing import Rules, anneal
-from sn_memory.fitting import fit, fit_in_python, trim, trim_in_python
-from sn_memory.gaps import KEEP, gaps
-from sn_memory.joint import carried
-from sn_memory.liveness import peak
-from sn_memory.lowering import lower, lower_in_python
-from sn_memory.schedule import Impossible
+from sn_memory.base import native
+from sn_memory.cost.schedule import Impossible
+from sn_memory.graph.idle import KEEP, gaps
+from sn_memory.graph.liveness import peak
+from sn_memory.plan.compiled import compiled
+from sn_memory.plan.search.anneal import Rules, anneal
+from sn_memory.plan.search.greedy import fit, fit_in_python, trim, trim_in_python
+from sn_memory.plan.search.mixed import carried
+from sn_memory.plan.simulate import lower, lower_in_python
 
-pytestmark = pytest.mark.skipif(_native.core() is None, reason=_native.load()[1])
+pytestmark = pytest.mark.skipif(native.core() is None, reason=native.load()[1])
 
 
 def attempt(function, *args):
@@ -87,8 +88,9 @@ def test_fitting_and_trimming_decide_the_same():
         order = [gap for gap, held in enumerate(ours[0]) if held != KEEP]
         draw.shuffle(order)
         for filtered in (False, True):
-            assert shape.compiled is not None
-            choice = shape.compiled.trim(
+            native_loops = compiled(shape)
+            assert native_loops is not None
+            choice = native_loops.trim(
                 ours[0], order, budget, lambda: False, None, filtered=filtered
             )
             same, _ = trim_in_python(
@@ -109,30 +111,30 @@ def test_a_deadline_ends_both():
 
 
 def test_what_does_not_suit_is_refused():
-    core, shape = _native.core(), gaps(random_graph(3))
-    compiled = shape.compiled
+    core, shape = native.core(), gaps(random_graph(3))
+    loops = compiled(shape)
     for wrong in ([KEEP] * (shape.count + 1), [len(shape.graph.ops) + 1] * shape.count):
         with pytest.raises(ValueError, match="choices"):
-            compiled.lower(wrong, None)
+            loops.lower(wrong, None)
     with pytest.raises(ValueError, match="moves"):
-        compiled.lower(shape.natural(), {0: (5, 2)})
+        loops.lower(shape.natural(), {0: (5, 2)})
     with pytest.raises(ValueError, match="factors"):
-        compiled.fit(shape.natural(), 10, lambda: False, None, 3, [1.0])
+        loops.fit(shape.natural(), 10, lambda: False, None, 3, [1.0])
     with pytest.raises(ZeroDivisionError):
-        compiled.fit(shape.natural(), 0, lambda: 1 / 0, None, 3, ())
+        loops.fit(shape.natural(), 0, lambda: 1 / 0, None, 3, ())
     with pytest.raises(ValueError, match="PyCapsule"):
         core.lower(None, b"", b"")
 
 
 def test_one_search_at_a_time():
     shape = gaps(random_graph(3))
-    compiled = shape.compiled
+    loops = compiled(shape)
 
     def meanwhile():
-        compiled.lower(shape.natural(), None)
+        loops.lower(shape.natural(), None)
 
     with pytest.raises(RuntimeError, match="another thread"):
-        compiled.fit(shape.natural(), 0, meanwhile, None, 3, ())
+        loops.fit(shape.natural(), 0, meanwhile, None, 3, ())
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -141,7 +143,7 @@ def test_annealing_makes_the_same_choices(offload):
     for number in range(12):
         shape = gaps(random_graph(number, most_ops=16, plain=number % 3 == 0), lean=True)
         twin = replace(shape)
-        twin.__dict__["compiled"] = None
+        twin.memo["compiled"] = None
         base = shape.graph.base_bytes
         rules = Rules(
             budget_bytes=base + int((peak(shape.graph).bytes - base) * 0.8),

@@ -20,8 +20,8 @@ from sn_memory import (
     plan_front,
     plan_graph,
 )
-from sn_memory.liveness import baseline_seconds, peak
-from sn_memory.packed import packed, waits
+from sn_memory.graph.liveness import baseline_seconds, peak
+from sn_memory.graph.rewrite import as_run, packed, waits
 
 RECOMPUTE = ("keep", "recompute")
 
@@ -77,8 +77,8 @@ def test_the_packed_graph_by_hand():
     assert (sizes["h (compressed)"], sizes["h (restored)"]) == (10, 40)
     assert baseline_seconds(found) == 4.75
     assert packed(graph, []) is graph
-    assert graph.as_run(op.name for op in graph.ops) is graph
-    assert [op.name for op in graph.as_run(["f", "compress h"]).ops] == [
+    assert as_run(graph, (op.name for op in graph.ops)) is graph
+    assert [op.name for op in as_run(graph, ["f", "compress h"]).ops] == [
         op.name for op in found.ops
     ]
 

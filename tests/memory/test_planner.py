@@ -9,10 +9,10 @@ from graphs import resnet, transformer
 from random_graphs import random_graph, training_chain
 
 from sn_memory import BudgetError, PlanError, check_plan, plan_front, plan_graph
-from sn_memory.gaps import gaps
-from sn_memory.liveness import peak
-from sn_memory.lowering import lower
-from sn_memory.policies import names, policy
+from sn_memory.graph.idle import gaps
+from sn_memory.graph.liveness import peak
+from sn_memory.plan.policies import names, policy
+from sn_memory.plan.simulate import lower
 
 RECOMPUTE = ("keep", "recompute")
 
@@ -102,7 +102,7 @@ def test_plans_are_accepted_and_within_the_budget(actions):
 
 def test_the_bound_is_below_every_plan():
     # On small graphs the optimum is known; the relaxation must stay below it.
-    from sn_memory.search import Search
+    from sn_memory.plan.search.search import Search
 
     for seed in range(80):
         graph = random_graph(seed, most_ops=6)

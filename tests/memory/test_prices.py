@@ -6,17 +6,17 @@ import pytest
 from random_graphs import random_graph, training_chain
 
 from sn_memory import Device, Graph, Op, Storage, Workspace, check_plan, plan_graph
-from sn_memory.annealing import Rules, anneal
-from sn_memory.chain import Chain
-from sn_memory.drafting import draft
-from sn_memory.fitting import fit, trim
-from sn_memory.gaps import KEEP, gaps
-from sn_memory.joint import carried
-from sn_memory.liveness import peak
-from sn_memory.lowering import lower
-from sn_memory.offload import lane_seconds, lower_moved, windows
-from sn_memory.refine import refine
-from sn_memory.workspace import equip
+from sn_memory.cost.offload import lane_seconds, windows
+from sn_memory.cost.workspace import equip
+from sn_memory.graph.idle import KEEP, gaps
+from sn_memory.graph.liveness import peak
+from sn_memory.plan.emit import draft
+from sn_memory.plan.search.anneal import Rules, anneal
+from sn_memory.plan.search.chain import Chain
+from sn_memory.plan.search.greedy import fit, trim
+from sn_memory.plan.search.mixed import carried
+from sn_memory.plan.search.repair import refine
+from sn_memory.plan.simulate import lower, lower_moved
 
 
 def accepted(shape, schedule):

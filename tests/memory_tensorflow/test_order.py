@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sn_memory.tensorflow as rim
-from sn_memory.liveness import peak
+from sn_memory.graph.liveness import peak
 from sn_memory.tensorflow import kinds
 from sn_memory.tensorflow.capture import capture_step, flat
 from sn_memory.tensorflow.order import updates_first

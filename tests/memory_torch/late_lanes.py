@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from sn_memory import check_plan
-from sn_memory.check import carry_out
-from sn_memory.plan import Plan, Step
+from sn_memory.check.replay import carry_out
+from sn_memory.plan.plan import Plan, Step
 from sn_memory.torch.recorder import View
 
 

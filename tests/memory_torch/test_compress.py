@@ -12,8 +12,8 @@ from torch import nn
 
 from sn_memory import BudgetError, Device, PlanError
 from sn_memory.activations import gradient_sd
-from sn_memory.packed import packed
-from sn_memory.policies import policy
+from sn_memory.graph.rewrite import packed
+from sn_memory.plan.policies import policy
 from sn_memory.torch import TraceError, compress_activations, plan, trace, verify
 from sn_memory.torch.forms import Form, Pack, Unpack
 from sn_memory.torch.recorder import View

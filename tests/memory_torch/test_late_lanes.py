@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.functional import avg_pool2d, dropout, scaled_dot_product_attention
 
 from sn_memory import Device, PlanError, plan_graph
-from sn_memory.check import carry_out
-from sn_memory.plan import Step
+from sn_memory.check.replay import carry_out
+from sn_memory.plan.plan import Step
 from sn_memory.torch import plan, trace, verify
 from sn_memory.torch.offload import HostArena, Trip
 from sn_memory.torch.recorder import View

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from sn_memory.errors import PlanWarning
+from sn_memory.base.errors import PlanWarning
 from sn_memory.torch import TraceError, estimate, plan, trace, verify
 from sn_memory.torch.capture import fake_of
 from sn_memory.torch.recurrent import LAYER, FakeMode, workspace_bytes
