@@ -1,4 +1,4 @@
-// What sn_memory/plan/simulate.py and fitting.py call. Every size and index that comes in is checked.
+// What sn_memory/plan/simulate.py, search/greedy.py call. Every size and index that comes in is checked.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN

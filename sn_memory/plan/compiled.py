@@ -1,7 +1,8 @@
 """The loops of the search in C++: the same answers as their Python twins, some fifty times faster.
 
-`lowering.lower_in_python`, `fitting.fit_in_python` and `fitting.trim_in_python` are the twins;
-the tests compare them with what comes from here.
+`simulate.lower_in_python`, `greedy.fit_in_python`, `greedy.trim_in_python` and the loop of `anneal`
+are the twins: what runs where there is no compiler. The tests compare them with what comes from
+here.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Which storages to compress: sets of them are tried, each planned as any other graph.
 
-A set S turns the graph into one where the members of S wait in their compressed form (`packed.py`),
-and `Auto` then keeps, rebuilds and offloads as ever. The empty set is tried first and with the
-whole time limit, so that allowing compression never gives a slower plan. The others come from a
-greedy walk down the peak: where the most bytes are live, compress what waits there and frees the
-most bytes per second of packing, until the curve is below a target; what it leaves above the budget
-is for `Auto` to rebuild. Each target has its turn on any machine, however slow: the walk that goes
-furthest often leaves no plan at all, as what is unpacked takes room as well. Then, as long as the
-limit lasts, members are exchanged: what is rebuilt dearly joins, what costs more than it is worth
-leaves.
+A set S turns the graph into one where the members of S wait in their compressed form
+(`rewrite.py`), and `Auto` then keeps, rebuilds and offloads as ever. The empty set is tried first
+and with the whole time limit, so that allowing compression never gives a slower plan. The others
+come from a greedy walk down the peak: where the most bytes are live, compress what waits there and
+frees the most bytes per second of packing, until the curve is below a target; what it leaves above
+the budget is for `Auto` to rebuild. Each target has its turn on any machine, however slow: the walk
+that goes furthest often leaves no plan at all, as what is unpacked takes room as well. Then, as
+long as the limit lasts, members are exchanged: what is rebuilt dearly joins, what costs more than
+it is worth leaves.
 """
 
 from __future__ import annotations

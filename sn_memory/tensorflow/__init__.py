@@ -3,15 +3,15 @@
 from ..activations import Peaks
 from ..base.errors import PlanWarning
 from ..run.estimate import Estimate
-from .activations import CompressedActivations, compress_activations
-from .allocations import Allocations
-from .apply import plan
+from .activations.compress import CompressedActivations, compress_activations
 from .errors import TraceError
 from .estimate import estimate
-from .memory import AllocatorPeak
+from .model.allocations import Allocations
+from .model.memory import AllocatorPeak
+from .plan import plan
+from .plan_step import PlannedStep, plan_step
 from .planned import Planned
-from .step import PlannedStep, plan_step
-from .trace import Trace, trace
+from .trace.trace import Trace, trace
 from .verify import Verification, verify
 
 __all__ = [

@@ -18,12 +18,12 @@ from tensorflow.python.eager import record
 from tensorflow.python.ops import control_flow_util
 
 from ..base.errors import PlanError, PlanWarning
-from .arguments import call_of, describe, refilled
+from .eager.program import Emission, Program
 from .errors import TraceError
-from .layers import LayerStep
-from .program import Emission, Program
-from .settings import changed, settings_of
-from .trace import Trace
+from .model.arguments import call_of, describe, refilled
+from .model.settings import changed, settings_of
+from .modules.backend import LayerStep
+from .trace.trace import Trace
 
 RECORD = "sn_memory"
 

@@ -14,14 +14,12 @@ import tensorflow as tf
 from ..base.errors import PlanError
 from ..base.sizes import show_bytes
 from ..check.replay import check_plan
-from .allocations import Allocations
-from .apply import plain_model
-from .compare import Results, different, nudged, put_back, relative_error, results_of, unit_of
-from .model import model_step
+from .eager.trial import as_tensor, asked, compute_dtypes
+from .model.compare import Results, different, nudged, put_back, relative_error, results_of, unit_of
+from .plan import plain_model
+from .plan_step import PlannedStep
 from .planned import RECORD, Planned
-from .step import PlannedStep
-from .trace import main_device
-from .trial import as_tensor, compute_dtypes
+from .trace.model import model_step
 
 
 @dataclass(frozen=True)
@@ -164,13 +162,6 @@ def _dtypes(record: Planned, model: Any) -> Iterable[Any]:
     if record.traced is None:
         return compute_dtypes(model)
     return {it.dtype for it in record.traced.captured.tensors}
-
-
-def asked(run: Callable[[], Any], variables: list[Any]) -> Allocations:
-    """Run once from the present state, and return what ops asked for; variables are put back."""
-    with put_back(variables), Allocations(main_device()) as found:
-        run()
-    return found
 
 
 def _seconds(run: Callable[[], Any], variables: list[Any]) -> float:

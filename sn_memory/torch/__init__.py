@@ -2,12 +2,12 @@
 
 from ..base.errors import PlanWarning
 from ..run.estimate import Estimate
-from .activations import CompressedActivations, Peaks, Saved, compress_activations
-from .apply import Planned, plan
+from .activations.compress import CompressedActivations, Peaks, Saved, compress_activations
 from .errors import ReplayError, TraceError
 from .estimate import estimate
-from .trace import Trace, trace
-from .tracker import StorageTracker
+from .model.tracker import StorageTracker
+from .plan import Planned, plan
+from .trace.trace import Trace, trace
 from .verify import Verification, verify
 
 __all__ = [

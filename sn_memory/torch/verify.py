@@ -10,12 +10,12 @@ import torch
 
 from ..base.errors import PlanError
 from ..base.sizes import show_bytes
-from .apply import Planned
-from .compare import differences
-from .kinds import kind_of
-from .step import Loss, Measured, put_back, run_step
-from .trace import call_arguments
-from .wrapping import RECORD, plain_model
+from .model.compare import differences
+from .model.kinds import kind_of
+from .model.step import Loss, Measured, put_back, run_step
+from .model.wrapping import RECORD, plain_model
+from .plan import Planned
+from .trace.trace import call_arguments
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import sn_memory.tensorflow as rim
 from sn_memory import BudgetError, PlanError
-from sn_memory.tensorflow.again import run_again
+from sn_memory.tensorflow.modules.rerun import run_again
 
 BATCH, SIDE = 32, 32
 

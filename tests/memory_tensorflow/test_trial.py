@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from importlib import import_module
 
 import keras
 import numpy as np
@@ -10,8 +11,11 @@ import tensorflow as tf
 
 import sn_memory.tensorflow as rim
 from sn_memory import BudgetError
-from sn_memory.tensorflow import apply, program, trial
-from sn_memory.tensorflow.trial import TrialError
+from sn_memory.tensorflow.eager import program, trial
+from sn_memory.tensorflow.eager.trial import TrialError
+
+# By its name: `sn_memory.tensorflow.plan` is the function.
+apply = import_module("sn_memory.tensorflow.plan")
 
 
 class Noted(keras.Model):

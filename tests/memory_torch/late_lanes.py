@@ -15,7 +15,7 @@ import torch
 from sn_memory import check_plan
 from sn_memory.check.replay import carry_out
 from sn_memory.plan.plan import Plan, Step
-from sn_memory.torch.recorder import View
+from sn_memory.torch.trace.record import View
 
 
 class Copy:

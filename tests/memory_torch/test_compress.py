@@ -15,8 +15,8 @@ from sn_memory.activations import gradient_sd
 from sn_memory.graph.rewrite import packed
 from sn_memory.plan.policies import policy
 from sn_memory.torch import TraceError, compress_activations, plan, trace, verify
-from sn_memory.torch.forms import Form, Pack, Unpack
-from sn_memory.torch.recorder import View
+from sn_memory.torch.trace.compressible import Form, Pack, Unpack
+from sn_memory.torch.trace.record import View
 
 # Convolutions take time here, as on a CPU; on the nominal accelerator memory traffic is all.
 SLOW = {"profile": False, "device": Device("a core", 3e10, 1e10)}
@@ -340,6 +340,6 @@ def test_seconds_of_packing_are_measured():
 
 
 def test_models_elsewhere_are_refused():
-    module = importlib.import_module("sn_memory.torch.trace")
+    module = importlib.import_module("sn_memory.torch.trace.trace")
     with pytest.raises(TraceError, match="packs on the host"):
         module._forms(None, torch.device("cuda"), 8)

@@ -9,7 +9,7 @@ from torch import nn
 
 from sn_memory import BudgetError
 from sn_memory.torch import StorageTracker, estimate
-from sn_memory.torch.step import put_back, run_step
+from sn_memory.torch.model.step import put_back, run_step
 
 
 def test_categories_of_a_chain():

@@ -19,10 +19,11 @@ from sn_memory import Device, PlanError, plan_graph
 from sn_memory.check.replay import carry_out
 from sn_memory.plan.plan import Step
 from sn_memory.torch import plan, trace, verify
-from sn_memory.torch.offload import HostArena, Trip
-from sn_memory.torch.recorder import View
-from sn_memory.torch.replay import Replay
-from sn_memory.torch.step import run_step
+from sn_memory.torch.eager import host_arena
+from sn_memory.torch.eager.host_arena import HostArena, Trip
+from sn_memory.torch.eager.replay import Replay
+from sn_memory.torch.model.step import run_step
+from sn_memory.torch.trace.record import View
 
 LINK = Device("link", 1e9, 1e9, 1e9, 1e9, 0.0)
 
@@ -67,7 +68,7 @@ def lanes(monkeypatch):
             made.append(OddLanes(probability, seed))
             return made[-1]
 
-        monkeypatch.setattr("sn_memory.torch.offload.lanes_for", lanes_for)
+        monkeypatch.setattr(host_arena, "lanes_for", lanes_for)
         return made
 
     return use

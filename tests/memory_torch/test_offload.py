@@ -9,9 +9,9 @@ from small_models import mlp
 
 from sn_memory import Device
 from sn_memory.torch import plan, verify
-from sn_memory.torch.lanes import PlainLanes
-from sn_memory.torch.offload import HostArena, Trip, needless
-from sn_memory.torch.recorder import View
+from sn_memory.torch.eager.host_arena import HostArena, Trip, needless
+from sn_memory.torch.eager.streams import PlainLanes
+from sn_memory.torch.trace.record import View
 
 # What may stay, as a table: trips as (freed, end, bytes), live bytes per step, room.
 #   live  5 5 3 3 5 5     a leaves in [2, 4)

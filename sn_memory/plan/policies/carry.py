@@ -2,7 +2,7 @@
 
 Each copy of a storage is freed right after the last event that reads it: no policy can do better
 for its sequence. What is being copied out goes when the copy is complete, or at `settle`. Clocks
-and bytes follow `docs/graph_format.md`, as `check.py` does on its own account.
+and bytes follow `docs/graph_format.md`, as `replay.py` does on its own account.
 """
 
 from __future__ import annotations

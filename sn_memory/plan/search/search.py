@@ -2,7 +2,7 @@
 
 Each way starts from another idea of what to keep (nothing, what the linear relaxation keeps, what
 the chain of blocks keeps), is repaired against the true peak and trimmed. What they found is then
-improved by annealing (`annealing.py`) and by ruin and repair (`refine.py`).
+improved by annealing (`anneal.py`) and by ruin and repair (`repair.py`).
 
 Longer than most files: the ways share one clock, one archive and one state of what was solved.
 """
