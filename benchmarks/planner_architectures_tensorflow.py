@@ -82,7 +82,7 @@ def row(
         "predicted_bytes": result.predicted_peak_bytes,
         "measured_bytes": result.measured_peak_bytes,
         "equal": result.equal,
-        "error_relative": result.error_relative,
+        "error_relative": result.difference,
         "planning_s": round(time.perf_counter() - began, 1),
     }
 

@@ -3,6 +3,7 @@
 from ..activations import Peaks
 from ..base.errors import PlanWarning
 from ..run.estimate import Estimate
+from ..run.verification import Verification
 from .activations.compress import CompressedActivations, compress_activations
 from .errors import TraceError
 from .estimate import estimate
@@ -12,7 +13,7 @@ from .plan import plan
 from .plan_step import PlannedStep, plan_step
 from .planned import Planned
 from .trace.trace import Trace, trace
-from .verify import Verification, verify
+from .verify import verify
 
 __all__ = [
     "Allocations",

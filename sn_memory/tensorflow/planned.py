@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -17,7 +16,8 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope  # has n
 from tensorflow.python.eager import record
 from tensorflow.python.ops import control_flow_util
 
-from ..base.errors import PlanError, PlanWarning
+from ..base.errors import PlanWarning
+from ..run.planned import PlannedRecord
 from .eager.program import Emission, Program
 from .errors import TraceError
 from .model.arguments import call_of, describe, refilled
@@ -29,14 +29,14 @@ RECORD = "sn_memory"
 
 
 @dataclass
-class Planned:
+class Planned(PlannedRecord[Trace]):
     """What a planned model or step carries as `sn_memory`.
 
     Parameters
     ----------
     backend
         What carries the plan out: `graph` or `layers`.
-    traced, plan
+    traced, made
         What was planned last, and how; with `layers`, there is no trace.
     programs
         The planned steps, per kind of input.
@@ -48,26 +48,18 @@ class Planned:
 
     backend: str
     traced: Trace | None
-    plan: Any
+    made: Any
     programs: dict[Hashable, Program] = field(default_factory=dict)
     layers: LayerStep | None = None
     refused: set[Hashable] = field(default_factory=set)
 
     @property
-    def trace(self) -> Trace:
-        """The trace planned last. Raises PlanError with `layers`, which needs none."""
-        if self.traced is None:
-            raise PlanError(
-                "the model was planned by layers, because it cannot be traced, so there is no "
-                "graph of it. Its plan lists the layers."
-            )
+    def plan(self) -> Any:
+        return self.made
+
+    @property
+    def latest_trace(self) -> Trace | None:
         return self.traced
-
-    def report(self, path: str | Path) -> None:
-        """Write one HTML page with pictures and tables; needs matplotlib."""
-        from ..report.report import report
-
-        report(self.trace.graph, self.plan).write_html(path)
 
 
 def signature(traced: Trace) -> Hashable:

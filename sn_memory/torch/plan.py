@@ -13,13 +13,12 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from ..activations import Controller
-from ..base.errors import PlanError, PlanWarning
+from ..base.errors import PlanWarning
 from ..base.sizes import parse_bytes
 from ..check.replay import carry_out, check_plan
 from ..graph.graph import Graph
@@ -29,6 +28,7 @@ from ..plan.api import over_budget, plan_graph
 from ..plan.plan import BudgetError, Plan
 from ..plan.policies import policy
 from ..run.measured_choice import MeasuredPlan, summary
+from ..run.planned import PlannedRecord
 from .compile.backend import COMPILERS, CompiledStep, Settings
 from .eager.compressed import as_planned
 from .eager.replay import Replay
@@ -80,7 +80,7 @@ class Step(Protocol):
 
 
 @dataclass
-class Planned:
+class Planned(PlannedRecord[Trace]):
     """What a planned model carries as `model.sn_memory`.
 
     Parameters
@@ -115,20 +115,8 @@ class Planned:
         return self.latest.plan
 
     @property
-    def trace(self) -> Trace:
-        """The trace planned last. Raises PlanError with `modules`, which needs none."""
-        if self.latest.trace is None:
-            raise PlanError(
-                "the model was planned by modules, because it cannot be traced, so there is no "
-                "graph of it. Its plan lists the modules."
-            )
+    def latest_trace(self) -> Trace | None:
         return self.latest.trace
-
-    def report(self, path: str | Path) -> None:
-        """Write one HTML page with pictures and tables; needs matplotlib and a trace."""
-        from ..report.report import report
-
-        report(self.trace.graph, self.plan).write_html(path)
 
 
 def plan(

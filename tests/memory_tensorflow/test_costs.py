@@ -6,6 +6,7 @@ import keras
 import pytest
 import tensorflow as tf
 
+from sn_memory.cost.devices import NOMINAL
 from sn_memory.tensorflow import trace
 from sn_memory.tensorflow.trace import op_seconds
 from sn_memory.tensorflow.trace.op_seconds import circumstances, is_cost
@@ -25,7 +26,7 @@ def quick(monkeypatch):
 
 def graph():
     layers = [keras.Input((4,)), keras.layers.Dense(512, "relu"), keras.layers.Dense(256)]
-    return trace(keras.Sequential(layers), tf.TensorSpec((64, 4)), device=op_seconds.NOMINAL).graph
+    return trace(keras.Sequential(layers), tf.TensorSpec((64, 4)), device=NOMINAL).graph
 
 
 def times(traced):
@@ -67,8 +68,8 @@ def test_a_cache_that_cannot_be_is_no_reason_not_to_plan(monkeypatch, tmp_path):
 def test_two_at_once_keep_what_both_measured(folder):
     first, second = op_seconds.MeasuredCosts("CPU:0"), op_seconds.MeasuredCosts("CPU:0")
     first.table["a"], second.table["b"] = [1.0, 0], [None, 8]
-    first.save()
-    second.save()
+    first.save("CPU:0")
+    second.save("CPU:0")
     assert op_seconds.MeasuredCosts("CPU:0").table == {"a": [1.0, 0], "b": [None, 8]}
 
 

@@ -9,9 +9,10 @@ import torch
 from small_models import Everything, images, mlp
 from torch import nn
 
+from sn_memory.cost.devices import NOMINAL
 from sn_memory.torch import trace
 from sn_memory.torch.trace import op_seconds
-from sn_memory.torch.trace.op_seconds import NOMINAL, cached_seconds, circumstances, rebuilt
+from sn_memory.torch.trace.op_seconds import cached_seconds, circumstances, rebuilt
 from sn_memory.torch.trace.timeable import timeable
 
 CPU = torch.device("cpu")

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from ...activations import Peaks
+from ...cost.devices import NOMINAL
 from ...graph.graph import Graph
 from ...graph.liveness import peak
 from ..compress.kept import all_counted
@@ -24,7 +25,7 @@ from ..model.compare import put_back
 from ..trace import kernels
 from ..trace.capture import Captured
 from ..trace.model import call_arguments, capture_model, model_step
-from ..trace.op_seconds import NOMINAL, unmeasured
+from ..trace.op_seconds import unmeasured
 from ..trace.to_graph import neutral
 
 _RUNS = 3

@@ -16,11 +16,12 @@ from tensorflow.python.framework import ops as framework_ops
 
 from ...base.errors import PlanError
 from ...plan.plan import Plan
+from ...run.loss import LOSS
 from ..model.settings import Settings
 from ..trace import kernels
 from ..trace.buffers import overwritten
 from ..trace.capture import Captured, Node
-from ..trace.to_graph import LOSS, Named
+from ..trace.to_graph import Named
 
 # Of c op (x op y) with a constant c, constant folding makes (c op x) op y, within each of these.
 _REORDERED = (frozenset({"Mul", "Div", "RealDiv"}), frozenset({"Add", "AddV2", "Sub"}))

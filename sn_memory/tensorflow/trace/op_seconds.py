@@ -8,7 +8,6 @@ roofline, without workspace.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import time
@@ -21,7 +20,8 @@ import tensorflow as tf
 from tensorflow.python.eager import context, execute
 from tensorflow.python.framework import config
 
-from ...cost.measured import TimesFile, is_seconds
+from ...cost.measured import is_seconds
+from ...cost.op_times import OpTimes, plain_name, quickest
 from ...graph.records import Device
 from ..model.allocations import MARK, Allocations
 from ..model.memory import has_statistics
@@ -30,20 +30,15 @@ from .capture import Node
 
 log = logging.getLogger(__name__)
 
-_RUNS = 3
-_ENOUGH_S = 0.1
-# Speeds of a present accelerator, for the roofline where nothing is measured: only ratios count.
-NOMINAL = Device("nominal", 1e14, 2e12, 2.5e10, 2.5e10, 1e-5)
 Cost = tuple[float | None, int]
 
 
-class MeasuredCosts:
+class MeasuredCosts(OpTimes):
     """Seconds and workspace bytes of nodes, from the file of a device or measured now."""
 
     def __init__(self, device: str) -> None:
-        self.device, self.file = device, TimesFile(cache_name(device), is_cost)
-        self.table = self.file.read()
-        self.known, self.settings = set(self.table), circumstances()
+        super().__init__(cache_name(device), is_cost, circumstances())
+        self.device = device
 
     def __call__(self, node: Node) -> Cost:
         seconds, space = self.table[self._key(node)]
@@ -62,14 +57,7 @@ class MeasuredCosts:
             self.table[key] = [seconds, scratch.get(MARK + key, 0)]
 
     def _key(self, node: Node) -> str:
-        return hashlib.sha256(f"{signature(node.op)} {self.settings}".encode()).hexdigest()[:24]
-
-    def save(self) -> None:
-        """Write what was measured since the file was read."""
-        new = {key: it for key, it in self.table.items() if key not in self.known}
-        if new:
-            self.file.add(new)
-            log.info("measured %d new op signatures on %s", len(new), self.device)
+        return self.key(signature(node.op))
 
 
 def unmeasured(node: Node) -> Cost:
@@ -103,8 +91,7 @@ def cache_name(device: str) -> str:
         if card.name.endswith(device):
             device = tf.config.experimental.get_device_details(card).get("device_name", device)
     threads = tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count()
-    plain = "".join(letter if letter.isalnum() else "-" for letter in f"{device}-{threads}")
-    return f"op-costs-3-{plain}-tensorflow-{tf.__version__}.json"
+    return f"op-costs-3-{plain_name(f'{device}-{threads}')}-tensorflow-{tf.__version__}.json"
 
 
 def signature(op: Any) -> str:
@@ -177,16 +164,7 @@ def _filled(tensor: Any) -> Any:
 
 def _best(work: Callable[[], Any]) -> float:
     """Seconds of the quickest of a few runs, after one to warm up."""
-    _wait(work())
-    best, spent = float("inf"), 0.0
-    for _ in range(_RUNS):
-        began = time.perf_counter()
-        _wait(work())
-        took = time.perf_counter() - began
-        best, spent = min(best, took), spent + took
-        if spent > _ENOUGH_S:
-            break
-    return best
+    return quickest(lambda: _wait(work()), time.perf_counter)
 
 
 def _wait(result: Any) -> None:

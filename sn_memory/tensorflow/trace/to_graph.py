@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from tensorflow.python.framework import ops as framework_ops
 
 from ...graph.graph import Graph
 from ...graph.liveness import peak
 from ...graph.records import Device, Op, Storage, Workspace
+from ...run.loss import LOSS, loss_op
 from . import kernels
 from .buffers import Buffers, overwritten, phases
 from .capture import Captured, Node, bodies
 
-LOSS: Final = "loss"
 Costs = Callable[[Node], tuple[float | None, int]]
 
 
@@ -244,18 +244,7 @@ class _Builder:
             self.add(value, f"gradient of output {place}", "gradient")
             for place, value in enumerate(self.captured.stand_ins)
         ]
-        self.ops.append(
-            Op(
-                LOSS,
-                tuple(dict.fromkeys(reads)),
-                tuple(name for name in makes if name is not None),
-                kind=LOSS,
-                phase="backward",
-                seconds=0.0,
-                effect=True,
-                fixed=True,
-            )
-        )
+        self.ops.append(loss_op(reads, (name for name in makes if name is not None)))
         self.followers[LOSS] = []
         return LOSS
 

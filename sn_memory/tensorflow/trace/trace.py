@@ -15,11 +15,12 @@ import keras
 import tensorflow as tf
 
 from ...base.errors import PlanWarning
+from ...cost.devices import NOMINAL
 from ...graph.graph import Graph
 from ...graph.records import Device, Storage
 from .capture import Captured, capture_step, flat
 from .model import call_arguments, capture_model
-from .op_seconds import NOMINAL, MeasuredCosts, measured_device, unmeasured
+from .op_seconds import MeasuredCosts, measured_device, unmeasured
 from .rearrange import updates_first
 from .to_graph import Costs, Named, neutral
 
@@ -119,7 +120,7 @@ def trace(
         # The first graph tells which ops there are to be measured.
         costs = MeasuredCosts(place)
         costs.measure(captured.nodes[at] for at in named.node_of.values())
-        costs.save()
+        costs.save(place)
         named = graph_of(costs)
     return Trace(named, captured, structure)
 

@@ -14,8 +14,9 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 
 from ...plan.plan import Plan
+from ...run.loss import LOSS
 from ..errors import ReplayError
-from ..trace.to_graph import LOSS, Named
+from ..trace.to_graph import Named
 from .joint_graph import Joint
 
 _Steps = list[tuple[str, str]]

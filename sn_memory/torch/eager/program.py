@@ -17,11 +17,12 @@ import torch
 
 from ...graph.numbers import Ints
 from ...plan.plan import Plan
+from ...run.loss import LOSS
 from ..errors import ReplayError
 from ..trace.captured import Captured
 from ..trace.rearrange import place_of_shape
 from ..trace.record import Call, View, form_of
-from ..trace.to_graph import LOSS, Named, main_device
+from ..trace.to_graph import Named, main_device
 from .host_arena import HostArena, Trip, needless
 from .instructions import (
     Instruction,

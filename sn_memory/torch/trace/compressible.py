@@ -19,6 +19,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...activations import Controller
+from ...cost.devices import NOMINAL_BYTES_PER_S
 from ...graph.records import Device
 from ..compress import treatments
 from .op_seconds import best_seconds, cached_seconds
@@ -30,7 +31,6 @@ values. bits: of a Boolean."""
 
 MIN_ELEMENTS: Final = 1024
 _NONLINEAR_BITS: Final = 8
-_NOMINAL_BYTES_PER_S: Final = 2e12
 _CHUNK: Final = 1 << 16  # elements, a multiple of 8
 
 # What calls of the backward pass ask of what they read, by op and argument. Others are asked for
@@ -194,7 +194,7 @@ def seconds_of_forms(
         times = [it or 0.0 for it in cached_seconds(works, host)]
     else:
         # Read and write once, in either direction.
-        speed = device.bytes_per_s or _NOMINAL_BYTES_PER_S
+        speed = device.bytes_per_s or NOMINAL_BYTES_PER_S
         times = [_traffic(form) / speed for form in found.values() for _ in range(2)]
     result: dict[int, tuple[float, float | None]] = {}
     for storage, there, back in zip(found, times[::2], times[1::2], strict=True):

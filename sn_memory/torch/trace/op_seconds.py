@@ -8,7 +8,6 @@ roofline, and the plan says how many ops are.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -17,17 +16,13 @@ from typing import Any
 
 import torch
 
-from ...cost.measured import TimesFile, is_seconds
+from ...cost.measured import is_seconds
+from ...cost.op_times import OpTimes, plain_name, quickest
 from ...graph.records import Device
 from .record import Call, Recording, View
 from .timeable import timeable
 
 log = logging.getLogger(__name__)
-
-_RUNS = 3
-_ENOUGH_S = 0.1
-# Speeds of a present accelerator, for the roofline where nothing is measured: only ratios count.
-NOMINAL = Device("nominal", 1e14, 2e12, 2.5e10, 2.5e10, 1e-5)
 
 
 def measured_seconds(recording: Recording, device: torch.device) -> list[float | None]:
@@ -42,19 +37,13 @@ def cached_seconds(
     works: Sequence[tuple[str, Callable[[], float | None]]], device: torch.device
 ) -> list[float | None]:
     """Return seconds per (signature, function that measures them), from the file where it can."""
-    file = TimesFile(cache_name(device), is_seconds)
-    table: dict[str, float | None] = file.read()
-    known, settings, result = set(table), circumstances(), []
+    times, result = OpTimes(cache_name(device), is_seconds, circumstances()), []
     for text, measure in works:
-        key = hashlib.sha256(f"{text} {settings}".encode()).hexdigest()[:24]
-        if key not in table:
-            table[key] = measure()
-        result.append(table[key])
-    # What could not be timed is tried again next time: memory may have been short.
-    new = {key: it for key, it in table.items() if key not in known and it is not None}
-    if new:
-        file.add(new)
-        log.info("timed %d new op signatures on %s, kept in %s", len(new), device, file.path)
+        key = times.key(text)
+        if key not in times.table:
+            times.table[key] = measure()
+        result.append(times.table[key])
+    times.save(device)
     return result
 
 
@@ -102,8 +91,7 @@ def cache_name(device: torch.device) -> str:
         what = torch.cuda.get_device_name(device)
     else:
         what = f"{device.type}-{torch.get_num_threads()}-{torch.backends.cpu.get_cpu_capability()}"
-    plain = "".join(letter if letter.isalnum() else "-" for letter in what)
-    return f"op-seconds-2-{plain}-torch-{torch.__version__}.json"
+    return f"op-seconds-2-{plain_name(what)}-torch-{torch.__version__}.json"
 
 
 def signature(call: Call) -> str:
@@ -185,17 +173,10 @@ def best_seconds(work: Any, device: torch.device) -> float:
     # for each other, and only the clock on the wall sees that.
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.thread_time if alone else time.perf_counter
-    work()
-    best, spent = float("inf"), 0.0
-    for _ in range(_RUNS):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        began = clock()
+
+    def done() -> None:
         work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        took = clock() - began
-        best, spent = min(best, took), spent + took
-        if spent > _ENOUGH_S:
-            break
-    return best
+
+    return quickest(done, clock)

@@ -12,11 +12,10 @@ from torch.utils.flop_counter import flop_registry
 
 from ...graph.graph import Graph
 from ...graph.records import Compressed, Device, Op, Storage, Workspace
+from ...run.loss import loss_op
 from .captured import Captured
 from .record import Call, View
 from .recurrent import LAYER, LAYER_BACKWARD, layer_flops
-
-LOSS = "loss"
 
 
 @dataclass(frozen=True)
@@ -80,16 +79,9 @@ def neutral(
     ]
     if ways is not None:
         rows = [replace(row, workspaces=it) for row, it in zip(rows, ways, strict=True)]
-    results = dict.fromkeys(names[view.storage] for view in captured.outputs if _is_view(view))
-    loss = Op(
-        LOSS,
-        tuple(results),
-        tuple(dict.fromkeys(names[view.storage] for view in captured.tangents)),
-        kind=LOSS,
-        phase="backward",
-        seconds=0.0,
-        effect=True,
-        fixed=True,
+    loss = loss_op(
+        (names[view.storage] for view in captured.outputs if _is_view(view)),
+        (names[view.storage] for view in captured.tangents),
     )
     rows.insert(captured.boundary, loss)
     graph = Graph([*storages, *extra], rows, name=name, device=device, allocator=allocator)

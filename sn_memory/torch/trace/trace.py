@@ -14,6 +14,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from ...activations import Controller
+from ...cost.devices import NOMINAL
 from ...graph.graph import Graph
 from ...graph.records import Compressed, Device, Storage
 from ...graph.rewrite import waits
@@ -23,7 +24,7 @@ from .capture import capture
 from .captured import Captured
 from .compressible import Form, forms, seconds_of_forms
 from .convolutions import Measure, measured_on, ways_of
-from .op_seconds import NOMINAL, measured_device, measured_seconds
+from .op_seconds import measured_device, measured_seconds
 from .optimizer import optimizer_memory
 from .rearrange import put_off, spared, taken_apart
 from .record import Layouts
