@@ -39,7 +39,7 @@ from torch.nn.functional import avg_pool2d, cross_entropy, relu
 import sn_memory.torch
 from sn_memory import BudgetError
 from sn_memory.torch import StorageTracker
-from sn_memory.torch.compress import packer, treatments
+from sn_memory.torch.compress import compressor, treatments
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/activations.json"
@@ -199,9 +199,9 @@ def train(run: Run, data: dict[str, Any]) -> dict[str, Any]:
     plain_bytes = saved_bytes(net, images[:BATCH])
     model = planned(net, images[:BATCH]) if run.method == "recompute" else net
     simulated = run.method == "fp8" or run.method.startswith("nearest")
-    before = packer.Lossy, treatments.codec
+    before = compressor.Lossy, treatments.codec
     if simulated:
-        packer.Lossy = RoundedTensor
+        compressor.Lossy = RoundedTensor
         treatments.codec = lambda *_: Rounded(run.method)
     losses, seconds = [], []
     try:
@@ -221,7 +221,7 @@ def train(run: Run, data: dict[str, Any]) -> dict[str, Any]:
                 losses.append(loss.item())
             held, peak = measured(model, images[:BATCH], labels[:BATCH])
     finally:
-        packer.Lossy, treatments.codec = before
+        compressor.Lossy, treatments.codec = before
     ratio = packed.saved.ratio if packed is not None else 1.0
     net.eval()
     test_images, test_labels = seen(run.net, data["t10k"])

@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy
 import sn_memory.graph.liveness
 import sn_memory.torch
 from sn_memory import BudgetError
-from sn_memory.graph.rewrite import packed
+from sn_memory.graph.rewrite import with_compressed
 from sn_memory.plan.policies import policy
 from sn_memory.torch import trace, verify
 
@@ -69,7 +69,7 @@ def row_of(net: str, actions: str, share: float, limit_s: float) -> dict[str, An
     options: dict[str, Any] = {"time_limit_s": limit_s, "backend": "graph"}
     if actions == "all":
         traced = trace(model, x, bits=8)
-        packed_graph = packed(traced.graph, traced.forms)
+        packed_graph = with_compressed(traced.graph, traced.forms)
         options["planner"] = policy("liveness")(packed_graph, budget_bytes=None)
         row["forms"] = len(traced.forms)
     try:

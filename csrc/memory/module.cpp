@@ -1,6 +1,6 @@
-// Python's door to the C++ of sn_memory: sn_memory._core. Arrays come as contiguous buffers of 64-bit
+// Python's bindings to the C++ of sn_memory: sn_memory._core. Arrays come as contiguous buffers of 64-bit
 // integers; their sizes and the ranges of indices are checked here, values by sn_memory/pool/pack.py. The
-// searches of the planner come in through lowering_door.cpp.
+// searches of the planner come in through bindings.cpp.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -9,7 +9,7 @@
 #include <new>
 
 #include "buffers.h"
-#include "lowering_door.h"
+#include "bindings.h"
 #include "pool_greedy.h"
 #include "pool_search.h"
 
@@ -198,8 +198,8 @@ PyMethodDef methods[] = {
     {"search", search, METH_VARARGS, "See sn_memory.pool.search.Search."},
     {"run", run, METH_VARARGS, "See sn_memory.pool.search.Search.run."},
     {"read", read, METH_VARARGS, "Copy the offsets and weights of a search out."},
-    {"tables", sn::tables, METH_VARARGS, "The gaps of a graph, for `lower`, `fit` and `trim`."},
-    {"lower", sn::lower, METH_VARARGS, "See sn_memory.plan.simulate.lower."},
+    {"tables", sn::tables, METH_VARARGS, "The holes of a graph, for `simulate`, `fit` and `trim`."},
+    {"simulate", sn::simulate, METH_VARARGS, "See sn_memory.plan.simulate.simulate."},
     {"fit", sn::fit_choice, METH_VARARGS, "See sn_memory.plan.search.greedy.fit."},
     {"trim", sn::trim_choice, METH_VARARGS, "See sn_memory.plan.search.greedy.trim."},
     {"anneal", sn::anneal_choice, METH_VARARGS, "See sn_memory.plan.search.anneal.anneal."},

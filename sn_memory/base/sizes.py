@@ -1,4 +1,4 @@
-"""Bytes as people write them: "6GiB", "500 MB", "60%"; parsed once, at the door."""
+"""Bytes as people write them: "6GiB", "500 MB", "60%"; parsed once, where they come in."""
 
 from __future__ import annotations
 

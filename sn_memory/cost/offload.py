@@ -11,69 +11,71 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping
 
-from ..graph.idle import Gaps
+from ..graph.holes import Holes
 from .schedule import Schedule
 
 
 def windows(
-    gaps: Gaps, moved: Iterable[int], needed: Mapping[int, int] | None = None
+    holes: Holes, moved: Iterable[int], needed: Mapping[int, int] | None = None
 ) -> dict[int, tuple[int, int]]:
-    """Return for each gap the op after which memory is free and the op before which it is taken.
+    """Return for each hole the op after which memory is free and the op before which it is taken.
 
-    `needed` gives gaps an earlier op than their end by which they must be back, for rebuilds.
+    `needed` gives holes an earlier op than their end by which they must be back, for rebuilds.
 
-    Times are those of the ops run once each; reruns only widen the windows. Gaps too short for
-    both copies get the narrowest window, and the ops wait. Gaps with no op inside are left out.
+    Times are those of the ops run once each; reruns only widen the windows. Holes too short for
+    both copies get the narrowest window, and the ops wait. Holes with no op inside are left out.
     """
-    device = gaps.graph.device
+    device = holes.graph.device
     if device.to_host_bytes_per_s is None or device.to_device_bytes_per_s is None:
         return {}
     ends, clock = [], 0.0
-    for seconds in gaps.seconds:
+    for seconds in holes.seconds:
         clock += seconds
         ends.append(clock)
-    starts = [end - seconds for end, seconds in zip(ends, gaps.seconds, strict=True)]
-    ending = {gap: min(gaps.end[gap], (needed or {}).get(gap, gaps.end[gap])) for gap in moved}
-    chosen = [gap for gap in ending if ending[gap] - gaps.start[gap] > 1]
+    starts = [end - seconds for end, seconds in zip(ends, holes.seconds, strict=True)]
+    ending = {
+        hole: min(holes.end[hole], (needed or {}).get(hole, holes.end[hole])) for hole in moved
+    }
+    chosen = [hole for hole in ending if ending[hole] - holes.start[hole] > 1]
     out: dict[int, int] = {}
     lane = 0.0
-    for gap in sorted(chosen, key=lambda it: (gaps.start[it], it)):
-        size = gaps.bytes[gaps.storage[gap]]
+    for hole in sorted(chosen, key=lambda it: (holes.start[it], it)):
+        size = holes.bytes[holes.storage[hole]]
         copy = device.transfer_latency_s + size / device.to_host_bytes_per_s
-        lane = max(lane, ends[gaps.start[gap]]) + copy
-        place = bisect_left(ends, lane, lo=gaps.start[gap])
-        out[gap] = min(place, ending[gap] - 2)
+        lane = max(lane, ends[holes.start[hole]]) + copy
+        place = bisect_left(ends, lane, lo=holes.start[hole])
+        out[hole] = min(place, ending[hole] - 2)
     result: dict[int, tuple[int, int]] = {}
     lane = float("inf")
-    for gap in sorted(chosen, key=lambda it: (-ending[it], it)):
-        size = gaps.bytes[gaps.storage[gap]]
+    for hole in sorted(chosen, key=lambda it: (-ending[it], it)):
+        size = holes.bytes[holes.storage[hole]]
         copy = device.transfer_latency_s + size / device.to_device_bytes_per_s
-        need = starts[ending[gap]] if ending[gap] < len(starts) else clock
+        need = starts[ending[hole]] if ending[hole] < len(starts) else clock
         lane = min(lane, need) - copy
         place = bisect_right(starts, lane) - 1
-        result[gap] = (out[gap], min(max(place, out[gap] + 1), ending[gap]))
+        result[hole] = (out[hole], min(max(place, out[hole] + 1), ending[hole]))
     return result
 
 
-def lane_seconds(gaps: Gaps, schedule: Schedule) -> float:
+def lane_seconds(holes: Holes, schedule: Schedule) -> float:
     """Return when a schedule ends, waits for transfers included."""
-    if not schedule.trips:
+    if not schedule.host_copies:
         return schedule.run_seconds
-    device, sizes = gaps.graph.device, gaps.bytes
+    device, sizes = holes.graph.device, holes.bytes
     out_speed, back_speed = device.to_host_bytes_per_s, device.to_device_bytes_per_s
     if out_speed is None or back_speed is None:
         raise ValueError("the schedule moves storages, but the device states no transfer speeds")
     leave: dict[int, list[int]] = {}
     free: dict[int, list[int]] = {}
     fetch: dict[int, list[int]] = {}
-    for trip in schedule.trips:
-        leave.setdefault(trip.left, []).append(trip.storage)
-        free.setdefault(trip.freed, []).append(trip.storage)
-        fetch.setdefault(trip.fetched, []).append(trip.storage)
+    for host_copy in schedule.host_copies:
+        leave.setdefault(host_copy.left, []).append(host_copy.storage)
+        free.setdefault(host_copy.freed, []).append(host_copy.storage)
+        fetch.setdefault(host_copy.fetched, []).append(host_copy.storage)
     clock = down = up = 0.0
     copied: dict[int, float] = {}
     ready: dict[int, float] = {}
-    reads, options = gaps.graph.arrays.reads, gaps.graph.arrays.seconds
+    reads, options = holes.graph.arrays.reads, holes.graph.arrays.seconds
     for run, op in enumerate(schedule.ops):
         for storage in fetch.get(run, ()):
             begin = max(up, copied[storage], clock)
@@ -82,7 +84,7 @@ def lane_seconds(gaps: Gaps, schedule: Schedule) -> float:
         if ready:
             for storage in reads[op]:
                 clock = max(clock, ready.get(storage, 0.0))
-        clock += options[op][schedule.ways[run]] if schedule.ways else gaps.seconds[op]
+        clock += options[op][schedule.ways[run]] if schedule.ways else holes.seconds[op]
         for storage in leave.get(run, ()):
             begin = max(down, clock, ready.pop(storage, 0.0))
             down = begin + device.transfer_latency_s + sizes[storage] / out_speed
@@ -92,11 +94,16 @@ def lane_seconds(gaps: Gaps, schedule: Schedule) -> float:
     return max([clock, *ready.values()])
 
 
-def host_peak_bytes(gaps: Gaps, schedule: Schedule) -> int:
+def host_peak_bytes(holes: Holes, schedule: Schedule) -> int:
     """Return the most bytes that a schedule has on the host at any one time."""
-    events = [(trip.left, 1, gaps.bytes[trip.storage]) for trip in schedule.trips]
+    events = [
+        (host_copy.left, 1, holes.bytes[host_copy.storage]) for host_copy in schedule.host_copies
+    ]
     # A fetch before run n comes before a copy out after run n.
-    events += [(trip.fetched, 0, -gaps.bytes[trip.storage]) for trip in schedule.trips]
+    events += [
+        (host_copy.fetched, 0, -holes.bytes[host_copy.storage])
+        for host_copy in schedule.host_copies
+    ]
     held = most = 0
     for _, _, size in sorted(events):
         held += size

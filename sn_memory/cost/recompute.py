@@ -7,15 +7,15 @@ for its other uses as well.
 
 from __future__ import annotations
 
-from ..graph.idle import Gaps
+from ..graph.holes import Holes
 from .schedule import Schedule
 
 
 class Presence:
     """What a schedule has on the device when, and what it runs again when, by op of the graph."""
 
-    def __init__(self, gaps: Gaps, schedule: Schedule) -> None:
-        self.gaps = gaps
+    def __init__(self, holes: Holes, schedule: Schedule) -> None:
+        self.holes = holes
         self.spans: dict[int, list[tuple[int, int]]] = {}
         for storage, first, last in schedule.intervals:
             span = (schedule.at[first], schedule.at[last])
@@ -35,22 +35,22 @@ class Presence:
         Ops that run again then or later anyway are free: what they make is only made earlier.
         Infinity when the storage cannot be made again.
         """
-        gaps = self.gaps
+        holes = self.holes
         total, seen, missing = 0.0, {storage}, [storage]
         while missing:
             here = missing.pop()
-            if not gaps.rebuildable[here]:
+            if not holes.rebuildable[here]:
                 return float("inf")
-            for op in gaps.chain[here]:
+            for op in holes.chain[here]:
                 if op >= at:
                     break
                 if self.again.get(op, -1) >= at:
                     continue
-                if gaps.expires[op] < at:
+                if holes.expires[op] < at:
                     return float("inf")
-                total += gaps.seconds[op]
-                for source in gaps.graph.arrays.reads[op]:
-                    if source not in seen and gaps.chain[source]:
+                total += holes.seconds[op]
+                for source in holes.graph.arrays.reads[op]:
+                    if source not in seen and holes.chain[source]:
                         seen.add(source)
                         if not self.there(source, at):
                             missing.append(source)

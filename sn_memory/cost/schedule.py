@@ -9,7 +9,7 @@ from ..graph.numbers import Ints
 
 
 @dataclass(frozen=True)
-class Trip:
+class HostCopy:
     """One stay on the host, in run numbers.
 
     Copied out after `left`, its device memory given back after `freed`, taken again before
@@ -38,7 +38,7 @@ class Schedule:
         [runs] int64.
     run_seconds
         Summed seconds of all runs; waits for transfers come on top.
-    trips
+    host_copies
         The stays on the host.
     ways
         [runs] the way each op is carried out; empty: all by default.
@@ -49,7 +49,7 @@ class Schedule:
     intervals: list[tuple[int, int, int]]
     live_bytes: Ints
     run_seconds: float
-    trips: tuple[Trip, ...] = ()
+    host_copies: tuple[HostCopy, ...] = ()
     ways: tuple[int, ...] = ()
 
     @cached_property

@@ -10,23 +10,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..graph.idle import Gaps
+from ..graph.holes import Holes
 from .schedule import Schedule
 
 
-def equip(gaps: Gaps, schedule: Schedule, budget_bytes: int | None) -> Schedule:
+def equip(holes: Holes, schedule: Schedule, budget_bytes: int | None) -> Schedule:
     """Return a schedule with the fastest way that fits for each run, and what follows from it.
 
     With no budget each run may use any workspace. A run for which nothing fits gets the way with
     the smallest workspace, and the schedule's peak says so.
     """
-    spaces, seconds = gaps.graph.arrays.workspace_bytes, gaps.graph.arrays.seconds
+    spaces, seconds = holes.graph.arrays.workspace_bytes, holes.graph.arrays.seconds
     ways, total = [], 0.0
     live = schedule.live_bytes.copy()
     for run, op in enumerate(schedule.ops):
         way = 0
         if len(spaces[op]) > 1:
-            without = int(live[run]) - gaps.workspace[op]
+            without = int(live[run]) - holes.workspace[op]
             room = max(spaces[op]) if budget_bytes is None else budget_bytes - without
             fits = [each for each, space in enumerate(spaces[op]) if space <= room]
             least = min(range(len(spaces[op])), key=lambda each: spaces[op][each])

@@ -1,4 +1,4 @@
-"""A graph in numbers: the checks at the door and the arrays that the algorithms work on."""
+"""A graph in numbers: the checks of what comes in, and the arrays that the algorithms work on."""
 
 from __future__ import annotations
 

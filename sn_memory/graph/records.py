@@ -1,7 +1,7 @@
 """The records a graph is made of: ops in execution order and the storages they read and write.
 
 Planning on tensors counts a view twice and misses in-place writes. Here the unit is the *storage*:
-one block of memory. Views and other names of the same block are aliases, resolved at the door. The
+one block of memory. Views and other names of the same block are aliases, resolved at once. The
 words and the exact meaning of each field are in `docs/graph_format.md`; `sn_memory/check/replay.py`
 is their executable form.
 """

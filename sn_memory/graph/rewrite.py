@@ -73,7 +73,7 @@ def _uses(graph: Graph) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
     return early, late
 
 
-def packed(graph: Graph, names: Iterable[str]) -> Graph:
+def with_compressed(graph: Graph, names: Iterable[str]) -> Graph:
     """Return the graph with these storages compressed; see the module.
 
     Raises GraphError for a storage that cannot be.
@@ -131,4 +131,4 @@ def as_run(graph: Graph, targets: Iterable[str]) -> Graph:
     `compress h` among them puts in the ops that compress `h` and restore it.
     """
     new = {name for name in targets if name.startswith(COMPRESS)} - graph.op_index.keys()
-    return packed(graph, {name.removeprefix(COMPRESS) for name in new}) if new else graph
+    return with_compressed(graph, {name.removeprefix(COMPRESS) for name in new}) if new else graph

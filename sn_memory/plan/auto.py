@@ -13,12 +13,12 @@ from dataclasses import replace
 from ..base.clock import now
 from ..base.sizes import show_bytes
 from ..graph.graph import Graph
-from ..graph.idle import gaps
+from ..graph.holes import holes
 from ..graph.liveness import baseline_seconds, peak
 from . import policies
 from .bound import smallest_peak
 from .buffers import peak_step
-from .emit import decisions_of, draft
+from .emit import decisions_of, emit
 from .plan import BudgetError, Plan
 from .search.archive import Candidate
 from .search.exact import solve as solve_exactly
@@ -65,7 +65,7 @@ class Auto:
     ) -> None:
         self.graph, self.limit_s = graph, time_limit_s
         self.search = Search(
-            gaps(graph, lean=True),
+            holes(graph, lean=True),
             offload="offload" in actions,
             recompute="recompute" in actions,
             deadline=now() + time_limit_s,
@@ -190,10 +190,10 @@ class Auto:
             found is None or (other.seconds, other.peak_bytes) < (found.seconds, found.peak_bytes)
         ):
             return replace(other, planner=f"auto ({other.planner})", budget_bytes=budget_bytes)
-        return None if found is None else self.drafted(found, budget_bytes)
+        return None if found is None else self.emitted(found, budget_bytes)
 
-    def drafted(self, found: Candidate, budget_bytes: int | None) -> Plan:
-        return draft(self.search.shape, found.schedule, planner="auto", budget_bytes=budget_bytes)
+    def emitted(self, found: Candidate, budget_bytes: int | None) -> Plan:
+        return emit(self.search.shape, found.schedule, planner="auto", budget_bytes=budget_bytes)
 
     def refusal(self, budget_bytes: int) -> BudgetError:
         """Return the error that says what the smallest peak is, as far as it can be found."""
@@ -204,7 +204,7 @@ class Auto:
             self.from_policies(floor)
         ended = self.shrink(max(budget_bytes, floor))
         smallest = self.search.archive.smallest()
-        found = self.drafted(self.search.archive.equipped(smallest, smallest.peak_bytes), None)
+        found = self.emitted(self.search.archive.equipped(smallest, smallest.peak_bytes), None)
         least = min([found, *self.plans], key=lambda plan: (plan.peak_bytes, plan.seconds))
         size, name = least.peak_bytes, self.peak_op(least)
         if self.small and not self.search.offload:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..graph.idle import Gaps
+from ..graph.holes import Holes
 from ..graph.liveness import live_bytes
 
 
@@ -43,32 +43,32 @@ class Relaxed:
     moved: dict[int, float]
 
 
-def smallest_peak(gaps: Gaps, *, offload: bool) -> tuple[int, int]:
+def smallest_peak(holes: Holes, *, offload: bool) -> tuple[int, int]:
     """Return a lower bound on the peak of any plan, in bytes, and the op that sets it."""
-    arrays, graph = gaps.graph.arrays, gaps.graph
+    arrays, graph = holes.graph.arrays, holes.graph
     count = len(graph.ops)
     stuck = np.zeros(count + 1, np.int64)
     if not offload:
-        for storage, chain in enumerate(gaps.chain):
-            if chain and not _again(gaps, chain[0]):
-                mine = gaps.of(storage)
-                last = count if graph.storages[storage].keep else gaps.start[mine[-1]] + 1
-                stuck[gaps.start[mine[0]]] += gaps.bytes[storage]
-                stuck[last] -= gaps.bytes[storage]
+        for storage, chain in enumerate(holes.chain):
+            if chain and not _again(holes, chain[0]):
+                mine = holes.of(storage)
+                last = count if graph.storages[storage].keep else holes.start[mine[-1]] + 1
+                stuck[holes.start[mine[0]]] += holes.bytes[storage]
+                stuck[last] -= holes.bytes[storage]
     fixed = np.cumsum(stuck)[:-1]
     best, at = graph.base_bytes, 0
     for op in range(count):
-        here = gaps.touched[op]
-        need = sum(gaps.bytes[it] for it in here if offload or _again(gaps, gaps.chain[it][0]))
+        here = holes.touched[op]
+        need = sum(holes.bytes[it] for it in here if offload or _again(holes, holes.chain[it][0]))
         total = graph.base_bytes + need + min(arrays.workspace_bytes[op]) + int(fixed[op])
         if total > best:
             best, at = total, op
     return best, at
 
 
-def moments(gaps: Gaps, limit: int = 4) -> list[int]:
+def moments(holes: Holes, limit: int = 4) -> list[int]:
     """Return the ops worth a relaxation: where the most bytes wait for later ops."""
-    curve = live_bytes(gaps.graph)
+    curve = live_bytes(holes.graph)
     order = np.argsort(-curve, kind="stable")
     spacing = max(1, len(curve) // 50)
     chosen: list[int] = []
@@ -81,7 +81,7 @@ def moments(gaps: Gaps, limit: int = 4) -> list[int]:
 
 
 def relax(
-    gaps: Gaps,
+    holes: Holes,
     at: int,
     budget_bytes: int,
     *,
@@ -98,9 +98,9 @@ def relax(
     from scipy.optimize import linprog
     from scipy.sparse import csr_matrix
 
-    graph, arrays = gaps.graph, gaps.graph.arrays
+    graph, arrays = holes.graph, holes.graph.arrays
     fastest = [min(options) for options in arrays.seconds]
-    before = [s for s, chain in enumerate(gaps.chain) if chain and chain[0] < at]
+    before = [s for s, chain in enumerate(holes.chain) if chain and chain[0] < at]
     place = {storage: number for number, storage in enumerate(before)}
     width = len(before)
     # Columns: kept per storage, moved per storage, rerun per op before `at`, then the total time.
@@ -122,41 +122,41 @@ def relax(
     ) -> None:
         here = [(place[storage], 1.0), (moved + place[storage], 1.0), *extra]
         for op in made_by:
-            row([*here, (rerun + op, 1.0)] if recompute and _again(gaps, op) else here, at_least)
+            row([*here, (rerun + op, 1.0)] if recompute and _again(holes, op) else here, at_least)
 
     low = np.zeros(total + 1)
     high = np.ones(total + 1)
     high[total] = np.inf
     if not offload:
         high[moved : moved + width] = 0.0
-    for storage in gaps.needs[at]:
+    for storage in holes.needs[at]:
         if storage in place:
             low[place[storage]] = 1.0
     for storage in before:
-        last = gaps.of(storage)[-1]
-        if graph.storages[storage].keep or gaps.start[last] > at:
-            available(storage, [op for op in gaps.chain[storage] if op < at], (), 1.0)
-    used = _reachable(gaps, at, before)
+        last = holes.of(storage)[-1]
+        if graph.storages[storage].keep or holes.start[last] > at:
+            available(storage, [op for op in holes.chain[storage] if op < at], (), 1.0)
+    used = _reachable(holes, at, before)
     for op in range(at):
         if op not in used or not recompute:
             high[rerun + op] = 0.0
             continue
         for storage, version in zip(arrays.reads[op], arrays.version[op], strict=True):
             if storage in place:
-                made_by = gaps.chain[storage][: version + 1]
+                made_by = holes.chain[storage][: version + 1]
                 available(storage, made_by, ((rerun + op, -1.0),), 0.0)
     room = budget_bytes - graph.base_bytes - min(arrays.workspace_bytes[at])
-    room -= sum(gaps.bytes[storage] for storage in arrays.outputs[at])
+    room -= sum(holes.bytes[storage] for storage in arrays.outputs[at])
     if room < 0:
         return None
     scale = max(1.0, float(room))
-    row([(place[s], -gaps.bytes[s] / scale) for s in before if gaps.bytes[s]], -room / scale)
+    row([(place[s], -holes.bytes[s] / scale) for s in before if holes.bytes[s]], -room / scale)
     again = [(rerun + op, -fastest[op]) for op in used]
     head, tail = sum(fastest[:at]), sum(fastest[at:])
     row([(total, 1.0), *again], head + tail)
     out, back = graph.device.to_host_bytes_per_s, graph.device.to_device_bytes_per_s
     if offload and out is not None and back is not None:
-        sizes = [(moved + place[s], float(gaps.bytes[s])) for s in before]
+        sizes = [(moved + place[s], float(holes.bytes[s])) for s in before]
         row([(total, 1.0), *again, *((c, -size / (out * lanes)) for c, size in sizes)], tail)
         row([(total, 1.0), *((c, -size / (back * lanes)) for c, size in sizes)], head)
     cost = np.zeros(total + 1)
@@ -181,31 +181,31 @@ def relax(
     )
 
 
-def _again(gaps: Gaps, op: int) -> bool:
-    """Whether the format lets an op run twice at all; `Gaps.rebuildable` asks for more."""
-    graph = gaps.graph
+def _again(holes: Holes, op: int) -> bool:
+    """Whether the format lets an op run twice at all; `Holes.rebuildable` asks for more."""
+    graph = holes.graph
     return graph.ops[op].repeatable and not any(
         graph.storages[storage].resident for storage in graph.arrays.writes[op]
     )
 
 
-def _reachable(gaps: Gaps, at: int, before: Sequence[int]) -> set[int]:
+def _reachable(holes: Holes, at: int, before: Sequence[int]) -> set[int]:
     """Return the ops before `at` that a rebuild after it could run."""
-    reads = gaps.graph.arrays.reads
+    reads = holes.graph.arrays.reads
     wanted = [
         storage
         for storage in before
-        if gaps.start[gaps.of(storage)[-1]] > at or gaps.graph.storages[storage].keep
+        if holes.start[holes.of(storage)[-1]] > at or holes.graph.storages[storage].keep
     ]
     seen, ops = set(wanted), set()
     while wanted:
         storage = wanted.pop()
-        for op in gaps.chain[storage]:
-            if op >= at or op in ops or not _again(gaps, op):
+        for op in holes.chain[storage]:
+            if op >= at or op in ops or not _again(holes, op):
                 continue
             ops.add(op)
             for source in reads[op]:
-                if source not in seen and gaps.chain[source]:
+                if source not in seen and holes.chain[source]:
                     seen.add(source)
                     wanted.append(source)
     return ops

@@ -1,8 +1,8 @@
 """The loops of the search in C++: the same answers as their Python twins, some fifty times faster.
 
-`simulate.lower_in_python`, `greedy.fit_in_python`, `greedy.trim_in_python` and the loop of `anneal`
-are the twins: what runs where there is no compiler. The tests compare them with what comes from
-here.
+`simulate.simulate_in_python`, `greedy.fit_in_python`, `greedy.trim_in_python` and the loop of
+`anneal` are the twins: what runs where there is no compiler. The tests compare them with what comes
+from here.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from ..base import native
-from ..graph.idle import Gaps
+from ..graph.holes import Holes
 from ..graph.numbers import Ints
 
 Moves = Mapping[int, tuple[int, int]]
-# Runs, the op before which each happens, intervals, live bytes, trips, seconds: see Schedule.
-Lowered = tuple[
+# Runs, the op before which each happens, intervals, live bytes, host copies, seconds: see Schedule.
+Simulated = tuple[
     list[int],
     list[int],
     list[tuple[int, int, int]],
@@ -30,47 +30,47 @@ Lowered = tuple[
 
 
 class Compiled:
-    """The gaps of a graph in the extension. For one thread at a time.
+    """The holes of a graph in the extension. For one thread at a time.
 
     Parameters
     ----------
     core
         The extension.
-    gaps
+    holes
         What it is to work on.
     """
 
-    def __init__(self, core: Any, gaps: Gaps) -> None:
-        arrays, last = gaps.graph.arrays, len(gaps.graph.ops)
+    def __init__(self, core: Any, holes: Holes) -> None:
+        arrays, last = holes.graph.arrays, len(holes.graph.ops)
         self._core = core
         self._tables = core.tables(
             _ragged(arrays.reads),
             _ragged(arrays.outputs),
-            _ragged(gaps.needs),
-            _ragged(gaps.touched),
-            _ragged(gaps.chain),
-            _column(gaps.first),
-            _column(gaps.storage),
-            _column(gaps.start),
-            _column(gaps.end),
-            _column(int(min(op, last)) for op in gaps.expires),
-            _column(gaps.bytes),
-            _column(gaps.workspace),
-            np.array(gaps.seconds, np.float64),
+            _ragged(holes.needs),
+            _ragged(holes.touched),
+            _ragged(holes.chain),
+            _column(holes.first),
+            _column(holes.storage),
+            _column(holes.start),
+            _column(holes.end),
+            _column(int(min(op, last)) for op in holes.expires),
+            _column(holes.bytes),
+            _column(holes.workspace),
+            np.array(holes.seconds, np.float64),
             arrays.resident.astype(np.int64),
             arrays.keep.astype(np.int64),
-            _column(gaps.rebuildable),
-            _column(gaps.stays),
-            gaps.graph.base_bytes,
+            _column(holes.rebuildable),
+            _column(holes.stays),
+            holes.graph.base_bytes,
         )
-        self._dear = sum(gaps.seconds)
+        self._dear = sum(holes.seconds)
 
-    def lower(self, choice: Sequence[int], moves: Moves | None) -> Lowered | None:
-        """Return what `lowering.lower` makes a Schedule of; None for an impossible choice."""
-        found = self._core.lower(self._tables, _column(choice), _moves(moves))
+    def simulate(self, choice: Sequence[int], moves: Moves | None) -> Simulated | None:
+        """Return what `simulate.simulate` makes a Schedule of; None for an impossible choice."""
+        found = self._core.simulate(self._tables, _column(choice), _moves(moves))
         if found is None:
             return None
-        ops, at, intervals, live, trips, seconds = found
+        ops, at, intervals, live, host_copies, seconds = found
         return (
             np.frombuffer(ops, np.int32).tolist(),
             np.frombuffer(at, np.int32).tolist(),
@@ -78,7 +78,7 @@ class Compiled:
             np.frombuffer(live, np.int64),
             [
                 (s, a, b, c)
-                for _, s, a, b, c in np.frombuffer(trips, np.int32).reshape(-1, 5).tolist()
+                for _, s, a, b, c in np.frombuffer(host_copies, np.int32).reshape(-1, 5).tolist()
             ],
             seconds,
         )
@@ -92,7 +92,7 @@ class Compiled:
         rounds: int,
         factors: Sequence[float],
     ) -> list[int] | None:
-        """Return the choice that `fitting.fit` finds."""
+        """Return the choice that `greedy.fit` finds."""
         held = _column(choice)
         weights = np.array(factors, np.float64)
         found = self._core.fit(
@@ -110,7 +110,7 @@ class Compiled:
         *,
         filtered: bool,
     ) -> list[int]:
-        """Return the choice that `fitting.trim` ends with, gaps tried in this order."""
+        """Return the choice that `greedy.trim` ends with, holes tried in this order."""
         held = _column(choice)
         self._core.trim(
             self._tables, held, _moves(moves), _column(order), budget_bytes, filtered, late
@@ -130,7 +130,7 @@ class Compiled:
         seed: int,
         recompute: bool,
     ) -> tuple[list[int], list[bool]]:
-        """Return the choice, and per gap whether it is moved, that `annealing.anneal` ends with."""
+        """Return the choice, and per hole whether it is moved, that `anneal.anneal` ends with."""
         held, away = _column(choice), _column(moved)
         self._core.anneal(
             self._tables, held, away, budget_bytes, tries, seed, recompute, lanes, heat, late
@@ -138,12 +138,12 @@ class Compiled:
         return held.tolist(), [bool(it) for it in away.tolist()]
 
 
-def compiled(gaps: Gaps) -> Compiled | None:
-    """Return gaps in the extension, handed over once; None where the Python twins are to run."""
-    if "compiled" not in gaps.memo:
+def compiled(holes: Holes) -> Compiled | None:
+    """Return holes in the extension, handed over once; None where the Python twins are to run."""
+    if "compiled" not in holes.memo:
         core = native.core()
-        gaps.memo["compiled"] = None if core is None else Compiled(core, gaps)
-    found: Compiled | None = gaps.memo["compiled"]
+        holes.memo["compiled"] = None if core is None else Compiled(core, holes)
+    found: Compiled | None = holes.memo["compiled"]
     return found
 
 
@@ -156,4 +156,4 @@ def _ragged(rows: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
 
 
 def _moves(moves: Moves | None) -> Ints:
-    return np.array([(gap, *ends) for gap, ends in (moves or {}).items()], np.int64).reshape(-1)
+    return np.array([(hole, *ends) for hole, ends in (moves or {}).items()], np.int64).reshape(-1)

@@ -21,7 +21,7 @@ from ..base.errors import PlanError
 from ..base.sizes import show_bytes
 from ..graph.graph import Graph
 from ..graph.liveness import baseline_seconds, live_bytes, peak
-from ..graph.rewrite import RESTORED, SMALL, packed, waits
+from ..graph.rewrite import RESTORED, SMALL, waits, with_compressed
 from .auto import Auto, answers
 from .buffers import peak_step
 from .plan import BudgetError, Decision, Plan
@@ -152,7 +152,7 @@ class Compressing:
             return
         self.looked.add((chosen, budget_bytes))
         if chosen not in self.autos:
-            graph = packed(self.graph, chosen)
+            graph = with_compressed(self.graph, chosen)
             known = self.best(budget_bytes)
             least = sum(min(ways) for ways in graph.arrays.seconds)
             if known is not None and least >= known[1].seconds:

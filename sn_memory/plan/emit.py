@@ -1,6 +1,6 @@
 """From a choice, or from decisions by name, to a finished Plan with its predictions.
 
-Planners that think in gaps call `draft`; planners that think in storages ("recompute h3", as the
+Planners that think in holes call `emit`; planners that think in storages ("recompute h3", as the
 historical ones do) call `plan_from_decisions`.
 """
 
@@ -13,14 +13,14 @@ from ..base.errors import PlanError
 from ..cost.offload import lane_seconds, windows
 from ..cost.schedule import Impossible, Schedule
 from ..graph.graph import Graph
-from ..graph.idle import KEEP, Gaps, gaps
+from ..graph.holes import KEEP, Holes, holes
 from ..graph.liveness import baseline_seconds, peak
 from .plan import DECISIONS, Decision, Plan, Step
-from .simulate import lower
+from .simulate import simulate
 
 
-def draft(
-    shape: Gaps,
+def emit(
+    shape: Holes,
     schedule: Schedule,
     *,
     planner: str,
@@ -70,8 +70,8 @@ def plan_from_decisions(
     decisions
         Storage or alias name to `keep`, `recompute`, `recompute_each` or `offload`. A storage that
         is not named is held to its last use. One that is named `keep` is held longer, while
-        rebuilds still start from it. The others leave in their longest gap; `recompute_each` in
-        all gaps after that one too.
+        rebuilds still start from it. The others leave in their longest hole; `recompute_each` in
+        all holes after that one too.
     planner
         Name of the planner, for the plan.
     budget_bytes
@@ -85,7 +85,7 @@ def plan_from_decisions(
         For a name there is not, an action that is not allowed for it, or decisions that cannot be
         carried out together.
     """
-    shape = gaps(graph)
+    shape = holes(graph)
     choice, moved = shape.natural(), []
     for name, action in decisions.items():
         if name not in graph.storage_index:
@@ -110,25 +110,25 @@ def plan_from_decisions(
                     "offload it."
                 )
             main = shape.main(storage)
-            for gap in mine:
-                if gap == main or (gap > main and action == "recompute_each"):
-                    choice[gap] = 0 if action == "recompute" else len(graph.ops)
+            for hole in mine:
+                if hole == main or (hole > main and action == "recompute_each"):
+                    choice[hole] = 0 if action == "recompute" else len(graph.ops)
             if shape.stays[mine[-1]]:
                 choice[mine[-1]] = KEEP
     named = {graph.storage_index[name]: text for name, text in (reasons or {}).items()}
     try:
-        schedule = lower(shape, choice, windows(shape, moved))
+        schedule = simulate(shape, choice, windows(shape, moved))
     except Impossible:
         raise PlanError(
             f"{planner}: these decisions cannot be carried out together: a rebuild would start "
             "from a storage that is on the host, has changed since, or cannot be made again. Keep "
             "that storage."
         ) from None
-    return draft(shape, schedule, planner=planner, budget_bytes=budget_bytes, reasons=named)
+    return emit(shape, schedule, planner=planner, budget_bytes=budget_bytes, reasons=named)
 
 
 def decisions_of(graph: Graph, steps: Sequence[Step]) -> tuple[Decision, ...]:
-    """Return the decisions that steps amount to, for planners that do not lower a choice."""
+    """Return the decisions that steps amount to, for planners that do not simulate a choice."""
     made: Counter[str] = Counter()
     offloaded = {step.target for step in steps if step.action == "offload"}
     for step in steps:
@@ -151,10 +151,12 @@ def decisions_of(graph: Graph, steps: Sequence[Step]) -> tuple[Decision, ...]:
     return tuple(result)
 
 
-def _decisions(shape: Gaps, schedule: Schedule, reasons: Mapping[int, str]) -> tuple[Decision, ...]:
+def _decisions(
+    shape: Holes, schedule: Schedule, reasons: Mapping[int, str]
+) -> tuple[Decision, ...]:
     """Say for each storage what the schedule does with it, seen from how often it is made."""
     stays = Counter(storage for storage, _, _ in schedule.intervals)
-    moved = {trip.storage for trip in schedule.trips}
+    moved = {host_copy.storage for host_copy in schedule.host_copies}
     runs = Counter(schedule.ops)
     result = []
     for number, storage in enumerate(shape.graph.storages):
@@ -173,17 +175,17 @@ def _decisions(shape: Gaps, schedule: Schedule, reasons: Mapping[int, str]) -> t
     return tuple(result)
 
 
-def _steps(gaps: Gaps, schedule: Schedule) -> tuple[Step, ...]:
+def _steps(holes: Holes, schedule: Schedule) -> tuple[Step, ...]:
     """Write a schedule down as the steps of a plan."""
-    graph = gaps.graph
+    graph = holes.graph
     ways = schedule.ways or (0,) * len(schedule.ops)
     names = [storage.name for storage in graph.storages]
     after: list[list[Step]] = [[] for _ in schedule.ops]
     before: list[list[Step]] = [[] for _ in schedule.ops]
     end = len(schedule.ops) - 1
-    for trip in schedule.trips:
-        after[trip.left].append(Step("offload", names[trip.storage]))
-        before[trip.fetched].append(Step("prefetch", names[trip.storage]))
+    for host_copy in schedule.host_copies:
+        after[host_copy.left].append(Step("offload", names[host_copy.storage]))
+        before[host_copy.fetched].append(Step("prefetch", names[host_copy.storage]))
     for storage, _, run in schedule.intervals:
         if run != end or not graph.storages[storage].keep:
             after[run].append(Step("free", names[storage]))

@@ -1,12 +1,12 @@
 """From decisions to steps: what runs again when, what is held how long, and what that costs.
 
-A choice says for each gap of each storage: keep, or let go. The ops run in their order. Before an
+A choice says for each hole of each storage: keep, or let go. The ops run in their order. Before an
 op, what it needs and is not there is rebuilt: all ops this takes, in their order. What a rebuild
 makes on the way may be held for its own next use or dropped again; that is the number of the
 choice:
 
-    KEEP (-1)      the storage stays through the gap
-    h >= 0         it leaves; a rebuild at op t inside the gap holds it if t >= h, else drops it
+    KEEP (-1)      the storage stays through the hole
+    h >= 0         it leaves; a rebuild at op t inside the hole holds it if t >= h, else drops it
 
 0 is SuperNeurons' speed-centric recomputation (rebuild once, hold), the number of ops is its
 memory-centric one (rebuild for each use), and values between give the nested checkpoints of
@@ -24,18 +24,18 @@ from dataclasses import replace
 import numpy as np
 
 from ..cost.offload import windows
-from ..cost.schedule import Impossible, Schedule, Trip
-from ..graph.idle import KEEP, Gaps
+from ..cost.schedule import HostCopy, Impossible, Schedule
+from ..graph.holes import KEEP, Holes
 from ..graph.numbers import Ints
 from .compiled import compiled
 
 
-def lower(
-    gaps: Gaps, choice: Sequence[int], moves: Mapping[int, tuple[int, int]] | None = None
+def simulate(
+    holes: Holes, choice: Sequence[int], moves: Mapping[int, tuple[int, int]] | None = None
 ) -> Schedule:
-    """Carry a choice out; `choice` has one number per gap.
+    """Carry a choice out; `choice` has one number per hole.
 
-    `moves` are the gaps that are spent on the host: the op after which the device memory is given
+    `moves` are the holes that are spent on the host: the op after which the device memory is given
     back and the op before which it is taken again.
 
     A rebuild that needs what is on the host fetches it at once, earlier than `moves` says.
@@ -43,24 +43,26 @@ def lower(
     Raises Impossible if a rebuild would have to run an op whose inputs have changed since, or would
     need what cannot be made again.
     """
-    native = compiled(gaps)
+    native = compiled(holes)
     if native is None:
-        return lower_in_python(gaps, choice, moves)
-    found = native.lower(choice, moves)
+        return simulate_in_python(holes, choice, moves)
+    found = native.simulate(choice, moves)
     if found is None:
         raise Impossible
-    ops, at, intervals, live, trips, seconds = found
-    return Schedule(ops, at, intervals, live, seconds, tuple(Trip(*trip) for trip in trips))
+    ops, at, intervals, live, host_copies, seconds = found
+    return Schedule(
+        ops, at, intervals, live, seconds, tuple(HostCopy(*host_copy) for host_copy in host_copies)
+    )
 
 
-def lower_in_python(
-    gaps: Gaps, choice: Sequence[int], moves: Mapping[int, tuple[int, int]] | None = None
+def simulate_in_python(
+    holes: Holes, choice: Sequence[int], moves: Mapping[int, tuple[int, int]] | None = None
 ) -> Schedule:
-    """Do what `lower` does without the compiled extension: the same schedule, many times slower."""
-    reads, outputs = gaps.graph.arrays.reads, gaps.graph.arrays.outputs
-    resident = gaps.graph.arrays.resident.tolist()
-    seconds, touched, needs = gaps.seconds, gaps.touched, gaps.needs
-    gap = [first - 1 for first in gaps.first]
+    """Do what `simulate` does without the extension: the same schedule, many times slower."""
+    reads, outputs = holes.graph.arrays.reads, holes.graph.arrays.outputs
+    resident = holes.graph.arrays.resident.tolist()
+    seconds, touched, needs = holes.seconds, holes.touched, holes.needs
+    hole = [first - 1 for first in holes.first]
     # Per storage: run of its first touch in the current interval, or -1 when absent; last touch.
     opened = [0 if there else -1 for there in resident]
     last = [0] * len(resident)
@@ -70,18 +72,18 @@ def lower_in_python(
     # Bytes that a run makes a second time: for certain, and where the first may still be there.
     extra: dict[int, int] = {}
     doubled: list[tuple[int, int]] = []
-    away = _Away(moves or {}, gaps)
+    away = _Away(moves or {}, holes)
     total = 0.0
     for op in range(len(reads)):
         if op in away.back:
             for moved in away.back[op]:
-                storage = gaps.storage[moved]
+                storage = holes.storage[moved]
                 if storage in away.absent:
                     opened[storage] = last[storage] = len(ops)
                     away.returned(storage, len(ops))
         if any(opened[storage] < 0 for storage in needs[op]):
             built = []
-            rebuild, fetched = _closure(gaps, op, opened, away.absent)
+            rebuild, fetched = _closure(holes, op, opened, away.absent)
             for storage in fetched:
                 opened[storage] = last[storage] = len(ops)
                 away.returned(storage, len(ops))
@@ -94,7 +96,7 @@ def lower_in_python(
                     last[storage] = run
                 for storage in outputs[again]:
                     if storage in away.absent:
-                        extra[run] = extra.get(run, 0) + gaps.bytes[storage]
+                        extra[run] = extra.get(run, 0) + holes.bytes[storage]
                     elif opened[storage] < 0:
                         opened[storage] = last[storage] = run
                         built.append(storage)
@@ -102,7 +104,7 @@ def lower_in_python(
                         doubled.append((storage, run))
             needed = touched[op]
             for storage in built:
-                if storage not in needed and choice[gap[storage]] > op:
+                if storage not in needed and choice[hole[storage]] > op:
                     intervals.append((storage, opened[storage], last[storage]))
                     opened[storage] = -1
         run = len(ops)
@@ -113,8 +115,8 @@ def lower_in_python(
             opened[storage] = run
         for storage in touched[op]:
             last[storage] = run
-            gap[storage] += 1
-            here = gap[storage]
+            hole[storage] += 1
+            here = hole[storage]
             if here in away.moves:
                 away.left(here, run)
             elif choice[here] != KEEP:
@@ -122,60 +124,60 @@ def lower_in_python(
                 opened[storage] = -1
         if op in away.out:
             for moved in away.out[op]:
-                storage = gaps.storage[moved]
+                storage = holes.storage[moved]
                 intervals.append((storage, opened[storage], run))
                 opened[storage] = -1
                 away.gone(moved, run)
     end = len(ops) - 1
-    keep = gaps.graph.arrays.keep.tolist()
+    keep = holes.graph.arrays.keep.tolist()
     for storage, start in enumerate(opened):
         if start >= 0 and not resident[storage]:
             intervals.append((storage, start, end if keep[storage] else last[storage]))
-    _settle(gaps, doubled, intervals, extra)
-    live = _live(gaps, ops, intervals, extra)
-    return Schedule(ops, at, intervals, live, total, tuple(away.trips.values()))
+    _settle(holes, doubled, intervals, extra)
+    live = _live(holes, ops, intervals, extra)
+    return Schedule(ops, at, intervals, live, total, tuple(away.host_copies.values()))
 
 
 class _Away:
     """The storages on the host while a choice is carried out."""
 
-    def __init__(self, moves: Mapping[int, tuple[int, int]], gaps: Gaps) -> None:
-        self.moves, self.gaps = moves, gaps
+    def __init__(self, moves: Mapping[int, tuple[int, int]], holes: Holes) -> None:
+        self.moves, self.holes = moves, holes
         self.out: dict[int, list[int]] = {}
         self.back: dict[int, list[int]] = {}
-        # Storages on the host now, and the gap each spends there.
+        # Storages on the host now, and the hole each spends there.
         self.absent: dict[int, int] = {}
-        self.trips: dict[int, Trip] = {}
-        for gap, (out, back) in moves.items():
-            self.out.setdefault(out, []).append(gap)
-            self.back.setdefault(back, []).append(gap)
+        self.host_copies: dict[int, HostCopy] = {}
+        for hole, (out, back) in moves.items():
+            self.out.setdefault(out, []).append(hole)
+            self.back.setdefault(back, []).append(hole)
 
-    def left(self, gap: int, run: int) -> None:
-        self.trips[gap] = Trip(self.gaps.storage[gap], run, run, run)
+    def left(self, hole: int, run: int) -> None:
+        self.host_copies[hole] = HostCopy(self.holes.storage[hole], run, run, run)
 
-    def gone(self, gap: int, run: int) -> None:
-        self.trips[gap] = replace(self.trips[gap], freed=run)
-        self.absent[self.gaps.storage[gap]] = gap
+    def gone(self, hole: int, run: int) -> None:
+        self.host_copies[hole] = replace(self.host_copies[hole], freed=run)
+        self.absent[self.holes.storage[hole]] = hole
 
     def returned(self, storage: int, run: int) -> None:
-        gap = self.absent.pop(storage)
-        self.trips[gap] = replace(self.trips[gap], fetched=run)
+        hole = self.absent.pop(storage)
+        self.host_copies[hole] = replace(self.host_copies[hole], fetched=run)
 
 
 def _closure(
-    gaps: Gaps, op: int, opened: list[int], absent: Mapping[int, int]
+    holes: Holes, op: int, opened: list[int], absent: Mapping[int, int]
 ) -> tuple[list[int], list[int]]:
     """Return the ops to run again before `op`, in order, and the storages to fetch for them."""
-    arrays, chain, expires = gaps.graph.arrays, gaps.chain, gaps.expires
+    arrays, chain, expires = holes.graph.arrays, holes.chain, holes.expires
     reads, outputs = arrays.reads, arrays.outputs
-    missing = [storage for storage in gaps.needs[op] if opened[storage] < 0]
+    missing = [storage for storage in holes.needs[op] if opened[storage] < 0]
     seen, runs, fetched = set(missing), set(), []
     while missing:
         storage = missing.pop()
         if storage in absent:
             fetched.append(storage)
             continue
-        if not gaps.rebuildable[storage]:
+        if not holes.rebuildable[storage]:
             raise Impossible
         for again in chain[storage]:
             if again >= op:
@@ -199,7 +201,7 @@ def _closure(
 
 
 def _settle(
-    gaps: Gaps,
+    holes: Holes,
     doubled: list[tuple[int, int]],
     intervals: list[tuple[int, int, int]],
     extra: dict[int, int],
@@ -215,45 +217,45 @@ def _settle(
             spans[storage].append((start, end))
     for storage, run in doubled:
         if any(a <= run <= b for a, b in spans[storage]):
-            extra[run] = extra.get(run, 0) + gaps.bytes[storage]
+            extra[run] = extra.get(run, 0) + holes.bytes[storage]
         else:
             intervals.append((storage, run, run))
 
 
 def _live(
-    gaps: Gaps, ops: list[int], intervals: list[tuple[int, int, int]], extra: Mapping[int, int]
+    holes: Holes, ops: list[int], intervals: list[tuple[int, int, int]], extra: Mapping[int, int]
 ) -> Ints:
     change = np.zeros(len(ops) + 1, np.int64)
     if intervals:
         table = np.array(intervals, np.int64)
-        sizes = np.array(gaps.bytes, np.int64)[table[:, 0]]
+        sizes = np.array(holes.bytes, np.int64)[table[:, 0]]
         np.add.at(change, table[:, 1], sizes)
         np.subtract.at(change, table[:, 2] + 1, sizes)
-    live = np.cumsum(change)[:-1] + np.array(gaps.workspace, np.int64)[np.array(ops, np.int64)]
+    live = np.cumsum(change)[:-1] + np.array(holes.workspace, np.int64)[np.array(ops, np.int64)]
     for run, size in extra.items():
         live[run] += size
-    return live + gaps.graph.base_bytes
+    return live + holes.graph.base_bytes
 
 
-def lower_moved(
-    gaps: Gaps, choice: Sequence[int], moved: Iterable[int]
+def simulate_moved(
+    holes: Holes, choice: Sequence[int], moved: Iterable[int]
 ) -> tuple[Schedule, dict[int, tuple[int, int]]]:
-    """Carry a choice out with gaps spent on the host; return the schedule and the windows.
+    """Carry a choice out with holes spent on the host; return the schedule and the windows.
 
-    Rebuilds may need a storage earlier than its own next use. Lowered once, that moment is known,
-    and the copy back gets a window that ends there. Raises Impossible as `lower` does.
+    Rebuilds may need a storage earlier than its own next use. Simulated once, that moment is known,
+    and the copy back gets a window that ends there. Raises Impossible as `simulate` does.
     """
     chosen = list(moved)
-    first = windows(gaps, chosen)
-    schedule = lower(gaps, choice, first)
+    first = windows(holes, chosen)
+    schedule = simulate(holes, choice, first)
     needed = {}
-    for gap, (_, back) in first.items():
-        storage = gaps.storage[gap]
-        for trip in schedule.trips:
-            mine = trip.storage == storage and schedule.at[trip.left] == gaps.start[gap]
-            if mine and schedule.at[trip.fetched] < back:
-                needed[gap] = schedule.at[trip.fetched]
+    for hole, (_, back) in first.items():
+        storage = holes.storage[hole]
+        for host_copy in schedule.host_copies:
+            mine = host_copy.storage == storage and schedule.at[host_copy.left] == holes.start[hole]
+            if mine and schedule.at[host_copy.fetched] < back:
+                needed[hole] = schedule.at[host_copy.fetched]
     if not needed:
         return schedule, first
-    again = windows(gaps, chosen, needed)
-    return lower(gaps, choice, again), again
+    again = windows(holes, chosen, needed)
+    return simulate(holes, choice, again), again

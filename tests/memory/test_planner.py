@@ -9,10 +9,10 @@ from graphs import resnet, transformer
 from random_graphs import random_graph, training_chain
 
 from sn_memory import BudgetError, PlanError, check_plan, plan_front, plan_graph
-from sn_memory.graph.idle import gaps
+from sn_memory.graph.holes import holes
 from sn_memory.graph.liveness import peak
 from sn_memory.plan.policies import names, policy
-from sn_memory.plan.simulate import lower
+from sn_memory.plan.simulate import simulate
 
 RECOMPUTE = ("keep", "recompute")
 
@@ -108,7 +108,7 @@ def test_the_bound_is_below_every_plan():
         graph = random_graph(seed, most_ops=6)
         (budget,) = budgets(graph, 0.75)
         best = optimum(graph, budget)
-        search = Search(gaps(graph, lean=True), offload=False, recompute=True, deadline=math.inf)
+        search = Search(holes(graph, lean=True), offload=False, recompute=True, deadline=math.inf)
         assert search.bound(budget, range(len(graph.ops))) <= best * (1 + 1e-9), f"seed {seed}"
 
 
@@ -186,14 +186,14 @@ def test_progress_is_told():
     assert told[-1][1] is not None
 
 
-def test_lowering_holds_what_it_is_told_to_hold():
+def test_a_simulation_holds_what_it_is_told_to_hold():
     # a0 is let go; held from op 0 on, one rebuild serves both later uses, else each pays its own.
     graph = training_chain(2)
-    shape = gaps(graph)
+    shape = holes(graph)
     storage = graph.storage_index["c0"]
     turn = shape.main(storage)
     for held, reruns in ((0, 1), (len(graph.ops), 1)):
         choice = shape.natural()
         choice[turn] = held
-        schedule = lower(shape, choice)
+        schedule = simulate(shape, choice)
         assert len(schedule.ops) == len(graph.ops) + reruns

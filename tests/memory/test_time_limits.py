@@ -14,7 +14,7 @@ from graphs import resnet
 
 from sn_memory import BudgetError, Graph, Op, Storage, check_plan, plan_graph
 from sn_memory.base import native
-from sn_memory.graph.idle import gaps
+from sn_memory.graph.holes import holes
 from sn_memory.graph.liveness import peak
 from sn_memory.plan.compiled import compiled
 from sn_memory.plan.search import greedy
@@ -141,7 +141,7 @@ def both_at_once(call):
 
 @needs_core
 def test_other_threads_run_while_the_planner_anneals():
-    shape = gaps(resnet(2, 50).graph(), lean=True)
+    shape = holes(resnet(2, 50).graph(), lean=True)
     base = shape.graph.base_bytes
     budget = base + (peak(shape.graph).bytes - base) // 2
     with Ticks() as ticks:
@@ -192,7 +192,7 @@ def test_what_exact_solving_did_not_finish_is_not_called_proven():
 
 
 def test_fitting_looks_at_the_clock_within_a_round(monkeypatch):
-    shape = gaps(resnet(2, 50).graph())
+    shape = holes(resnet(2, 50).graph())
     base = shape.graph.base_bytes
     budget = base + (peak(shape.graph).bytes - base) // 3
     looks = []

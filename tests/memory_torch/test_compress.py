@@ -12,7 +12,7 @@ from torch import nn
 
 from sn_memory import BudgetError, Device, PlanError
 from sn_memory.activations import gradient_sd
-from sn_memory.graph.rewrite import packed
+from sn_memory.graph.rewrite import with_compressed
 from sn_memory.plan.policies import policy
 from sn_memory.torch import TraceError, compress_activations, plan, trace, verify
 from sn_memory.torch.trace.compressible import Form, Pack, Unpack
@@ -42,7 +42,7 @@ def batch():
 def everything(model, sample, **options):
     """A model with all compressed that can be, and nothing run again."""
     traced = trace(model, sample, profile=False, bits=options.get("bits", 8))
-    graph = packed(traced.graph, traced.forms)
+    graph = with_compressed(traced.graph, traced.forms)
     made = policy("liveness")(graph, budget_bytes=None)
     planned = plan(
         model, sample, made.peak_bytes, planner=made, actions=COMPRESS, profile=False, **options

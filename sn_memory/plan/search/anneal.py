@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...base.clock import after
-from ...graph.idle import KEEP, Gaps
+from ...graph.holes import KEEP, Holes
 from ...graph.numbers import Ints
 from ..compiled import compiled
-from .mixed import Joint, carried
+from .mixed import Mixed, carried
 
 # Heat, in shares of the first seconds: what a try may lose at the start, and at the end.
 COLD = 1e-5
@@ -37,7 +37,7 @@ class Rules:
     budget_bytes
         To be kept by what is found.
     offload, recompute
-        Whether gaps may be spent on the host; whether storages may be made again.
+        Whether holes may be spent on the host; whether storages may be made again.
     tries
         Changes to try; the heat falls over all of them.
     warm
@@ -54,28 +54,28 @@ class Rules:
     seed: int = 0
 
 
-def anneal(gaps: Gaps, start: Joint, rules: Rules, *, deadline: float) -> Joint | None:
+def anneal(holes: Holes, start: Mixed, rules: Rules, *, deadline: float) -> Mixed | None:
     """Return the fastest found within the budget; where there is none, the smallest peak found.
 
     None where the last word cannot be carried out, which the start can.
     """
     late = after(deadline)
-    native = compiled(gaps)
+    native = compiled(holes)
     if native is None:
-        choice, moved = _Annealer(gaps, start, rules).run(late)
-        return carried(gaps, choice, moved)
-    device = gaps.graph.device
+        choice, moved = _Annealer(holes, start, rules).run(late)
+        return carried(holes, choice, moved)
+    device = holes.graph.device
     lanes = (0.0, 0.0, 0.0)
     out, back = device.to_host_bytes_per_s, device.to_device_bytes_per_s
     if rules.offload and out is not None and back is not None:
         lanes = (out, back, device.transfer_latency_s)
     pinned = -1 if device.pinned_bytes is None else device.pinned_bytes
-    away = [gap in start.moved for gap in range(gaps.count)]
+    away = [hole in start.moved for hole in range(holes.count)]
     choice, flags = native.anneal(
         start.choice, away, rules.budget_bytes, late, (*lanes, pinned), (rules.warm, COLD),
         tries=rules.tries, seed=rules.seed, recompute=rules.recompute,
     )  # fmt: skip
-    return carried(gaps, choice, [gap for gap, flag in enumerate(flags) if flag])
+    return carried(holes, choice, [hole for hole, flag in enumerate(flags) if flag])
 
 
 class _Draw:
@@ -101,21 +101,23 @@ class _Draw:
 class _Annealer:
     """The twin of csrc/memory/annealing.cpp."""
 
-    def __init__(self, gaps: Gaps, start: Joint, rules: Rules) -> None:
-        self.gaps, self.rules, self.draw = gaps, rules, _Draw(rules.seed)
+    def __init__(self, holes: Holes, start: Mixed, rules: Rules) -> None:
+        self.holes, self.rules, self.draw = holes, rules, _Draw(rules.seed)
         self.choice, self.moved = list(start.choice), set(start.moved)
-        lanes = rules.offload and gaps.graph.device.can_offload
+        lanes = rules.offload and holes.graph.device.can_offload
         self.leaves, self.again = [], []
-        for gap, storage in enumerate(gaps.storage):
-            inner = gap + 1 < gaps.first[storage + 1]
-            long = gaps.end[gap] - gaps.start[gap] > 1
-            self.leaves.append(lanes and inner and long and gaps.bytes[storage] > 0)
-            self.again.append(rules.recompute and gaps.rebuildable[storage] and not gaps.stays[gap])
-        self.free = [gap for gap in range(gaps.count) if self.leaves[gap] or self.again[gap]]
+        for hole, storage in enumerate(holes.storage):
+            inner = hole + 1 < holes.first[storage + 1]
+            long = holes.end[hole] - holes.start[hole] > 1
+            self.leaves.append(lanes and inner and long and holes.bytes[storage] > 0)
+            self.again.append(
+                rules.recompute and holes.rebuildable[storage] and not holes.stays[hole]
+            )
+        self.free = [hole for hole in range(holes.count) if self.leaves[hole] or self.again[hole]]
         self.best: tuple[int, float, list[int], set[int]] | None = None
 
     def run(self, late: Callable[[], bool]) -> tuple[list[int], set[int]]:
-        here = carried(self.gaps, self.choice, self.moved)
+        here = carried(self.holes, self.choice, self.moved)
         if not self.free or here is None:
             return self.choice, self.moved
         self.take(here)
@@ -133,7 +135,7 @@ class _Annealer:
             self.propose()
             if (self.choice, self.moved) == before:
                 continue
-            trial = carried(self.gaps, self.choice, self.moved)
+            trial = carried(self.holes, self.choice, self.moved)
             if trial is not None:
                 excess = self.excess(trial.schedule.live_bytes)
                 worse = trial.seconds - self.seconds + price * (excess - self.over)
@@ -146,11 +148,11 @@ class _Annealer:
 
     def excess(self, live: Ints) -> float:
         above = live[live > self.rules.budget_bytes] - self.rules.budget_bytes
-        room = self.rules.budget_bytes - self.gaps.graph.base_bytes
+        room = self.rules.budget_bytes - self.holes.graph.base_bytes
         # As a whole number the sum may pass 64 bits.
         return float(above.sum(dtype=float)) / max(1, room)
 
-    def take(self, here: Joint) -> None:
+    def take(self, here: Mixed) -> None:
         """Stand where this was carried out; note it if it is the best so far."""
         schedule = here.schedule
         self.seconds, self.over = here.seconds, self.excess(schedule.live_bytes)
@@ -162,52 +164,56 @@ class _Annealer:
 
     def propose(self) -> None:
         many = self.draw.part()
-        gap = self.first()
-        self.alter(gap)
+        hole = self.first()
+        self.alter(hole)
         for limit in (0.5, 0.2):
             if many >= limit:
                 break
-            gap = self.near(gap) if self.draw.below(2) else self.any()
-            self.alter(gap)
+            hole = self.near(hole) if self.draw.below(2) else self.any()
+            self.alter(hole)
 
     def any(self) -> int:
         return self.free[self.draw.below(len(self.free))]
 
     def first(self) -> int:
-        """Where it is over the budget, a gap there; else rather one that costs something."""
+        """Where it is over the budget, a hole there; else rather one that costs something."""
         aimed = self.draw.below(4) != 0
         hot = self.hot[self.draw.below(len(self.hot))] if aimed and self.hot else None
-        gap = self.any()
+        hole = self.any()
         for _ in range(12 if aimed else 0):
-            there = self.choice[gap] == KEEP and gap not in self.moved
-            if self.gaps.start[gap] < hot <= self.gaps.end[gap] if hot is not None else not there:
+            there = self.choice[hole] == KEEP and hole not in self.moved
+            if (
+                self.holes.start[hole] < hot <= self.holes.end[hole]
+                if hot is not None
+                else not there
+            ):
                 break
-            gap = self.any()
-        return gap
+            hole = self.any()
+        return hole
 
-    def near(self, gap: int) -> int:
-        """A gap of something that this gap's storage is made from, when it is made again."""
-        gaps, draw = self.gaps, self.draw
-        chain = gaps.chain[gaps.storage[gap]]
+    def near(self, hole: int) -> int:
+        """A hole of something that this hole's storage is made from, when it is made again."""
+        holes, draw = self.holes, self.draw
+        chain = holes.chain[holes.storage[hole]]
         reads: Sequence[int] = ()
         if chain:
-            reads = gaps.graph.arrays.reads[chain[draw.below(len(chain))]]
+            reads = holes.graph.arrays.reads[chain[draw.below(len(chain))]]
         if not reads:
-            return gap
-        for other in gaps.of(reads[draw.below(len(reads))]):
-            if gaps.end[other] >= gaps.end[gap]:
-                return other if self.leaves[other] or self.again[other] else gap
-        return gap
+            return hole
+        for other in holes.of(reads[draw.below(len(reads))]):
+            if holes.end[other] >= holes.end[hole]:
+                return other if self.leaves[other] or self.again[other] else hole
+        return hole
 
-    def alter(self, gap: int) -> None:
+    def alter(self, hole: int) -> None:
         way, held = self.draw.below(8), KEEP
-        away = self.leaves[gap] and way >= 6
-        if not away and self.again[gap] and way >= 2:
-            start, end = self.gaps.start[gap], self.gaps.end[gap]
+        away = self.leaves[hole] and way >= 6
+        if not away and self.again[hole] and way >= 2:
+            start, end = self.holes.start[hole], self.holes.end[hole]
             held = 0
             if way == 4:
-                held = len(self.gaps.graph.ops)
+                held = len(self.holes.graph.ops)
             elif way == 5:
                 held = start + 1 + self.draw.below(end - start)
-        self.choice[gap] = held
-        (self.moved.add if away else self.moved.discard)(gap)
+        self.choice[hole] = held
+        (self.moved.add if away else self.moved.discard)(hole)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from ...cost.offload import host_peak_bytes, lane_seconds
 from ...cost.schedule import Schedule
 from ...cost.workspace import equip
-from ...graph.idle import Gaps
-from ..simulate import lower
-from .mixed import Joint
+from ...graph.holes import Holes
+from ..simulate import simulate
+from .mixed import Mixed
 
 
 @dataclass(frozen=True)
@@ -32,21 +32,21 @@ class Candidate:
         return self.schedule.peak_bytes
 
     @property
-    def joint(self) -> Joint:
+    def mixed(self) -> Mixed:
         """The same as a start for improvements."""
-        return Joint(self.choice, self.moved, self.schedule, self.seconds)
+        return Mixed(self.choice, self.moved, self.schedule, self.seconds)
 
 
 class Archive:
     """Candidates for one graph; the first is the graph as it stands."""
 
-    def __init__(self, shape: Gaps) -> None:
+    def __init__(self, shape: Holes) -> None:
         self.shape = shape
         self.items: list[Candidate] = []
         self.with_ways: dict[tuple[int, int], Candidate] = {}
         self.choosy = any(len(ways) > 1 for ways in shape.graph.arrays.seconds)
         natural = shape.natural()
-        self.add(natural, lower(shape, natural), "keep")
+        self.add(natural, simulate(shape, natural), "keep")
 
     def add(
         self,

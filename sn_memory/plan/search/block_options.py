@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from ...base.clock import now
 from ...cost.schedule import Impossible, Schedule
-from ...graph.idle import KEEP, Gaps
+from ...graph.holes import KEEP, Holes
 from ..bound import relax
-from ..simulate import lower
+from ..simulate import simulate
 from .blocks import Block
 from .greedy import fit, trim
 
@@ -31,7 +31,7 @@ class Option:
     extra_s
         Seconds of rebuilds.
     choice
-        Per gap of the block's own graph.
+        Per hole of the block's own graph.
     """
 
     held_bytes: int
@@ -44,7 +44,7 @@ def options(block: Block, *, deadline: float, points: int = 8) -> list[Option]:
     """Return the block's ways to trade held bytes and peak for seconds, none worse in all three."""
     shape = block.shape
     natural = shape.natural()
-    start = lower(shape, natural)
+    start = simulate(shape, natural)
     found = [_option(block, natural, start)]
     rest = block.last - block.first
     base = shape.graph.base_bytes
@@ -60,10 +60,10 @@ def options(block: Block, *, deadline: float, points: int = 8) -> list[Option]:
             continue
         choice = list(natural)
         for storage, kept in relaxed.kept.items():
-            for gap in shape.of(storage):
-                spans = shape.start[gap] < rest < shape.end[gap] and not shape.stays[gap]
+            for hole in shape.of(storage):
+                spans = shape.start[hole] < rest < shape.end[hole] and not shape.stays[hole]
                 if spans and shape.rebuildable[storage]:
-                    choice[gap] = KEEP if kept > 0.999 else 0
+                    choice[hole] = KEEP if kept > 0.999 else 0
         _consider(block, choice, found)
     low = max(_working_set(shape), base)
     for point in range(1, points):
@@ -77,7 +77,7 @@ def options(block: Block, *, deadline: float, points: int = 8) -> list[Option]:
     return _best(found)
 
 
-def _working_set(shape: Gaps) -> int:
+def _working_set(shape: Holes) -> int:
     return shape.graph.base_bytes + max(
         sum(shape.bytes[storage] for storage in touched) for touched in shape.touched
     )
@@ -85,7 +85,7 @@ def _working_set(shape: Gaps) -> int:
 
 def _consider(block: Block, choice: list[int], found: list[Option]) -> None:
     try:
-        schedule = lower(block.shape, choice)
+        schedule = simulate(block.shape, choice)
     except Impossible:
         return
     found.append(_option(block, choice, schedule))

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...graph.graph import Graph
-from ...graph.idle import Gaps, gaps
+from ...graph.holes import Holes, holes
 from ...graph.records import Op, Storage
-from ..simulate import lower
+from ..simulate import simulate
 
 REST = "later blocks"
 
@@ -35,7 +35,7 @@ class Block:
     crossing
         Storages of earlier ops that ops from `first` on read in the forward pass.
     shape
-        The gaps of its own graph; `ops` are the graph's numbers of that graph's ops, -1 for the
+        The holes of its own graph; `ops` are the graph's numbers of that graph's ops, -1 for the
         stand-in, and `storages` those of its storages.
     forward_s, forward_peak_bytes
         Its forward ops run once more, holding nothing but what crosses.
@@ -48,7 +48,7 @@ class Block:
     turn: int
     until: int
     crossing: tuple[int, ...]
-    shape: Gaps = field(repr=False)
+    shape: Holes = field(repr=False)
     ops: list[int] = field(repr=False)
     storages: list[int] = field(repr=False)
     forward_s: float
@@ -64,7 +64,7 @@ def turn_of(graph: Graph) -> int:
     return len(graph.ops)
 
 
-def split(shape: Gaps, *, most: int = 100) -> list[Block]:
+def split(shape: Holes, *, most: int = 100) -> list[Block]:
     """Cut a graph into at most about `most` blocks; an empty list where there is no backward."""
     graph = shape.graph
     turn = turn_of(graph)
@@ -90,7 +90,7 @@ def split(shape: Gaps, *, most: int = 100) -> list[Block]:
     return blocks
 
 
-def _cuts(shape: Gaps, turn: int, last_forward: list[int], most: int) -> list[int]:
+def _cuts(shape: Holes, turn: int, last_forward: list[int], most: int) -> list[int]:
     """Choose where to cut: at few crossing storages, before dear ops, not too often."""
     width = np.zeros(turn + 1, np.int64)
     for storage, last in enumerate(last_forward):
@@ -115,7 +115,7 @@ def _cuts(shape: Gaps, turn: int, last_forward: list[int], most: int) -> list[in
 
 
 def _turns(
-    shape: Gaps, cuts: list[int], owner: list[int], last_forward: list[int], turn: int
+    shape: Holes, cuts: list[int], owner: list[int], last_forward: list[int], turn: int
 ) -> list[int]:
     """Return the backward op at which each block's own backward begins; falling along the chain."""
     count = len(cuts) - 1
@@ -133,7 +133,7 @@ def _turns(
     return begins
 
 
-def _ambient(shape: Gaps, turn: int, turns: list[int], until: int) -> list[int]:
+def _ambient(shape: Holes, turn: int, turns: list[int], until: int) -> list[int]:
     """Return for each block the bytes that backward ops made before it and hold until after it."""
     spans = []
     for storage, chain in enumerate(shape.chain):
@@ -154,7 +154,7 @@ def _ambient(shape: Gaps, turn: int, turns: list[int], until: int) -> list[int]:
     return result
 
 
-def _block(shape: Gaps, first: int, last: int, turn: int, until: int, ambient: int) -> Block:
+def _block(shape: Holes, first: int, last: int, turn: int, until: int, ambient: int) -> Block:
     graph, arrays = shape.graph, shape.graph.arrays
     forward, backward = list(range(first, last)), list(range(turn, until))
     inside = {*forward, *backward}
@@ -172,7 +172,9 @@ def _block(shape: Gaps, first: int, last: int, turn: int, until: int, ambient: i
     }
     going_out, keep = [], set()
     for storage in sorted(made | incoming):
-        outside = [shape.start[gap] for gap in shape.of(storage) if shape.start[gap] not in inside]
+        outside = [
+            shape.start[hole] for hole in shape.of(storage) if shape.start[hole] not in inside
+        ]
         if storage in made_forward and any(op < turn for op in outside):
             going_out.append(storage)
         if graph.storages[storage].keep or any(op >= until for op in outside):
@@ -197,9 +199,9 @@ def _block(shape: Gaps, first: int, last: int, turn: int, until: int, ambient: i
     )
     ops = [_copy(graph, shape, op, made) for op in forward]
     ops += [rest, *(_copy(graph, shape, op, made | incoming) for op in backward)]
-    own = gaps(Graph(storages, ops, name=REST))
+    own = holes(Graph(storages, ops, name=REST))
     forward_s = sum(shape.seconds[op] for op in forward)
-    rise = lower(own, own.natural()).live_bytes[: len(forward)].max(initial=0)
+    rise = simulate(own, own.natural()).live_bytes[: len(forward)].max(initial=0)
     return Block(
         first,
         last,
@@ -215,7 +217,7 @@ def _block(shape: Gaps, first: int, last: int, turn: int, until: int, ambient: i
     )
 
 
-def _copy(graph: Graph, shape: Gaps, op: int, made: set[int]) -> Op:
+def _copy(graph: Graph, shape: Holes, op: int, made: set[int]) -> Op:
     record, arrays = graph.ops[op], graph.arrays
     names = [graph.storages[storage].name for storage in arrays.reads[op]]
     written = {graph.storages[storage].name for storage in arrays.writes[op]}

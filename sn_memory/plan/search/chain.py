@@ -8,15 +8,15 @@ bytes above what is held before block i:
 
 This is rotor's recursion (Beaumont et al., 2019) with more than one option per block. Bytes are
 counted in units, held and peak rounded up, so that what fits in units fits in bytes. One table
-serves all budgets. A solution is written down as a choice per gap: what the second line holds at an
-inner level is held only from the moment that level begins.
+serves all budgets. A solution is written down as a choice per hole: what the second line holds at
+an inner level is held only from the moment that level begins.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from ...graph.idle import KEEP, Gaps
+from ...graph.holes import KEEP, Holes
 from ...graph.numbers import Floats
 from .block_options import Option, options
 from .blocks import Block, signature, split
@@ -30,14 +30,14 @@ class Chain:
     Parameters
     ----------
     shape
-        The gaps of the graph.
+        The holes of the graph.
     most_bytes
         Budgets above this need no chain: the peak of the graph as it stands.
     deadline
         For finding options.
     """
 
-    def __init__(self, shape: Gaps, most_bytes: int, *, deadline: float) -> None:
+    def __init__(self, shape: Holes, most_bytes: int, *, deadline: float) -> None:
         self.shape = shape
         self.blocks = split(shape)
         self.base = shape.graph.base_bytes
@@ -49,7 +49,7 @@ class Chain:
             if key not in solved:
                 solved[key] = options(block, deadline=deadline)
             self.options.append(solved[key])
-        self.turn_gaps = _turn_gaps(shape, self.blocks)
+        self.turn_holes = _turn_holes(shape, self.blocks)
         self.crossing: dict[int, list[int]] = {}
         self.table: dict[tuple[int, int], Floats] = {}
         if self.blocks:
@@ -158,14 +158,14 @@ class _Writer:
         self.chain, self.shape = chain, chain.shape
         self.result = chain.shape.natural()
         self.by_start = {
-            (storage, start): gap
-            for gap, (storage, start) in enumerate(
+            (storage, start): hole
+            for hole, (storage, start) in enumerate(
                 zip(self.shape.storage, self.shape.start, strict=True)
             )
         }
         self.by_end = {
-            (storage, end): gap
-            for gap, (storage, end) in enumerate(
+            (storage, end): hole
+            for hole, (storage, end) in enumerate(
                 zip(self.shape.storage, self.shape.end, strict=True)
             )
         }
@@ -174,26 +174,26 @@ class _Writer:
     def hold(self, storages: tuple[int, ...], made_from: int, since: int) -> None:
         """Hold storages over the turn from op `since` on (KEEP: from the start)."""
         for storage in storages:
-            if self.shape.chain[storage][0] >= made_from and storage in self.chain.turn_gaps:
-                self._put(self.chain.turn_gaps[storage], since)
+            if self.shape.chain[storage][0] >= made_from and storage in self.chain.turn_holes:
+                self._put(self.chain.turn_holes[storage], since)
 
-    def _put(self, gap: int, since: int) -> None:
-        storage = self.shape.storage[gap]
-        if self.shape.stays[gap] or not self.shape.rebuildable[storage]:
+    def _put(self, hole: int, since: int) -> None:
+        storage = self.shape.storage[hole]
+        if self.shape.stays[hole] or not self.shape.rebuildable[storage]:
             return
         # An outer level that holds it longer has the last word.
-        self.held[gap] = min(since, self.held.get(gap, since))
-        self.result[gap] = self.held[gap]
+        self.held[hole] = min(since, self.held.get(hole, since))
+        self.result[hole] = self.held[hole]
 
     def option(self, number: int, option: Option, since: int) -> None:
         block = self.chain.blocks[number]
         local = block.shape
-        for gap, held in enumerate(option.choice):
-            storage = block.storages[local.storage[gap]]
-            target = self._global(block, gap, storage)
+        for hole, held in enumerate(option.choice):
+            storage = block.storages[local.storage[hole]]
+            target = self._global(block, hole, storage)
             if target is None or self.shape.stays[target] or not self.shape.rebuildable[storage]:
                 continue
-            over = target == self.chain.turn_gaps.get(storage)
+            over = target == self.chain.turn_holes.get(storage)
             if held == KEEP:
                 if over:
                     self._put(target, since)
@@ -216,18 +216,18 @@ class _Writer:
         at = block.ops[held]
         return block.turn if at < block.turn else at
 
-    def _global(self, block: Block, gap: int, storage: int) -> int | None:
+    def _global(self, block: Block, hole: int, storage: int) -> int | None:
         local = block.shape
-        start = block.ops[local.start[gap]]
+        start = block.ops[local.start[hole]]
         if start >= 0:
             return self.by_start.get((storage, start))
-        if local.end[gap] < len(block.ops):
-            return self.by_end.get((storage, block.ops[local.end[gap]]))
+        if local.end[hole] < len(block.ops):
+            return self.by_end.get((storage, block.ops[local.end[hole]]))
         return None
 
 
-def _turn_gaps(shape: Gaps, blocks: list[Block]) -> dict[int, int]:
-    """Return for each storage of the forward pass the gap that spans the turn, or its last."""
+def _turn_holes(shape: Holes, blocks: list[Block]) -> dict[int, int]:
+    """Return for each storage of the forward pass the hole that spans the turn, or its last."""
     if not blocks:
         return {}
     turn = blocks[-1].last
@@ -235,6 +235,6 @@ def _turn_gaps(shape: Gaps, blocks: list[Block]) -> dict[int, int]:
     for storage, chain in enumerate(shape.chain):
         if chain and chain[0] < turn:
             mine = shape.of(storage)
-            spanning = [gap for gap in mine if shape.start[gap] < turn <= shape.end[gap]]
+            spanning = [hole for hole in mine if shape.start[hole] < turn <= shape.end[hole]]
             result[storage] = spanning[0] if spanning else mine[-1]
     return result

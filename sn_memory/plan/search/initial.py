@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from ...graph.idle import KEEP, Gaps
+from ...graph.holes import KEEP, Holes
 from ..bound import Relaxed
 from ..plan import Plan
 
 
-def start_from_relaxed(shape: Gaps, relaxed: Relaxed) -> list[int]:
+def start_from_relaxed(shape: Holes, relaxed: Relaxed) -> list[int]:
     """Return the choice that keeps what the relaxation has at least half of, at its op."""
     choice = shape.natural()
     for storage, kept in relaxed.kept.items():
-        for gap in shape.of(storage):
-            spans = shape.start[gap] < relaxed.at < shape.end[gap]
-            if spans and shape.rebuildable[storage] and not shape.stays[gap]:
-                choice[gap] = KEEP if kept > 0.5 else 0
+        for hole in shape.of(storage):
+            spans = shape.start[hole] < relaxed.at < shape.end[hole]
+            if spans and shape.rebuildable[storage] and not shape.stays[hole]:
+                choice[hole] = KEEP if kept > 0.5 else 0
     return choice
 
 
-def starts_from_plan(shape: Gaps, plan: Plan) -> tuple[list[int], list[int]]:
+def starts_from_plan(shape: Holes, plan: Plan) -> tuple[list[int], list[int]]:
     """Return choices that rebuild what a plan rebuilds; what it moves to the host is kept here.
 
     Two of them: with storages held after their last use for what is rebuilt from them, as the
@@ -29,11 +29,11 @@ def starts_from_plan(shape: Gaps, plan: Plan) -> tuple[list[int], list[int]]:
         storage = shape.graph.storage_index[decision.storage]
         if not shape.rebuildable[storage] or not decision.action.startswith("recompute"):
             continue
-        for gap in shape.of(storage):
-            after = shape.start[gap] >= shape.start[shape.main(storage)]
-            if after and not shape.stays[gap]:
+        for hole in shape.of(storage):
+            after = shape.start[hole] >= shape.start[shape.main(storage)]
+            if after and not shape.stays[hole]:
                 each = decision.action == "recompute_each"
-                choice[gap] = len(shape.graph.ops) if each else 0
+                choice[hole] = len(shape.graph.ops) if each else 0
                 if not each:
                     break
     held = list(choice)

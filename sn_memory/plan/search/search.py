@@ -15,22 +15,22 @@ from functools import cached_property, partial
 
 from ...base.clock import now
 from ...cost.schedule import Impossible, Schedule
-from ...graph.idle import Gaps
+from ...graph.holes import Holes
 from ..bound import Relaxed, moments, relax
 from ..compiled import compiled
 from ..plan import Plan
-from ..simulate import lower
+from ..simulate import simulate
 from .anneal import Rules, anneal
 from .archive import Archive, Candidate
 from .chain import Chain
 from .greedy import fit, trim
 from .initial import start_from_relaxed, starts_from_plan
-from .mixed import Joint, from_relaxed, improve
+from .mixed import Mixed, from_relaxed, improve
 from .repair import refine
 
 # A candidate this close to the bound ends the search.
 ENOUGH = 1e-4
-# Above this many ops a single lowering takes so long that the order of the ways matters.
+# Above this many ops a single simulation takes so long that the order of the ways matters.
 LARGE = 4000
 # Up to this many ops, ruin and repair is worth its time; attempts times ops, and attempts at most.
 SMALL = 6000
@@ -46,12 +46,12 @@ Progress = Callable[[str, float | None], None]
 
 
 class Search:
-    """The state of planning one graph: its gaps, its archive and its clock.
+    """The state of planning one graph: its holes, its archive and its clock.
 
     Parameters
     ----------
     shape
-        The gaps of the graph.
+        The holes of the graph.
     offload
         Whether storages may go to the host.
     recompute
@@ -64,7 +64,7 @@ class Search:
 
     def __init__(
         self,
-        shape: Gaps,
+        shape: Holes,
         *,
         offload: bool,
         recompute: bool,
@@ -132,7 +132,7 @@ class Search:
         self.archive.add(*trimmed, f"{origin}, trimmed")
         self.report(origin, budget_bytes)
 
-    def take(self, found: Joint, origin: str, budget_bytes: int) -> None:
+    def take(self, found: Mixed, origin: str, budget_bytes: int) -> None:
         """Put what was found into the archive, and say so."""
         self.archive.add(found.choice, found.schedule, origin, found.moved)
         self.report(origin, budget_bytes)
@@ -204,7 +204,7 @@ class Search:
     ) -> None:
         """Put what one annealing finds into the archive."""
         rules = Rules(budget_bytes, self.offload, self.recompute, tries, warm, seed)
-        found = anneal(self.shape, start.joint, rules, deadline=deadline)
+        found = anneal(self.shape, start.mixed, rules, deadline=deadline)
         if found is not None:
             self.take(found, "annealing", budget_bytes)
 
@@ -230,7 +230,7 @@ class Search:
             return
         found = refine(
             self.shape,
-            best.joint,
+            best.mixed,
             budget_bytes,
             offload=self.offload,
             enough_s=target,
@@ -261,13 +261,13 @@ class Search:
     def from_plan(self, plan: Plan, budget_bytes: int) -> None:
         """Start from what another planner rebuilds."""
         for start in starts_from_plan(self.shape, plan):
-            if self.lowered(start) is not None:
+            if self.simulated(start) is not None:
                 self.attempt(start, budget_bytes, plan.planner)
 
     def with_lanes(self, budget_bytes: int) -> None:
         """Start from relaxations that may use the lanes, at some shares of their speed."""
         at = moments(self.shape, 1)[0]
-        starts: list[Joint] = []
+        starts: list[Mixed] = []
         for lanes in (1.0, 0.8, 0.6, 0.4):
             if self.late:
                 break
@@ -319,7 +319,7 @@ class Search:
                 break
             middle = (low + high) // 2 if first is not None else low
             choice = self.chain.choice(middle)
-            schedule = None if choice is None else self.lowered(choice)
+            schedule = None if choice is None else self.simulated(choice)
             if choice is not None and schedule is not None and first is None:
                 first = choice
             if choice is not None and schedule is not None:
@@ -332,9 +332,9 @@ class Search:
         if start is not None:
             self.attempt(start, budget_bytes, "chain")
 
-    def lowered(self, choice: Sequence[int]) -> Schedule | None:
+    def simulated(self, choice: Sequence[int]) -> Schedule | None:
         try:
-            return lower(self.shape, choice)
+            return simulate(self.shape, choice)
         except Impossible:
             return None
 
@@ -347,6 +347,6 @@ class Search:
         if relaxed is None:
             return
         choice = start_from_relaxed(self.shape, relaxed)
-        if self.lowered(choice) is None:
+        if self.simulated(choice) is None:
             return
         self.attempt(choice, budget_bytes, f"relaxation at {share:.0%}")

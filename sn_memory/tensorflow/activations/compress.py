@@ -5,7 +5,7 @@ differentiates the layer at the unpacked one. A dense or convolution layer is li
 so the gradient that flows back is exact and that of its weights unbiased; a ReLU, in the layer or
 behind it, keeps one bit per element, and max pooling the place of the largest in each window.
 
-What packs, and what the controller is told, is in packer.py. Memory falls in traced steps
+What packs, and what the controller is told, is in compressor.py. Memory falls in traced steps
 (tf.function, fit), where control dependencies keep unpacking until it is needed. Run eagerly,
 gradients are the same, but tf.custom_gradient itself holds each result.
 """
@@ -22,8 +22,8 @@ import tensorflow as tf
 
 from ...activations import Controller, Peaks
 from ...base.sizes import parse_bytes
+from ..compress.compressor import MIN_ELEMENTS, Compressor
 from ..compress.kept import keep, relu_by_signs, restored
-from ..compress.packer import MIN_ELEMENTS, Packer
 from ..compress.pooling import Places
 from ..modules.sections import name_of
 from .forecast import peaks, predicted_peak
@@ -43,15 +43,15 @@ class CompressedActivations:
         Names of the layers: their paths, where they have one, and no two alike.
     """
 
-    def __init__(self, model: keras.Model, packer: Packer) -> None:
-        self.model, self.controller = model, packer.controller
-        self._packer = packer
+    def __init__(self, model: keras.Model, compressor: Compressor) -> None:
+        self.model, self.controller = model, compressor.controller
+        self._compressor = compressor
         self._sizes_known = False
         self._changes: list[tuple[Any, str, Any, Any]] = []
         self.wrapped: list[str] = []
         for layer in model._flatten_layers(include_self=False):
             kind, key = type(layer).__name__, self._name(layer)
-            signs = relu_by_signs(partial(packer.noted, f"{key}/signs"))
+            signs = relu_by_signs(partial(compressor.noted, f"{key}/signs"))
             if kind in _LINEAR:
                 after = layer.activation
                 self._set(layer, "activation", keras.activations.linear)
@@ -62,7 +62,7 @@ class CompressedActivations:
             ):
                 self._set(layer, "call", signs)
             elif kind == "MaxPooling2D" and (places := Places.of(layer)) is not None:
-                noted = partial(packer.noted, f"{key}/places")
+                noted = partial(compressor.noted, f"{key}/places")
                 self._set(layer, "call", places.wrapped(layer.call, noted))
             else:
                 continue
@@ -133,7 +133,7 @@ class CompressedActivations:
 
     def refresh(self) -> None:
         """Choose bits now from what the last step gathered; otherwise the next step does."""
-        self._packer.refresh()
+        self._compressor.refresh()
 
     def _set(self, layer: Any, name: str, value: Any) -> None:
         self._changes.append((layer, name, getattr(layer, name), value))
@@ -154,13 +154,15 @@ class CompressedActivations:
 
         @tf.custom_gradient
         def packed(x: Any) -> Any:
-            y, buffer, shape = keep(call, x, partial(self._packer.pack, key), self._bytes(key, x))
+            y, buffer, shape = keep(
+                call, x, partial(self._compressor.pack, key), self._bytes(key, x)
+            )
             static, dtype = x.shape, x.dtype
-            note = self._packer.arrived(key, layer, x, y)
+            note = self._compressor.arrived(key, layer, x, y)
 
             def gradient(dy: Any, variables: Any = None) -> Any:
                 with tf.control_dependencies([dy]):  # not before it is used
-                    values = restored(self._packer.unpack, [buffer, shape], tf.float32, static)
+                    values = restored(self._compressor.unpack, [buffer, shape], tf.float32, static)
                 values, weights = tf.cast(values, dtype), list(variables or [])
                 # One input at a time lies there unpacked, and not while the gradient of another is
                 # made. That of this one needs no input.
@@ -188,7 +190,7 @@ class CompressedActivations:
 
     def _bytes(self, key: str, x: Any) -> int | None:
         n = x.shape.num_elements()
-        return None if n is None or not self._sizes_known else self._packer.nbytes(key, n)
+        return None if n is None or not self._sizes_known else self._compressor.nbytes(key, n)
 
 
 def compress_activations(
@@ -244,8 +246,8 @@ def compress_activations(
         error=error, budget_bytes=None if budget is None else parse_bytes(budget), bits=bits,
         every=every, start_bits=start_bits, recompute="never",
     )  # fmt: skip
-    packer = Packer(controller, optimizer, seed, threads)
-    made = CompressedActivations(model, packer)
+    compressor = Compressor(controller, optimizer, seed, threads)
+    made = CompressedActivations(model, compressor)
     if not made.wrapped:
         raise ValueError(
             f"compress_activations: {model.name} has no layer of {', '.join(_LINEAR)} or ReLU, so "

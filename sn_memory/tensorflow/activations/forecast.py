@@ -26,7 +26,7 @@ from ..trace import kernels
 from ..trace.capture import Captured
 from ..trace.model import call_arguments, capture_model, model_step
 from ..trace.op_seconds import unmeasured
-from ..trace.to_graph import neutral
+from ..trace.to_graph import to_graph
 
 _RUNS = 3
 
@@ -72,7 +72,7 @@ def peaks(packed: Compressing, sample: Any) -> Peaks:
 def _graph(packed: Compressing, sample: Any) -> Graph:
     with packed.sizes_known():
         captured, _ = capture_model(packed.model, call_arguments(sample))
-    named = neutral(
+    named = to_graph(
         _constants_pushed_down(captured),
         name=packed.model.name,
         device=NOMINAL,

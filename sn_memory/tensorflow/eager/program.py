@@ -35,7 +35,7 @@ class Program:
     captured
         The step.
     named
-        Its neutral graph.
+        Its graph.
     plan
         A plan of that graph, accepted by check_plan.
     """

@@ -88,12 +88,14 @@ def _backward(
             tape.watch([*wanted, *weights])
             results = once(sources)
         pairs = [
-            (result, tangent)
-            for result, tangent in zip(results, incoming, strict=True)
-            if tangent is not None and result.dtype.is_floating
+            (result, output_gradient)
+            for result, output_gradient in zip(results, incoming, strict=True)
+            if output_gradient is not None and result.dtype.is_floating
         ]
         found = tape.gradient(
-            [it for it, _ in pairs], [*wanted, *weights], [tangent for _, tangent in pairs]
+            [it for it, _ in pairs],
+            [*wanted, *weights],
+            [output_gradient for _, output_gradient in pairs],
         )
     ours, theirs = found[: len(wanted)], found[len(wanted) :]
     # What is rebuilt next waits for the weights' gradients, which hold what was rebuilt here.

@@ -1,4 +1,4 @@
-"""From a flat traced step to the neutral graph: storages, writes in place, phases, flags.
+"""From a flat traced step to the graph: storages, writes in place, phases, flags.
 
 Thousands of ops of a step work on a few bytes: learning rates, counters, shapes. They are no
 business of a planner. Such an op follows the op traced before it, runs once, and what it makes is
@@ -31,7 +31,7 @@ class Named:
     Parameters
     ----------
     graph
-        The neutral graph.
+        The graph.
     node_of
         Name of an op to the number of its node; the op `loss` has none.
     followers
@@ -54,7 +54,7 @@ class Named:
         return tuple(self.buffers.uncounted)
 
 
-def neutral(
+def to_graph(
     captured: Captured,
     *,
     name: str,
@@ -225,7 +225,7 @@ class _Builder:
 
     def inner_bytes(self, body: Captured) -> int:
         """Bytes that a loop's body or a branch holds at its peak beside what it is given."""
-        inner = neutral(body, name="body", device=Device(), costs=lambda _: (0.0, 0), inside=True)
+        inner = to_graph(body, name="body", device=Device(), costs=lambda _: (0.0, 0), inside=True)
         self.buffers.uncounted += inner.uncounted
         return peak(inner.graph).bytes - inner.graph.base_bytes
 

@@ -1,4 +1,4 @@
-"""trace: a training step of a model, or a step function, as a neutral graph; nothing is run.
+"""trace: a training step of a model, or a step function, as a graph; nothing is run.
 
 Everything that follows (plan, estimate, verify) starts here. How a step becomes a list of ops is in
 capture.py and model.py, how that becomes a graph in to_graph.py, where costs come from in
@@ -22,7 +22,7 @@ from .capture import Captured, capture_step, flat
 from .model import call_arguments, capture_model
 from .op_seconds import MeasuredCosts, measured_device, unmeasured
 from .rearrange import updates_first
-from .to_graph import Costs, Named, neutral
+from .to_graph import Costs, Named, to_graph
 
 OPTIMIZER = "optimizer state"
 
@@ -48,7 +48,7 @@ class Trace:
 
     @property
     def graph(self) -> Graph:
-        """The neutral graph, for `plan_graph`, `check_plan` and the reports."""
+        """The graph, for `plan_graph`, `check_plan` and the reports."""
         return self.named.graph
 
 
@@ -111,7 +111,7 @@ def trace(
         extra.append(Storage(OPTIMIZER, optimizer_bytes(model, optimizer), "state"))
 
     def graph_of(costs: Costs) -> Named:
-        return neutral(
+        return to_graph(
             captured, name=name, device=device, costs=costs, allocator="tensorflow", extra=extra
         )
 

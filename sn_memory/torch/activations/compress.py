@@ -16,7 +16,7 @@ import torch
 from ...activations import Controller, Peaks
 from ...base.sizes import parse_bytes
 from ..compress.calls import MIN_ELEMENTS, Call, coverage_of, storages_of, weight_of
-from ..compress.packer import Packer, Saved
+from ..compress.compressor import Compressor, Saved
 from ..compress.saving import Pass
 from ..errors import TraceError
 from .candidates import Units
@@ -134,7 +134,7 @@ class CompressedActivations:
         threads: int = 1,
     ) -> None:
         self.model, self.controller, self.optimizer = model, controller, optimizer
-        self.packer = Packer(controller, form, seed, threads)
+        self.compressor = Compressor(controller, form, seed, threads)
         self.saved = Saved(0, 0, 0)
         self.active = True
         self.current: Pass | None = None
@@ -176,19 +176,19 @@ class CompressedActivations:
         if self.current is not None or not self.active or not torch.is_grad_enabled():
             return
         watch = None
-        if not self.packer.blank:
+        if not self.compressor.blank:
             self._refresh()
             watch = self._watch if self.controller.due(self._step) else None
             self._step += 1
         self.current = Pass(
-            self.packer,
+            self.compressor,
             storages_of([*self.model.parameters(), *self.model.buffers()]),
             storages_of((args, kwargs)),
             watch=watch,
         )
         self.current.__enter__()
         self._let_run_again()
-        if self.controller.choosing and not self._looked and not self.packer.blank:
+        if self.controller.choosing and not self._looked and not self.compressor.blank:
             self._looked, self._units = True, Units(self.current)
             self.current.enter(self._units)
 
@@ -198,7 +198,7 @@ class CompressedActivations:
             return
         self.current.__exit__()
         self._run_plainly()
-        if not self.packer.blank:
+        if not self.compressor.blank:
             self.saved = self.current.saved
         self.current = None
         if self._units is not None:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_map_only
 
 from ...activations import Controller, Peaks
-from ..compress.packer import Packer
+from ..compress.compressor import Compressor
 from ..compress.treatments import Exact, Kept, Layout, Lossy, Shape, Window
 from ..errors import TraceError
 from ..model.step import put_back, run_step
@@ -26,17 +26,17 @@ from ..trace.trace import call_arguments
 
 
 class Compressing(Protocol):
-    """What is asked of CompressedActivations: its model, its packer, and whether it is at work."""
+    """What is asked of CompressedActivations: model, compressor, whether it is at work."""
 
     model: torch.nn.Module
-    packer: Packer
+    compressor: Compressor
     active: bool
 
 
 def predicted_peak(packed: Compressing, sample: Any) -> int:
     """Return the peak of a step on a sample; nothing is allocated."""
-    before = packed.packer
-    packed.packer = _BlankPacker(before)
+    before = packed.compressor
+    packed.compressor = _BlankCompressor(before)
     try:
         return fake_step(packed.model, call_arguments(sample)).peak_bytes
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -45,7 +45,7 @@ def predicted_peak(packed: Compressing, sample: Any) -> int:
             "told before. Run a step and measure it: verify(sample)."
         ) from error
     finally:
-        packed.packer = before
+        packed.compressor = before
 
 
 def peaks(packed: Compressing, sample: Any) -> Peaks:
@@ -100,12 +100,12 @@ class _Silent:
         return getattr(self._controller, name)
 
 
-class _BlankPacker(Packer):
+class _BlankCompressor(Compressor):
     """Packs tensors without values: into as many bytes as others took."""
 
     blank = True
 
-    def __init__(self, real: Packer) -> None:
+    def __init__(self, real: Compressor) -> None:
         controller = cast(Controller, _Silent(real.controller))
         super().__init__(controller, real.form, real.seed, real.threads)
 

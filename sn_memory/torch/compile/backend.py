@@ -22,7 +22,7 @@ from ...check.replay import check_plan
 from ...graph.records import Storage
 from ...plan.plan import BudgetError, Plan
 from ..errors import TraceError
-from ..trace.to_graph import main_device, neutral
+from ..trace.to_graph import main_device, to_graph
 from ..trace.trace import Trace, operations
 from .joint_graph import joint_of
 from .partition import partitioned
@@ -205,7 +205,7 @@ class CompiledStep:
         speeds, seconds = operations(
             joint.captured, place, profile=self.settings.profile, device=self.settings.device
         )
-        named = neutral(
+        named = to_graph(
             joint.captured,
             name="joint graph",
             device=speeds,

@@ -62,7 +62,7 @@ class Joint:
     @cached_property
     def bases(self) -> dict[int, list[fx.Node]]:
         """Per storage, the nodes that first hold it: placeholders, or results of one call."""
-        found = {self.storages[it]: [it] for it in (*self.primals, *self.tangents)}
+        found = {self.storages[it]: [it] for it in (*self.primals, *self.output_gradients)}
         for node, call in zip(self.nodes, self.captured.recording.calls, strict=True):
             for result in (node, *self.parts.get(node, ())):
                 storage = self.storages.get(result)
@@ -73,12 +73,12 @@ class Joint:
     @property
     def primals(self) -> list[fx.Node]:
         """Placeholders of the forward graph."""
-        return [it for it in _placeholders(self.module) if not _is_tangent(it)]
+        return [it for it in _placeholders(self.module) if not _is_output_gradient(it)]
 
     @property
-    def tangents(self) -> list[fx.Node]:
+    def output_gradients(self) -> list[fx.Node]:
         """Placeholders for the gradients of what the forward graph returns."""
-        return [it for it in _placeholders(self.module) if _is_tangent(it)]
+        return [it for it in _placeholders(self.module) if _is_output_gradient(it)]
 
 
 def joint_of(module: fx.GraphModule, num_forward_outputs: int, static: list[int]) -> Joint:
@@ -99,7 +99,7 @@ def joint_of(module: fx.GraphModule, num_forward_outputs: int, static: list[int]
         For symbolic shapes, and for what is no call of a kernel (control flow, subgraphs).
     """
     reader = _Reader()
-    primals = [it for it in _placeholders(module) if not _is_tangent(it)]
+    primals = [it for it in _placeholders(module) if not _is_output_gradient(it)]
     for place, node in enumerate(primals):
         if not isinstance(node.meta.get("val"), torch.Tensor):
             raise TraceError(
@@ -112,7 +112,7 @@ def joint_of(module: fx.GraphModule, num_forward_outputs: int, static: list[int]
     told = tree_leaves(end.meta.get("desc", [None] * len(results)), is_leaf=lambda it: it is None)
     outputs, gradients = results[:num_forward_outputs], results[num_forward_outputs:]
     boundary: int | None = None
-    late: set[fx.Node] = {it for it in _placeholders(module) if _is_tangent(it)}
+    late: set[fx.Node] = {it for it in _placeholders(module) if _is_output_gradient(it)}
     for node in module.graph.nodes:
         if node.op == "placeholder":
             reader.meet(node)
@@ -136,7 +136,7 @@ def joint_of(module: fx.GraphModule, num_forward_outputs: int, static: list[int]
         outputs=tuple(view(it) if it in reader.storages else it for it in outputs),
         output_form=None,
         differentiable=(),
-        tangents=tuple(view(it) for it in _placeholders(module) if _is_tangent(it)),
+        output_gradients=tuple(view(it) for it in _placeholders(module) if _is_output_gradient(it)),
         gradients=tuple((it.name, view(it)) for it in gradients if isinstance(it, fx.Node)),
     )
     return Joint(
@@ -236,5 +236,5 @@ def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
     return list(module.graph.find_nodes(op="placeholder"))
 
 
-def _is_tangent(node: fx.Node) -> bool:
+def _is_output_gradient(node: fx.Node) -> bool:
     return "tangents" in str(node.target)

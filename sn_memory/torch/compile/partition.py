@@ -41,7 +41,7 @@ def partitioned(joint: Joint, named: Named, plan: Plan) -> tuple[fx.GraphModule,
     forward.carry_out(steps[:boundary])
     described = [SavedForBackwardsAOTOutput(place) for place in range(len(saved))]
     first = forward.module([*joint.outputs, *saved], [*joint.descriptions[0], *described])
-    backward = _Half(joint, named, [*saved, *joint.tangents])
+    backward = _Half(joint, named, [*saved, *joint.output_gradients])
     backward.carry_out(after)
     return first, backward.module(list(joint.gradients), joint.descriptions[1])
 
@@ -49,7 +49,7 @@ def partitioned(joint: Joint, named: Named, plan: Plan) -> tuple[fx.GraphModule,
 def _handed_over(joint: Joint, named: Named, steps: _Steps) -> list[fx.Node]:
     """Nodes whose storages the backward graph uses before it makes them."""
     captured = joint.captured
-    there = {view.storage for view in captured.tangents} | set(captured.recording.constants)
+    there = {view.storage for view in captured.output_gradients} | set(captured.recording.constants)
     needed: dict[int, None] = {}
     for action, target in steps:
         if action == "run":

@@ -20,7 +20,7 @@ from ...activations import treatment
 from ...activations.rerun import INPUT
 from . import treatments
 from .calls import MIN_ELEMENTS, Call, Calls, of_input_size, rectified, window_of
-from .packer import Packer, Saved
+from .compressor import Compressor, Saved
 from .signs import SignRelu
 from .treatments import Exact, Kept, Layout, Lossy
 
@@ -52,7 +52,7 @@ class Pass:
 
     Parameters
     ----------
-    packer
+    compressor
         Packs.
     resident, given
         Storages that are there anyway: of the model, and of what it was given.
@@ -68,7 +68,7 @@ class Pass:
 
     def __init__(
         self,
-        packer: Packer,
+        compressor: Compressor,
         resident: frozenset[int],
         given: frozenset[int],
         *,
@@ -78,7 +78,7 @@ class Pass:
         again: Promises | None = None,
         exactly: bool = False,
     ) -> None:
-        self.packer, self.controller = packer, packer.controller
+        self.compressor, self.controller = compressor, compressor.controller
         self.resident, self.left_alone, self.path = resident, resident | given, list(path)
         self.counts = dict(counts or {})
         self.first: Promises | None = None
@@ -154,7 +154,9 @@ class Pass:
         """Keep what the backward pass of a ReLU needs."""
         assert self._call is not None
         return self._delivered(
-            y, self._call, lambda key, memory: self._counted(self.packer.sign(y, key), key, memory)
+            y,
+            self._call,
+            lambda key, memory: self._counted(self.compressor.sign(y, key), key, memory),
         )
 
     def _delivered(
@@ -222,7 +224,7 @@ class Pass:
         kind = self._kind(tensor, call, key)
         if kind in ("linear", "nonlinear"):
             return self._lossy(tensor, call, key, memory, linear=kind == "linear")
-        kept = self.packer.exact(tensor, kind, window_of(call), key)
+        kept = self.compressor.exact(tensor, kind, window_of(call), key)
         return self._counted(kept, key, memory)
 
     def _kind(self, tensor: torch.Tensor, call: Call, key: str) -> str:
@@ -235,7 +237,7 @@ class Pass:
         kind = treatment(call.name) if call.name else "exact"
         if tensor.dtype == torch.float64 or kind == "exact" or not of_input_size(tensor, call):
             return "exact"
-        if kind == "mask" and not self.packer.holds_two(tensor, key):
+        if kind == "mask" and not self.compressor.holds_two(tensor, key):
             return "nonlinear"
         return kind
 
@@ -244,7 +246,7 @@ class Pass:
     ) -> Kept:
         bits = self.controller.bits(key, linear=linear)
         bound, form = self.controller.bound(key), "fixed"
-        if self.packer.form == "paper" and linear:
+        if self.compressor.form == "paper" and linear:
             exact = self.controller.theory == "exact"
             bound = self.controller.exact_bound(key) if exact else bound
             # Until the first refresh there is no bound, and the fixed form does without.
@@ -256,7 +258,7 @@ class Pass:
             return Exact(tensor)
         kept = memory.kept.get(_where(tensor))
         if kept is None or kept.bits < bits:
-            kept = self.packer.rounded(tensor, bits, bound, form)
+            kept = self.compressor.rounded(tensor, bits, bound, form)
             if not kept.fits:
                 memory.exact = True
                 self.controller.overflowed(key)

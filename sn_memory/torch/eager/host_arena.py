@@ -1,9 +1,9 @@
-"""The pool of storages that leave the device: a block on the host, places, trips there and back.
+"""The pool of storages that leave the device: a block on the host, with places for copies.
 
 SuperNeurons' unified tensor pool (Wang et al., PPoPP 2018, section 3.3) allocates on the host up
 front and moves when memory runs out, least recently used first. A plan knows ahead who is away
-when: so the places are packed ahead, copies start where the plan says, and of the trips that the
-planned peak has room for none is made (`needless`). Nothing is allocated while training.
+when: so the places are packed ahead, copies start where the plan says, and of the host copies that
+the planned peak has room for none is made (`needless`). Nothing is allocated while training.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Trip:
+class HostCopy:
     """One stay on the host, in steps of the plan.
 
     Parameters
@@ -33,7 +33,7 @@ class Trip:
         Its number.
     start, freed, end
         It is copied out from `start`; its device memory is free from `freed` until `end`, where
-        it is taken again. A trip without return ends with the plan.
+        it is taken again. A host copy without return ends with the plan.
     nbytes
         Its size.
     """
@@ -45,15 +45,15 @@ class Trip:
     nbytes: int
 
 
-def needless(trips: Sequence[Trip], live_bytes: Ints, room_bytes: int) -> set[int]:
-    """Return the trips whose storages may as well stay: there is room for them all the while.
+def needless(host_copies: Sequence[HostCopy], live_bytes: Ints, room_bytes: int) -> set[int]:
+    """Return the host copies whose storages may as well stay: there is room for them all the while.
 
     Parameters
     ----------
-    trips
+    host_copies
         Those of a plan.
     live_bytes
-        [steps] on the device, with all trips made.
+        [steps] on the device, with all host copies made.
     room_bytes
         What may be live: the plan's peak.
 
@@ -64,22 +64,25 @@ def needless(trips: Sequence[Trip], live_bytes: Ints, room_bytes: int) -> set[in
     """
     live = np.array(live_bytes, dtype=np.int64)
     staying: set[int] = set()
-    cost = {at: trip.nbytes * (trip.end - trip.freed) for at, trip in enumerate(trips)}
+    cost = {
+        at: host_copy.nbytes * (host_copy.end - host_copy.freed)
+        for at, host_copy in enumerate(host_copies)
+    }
     for at in sorted(cost, key=lambda it: (cost[it], it)):
-        trip = trips[at]
-        away = live[trip.freed : trip.end]
-        if away.size == 0 or int(away.max()) + trip.nbytes <= room_bytes:
-            away += trip.nbytes
+        host_copy = host_copies[at]
+        away = live[host_copy.freed : host_copy.end]
+        if away.size == 0 or int(away.max()) + host_copy.nbytes <= room_bytes:
+            away += host_copy.nbytes
             staying.add(at)
     return staying
 
 
 class HostArena:
-    """One block on the host, with a place for each trip that is made.
+    """One block on the host, with a place for each host copy that is made.
 
     Parameters
     ----------
-    trips
+    host_copies
         By number. Those that overlap in time get places that do not overlap.
     device
         Where storages come from and return to.
@@ -95,24 +98,24 @@ class HostArena:
 
     Notes
     -----
-    A place is taken from a trip's copy out to the start of its copy back, as the plan counts. The
-    next copy to that place waits for the copy back, on the lane; the ops do not.
+    A place is taken from a host copy's copy out to the start of its copy back, as the plan counts.
+    The next copy to that place waits for the copy back, on the lane; the ops do not.
     """
 
     def __init__(
         self,
-        trips: dict[int, Trip],
+        host_copies: dict[int, HostCopy],
         device: torch.device,
         lanes: Lanes | None = None,
         *,
         pinned_bytes: int | None = None,
     ) -> None:
-        self.trips, self.device = dict(trips), device
+        self.host_copies, self.device = dict(host_copies), device
         self.lanes = lanes_for(device) if lanes is None else lanes
         # Sizes rounded as places are: so the packing knows when it cannot be any lower.
         rows = [
             (it.start, it.end + 1, max(1, -(-it.nbytes // _ALIGNMENT)) * _ALIGNMENT, _ALIGNMENT)
-            for it in trips.values()
+            for it in host_copies.values()
         ]
         packed = arrange(rows)
         if pinned_bytes is not None and packed.height > pinned_bytes:
@@ -121,33 +124,39 @@ class HostArena:
                 f"that lie side by side, take {packed.height} bytes; device.pinned_bytes is "
                 f"{pinned_bytes}. Allow {packed.height}, or plan with a smaller pinned_bytes."
             )
-        self.offsets = dict(zip(trips, packed.offsets, strict=True))
+        self.offsets = dict(zip(host_copies, packed.offsets, strict=True))
         self.block = torch.empty(packed.height, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._left: dict[int, Ticket] = {}
         self._arriving: dict[int, Ticket] = {}
 
-    def take(self, trip: int, tensor: torch.Tensor) -> None:
-        """Start to copy the storage of a tensor to the place of a trip."""
+    def take(self, host_copy: int, tensor: torch.Tensor) -> None:
+        """Start to copy the storage of a tensor to the place of a host copy."""
         memory = tensor.untyped_storage()
         here = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
         # A place is given away when the copy back is asked for; it may still be read from.
-        reading = [ticket for other, ticket in self._arriving.items() if self._share(trip, other)]
-        self._left[trip] = self.lanes.leave(here, self._place(trip), reading)
+        reading = [
+            ticket for other, ticket in self._arriving.items() if self._share(host_copy, other)
+        ]
+        self._left[host_copy] = self.lanes.leave(here, self._place(host_copy), reading)
 
-    def left(self, trip: int) -> None:
-        """Let ops wait until a trip's copy out has ended: its device memory is given back now."""
-        self.lanes.wait(self._left[trip])
+    def left(self, host_copy: int) -> None:
+        """Let ops wait until a copy out has ended: its device memory is given back now."""
+        self.lanes.wait(self._left[host_copy])
 
-    def give(self, trip: int, form: View) -> torch.Tensor:
-        """Return a new tensor of a form, into which what a trip took is being copied."""
-        here = torch.empty(self.trips[trip].nbytes, dtype=torch.uint8, device=self.device)
-        self._arriving[trip] = self.lanes.arrive(self._place(trip), here, self._left.pop(trip))
+    def give(self, host_copy: int, form: View) -> torch.Tensor:
+        """Return a new tensor of a form, into which what a host copy took is being copied."""
+        here = torch.empty(
+            self.host_copies[host_copy].nbytes, dtype=torch.uint8, device=self.device
+        )
+        self._arriving[host_copy] = self.lanes.arrive(
+            self._place(host_copy), here, self._left.pop(host_copy)
+        )
         empty = torch.empty(0, dtype=form.dtype, device=self.device)
         return empty.set_(here.untyped_storage(), form.offset, form.size, form.stride)
 
-    def arrived(self, trip: int) -> None:
-        """Let ops wait until a trip's copy back has ended: it is used next."""
-        self.lanes.wait(self._arriving.pop(trip))
+    def arrived(self, host_copy: int) -> None:
+        """Let ops wait until a host copy's copy back has ended: it is used next."""
+        self.lanes.wait(self._arriving.pop(host_copy))
 
     def settle(self) -> None:
         """Let ops wait for all copies under way: their memory is given back, whatever happened."""
@@ -158,7 +167,9 @@ class HostArena:
 
     def _share(self, one: int, other: int) -> bool:
         first, second = sorted((one, other), key=self.offsets.__getitem__)
-        return self.offsets[second] < self.offsets[first] + self.trips[first].nbytes
+        return self.offsets[second] < self.offsets[first] + self.host_copies[first].nbytes
 
-    def _place(self, trip: int) -> torch.Tensor:
-        return self.block[self.offsets[trip] : self.offsets[trip] + self.trips[trip].nbytes]
+    def _place(self, host_copy: int) -> torch.Tensor:
+        return self.block[
+            self.offsets[host_copy] : self.offsets[host_copy] + self.host_copies[host_copy].nbytes
+        ]

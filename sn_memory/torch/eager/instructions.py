@@ -73,45 +73,45 @@ def free_storage(storage: int) -> Instruction:
     return free
 
 
-def offload_storage(storage: int, trip: int) -> Instruction:
-    """Return the instruction that starts copying a storage to the host, to the place of a trip."""
+def offload_storage(storage: int, host_copy: int) -> Instruction:
+    """Return the instruction that starts copying a storage to its place on the host."""
 
     def offload(memory: Memory) -> None:
         tensor = memory.held[storage]
         assert memory.arena is not None
         assert tensor is not None
-        memory.arena.take(trip, tensor)
+        memory.arena.take(host_copy, tensor)
 
     return offload
 
 
-def leave_device(storage: int, trip: int) -> Instruction:
+def leave_device(storage: int, host_copy: int) -> Instruction:
     """Return the instruction that gives a storage back when its copy out has ended."""
 
     def leave(memory: Memory) -> None:
         assert memory.arena is not None
-        memory.arena.left(trip)
+        memory.arena.left(host_copy)
         memory.held[storage] = None
 
     return leave
 
 
-def prefetch_storage(storage: int, trip: int, form: View) -> Instruction:
+def prefetch_storage(storage: int, host_copy: int, form: View) -> Instruction:
     """Return the instruction that makes a storage anew and starts copying into it."""
 
     def prefetch(memory: Memory) -> None:
         assert memory.arena is not None
-        memory.held[storage] = memory.arena.give(trip, form)
+        memory.held[storage] = memory.arena.give(host_copy, form)
 
     return prefetch
 
 
-def await_storage(trip: int) -> Instruction:
-    """Return the instruction after which what a trip brought back can be used."""
+def await_storage(host_copy: int) -> Instruction:
+    """Return the instruction after which what a host copy brought back can be used."""
 
     def arrived(memory: Memory) -> None:
         assert memory.arena is not None
-        memory.arena.arrived(trip)
+        memory.arena.arrived(host_copy)
 
     return arrived
 

@@ -23,7 +23,7 @@ from ..trace.captured import Captured
 from ..trace.rearrange import place_of_shape
 from ..trace.record import Call, View, form_of
 from ..trace.to_graph import Named, main_device
-from .host_arena import HostArena, Trip, needless
+from .host_arena import HostArena, HostCopy, needless
 from .instructions import (
     Instruction,
     Memory,
@@ -88,13 +88,15 @@ class Program:
         # How many of them are of parameters.
         self.leaves = writer.leaves
         self.journeys = writer.journeys
-        self._trips = {
-            at: trip for at, trip in enumerate(writer.journeys.trips) if at in writer.made
+        self._host_copies = {
+            at: host_copy
+            for at, host_copy in enumerate(writer.journeys.host_copies)
+            if at in writer.made
         }
         self._device = main_device(captured)
         self._pinned_bytes = named.graph.device.pinned_bytes
         self._arenas: list[HostArena] = []
-        if self._trips:
+        if self._host_copies:
             self._arenas.append(self._arena())
 
     def taken(self, view: View) -> Callable[[list[Any]], torch.Tensor]:
@@ -109,12 +111,12 @@ class Program:
     def memory(self) -> Memory:
         """Return empty memory to run in."""
         arena = None
-        if self._trips:
+        if self._host_copies:
             arena = self._arenas.pop() if self._arenas else self._arena()
         return Memory(self.storages, arena, self._arenas)
 
     def _arena(self) -> HostArena:
-        return HostArena(self._trips, self._device, pinned_bytes=self._pinned_bytes)
+        return HostArena(self._host_copies, self._device, pinned_bytes=self._pinned_bytes)
 
 
 class _Writer:
@@ -130,21 +132,21 @@ class _Writer:
         self.forms: dict[int, View] = {}
         self.read_later: set[int] = set()
         self.journeys = _journeys(named, captured, plan)
-        self.made = set(range(len(self.journeys.trips))) - needless(
-            self.journeys.trips, _live_bytes(named, plan), plan.peak_bytes
+        self.made = set(range(len(self.journeys.host_copies))) - needless(
+            self.journeys.host_copies, _live_bytes(named, plan), plan.peak_bytes
         )
         # Parameters come first among the gradients, by the same names; the rest are of inputs.
         names = {name for name, _ in captured.gradients}
         self.trained = {name: it.storage for name, it in captured.parameters if name in names}
         self.leaves = len(self.trained)
         self.ready_at = self.ready()
-        # Storages on the host, and those on their way back, with the trip that brings them.
+        # Storages on the host, and those on their way back, with the host copy that brings them.
         self.away: set[int] = set()
         self.arriving: dict[int, int] = {}
         for view in (
             *(view for _, view in (*captured.parameters, *captured.buffers)),
             *(view for view in captured.inputs if view is not None),
-            *captured.tangents,
+            *captured.output_gradients,
         ):
             self.forms.setdefault(view.storage, view)
         for number, tensor in captured.recording.constants.items():
@@ -155,12 +157,12 @@ class _Writer:
         current = before
         sections: list[Section] = []
         outside = {view.storage for view in self.captured.outputs if isinstance(view, View)}
-        outside |= {view.storage for view in self.captured.tangents}
+        outside |= {view.storage for view in self.captured.output_gradients}
         changeable = outside | set(self.captured.recording.given)
         for at, (action, target, way) in enumerate(self.plan.steps):
             if action == "run" and target == LOSS:
                 current = []
-                self.held |= {view.storage for view in self.captured.tangents}
+                self.held |= {view.storage for view in self.captured.output_gradients}
                 continue
             if action == "run":
                 call = self.calls[self.named.call_of[target]]
@@ -257,36 +259,36 @@ class _Writer:
         )
 
     def move(self, at: int, action: str, storage: int) -> list[Instruction]:
-        trip = self.journeys.at.get(at)
-        made = trip in self.made
+        host_copy = self.journeys.at.get(at)
+        made = host_copy in self.made
         if action == "free":
-            if trip is not None and not made:
+            if host_copy is not None and not made:
                 return []
             self.held.discard(storage)
-            if trip is not None:
+            if host_copy is not None:
                 self.away.add(storage)
-                return [leave_device(storage, trip)]
+                return [leave_device(storage, host_copy)]
             return [*self.arrivals({storage}), free_storage(storage)]
-        if trip is None or not made:
+        if host_copy is None or not made:
             return []
         if action == "offload":
-            return [*self.arrivals({storage}), offload_storage(storage, trip)]
+            return [*self.arrivals({storage}), offload_storage(storage, host_copy)]
         self.held.add(storage)
         self.away.discard(storage)
-        self.arriving[storage] = trip
-        return [prefetch_storage(storage, trip, self.forms[storage])]
+        self.arriving[storage] = host_copy
+        return [prefetch_storage(storage, host_copy, self.forms[storage])]
 
 
 @dataclass(frozen=True)
 class _Journeys:
-    """The trips of a plan, and per step that is part of one, which."""
+    """The host copies of a plan, and per step that is part of one, which."""
 
-    trips: list[Trip]
+    host_copies: list[HostCopy]
     at: dict[int, int]
 
 
 def _journeys(named: Named, captured: Captured, plan: Plan) -> _Journeys:
-    trips: list[Trip] = []
+    host_copies: list[HostCopy] = []
     at: dict[int, int] = {}
     away: dict[int, int] = {}
     for place, (action, target, _) in enumerate(plan.steps):
@@ -294,21 +296,21 @@ def _journeys(named: Named, captured: Captured, plan: Plan) -> _Journeys:
             continue
         storage = named.storage_of[target]
         if action == "offload":
-            away[storage] = at[place] = len(trips)
+            away[storage] = at[place] = len(host_copies)
             nbytes = captured.recording.nbytes[storage]
             # Where it is freed and comes back is told by later steps; it may never come back.
-            trips.append(Trip(storage, place, place, len(plan.steps), nbytes))
+            host_copies.append(HostCopy(storage, place, place, len(plan.steps), nbytes))
         elif action == "free" and storage in away:
             at[place] = away[storage]
-            trips[away[storage]] = replace(trips[away[storage]], freed=place)
+            host_copies[away[storage]] = replace(host_copies[away[storage]], freed=place)
         elif action == "prefetch":
-            at[place] = trip = away.pop(storage)
-            trips[trip] = replace(trips[trip], end=place)
-    return _Journeys(trips, at)
+            at[place] = host_copy = away.pop(storage)
+            host_copies[host_copy] = replace(host_copies[host_copy], end=place)
+    return _Journeys(host_copies, at)
 
 
 def _live_bytes(named: Named, plan: Plan) -> Ints:
-    """Bytes on the device at each step of a plan, with all its trips made."""
+    """Bytes on the device at each step of a plan, with all its host copies made."""
     graph = named.graph
     size = {
         it.name: int(nbytes) for it, nbytes in zip(graph.storages, graph.arrays.bytes, strict=True)

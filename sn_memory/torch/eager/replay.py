@@ -184,7 +184,7 @@ class _Planned(torch.autograd.Function):
         arrived = [it for it, again in zip(incoming, replay.differentiable, strict=True) if again]
         del incoming
         with _as_recorded(replay.device):
-            for view in captured.tangents:
+            for view in captured.output_gradients:
                 memory.held[view.storage] = _as_planned(view, arrived.pop(0), replay.device)
         del arrived
         return None, None, *replay.section(memory, 0)
@@ -211,15 +211,17 @@ def _versions(program: Program, memory: Memory) -> list[int]:
     return [tensor._version for tensor in held if tensor is not None]
 
 
-def _as_planned(view: View, tangent: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+def _as_planned(
+    view: View, output_gradient: torch.Tensor | None, device: torch.device
+) -> torch.Tensor:
     """Return a gradient in the layout that was traced; `sum` hands over one number, expanded.
 
     Of an output that the loss does not use there is none: zeros.
     """
-    if tangent is not None and view.shows(tangent):
-        return tangent
+    if output_gradient is not None and view.shows(output_gradient):
+        return output_gradient
     made = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=device)
-    return made.zero_() if tangent is None else made.copy_(tangent)
+    return made.zero_() if output_gradient is None else made.copy_(output_gradient)
 
 
 def _as_recorded(device: torch.device) -> Any:

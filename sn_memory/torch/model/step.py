@@ -95,11 +95,11 @@ def run_step(
         outputs = tensors_of(returned, model)
         ends = [loss(returned)] if loss is not None else _ends(returned, outputs)
     del returned
-    tangents = _tangents(ends)
-    for tangent in tangents:
-        tracker.meet(tangent)
+    output_gradients = _output_gradients(ends)
+    for output_gradient in output_gradients:
+        tracker.meet(output_gradient)
     with _counted(tracker, count), outside_autocast():
-        torch.autograd.backward(ends, tangents)
+        torch.autograd.backward(ends, output_gradients)
     seconds = _now(device) - began
     results: dict[str, torch.Tensor | None] = {
         f"output {place}": it for place, it in enumerate(outputs) if isinstance(it, torch.Tensor)
@@ -217,11 +217,15 @@ def _ends(returned: Any, outputs: Sequence[Any]) -> list[torch.Tensor]:
     return [it for it in outputs if isinstance(it, torch.Tensor) and it.requires_grad]
 
 
-def _tangents(ends: list[torch.Tensor]) -> list[torch.Tensor]:
+def _output_gradients(ends: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return gradients for outputs, always the same."""
-    tangents = []
+    output_gradients = []
     for place, end in enumerate(ends):
-        tangent = torch.empty_like(end)
+        output_gradient = torch.empty_like(end)
         generator = torch.Generator(end.device).manual_seed(place)
-        tangents.append(tangent.normal_(generator=generator) if end.dim() else tangent.fill_(1.0))
-    return tangents
+        output_gradients.append(
+            output_gradient.normal_(generator=generator)
+            if end.dim()
+            else output_gradient.fill_(1.0)
+        )
+    return output_gradients

@@ -145,7 +145,7 @@ class _Capture:
             for name, leaf in leaves:
                 first.setdefault(id(leaf), (name, leaf))
             wanted = list(first.values())
-            tangents, gradients = self.backward(outputs, [it for _, it in wanted])
+            output_gradients, gradients = self.backward(outputs, [it for _, it in wanted])
         self.check_inputs({view.storage for view in views if view is not None})
         view = self.recorder.view
         captured = Captured(
@@ -157,7 +157,7 @@ class _Capture:
             outputs=tuple(view(out) if _is_tensor(out) else out for out in outputs),
             output_form=output_form,
             differentiable=tuple(_is_tensor(out) and out.requires_grad for out in outputs),
-            tangents=tuple(view(tangent) for tangent in tangents),
+            output_gradients=tuple(view(output_gradient) for output_gradient in output_gradients),
             gradients=tuple(
                 (name, None if it is None else view(it))
                 for (name, _), it in zip(wanted, gradients, strict=True)
@@ -202,12 +202,14 @@ class _Capture:
             )
         self.recorder.phase, self.recorder.scope = "backward", ""
         with self.recorder.silent():
-            tangents = [torch.empty_like(out) for out in ends]
-        for tangent in tangents:
-            self.recorder.meet(tangent)
+            output_gradients = [torch.empty_like(out) for out in ends]
+        for output_gradient in output_gradients:
+            self.recorder.meet(output_gradient)
         with nullcontext() if self.inside else outside_autocast():
-            found = torch.autograd.grad(ends, wanted, tangents, allow_unused=True)
-        taken = {self.recorder.view(tangent).storage for tangent in tangents}
+            found = torch.autograd.grad(ends, wanted, output_gradients, allow_unused=True)
+        taken = {
+            self.recorder.view(output_gradient).storage for output_gradient in output_gradients
+        }
         taken |= set(self.recorder.recording.given)
         gradients = []
         for leaf, gradient in zip(wanted, found, strict=True):
@@ -215,7 +217,7 @@ class _Capture:
                 gradient = self.as_autograd_keeps_it(leaf, gradient, taken)
                 taken.add(self.recorder.view(gradient).storage)
             gradients.append(gradient)
-        return tangents, gradients
+        return output_gradients, gradients
 
     def as_autograd_keeps_it(
         self, leaf: torch.Tensor, gradient: torch.Tensor, taken: set[int]

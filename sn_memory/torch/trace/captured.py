@@ -29,7 +29,7 @@ class Captured:
         How the flat outputs make up what the model returns.
     differentiable
         Per flat output, whether a gradient comes back for it.
-    tangents
+    output gradients
         View of the gradient of each differentiable output, as the backward pass wants it.
     gradients
         Name and View of the gradient for each parameter that requires one and then for each flat
@@ -47,6 +47,6 @@ class Captured:
     outputs: tuple[Any, ...]
     output_form: Form | None
     differentiable: tuple[bool, ...]
-    tangents: tuple[View, ...]
+    output_gradients: tuple[View, ...]
     gradients: tuple[tuple[str, View | None], ...]
     only_outside: bool = False

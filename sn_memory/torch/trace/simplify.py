@@ -38,7 +38,10 @@ IN_PLACE: dict[Any, tuple[Any, str | None]] = {
 def owned(captured: Captured) -> set[int]:
     """Storages that somebody holds beyond the calls: what is given, handed out or handed in."""
     views = [view for view in captured.outputs if isinstance(view, View)]
-    views += [*captured.tangents, *(view for _, view in captured.gradients if view is not None)]
+    views += [
+        *captured.output_gradients,
+        *(view for _, view in captured.gradients if view is not None),
+    ]
     return {view.storage for view in views} | set(captured.recording.given)
 
 

@@ -1,4 +1,4 @@
-"""From recorded calls to the neutral graph: names, roles, phases, flags, seconds."""
+"""From recorded calls to the graph: names, roles, phases, flags, seconds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Named:
     storage_of: dict[str, int]
 
 
-def neutral(
+def to_graph(
     captured: Captured,
     *,
     name: str,
@@ -81,7 +81,7 @@ def neutral(
         rows = [replace(row, workspaces=it) for row, it in zip(rows, ways, strict=True)]
     loss = loss_op(
         (names[view.storage] for view in captured.outputs if _is_view(view)),
-        (names[view.storage] for view in captured.tangents),
+        (names[view.storage] for view in captured.output_gradients),
     )
     rows.insert(captured.boundary, loss)
     graph = Graph([*storages, *extra], rows, name=name, device=device, allocator=allocator)
@@ -144,7 +144,7 @@ def _storage_names(captured: Captured, ops: list[str]) -> dict[int, str]:
             names.setdefault(given.storage, f"input {place}")
     for number in captured.recording.constants:
         names.setdefault(number, f"constant {number}")
-    for place, view in enumerate(captured.tangents):
+    for place, view in enumerate(captured.output_gradients):
         names.setdefault(view.storage, f"gradient of output {place}")
     for call, op in zip(captured.recording.calls, ops, strict=True):
         for place, number in enumerate(call.makes):
@@ -157,7 +157,7 @@ def _storages(
 ) -> list[Storage]:
     recording, main = captured.recording, main_device(captured)
     gradients = {view.storage for _, view in captured.gradients if view is not None}
-    gradients |= {view.storage for view in captured.tangents}
+    gradients |= {view.storage for view in captured.output_gradients}
     held = (gradients | _handed_out(captured)) - set(recording.given)
     result = []
     for number in sorted(names):

@@ -1,4 +1,4 @@
-"""trace: a training step of a model as a neutral graph, with nothing allocated.
+"""trace: a training step of a model as a graph, with nothing allocated.
 
 Everything that follows (plan, estimate, verify) starts here. What the calls are is in capture.py,
 how they become a graph in to_graph.py, where seconds come from in op_seconds.py.
@@ -29,7 +29,7 @@ from .optimizer import optimizer_memory
 from .rearrange import put_off, spared, taken_apart
 from .record import Layouts
 from .simplify import in_place
-from .to_graph import Named, neutral
+from .to_graph import Named, to_graph
 
 OPTIMIZER = "optimizer state"
 
@@ -54,7 +54,7 @@ class Trace:
 
     @property
     def graph(self) -> Graph:
-        """The neutral graph, for `plan_graph`, `check_plan` and the reports."""
+        """The graph, for `plan_graph`, `check_plan` and the reports."""
         return self.named.graph
 
     @property
@@ -155,7 +155,7 @@ def trace(
         ways = ways_of(captured.recording, measure)
     found = {} if bits is None else _forms(captured, place, bits)
     costs = seconds_of_forms(found, speeds, profile=profile and place.type != "meta")
-    named = neutral(
+    named = to_graph(
         captured,
         name=type(model).__name__,
         device=speeds,
@@ -185,7 +185,7 @@ def trace_unplanned(model: torch.nn.Module, sample: Any) -> Trace:
     args, kwargs = call_arguments(sample)
     captured = in_place(capture(model, args, kwargs), sums_only=True)
     place = next(iter(model.parameters())).device
-    named = neutral(
+    named = to_graph(
         captured,
         name=type(model).__name__,
         device=NOMINAL,

@@ -1,4 +1,4 @@
-#include "lowering_door.h"
+#include "bindings.h"
 
 #include <chrono>
 #include <memory>
@@ -6,7 +6,7 @@
 
 #include "annealing.h"
 #include "buffers.h"
-#include "lowering.h"
+#include "simulation.h"
 
 namespace sn {
 
@@ -17,7 +17,7 @@ constexpr const char* kTables = "sn_memory._core.tables";
 // The tables of a graph and the scratch memory to work on them, for one thread at a time.
 struct Bench {
   Tables tables;
-  std::unique_ptr<Lowering> lowering;
+  std::unique_ptr<Simulation> simulation;
   bool busy = false;
 };
 
@@ -98,13 +98,13 @@ bool doubles(PyObject* arg, std::vector<double>* out) {
   return true;
 }
 
-// The gaps of a storage are `first[s]` to `first[s + 1]`, in the order of its uses.
+// The holes of a storage are `first[s]` to `first[s + 1]`, in the order of its uses.
 bool consistent(const Tables& t) {
-  if (t.first.front() != 0 || t.first.back() != t.gaps()) return wrong("gaps");
+  if (t.first.front() != 0 || t.first.back() != t.holes()) return wrong("holes");
   for (int32_t s = 0; s < t.storages(); ++s) {
-    if (t.first[s] > t.first[s + 1]) return wrong("gaps");
-    for (int32_t gap = t.first[s]; gap < t.first[s + 1]; ++gap)
-      if (t.storage[gap] != s || t.start[gap] >= t.end[gap]) return wrong("gaps");
+    if (t.first[s] > t.first[s + 1]) return wrong("holes");
+    for (int32_t hole = t.first[s]; hole < t.first[s + 1]; ++hole)
+      if (t.storage[hole] != s || t.start[hole] >= t.end[hole]) return wrong("holes");
   }
   std::vector<int32_t> uses(t.storages(), 0);
   for (int32_t storage : t.touched.items) ++uses[storage];
@@ -116,7 +116,7 @@ bool consistent(const Tables& t) {
 bool read_choice(PyObject* arg, const Tables& t, Choice* out) {
   Integers values;
   if (!values.take(arg)) return false;
-  if (values.count() != static_cast<size_t>(t.gaps())) return wrong("choices");
+  if (values.count() != static_cast<size_t>(t.holes())) return wrong("choices");
   for (int64_t held : values)
     if (held < kKeep || held > t.ops()) return wrong("choices");
   out->assign(values.begin(), values.end());
@@ -127,9 +127,9 @@ bool read_moves(PyObject* arg, const Tables& t, std::vector<Move>* out) {
   Integers values;
   if (!values.take(arg)) return false;
   if (values.count() % 3) return wrong("moves");
-  std::vector<char> seen(t.gaps(), 0);
+  std::vector<char> seen(t.holes(), 0);
   for (const int64_t* at = values.begin(); at != values.end(); at += 3) {
-    bool known = at[0] >= 0 && at[0] < t.gaps() && !seen[at[0]];
+    bool known = at[0] >= 0 && at[0] < t.holes() && !seen[at[0]];
     if (!known || at[1] < t.start[at[0]] || at[1] >= at[2] || at[2] > t.end[at[0]])
       return wrong("moves");
     seen[at[0]] = 1;
@@ -215,8 +215,8 @@ PyObject* tables(PyObject*, PyObject* args) {
     Integers sized, gapped;
     if (!sized.take(bytes) || !doubles(seconds, &t.seconds) || !gapped.take(storage))
       return nullptr;
-    size_t storages = sized.count(), ops = t.seconds.size(), gaps = gapped.count();
-    if (storages >= (1u << 30) || ops >= (1u << 30) || gaps >= (1u << 30)) {
+    size_t storages = sized.count(), ops = t.seconds.size(), holes = gapped.count();
+    if (storages >= (1u << 30) || ops >= (1u << 30) || holes >= (1u << 30)) {
       wrong("sizes");
       return nullptr;
     }
@@ -228,22 +228,22 @@ PyObject* tables(PyObject*, PyObject* args) {
         !ragged(needs[0], needs[1], ops, held, &t.needs) ||
         !ragged(touched[0], touched[1], ops, held, &t.touched) ||
         !ragged(chain[0], chain[1], storages, all, &t.chain) ||
-        !column(first, storages + 1, static_cast<int64_t>(gaps) + 1, &t.first) ||
-        !column(storage, gaps, held, &t.storage) || !column(start, gaps, all, &t.start) ||
-        !column(end, gaps, all + 1, &t.end) || !column(expires, ops, all + 1, &t.expires) ||
+        !column(first, storages + 1, static_cast<int64_t>(holes) + 1, &t.first) ||
+        !column(storage, holes, held, &t.storage) || !column(start, holes, all, &t.start) ||
+        !column(end, holes, all + 1, &t.end) || !column(expires, ops, all + 1, &t.expires) ||
         !sizes(bytes, storages, &t.bytes) || !sizes(workspace, ops, &t.workspace) ||
         !flags(resident, storages, &t.resident) || !flags(keep, storages, &t.keep) ||
-        !flags(rebuildable, storages, &t.rebuildable) || !flags(stays, gaps, &t.stays) ||
+        !flags(rebuildable, storages, &t.rebuildable) || !flags(stays, holes, &t.stays) ||
         !consistent(t))
       return nullptr;
-    bench->lowering = std::make_unique<Lowering>(t);
+    bench->simulation = std::make_unique<Simulation>(t);
     PyObject* capsule = PyCapsule_New(bench.get(), kTables, free_bench);
     if (capsule) bench.release();
     return capsule;
   });
 }
 
-PyObject* lower(PyObject*, PyObject* args) {
+PyObject* simulate(PyObject*, PyObject* args) {
   PyObject *capsule, *choice_arg, *moves_arg;
   if (!PyArg_ParseTuple(args, "OOO", &capsule, &choice_arg, &moves_arg)) return nullptr;
   Bench* bench = bench_of(capsule);
@@ -256,10 +256,10 @@ PyObject* lower(PyObject*, PyObject* args) {
     if (!read_choice(choice_arg, bench->tables, &choice) ||
         !read_moves(moves_arg, bench->tables, &moves))
       return nullptr;
-    Lowering& made = *bench->lowering;
+    Simulation& made = *bench->simulation;
     if (!made.run(choice, moves)) Py_RETURN_NONE;
     return Py_BuildValue("(NNNNNd)", bytes_of(made.ops), bytes_of(made.at),
-                         bytes_of(made.intervals), bytes_of(made.live), bytes_of(made.trips),
+                         bytes_of(made.intervals), bytes_of(made.live), bytes_of(made.host_copies),
                          made.seconds);
   });
 }
@@ -291,7 +291,7 @@ PyObject* fit_choice(PyObject*, PyObject* args) {
     bool found;
     {
       Unlocked work(late);
-      found = fit(bench->tables, *bench->lowering, choice, moves, factors, budget, dear, rounds,
+      found = fit(bench->tables, *bench->simulation, choice, moves, factors, budget, dear, rounds,
                   work.late());
     }
     if (PyErr_Occurred() || !write_choice(choice_arg, choice)) return nullptr;
@@ -317,11 +317,11 @@ PyObject* trim_choice(PyObject*, PyObject* args) {
     Integers listed;
     if (!read_choice(choice_arg, bench->tables, &choice) ||
         !read_moves(moves_arg, bench->tables, &moves) || !listed.take(order_arg) ||
-        !listed.indices(&order, bench->tables.gaps()))
+        !listed.indices(&order, bench->tables.holes()))
       return nullptr;
     {
       Unlocked work(late);
-      trim(bench->tables, *bench->lowering, choice, moves, order, budget, filtered != 0,
+      trim(bench->tables, *bench->simulation, choice, moves, order, budget, filtered != 0,
            work.late());
     }
     if (PyErr_Occurred() || !write_choice(choice_arg, choice)) return nullptr;
@@ -361,7 +361,7 @@ PyObject* anneal_choice(PyObject*, PyObject* args) {
     settings.recompute = recompute != 0;
     {
       Unlocked work(late);
-      anneal(bench->tables, *bench->lowering, lanes, settings, choice, moved, work.late());
+      anneal(bench->tables, *bench->simulation, lanes, settings, choice, moved, work.late());
     }
     Choice flags(moved.begin(), moved.end());
     if (PyErr_Occurred() || !write_choice(choice_arg, choice) || !write_choice(moved_arg, flags))

@@ -22,7 +22,7 @@ MIN_ELEMENTS = 1024
 """Smaller tensors are kept as they are."""
 
 
-class Packer:
+class Compressor:
     """Packs inputs of layers in the bits that a controller chose, and tells it what it wants.
 
     Parameters

@@ -37,7 +37,7 @@ class Saved:
 
 
 @dataclass
-class Packer:
+class Compressor:
     """What looks at values and packs them; each tensor draws its own random numbers."""
 
     controller: Controller

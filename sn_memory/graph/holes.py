@@ -1,9 +1,10 @@
-"""What a planner decides about: the gaps between two uses of a storage.
+"""What a planner decides about: the holes between two uses of a storage.
 
-A storage that is used at ops 3, 4 and 90 need not be there between 4 and 90. Each such *gap* is one
+A storage that is used at ops 3, 4 and 90 need not be there between 4 and 90. Each such *hole* is
+one
 decision, so a storage with a skip connection in the forward pass and a use in the backward pass is
-two. Gap k of a storage follows its k-th use (use 0 makes it); the last gap follows its last use and
-matters only to rebuilds that start from it.
+two. Hole k of a storage follows its k-th use (use 0 makes it); the last hole follows its last use
+and matters only to rebuilds that start from it.
 """
 
 from __future__ import annotations
@@ -18,18 +19,19 @@ KEEP: Final = -1
 
 
 @dataclass(frozen=True)
-class Gaps:
-    """The gaps of a graph and what may be done in them. Built once per graph by `gaps`.
+class Holes:
+    """The holes of a graph and what may be done in them. Built once per graph by `holes`.
 
     Parameters
     ----------
     graph
         The graph.
     first
-        Per storage, the number of its gap 0; its gaps are numbered in a row from there. One more
-        entry at the end: the number of gaps.
+        Per storage, the number of its hole 0; its holes are numbered in a row from there. One more
+        entry at the end: the number of holes.
     storage, start, end
-        Per gap: its storage, the op before it and the op after it (the number of ops for the last).
+        Per hole: its storage, the op before it and the op after it (the number of ops for the
+        last).
     rebuildable
         Per storage: its maker and writers may run twice, so it can be made again.
     chain
@@ -39,7 +41,7 @@ class Gaps:
     bytes, seconds, workspace
         Per storage; per op, in the way it is priced; likewise.
     stays
-        Per gap: it is the last one of a storage that must be there at the end.
+        Per hole: it is the last one of a storage that must be there at the end.
     needs, touched
         Per op, the storages that must be there before it; those of them and of its outputs that
         are not resident.
@@ -68,31 +70,31 @@ class Gaps:
         return len(self.storage)
 
     def of(self, storage: int) -> range:
-        """The numbers of a storage's gaps; empty for resident ones."""
+        """The numbers of a storage's holes; empty for resident ones."""
         return range(self.first[storage], self.first[storage + 1])
 
     def natural(self) -> list[int]:
         """The choice that rebuilds nothing.
 
-        Last gaps let go where something could be rebuilt from elsewhere, so that a storage is not
+        Last holes let go where something could be rebuilt from elsewhere, so that a storage is not
         held, after its last use, for the sake of rebuilds.
         """
         last = {first - 1 for first in self.first}
         return [
-            KEEP if self.stays[gap] or gap not in last or not self.rebuildable[storage] else 0
-            for gap, storage in enumerate(self.storage)
+            KEEP if self.stays[hole] or hole not in last or not self.rebuildable[storage] else 0
+            for hole, storage in enumerate(self.storage)
         ]
 
     def main(self, storage: int) -> int:
-        """The longest gap between two uses; the last gap where there is only one use."""
+        """The longest hole between two uses; the last hole where there is only one use."""
         inner = self.of(storage)[:-1]
         if not inner:
             return self.first[storage + 1] - 1
-        return max(inner, key=lambda gap: self.end[gap] - self.start[gap])
+        return max(inner, key=lambda hole: self.end[hole] - self.start[hole])
 
 
-def gaps(graph: Graph, *, lean: bool = False) -> Gaps:
-    """List the gaps of a graph.
+def holes(graph: Graph, *, lean: bool = False) -> Holes:
+    """List the holes of a graph.
 
     Ops are priced in their default way; with `lean`, at the smallest workspace and the fewest
     seconds of all their ways, for searches that choose the ways afterwards (`workspace.equip`).
@@ -122,7 +124,7 @@ def gaps(graph: Graph, *, lean: bool = False) -> Gaps:
         start += places
         end += [*places[1:], total] if places else []
         first.append(len(storages))
-    return Gaps(
+    return Holes(
         graph=graph,
         first=first,
         storage=storages,
@@ -140,7 +142,8 @@ def gaps(graph: Graph, *, lean: bool = False) -> Gaps:
         needs=needs,
         touched=touched,
         stays=[
-            kept[storage] and gap == first[storage + 1] - 1 for gap, storage in enumerate(storages)
+            kept[storage] and hole == first[storage + 1] - 1
+            for hole, storage in enumerate(storages)
         ],
     )
 

@@ -29,7 +29,7 @@ struct Ragged {
   }
 };
 
-// sn_memory.graph.idle.Gaps in numbers; fields of the same names mean the same.
+// sn_memory.graph.holes.Holes in numbers; fields of the same names mean the same.
 struct Tables {
   Ragged reads, outputs, needs, touched, chain;
   std::vector<int32_t> first, storage, start, end, expires;
@@ -40,16 +40,16 @@ struct Tables {
 
   int32_t ops() const { return static_cast<int32_t>(seconds.size()); }
   int32_t storages() const { return static_cast<int32_t>(bytes.size()); }
-  int32_t gaps() const { return static_cast<int32_t>(storage.size()); }
-  bool inner(int32_t gap) const { return gap + 1 < first[storage[gap] + 1]; }
+  int32_t holes() const { return static_cast<int32_t>(storage.size()); }
+  bool inner(int32_t hole) const { return hole + 1 < first[storage[hole] + 1]; }
 };
 
 struct Move {
-  int32_t gap, out, back;
+  int32_t hole, out, back;
 };
 
-struct Trip {
-  int32_t gap, storage, left, freed, fetched;
+struct HostCopy {
+  int32_t hole, storage, left, freed, fetched;
 };
 
 struct Interval {
@@ -59,9 +59,9 @@ struct Interval {
 using Choice = std::vector<int32_t>;
 
 // Carries choices out, one after the other; the fields are those of sn_memory.plan.simulate.Schedule.
-class Lowering {
+class Simulation {
  public:
-  explicit Lowering(const Tables& tables);
+  explicit Simulation(const Tables& tables);
 
   // False if the choice cannot be carried out.
   bool run(const Choice& choice, const std::vector<Move>& moves);
@@ -69,7 +69,7 @@ class Lowering {
   std::vector<int32_t> ops, at;
   std::vector<Interval> intervals;
   std::vector<int64_t> live;
-  std::vector<Trip> trips;
+  std::vector<HostCopy> host_copies;
   double seconds = 0;
   int64_t peak() const;
 
@@ -81,8 +81,8 @@ class Lowering {
   void returned(int32_t storage, int32_t run);
 
   const Tables& t_;
-  std::vector<int32_t> gap_, opened_, last_;
-  // Per storage: the trip it is on, or -1.
+  std::vector<int32_t> hole_, opened_, last_;
+  // Per storage: the host copy it is on, or -1.
   std::vector<int32_t> absent_;
   // Marks of the current closure: equal to stamp_ where seen.
   std::vector<int32_t> storage_seen_, op_seen_;
@@ -91,17 +91,17 @@ class Lowering {
   std::vector<std::pair<int32_t, int32_t>> doubled_;
   std::vector<std::pair<int32_t, int64_t>> extra_;
   std::vector<std::vector<int32_t>> out_, back_;
-  std::vector<int32_t> move_of_, trip_of_;
+  std::vector<int32_t> move_of_, host_copy_of_;
 };
 
 // Asked now and then; true ends the work.
 using Late = std::function<bool()>;
 
 // sn_memory.plan.search.greedy.fit and trim: both change the choice; fit says whether it found one.
-bool fit(const Tables& tables, Lowering& lowering, Choice& choice, const std::vector<Move>& moves,
+bool fit(const Tables& tables, Simulation& simulation, Choice& choice, const std::vector<Move>& moves,
          const std::vector<double>& factors, int64_t budget, double dear, int rounds,
          const Late& late);
-void trim(const Tables& tables, Lowering& lowering, Choice& choice, const std::vector<Move>& moves,
+void trim(const Tables& tables, Simulation& simulation, Choice& choice, const std::vector<Move>& moves,
           const std::vector<int32_t>& order, int64_t budget, bool filtered, const Late& late);
 
 }  // namespace sn

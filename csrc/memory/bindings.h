@@ -7,7 +7,7 @@
 namespace sn {
 
 PyObject* tables(PyObject*, PyObject* args);
-PyObject* lower(PyObject*, PyObject* args);
+PyObject* simulate(PyObject*, PyObject* args);
 PyObject* fit_choice(PyObject*, PyObject* args);
 PyObject* trim_choice(PyObject*, PyObject* args);
 PyObject* anneal_choice(PyObject*, PyObject* args);

@@ -1,12 +1,12 @@
-#include "lowering.h"
+#include "simulation.h"
 
 #include <algorithm>
 
 namespace sn {
 
-Lowering::Lowering(const Tables& tables)
+Simulation::Simulation(const Tables& tables)
     : t_(tables),
-      gap_(tables.storages()),
+      hole_(tables.storages()),
       opened_(tables.storages()),
       last_(tables.storages()),
       absent_(tables.storages(), -1),
@@ -14,31 +14,31 @@ Lowering::Lowering(const Tables& tables)
       op_seen_(tables.ops(), 0),
       out_(tables.ops() + 1),
       back_(tables.ops() + 1),
-      move_of_(tables.gaps(), -1),
-      trip_of_(tables.gaps(), -1) {}
+      move_of_(tables.holes(), -1),
+      host_copy_of_(tables.holes(), -1) {}
 
-int64_t Lowering::peak() const {
+int64_t Simulation::peak() const {
   return live.empty() ? 0 : *std::max_element(live.begin(), live.end());
 }
 
-bool Lowering::run(const Choice& choice, const std::vector<Move>& moves) {
+bool Simulation::run(const Choice& choice, const std::vector<Move>& moves) {
   ops.clear();
   at.clear();
   intervals.clear();
-  trips.clear();
+  host_copies.clear();
   doubled_.clear();
   extra_.clear();
   seconds = 0;
   for (int32_t s = 0; s < t_.storages(); ++s) {
-    gap_[s] = t_.first[s] - 1;
+    hole_[s] = t_.first[s] - 1;
     opened_[s] = t_.resident[s] ? 0 : -1;
     last_[s] = 0;
     absent_[s] = -1;
   }
   for (const Move& move : moves) {
-    out_[move.out].push_back(move.gap);
-    back_[move.back].push_back(move.gap);
-    move_of_[move.gap] = 1;
+    out_[move.out].push_back(move.hole);
+    back_[move.back].push_back(move.hole);
+    move_of_[move.hole] = 1;
   }
   bool possible = true;
   for (int32_t op = 0; op < t_.ops() && possible; ++op) {
@@ -62,10 +62,10 @@ bool Lowering::run(const Choice& choice, const std::vector<Move>& moves) {
     for (int32_t storage : t_.outputs[op]) opened_[storage] = run;
     for (int32_t storage : t_.touched[op]) {
       last_[storage] = run;
-      int32_t here = ++gap_[storage];
+      int32_t here = ++hole_[storage];
       if (move_of_[here] >= 0) {
-        trip_of_[here] = static_cast<int32_t>(trips.size());
-        trips.push_back({here, storage, run, run, run});
+        host_copy_of_[here] = static_cast<int32_t>(host_copies.size());
+        host_copies.push_back({here, storage, run, run, run});
       } else if (choice[here] != kKeep) {
         intervals.push_back({storage, opened_[storage], run});
         opened_[storage] = -1;
@@ -75,14 +75,14 @@ bool Lowering::run(const Choice& choice, const std::vector<Move>& moves) {
       int32_t storage = t_.storage[moved];
       intervals.push_back({storage, opened_[storage], run});
       opened_[storage] = -1;
-      absent_[storage] = trip_of_[moved];
-      trips[trip_of_[moved]].freed = run;
+      absent_[storage] = host_copy_of_[moved];
+      host_copies[host_copy_of_[moved]].freed = run;
     }
   }
   for (const Move& move : moves) {
     out_[move.out].clear();
     back_[move.back].clear();
-    move_of_[move.gap] = -1;
+    move_of_[move.hole] = -1;
   }
   if (!possible) return false;
   auto end = static_cast<int32_t>(ops.size()) - 1;
@@ -94,13 +94,13 @@ bool Lowering::run(const Choice& choice, const std::vector<Move>& moves) {
   return true;
 }
 
-void Lowering::returned(int32_t storage, int32_t run) {
-  trips[absent_[storage]].fetched = run;
+void Simulation::returned(int32_t storage, int32_t run) {
+  host_copies[absent_[storage]].fetched = run;
   absent_[storage] = -1;
 }
 
 // Finds the ops to run again before `op`, into runs_, and the storages to fetch, into fetched_.
-bool Lowering::closure(int32_t op) {
+bool Simulation::closure(int32_t op) {
   ++stamp_;
   missing_.clear();
   runs_.clear();
@@ -144,7 +144,7 @@ bool Lowering::closure(int32_t op) {
   return true;
 }
 
-void Lowering::rebuild(int32_t op, const Choice& choice) {
+void Simulation::rebuild(int32_t op, const Choice& choice) {
   for (int32_t storage : fetched_) {
     opened_[storage] = last_[storage] = static_cast<int32_t>(ops.size());
     returned(storage, static_cast<int32_t>(ops.size()));
@@ -169,14 +169,14 @@ void Lowering::rebuild(int32_t op, const Choice& choice) {
   }
   auto needed = t_.touched[op];
   for (int32_t storage : built_)
-    if (!needed.has(storage) && choice[gap_[storage]] > op) {
+    if (!needed.has(storage) && choice[hole_[storage]] > op) {
       intervals.push_back({storage, opened_[storage], last_[storage]});
       opened_[storage] = -1;
     }
 }
 
 // A double made after the last touch of the first is none: it gets an interval of its own.
-void Lowering::settle() {
+void Simulation::settle() {
   if (doubled_.empty()) return;
   std::vector<std::pair<int32_t, std::pair<int32_t, int32_t>>> spans;
   std::vector<int32_t> watched;
@@ -200,7 +200,7 @@ void Lowering::settle() {
   }
 }
 
-void Lowering::sum() {
+void Simulation::sum() {
   live.assign(ops.size() + 1, 0);
   for (const Interval& it : intervals) {
     live[it.first] += t_.bytes[it.storage];
