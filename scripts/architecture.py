@@ -66,7 +66,7 @@ def modules(package: str) -> dict[str, Path]:
 def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
     """Return the modules of `known` that a file imports, wherever in it."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    found = set()
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         wanted: list[str] = []
         if isinstance(node, ast.Import):
