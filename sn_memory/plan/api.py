@@ -105,8 +105,9 @@ def plan_front(
     sizes = [parse_bytes(budget, whole=whole) for budget in budgets]
     if planner != "auto":
         return [_named(graph, planner, size) for size in sizes]
-    search = Compressing if "compress" in actions else Auto
-    return search(graph, actions, time_limit_s, progress).front(sizes)
+    if "compress" in actions:
+        return Compressing(Auto, graph, actions, time_limit_s, progress).front(sizes)
+    return Auto(graph, actions, time_limit_s, progress).front(sizes)
 
 
 def _named(graph: Graph, planner: str, budget_bytes: int) -> Plan:

@@ -7,7 +7,7 @@ first, whatever time it takes, so that `auto` is not slower than any of them on 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..base.clock import now
@@ -16,6 +16,7 @@ from ..graph.graph import Graph
 from ..graph.holes import holes
 from ..graph.liveness import baseline_seconds, peak
 from . import policies
+from .answers import answers
 from .bound import smallest_peak
 from .buffers import peak_step
 from .emit import decisions_of, emit
@@ -27,18 +28,6 @@ from .search.search import Progress, Search
 log = logging.getLogger(__name__)
 
 EXACT_OPS = 10
-
-
-def answers(
-    budgets: Sequence[int], look: Callable[[int], None], answer: Callable[[int, float], Plan]
-) -> list[Plan]:
-    """Look for plans from the largest budget down; return one for each, with its seconds."""
-    spent: dict[int, float] = {}
-    for budget in sorted(set(budgets), reverse=True):
-        began = now()
-        look(budget)
-        spent[budget] = now() - began
-    return [answer(budget, spent[budget]) for budget in budgets]
 
 
 class Auto:

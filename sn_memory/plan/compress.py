@@ -1,20 +1,21 @@
 """Which storages to compress: sets of them are tried, each planned as any other graph.
 
 A set S turns the graph into one where the members of S wait in their compressed form
-(`rewrite.py`), and `Auto` then keeps, rebuilds and offloads as ever. The empty set is tried first
-and with the whole time limit, so that allowing compression never gives a slower plan. The others
-come from a greedy walk down the peak: where the most bytes are live, compress what waits there and
-frees the most bytes per second of packing, until the curve is below a target; what it leaves above
-the budget is for `Auto` to rebuild. Each target has its turn on any machine, however slow: the walk
-that goes furthest often leaves no plan at all, as what is unpacked takes room as well. Then, as
-long as the limit lasts, members are exchanged: what is rebuilt dearly joins, what costs more than
-it is worth leaves.
+(`rewrite.py`), and a planner (`Auto`) then keeps, rebuilds and offloads as ever. The empty set is
+tried first and with the whole time limit, so that allowing compression never gives a slower plan.
+The others come from a greedy walk down the peak: where the most bytes are live, compress what waits
+there and frees the most bytes per second of packing, until the curve is below a target; what it
+leaves above the budget is for that planner to rebuild. Each target has its turn on any machine,
+however slow: the walk that goes furthest often leaves no plan at all, as what is unpacked takes
+room as well. Then, as long as the limit lasts, members are exchanged: what is rebuilt dearly joins,
+what costs more than it is worth leaves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from ..base.clock import now
 from ..base.errors import PlanError
@@ -22,7 +23,7 @@ from ..base.sizes import show_bytes
 from ..graph.graph import Graph
 from ..graph.liveness import baseline_seconds, live_bytes, peak
 from ..graph.rewrite import RESTORED, SMALL, waits, with_compressed
-from .auto import Auto, answers
+from .answers import answers
 from .buffers import peak_step
 from .plan import BudgetError, Decision, Plan
 
@@ -34,13 +35,30 @@ Chosen = frozenset[str]
 Progress = Callable[[str, float | None], None]
 
 
+class Planner(Protocol):
+    """The planning of one graph, which may be asked for several budgets."""
+
+    limit_s: float
+
+    def look(self, budget_bytes: int) -> None:
+        """Look for plans within a budget."""
+
+    def fastest(self, budget_bytes: int) -> Plan | None:
+        """Return the fastest plan found within a budget."""
+
+    def refusal(self, budget_bytes: int) -> BudgetError:
+        """Return the error that says what the smallest peak is."""
+
+
 class Compressing:
     """The planning of one graph that may be compressed in parts; stands beside `Auto`.
 
     Parameters
     ----------
+    planner
+        Makes the planner of one graph: `Auto`.
     graph, actions, time_limit_s, progress
-        As for Auto. The sets together have `time_limit_s` once more for each budget, and each
+        As for it. The sets together have `time_limit_s` once more for each budget, and each
         walk has an eighth of it where the ones before took all.
 
     Raises
@@ -51,11 +69,13 @@ class Compressing:
 
     def __init__(
         self,
+        planner: Callable[[Graph, Sequence[str], float, Progress | None], Planner],
         graph: Graph,
         actions: Sequence[str],
         time_limit_s: float,
         progress: Progress | None,
     ) -> None:
+        self.planner = planner
         self.graph, self.limit_s, self.progress = graph, time_limit_s, progress
         self.actions = [action for action in actions if action != "compress"]
         self.waits = waits(graph)
@@ -72,7 +92,7 @@ class Compressing:
                 "smaller compressed form (Storage.compressed). Plan without this action."
             )
         self.floor = self.working_set()
-        self.autos: dict[Chosen, Auto] = {}
+        self.autos: dict[Chosen, Planner] = {}
         self.looked: set[tuple[Chosen, int]] = set()
 
     def front(self, budgets: Sequence[int]) -> list[Plan]:
@@ -157,7 +177,7 @@ class Compressing:
             least = sum(min(ways) for ways in graph.arrays.seconds)
             if known is not None and least >= known[1].seconds:
                 return
-            self.autos[chosen] = Auto(graph, self.actions, limit_s, self.progress)
+            self.autos[chosen] = self.planner(graph, self.actions, limit_s, self.progress)
         auto = self.autos[chosen]
         auto.limit_s = limit_s
         auto.look(budget_bytes)

@@ -10,8 +10,9 @@ from .estimate import estimate
 from .model.allocations import Allocations
 from .model.memory import AllocatorPeak
 from .plan import plan
-from .plan_step import PlannedStep, plan_step
+from .plan_step import plan_step
 from .planned import Planned
+from .planned_step import PlannedStep
 from .trace.trace import Trace, trace
 from .verify import verify
 

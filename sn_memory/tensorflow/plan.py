@@ -25,7 +25,7 @@ from .eager.trial import left_alone, try_model
 from .errors import TraceError, first_line
 from .model.settings import settings_of, steady
 from .modules.backend import LayerStep
-from .planned import RECORD, Planned, PlannedCall, signature
+from .planned import RECORD, Planned, PlannedCall, check_actions, plain_model, signature
 from .trace.model import check_model, twin_of
 from .trace.trace import main_device, optimizer_bytes, trace, uncounted
 
@@ -225,21 +225,3 @@ def _twin(plain: Any, record: Planned) -> Any:
     twin = twin_of(plain, PlannedCall)
     twin.__dict__[RECORD] = record
     return twin
-
-
-def plain_model(model: Any) -> Any:
-    """Return a planned model as it was before; any other as it is."""
-    if RECORD not in model.__dict__:
-        return model
-    plain: Any = object.__new__(type(model).__mro__[2])
-    plain.__dict__.update({key: it for key, it in model.__dict__.items() if key != RECORD})
-    return plain
-
-
-def check_actions(actions: Sequence[str]) -> None:
-    """Raise ValueError for actions that are not carried out here."""
-    if "offload" in actions:
-        raise ValueError(
-            'got the action "offload", expected "keep" and "recompute": under TensorFlow '
-            "nothing is moved to the host."
-        )

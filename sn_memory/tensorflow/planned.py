@@ -152,6 +152,24 @@ class PlannedCall:
         return None
 
 
+def plain_model(model: Any) -> Any:
+    """Return a planned model as it was before; any other as it is."""
+    if RECORD not in model.__dict__:
+        return model
+    plain: Any = object.__new__(type(model).__mro__[2])
+    plain.__dict__.update({key: it for key, it in model.__dict__.items() if key != RECORD})
+    return plain
+
+
+def check_actions(actions: Sequence[str]) -> None:
+    """Raise ValueError for actions that are not carried out here."""
+    if "offload" in actions:
+        raise ValueError(
+            'got the action "offload", expected "keep" and "recompute": under TensorFlow '
+            "nothing is moved to the host."
+        )
+
+
 def _differentiable(program: Program, given: list[Any], variables: Sequence[Any]) -> list[Any]:
     """Put the planned passes into the graph; the tape sees one op with one gradient."""
     captured = program.captured

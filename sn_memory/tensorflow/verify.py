@@ -14,9 +14,8 @@ from ..check.replay import check_plan
 from ..run.verification import Verification
 from .eager.trial import as_tensor, asked, compute_dtypes
 from .model.compare import Results, different, nudged, put_back, relative_error, results_of, unit_of
-from .plan import plain_model
-from .plan_step import PlannedStep
-from .planned import RECORD, Planned
+from .planned import RECORD, Planned, plain_model
+from .planned_step import PlannedStep
 from .trace.model import model_step
 
 
