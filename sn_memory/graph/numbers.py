@@ -10,15 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ..base.errors import GraphError
-from ..base.limits import LARGEST, LONGEST_S, is_amount, is_count
-from .records import Device, Op, Records
+from ..base.limits import LARGEST, LONGEST_S
+from .records import ALLOCATORS, ROLES, Op, Records, check_device, check_op, check_storages, twice
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-PHASES: Final = ("forward", "backward", "update")
-ROLES: Final = ("parameter", "input", "state", "constant", "activation", "gradient", "temporary")
-ALLOCATORS: Final = ("none", "torch", "torch_segments", "tensorflow")
 # With no device given, flops are turned into seconds at this speed; only ratios mean anything.
 NOMINAL_FLOPS_PER_S: Final = 1e12
 
@@ -77,58 +74,6 @@ class Arrays:
     source: list[str]
 
 
-def _check_storages(graph: Records) -> None:
-    for number, storage in enumerate(graph.storages):
-        where = f"storages[{number}] ({storage.name})"
-        if not is_count(storage.bytes):
-            raise GraphError(
-                f"{where}.bytes: got {storage.bytes!r}, expected a whole number from 0 to 2**62."
-            )
-        if storage.role not in ROLES:
-            raise GraphError(
-                f"{where}.role: got {storage.role!r}, expected one of {', '.join(ROLES)}."
-            )
-        small = storage.compressed
-        if small is not None and not (
-            is_count(small.bytes)
-            and is_amount(small.compress_s)
-            and (small.decompress_s is None or is_amount(small.decompress_s))
-        ):
-            raise GraphError(f"{where}.compressed: got {small}, expected numbers of 0 or more.")
-    if len({storage.name for storage in graph.storages}) != len(graph.storages):
-        raise GraphError(
-            f"storages: the name {_twice(s.name for s in graph.storages)!r} is there twice."
-        )
-
-
-def _twice(names: Iterable[str]) -> str:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            return name
-        seen.add(name)
-    raise AssertionError("no name is there twice")
-
-
-def _check_op(op: Op, where: str) -> None:
-    if op.phase not in PHASES:
-        raise GraphError(f"{where}.phase: got {op.phase!r}, expected one of {', '.join(PHASES)}.")
-    for key, value in (("seconds", op.seconds), ("flops", op.flops)):
-        if value is not None and not is_amount(value):
-            raise GraphError(f"{where}.{key}: got {value!r}, expected a finite number of 0 or more")
-    if op.traffic_bytes is not None and not is_count(op.traffic_bytes):
-        raise GraphError(
-            f"{where}.traffic_bytes: got {op.traffic_bytes!r}, expected a whole number from 0 to "
-            "2**62."
-        )
-    for index, way in enumerate(op.workspaces):
-        if not is_count(way.bytes) or (way.seconds is not None and not is_amount(way.seconds)):
-            raise GraphError(
-                f"{where}.workspaces[{index}]: got {way.bytes!r} bytes and {way.seconds!r} s, "
-                "expected 0 or more, and 2**62 bytes at most."
-            )
-
-
 def _op_seconds(graph: Records, op: Op, traffic_bytes: int) -> tuple[tuple[float, ...], str]:
     """Return the seconds of each way to carry an op out, and where they come from."""
     device, source = graph.device, "measured"
@@ -153,11 +98,11 @@ def number(graph: Records) -> Arrays:
         raise GraphError(
             f"graph: got allocator {graph.allocator!r}, expected one of {', '.join(ALLOCATORS)}."
         )
-    _check_device(graph.device)
-    _check_storages(graph)
+    check_device(graph.device)
+    check_storages(graph)
     index = graph.storage_index
     if len(graph.op_index) != len(graph.ops):
-        raise GraphError(f"ops: the name {_twice(op.name for op in graph.ops)!r} is there twice.")
+        raise GraphError(f"ops: the name {twice(op.name for op in graph.ops)!r} is there twice.")
     raw = [storage.bytes for storage in graph.storages]
     resident = [storage.resident for storage in graph.storages]
     count = len(raw)
@@ -175,7 +120,7 @@ def number(graph: Records) -> Arrays:
 
     for at, op in enumerate(graph.ops):
         where = f"ops[{at}] ({op.name})"
-        _check_op(op, where)
+        check_op(op, where)
         inputs = [numbered(name, f"{where}.inputs") for name in op.inputs]
         changed = tuple(dict.fromkeys(numbered(name, f"{where}.writes") for name in op.writes))
         needed = tuple(dict.fromkeys((*inputs, *changed)))
@@ -283,20 +228,4 @@ def _check_sums(
         raise GraphError(
             f"graph: all ops and transfers together take {time!r} s, expected 2**62 at most. Look "
             "for seconds in a wrong unit, or for speeds near 0."
-        )
-
-
-def _check_device(device: Device) -> None:
-    for key in ("flops_per_s", "bytes_per_s", "to_host_bytes_per_s", "to_device_bytes_per_s"):
-        value = getattr(device, key)
-        if value is not None and not (is_amount(value) and value > 0):
-            raise GraphError(f"device.{key}: got {value!r}, expected a finite number above 0.")
-    if not is_amount(device.transfer_latency_s):
-        raise GraphError(
-            f"device.transfer_latency_s: got {device.transfer_latency_s!r}, expected 0 or more."
-        )
-    if device.pinned_bytes is not None and not is_count(device.pinned_bytes):
-        raise GraphError(
-            f"device.pinned_bytes: got {device.pinned_bytes!r}, expected a whole number from 0 to "
-            "2**62, or none."
         )

@@ -8,13 +8,17 @@ is their executable form.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
 from ..base.errors import GraphError
+from ..base.limits import is_amount, is_count
 
+PHASES: Final = ("forward", "backward", "update")
+ROLES: Final = ("parameter", "input", "state", "constant", "activation", "gradient", "temporary")
+ALLOCATORS: Final = ("none", "torch", "torch_segments", "tensorflow")
 RESIDENT_ROLES: Final = ("parameter", "input", "state", "constant")
 
 
@@ -186,3 +190,75 @@ class Records:
                 raise GraphError(f"aliases.{alias}: there is no storage named {target!r}.")
         index.update({alias: index[target] for alias, target in self.aliases.items()})
         return index
+
+
+def check_device(device: Device) -> None:
+    """Raise GraphError for a device whose speeds make no sense."""
+    for key in ("flops_per_s", "bytes_per_s", "to_host_bytes_per_s", "to_device_bytes_per_s"):
+        value = getattr(device, key)
+        if value is not None and not (is_amount(value) and value > 0):
+            raise GraphError(f"device.{key}: got {value!r}, expected a finite number above 0.")
+    if not is_amount(device.transfer_latency_s):
+        raise GraphError(
+            f"device.transfer_latency_s: got {device.transfer_latency_s!r}, expected 0 or more."
+        )
+    if device.pinned_bytes is not None and not is_count(device.pinned_bytes):
+        raise GraphError(
+            f"device.pinned_bytes: got {device.pinned_bytes!r}, expected a whole number from 0 to "
+            "2**62, or none."
+        )
+
+
+def check_storages(graph: Records) -> None:
+    """Raise GraphError for storages that make no sense, each by itself."""
+    for number, storage in enumerate(graph.storages):
+        where = f"storages[{number}] ({storage.name})"
+        if not is_count(storage.bytes):
+            raise GraphError(
+                f"{where}.bytes: got {storage.bytes!r}, expected a whole number from 0 to 2**62."
+            )
+        if storage.role not in ROLES:
+            raise GraphError(
+                f"{where}.role: got {storage.role!r}, expected one of {', '.join(ROLES)}."
+            )
+        small = storage.compressed
+        if small is not None and not (
+            is_count(small.bytes)
+            and is_amount(small.compress_s)
+            and (small.decompress_s is None or is_amount(small.decompress_s))
+        ):
+            raise GraphError(f"{where}.compressed: got {small}, expected numbers of 0 or more.")
+    if len({storage.name for storage in graph.storages}) != len(graph.storages):
+        raise GraphError(
+            f"storages: the name {twice(s.name for s in graph.storages)!r} is there twice."
+        )
+
+
+def twice(names: Iterable[str]) -> str:
+    """Return the first name that is there twice."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    raise AssertionError("no name is there twice")
+
+
+def check_op(op: Op, where: str) -> None:
+    """Raise GraphError for an op whose numbers make no sense by themselves."""
+    if op.phase not in PHASES:
+        raise GraphError(f"{where}.phase: got {op.phase!r}, expected one of {', '.join(PHASES)}.")
+    for key, value in (("seconds", op.seconds), ("flops", op.flops)):
+        if value is not None and not is_amount(value):
+            raise GraphError(f"{where}.{key}: got {value!r}, expected a finite number of 0 or more")
+    if op.traffic_bytes is not None and not is_count(op.traffic_bytes):
+        raise GraphError(
+            f"{where}.traffic_bytes: got {op.traffic_bytes!r}, expected a whole number from 0 to "
+            "2**62."
+        )
+    for index, way in enumerate(op.workspaces):
+        if not is_count(way.bytes) or (way.seconds is not None and not is_amount(way.seconds)):
+            raise GraphError(
+                f"{where}.workspaces[{index}]: got {way.bytes!r} bytes and {way.seconds!r} s, "
+                "expected 0 or more, and 2**62 bytes at most."
+            )

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from ...graph.numbers import Ints
 from ...plan.plan import Plan
 from ...run.loss import LOSS
 from ..errors import ReplayError
@@ -23,7 +21,7 @@ from ..trace.captured import Captured
 from ..trace.rearrange import place_of_shape
 from ..trace.record import Call, View, form_of
 from ..trace.to_graph import Named, main_device
-from .host_arena import HostArena, HostCopy, needless
+from .host_arena import HostArena, needless
 from .instructions import (
     Instruction,
     Memory,
@@ -35,6 +33,7 @@ from .instructions import (
     run_call,
     take,
 )
+from .journeys import journeys_of, live_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +130,9 @@ class _Writer:
         self.held: set[int] = set(captured.recording.given)
         self.forms: dict[int, View] = {}
         self.read_later: set[int] = set()
-        self.journeys = _journeys(named, captured, plan)
+        self.journeys = journeys_of(named, captured, plan)
         self.made = set(range(len(self.journeys.host_copies))) - needless(
-            self.journeys.host_copies, _live_bytes(named, plan), plan.peak_bytes
+            self.journeys.host_copies, live_bytes(named, plan), plan.peak_bytes
         )
         # Parameters come first among the gradients, by the same names; the rest are of inputs.
         names = {name for name, _ in captured.gradients}
@@ -277,55 +276,3 @@ class _Writer:
         self.away.discard(storage)
         self.arriving[storage] = host_copy
         return [prefetch_storage(storage, host_copy, self.forms[storage])]
-
-
-@dataclass(frozen=True)
-class _Journeys:
-    """The host copies of a plan, and per step that is part of one, which."""
-
-    host_copies: list[HostCopy]
-    at: dict[int, int]
-
-
-def _journeys(named: Named, captured: Captured, plan: Plan) -> _Journeys:
-    host_copies: list[HostCopy] = []
-    at: dict[int, int] = {}
-    away: dict[int, int] = {}
-    for place, (action, target, _) in enumerate(plan.steps):
-        if action not in ("offload", "free", "prefetch"):
-            continue
-        storage = named.storage_of[target]
-        if action == "offload":
-            away[storage] = at[place] = len(host_copies)
-            nbytes = captured.recording.nbytes[storage]
-            # Where it is freed and comes back is told by later steps; it may never come back.
-            host_copies.append(HostCopy(storage, place, place, len(plan.steps), nbytes))
-        elif action == "free" and storage in away:
-            at[place] = away[storage]
-            host_copies[away[storage]] = replace(host_copies[away[storage]], freed=place)
-        elif action == "prefetch":
-            at[place] = host_copy = away.pop(storage)
-            host_copies[host_copy] = replace(host_copies[host_copy], end=place)
-    return _Journeys(host_copies, at)
-
-
-def _live_bytes(named: Named, plan: Plan) -> Ints:
-    """Bytes on the device at each step of a plan, with all its host copies made."""
-    graph = named.graph
-    size = {
-        it.name: int(nbytes) for it, nbytes in zip(graph.storages, graph.arrays.bytes, strict=True)
-    }
-    outputs = {op.name: op.outputs for op in graph.ops}
-    held = {it.name for it in graph.storages if it.resident}
-    live, curve = graph.base_bytes, []
-    for action, target, _ in plan.steps:
-        made = set(outputs[target]) if action == "run" else set()
-        if action == "prefetch":
-            made = {target}
-        live += sum(size[it] for it in made - held)
-        held |= made
-        curve.append(live)
-        if action == "free":
-            held.discard(target)
-            live -= size[target]
-    return np.array(curve, dtype=np.int64)

@@ -24,7 +24,7 @@ from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..errors import TraceError, innermost_line
+from ..errors import TraceError, first_line, innermost_line
 from ..model.guard import as_it_was, casting, changes_what_it_is_given, no_chance, outside_autocast
 from ..model.marks import Marks
 from ..model.results import taken_apart
@@ -76,17 +76,19 @@ def _captured(
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise TraceError(
                 f"{error.func} makes the course of the model depend on values, not only on shapes "
-                f"({_place(error)}). Compute with tensors instead of Python numbers there."
+                f"({innermost_line(error.__traceback__)}). Compute with tensors instead of Python "
+                "numbers there."
             ) from error
         except UnsupportedOperatorException as error:
             raise TraceError(
-                f"{error.func} has no rule for fake tensors ({_place(error)}). Register one with "
-                "torch.library.register_fake."
+                f"{error.func} has no rule for fake tensors ({innermost_line(error.__traceback__)}). "
+                "Register one with torch.library.register_fake."
             ) from error
         except Exception as error:
             raise TraceError(
-                f"it raises {type(error).__name__} under fake tensors ({_place(error)}): "
-                f"{_first_line(error)}"
+                f"it raises {type(error).__name__} under fake tensors "
+                f"({innermost_line(error.__traceback__)}): "
+                f"{first_line(error)}"
             ) from error
 
 
@@ -267,14 +269,6 @@ class _Capture:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
-
-
-def _place(error: BaseException) -> str:
-    return innermost_line(error.__traceback__)
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), "no message")
 
 
 @contextmanager
