@@ -81,8 +81,9 @@ def _captured(
             ) from error
         except UnsupportedOperatorException as error:
             raise TraceError(
-                f"{error.func} has no rule for fake tensors ({innermost_line(error.__traceback__)}). "
-                "Register one with torch.library.register_fake."
+                f"{error.func} has no rule for fake tensors "
+                f"({innermost_line(error.__traceback__)}). Register one with "
+                "torch.library.register_fake."
             ) from error
         except Exception as error:
             raise TraceError(
