@@ -208,9 +208,10 @@ def headline(net: str) -> list[tuple[str, float | None]]:
         pairs.append((f"powersgd {rank}", None))
         if abs(ratio - 50) > 1:  # else the run at 50 is beside it already
             pairs.append(("auto", ratio))
+    pairs += [(name, 20.0) for name in ("fft", "top-k")]
     return pairs + [
         (name, ratio)
-        for name in ("fft", "fft by shape", "dct of spans", "top-k", "demo")
+        for name in ("fft", "fft of blocks", "fft by shape", "dct of spans", "top-k", "demo")
         for ratio in (50.0, 150.0)
     ]
 
