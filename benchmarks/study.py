@@ -188,7 +188,7 @@ def unseen_plan(seeds: Sequence[int], ranks: Sequence[int]) -> list[Run]:
     """The nets that no setting was chosen on, at some numbers of ranks: at 50, ours at 20, too."""
     methods: list[tuple[str, float | None]] = [("plain", None)]
     methods += [(name, ratio) for name in ("auto", "auto frequencies") for ratio in (50.0, 20.0)]
-    methods += [("fft", 50.0), ("fft by shape", 50.0), ("top-k", 50.0)]
+    methods += [("fft", 50.0), ("fft", 20.0), ("fft by shape", 50.0), ("top-k", 50.0)]
     # The number of columns whose bytes are nearest to those of the others.
     columns = {"residual": "powersgd 1", "wide": "powersgd 4"}
     return [
