@@ -334,7 +334,8 @@ PyMODINIT_FUNC PyInit__core() {
   PyObject* made = PyModule_Create(&module);
   if (made && (PyModule_AddFunctions(made, sn::low_rank_methods) < 0 ||
                PyModule_AddFunctions(made, sn::graph_methods) < 0 ||
-               PyModule_AddFunctions(made, sn::long_methods) < 0))
+               PyModule_AddFunctions(made, sn::long_methods) < 0 ||
+               PyModule_AddFunctions(made, sn::rounds_methods) < 0))
     Py_CLEAR(made);
   return made;
 }
