@@ -169,6 +169,25 @@ GPU = dataclasses.replace(
 )  # fmt: skip
 
 
+def test_without_a_framework_it_says_so_and_does_not_ask_for_cuda(monkeypatch, tmp_path, capsys):
+    bare = dataclasses.replace(GPU, torch=None, torch_cuda=None)
+    monkeypatch.setattr(build_horovod, "detect", lambda *, cpu_only: bare)
+    assert build_horovod.main(["--check", "--cache", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "missing: neither torch nor TensorFlow is installed" in said
+    assert "NCCL: no, " in said
+
+
+def test_a_cuda_tensorflow_that_does_not_say_its_version_gets_no_wheels(monkeypatch, bare):
+    monkeypatch.setattr(horovod_cuda, "candidates", lambda env: [])
+    monkeypatch.setattr(horovod_target, "_tensorflow_build", lambda: "is_cuda_build: True")
+    monkeypatch.setattr(horovod_target, "_version", {"tensorflow": "2.21.0"}.get)
+    target = horovod_target.detect()
+    assert target.tensorflow_cuda
+    assert not target.gpu
+    assert "no CUDA toolkit" in target.why_no_gpu()
+
+
 def names(target: Target) -> set[str]:
     return {edit.name for edit in horovod_edits.wanted(target.versions)}
 
