@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+VERSION: Final = "0.28.1"
+
 
 class EditError(RuntimeError):
     """An edit did not find its place, so the source is not the one the edits were written for."""
