@@ -26,10 +26,12 @@ import shutil
 import sys
 import tarfile
 import tempfile
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import horovod_cuda
 import horovod_edits
 from horovod_edits import VERSION
 from horovod_install import carry, install, installed_version
@@ -137,6 +139,12 @@ def compile_wheel(
     wheels = list((work / "wheel").glob("horovod-*.whl"))
     if len(wheels) != 1:
         raise steps.failed([f"pip left {len(wheels)} wheels, expected one"])
+    with zipfile.ZipFile(wheels[0]) as archive:
+        for name in archive.namelist():
+            if name.endswith(".so"):
+                paths = horovod_cuda.run_paths(Path(archive.extract(name, work / "look")))
+                if any(path.startswith(str(work)) for path in paths):
+                    raise steps.failed([f"{name} looks for others in {', '.join(paths)}"])
     # A copy under another name first, so that a reader never sees half a wheel.
     partial = folder / f"{wheels[0].name}.part"
     shutil.copyfile(wheels[0], partial)
@@ -169,13 +177,14 @@ def build(
         env = build_environment(target, folder.name, args.jobs) | tools | {"HOROVOD_CMAKE": cmake}
         made: dict[str, Any] = {"toolkit": None, "jobs": args.jobs}
         if target.gpu:
-            if there := toolkit(target)[0]:
-                made["toolkit"] = f"CUDA {there.version}, installed"
-            else:
+            there = toolkit(target)[0]
+            ours = there is None
+            if there is None:
                 steps.begin("put a CUDA toolkit together from wheels")
                 there = install_cuda(steps, cuda_of(target) or "", work)
-                made["toolkit"] = f"CUDA {there.version}, of wheels"
-            env |= there.environment() | nccl_from_wheel(work)
+            made["toolkit"] = f"CUDA {there.version}, {'of wheels' if ours else 'installed'}"
+            rpath = horovod_cuda.run_path(cuda_of(target) or "", there, os.environ, ours=ours)
+            env |= there.environment() | nccl_from_wheel(work) | {"HOROVOD_RPATH": rpath}
         steps.begin(f"compile with {args.jobs} job{'s' if args.jobs > 1 else ''}")
         wheel = compile_wheel(steps, tree, work, env, folder=folder)
         made |= {"seconds": steps.seconds(), "cpu_seconds": steps.cpu_seconds()}

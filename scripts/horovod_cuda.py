@@ -149,6 +149,30 @@ def architectures(flags: str, nvcc: Path) -> tuple[str, ...]:
     return tuple(str(it) for it in sorted(wanted & known if known else wanted))
 
 
+def run_path(cuda: str, there: Toolkit, env: Mapping[str, str], *, ours: bool) -> str:
+    """Where a built library is to look for NCCL and CUDA when it runs, for CMake.
+
+    Beside itself in site-packages, where torch's or TensorFlow's wheels put them; a torch that was
+    imported first has loaded them already. What the user installed comes before.
+
+    there : the toolkit of the build
+    ours : it was put together of wheels, so it is gone by then
+    """
+    named = [f"{env['HOROVOD_NCCL_HOME']}/lib"] if "HOROVOD_NCCL_HOME" in env else []
+    installed = [] if ours else [str(there.root / "lib64")]
+    major = cuda.split(".")[0]
+    wheels = ["nccl", f"cu{major}" if int(major) >= 13 else "cuda_runtime"]
+    beside = [f"$ORIGIN/../../nvidia/{name}/lib" for name in wheels]
+    return ";".join([*named, *installed, *beside, "$ORIGIN/../../torch/lib"])
+
+
+def run_paths(library: Path) -> list[str]:
+    """Where a library looks for others when it runs, as binutils' readelf reads it."""
+    said = _said(["readelf", "-d", str(library)])
+    found = re.findall(r"\((?:RUNPATH|RPATH)\).*\[(.*)\]", said)
+    return [path for paths in found for path in paths.split(":")]
+
+
 def torch_architectures() -> str:
     """What the torch of this interpreter was compiled for; asked without a device."""
     code = (

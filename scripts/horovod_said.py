@@ -21,7 +21,7 @@ def cuda_said(target: Target) -> str:
     if not target.gpu:
         return f"no, {target.why_no_gpu()}"
     there, why = toolkit(target)
-    passed_over = "".join(f"; not {text}" for text in why)
+    passed_over = f"; passed over: {'; '.join(why)}" if why else ""
     kinds = f", for sm_{' sm_'.join(target.arches)}" if target.arches else ""
     if there:
         return f"yes, CUDA {there.version} at {there.root}{kinds}{passed_over}"

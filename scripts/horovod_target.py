@@ -78,6 +78,7 @@ class Target:
             _numbers(self.tensorflow),
             standard=self.standard,
             cuda_unused=bool(self.torch_cuda) and not self.gpu,
+            gpu=self.gpu,
         )
 
     @property

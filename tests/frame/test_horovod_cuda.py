@@ -2,7 +2,10 @@
 
 import dataclasses
 import os
+import shutil
 import stat
+import subprocess
+from pathlib import Path
 
 import build_horovod
 import horovod_cuda
@@ -202,6 +205,45 @@ def test_a_build_for_cpu_tensors_beside_a_cuda_torch_asks_for_no_toolkit():
     assert "no-cuda-of-torch" not in names(TARGET), "torch is a CPU build there"
 
 
+def test_built_libraries_look_for_cuda_where_it_stays():
+    """Not in the folder of the build: it is gone then, and in /tmp anybody may make another."""
+    made = horovod_cuda.Toolkit(Path("/tmp/horovod-build-x/cuda"), "13.2")
+    new = horovod_cuda.run_path("13.2", made, {}, ours=True).split(";")
+    assert new[:2] == ["$ORIGIN/../../nvidia/nccl/lib", "$ORIGIN/../../nvidia/cu13/lib"]
+    old = horovod_cuda.run_path("12.8", made, {}, ours=True)
+    assert "$ORIGIN/../../nvidia/cuda_runtime/lib" in old
+    assert all(path.startswith("$ORIGIN/") for path in new)
+    there = horovod_cuda.Toolkit(Path("/opt/cuda"), "13.0")
+    own = horovod_cuda.run_path("13.2", there, {"HOROVOD_NCCL_HOME": "/opt/nccl"}, ours=False)
+    assert own.split(";")[:2] == ["/opt/nccl/lib", "/opt/cuda/lib64"]
+    assert "run-path" in names(GPU)
+    assert "run-path" not in names(horovod_target.without_cuda(GPU)), "kept wheels stay valid"
+
+
+def test_cmake_writes_these_paths_into_a_library(tmp_path):
+    """With the edit's own lines, as $ORIGIN has to pass CMake, make and the linker unharmed."""
+    if not (shutil.which("cmake") and shutil.which("g++") and shutil.which("readelf")):
+        pytest.skip("needs cmake, g++ and readelf")
+    (edit,) = (it for it in EDITS if it.name == "run-path")
+    write(tmp_path / "a.cc", "int a() { return 1; }")
+    write(tmp_path / "gone/libb.so")
+    subprocess.run(
+        ["g++", "-shared", "-o", tmp_path / "gone/libb.so", tmp_path / "a.cc"], check=True
+    )
+    text = "cmake_minimum_required(VERSION 3.13)\n{}add_library(a SHARED a.cc)\n"
+    text += f"target_link_libraries(a {tmp_path}/gone/libb.so)\n"
+    rpath = horovod_cuda.run_path("13.2", horovod_cuda.Toolkit(tmp_path, "13.2"), {}, ours=True)
+    found = {}
+    for name, lines in (("before", edit.old), ("after", edit.new)):
+        write(tmp_path / "CMakeLists.txt", text.format(lines))
+        build = tmp_path / name
+        env = os.environ | {"HOROVOD_RPATH": rpath}
+        for args in (["-S", tmp_path, "-B", build], ["--build", build]):
+            subprocess.run(["cmake", *args], env=env, check=True, capture_output=True)
+        found[name] = horovod_cuda.run_paths(build / "liba.so")
+    assert found == {"before": [f"{tmp_path}/gone"], "after": rpath.split(";")}
+
+
 def test_the_hash_sees_cuda_and_knows_wheels_of_before():
     digest = GPU.digest(EDITS, "sha")
     for change in ({"arches": ("90",)}, {"wheels": False, "nvcc": "13.0"}, {"standard": 17}):
@@ -237,7 +279,9 @@ def test_check_tells_where_cuda_comes_from(monkeypatch, tmp_path, bare):
     assert "a toolkit of wheels for this build: nvidia-cuda-nvcc==13.2.*" in said
     assert "for sm_80 sm_90" in said
     toolkit(tmp_path / "cuda", without=["nvvm/bin/cicc"])
-    assert f"not {tmp_path}/cuda has no nvvm/bin/cicc" in build_horovod.describe(GPU, EDITS)
+    assert f"; passed over: {tmp_path}/cuda has no nvvm/bin/cicc" in build_horovod.describe(
+        GPU, EDITS
+    )
     toolkit(tmp_path / "cuda")
     assert f"CUDA 13.0 at {tmp_path}/cuda" in build_horovod.describe(GPU, EDITS)
     assert "NCCL: no, torch 2.13.0+cpu is a CPU build" in build_horovod.describe(TARGET, EDITS)
