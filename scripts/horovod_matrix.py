@@ -71,8 +71,7 @@ FIRST: Final = (
 )
 ALL: Final = tuple(
     Cell(torch, cuda, python, tensorflow)
-    for tensorflow in (False, True)
-    for cuda in (True, False)
+    for cuda, tensorflow in ((True, False), (False, False), (False, True))
     for torch in ("2.15.0", "2.13.0", "2.11.0")
     for python in ("3.11", "3.12", "3.13")
 )
@@ -227,19 +226,16 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     built = [cell for cell in CELLS if results.get(cell.name, {}).get("state") == "built"]
     lines = [list(HEAD), ["---"] * len(HEAD), *(line_of(it, results[it.name]) for it in built)]
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[str, dict[str, list[str]]] = {}
     for cell in CELLS:
         if cell not in built:
-            (
-                python,
-                torch,
-                beside,
-                *_,
-            ) = line = line_of(cell, results.get(cell.name))
-            what = f"torch {torch}{f' and TensorFlow {beside}' if beside else ''}, Python {python}"
-            reasons.setdefault(line[5], []).append(what)
-    left = [f"- {why}: {'; '.join(cells)}." for why, cells in reasons.items()]
-    return "\n".join([text, "", *left]).rstrip()
+            python, torch, beside, *_ = line = line_of(cell, results.get(cell.name))
+            what = f"torch {torch}{f' and TensorFlow {beside}' if beside else ''}"
+            reasons.setdefault(line[5], {}).setdefault(what, []).append(python)
+    for why, cells in reasons.items():
+        named = (f"{what} (Python {', '.join(sorted(pythons))})" for what, pythons in cells.items())
+        text += f"\n\n{why[0].upper()}{why[1:]}: {'; '.join(named)}."
+    return text
 
 
 def put(text: str, made: str) -> str:

@@ -67,7 +67,7 @@ def test_a_cell_that_cannot_be_had_says_why_and_stops_none(three, capsys):
     assert [row["cell"] for row in rows] == [cell.name for cell in cells]
     assert {row["state"] for row in rows} == {"cannot"}
     assert rows[1]["why"] == "no Python 8.2 on this machine"
-    assert "- cannot: no Python 8.3 on this machine: torch 2.15.0 CUDA" in capsys.readouterr().out
+    assert "Cannot: no Python 8.3 on this machine: torch 2.15.0 CUDA" in capsys.readouterr().out
 
 
 def test_it_goes_on_where_it_stopped(three, monkeypatch):
@@ -106,17 +106,14 @@ def test_the_reason_of_pip_and_of_the_build_is_found(tmp_path):
 
 def test_the_table_tells_what_was_built_and_why_not(three):
     cells, _, _ = three
-    built = {"state": "built", "facts": FACTS}
-    text = horovod_matrix.table(
-        {cells[0].name: built, cells[1].name: {"state": "cannot", "why": "x"}}
-    )
-    lines = text.splitlines()
+    cannot = {"state": "cannot", "why": "x"}
+    rows = {cells[0].name: {"state": "built", "facts": FACTS}, cells[1].name: cannot}
+    lines = horovod_matrix.table(rows | {cells[2].name: cannot}).splitlines()
     first = "| 3.11.7 | 2.15.0 CUDA 13.2 |  | 20 | CUDA 13.2, of wheels | Gloo, NCCL | torch "
     assert lines[2] == first + "| 126 | 240 |"
-    assert lines[4:] == [
-        "- cannot: x: torch 2.15.0 CUDA, Python 8.2.",
-        "- not tried: torch 2.15.0 CUDA, Python 8.3.",
-    ]
+    assert lines[4:] == ["Cannot: x: torch 2.15.0 CUDA (Python 8.2, 8.3)."]
+    lines = horovod_matrix.table(rows).splitlines()
+    assert lines[6:] == ["Not tried: torch 2.15.0 CUDA (Python 8.3)."]
 
 
 def test_the_page_is_made_of_the_result_file(monkeypatch, tmp_path, capsys):
