@@ -226,7 +226,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return make(target, args)
     except NoToolkitError as error:
-        print(f"no CUDA toolkit can be had, so Horovod is built for CPU tensors only: {error}")
+        cuda = cuda_of(target)
+        print(
+            f"Horovod is built for CPU tensors only: no CUDA {cuda} toolkit was found, and {error}"
+        )
         return make(without_cuda(target), args)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import build_horovod
 import horovod_cuda
 import horovod_edits
+import horovod_steps
 import horovod_target
 import horovod_tools
 import pytest
@@ -270,7 +271,22 @@ def test_where_wheels_cannot_be_had_it_is_built_for_cpu_tensors(monkeypatch, tmp
     monkeypatch.setattr(build_horovod, "build", build)
     assert build_horovod.main(["--wheel-only", "--cache", str(tmp_path / "cache")]) == 0
     assert [target.gpu for target in made] == [True, False]
-    assert "for CPU tensors only: no index" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "for CPU tensors only: no CUDA 13.2 toolkit was found, and no index\n" in said
+
+
+def test_why_no_toolkit_could_be_made_is_one_line(tmp_path, monkeypatch):
+    """Also with what pip said, which is many."""
+    for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    steps = horovod_steps.Steps(1, tmp_path / "build.log")
+    steps.begin("put a CUDA toolkit together from wheels")
+    with pytest.raises(horovod_tools.NoToolkitError) as caught:
+        horovod_tools.install_cuda(steps, "13.2", tmp_path)
+    assert len(str(caught.value).splitlines()) == 1
+    assert "No matching distribution found for nvidia-cuda-nvcc==13.2.*" in str(caught.value)
+    assert f"log: {tmp_path}/build.log" in str(caught.value)
 
 
 def test_check_tells_where_cuda_comes_from(monkeypatch, tmp_path, bare):
