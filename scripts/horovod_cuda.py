@@ -81,7 +81,8 @@ def candidates(env: Mapping[str, str]) -> list[Path]:
         return [Path(it) for it in named]
     nvcc = shutil.which("nvcc", path=env.get("PATH", ""))
     on_path = [root_of(Path(nvcc))] if nvcc else []
-    return [*(it for it in on_path if it), Path("/usr/local/cuda")]
+    usual = Path("/usr/local/cuda")
+    return [*(it for it in on_path if it), *([usual] if usual.is_dir() else [])]
 
 
 def found(cuda: str, roots: Iterable[Path]) -> tuple[Toolkit | None, list[str]]:
@@ -91,9 +92,11 @@ def found(cuda: str, roots: Iterable[Path]) -> tuple[Toolkit | None, list[str]]:
     """
     why = []
     for root in dict.fromkeys(roots):
-        if not root.is_dir():
+        lacks = missing(root)
+        if len(lacks) == len(NEEDED):
+            why.append(f"{root} is no CUDA toolkit" if root.is_dir() else f"{root} is not there")
             continue
-        if lacks := missing(root):
+        if lacks:
             why.append(f"{root} has no {', '.join(lacks)}")
             continue
         version = version_of(root / "bin" / "nvcc")

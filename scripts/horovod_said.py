@@ -31,11 +31,12 @@ def cuda_said(target: Target) -> str:
 
 def describe(target: Target, edits: tuple[Edit, ...]) -> str:
     """Return what will be built, in words."""
+    asked = ", which torch's headers ask for" if target.torch else ""
     lines = [
         f"Horovod {VERSION} for Python {target.python}: {target.frameworks or 'no framework'}",
         f"compiler: {target.compiler}",
         f"NCCL: {cuda_said(target)}",
-        f"C++ standard: {target.standard}, of torch's headers",
+        f"C++ standard: {target.standard}{asked}",
         f"MPI: {target.mpi or 'no, mpirun and mpicxx not both found'}",
         f"edits: {', '.join(edit.name for edit in edits)}",
     ]

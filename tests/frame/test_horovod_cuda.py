@@ -67,7 +67,9 @@ def bare(monkeypatch, tmp_path):
 def test_a_complete_toolkit_is_taken(tmp_path):
     root = toolkit(tmp_path / "cuda")
     found, why = horovod_cuda.found("13.2", [tmp_path / "no such", root])
-    assert (found.root, found.version, why) == (root, "13.0", [])
+    assert (found.root, found.version) == (root, "13.0")
+    # A wrong CUDA_HOME must not go unsaid.
+    assert why == [f"{tmp_path}/no such is not there"]
     environment = found.environment()
     for name in ("CUDA_HOME", "HOROVOD_CUDA_HOME", "CUDAToolkit_ROOT"):
         assert environment[name] == str(root)
@@ -82,6 +84,11 @@ def test_one_that_lacks_a_part_is_passed_over_and_the_part_named(tmp_path, lack)
     found, (why,) = horovod_cuda.found("13.0", [root])
     assert found is None
     assert lack in why
+
+
+def test_a_folder_without_any_part_is_no_toolkit(tmp_path):
+    found, why = horovod_cuda.found("13.0", [tmp_path])
+    assert (found, why) == (None, [f"{tmp_path} is no CUDA toolkit"])
 
 
 def test_another_major_version_is_passed_over(tmp_path):
