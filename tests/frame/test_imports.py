@@ -44,7 +44,11 @@ LAYERS = (
     ("sn_compress.gossip", "sn_compress.hardware"),
     ("sn_compress.settings",),
     ("sn_compress.theta",),
-    ("sn_compress.prediction.cost", "sn_compress.prediction.layers"),
+    (
+        "sn_compress.prediction.accuracy",
+        "sn_compress.prediction.cost",
+        "sn_compress.prediction.layers",
+    ),
     ("sn_compress.prediction.rates",),
     ("sn_compress.prediction.predict",),
     ("sn_compress.prediction.tuning",),
