@@ -136,8 +136,8 @@ def test_nothing_is_run_for_a_prediction(monkeypatch):
         def fail(*_):
             raise AssertionError("it was run")
 
-        monkeypatch.setattr(packed._packer, "pack", fail)
-        monkeypatch.setattr(packed._packer, "unpack", fail)
+        monkeypatch.setattr(packed._compressor, "pack", fail)
+        monkeypatch.setattr(packed._compressor, "unpack", fail)
         small, large = (packed.predict(tf.TensorSpec((n, 32, 32, 3))) for n in (16, 64))
     held = sum(it.numpy().nbytes for it in model.trainable_variables)
     # Variables and their gradients are there for any batch; all else grows with it.

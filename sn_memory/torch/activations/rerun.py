@@ -108,7 +108,7 @@ class Run:
             if key[0] == inside[0] or key[0].startswith(inside[1])
         }
         versions = [(leaf, leaf._version) for leaf in tensors(leaves)]
-        state = None if self._owner.packer.blank else _State(self._module, leaves)
+        state = None if self._owner.compressor.blank else _State(self._module, leaves)
         current.first = self
         try:
             result = self._forward(*args, **kwargs)
@@ -159,7 +159,7 @@ class Run:
             copies = [] if self._state is None else self._state.copies
             there = [restored[key] for key, it in self._given.items() if it.left_alone]
             current = Pass(
-                owner.packer,
+                owner.compressor,
                 self._resident,
                 storages_of(there + copies),
                 path=self._path,
