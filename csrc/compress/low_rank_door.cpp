@@ -1,36 +1,14 @@
 // Python's door to what the low-rank exchange computes on a host. Sizes are checked here; the
 // callers (ops/products.py, ops/orthonormal.py, ops/host_columns.py) have checked dtypes.
-#include "door.h"
-
 #include <new>
 #include <vector>
 
-#include "columns.h"
+#include "column_arguments.h"
 #include "orthonormal.h"
 #include "products.h"
 
 namespace sn {
 namespace {
-
-// Work without the interpreter lock; false with MemoryError set.
-template <typename Work>
-bool unlocked(const Work& work) {
-  bool out_of_memory = false;
-  Py_BEGIN_ALLOW_THREADS
-  try {
-    work();
-  } catch (const std::bad_alloc&) {
-    out_of_memory = true;
-  }
-  Py_END_ALLOW_THREADS
-  if (out_of_memory) PyErr_NoMemory();
-  return !out_of_memory;
-}
-
-PyObject* wrong(const char* what) {
-  PyErr_Format(PyExc_ValueError, "%s: the buffers do not belong together", what);
-  return nullptr;
-}
 
 // What the three products are called with: a matrix [rows, columns], factors [directions, rows]
 // and [directions, columns], of which rows or columns from `first` to `last` are worked on.
@@ -158,37 +136,6 @@ PyObject* orthonormal(PyObject*, PyObject* args) {
   if (!done) return nullptr;
   Py_RETURN_NONE;
 }
-
-// Sides of columns, their exponents and the tables that these are looked up in.
-struct ColumnArguments {
-  Buffer sides, exponents, covered, units;
-  int lowest, bits;
-  int64_t columns, count = 0;
-
-  bool take(PyObject* sides_arg, PyObject* exponents_arg, PyObject* covered_arg,
-            PyObject* units_arg) {
-    if (!sides.take(sides_arg, false) || !exponents.take(exponents_arg, false) ||
-        !covered.take(covered_arg, false) || !units.take(units_arg, false))
-      return false;
-    columns = sides.bytes() / 8;
-    bool legal = sides.bytes() == 8 * columns && exponents.bytes() == 4 * columns &&
-                 covered.bytes() == units.bytes() && covered.bytes() >= 4 &&
-                 (bits == 8 || bits == 16);
-    for (int64_t i = 0; legal && i < columns; ++i) {
-      const int64_t at = int64_t{exponents.as<const int32_t>()[i]} - lowest;
-      const int64_t side = sides.as<const int64_t>()[i];
-      legal = at >= 0 && at < covered.bytes() / 4 && side >= 0;
-      count += side;
-    }
-    if (!legal) wrong("columns");
-    return legal;
-  }
-  Scales scales() const {
-    return {covered.as<const float>(), units.as<const float>(),
-            static_cast<int32_t>(covered.bytes() / 4), lowest, bits};
-  }
-  int64_t words() const { return (count * bits + 31) / 32; }
-};
 
 PyObject* all_finite(PyObject*, PyObject* argument) {
   Buffer values;

@@ -74,6 +74,7 @@ class Orthonormal:
         ends = np.cumsum([0, *(rows * width for rows, width in shapes)])
         self._table, self._ends = np.array(shapes, np.int64), ends
         n, self._rows = int(ends[-1]), max(rows for rows, _ in shapes)
+        self.bits = _bits(self._rows)  # of the transform
         self._groups: list[tuple[int, int, int]] = []  # matrices, and rows and width of each
         places, rows_of = [], []
         some: list[Bools] = []
@@ -161,7 +162,7 @@ class Orthonormal:
             return None
         xp = namespace(sums)
         made = xp.empty(sums.shape[0], dtype=xp.float32, device=device_of(sums))
-        out, bits = to_host(made), _bits(self._rows)
+        out, bits = to_host(made), self.bits
         threads = host_threads(sums)
         step = len(self._table) if threads == 1 else 1
 
@@ -188,7 +189,7 @@ class Orthonormal:
             grams = take(_with_zero(grams), self._square.on(grams))
         grams = xp.reshape(grams, (self._total, self._rows, self._rows))
         transform, alive = _transform(grams, self._unit.on(grams))
-        whole, unit = integers(transform, _bits(self._rows))
+        whole, unit = integers(transform, self.bits)
         # A power of two: the products stay exact.
         whole = xp.reshape(whole * unit, (-1,))
         if self._within is not None:

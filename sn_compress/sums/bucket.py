@@ -123,7 +123,7 @@ class Bucket:
             words = _round(sends, finite)
             total = yield words
             if total.shape != words.shape:
-                raise _wrong_size(total, words)
+                raise wrong_size(total, words)
             bad = (word_sum(total) - xp.astype(total[1], xp.int64)) % PRIME != 0
             gone = total[0] != 0
             lost = gone if lost is None else lost | gone
@@ -198,7 +198,8 @@ def _on(
     return following
 
 
-def _wrong_size(total: Array, words: Array) -> CompressError:
+def wrong_size(total: Array, words: Array) -> CompressError:
+    """The error for a sum that is of other words."""
     error: CompressError = CompressError(
         f"got {total.shape[0]} summed words; expected {words.shape[0]}. Do all ranks run the same "
         "version with the same settings?"

@@ -56,15 +56,16 @@ class Columns:
         self._sizes = [count * side for count, side in self.shapes]
         self._column_of = Constant(np.repeat(np.arange(self.count), sides))
         self._starts = np.cumsum([0, *sides[:-1]])
-        self._sides = np.array(sides, np.int64)
+        self.sides = np.array(sides, np.int64)
         # Columns of equal length side by side: runs, and numbers in each.
         self._runs = runs_of(sides)
 
     def words(self, ranks: int) -> int:
         """Words that travel: a scale for each column, and the digits."""
-        return self.count + self._digits(ranks).words(self.size)
+        return self.count + self.digits(ranks).words(self.size)
 
-    def _digits(self, ranks: int) -> Digits:
+    def digits(self, ranks: int) -> Digits:
+        """How wide a digit is, and how large a rank's may be."""
         return Digits.of(ranks, fine=self.fine, most=self._most)
 
     def split(self, flat: Array) -> list[Array]:
@@ -102,7 +103,7 @@ class Columns:
     def pack(self, flat: Array, exponents: Array, ranks: int) -> tuple[Array, Array]:
         """[words] int32 of finite numbers [size], and what they will be read as, [size] float32."""
         xp = namespace(exponents)
-        digits = self._digits(ranks)
+        digits = self.digits(ranks)
         if packed := self._packed(flat, exponents, digits):
             return packed
         logs, some = covering(self.peaks(flat))
@@ -116,7 +117,7 @@ class Columns:
     def unpack(self, total: Array, exponents: Array, ranks: int) -> tuple[Array, Array, Array]:
         """Sums of digits [size] int32, what one of the mean stands for [size], next exponents."""
         xp = namespace(total)
-        digits = self._digits(ranks)
+        digits = self.digits(ranks)
         head = total[: self.count]
         counts = shifted_right(head + _COUNT // 2, 20)
         some = counts > 0
@@ -139,7 +140,7 @@ class Columns:
         words = xp.empty(self.count + digits.words(self.size), dtype=xp.int32, device=at)
         own = xp.empty(self.size, dtype=xp.float32, device=at)
         core.pack_columns(
-            views[0], self._sides, views[1], COVERED.host, unit_table(digits.limit).host, LOWEST,
+            views[0], self.sides, views[1], COVERED.host, unit_table(digits.limit).host, LOWEST,
             digits.bits, float(digits.limit), _COUNT, to_host(words), to_host(own),
         )  # fmt: skip
         return words, own
@@ -155,7 +156,7 @@ class Columns:
         sums = xp.empty(self.size, dtype=xp.int32, device=at)
         unit = xp.empty(self.size, dtype=xp.float32, device=at)
         core.unpack_columns(
-            views[0], self._sides, views[1], unit_table(digits.limit, ranks).host, LOWEST,
+            views[0], self.sides, views[1], unit_table(digits.limit, ranks).host, LOWEST,
             digits.bits, to_host(sums), to_host(unit),
         )  # fmt: skip
         return sums, unit

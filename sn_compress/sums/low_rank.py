@@ -50,10 +50,10 @@ class LowRank(Part):
         pairs = list(zip(shapes, sizes, strict=True))
         left = [(size, rows) for (rows, _), size in pairs]
         right = [(size, columns) for (_, columns), size in pairs]
-        self._left, self._right = (
+        self.left, self.right = (
             Columns(each, most=most(max(side for _, side in each))) for each in (left, right)
         )
-        self._left_rows, self._right_rows = Orthonormal(left), Orthonormal(right)
+        self.left_rows, self.right_rows = Orthonormal(left), Orthonormal(right)
 
     @classmethod
     def together(cls, parts: Sequence[Part]) -> list[Part]:
@@ -62,18 +62,18 @@ class LowRank(Part):
         return [cls(shapes, [size for part in lows for size in part.sizes])]
 
     def split(self, state: State) -> list[State]:
-        basis = [count * side for count, side in self._right.shapes]
+        basis = [count * side for count, side in self.right.shapes]
         return cut_up(state, {"basis": basis, "left": self.sizes, "right": self.sizes})
 
     def join(self, states: Sequence[State]) -> State:
         return joined(states)
 
     def words(self, ranks: int) -> list[int]:
-        return [self._left.words(ranks), self._right.words(ranks)]
+        return [self.left.words(ranks), self.right.words(ranks)]
 
     def new_state(self, like: Array) -> State:
         xp = namespace(like)
-        zeros = xp.zeros(self._left.count, dtype=xp.int32, device=device_of(like))
+        zeros = xp.zeros(self.left.count, dtype=xp.int32, device=device_of(like))
         return {"basis": self._start(like), "left": zeros, "right": zeros}
 
     def _start(self, like: Array) -> Array:
@@ -82,7 +82,7 @@ class LowRank(Part):
         for (_, columns), size in zip(self.shapes, self.sizes, strict=True):
             chance = np.random.default_rng(columns).integers(-127, 128, (size, columns))
             factors.append(chance.astype(np.int32))
-        return like_of(self._right_rows(self._right.join(factors)), like)
+        return like_of(self.right_rows(self.right.join(factors)), like)
 
     def begin(self, state: State, means: Sequence[Array]) -> State:
         xp = namespace(state["basis"])
@@ -98,7 +98,7 @@ class LowRank(Part):
                 ),
                 state[name],
             )
-            for columns, each, name in ((self._left, p, "left"), (self._right, q, "right"))
+            for columns, each, name in ((self.left, p, "left"), (self.right, q, "right"))
         )
         return {"basis": flat, "left": left, "right": right}
 
@@ -114,10 +114,10 @@ class LowRank(Part):
         """
         bits = most(max(max(it) for it in self.shapes)).bit_length() - 1
         for _ in range(_ITERATIONS + 1):
-            p = _turned(self._right.split(flat), [turned(it) for it in wholes])
-            q = _turned(self._left.split(self._left_rows(_rounded(p, bits))), wholes)
-            flat = self._right_rows(_rounded(q, bits), flat)
-        return flat, _turned(self._right.split(flat), [turned(it) for it in wholes]), q
+            p = _turned(self.right.split(flat), [turned(it) for it in wholes])
+            q = _turned(self.left.split(self.left_rows(_rounded(p, bits))), wholes)
+            flat = self.right_rows(_rounded(q, bits), flat)
+        return flat, _turned(self.right.split(flat), [turned(it) for it in wholes]), q
 
     def rescale(self, state: State, quarters: int) -> State:
         return state | {name: shifted(state[name], quarters) for name in ("left", "right")}
@@ -140,18 +140,18 @@ class LowRank(Part):
 
     def first(self, state: State, matrices: Sequence[Array], ranks: int) -> tuple[Array, Array]:
         """The words of P = M Q, and whether there are numbers."""
-        basis = self._right.split(state["basis"])
+        basis = self.right.split(state["basis"])
         p, finite = numbers(times_rows(basis, matrices))
-        return self._left.pack(p, state["left"], ranks)[0], finite
+        return self.left.pack(p, state["left"], ranks)[0], finite
 
     def second(
         self, state: State, matrices: Sequence[Array], found: Summed, ranks: int
     ) -> tuple[Array, Array, State]:
         """The words of Q = M^T P, whether there are numbers, and what `last` needs."""
-        sums, _, exponents = self._left.unpack(found.words, state["left"], ranks)
-        p = self._left_rows(sums)
-        q, finite = numbers(times_columns(self._left.split(p), matrices))
-        words, own = self._right.pack(q, state["right"], ranks)
+        sums, _, exponents = self.left.unpack(found.words, state["left"], ranks)
+        p = self.left_rows(sums)
+        q, finite = numbers(times_columns(self.left.split(p), matrices))
+        words, own = self.right.pack(q, state["right"], ranks)
         return words, finite, {"p": p, "q": q, "own": own, "left": exponents}
 
     def last(
@@ -167,14 +167,14 @@ class LowRank(Part):
     ) -> Outcome:
         """What the step leads to; what was sent is subtracted from the matrices."""
         xp, own = namespace(matrices[0]), seen["own"]
-        sums, unit, exponents = self._right.unpack(found.words, state["right"], ranks)
-        mean = self._right.split(xp.astype(sums, xp.float32) * (unit * found.poison))
-        p, owns = self._left.split(seen["p"]), self._right.split(own)
+        sums, unit, exponents = self.right.unpack(found.words, state["right"], ranks)
+        mean = self.right.split(xp.astype(sums, xp.float32) * (unit * found.poison))
+        p, owns = self.left.split(seen["p"]), self.right.split(own)
         left = subtract_outer(matrices, p, owns)
         means = exact_outer(p, mean, outs) if exact else outer(p, mean, outs)
         new = {
             # The new directions; where there is none (the gradient had fewer), the old one waits.
-            "basis": self._right_rows(sums, state["basis"]),
+            "basis": self.right_rows(sums, state["basis"]),
             "left": seen["left"],
             "right": exponents,
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -19,6 +20,11 @@ VECTOR = 2**16
 
 def is_large(shape: Sequence[int], min_elements: int) -> bool:
     """Whether a tensor is worth compressing: the rule of every class and every seam."""
+    return _is_large(tuple(shape), min_elements)
+
+
+@lru_cache(maxsize=4096)
+def _is_large(shape: tuple[int, ...], min_elements: int) -> bool:
     is_vector = sum(side > 1 for side in shape) <= 1
     return math.prod(shape) >= (max(VECTOR, min_elements) if is_vector else min_elements)
 

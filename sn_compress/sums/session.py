@@ -228,7 +228,9 @@ class SharedExchange:
         return tensor
 
     def _tensor(self, name: str, shape: Sequence[int]) -> Tensor:
-        tensor = self.tensors.setdefault(name, Tensor(tuple(shape)))
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            tensor = self.tensors[name] = Tensor(tuple(shape))
         if tensor.shape != tuple(shape):
             raise CompressError(
                 f"{name!r} has shape {tuple(shape)}; before it was {tensor.shape}. Names must be "

@@ -20,6 +20,7 @@ from ..ops.remember import remembered
 from ..saved import floats, reading
 from .base import Array, Part, State
 from .bucket import Bucket
+from .host_rounds import rounds_for
 from .step import bucket_of, check, steadily, summed
 
 _QUARTERS = 4  # of an octave: the steps of scales
@@ -101,13 +102,23 @@ class Summable:
 
         And its squared norm, 0-d float32.
         """
-        self.place(gradient)
+        out = self.buffer(gradient)
         (shape,) = self.part.shapes
-        self.conclude()
-        out = self._before[0] if self._before is not None else self._spare
         vector, energy = remembered(self.memory, gradient, decay, out)
         self._before, self._spare = None, vector
         return namespace(vector).reshape(vector, shape), energy
+
+    def buffer(self, gradient: Array) -> Array | None:
+        """What becomes the memory, [n], where the gradient is; None before there is one."""
+        self.place(gradient)
+        self.conclude()
+        return self._before[0] if self._before is not None else self._spare
+
+    def into(self, gradient: Array) -> Array:
+        """The same, made if there is none: for gradient plus memory, which the caller writes."""
+        out = self.buffer(gradient)
+        self._before, self._spare = None, np.empty_like(self.memory) if out is None else out
+        return self._spare
 
     def end(self, left: Array, state: State, verdict: Verdict) -> None:
         """Take a step as it has ended, or will turn out to have."""
@@ -206,23 +217,40 @@ def _steps(
     outs: Sequence[Array] | None,
 ) -> Generator[Array, Array, tuple[list[Array], Verdict]]:
     bucket, order = bucket_of(tuple(one.part for one in summables))
-    added = [summables[at].add(gradients[at], decay) for at in order]
-    matrices, squares = [matrix for matrix, _ in added], [square for _, square in added]
-    xp = namespace(matrices[0])
-    into = None
-    if outs is not None:
-        pairs = zip(order, bucket.shapes, strict=True)
-        into = [xp.reshape(outs[at], shape) for at, shape in pairs]
-    state = bucket.join([summables[at].state for at in order])
-    result, numbers = yield from summed(
-        bucket, state, matrices, squares, ranks=ranks, rank=rank, exact=exact, outs=into
-    )
+    ordered, given = [summables[at] for at in order], [gradients[at] for at in order]
+    into = None if outs is None else [outs[at] for at in order]
+    if host := rounds_for(bucket, given, ranks=ranks, exact=exact):
+        added = tuple(one.into(it) for one, it in zip(ordered, given, strict=True))
+        result, numbers = yield from host.step(
+            host.part.join([one.state for one in ordered]),
+            tuple(one.memory for one in ordered),
+            tuple(given),
+            added,
+            tuple(into or map(np.empty_like, given)),
+            decay,
+        )
+        states = host.part.split(result.state)
+    else:
+        found = [one.add(it, decay) for one, it in zip(ordered, given, strict=True)]
+        xp = namespace(given[0])
+        if into is not None:
+            into = [xp.reshape(it, shape) for it, shape in zip(into, bucket.shapes, strict=True)]
+        result, numbers = yield from summed(
+            bucket,
+            bucket.join([one.state for one in ordered]),
+            [matrix for matrix, _ in found],
+            [square for _, square in found],
+            ranks=ranks,
+            rank=rank,
+            exact=exact,
+            outs=into,
+        )
+        states = bucket.split(result.state)
     verdict = Verdict(Later(numbers))
     means: list[Array] = [None] * len(order)
-    states = bucket.split(result.state)
     for at, left, mean, own in zip(order, result.left, result.mean, states, strict=True):
         summables[at].end(left, own, verdict)
-        means[at] = xp.reshape(mean, (-1,))
+        means[at] = namespace(mean).reshape(mean, (-1,))
     return means, verdict
 
 

@@ -32,10 +32,10 @@ from .horovod_state import (
     state_dict,
     synchronize,
 )
-from .in_flight import Cast, InRounds, Reducer, Shown, begin, complete, rounds
+from .in_flight import Cast, Fused, InRounds, Reducer, Shown, begin, complete, rounds
 from .memory import Memory, memory_of
 from .pending import Pending
-from .submission import Submission, stand_in, wire_type
+from .submission import Submission, send_plain, stand_in, wire_type
 
 __all__ = [
     "Elastic", "compress", "count_sparse", "load_state_dict", "report", "residuals", "restart",
@@ -56,9 +56,9 @@ def compress(tensor: torch.Tensor, settings: Settings, frame: FrameType) -> tupl
 
 def _ask(tensor: torch.Tensor, caller: Caller, settings: Settings) -> tuple[Any, Any]:
     """What Horovod is to reduce, None where the tensor travels otherwise; and what is done then."""
-    caller = replace(
-        caller, op=hvd.mpi_ops.handle_average_backwards_compatibility(caller.op, caller.average)
-    )
+    if caller.optimizer is None:  # that of an optimizer is always told
+        told = hvd.mpi_ops.handle_average_backwards_compatibility(caller.op, caller.average)
+        caller = replace(caller, op=told)
     if caller.op not in (hvd.Average, hvd.Sum):
         raise CompressError(
             f"{caller.name or 'tensor'}: compression takes op=hvd.Average or hvd.Sum; Adasum, "
@@ -72,11 +72,11 @@ def _ask(tensor: torch.Tensor, caller: Caller, settings: Settings) -> tuple[Any,
     due = caller.opens and caller.optimizer is not None and memory.engine.sameness.step()
     wire, ctx = _send(tensor, caller, memory)
     if caller.optimizer is not None:
-        _come(caller, ctx if isinstance(ctx, InRounds) else None, memory)
+        _come(caller, ctx if isinstance(ctx, InRounds | Fused) else None, memory)
     return wire, Checked.begin(memory, caller.optimizer, ctx) if due else ctx
 
 
-def _come(caller: Caller, filed: InRounds | None, memory: Memory) -> None:
+def _come(caller: Caller, filed: InRounds | Fused | None, memory: Memory) -> None:
     """Start the bucket of which this gradient was the last; take on what has arrived."""
     assert memory.buckets is not None
     if filed is not None:
@@ -100,6 +100,11 @@ def _send(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[Any, An
         chosen = own and gradient.is_float and memory.settings.compresses(gradient.shape)
         if chosen and all(p.dtype != torch.bfloat16 for p in caller.optimizer._requires_update):
             memory.stand_aside(caller.optimizer)  # Horovod reduces all of it as it is
+        # Groups are the user's own way to fuse.
+        groups = not own or caller.optimizer._groups is not None
+        if gradient.is_float and not (chosen or groups or memory.stands_in()):
+            send, end = partial(send_plain, caller), partial(complete, memory, sets)
+            return None, Fused(tensor.detach(), kind, send, end)
         wire = tensor if flat.data_ptr() == tensor.data_ptr() else flat.view(tensor.shape)
         return wire.to(kind), None if kind == tensor.dtype else Cast(tensor.dtype)
     factor = caller.scale * (sets.size() if caller.op == hvd.Sum else 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -18,8 +18,6 @@ from ..carry import Carry, Gradient
 from ..errors import CompressError, PayloadError
 from .memory import Memory
 from .streams import SideStream
-
-Rounds = Generator[list[Carry], list[Any], None]
 
 
 @dataclass
@@ -69,6 +67,32 @@ class InRounds:
         self.result = self.tensor if in_place else torch.empty_like(self.tensor).copy_(mean)
 
 
+@dataclass
+class Fused:
+    """A small gradient on its way uncompressed, in one vector with the others of its bucket."""
+
+    tensor: torch.Tensor  # which becomes the mean
+    kind: torch.dtype  # that it travels in
+    send: Callable[[torch.Tensor, str], int]  # as Horovod's optimizer would send it by itself
+    complete: Callable[[], object]
+
+    def finish(self, token: torch.Tensor) -> torch.Tensor:
+        self.complete()
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A Carry of the rim's own: a vector of gradients that travel uncompressed, [n]."""
+
+    words: torch.Tensor
+    send: Callable[[torch.Tensor, str], int]
+    kind: str = "plain"
+
+
+Rounds = Generator[Sequence[Carry | Plain], list[Any], None]
+
+
 @dataclass(frozen=True)
 class Reducer:
     """Horovod's collectives on the ranks of a process set, where the words are.
@@ -85,18 +109,20 @@ class Reducer:
     def beside(self) -> AbstractContextManager[None]:
         return self.side.on(self.device)
 
-    def start(self, name: str, carries: Sequence[Carry]) -> list[tuple[str, int]]:
+    def start(self, name: str, carries: Sequence[Carry | Plain]) -> list[tuple[str, int]]:
         return [
             (name, self._send(carry, f"{name}.{place}" if place else name))
             for place, carry in enumerate(carries)
         ]
 
-    def _send(self, carry: Carry, name: str | None) -> Any:
-        name = name if self.named else None
+    def _send(self, carry: Carry | Plain, name: str) -> Any:
+        if isinstance(carry, Plain):
+            return carry.send(carry.words, f"{name}.{carry.words.dtype}")
+        called = name if self.named else None
         if carry.kind == "gather":
-            return hvd.allgather_async(carry.words, name=name, process_set=self.process_set)
+            return hvd.allgather_async(carry.words, name=called, process_set=self.process_set)
         return hvd.allreduce_async_(
-            carry.words, name=name, op=hvd.Sum, process_set=self.process_set
+            carry.words, name=called, op=hvd.Sum, process_set=self.process_set
         )
 
     def arrived(self, handles: list[tuple[str, int]]) -> bool:
@@ -111,13 +137,38 @@ class Reducer:
             return result_of(hvd, handle, limit_s=self.limit_s, what=name)
         except hvd.mpi_ops.HorovodInternalError as error:
             if "join" in str(error).lower():
-                raise _joined(name) from error
+                raise _has_joined(name) from error
             error.add_note(f"while waiting for {name}; a rank has ended, or called hvd.join()")
             raise
 
 
-def rounds(memory: Memory, members: Sequence[InRounds], process_set: Any) -> Rounds:
-    """Those of gradients that travel together."""
+def rounds(memory: Memory, members: Sequence[InRounds | Fused], process_set: Any) -> Rounds:
+    """Those of gradients that travel together: what is plain goes beside the first one."""
+    coded = [member for member in members if isinstance(member, InRounds)]
+    small: dict[torch.dtype, list[Fused]] = {}
+    for member in members:
+        if isinstance(member, Fused):
+            small.setdefault(member.kind, []).append(member)
+    opened = _coded(memory, coded, process_set) if coded else None
+    asked = [] if opened is None else next(opened)
+    came = yield [*asked, *(Plain(_joined(it, kind), it[0].send) for kind, it in small.items())]
+    means, came = came[len(asked) :], came[: len(asked)]
+    if opened is not None:
+        with suppress(StopIteration):
+            while True:
+                came = yield opened.send(came)
+    for fused, mean in zip(small.values(), means, strict=True):
+        pieces = mean.split([it.tensor.numel() for it in fused])
+        for member, piece in zip(fused, pieces, strict=True):
+            member.tensor.copy_(piece.view(member.tensor.shape))
+
+
+def _joined(members: Sequence[Fused], kind: torch.dtype) -> torch.Tensor:
+    return torch.cat([member.tensor.reshape(-1).to(kind) for member in members])
+
+
+def _coded(memory: Memory, members: Sequence[InRounds], process_set: Any) -> Rounds:
+    """Those of gradients that are compressed."""
     gradients = [member.gradient for member in members]
     ranks = process_set.size()
     memory.begins(str(gradient.name) for gradient in gradients)
@@ -134,7 +185,7 @@ def rounds(memory: Memory, members: Sequence[InRounds], process_set: Any) -> Rou
             # zeros in the place of a rank that has joined.
             gathered = [each for each, carry in zip(came, asked, strict=True) if _gathers(carry)]
             if not all(part.any() for each in gathered for part in each.view(ranks, -1)):
-                raise _joined(str(gradients[0].name)) from error
+                raise _has_joined(str(gradients[0].name)) from error
             raise
     for member in members:
         member.end()
@@ -144,7 +195,7 @@ def _gathers(carry: Carry) -> bool:
     return carry.kind == "gather"
 
 
-def _joined(name: str) -> CompressError:
+def _has_joined(name: str) -> CompressError:
     error: CompressError = CompressError(
         f"{name}: another rank called hvd.join(), after which Horovod gathers nothing. "
         "Give all ranks equally many batches (drop_last=True), or train without compression."

@@ -62,11 +62,12 @@ class Memory:
 
         It is taken back: ranks may have come to different places of it, and have to be alike.
         """
+        under_way = not self.pending.empty
         self.pending.drop()
         self.side.join()
         filed = self.buckets is not None and self.buckets.rest()
         begun, self._coded, self._dense = self._coded | self._dense, set(), set()
-        if filed or begun:
+        if filed or begun or under_way:
             # Some ranks may have sent a round off that others never will.
             self._broken += 1
         if self.settings.exchange == "shared":

@@ -68,15 +68,23 @@ class Submission:
             return Arrival(partial(ctx.finish, gradient)), None
         if wire is None:
             wire = stand_in(gradient)
-        # Split as Horovod splits it; it divides by the number of ranks itself.
-        average = caller.op == hvd.Average
-        divisor = optimizer.gradient_predivide_factor if average else 1.0
-        handle = hvd.allreduce_async_(
-            wire, name=caller.name, op=caller.op, prescale_factor=1.0 / divisor,
-            postscale_factor=divisor, process_set=caller.process_set,
-        )  # fmt: skip
         what, limit_s = str(caller.name), self._limit_s
+        handle = send_plain(caller, wire, what)
         return Arrival(partial(result_of, hvd, handle, limit_s=limit_s, what=what)), ctx
+
+
+def send_plain(caller: Caller, wire: torch.Tensor, name: str) -> int:
+    """Start the all-reduce that Horovod's optimizer starts for a gradient of its own; its handle.
+
+    wire : which becomes the result
+    """
+    # Split as Horovod splits it; it divides by the number of ranks itself.
+    average = caller.op == hvd.Average
+    divisor = caller.optimizer.gradient_predivide_factor if average else 1.0
+    return hvd.allreduce_async_(  # type: ignore[no-any-return]
+        wire, name=name, op=caller.op, prescale_factor=1.0 / divisor, postscale_factor=divisor,
+        process_set=caller.process_set,
+    )  # fmt: skip
 
 
 def stand_in(gradient: torch.Tensor) -> torch.Tensor:

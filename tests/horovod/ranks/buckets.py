@@ -96,6 +96,65 @@ def a_step_has_a_handful_of_collectives():
         assert_alike(net)
 
 
+def biases(number):
+    """Layers of 48, each with a bias, which travels plain."""
+    torch.manual_seed(0)
+    return nn.ModuleList(nn.Linear(48, 48) for _ in range(number))
+
+
+def what_is_plain_shares_a_collective_of_its_bucket():
+    """One more than there are rounds; in dense steps too, and not in the first one, nor in groups.
+
+    A rank that computes in another order, or has no gradient for some, files the same.
+    """
+    counted = Counted()
+    for way, most in (("low rank", 3), ("overlap", 3), ("fft", 2)):
+        net = biases(20)
+        optimizer = wrap(net.named_parameters(), WAYS[way])
+        found = []
+        for number in range(6):
+            counted.names.clear()
+            step(net, optimizer, number, backwards=hvd.rank() == 1)
+            own = set(optimizer._parameter_names.values())
+            plain = [it for it in counted.names if it.endswith("torch.float32") or it in own]
+            found.append(len([it for it in plain if not it.endswith("weight")]))
+        assert found[2:] == [1] * 4, (way, found, counted.names)
+        assert 1 <= len(counted.names) <= most, (way, counted.names)
+        optimizer.zero_grad()
+        used = list(net)[: 20 - 7 * hvd.rank()]
+        sum(side(torch.ones(1, 48)).square().sum() for side in used).backward()
+        optimizer.step()
+        assert_alike(net)
+
+
+def what_is_plain_has_the_mean_that_horovod_gives_it():
+    """In each type that travels, and with predivision; other types, and a sum, too."""
+    ways = {}, {"gradient_predivide_factor": 2.0}, {"op": hvd.Sum}
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        for options in ways if dtype == torch.float32 else ways[:1]:
+            net = biases(4).to(dtype)
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD(net.parameters(), lr=0.0), net.named_parameters(),
+                compression=SHARED, **options,
+            )  # fmt: skip
+            for number in range(4):
+                optimizer.zero_grad()
+                whole = [
+                    (torch.arange(48.0) * (at + 1) + number + 3 * hvd.rank()).to(dtype)
+                    for at in range(4)
+                ]
+                sum((side.bias * it).sum() for side, it in zip(net, whole, strict=True)).backward()
+                optimizer.synchronize()
+                for side, it in zip(net, whole, strict=True):
+                    others = hvd.allgather(it.double()[None], name="others")
+                    mean = others.sum(0) if options.get("op") == hvd.Sum else others.mean(0)
+                    close = {torch.float16: 1e-2, torch.bfloat16: 2e-2}.get(dtype, 1e-6)
+                    assert torch.allclose(side.bias.grad.double(), mean, rtol=close), (
+                        dtype,
+                        number,
+                    )
+
+
 def ranks_compute_in_different_orders():
     for way in WAYS.values():
         with small_buckets():
@@ -293,7 +352,8 @@ CASES = [
     a_step_that_broke_off_is_as_if_it_had_never_been,
     what_gathers_goes_on_after_a_step_that_broke_off, a_parameter_added_after_the_start_is_refused,
     what_has_arrived_before_it_is_asked_for_is_no_step_that_broke_off,
-    a_rank_that_has_joined_is_asked_for_nothing,
+    a_rank_that_has_joined_is_asked_for_nothing, what_is_plain_shares_a_collective_of_its_bucket,
+    what_is_plain_has_the_mean_that_horovod_gives_it,
 ]  # fmt: skip
 
 if __name__ == "__main__":

@@ -1,0 +1,62 @@
+// Sides of columns, their exponents and the tables that these are looked up in, from Python.
+#pragma once
+
+#include <new>
+
+#include "columns.h"
+#include "door.h"
+
+namespace sn {
+
+// Sets ValueError and returns null.
+inline PyObject* wrong(const char* what) {
+  PyErr_Format(PyExc_ValueError, "%s: the buffers do not belong together", what);
+  return nullptr;
+}
+
+struct ColumnArguments {
+  Buffer sides, exponents, covered, units;
+  int lowest, bits;
+  int64_t columns, count = 0;
+
+  bool take(PyObject* sides_arg, PyObject* exponents_arg, PyObject* covered_arg,
+            PyObject* units_arg) {
+    if (!sides.take(sides_arg, false) || !exponents.take(exponents_arg, false) ||
+        !covered.take(covered_arg, false) || !units.take(units_arg, false))
+      return false;
+    columns = sides.bytes() / 8;
+    bool legal = sides.bytes() == 8 * columns && exponents.bytes() == 4 * columns &&
+                 covered.bytes() == units.bytes() && covered.bytes() >= 4 &&
+                 (bits == 8 || bits == 16);
+    for (int64_t i = 0; legal && i < columns; ++i) {
+      const int64_t at = int64_t{exponents.as<const int32_t>()[i]} - lowest;
+      const int64_t side = sides.as<const int64_t>()[i];
+      legal = at >= 0 && at < covered.bytes() / 4 && side >= 0;
+      count += side;
+    }
+    if (!legal) wrong("columns");
+    return legal;
+  }
+  Scales scales() const {
+    return {covered.as<const float>(), units.as<const float>(),
+            static_cast<int32_t>(covered.bytes() / 4), lowest, bits};
+  }
+  int64_t words() const { return (count * bits + 31) / 32; }
+};
+
+// Work without the interpreter lock; false with MemoryError set.
+template <typename Work>
+bool unlocked(const Work& work) {
+  bool out_of_memory = false;
+  Py_BEGIN_ALLOW_THREADS
+  try {
+    work();
+  } catch (const std::bad_alloc&) {
+    out_of_memory = true;
+  }
+  Py_END_ALLOW_THREADS
+  if (out_of_memory) PyErr_NoMemory();
+  return !out_of_memory;
+}
+
+}  // namespace sn
