@@ -102,8 +102,8 @@ def _send(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[Any, An
             memory.stand_aside(caller.optimizer)  # Horovod reduces all of it as it is
         # Groups are the user's own way to fuse; a tuner may stand aside in the middle of a step, at
         # which ranks have come to different gradients.
-        alone = not own or caller.optimizer._groups is not None or memory.settings.tune
-        if gradient.is_float and not (chosen or alone or memory.stands_in()):
+        apart = not own or caller.optimizer._groups is not None or memory.settings.tune
+        if gradient.is_float and not (chosen or apart or memory.stands_in()):
             send, end = partial(send_plain, caller), partial(complete, memory, sets)
             return None, Fused(tensor.detach(), kind, send, end)
         wire = tensor if flat.data_ptr() == tensor.data_ptr() else flat.view(tensor.shape)
