@@ -53,15 +53,17 @@ fuzz: $(STAMPS)/extension
 
 # On a machine with a GPU and torch, perhaps CuPy and Horovod, and perhaps no network: takes the
 # python on the PATH and makes no environment. What is missing is said and left out; without a device
-# the runner ends with 3 (make then with its own 2), or with 0 where GPU_REQUIRED=0.
+# the runner ends with 3 (make then with its own 2), or with 0 where GPU_REQUIRED=0. A Horovod that is
+# not installed is taken of the wheels in GPU_WHEELS: scripts/build_horovod.py --carry lays them out.
 GPU_PYTHON ?= python3
 GPU_OUT ?= benchmarks/results/gpu
 GPU_MINUTES ?= 10
 GPU_REQUIRED ?= 1
+GPU_WHEELS ?= .cache/gpu-wheels
 GPU_ARGS ?=
 gpu:
 	PYTHONPATH=.:benchmarks $(GPU_PYTHON) -m gpu.runner --minutes $(GPU_MINUTES) \
-	  --out $(GPU_OUT) --required $(GPU_REQUIRED) $(GPU_ARGS)
+	  --out $(GPU_OUT) --required $(GPU_REQUIRED) --wheels $(GPU_WHEELS) $(GPU_ARGS)
 
 # Two minutes where it is quiet; the limit is for where it is not.
 GPU_DRY_PYTHON ?= $(BIN)/python

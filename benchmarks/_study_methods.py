@@ -240,7 +240,8 @@ BUILD: dict[str, tuple[str, Build]] = {
     "auto frequencies": ("shared", partial(_auto, frequencies=True)),
     "auto gather": ("gather", _auto_gather),
     "fft": ("gather", partial(_fft, by_shape=False)),
-    "fft, 8 bits": ("gather", partial(_fft, by_shape=False, bits=8, mantissa=3)),
+    "fft of blocks": ("gather", partial(_fft, by_shape=False, span=None)),
+    "fft, 8 bits": ("gather", partial(_fft, by_shape=False, span=None, bits=8, mantissa=3)),
     "fft by shape": ("gather", _fft),
     "dct of spans": (
         "gather",

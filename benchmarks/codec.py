@@ -36,6 +36,7 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("fft theta 0.98", {"theta": 0.98}),
     ("fft theta 0.9", {"theta": 0.9}),
     ("fft theta 0.98 bits 4", {"theta": 0.98, "bits": 4, "mantissa": 1}),
+    ("fft theta 0.98 bits 4 spans", {"theta": 0.98, "bits": 4, "mantissa": 1, "span": 64}),
     ("fft theta 0.98 fp16 values", {"theta": 0.98, "values": "fp16"}),
     ("fft theta 0.98 bitmap", {"theta": 0.98, "positions": "bitmap"}),
     ("fft theta 0.9 whole vector", {"theta": 0.9, "block": None}),

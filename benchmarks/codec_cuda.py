@@ -27,6 +27,7 @@ from sn_compress.text_table import text_table
 SETTINGS: list[tuple[str, dict[str, Any], str, int]] = [
     # name, settings, dtype of the memory, ranks decoded
     ("fft theta 0.98", {"theta": 0.98}, "float32", 8),
+    ("fft theta 0.98, spans of 64", {"theta": 0.98, "span": 64}, "float32", 8),
     ("fft theta 0.98, bf16 memory", {"theta": 0.98}, "bfloat16", 8),
     ("fft theta 0.98, one rank", {"theta": 0.98}, "float32", 1),
     ("fft theta 0.9", {"theta": 0.9}, "float32", 8),

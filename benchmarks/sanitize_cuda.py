@@ -15,6 +15,7 @@ from sn_compress.codecs.base import Payload
 
 SETTINGS = [
     {},
+    {"span": 64},
     {"values": "2bit"},
     {"values": "sign", "positions": "bitmap"},
     {"values": "fp16", "block": 8192, "theta": 0.0},

@@ -9,6 +9,7 @@ all it was built against, installs it and runs two ranks through it.
     python scripts/build_horovod.py                # build (or take from the cache) and install
     python scripts/build_horovod.py --check        # only say what would be done
     python scripts/build_horovod.py --wheel-only   # leave the interpreter as it is
+    python scripts/build_horovod.py --carry DIR    # and lay it out for a machine without a network
 
 Where torch is a CUDA build, GPU tensors go through NCCL: with a CUDA toolkit that is there, or one
 put together from wheels for this build (horovod_cuda.py). Without either it is for CPU tensors.
@@ -18,19 +19,23 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import re
 import shutil
 import sys
 import tarfile
 import tempfile
+import zipfile
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import horovod_cuda
 import horovod_edits
+from horovod_edits import VERSION
+from horovod_install import carry, install, installed_version
+from horovod_said import BUILT, describe, facts
 from horovod_steps import StepError, Steps
 from horovod_target import Target, compiler, cuda_of, detect, toolkit, without_cuda
 from horovod_tools import (
@@ -46,25 +51,13 @@ from horovod_tools import (
     write_pins,
 )
 
-VERSION: Final = "0.28.1"
 SDIST_SHA256: Final = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-SCRIPTS: Final = Path(__file__).resolve().parent
-CACHE: Final = SCRIPTS.parent / ".cache" / "horovod"
-# What Horovod's runner imports.
-RUNTIME: Final = ("cloudpickle", "psutil", "pyyaml", "packaging", "cffi")
+CACHE: Final = Path(__file__).resolve().parents[1] / ".cache" / "horovod"
 
 
 def sdist_hash(path: Path) -> str:
     """Return the SHA-256 of a file in hex."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def installed_version() -> str | None:
-    """Return the version of the Horovod in this interpreter, or None."""
-    try:
-        return metadata.version("horovod")
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def fetch_sdist(steps: Steps, cache: Path, given: Path | None, env: Mapping[str, str]) -> Path:
@@ -146,56 +139,16 @@ def compile_wheel(
     wheels = list((work / "wheel").glob("horovod-*.whl"))
     if len(wheels) != 1:
         raise steps.failed([f"pip left {len(wheels)} wheels, expected one"])
+    with zipfile.ZipFile(wheels[0]) as archive:
+        for name in archive.namelist():
+            if name.endswith(".so"):
+                paths = horovod_cuda.run_paths(Path(archive.extract(name, work / "look")))
+                if any(path.startswith(str(work)) for path in paths):
+                    raise steps.failed([f"{name} looks for others in {', '.join(paths)}"])
     # A copy under another name first, so that a reader never sees half a wheel.
     partial = folder / f"{wheels[0].name}.part"
     shutil.copyfile(wheels[0], partial)
     return partial.replace(folder / wheels[0].name)
-
-
-def smoke_test(steps: Steps, target: Target) -> None:
-    """Show what the build can do and average numbers over two ranks."""
-    run = [sys.executable, "-m", "horovod.runner.launch"]
-    report = steps.run([*run, "--check-build"])
-    # Its list of frameworks is left out: it marks PyTorch as there when horovod.torch merely
-    # imports, which it does without torch. The ranks below are the proof.
-    parts = set(re.findall(r"\[X\]\s+(.+)", report)) & {"Gloo", "MPI", "NCCL"}
-    steps.say(f"moves tensors by: {', '.join(sorted(parts))}")
-    names = [name for name in ("torch", "tensorflow") if getattr(target, name)]
-    output = steps.run(
-        [*run, "--gloo", "-np", "2", sys.executable, str(SCRIPTS / "horovod_smoke.py"), *names],
-        env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "2"},
-    )
-    for name in names:
-        ok = output.count(f"smoke {name} ok")
-        if ok != 2:
-            raise steps.failed([*output.splitlines(), f"{name}: {ok} of 2 ranks reported"])
-        steps.say(f"2 ranks averaged a {name} tensor")
-
-
-def cuda_said(target: Target) -> str:
-    """Return where CUDA comes from, or why it is left out."""
-    if not target.gpu:
-        return f"no, {target.why_no_gpu()}"
-    there, why = toolkit(target)
-    passed_over = "".join(f"; not {text}" for text in why)
-    kinds = f", for sm_{' sm_'.join(target.arches)}" if target.arches else ""
-    if there:
-        return f"yes, CUDA {there.version} at {there.root}{kinds}{passed_over}"
-    wheels = ", ".join(horovod_cuda.requirements(cuda_of(target) or ""))
-    return f"yes, with a toolkit of wheels for this build: {wheels}{kinds}{passed_over}"
-
-
-def describe(target: Target, edits: tuple[horovod_edits.Edit, ...]) -> str:
-    """Return what will be built, in words."""
-    lines = [
-        f"Horovod {VERSION} for Python {target.python}: {target.frameworks or 'no framework'}",
-        f"compiler: {target.compiler}",
-        f"NCCL: {cuda_said(target)}",
-        f"C++ standard: {target.standard}, of torch's headers",
-        f"MPI: {target.mpi or 'no, mpirun and mpicxx not both found'}",
-        f"edits: {', '.join(edit.name for edit in edits)}",
-    ]
-    return "\n".join(lines)
 
 
 def build(
@@ -222,11 +175,21 @@ def build(
         except horovod_edits.EditError as error:
             raise steps.failed([str(error)]) from error
         env = build_environment(target, folder.name, args.jobs) | tools | {"HOROVOD_CMAKE": cmake}
+        made: dict[str, Any] = {"toolkit": None, "jobs": args.jobs}
         if target.gpu:
-            there = toolkit(target)[0] or install_cuda(steps, cuda_of(target) or "", work)
-            env |= there.environment() | nccl_from_wheel(work)
+            there = toolkit(target)[0]
+            ours = there is None
+            if there is None:
+                steps.begin("put a CUDA toolkit together from wheels")
+                there = install_cuda(steps, cuda_of(target) or "", work)
+            made["toolkit"] = f"CUDA {there.version}, {'of wheels' if ours else 'installed'}"
+            rpath = horovod_cuda.run_path(cuda_of(target) or "", there, os.environ, ours=ours)
+            env |= there.environment() | nccl_from_wheel(work) | {"HOROVOD_RPATH": rpath}
         steps.begin(f"compile with {args.jobs} job{'s' if args.jobs > 1 else ''}")
-        return compile_wheel(steps, tree, work, env, folder=folder)
+        wheel = compile_wheel(steps, tree, work, env, folder=folder)
+        made |= {"seconds": steps.seconds(), "cpu_seconds": steps.cpu_seconds()}
+        (folder / BUILT).write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+        return wheel
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -244,6 +207,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="build with the setuptools and wheel of this interpreter, not the pinned ones: for "
         "machines without a package index",
     )
+    parser.add_argument(
+        "--carry",
+        type=Path,
+        help="lay the wheel and those it imports out in a folder, for a machine without a network",
+    )
+    parser.add_argument("--json", type=Path, help="write what was built and how it was proved")
     parser.add_argument("--jobs", type=int, default=default_jobs(), help="parallel compilers")
     args = parser.parse_args(argv)
     args.cache = args.cache.resolve()
@@ -257,7 +226,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return make(target, args)
     except NoToolkitError as error:
-        print(f"no CUDA toolkit can be had, so Horovod is built for CPU tensors only: {error}")
+        cuda = cuda_of(target)
+        print(
+            f"Horovod is built for CPU tensors only: no CUDA {cuda} toolkit was found, and {error}"
+        )
         return make(without_cuda(target), args)
 
 
@@ -269,7 +241,9 @@ def make(target: Target, args: argparse.Namespace) -> int:
     wheel = None if args.force else next(folder.glob("horovod-*.whl"), None)
     wanted = f"{VERSION}+sn{digest}"
     installed = installed_version() == wanted
-    if installed and not (args.check or args.wheel_only or args.force):
+    # A report tells of a proof, and wheels are laid out of the cache.
+    asked = (args.check, args.wheel_only, args.force, args.json, args.carry)
+    if installed and not any(asked):
         print(f"Horovod {wanted} is installed already: nothing to do")
         return 0
     print(describe(target, edits))
@@ -283,20 +257,28 @@ def make(target: Target, args: argparse.Namespace) -> int:
         print("cannot build Horovod:\n" + "\n".join(f"  - {text}" for text in missing))
         return 1
     folder.mkdir(parents=True, exist_ok=True)
-    total = (0 if wheel else 4) + (0 if args.wheel_only else 2)
+    total = sum(
+        (
+            0 if wheel else 4,
+            0 if wheel or not (target.gpu and target.wheels) else 1,
+            0 if args.wheel_only else 2,
+            1 if args.carry else 0,
+        )
+    )
     args.steps = steps = Steps(total, folder / "build.log" if not wheel else folder / "install.log")
+    moves: list[str] = []
     try:
-        if wheel is None:
-            wheel = build(target, edits, folder, args)
+        wheel = wheel or build(target, edits, folder, args)
         if not args.wheel_only:
-            steps.begin(f"install {wheel.name}")
-            steps.run([*PIP, "install", "--quiet", *RUNTIME])
-            steps.run([*PIP, "install", "--quiet", "--no-deps", "--force-reinstall", str(wheel)])
-            steps.begin("check the build with two ranks")
-            smoke_test(steps, target)
+            moves = install(steps, wheel, target)
+        if args.carry:
+            carry(steps, wheel, args.carry.resolve())
     except StepError as error:
         print(f"\n{error}", file=sys.stderr)
         return 1
+    if args.json:
+        found = facts(target, wheel, moves)
+        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(f"done: {wheel}")
     return 0
 

@@ -81,7 +81,8 @@ def candidates(env: Mapping[str, str]) -> list[Path]:
         return [Path(it) for it in named]
     nvcc = shutil.which("nvcc", path=env.get("PATH", ""))
     on_path = [root_of(Path(nvcc))] if nvcc else []
-    return [*(it for it in on_path if it), Path("/usr/local/cuda")]
+    usual = Path("/usr/local/cuda")
+    return [*(it for it in on_path if it), *([usual] if usual.is_dir() else [])]
 
 
 def found(cuda: str, roots: Iterable[Path]) -> tuple[Toolkit | None, list[str]]:
@@ -91,9 +92,11 @@ def found(cuda: str, roots: Iterable[Path]) -> tuple[Toolkit | None, list[str]]:
     """
     why = []
     for root in dict.fromkeys(roots):
-        if not root.is_dir():
+        lacks = missing(root)
+        if len(lacks) == len(NEEDED):
+            why.append(f"{root} is no CUDA toolkit" if root.is_dir() else f"{root} is not there")
             continue
-        if lacks := missing(root):
+        if lacks:
             why.append(f"{root} has no {', '.join(lacks)}")
             continue
         version = version_of(root / "bin" / "nvcc")
@@ -147,6 +150,30 @@ def architectures(flags: str, nvcc: Path) -> tuple[str, ...]:
     wanted = {int(it) for it in re.findall(r"(?:sm|compute)_(\d+)", flags)}
     known = {int(it) for it in re.findall(r"compute_(\d+)", _said([str(nvcc), "--list-gpu-arch"]))}
     return tuple(str(it) for it in sorted(wanted & known if known else wanted))
+
+
+def run_path(cuda: str, there: Toolkit, env: Mapping[str, str], *, ours: bool) -> str:
+    """Where a built library is to look for NCCL and CUDA when it runs, for CMake.
+
+    Beside itself in site-packages, where torch's or TensorFlow's wheels put them; a torch that was
+    imported first has loaded them already. What the user installed comes before.
+
+    there : the toolkit of the build
+    ours : it was put together of wheels, so it is gone by then
+    """
+    named = [f"{env['HOROVOD_NCCL_HOME']}/lib"] if "HOROVOD_NCCL_HOME" in env else []
+    installed = [] if ours else [str(there.root / "lib64")]
+    major = cuda.split(".")[0]
+    wheels = ["nccl", f"cu{major}" if int(major) >= 13 else "cuda_runtime"]
+    beside = [f"$ORIGIN/../../nvidia/{name}/lib" for name in wheels]
+    return ";".join([*named, *installed, *beside, "$ORIGIN/../../torch/lib"])
+
+
+def run_paths(library: Path) -> list[str]:
+    """Where a library looks for others when it runs, as binutils' readelf reads it."""
+    said = _said(["readelf", "-d", str(library)])
+    found = re.findall(r"\((?:RUNPATH|RPATH)\).*\[(.*)\]", said)
+    return [path for paths in found for path in paths.split(":")]
 
 
 def torch_architectures() -> str:

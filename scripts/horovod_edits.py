@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+VERSION: Final = "0.28.1"
+
 
 class EditError(RuntimeError):
     """An edit did not find its place, so the source is not the one the edits were written for."""
@@ -25,6 +27,7 @@ class Versions:
     tensorflow: tuple[int, ...] | None = None
     standard: int = 17  # of C++, that torch's headers ask for
     cuda_unused: bool = False  # torch is a CUDA build, and this one is for CPU tensors
+    gpu: bool = False  # it is built with NCCL
 
 
 def always(_: Versions) -> bool:
@@ -40,6 +43,11 @@ def new_tensorflow(versions: Versions) -> bool:
 def cpu_beside_cuda(versions: Versions) -> bool:
     """Say whether a CUDA build of torch gets a Horovod for CPU tensors."""
     return versions.cuda_unused
+
+
+def with_nccl(versions: Versions) -> bool:
+    """Say whether the build links NCCL and CUDA, which may lie in folders that go with it."""
+    return versions.gpu
 
 
 STANDARD: Final = "{standard}"  # in the new text of an edit: the C++ standard
@@ -93,6 +101,17 @@ EDITS: Final = (
         why="a CUDA build of torch made CMake ask for a CUDA toolkit, also where no GPU operation "
         "is wanted: so nobody without a toolkit got a Horovod",
         when=cpu_beside_cuda,
+    ),
+    Edit(
+        name="run-path",
+        file="CMakeLists.txt",
+        old="project(horovod CXX)\n",
+        new="project(horovod CXX)\n"
+        "set(CMAKE_BUILD_WITH_INSTALL_RPATH TRUE)\n"
+        'set(CMAKE_INSTALL_RPATH "$ENV{HOROVOD_RPATH}")\n',
+        why="its libraries would look for NCCL and CUDA in the folder of the build, which is gone "
+        "when they run, and where anybody on a shared machine may put another",
+        when=with_nccl,
     ),
     Edit(
         name="no-xla-ops",

@@ -67,6 +67,7 @@ class Steps:
         self.number = 0
         self.name = ""
         self._started_s = time.monotonic()
+        self._cpu_started_s = _cpu_s()
         self._percent = -1
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text("", encoding="utf-8")
@@ -141,9 +142,22 @@ class Steps:
             f"  log: {self.log}\n  do:  {advice}"
         )
 
+    def seconds(self) -> float:
+        """Return seconds since the start."""
+        return round(time.monotonic() - self._started_s, 1)
+
+    def cpu_seconds(self) -> float:
+        """Return seconds of processor since the start: what a busy machine does not stretch."""
+        return round(_cpu_s() - self._cpu_started_s, 1)
+
     def _elapsed(self) -> str:
         seconds = int(time.monotonic() - self._started_s)
         return f"{seconds // 60}:{seconds % 60:02d}"
+
+
+def _cpu_s() -> float:
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
 
 
 def error_lines(lines: Sequence[str]) -> list[str]:

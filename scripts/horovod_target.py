@@ -78,6 +78,7 @@ class Target:
             _numbers(self.tensorflow),
             standard=self.standard,
             cuda_unused=bool(self.torch_cuda) and not self.gpu,
+            gpu=self.gpu,
         )
 
     @property
@@ -87,6 +88,8 @@ class Target:
 
     def why_no_gpu(self) -> str:
         """Return why NCCL is left out, or an empty string when it is in."""
+        if not self.torch and not self.tensorflow:
+            return "there is no framework to bring CUDA tensors"
         if self.torch and not self.torch_cuda:
             return f"torch {self.torch} is a CPU build"
         if self.tensorflow and not self.tensorflow_cuda:
@@ -177,7 +180,9 @@ def _with_cuda(target: Target) -> Target:
         nvcc = there.root / "bin" / "nvcc" if there else Path("nvcc")
         arches = horovod_cuda.architectures(horovod_cuda.torch_architectures(), nvcc)
     nvcc_version = there.version if there else None
-    return replace(target, nvcc=nvcc_version, wheels=there is None, arches=arches)
+    # Without a version nobody can tell which wheels to take.
+    wheels = there is None and cuda_of(target) is not None
+    return replace(target, nvcc=nvcc_version, wheels=wheels, arches=arches)
 
 
 def standard_of(header: str) -> int:

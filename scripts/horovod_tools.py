@@ -115,12 +115,16 @@ def install_cuda(steps: Steps, cuda: str, work: Path) -> horovod_cuda.Toolkit:
             + ["--target", str(site), *wheels]
         )
     except StepError as error:
-        raise NoToolkitError(f"{', '.join(wheels)} could not be installed\n{error}") from error
+        # What pip said last; all of it is in the log.
+        said = [line.strip(" |") for line in str(error).splitlines() if "ERROR:" in line]
+        raise NoToolkitError(
+            f"its wheels could not be installed ({(said or ['see the log'])[-1]}; log: {steps.log})"
+        ) from error
     root = work / "cuda"
     made = horovod_cuda.assembled(site, root)
     if made is None:
         lacks = ", ".join(horovod_cuda.missing(root)) or "an nvcc that runs"
-        raise NoToolkitError(f"what the wheels of CUDA {cuda} hold lacks {lacks}")
+        raise NoToolkitError(f"its wheels lack {lacks}")
     return made
 
 

@@ -176,16 +176,17 @@ class Compression(metaclass=_Shown):
 class FFTCompression(Compression):
     """Each rank's strongest frequencies, gathered by all ranks.
 
-    A gradient is cut into blocks; of each block's FFT the strongest bins are kept, as range floats
-    with their positions, and what is dropped is remembered. Payloads are all-gathered, so what a
-    rank receives grows with the number of ranks; hvd.join() on a rank that has run out of data is
-    refused.
+    A gradient is cut into blocks, a block into spans of 64 neighbours; of all FFTs of a block the
+    strongest bins are kept, as range floats with their positions, and what is dropped is
+    remembered. Payloads are all-gathered, so what a rank receives grows with the number of ranks;
+    hvd.join() on a rank that has run out of data is refused.
 
     Settings beside those of Compression
     ------------------------------------
-    theta, block, bits, mantissa, positions, values, window, half, transform : those of FFTCodec;
-        bits are 4 by default, with a mantissa of 1, and theta, the fraction of bins dropped
-        (default 0.98), may be a schedule of sn_compress.schedule
+    theta, block, span, bits, mantissa, positions, values, window, half, transform : those of
+        FFTCodec; bits are 4 by default, with a mantissa of 1, and theta, the fraction of bins
+        dropped (default 0.98), may be a schedule of sn_compress.schedule. span is 64 by default,
+        and None with another transform, or a block that is None or shorter
     mode : "paper" sets block=None, bits=8, mantissa=3, positions="bitmap", half=True and
         feedback=False first, as published
     threads : of the codec; by default as many as the framework uses

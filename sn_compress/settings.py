@@ -35,6 +35,7 @@ class FFTSettings(_OfAll, total=False):
     mode: Literal["paper"] | None
     theta: float | Schedule
     block: int | None
+    span: int | None
     bits: int
     mantissa: int
     positions: Literal["elias-fano", "bitmap"]
@@ -75,6 +76,7 @@ class Settings:
     compression: CompressionName = "FFTCompression"
     theta: float | Schedule = 0.98
     block: int | None = 4096
+    span: int | None = 64
     bits: int = 4
     mantissa: int = 1
     positions: Literal["elias-fano", "bitmap"] = "elias-fano"
@@ -115,6 +117,8 @@ class Settings:
         if changes.pop("mode", None) == "paper":
             changes = {**_AS_PUBLISHED, **changes}
         settings = replace(self, **changes)
+        if "span" not in changes and not settings._has_spans():
+            settings = replace(settings, span=None)
         settings.codec(threads=1)  # legal settings or an error here, not in mid-training
         settings.shared()
         if settings.min_elements < 1 or not 0 < settings.decay <= 1:
@@ -128,6 +132,10 @@ class Settings:
                 "from 0 (never) up, and seconds above 0"
             )
         return settings
+
+    def _has_spans(self) -> bool:
+        """Whether blocks of this transform can be cut into FFTs of so many elements."""
+        return self.transform == "fft" and (self.block or 0) >= (self.span or 0)
 
     def _refuse_others(self, given: Iterable[str]) -> None:
         own = _types(self.compression)

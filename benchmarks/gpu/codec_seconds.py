@@ -20,7 +20,12 @@ from sn_compress import FFTCodec
 from sn_compress.codecs import batched
 from sn_compress.errors import MissingExtra
 
-PLAIN = ({"theta": 0.98}, {"theta": 0.9}, {"theta": 0.98, "transform": "dct"})
+PLAIN = (
+    {"theta": 0.98},
+    {"theta": 0.98, "span": 64},
+    {"theta": 0.9},
+    {"theta": 0.98, "transform": "dct"},
+)
 
 
 def fused(section: Section, n: int) -> None:

@@ -94,7 +94,7 @@ def timed(section: Section, number: int) -> None:
 def measure(section: Section) -> None:
     """What the build can do, then both."""
     if find_spec("horovod") is None:
-        raise CannotError("Horovod is not installed; scripts/build_horovod.py builds it")
+        raise CannotError("no Horovod; scripts/build_horovod.py builds it, --carry for elsewhere")
     check = [sys.executable, "-m", "horovod.runner.launch", "--check-build"]
     _, said = run(check, timeout_s=60)
     nccl = "[X] NCCL" in said

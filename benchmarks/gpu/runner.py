@@ -1,7 +1,7 @@
 """Prove and measure everything a GPU does: `make gpu`, and `make gpu-dry` on the CPU.
 
     PYTHONPATH=.:benchmarks python -m gpu.runner [--device cpu] [--minutes 10] [--out DIR]
-                                                 [--required 0] [--sections NAME ...]
+                                [--wheels DIR] [--required 0] [--sections NAME ...]
 
 Needs the standard library only, to say what is missing: torch, a device, a compiler. Each section
 (sections.py) is a program of its own with a share of the time; what one leaves is the next ones'.
@@ -11,8 +11,9 @@ Exit status: 0 if all is well; 1 if a section failed or its time was up; 3 if th
 device, 0 with --required 0; 4 if all ran and a figure missed its target.
 
 array-api-compat, which the project needs, is taken from SciPy's own copy where it is not installed
-itself. On the CPU, TensorFlow, Keras, Horovod, CuPy and array-api-compat are hidden, as on a GPU
-machine that comes bare: `absent/sitecustomize.py`.
+itself, and Horovod likewise from wheels in .cache/gpu-wheels (lent.py). On the CPU, TensorFlow,
+Keras, Horovod, CuPy and array-api-compat are hidden, as on a GPU machine that comes bare:
+`absent/sitecustomize.py`.
 """
 
 from __future__ import annotations
@@ -33,14 +34,13 @@ from typing import Any
 
 from machine import ROOT
 
+from gpu.lent import lend_array_api_compat, lend_horovod
 from gpu.section import CANNOT, run, write
 from gpu.sections import SECTIONS, Plan
 
 HERE = Path(__file__).resolve().parent
 ABSENT = ("tensorflow", "keras", "horovod", "cupy", "cupyx")
 LEAST_S = 5.0
-# Where SciPy has had its copy of array-api-compat.
-COPIES = ("_lib/array_api_compat", "_external/array_api_compat")
 FIND_DEVICE = """
 import json, sys
 try:
@@ -53,19 +53,8 @@ print(torch.cuda.get_device_name(), "torch", torch.__version__)
 """
 
 
-def lend_array_api_compat(folder: Path) -> bool:
-    """Make SciPy's copy of array-api-compat importable from a folder; whether there is one."""
-    scipy = importlib.util.find_spec("scipy")
-    roots = [Path(it) for it in (scipy.submodule_search_locations or ())] if scipy else []
-    for copy in (root / name for root in roots for name in COPIES):
-        if (copy / "torch").is_dir():
-            (folder / "array_api_compat").symlink_to(copy, target_is_directory=True)
-            return True
-    return False
-
-
-def environment(device: str, folder: Path) -> dict[str, str]:
-    """Variables of the sections; `folder` is what may be lent."""
+def environment(device: str, folder: Path, wheels: Path) -> dict[str, str]:
+    """Variables of the sections; `folder` is for what may be lent, of `wheels` or of SciPy."""
     paths = [str(ROOT), str(ROOT / "benchmarks")]
     if device == "cpu" or importlib.util.find_spec("array_api_compat") is None:
         if lend_array_api_compat(folder):
@@ -73,6 +62,12 @@ def environment(device: str, folder: Path) -> dict[str, str]:
         else:
             print("array-api-compat: neither installed nor in SciPy; most sections will fail")
     env = {"PYTHONUNBUFFERED": "1"}
+    if device == "cuda":
+        unpacked = folder / "wheels"
+        unpacked.mkdir()
+        print(lend_horovod(wheels, unpacked))
+        # Last: what is lent for Horovod hides nothing of the project's.
+        paths.append(str(unpacked))
     if device == "cpu":
         paths.insert(0, str(HERE / "absent"))
         env |= {"SN_ABSENT": ",".join(ABSENT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -161,6 +156,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gpu")
+    parser.add_argument("--wheels", type=Path, default=ROOT / ".cache/gpu-wheels", help="Horovod's")
     parser.add_argument("--required", type=int, choices=(0, 1), default=1, help="0: a GPU is not")
     parser.add_argument("--sections", nargs="+", choices=names, default=names)
     return parser.parse_args(argv)
@@ -180,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 3 if args.required else 0
         print(said.strip())
     with tempfile.TemporaryDirectory() as lent:
-        os.environ.update(environment(args.device, Path(lent)))
+        os.environ.update(environment(args.device, Path(lent), args.wheels.resolve()))
         if args.device == "cuda":
             print(build_extension(ends - time.monotonic()), flush=True)
         results = []

@@ -146,23 +146,90 @@ SN_CLONES void join(const float* __restrict re, const float* __restrict im,
   }
 }
 
+// Spans: point k of span q lies at [k * side + q], so that all of them turn by the same root.
+
+constexpr float kDown = 0.70710678f, kUp = 1.41421356f;  // an edge bin counts once, others twice
+
+SN_CLONES void side_by_side(const float* __restrict pairs, float* __restrict re,
+                            float* __restrict im, int64_t points, int64_t side) {
+  for (int64_t k = 0; k < points; ++k)
+    for (int64_t q = 0; q < side; ++q)
+      re[k * side + q] = pairs[2 * (q * points + k)],
+                    im[k * side + q] = pairs[2 * (q * points + k) + 1];
+}
+
+SN_CLONES void in_turn(const float* __restrict re, const float* __restrict im,
+                       float* __restrict pairs, int64_t points, int64_t side) {
+  for (int64_t q = 0; q < side; ++q)
+    for (int64_t k = 0; k < points; ++k)
+      pairs[2 * (q * points + k)] = re[k * side + q],
+                             pairs[2 * (q * points + k) + 1] = im[k * side + q];
+}
+
+SN_CLONES void scaled(float* parts, float scale, int64_t count) {
+  for (int64_t k = 0; k < count; ++k) parts[k] *= scale;
+}
+
+// `separate` of each span; its two edge bins become one complex number.
+SN_CLONES void separate_spans(const float* __restrict re, const float* __restrict im,
+                              const float* __restrict cosines, const float* __restrict sines,
+                              float scale, float* __restrict to_re, float* __restrict to_im,
+                              int64_t points, int64_t side) {
+  const float half = 0.5f * scale;
+  for (int64_t k = 1; k < points; ++k) {
+    const float cosine = cosines[k], sine = sines[k];
+SN_APART
+    for (int64_t q = 0; q < side; ++q) {
+      const int64_t at = k * side + q, back = (points - k) * side + q;
+      const float a = re[at], b = im[at], c = re[back], d = im[back];
+      const float up = b + d, over = c - a;
+      to_re[at] = ((a + c) + (cosine * up - sine * over)) * half;
+      to_im[at] = ((b - d) + (cosine * over + sine * up)) * half;
+    }
+  }
+  for (int64_t q = 0; q < side; ++q) {
+    const float factor = q ? kDown : 1.0f;
+    to_re[q] = (re[q] + im[q]) * scale * factor, to_im[q] = (re[q] - im[q]) * scale * factor;
+  }
+}
+
+// `join` of each span: re and im have a row more than there are points.
+SN_CLONES void join_spans(const float* __restrict re, const float* __restrict im,
+                          const float* __restrict cosines, const float* __restrict sines,
+                          float* __restrict to_re, float* __restrict to_im, int64_t points,
+                          int64_t side) {
+  for (int64_t k = 0; k < points; ++k) {
+    const float cosine = cosines[k], sine = sines[k];
+SN_APART
+    for (int64_t i = 0; i < side; ++i) {
+      const int64_t at = k * side + i, back = (points - k) * side + i;
+      const float p = re[at], q = im[at], r = re[back], s = im[back];
+      const float right = p - r, up = q + s;
+      to_re[at] = (p + r) - (cosine * up - sine * right);
+      to_im[at] = (q - s) + (cosine * right + sine * up);
+    }
+  }
+}
+
 }  // namespace
 
-Fourier::Fourier(int64_t block, const float* roots)
-    : points_(block / 2),
-      scale_(static_cast<float>(1 / std::sqrt(static_cast<double>(block)))),
+Fourier::Fourier(int64_t block, int64_t span, const float* roots)
+    : points_(span / 2),
+      side_(block / span),
+      scale_(static_cast<float>(1 / std::sqrt(static_cast<double>(span)))),
       roots_(roots),
-      scratch_(4 * (points_ + kApart)) {}
+      scratch_(4 * (side_ * (points_ + 1) + kApart)) {}
 
-int64_t Fourier::roots_of(int64_t block) {
-  int64_t count = block;
-  for (int64_t left = block / 2; left > 8; left /= 8) count += 14 * (left / 8);
+int64_t Fourier::roots_of(int64_t span) {
+  int64_t count = span;
+  for (int64_t left = span / 2; left > 8; left /= 8) count += 14 * (left / 8);
   return count;
 }
 
 Fourier::Parts Fourier::scratch(int which) {
-  float* re = scratch_.data() + 2 * which * (points_ + kApart);
-  return {re, re + points_ + kApart};
+  const int64_t apart = side_ * (points_ + 1) + kApart;
+  float* re = scratch_.data() + 2 * which * apart;
+  return {re, re + apart};
 }
 
 int Fourier::middle(int64_t& radix) {
@@ -170,14 +237,52 @@ int Fourier::middle(int64_t& radix) {
   const float* roots = roots_ + 2 * points_ + 14 * (points_ / 8);
   for (radix = points_ / 8; radix > 8; radix /= 8) {
     const Parts from = scratch(at), to = scratch(1 - at);
-    next_pass(from.re, from.im, to.re, to.im, roots, radix / 8, points_ / radix);
+    next_pass(from.re, from.im, to.re, to.im, roots, radix / 8, side_ * (points_ / radix));
     roots += 14 * (radix / 8);
     at = 1 - at;
   }
   return at;
 }
 
+void Fourier::forward_spans(const float* values, float* bins) {
+  const Parts first = scratch(0), second = scratch(1);
+  side_by_side(values, second.re, second.im, points_, side_);
+  next_pass(second.re, second.im, first.re, first.im, roots_ + 2 * points_, points_ / 8, side_);
+  int64_t radix;
+  const int at = middle(radix);
+  const Parts from = scratch(at), to = scratch(1 - at);
+  last_pass(from.re, from.im, to.re, to.im, radix, side_ * (points_ / radix));
+  separate_spans(to.re, to.im, roots_, roots_ + points_, scale_, from.re, from.im, points_, side_);
+  const int64_t block = 2 * points_ * side_;
+  const float last = from.im[0];
+  from.im[0] = 0;
+  in_turn(from.re, from.im, bins, points_, side_);
+  bins[block] = last, bins[block + 1] = 0;
+}
+
+void Fourier::inverse_spans(const float* bins, float* values) {
+  const Parts first = scratch(0), second = scratch(1);
+  side_by_side(bins, first.re, first.im, points_, side_);
+  float* const ends = first.re + points_ * side_;
+  for (int64_t q = 0; q < side_; ++q) {
+    ends[q] = q ? first.im[q] * kUp : bins[2 * points_ * side_];
+    if (q) first.re[q] *= kUp;
+    first.im[q] = first.im[points_ * side_ + q] = 0;
+  }
+  join_spans(first.re, first.im, roots_, roots_ + points_, second.re, second.im, points_, side_);
+  // Real and imaginary parts change places, as in last_pass_to_pairs.
+  next_pass(second.im, second.re, first.re, first.im, roots_ + 2 * points_, points_ / 8, side_);
+  int64_t radix;
+  const int at = middle(radix);
+  const Parts from = scratch(at), to = scratch(1 - at);
+  const int64_t count = points_ * side_;
+  last_pass(from.re, from.im, to.re, to.im, radix, count / radix);
+  scaled(to.re, scale_, count), scaled(to.im, scale_, count);
+  in_turn(to.im, to.re, values, points_, side_);
+}
+
 void Fourier::forward(const float* values, float* bins) {
+  if (side_ > 1) return forward_spans(values, bins);
   const Parts first = scratch(0);
   first_pass_of_pairs(values, first.re, first.im, roots_ + 2 * points_, points_ / 8);
   int64_t radix;
@@ -188,6 +293,7 @@ void Fourier::forward(const float* values, float* bins) {
 }
 
 void Fourier::inverse(const float* bins, float* values) {
+  if (side_ > 1) return inverse_spans(bins, values);
   const Parts first = scratch(0), second = scratch(1);
   split(bins, first.re, first.im, points_ + 1);
   first.im[0] = first.im[points_] = 0;

@@ -4,13 +4,13 @@
 #include "section.cuh"
 #include "transform.cuh"
 
-#if !defined(SN_BLOCK) || !defined(SN_THREADS) || !defined(SN_TRANSFORM)
-#error "compile with -DSN_BLOCK=4096 -DSN_THREADS=256 -DSN_TRANSFORM=0; ops/launch.py knows which"
+#if !defined(SN_BLOCK) || !defined(SN_SPAN) || !defined(SN_THREADS) || !defined(SN_TRANSFORM)
+#error "compile with -DSN_BLOCK=4096 -DSN_SPAN=64 -DSN_THREADS=256 -DSN_TRANSFORM=0, see ops/launch.py"
 #endif
 
 namespace sn {
 
-constexpr int kBlock = SN_BLOCK, kThreads = SN_THREADS, kTransform = SN_TRANSFORM;
+constexpr int kBlock = SN_BLOCK, kSpan = SN_SPAN, kThreads = SN_THREADS, kTransform = SN_TRANSFORM;
 constexpr int kParts = kTransform == kFft || kTransform == kSpectrum ? 2 : 1;
 constexpr int kBins = kParts == 2 ? kBlock / 2 + 1 : kBlock;
 constexpr int kFloats = kBins * kParts;
@@ -20,10 +20,11 @@ constexpr int kSlots = (kBins + kThreads - 1) / kThreads;  // bins of a thread
 constexpr int kMapWords = 2 * kBins / 32 + 2 > kSlots * kThreads / 32 ? 2 * kBins / 32 + 2
                                                                      : kSlots * kThreads / 32;
 static_assert((kBlock & (kBlock - 1)) == 0 && kBlock >= 32 && kBlock <= 8192, "a power of two");
+static_assert(kBlock % kSpan == 0 && kSpan >= 32 && (kSpan == kBlock || kTransform == kFft), "a span");
 static_assert(kThreads >= 32 && kThreads * 16 >= kBlock, "eight complex points to a thread");
 
 using Threads = Block<kThreads>;
-using Fft = RealFft<kBlock, kThreads>;
+using Fft = RealFft<kBlock, kThreads, kSpan>;
 
 enum Cell { kPeak, kSaturated, kChecksum, kDamaged, kDisorder, kUpper, kDigit, kCells = kDigit + 3 };
 
@@ -52,7 +53,7 @@ SN_DEVICE constexpr float root_of_inverse(int size) {
   for (; size > 1; size /= 4) root *= size == 2 ? 0.70710678118654752440 : 0.5;
   return static_cast<float>(root);
 }
-constexpr float kScale = root_of_inverse(kBlock);
+constexpr float kScale = root_of_inverse(kSpan);
 
 // One element or a pair of neighbours, of each type.
 SN_DEVICE float element(u64 from, i64 i, int dtype) {
@@ -147,7 +148,7 @@ struct TransformPairs {
   template <typename Read>
   SN_DEVICE void operator()(Read read) const {
     Fft::template transform<false>(
-        block, data, twiddles, [&](int b, int r) { return read(b + r * (kBlock / 16)); });
+        block, data, twiddles, [&](int b, int r) { return read(Fft::place<8>(b, r)); });
   }
 };
 
@@ -172,7 +173,10 @@ SN_DEVICE void forward(const Threads& block, Shared& shared, const Values& value
   float* data = shared.data;
   if constexpr (kTransform == kFft) {
     values.with_reader(TransformPairs{block, data, twiddles});
-    Fft::separate(block, data, twiddles, kScale);
+    if constexpr (kSpan < kBlock)
+      Fft::separate_spans(block, data, twiddles, kScale);
+    else
+      Fft::separate(block, data, twiddles, kScale);
   } else {
     values.with_reader(StorePairs{block, data});
     if constexpr (kTransform == kHadamard) hadamard<kBlock, kThreads>(block, data, kScale);
@@ -192,7 +196,9 @@ SN_DEVICE void forward(const Threads& block, Shared& shared, const Values& value
 SN_DEVICE void inverse(const Threads& block, Shared& shared, const Values& values,
                        const Complex* twiddles) {
   float* data = shared.data;
-  if constexpr (kTransform == kFft) {
+  if constexpr (kTransform == kFft && kSpan < kBlock) {
+    Fft::join_spans(block, data, twiddles, kScale);
+  } else if constexpr (kTransform == kFft) {
     block.each([&](int t) {
       SN_UNROLL
       for (int i = 0; i < Fft::kPairs; ++i) {
@@ -210,7 +216,7 @@ SN_DEVICE void inverse(const Threads& block, Shared& shared, const Values& value
   if constexpr (kTransform == kHadamard) hadamard<kBlock, kThreads>(block, data, kScale);
   if constexpr (kTransform == kFft || kTransform == kDct)
     Fft::template transform<true>(block, data, twiddles, [&](int b, int r) {
-      return point<kBlock / 16>(data, b, r);
+      return point<kSpan / 16>(data, Fft::place<8>(b, 0), r);
     });
   block.each([&](int t) {
     SN_UNROLL

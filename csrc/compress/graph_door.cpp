@@ -170,13 +170,13 @@ class Held {
 
 // A run of equal blocks of a vector; see codecs/blocks.py.
 struct Section {
-  int64_t start, stop, count, words_at;
+  int64_t start, stop, count, words_at, span;
   sn::Layout layout;
 
   int64_t padded() const { return count * layout.block; }
 };
 
-constexpr size_t kNumbers = 12;  // of a section
+constexpr size_t kNumbers = 13;  // of a section
 
 // What both operations are set to, from their attributes.
 struct Settings {
@@ -214,10 +214,10 @@ void* create(Construction* made) {
   }
   for (size_t i = 0; i < layouts.size(); i += kNumbers) {
     const int64_t* own = &layouts[i];
-    settings->sections.push_back({own[0], own[1], own[2], own[3],
-                                  {own[4], own[5], own[6], own[7],
-                                   static_cast<sn::Values>(own[8]), static_cast<int>(own[9]),
-                                   static_cast<int>(own[10]), own[11] != 0}});
+    settings->sections.push_back({own[0], own[1], own[2], own[3], own[4],
+                                  {own[5], own[6], own[7], own[8],
+                                   static_cast<sn::Values>(own[9]), static_cast<int>(own[10]),
+                                   static_cast<int>(own[11]), own[12] != 0}});
   }
   for (const int64_t word : header) settings->header.push_back(static_cast<uint32_t>(word));
   settings->n = sizes[0];
@@ -269,7 +269,8 @@ void encode(void* set, Context* context) {
     }
     const sn::Tally tally = sn::encode_blocks(
         blocks, left ? left.as<float>() : nullptr, out + kHeadWords + section.words_at,
-        section.count, section.layout, settings.decay, settings.top, roots.as<const float>());
+        section.count, section.layout, settings.decay, settings.top, section.span,
+        roots.as<const float>());
     energy += tally.energy;
     error += tally.error;
     saturated += static_cast<double>(tally.saturated);
@@ -332,7 +333,8 @@ void decode(void* set, Context* context) {
     if (pads) padded.resize(static_cast<size_t>(section.padded()));
     const int64_t row =
         sn::decode_blocks(records, pads ? padded.data() : place, section.count, section.layout,
-                          1.0f / static_cast<float>(settings.ranks), roots.as<const float>());
+                          1.0f / static_cast<float>(settings.ranks), section.span,
+                          roots.as<const float>());
     if (row >= 0)
       return fail(context, "PayloadError: record " + std::to_string(row) + " is damaged. " + kAgain);
     if (pads)

@@ -112,25 +112,27 @@ PyObject* decode(PyObject*, PyObject* args) {
   return PyLong_FromLongLong(damaged);
 }
 
-// Whether blocks of this length have a Fourier with these roots; if not, an exception is set.
-bool fourier_fits(int64_t block, const Buffer& roots) {
-  if (block >= sn::Fourier::kShortest && block <= sn::Fourier::kLongest &&
-      (block & (block - 1)) == 0 && roots.bytes() == 4 * sn::Fourier::roots_of(block))
+// Whether blocks of this length, in such spans, have a Fourier with these roots; if not, an exception
+// is set.
+bool fourier_fits(int64_t block, int64_t span, const Buffer& roots) {
+  if (span >= sn::Fourier::kShortest && span <= sn::Fourier::kLongest && (span & (span - 1)) == 0 &&
+      block >= span && block % span == 0 && roots.bytes() == 4 * sn::Fourier::roots_of(span))
     return true;
-  PyErr_Format(PyExc_ValueError, "%zd bytes of roots for blocks of %lld floats do not match",
-               roots.bytes(), static_cast<long long>(block));
+  PyErr_Format(PyExc_ValueError,
+               "%zd bytes of roots for blocks of %lld floats in spans of %lld do not match",
+               roots.bytes(), static_cast<long long>(block), static_cast<long long>(span));
   return false;
 }
 
 PyObject* fourier(PyObject*, PyObject* args) {
   PyObject *values_arg, *bins_arg, *roots_arg;
-  long long block;
+  long long block, span;
   int back;
-  if (!PyArg_ParseTuple(args, "OOOLp", &values_arg, &bins_arg, &roots_arg, &block, &back))
+  if (!PyArg_ParseTuple(args, "OOOLLp", &values_arg, &bins_arg, &roots_arg, &block, &span, &back))
     return nullptr;
   Buffer values, bins, roots;
   if (!values.take(values_arg, back) || !bins.take(bins_arg, !back) ||
-      !roots.take(roots_arg, false) || !fourier_fits(block, roots))
+      !roots.take(roots_arg, false) || !fourier_fits(block, span, roots))
     return nullptr;
   const int64_t rows = values.bytes() / (4 * block);
   if (values.bytes() != rows * block * 4 || bins.bytes() != rows * (block + 2) * 4)
@@ -139,7 +141,7 @@ PyObject* fourier(PyObject*, PyObject* args) {
   bool out_of_memory = false;
   Py_BEGIN_ALLOW_THREADS
   try {
-    sn::Fourier fourier(block, roots.as<const float>());
+    sn::Fourier fourier(block, span, roots.as<const float>());
     for (int64_t i = 0; i < rows; ++i)
       if (back)
         fourier.inverse(bins.as<float>() + i * (block + 2), values.as<float>() + i * block);
@@ -168,17 +170,17 @@ PyObject* encode_blocks(PyObject*, PyObject* args) {
   PyObject *values_arg, *memory_arg, *words_arg, *roots_arg;
   LayoutArguments a;
   double decay;
-  long long top;
-  if (!PyArg_ParseTuple(args, "OOOLLLLiiipdLO", &values_arg, &memory_arg, &words_arg, &a.block,
+  long long top, span;
+  if (!PyArg_ParseTuple(args, "OOOLLLLiiipdLLO", &values_arg, &memory_arg, &words_arg, &a.block,
                         &a.parts, &a.kept, &a.words, &a.values, &a.code_bits, &a.mantissa,
-                        &a.bitmap, &decay, &top, &roots_arg))
+                        &a.bitmap, &decay, &top, &span, &roots_arg))
     return nullptr;
   const sn::Layout layout = a.layout();
   Buffer values, memory, words, roots;
   const bool remembers = memory_arg != Py_None;
   if (!values.take(values_arg, false) || !words.take(words_arg, true) ||
       !roots.take(roots_arg, false) || (remembers && !memory.take(memory_arg, true)) ||
-      !fourier_fits(layout.block, roots))
+      !fourier_fits(layout.block, span, roots))
     return nullptr;
   const int64_t rows = words.bytes() / (4 * layout.words);
   if (!values_match(values, words, layout, rows)) return nullptr;
@@ -191,7 +193,7 @@ PyObject* encode_blocks(PyObject*, PyObject* args) {
   try {
     tally = sn::encode_blocks(values.as<const float>(), remembers ? memory.as<float>() : nullptr,
                               words.as<uint32_t>(), rows, layout, static_cast<float>(decay), top,
-                              roots.as<const float>());
+                              span, roots.as<const float>());
   } catch (const std::bad_alloc&) {
     out_of_memory = true;
   }
@@ -204,14 +206,15 @@ PyObject* decode_blocks(PyObject*, PyObject* args) {
   PyObject *payloads_arg, *values_arg, *roots_arg;
   LayoutArguments a;
   double weight;
-  if (!PyArg_ParseTuple(args, "O!OLLLLiiipdO", &PyTuple_Type, &payloads_arg, &values_arg, &a.block,
+  long long span;
+  if (!PyArg_ParseTuple(args, "O!OLLLLiiipdLO", &PyTuple_Type, &payloads_arg, &values_arg, &a.block,
                         &a.parts, &a.kept, &a.words, &a.values, &a.code_bits, &a.mantissa,
-                        &a.bitmap, &weight, &roots_arg))
+                        &a.bitmap, &weight, &span, &roots_arg))
     return nullptr;
   const sn::Layout layout = a.layout();
   Buffer values, roots;
   if (!values.take(values_arg, true) || !roots.take(roots_arg, false) ||
-      !fourier_fits(layout.block, roots))
+      !fourier_fits(layout.block, span, roots))
     return nullptr;
   const int64_t rows = values.bytes() / (4 * layout.block);
   const Py_ssize_t count = PyTuple_GET_SIZE(payloads_arg);
@@ -228,7 +231,7 @@ PyObject* decode_blocks(PyObject*, PyObject* args) {
   Py_BEGIN_ALLOW_THREADS
   try {
     damaged = sn::decode_blocks(payloads, values.as<float>(), rows, layout,
-                                static_cast<float>(weight), roots.as<const float>());
+                                static_cast<float>(weight), span, roots.as<const float>());
   } catch (const std::bad_alloc&) {
     out_of_memory = true;
   }

@@ -237,8 +237,9 @@ int64_t decode_records(const uint32_t* words, float* accum, int64_t rows, const 
 }
 
 Tally encode_blocks(const float* values, float* memory, uint32_t* words, int64_t rows,
-                    const Layout& layout, float decay, int64_t top, const float* roots) {
-  Fourier fourier(layout.block, roots);
+                    const Layout& layout, float decay, int64_t top, int64_t span,
+                    const float* roots) {
+  Fourier fourier(layout.block, span, roots);
   std::vector<float> scratch(layout.floats());
   const auto row = [&](int64_t i) {
     fourier.forward(values + i * layout.block, scratch.data());
@@ -248,8 +249,8 @@ Tally encode_blocks(const float* values, float* memory, uint32_t* words, int64_t
 }
 
 int64_t decode_blocks(const std::vector<const uint32_t*>& payloads, float* values, int64_t rows,
-                      const Layout& layout, float weight, const float* roots) {
-  Fourier fourier(layout.block, roots);
+                      const Layout& layout, float weight, int64_t span, const float* roots) {
+  Fourier fourier(layout.block, span, roots);
   Decoder decoder(layout);
   std::vector<float> scratch(layout.floats());
   for (int64_t i = 0; i < rows; ++i) {

@@ -36,13 +36,14 @@ Tally encode_records(float* coefficients, float* memory, uint32_t* words, int64_
 int64_t decode_records(const uint32_t* words, float* accum, int64_t rows, const Layout& layout,
                        float weight);
 
-// encode_records of the spectra of `values`, [rows, block]; parts = 2 and a block that Fourier takes.
+// encode_records of the spectra of `values`, [rows, block]; parts = 2 and a span that Fourier takes.
 Tally encode_blocks(const float* values, float* memory, uint32_t* words, int64_t rows,
-                    const Layout& layout, float decay, int64_t top, const float* roots);
+                    const Layout& layout, float decay, int64_t top, int64_t span,
+                    const float* roots);
 
 // Sets `values`, [rows, block], to what the weighted sum of the payloads' records is the spectrum
 // of; returns the first damaged row or -1.
 int64_t decode_blocks(const std::vector<const uint32_t*>& payloads, float* values, int64_t rows,
-                      const Layout& layout, float weight, const float* roots);
+                      const Layout& layout, float weight, int64_t span, const float* roots);
 
 }  // namespace sn

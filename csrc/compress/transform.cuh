@@ -2,7 +2,8 @@
 //
 // The real FFT is a complex one of N/2 points (Stockham, radix 8, one small radix at the end) and
 // a step that separates even and odd elements. The DCT-II is that FFT on reordered elements
-// (Makhoul 1980), turned by an eighth of a period at most. Every thread holds eight complex points
+// (Makhoul 1980), turned by an eighth of a period at most. A block may be cut into spans of L reals
+// with FFTs of their own, side by side; ops/spans.py says how their bins lie. Every thread holds eight complex points
 // in registers; a pass goes through shared memory once, with two barriers. Fused multiply-adds are
 // written out, contraction is off: the host and every GPU round alike.
 //
@@ -76,16 +77,25 @@ SN_UNROLL
 
 // Twiddle factors come in the order the passes use them, so that neighbouring threads read
 // neighbouring words: ops/launch.py, twiddles().
-template <int N, int T>
+template <int N, int T, int L = N>
 class RealFft {
  public:
   static constexpr int kPoints = N / 2;
-  static constexpr int kPost = kPoints - 8;                // where exp(-2 pi i k / N) begins
-  static constexpr int kTurn = kPost + kPoints / 2 + 1;    // where exp(-i pi k / (2 N)) begins
+  static constexpr int kLength = L / 2;                    // points of a span
+  static constexpr int kPost = kLength - 8;                // where exp(-2 pi i k / L) begins
+  static constexpr int kTurn = kPost + kLength / 2 + 1;    // where exp(-i pi k / (2 L)) begins
   static constexpr int kPairs = (kPoints / 2 + T) / T;     // bin pairs of a thread
   using Points = PerThread<Complex, 8, T>;
 
-  // z := DFT, with sign -1, of the points b + r * N/16 that read(b, r) gives. `read` may use `data`.
+  // The point that the butterfly b of a pass of radix R takes as its r-th.
+  template <int R>
+  SN_DEVICE static constexpr int place(int b, int r) {
+    constexpr int step = kLength / R;
+    return L == N ? b + r * step : b / step * kLength + b % step + r * step;
+  }
+
+  // z := DFT, with sign -1, of the points place<8>(b, r) that read(b, r) gives. `read` may use
+  // `data`.
   template <bool FromData, typename Read>
   SN_DEVICE static void transform(const Block<T>& block, float* data, const Complex* twiddles,
                                   Read read) {
@@ -121,19 +131,64 @@ class RealFft {
     Complex low, high;
   };
 
-  // Bins k and N/2 - k from the points k and N/2 - k.
+  // The same of all spans, whose real bins become one: place k of span q is q * kLength + k.
+  SN_DEVICE static void separate_spans(const Block<T>& block, float* data, const Complex* twiddles,
+                                       float scale) {
+    block.each([&](int t) {
+      for (int i = t; i < kPoints / 2; i += T) {
+        const int k = i % (kLength / 2);
+        float* own = data + 2 * (i / (kLength / 2)) * (kLength + kLength / 8);
+        if (k) {
+          const auto [low, high] = bin_pair(own, twiddles, scale, k);
+          point(own, k) = low;
+          point(own, kLength - k) = high;
+          continue;
+        }
+        const auto [first, last] = bin_pair(own, twiddles, scale, 0);
+        point(own, kLength / 2) = bin_pair(own, twiddles, scale, kLength / 2).low;
+        if (i == 0)
+          point(data, 0) = first, point(data, kPoints) = last;
+        else
+          point(own, 0) = {first.re * 0.70710678f, last.re * 0.70710678f};
+      }
+    });
+  }
+
+  SN_DEVICE static void join_spans(const Block<T>& block, float* data, const Complex* twiddles,
+                                   float scale) {
+    block.each([&](int t) {
+      for (int i = t; i < kPoints / 2; i += T) {
+        const int k = i % (kLength / 2);
+        float* own = data + 2 * (i / (kLength / 2)) * (kLength + kLength / 8);
+        if (k) {
+          const auto [low, high] =
+              point_pair(point(own, k), point(own, kLength - k), twiddles, scale, k);
+          point(own, k) = low;
+          point(own, kLength - k) = high;
+          continue;
+        }
+        const Complex middle = point(own, kLength / 2), edges = scaled(point(own, 0), 1.41421356f);
+        const Complex first = i ? Complex{edges.re, 0.0f} : point(data, 0);
+        const Complex last = i ? Complex{edges.im, 0.0f} : point(data, kPoints);
+        point(own, 0) = point_pair(first, last, twiddles, scale, 0).low;
+        point(own, kLength / 2) = point_pair(middle, middle, twiddles, scale, kLength / 2).low;
+      }
+    });
+  }
+
+  // Bins k and L/2 - k from the points k and L/2 - k of a span that begins at `data`.
   SN_DEVICE static Pair bin_pair(float* data, const Complex* twiddles, float scale, int k) {
     if (k == 0) {
       const Complex z = scaled(point(data, 0), scale);
       return {{z.re + z.im, 0.0f}, {z.re - z.im, 0.0f}};
     }
-    const Complex a = point(data, k), b = conjugate(point(data, kPoints - k));
+    const Complex a = point(data, k), b = conjugate(point(data, kLength - k));
     const Complex even = scaled(a + b, 0.5f * scale);
     const Complex odd = scaled(times_i(b - a), 0.5f * scale) * twiddles[kPost + k];
     return {even + odd, conjugate(even - odd)};
   }
 
-  // Points k and N/2 - k from the bins; swapped, so that a transform with sign -1 inverts.
+  // Points k and L/2 - k from the bins; swapped, so that a transform with sign -1 inverts.
   SN_DEVICE static Pair point_pair(Complex low, Complex high, const Complex* twiddles, float scale,
                                    int k) {
     if (k == 0) {  // imaginary parts of the first and last bin do not exist
@@ -164,7 +219,7 @@ SN_UNROLL
     constexpr int kEach = (kPoints / R + T - 1) / T;
 SN_UNROLL
     for (int i = 0; i < kEach; ++i) {
-      const int b = t + i * T, j = b % Stride;
+      const int b = t + i * T, c = L == N ? b : b % (kLength / R), j = c % Stride;
       if (!inside<kPoints / R, T>(t, i)) continue;
       Complex z[R];
 SN_UNROLL
@@ -173,7 +228,7 @@ SN_UNROLL
         if (Stride > 1 && r) z[r] = z[r] * twiddles[Stride - 8 + (r - 1) * Stride + j];
       }
       small_dft<R>(z);
-      const int to = b / Stride * Stride * R + j;
+      const int to = (b - c) * R + c / Stride * Stride * R + j;
 SN_UNROLL
       for (int r = 0; r < R; ++r)
         if (Stride == 1 && R == 8)
@@ -186,10 +241,10 @@ SN_UNROLL
   template <int Stride>
   SN_DEVICE static void passes(const Block<T>& block, float* data, const Complex* twiddles,
                                Points& held) {
-    if constexpr (Stride < kPoints) {
-      constexpr int kRadix = kPoints / Stride < 8 ? kPoints / Stride : 8;
+    if constexpr (Stride < kLength) {
+      constexpr int kRadix = kLength / Stride < 8 ? kLength / Stride : 8;
       block.each([&](int t) { gather<kRadix>(t, held, [&](int b, int r) {
-        return point<kPoints / kRadix>(data, b, r); }); });
+        return point<kLength / kRadix>(data, place<kRadix>(b, 0), r); }); });
       block.each([&](int t) { scatter<kRadix, Stride>(t, held, data, twiddles); });
       passes<Stride * kRadix>(block, data, twiddles, held);
     }

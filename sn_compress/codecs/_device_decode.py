@@ -12,7 +12,7 @@ from typing import Any
 
 from .. import _cuda
 from ..errors import PayloadError
-from ..ops import launch, seal, whole
+from ..ops import launch, seal, spans, whole
 from ..ops.launch import Format, Piece
 from ._device_vector import HEADER_WORDS, Coder, blockwise, check_codec, checked, header, used_words
 from .base import HEADER_BYTES
@@ -90,7 +90,7 @@ class Decoder:
     ) -> None:
         """Decode tensor i, or leave its blocks in `pieces` for a common launch."""
         for section in self.codec.sections(target.elements):
-            form = Format.of(section.layout, blockwise(self.codec))
+            form = Format.of(section.layout, blockwise(self.codec), self.codec.span)
             if form.fits_block:
                 pieces[form].append(self._piece(i, target, section))
             else:
@@ -194,7 +194,9 @@ def side_by_side(buffers: list[Any]) -> Any:
 
 def _inverse(coefs: Any, form: Format) -> Any:
     if form.transform == "fft":
-        return _cuda.fft().irfft(coefs.view("complex64"), n=form.block, axis=-1, norm="ortho")
+        bins = coefs if form.span == form.block else spans.part(coefs, form.span)
+        rows = _cuda.fft().irfft(bins.view("complex64"), n=form.span, axis=-1, norm="ortho")
+        return rows.reshape(-1, form.block)
     if form.transform == "dct":
         return _cuda.fft().idct(coefs, axis=-1, norm="ortho")
     return coefs

@@ -11,7 +11,7 @@ import numpy as np
 from .. import _cuda
 from ..arrays import on_cuda
 from ..errors import CompressError
-from ..ops import launch, quantize, seal, whole
+from ..ops import launch, quantize, seal, spans, whole
 from ..ops.launch import Format, Piece
 from ._device_vector import HEADER_WORDS, Coder, blockwise, check_codec, checked, header, used_words
 from .base import HEADER_BYTES, Payload
@@ -74,7 +74,7 @@ class Encoder:
         for i, (view, source) in enumerate(zip(self._views, sources, strict=True)):
             for at, section in enumerate(self.codec.sections(view.elements)):
                 memory = None if self._states is None else self._states[i][at]
-                form = Format.of(section.layout, blockwise(self.codec))
+                form = Format.of(section.layout, blockwise(self.codec), self.codec.span)
                 if form.fits_block:
                     pieces[form].append(self._piece(i, source, section, memory))
                 else:
@@ -177,8 +177,10 @@ def _forward(xp: Any, source: _cuda.View, section: Section, form: Format) -> Any
     blocks[: section.stop - section.start] = source.array()[section.start : section.stop]
     blocks = blocks.reshape(section.count, form.block)
     if form.transform == "fft":
-        spectrum = _cuda.fft().rfft(blocks, axis=-1, norm="ortho")
-        return spectrum.astype("complex64", copy=False).view("float32")
+        rows = blocks.reshape(-1, form.span)
+        spectrum = _cuda.fft().rfft(rows, axis=-1, norm="ortho")
+        bins = spectrum.astype("complex64", copy=False).view("float32")
+        return bins if form.span == form.block else spans.join(bins, form.block)
     if form.transform == "dct":
         return xp.ascontiguousarray(_cuda.fft().dct(blocks, axis=-1, norm="ortho"))
     if form.transform == "identity":

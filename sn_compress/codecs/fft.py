@@ -4,8 +4,8 @@ The vector is cut into blocks, each block is transformed, the fraction `theta` o
 is dropped, the rest travels as range-based N-bit floats with packed positions (Wang, Wu, Zhao,
 Dongarra et al., "FFT-based Gradient Sparsification for the Distributed Training of Deep Neural
 Networks", HPDC 2020, arXiv 1811.08596). The paper transforms the whole vector at once
-(`block=None`); blocks of 4096 stay in the cache and run on all cores. A fixed FFT is right for
-smooth gradients only, so the transform is a setting.
+(`block=None`); blocks of 4096 stay in the cache and run on all cores, and may be cut into spans of
+their own FFTs. A fixed FFT is right for smooth gradients only, so the transform is a setting.
 
 The memory of what was dropped is kept in coefficients. The transforms are linear, so adding
 there is adding the values, and encoding needs no inverse transform.
@@ -52,6 +52,8 @@ class FFTCodec(Codec):
     ----------
     theta : float in [0, 1), fraction of the bins dropped; every block keeps at least one
     block : power of two from 32 to 2**20, or None for one transform over the whole vector
+    span : elements of each FFT within a block, a power of two from 32 to `block`; None for one FFT
+        of the block. The bins kept are the strongest of the block either way
     bits, mantissa : format of the kept values, see RangeFloat; N = 4..16
     positions : "elias-fano" or "bitmap"
     values : "range"; "fp16", half precision scaled per block; "sign", one bit and a mean per
@@ -91,6 +93,7 @@ class FFTCodec(Codec):
         *,
         theta: float = 0.98,
         block: int | None = 4096,
+        span: int | None = None,
         bits: int = 8,
         mantissa: int = 3,
         positions: Positions = "elias-fano",
@@ -105,24 +108,45 @@ class FFTCodec(Codec):
         # Tuples, so that a list of the same numbers makes the same payloads.
         shape, axes = (None if given is None else tuple(given) for given in (shape, axes))
         check_settings(
-            theta, block, bits, mantissa, positions, values, window, transform, shape, axes, threads
-        )
-        self.theta, self.block, self.bits, self.mantissa = theta, block, bits, mantissa
+            theta, block, span, bits, mantissa, positions, values, window, transform, shape, axes,
+            threads,
+        )  # fmt: skip
+        self.theta, self.block, self.span = theta, block, span
+        self.bits, self.mantissa = bits, mantissa
         self.positions, self.values, self.window = positions, values, window
         self.half, self.threads = half, threads
         self.transform, self.shape, self.axes = transform, shape, axes
         # Along axes, the blocks hold coefficients already.
         self._within = "identity" if transform == "axes" else transform
-        self._blockwise = spectrum.TRANSFORMS[self._within]
+        self._blockwise = spectrum.transform(self._within, span)
         # Fixed point, so that every rank, language and device counts the same bins.
         self._dropped_q32 = min(int(theta * 2**32), 2**32 - 1)
         self.settings = pack_settings(
-            self._dropped_q32, block, bits, mantissa, positions, values, transform, shape, axes
+            self._dropped_q32,
+            block,
+            span,
+            bits,
+            mantissa,
+            positions,
+            values,
+            transform,
+            shape,
+            axes,
         )
         self._sections_of: dict[int, list[Section]] = {}
 
     def __repr__(self) -> str:
-        names = ["theta", "block", "bits", "mantissa", "positions", "values", "window", "half"]
+        names = [
+            "theta",
+            "block",
+            "span",
+            "bits",
+            "mantissa",
+            "positions",
+            "values",
+            "window",
+            "half",
+        ]
         names += ["transform"] + ["shape", "axes"] * (self.transform == "axes")
         return f"FFTCodec({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
@@ -131,6 +155,7 @@ class FFTCodec(Codec):
         """The settings that say what a coefficient is."""
         return {
             "block": self.block,
+            "span": self.span,
             "transform": self.transform,
             "shape": self.shape,
             "axes": self.axes,
@@ -265,10 +290,14 @@ class FFTCodec(Codec):
             error=math.fsum(t.error for t in tallies),
         )
 
+    def _is_long(self, layout: Layout) -> bool:
+        """Whether a block is one long transform, which has code of its own."""
+        return self.span is None and long_record.fits(self._within, layout)
+
     def _rounds_inside(self, array: npt.NDArray[Any]) -> bool:
         """Whether the transform casts to float16 as it reads the values."""
         layouts = (section.layout for section in self.sections(array.size))
-        long = all(long_record.fits(self._within, layout) for layout in layouts)
+        long = all(self._is_long(layout) for layout in layouts)
         return long and array.dtype == np.float32 and self.window != "payload"
 
     def _encode_section(
@@ -281,7 +310,7 @@ class FFTCodec(Codec):
         top: int | None,
     ) -> list[Tally]:
         own = section.records(words)
-        if long_record.fits(self._within, section.layout):
+        if self._is_long(section.layout):
             return [
                 long_record.encode_long(
                     section.row(array, i).astype(np.float32, copy=False),
@@ -302,11 +331,9 @@ class FFTCodec(Codec):
                 last = min(first + section.chunk, section.count)
                 part = section.blocks(array, first, last)
                 kept = None if memory is None else memory[first:last]
-                tallies.append(
-                    encode_blocks(
-                        self._within, part, kept, own[first:last], section.layout, decay, top
-                    )
-                )
+                own_words, layout = own[first:last], section.layout
+                given = self._within, part, kept, own_words, layout, decay, top, self.span
+                tallies.append(encode_blocks(*given))
             return tallies
 
         return list(chain.from_iterable(parallel(work, section.chunks(), self.threads)))
@@ -408,7 +435,7 @@ class FFTCodec(Codec):
     ) -> None:
         layout = section.layout
         records = [section.records(body) for body in bodies]
-        if long_record.fits(self._within, layout):
+        if self._is_long(layout):
             for i in range(section.count):
                 row = section.row(out, i)
                 long_record.decode_long([r[i] for r in records], row, layout, weight, self.threads)
@@ -419,7 +446,7 @@ class FFTCodec(Codec):
                 last = min(first + section.chunk, section.count)
                 blocks = section.room(out, first, last)
                 parts = [words[first:last] for words in records]
-                decode_blocks(self._within, parts, blocks, layout, weight)
+                decode_blocks(self._within, parts, blocks, layout, weight, self.span)
                 section.put(blocks, out, first)
 
         parallel(work, section.chunks(), self.threads)

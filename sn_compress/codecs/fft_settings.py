@@ -24,6 +24,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 def check_settings(
     theta: float,
     block: int | None,
+    span: int | None,
     bits: int,
     mantissa: int,
     positions: str,
@@ -41,6 +42,11 @@ def check_settings(
         isinstance(block, int) and block & (block - 1) == 0 and 32 <= block <= 1 << 20
     )
     _check("block", block, power, "a power of two from 32 to 2**20, or None")
+    if span is not None:
+        power = isinstance(span, int) and span & (span - 1) == 0 and 32 <= span <= (block or 0)
+        wants = "a power of two from 32 to the block, or None for one transform of a block"
+        _check("span", span, power, wants)
+        _check("span", span, transform == "fft", 'None unless transform="fft"')
     for name, value, legal in (
         ("positions", positions, _POSITIONS),
         ("values", values, _VALUES),
@@ -62,6 +68,7 @@ def check_settings(
 def pack_settings(
     dropped_q32: int,
     block: int | None,
+    span: int | None,
     bits: int,
     mantissa: int,
     positions: str,
@@ -80,7 +87,7 @@ def pack_settings(
         bits if values == "range" else 0,
         mantissa if values == "range" else 0,
         coders,
-        zlib.crc32(repr((shape, axes)).encode()) if transform == "axes" else 0,
+        zlib.crc32(repr((shape, axes)).encode()) if transform == "axes" else span or 0,
     )
 
 

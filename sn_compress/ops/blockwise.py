@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from .. import _native
-from . import fourier
+from . import fourier, spectrum
 from .pack import Words
 from .record import Layout, Tally, decode_records, encode_records, numbers, refuse
-from .spectrum import TRANSFORMS, Floats
+from .spectrum import Floats
 
 
 def encode_blocks(
@@ -25,35 +25,44 @@ def encode_blocks(
     layout: Layout,
     decay: float = 1.0,
     top: int | None = None,
+    span: int | None = None,
 ) -> Tally:
-    """Transform each row of `values`, [nb, block] float32, and encode it; see encode_records."""
-    core = _native.core()
-    if core is None or transform != "fft" or not fourier.fits(layout.block):
-        coefficients = TRANSFORMS[transform].forward(values)
+    """Transform each row of `values`, [nb, block] float32, and encode it; see encode_records.
+
+    span : elements of each FFT, where a block is cut into several
+    """
+    core, length = _native.core(), min(span or layout.block, layout.block)
+    if core is None or transform != "fft" or not fourier.fits(length):
+        coefficients = spectrum.transform(transform, span).forward(values)
         return encode_records(coefficients, memory, words, layout, decay, top)
     end = -1 if top is None else top
-    table = fourier.roots(layout.block)
+    table = fourier.roots(length)
     values = np.ascontiguousarray(values)  # a gradient may be every other element of something
-    return Tally(
-        *core.encode_blocks(values, memory, words, *numbers(layout), float(decay), end, table)
-    )
+    said = (*numbers(layout), float(decay), end, length, table)
+    return Tally(*core.encode_blocks(values, memory, words, *said))
 
 
 def decode_blocks(
-    transform: str, records: Sequence[Words], out: Floats, layout: Layout, weight: float
+    transform: str,
+    records: Sequence[Words],
+    out: Floats,
+    layout: Layout,
+    weight: float,
+    span: int | None = None,
 ) -> None:
     """Write the inverse transform of the weighted sum of records, in their order, into `out`.
 
-    records : of each payload [nb, layout.words] uint32; out : [nb, block] float32
+    records : of each payload [nb, layout.words] uint32; out : [nb, block] float32; span : see
+    encode_blocks
     Raises PayloadError if a record is not one of this layout.
     """
-    core = _native.core()
-    if core is None or transform != "fft" or not fourier.fits(layout.block):
-        way = TRANSFORMS[transform]
+    core, length = _native.core(), min(span or layout.block, layout.block)
+    if core is None or transform != "fft" or not fourier.fits(length):
+        way = spectrum.transform(transform, span)
         accum = np.zeros((len(out), layout.bins * layout.parts), np.float32)
         for words in records:
             decode_records(words, accum, layout, weight)
         out[:] = way.inverse(accum, layout.block)
         return
-    table = fourier.roots(layout.block)
-    refuse(core.decode_blocks(tuple(records), out, *numbers(layout), weight, table), layout)
+    said = (*numbers(layout), weight, length, fourier.roots(length))
+    refuse(core.decode_blocks(tuple(records), out, *said), layout)

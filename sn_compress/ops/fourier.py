@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _native
+from . import spans
 
 Floats = npt.NDArray[np.float32]
 Parts = tuple[Floats, Floats]
@@ -29,9 +30,9 @@ SHORTEST, LONGEST = 32, 2**16
 _HALF_ROOT = np.float32(0.70710678)  # cos(pi / 4)
 
 
-def fits(block: int) -> bool:
-    """Whether these functions take blocks of this length; others are SciPy's."""
-    return SHORTEST <= block <= LONGEST and block & (block - 1) == 0
+def fits(length: int) -> bool:
+    """Whether these functions take FFTs of this length; others are SciPy's."""
+    return SHORTEST <= length <= LONGEST and length & (length - 1) == 0
 
 
 @cache
@@ -73,30 +74,38 @@ def _circle(count: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64
     return right, up
 
 
-def forward(blocks: Floats) -> Floats:
-    """Spectrum of each row over sqrt(block), [nb, block] -> [nb, block + 2], bins as pairs."""
+def forward(blocks: Floats, span: int | None = None) -> Floats:
+    """Spectrum of each row, [nb, block] -> [nb, block + 2], bins as pairs.
+
+    Over sqrt(block); or those of spans of the row, each over sqrt(span), as spans.py lays them.
+    """
     core = _native.core()
     if core is None:
-        return forward_twin(blocks)
+        return forward_twin(blocks, span)
     rows, block = blocks.shape
+    span = span or block
     bins = np.empty((rows, block + 2), np.float32)
-    core.fourier(np.ascontiguousarray(blocks), bins, roots(block), block, False)
+    core.fourier(np.ascontiguousarray(blocks), bins, roots(span), block, span, False)
     return bins
 
 
-def inverse(bins: Floats, block: int) -> Floats:
+def inverse(bins: Floats, block: int, span: int | None = None) -> Floats:
     """Inverse of `forward`; imaginary parts of the first and last bin count for nothing."""
     core = _native.core()
     if core is None:
-        return inverse_twin(bins, block)
+        return inverse_twin(bins, block, span)
+    span = span or block
     blocks = np.empty((len(bins), block), np.float32)
-    core.fourier(blocks, np.ascontiguousarray(bins), roots(block), block, True)
+    core.fourier(blocks, np.ascontiguousarray(bins), roots(span), block, span, True)
     return blocks
 
 
-def forward_twin(blocks: Floats) -> Floats:
+def forward_twin(blocks: Floats, span: int | None = None) -> Floats:
     """`forward` in NumPy."""
     rows, block = blocks.shape
+    if span is not None and span != block:
+        with np.errstate(all="ignore"):
+            return spans.join(forward_twin(blocks.reshape(-1, span)), block)  # type: ignore[no-any-return]
     points, scale = block // 2, np.float32(1 / math.sqrt(block))
     with np.errstate(all="ignore"):  # NaN and overflow travel on, as in C++
         re, im = _transform((blocks[:, 0::2], blocks[:, 1::2]), block)
@@ -112,8 +121,11 @@ def forward_twin(blocks: Floats) -> Floats:
     return out
 
 
-def inverse_twin(bins: Floats, block: int) -> Floats:
+def inverse_twin(bins: Floats, block: int, span: int | None = None) -> Floats:
     """`inverse` in NumPy."""
+    if span is not None and span != block:
+        with np.errstate(all="ignore"):
+            return inverse_twin(spans.part(bins, span), span).reshape(-1, block)
     points, scale = block // 2, np.float32(1 / math.sqrt(block))
     re, im = bins[:, 0::2], bins[:, 1::2].copy()
     im[:, [0, points]] = 0

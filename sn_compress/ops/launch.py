@@ -90,6 +90,7 @@ class Format:
     """The bits of a record, as numbers; `ops/record.py` says what they mean."""
 
     block: int
+    span: int  # elements of each FFT; of other transforms the block
     transform: str
     values: str
     kept: int
@@ -99,11 +100,12 @@ class Format:
     positions: str
 
     @classmethod
-    def of(cls, layout: Layout, transform: str) -> Format:
-        """The format of a layout whose coefficients come from `transform`."""
+    def of(cls, layout: Layout, transform: str, span: int | None = None) -> Format:
+        """The format of a layout whose coefficients come from `transform`, of spans or blocks."""
         everything = layout.kept == layout.bins
         return cls(
             layout.block,
+            min(span or layout.block, layout.block),
             transform,
             layout.values,
             layout.kept,
@@ -140,6 +142,7 @@ class Format:
             "fused.cu",
             (
                 ("SN_BLOCK", self.block),
+                ("SN_SPAN", self.span),
                 ("SN_THREADS", self.threads),
                 ("SN_TRANSFORM", TRANSFORMS.index(self.transform)),
                 ("SN_RESIDENT", resident),
@@ -221,8 +224,8 @@ def _launch(
             "what fits a multiprocessor's shared memory. Choose another block, or None for one "
             "transform over the whole vector."
         )
-    table = twiddles(form.block, form.transform)
-    constant = device.constant(("twiddles", form.block, form.transform), table)
+    table = twiddles(form.span, form.transform)
+    constant = device.constant(("twiddles", form.span, form.transform), table)
     for rows in _rows(pieces):
         sections = np.zeros(1, SECTIONS)
         at = 0
@@ -271,24 +274,24 @@ def _rows(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 
 
 @cache
-def twiddles(block: int, transform: str) -> npt.NDArray[np.float32]:
+def twiddles(span: int, transform: str) -> npt.NDArray[np.float32]:
     """Roots of unity in the order transform.cuh reads them, [m, 2] float32.
 
     For each pass after the first, with stride s and radix r: exp(-2 pi i q j / (r s)), q = 1..r-1
-    and j = 0..s-1; then exp(-2 pi i k / block) up to a quarter turn; for the DCT also
-    exp(-i pi k / (2 block)). Rounded once, from double precision.
+    and j = 0..s-1; then exp(-2 pi i k / span) up to a quarter turn; for the DCT also
+    exp(-i pi k / (2 span)). Rounded once, from double precision.
     """
     turns = [np.zeros(0)]
-    points, stride = block // 2, 8
+    points, stride = span // 2, 8
     if transform in ("fft", "dct"):
         while stride < points:
             radix = min(8, points // stride)
             products = np.outer(np.arange(1, radix), np.arange(stride))
             turns.append(products.reshape(-1) / (radix * stride))
             stride *= radix
-        turns.append(np.arange(points // 2 + 1) / block)
+        turns.append(np.arange(points // 2 + 1) / span)
     if transform == "dct":
-        turns.append(np.arange(points + 1) / (4 * block))
+        turns.append(np.arange(points + 1) / (4 * span))
     angles = -2 * np.pi * np.concatenate(turns)
     table = np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
     table.setflags(write=False)

@@ -2,7 +2,7 @@
 
 "fft"       real FFT: of b reals, b // 2 + 1 complex bins; all but the first and (for even b) the
             last stand for a conjugate pair and count twice in the energy. Lengths that are powers
-            of two are fourier.py's, others SciPy's
+            of two are fourier.py's, others SciPy's. A block may be cut into spans, see spans.py
 "dct"       DCT-II: b real coefficients
 "hadamard"  Walsh-Hadamard, b a power of two: additions only; spreads outliers, smooths nothing
 "identity"  none: top-k of the values themselves
@@ -20,7 +20,7 @@ import numpy.typing as npt
 import scipy.fft
 
 from .. import _native
-from . import fourier, long_fourier
+from . import fourier, long_fourier, spans
 
 Floats = npt.NDArray[np.float32]
 
@@ -90,6 +90,29 @@ TRANSFORMS = {
     # A copy: encoding uses the coefficients as scratch, and the blocks may be the caller's.
     "identity": Transform(1, np.copy, lambda coefficients, block: coefficients),
 }
+
+
+def transform(name: str, span: int | None = None) -> Transform:
+    """The transform of this name; "fft" of spans of blocks, where they are longer."""
+    if span is None:
+        return TRANSFORMS[name]
+
+    def forward(blocks: Floats) -> Floats:
+        block = blocks.shape[1]
+        if block <= span:
+            return _rfft(blocks)
+        if fourier.fits(span):
+            return fourier.forward(blocks, span)
+        return spans.join(_rfft(blocks.reshape(-1, span)), block)  # type: ignore[no-any-return]
+
+    def inverse(bins: Floats, block: int) -> Floats:
+        if block <= span:
+            return _irfft(bins, block)
+        if fourier.fits(span):
+            return fourier.inverse(bins, block, span)
+        return _irfft(spans.part(bins, span), span).reshape(-1, block)
+
+    return Transform(2, forward, inverse)
 
 
 def energy(coefficients: Floats, block: int, parts: int) -> float:

@@ -1,6 +1,6 @@
 """Orthonormal transforms of blocks, of any array library: what spectrum.py is for NumPy.
 
-"fft"       the library's own
+"fft"       the library's own; of a block, or of spans of it, see spans.py
 "dct"       DCT-II through a real FFT of the elements in another order (Makhoul 1980)
 "hadamard"  additions only, in the order of spectrum.py, so with its bits
 "identity"  none
@@ -18,14 +18,19 @@ from functools import lru_cache
 import numpy as np
 
 from ..arrays import Array, Constant, irfft, namespace, rfft
+from . import spans
 from .spectrum import TRANSFORMS
 
 
 class Transform:
-    """One of them, of blocks of one length, and its tables."""
+    """One of them, of blocks of one length, and its tables.
 
-    def __init__(self, name: str, block: int) -> None:
+    span : elements of each FFT, where a block is cut into several
+    """
+
+    def __init__(self, name: str, block: int, span: int | None = None) -> None:
         self.name, self.block = name, block
+        self._span = min(span or block, block)
         self._tables = _dct_tables(block) if name == "dct" else {}
 
     def forward(self, blocks: Array) -> Array:
@@ -35,7 +40,10 @@ class Transform:
         anything.
         """
         if self.name == "fft":
-            return _fft(blocks)
+            if self._span == self.block:
+                return _fft(blocks)
+            xp = namespace(blocks)
+            return spans.join(_fft(xp.reshape(blocks, (-1, self._span))), self.block)
         if self.name == "dct":
             return self._dct(blocks)
         return _hadamard(blocks) if self.name == "hadamard" else blocks
@@ -43,7 +51,11 @@ class Transform:
     def inverse(self, coefficients: Array) -> Array:
         """[rows, block] float32 of their coefficients; may be its argument, and overwrite it."""
         if self.name == "fft":
-            return _ifft(coefficients, self.block)
+            if self._span == self.block:
+                return _ifft(coefficients, self.block)
+            xp = namespace(coefficients)
+            values = _ifft(spans.part(coefficients, self._span), self._span)
+            return xp.reshape(values, (-1, self.block))
         if self.name == "dct":
             return self._idct(coefficients)
         return _hadamard(coefficients) if self.name == "hadamard" else coefficients

@@ -20,9 +20,10 @@ import numpy as np
 from ..codecs.gather import wire_bytes
 from ..errors import CompressError
 from ..ops.matrices import cut
-from ..settings import Settings
+from ..settings import CompressionName, Settings
 from ..sums.choose import MOST, Curve, allocate, budget, words_of
 from ..text_table import text_table
+from .accuracy import advice
 from .cost import Link, Method, Route, Step, break_even, choose, step
 from .layers import Layer
 from .rates import FREE, Rates
@@ -92,8 +93,17 @@ class Prediction:
         return (
             f"{self.elements:,} parameters, {self.ranks} ranks, {gbit:g} Gbit/s, "
             f"{1e6 * self.link.latency_s:g} us a message\n{text_table(_HEAD, rows)}\n"
-            f"auto takes, of {sum(self.rows[-1].tensors.values())} tensors: {chosen}"
-        )
+            f"auto takes, of {sum(self.rows[-1].tensors.values())} tensors: {chosen}\n"
+            f"{advice(self._received())}"
+        ).rstrip()
+
+    def _received(self) -> dict[CompressionName, float]:
+        """Received bytes of plain's all-reduce over those of each compression."""
+        # An all-reduce hands on what a rank sent twice, a gather brings it from each other rank.
+        shared, gather = self.row("shared").ratio, 2 * self.row("gather").ratio / self.ranks
+        return {
+            "LowRankCompression": shared, "AutoCompression": shared, "FFTCompression": gather,
+        }  # fmt: skip
 
 
 _HEAD = (

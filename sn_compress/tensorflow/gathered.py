@@ -52,7 +52,9 @@ def way_back(codec: FFTCodec) -> str:
     within = "identity" if codec.transform == "axes" else codec.transform
     parts = block + 2 if within == "fft" else block
     bins = np.random.default_rng(0).standard_normal((1, parts)).astype(np.float32)
-    return digest(transforms.Transform(within, block).inverse(tf.constant(bins)).numpy())
+    return digest(
+        transforms.Transform(within, block, codec.span).inverse(tf.constant(bins)).numpy()
+    )
 
 
 class GatheredBucket:

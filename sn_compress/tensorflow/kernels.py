@@ -21,6 +21,7 @@ from tensorflow.python.framework import op_def_library
 from .. import _native
 from ..arrays import Constant
 from ..codecs.base import MAGIC, VERSION
+from ..codecs.blocks import Section
 from ..codecs.fft import FFTCodec
 from ..ops import fourier, quantize
 from ..ops.record import numbers
@@ -35,7 +36,7 @@ def serve(codec: FFTCodec, sizes: Sequence[int]) -> bool:
     return (
         codec.transform == "fft"
         and codec.window != "payload"
-        and all(fourier.fits(it.layout.block) for n in sizes for it in codec.sections(n))
+        and all(fourier.fits(_span(codec, it)) for n in sizes for it in codec.sections(n))
         and not tf.config.list_logical_devices("GPU")
         and _registered()
     )
@@ -93,21 +94,26 @@ def _call(
     like = tf.zeros([])
     return op_def_library.apply_op(
         operation,
-        roots=[_roots(it.layout.block).on(like) for it in sections],
-        layouts=[
-            int(number)
-            for it in sections
-            for number in (it.start, it.stop, it.count, it.words_at, *numbers(it.layout))
-        ],
+        roots=[_roots(_span(codec, it)).on(like) for it in sections],
+        layouts=[int(number) for it in sections for number in _said(codec, it)],
         header=np.frombuffer(head, "<u4").tolist(),
         sizes=[n, codec.payload_bytes(n) // 4, top, ranks, stride, at],
         **more,
     )
 
 
+def _said(codec: FFTCodec, it: Section) -> tuple[Any, ...]:
+    return it.start, it.stop, it.count, it.words_at, _span(codec, it), *numbers(it.layout)
+
+
+def _span(codec: FFTCodec, section: Section) -> int:
+    """Elements of each FFT."""
+    return min(codec.span or section.layout.block, section.layout.block)
+
+
 @cache
-def _roots(block: int) -> Constant:
-    return Constant(fourier.roots(block))
+def _roots(span: int) -> Constant:
+    return Constant(fourier.roots(span))
 
 
 @cache

@@ -12,8 +12,9 @@ import pytest
 
 from sn_compress import _native
 
-# pytest imports test files by path, so samples.py and fuzz.py beside them need saying.
-sys.path.append(str(Path(__file__).parent))
+# pytest imports test files by path, so samples.py and fuzz.py beside them need saying, and
+# spans_by_hand.py above.
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 
 def _core() -> Any:

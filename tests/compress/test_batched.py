@@ -128,7 +128,9 @@ def test_payloads_are_those_of_the_codec_byte_for_byte(library, settings):
         np.testing.assert_array_equal(np.asarray(mean), codec.decode_mean([payload, payload]))
 
 
-@pytest.mark.parametrize("settings", [{}, {"theta": 0.5, "positions": "bitmap", "block": 256}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"span": 64}, {"theta": 0.5, "positions": "bitmap", "block": 256, "span": 32}]
+)
 def test_another_fft_changes_no_more_than_its_last_bits(settings):
     """Torch's FFT against the codec's: who is near the threshold may be another.
 
@@ -307,6 +309,7 @@ def step(batch, gradients, memories):
     "settings",
     [
         {},
+        {"span": 64},
         {"transform": "dct", "positions": "bitmap"},
         {"transform": "hadamard", "window": 0.5},
         {"block": None},
@@ -345,7 +348,7 @@ def assert_same(one, other):
 
 def test_a_recorded_step_is_the_step():
     """What was recorded with zeros holds for other values: nothing hangs on one."""
-    codec, sizes = FFTCodec(), (4097, 1000, 40000)
+    codec, sizes = FFTCodec(span=64), (4097, 1000, 40000)
     batch = batched.batch_of(codec, sizes)
     gradients, memories = inputs(codec, sizes, 5)
     zeros = [torch.zeros_like(it) for it in gradients]
@@ -357,7 +360,7 @@ def test_a_recorded_step_is_the_step():
 # array-api-compat keeps in a cache which library a class is of; traced through, it is the same.
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 def test_a_step_is_one_graph():
-    codec, sizes = FFTCodec(), (8192,)
+    codec, sizes = FFTCodec(span=64), (8192,)
     batch = batched.batch_of(codec, sizes)
     gradients, memories = inputs(codec, sizes, 6)
     expected = step(batch, gradients, memories)
@@ -367,7 +370,7 @@ def test_a_step_is_one_graph():
 
 def launches(sizes, ranks):
     """Of encoding and decoding a bucket on a device."""
-    codec = FFTCodec()
+    codec = FFTCodec(span=64)
     gradients = [torch.zeros(n, device="meta") for n in sizes]
     memories = [batched.new_memory(codec, n, gradients[0]) for n in sizes]
     for _ in range(2):  # the first makes what follows from shapes

@@ -5,14 +5,16 @@ import math
 import numpy as np
 import pytest
 import scipy.fft
-from samples import ENERGY, fft_error, layouts, random
+from samples import ENERGY, U, fft_error, layouts, random
+from spans_by_hand import spans_joined, spans_parted
 
 from sn_compress import FFTCodec, PayloadError
-from sn_compress.ops import fourier
+from sn_compress.ops import fourier, spectrum
 from sn_compress.ops.blockwise import decode_blocks, encode_blocks
 from sn_compress.ops.record import Layout
 
 BLOCKS = [2**power for power in range(5, 17)]
+CUTS = [(64, 32), (256, 64), (4096, 32), (4096, 64), (4096, 1024), (8192, 4096), (2**17, 64)]
 
 
 def equal(fast: np.ndarray, slow: np.ndarray) -> None:
@@ -40,12 +42,52 @@ def test_equal_bits_on_both_back_ends(core, block, scale):
         return
     x, table = rows(block, scale), fourier.roots(block)
     bins = np.full((6, block + 2), np.nan, np.float32)
-    core.fourier(x, bins, table, block, False)
+    core.fourier(x, bins, table, block, block, False)
     equal(bins, fourier.forward_twin(x))
     noise = rows(block + 2, scale)  # imaginary parts at the edges, which count for nothing
     back = np.full((6, block), np.nan, np.float32)
-    core.fourier(back, noise, table, block, True)
+    core.fourier(back, noise, table, block, block, True)
     equal(back, fourier.inverse_twin(noise, block))
+
+
+@pytest.mark.parametrize("scale", [1, 1e-42, 3e38])
+@pytest.mark.parametrize(("block", "span"), CUTS)
+def test_spans_have_equal_bits_on_both_back_ends(core, block, span, scale):
+    x, table = rows(block, scale), fourier.roots(span)
+    bins = np.full((6, block + 2), np.nan, np.float32)
+    core.fourier(x, bins, table, block, span, False)
+    equal(bins, fourier.forward_twin(x, span))
+    noise = rows(block + 2, scale)
+    back = np.full((6, block), np.nan, np.float32)
+    core.fourier(back, noise, table, block, span, True)
+    equal(back, fourier.inverse_twin(noise, block, span))
+
+
+@pytest.mark.parametrize(("block", "span"), CUTS)
+def test_spans_against_float64(backend, block, span):
+    """Each span by itself; its norm in a block is that of the values, as a block's is."""
+    x = random(2 * block, seed=1).reshape(2, block)
+    bins = fourier.forward(x, span)
+    exact = spans_joined(scipy.fft.rfft(x.astype("f8").reshape(-1, span), norm="ortho"), block)
+    # A span's last rounding is that of its edge bins, which are scaled once more.
+    e = (fft_error(span) + U) * np.linalg.norm(x.astype("f8"))
+    assert np.linalg.norm(bins - exact) <= e
+    energy = spectrum.energy(bins, block, 2)
+    assert energy == pytest.approx(float((x.astype("f8") ** 2).sum()), rel=4 * fft_error(span))
+    back = fourier.inverse(bins, block, span)
+    assert np.linalg.norm(back - x.astype("f8")) <= 2.01 * e
+    other = scipy.fft.irfft(spans_parted(exact.view(complex), span), n=span, norm="ortho")
+    np.testing.assert_allclose(other.reshape(2, block), x, atol=1e-11)
+
+
+def test_a_span_of_the_block_is_the_block():
+    x = random(4096).reshape(4, 1024)
+    np.testing.assert_array_equal(fourier.forward(x, 1024), fourier.forward(x))
+    whole, cut = FFTCodec(block=1024), FFTCodec(block=1024, span=1024)
+    state, other = whole.new_state(4096), cut.new_state(4096)
+    one, two = whole.encode(x.reshape(-1), state=state), cut.encode(x.reshape(-1), state=other)
+    np.testing.assert_array_equal(one.body, two.body)
+    np.testing.assert_array_equal(state[0], other[0])
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -90,41 +132,45 @@ def test_which_blocks_it_takes():
 
 def test_the_extension_checks_sizes(core):
     table, x, bins = fourier.roots(64), np.zeros(64, np.float32), np.zeros(66, np.float32)
-    core.fourier(x, bins, table, 64, False)
+    core.fourier(x, bins, table, 64, 64, False)
     for block in (0, -64, 16, 48, 128, 2**17, 2**40):
         with pytest.raises(ValueError, match="roots"):
-            core.fourier(x, bins, table, block, False)
+            core.fourier(x, bins, table, block, block, False)
+    for span in (0, -64, 16, 32, 48, 128):
+        with pytest.raises(ValueError, match="in spans of"):
+            core.fourier(x, bins, table, 64, span, False)
     for few in (x[:-1], x[:32], np.zeros(128, np.float32)):
         with pytest.raises(ValueError, match="do not match"):
-            core.fourier(few, bins, table, 64, False)
+            core.fourier(few, bins, table, 64, 64, False)
     frozen = x.copy()
     frozen.setflags(write=False)
     with pytest.raises(ValueError, match="read-only"):
-        core.fourier(frozen, bins, table, 64, True)
+        core.fourier(frozen, bins, table, 64, 64, True)
 
 
 FITTING = [x for x in layouts(blocks=(32, 1024, 4096)) if x.parts == 2 and fourier.fits(x.block)]
 LAYOUTS = FITTING[::3]
 
 
-def both(core, monkeypatch, layout: Layout, x, memory, decay=0.9, top=None):
+def both(core, monkeypatch, layout: Layout, x, memory, decay=0.9, top=None, span=None):
     """Encode on both back ends: words, memories and tallies."""
     runs = []
     for module in (core, None):
         monkeypatch.setattr("sn_compress._native.core", lambda module=module: module)
         words = np.full((len(x), layout.words), 0xFFFFFFFF, np.uint32)  # poison
         kept = None if memory is None else memory.copy()
-        tally = encode_blocks("fft", x, kept, words, layout, decay, top)
+        tally = encode_blocks("fft", x, kept, words, layout, decay, top, span)
         runs.append((words, kept, tally))
     return runs
 
 
+@pytest.mark.parametrize("span", [None, 64])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_encode_and_decode_blocks_agree(core, monkeypatch, layout):
+def test_encode_and_decode_blocks_agree(core, monkeypatch, layout, span):
     for scale, remembers in ((1, True), (1, False), (1e-40, True), (1e36, True)):
         x = rows(layout.block, scale)
         memory = rows(layout.block, scale)[:, :1] * np.ones((1, layout.block + 2), np.float32)
-        fast, slow = both(core, monkeypatch, layout, x, memory if remembers else None)
+        fast, slow = both(core, monkeypatch, layout, x, memory if remembers else None, span=span)
         np.testing.assert_array_equal(fast[0], slow[0])
         if remembers:
             np.testing.assert_array_equal(fast[1].view(np.uint32), slow[1].view(np.uint32))
@@ -134,7 +180,8 @@ def test_encode_and_decode_blocks_agree(core, monkeypatch, layout):
         for module in (core, None):
             monkeypatch.setattr("sn_compress._native.core", lambda module=module: module)
             out = np.full(x.shape, np.nan, np.float32)
-            decode_blocks("fft", [fast[0], fast[0][::-1].copy(), fast[0]], out, layout, 1 / 3)
+            records = [fast[0], fast[0][::-1].copy(), fast[0]]
+            decode_blocks("fft", records, out, layout, 1 / 3, span)
             outs.append(out)
         equal(*outs)
 
@@ -170,7 +217,9 @@ def test_encode_blocks_checks_sizes(core, monkeypatch):
 
 
 @pytest.mark.parametrize("n", [0, 1, 31, 32, 33, 63, 1000, 2**20 + 1])
-@pytest.mark.parametrize("settings", [{}, {"transform": "identity"}, {"block": None}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"span": 64}, {"transform": "identity"}, {"block": None}], ids=str
+)
 def test_into_given_memory(backend, n, settings):
     """What is encoded into a buffer and decoded into a vector is what a copy would hold."""
     n = n if backend == "cpp" else min(n, 2**14 + 1)

@@ -41,6 +41,11 @@ class FakeArray(np.ndarray):
     def get(self) -> np.ndarray:
         return np.array(self)
 
+    def __array_function__(self, *call: Any) -> Any:
+        """Results are of the device, too; NumPy joins arrays of a class to plain ones."""
+        made = super().__array_function__(*call)
+        return made.view(FakeArray) if isinstance(made, np.ndarray) else made
+
 
 FakeArray.__module__ = "cupy"
 

@@ -25,6 +25,7 @@ def make_format(
     bits: int = 8,
     mantissa: int = 3,
     positions: str = "elias-fano",
+    span: int | None = None,
 ) -> Format:
     """A format that keeps 1 - theta of the bins."""
     bins = block // 2 + 1 if transform in ("fft", "spectrum") else block
@@ -40,7 +41,8 @@ def make_format(
     }[positions]
     head = 32 if values == "2bit" else 16
     words = -(-(head + parts * kept * code_bits + place) // 32)
-    return Format(block, transform, values, kept, words, code_bits, mantissa, positions)
+    length = span or block
+    return Format(block, length, transform, values, kept, words, code_bits, mantissa, positions)
 
 
 def encode(

@@ -21,14 +21,19 @@ from sn_compress.ops import seal, whole
 def fused() -> None:
     device = Host("mixed", SANITIZE)
     rng = np.random.default_rng(0)
-    for block, transform in ((32, "fft"), (4096, "fft"), (64, "dct"), (64, "hadamard"),
-                             (32, "identity"), (128, "spectrum")):  # fmt: skip
+    for block, transform, span in (
+        (32, "fft", None), (4096, "fft", None), (4096, "fft", 64), (64, "fft", 32),
+        (64, "dct", None), (64, "hadamard", None), (32, "identity", None),
+        (128, "spectrum", None),
+    ):  # fmt: skip
         for values, positions in (("range", "elias-fano"), ("fp16", "bitmap"), ("sign", "all"),
                                   ("2bit", "elias-fano")):  # fmt: skip
             for theta in (0.0, 0.9):
                 if theta and positions == "all":
                     continue
-                form = oracle.make_format(block, transform, theta, values, positions=positions)
+                form = oracle.make_format(
+                    block, transform, theta, values, positions=positions, span=span
+                )
                 for case in samples(form).values():
                     size = case.size if transform == "spectrum" else 4 * block - 5
                     given = case.reshape(-1)[:size]

@@ -18,12 +18,13 @@ ARCHITECTURES = ["compute_75", "sm_75", "compute_80", "sm_80", "compute_90", "sm
                  "compute_100", "sm_100"]  # fmt: skip
 
 
-def fused(block: int, transform: str) -> Program:
-    return Format(block, transform, "range", 1, 1, 8, 3, "bitmap").program
+def fused(block: int, transform: str, span: int | None = None) -> Program:
+    return Format(block, span or block, transform, "range", 1, 1, 8, 3, "bitmap").program
 
 
 PROGRAMS = {
     "fused fft 4096": fused(4096, "fft"),
+    "fused spans 4096": fused(4096, "fft", 64),
     "fused dct 4096": fused(4096, "dct"),
     "fused hadamard 4096": fused(4096, "hadamard"),
     "fused identity 4096": fused(4096, "identity"),

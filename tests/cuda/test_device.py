@@ -58,14 +58,19 @@ def test_payload_memory_and_mean_are_those_of_the_cpu(
 
 # Float transforms differ in the last bits, so bins near the threshold may be exchanged. What the
 # memory keeps and what is sent add up to the input all the same: test_fused.py has the bound.
-@pytest.mark.parametrize("block", [256, None])
-@pytest.mark.parametrize("transform", ["fft", "dct"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"transform": it, "block": block} for it in ("fft", "dct") for block in (256, None)),
+        *({"span": 64, "block": block} for block in (256, 1 << 14)),
+    ],
+    ids=str,
+)
 def test_what_is_sent_and_kept_add_up(
     gpu: FakeCuda,  # noqa: F811
-    transform: str,
-    block: int | None,
+    settings: dict,
 ) -> None:
-    codec = FFTCodec(theta=0.9, transform=transform, block=block)
+    codec = FFTCodec(theta=0.9, **settings)
     for n in SIZES[1:]:
         given = values(n)
         state = codec.new_state(n, like=fake(given))
@@ -100,7 +105,7 @@ def test_many_tensors_take_few_launches(gpu: FakeCuda) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize("block", [256, 1 << 14, None], ids=str)
-@pytest.mark.parametrize("transform", ["fft", "axes", "identity"])
+@pytest.mark.parametrize("transform", ["fft", "spans", "axes", "identity"])
 def test_a_step_reads_no_value(
     gpu: FakeCuda,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -114,6 +119,8 @@ def test_a_step_reads_no_value(
 
     if transform == "axes":
         codec = FFTCodec(theta=0.9, transform="axes", shape=(100, 90), axes=(1,), block=block)
+    elif transform == "spans":
+        codec = FFTCodec(theta=0.9, span=64 if block else None, block=block)
     else:
         codec = FFTCodec(theta=0.9, transform=transform, block=block)
     tensors = [fake(values(9000, seed)) for seed in range(3)]

@@ -12,6 +12,7 @@ import scipy.fft
 import scipy.linalg
 from fused_case import decode, encode, samples
 from host import ORDERS, Host, address
+from spans_by_hand import spans_joined, spans_parted
 
 from sn_compress.errors import CompressError
 from sn_compress.ops import launch, record
@@ -45,8 +46,9 @@ def test_records_and_residual_equal_the_oracle(block: int, transform: str, value
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_order_of_threads_does_not_matter(order: str) -> None:
-    for transform, values in itertools.product(["fft", "dct", "hadamard"], ["range", "2bit"]):
-        form = oracle.make_format(256, transform, 0.8, values)
+    kinds = [("fft", None), ("fft", 64), ("dct", None), ("hadamard", None)]
+    for (transform, span), values in itertools.product(kinds, ["range", "2bit"]):
+        form = oracle.make_format(256, transform, 0.8, values, span=span)
         values_in = np.concatenate([c.reshape(-1)[:256] for c in samples(form).values()])
         memory = np.zeros((len(samples(form)), form.bins * form.parts), np.float32)
         first = encode(Host("up"), form, values_in, memory)
@@ -120,8 +122,11 @@ def bound(block: int) -> float:
     return (np.log2(block) + 3) * 7 * 2.0**-24
 
 
-def exact_forward(values: np.ndarray, transform: str) -> np.ndarray:
+def exact_forward(values: np.ndarray, transform: str, span: int | None = None) -> np.ndarray:
     wide = values.astype(np.float64)
+    if span:
+        spectra = scipy.fft.rfft(wide.reshape(-1, span), norm="ortho")
+        return spans_joined(spectra, wide.shape[1])
     if transform == "fft":
         return scipy.fft.rfft(wide, norm="ortho").view(np.float64)
     if transform == "dct":
@@ -130,10 +135,15 @@ def exact_forward(values: np.ndarray, transform: str) -> np.ndarray:
     return wide @ scipy.linalg.hadamard(order) / np.sqrt(order)
 
 
-@pytest.mark.parametrize("transform", ["fft", "dct", "hadamard"])
-@pytest.mark.parametrize("block", [32, 64, 128, 4096, 8192])
-def test_transforms_stay_within_the_bound(block: int, transform: str) -> None:
-    form = oracle.make_format(block, transform, 0.99)
+@pytest.mark.parametrize(
+    ("block", "transform", "span"),
+    [
+        *itertools.product([32, 64, 128, 4096, 8192], ["fft", "dct", "hadamard"], [None]),
+        *((block, "fft", span) for block, span in [(64, 32), (4096, 64), (4096, 32), (8192, 1024)]),
+    ],
+)
+def test_transforms_stay_within_the_bound(block: int, transform: str, span: int | None) -> None:
+    form = oracle.make_format(block, transform, 0.99, span=span)
     rng = np.random.default_rng(block)
     values = rng.standard_normal((3, block)).astype(np.float32)
     values[1] = 1  # all in one bin
@@ -141,13 +151,16 @@ def test_transforms_stay_within_the_bound(block: int, transform: str) -> None:
     done = encode(Host(), form, values.reshape(-1), np.zeros((3, form.bins * form.parts), "f4"))
     assert done.memory is not None
     sent = oracle.decode(done.words, form).astype(np.float64)
-    error = done.memory + sent - exact_forward(values, transform)
+    error = done.memory + sent - exact_forward(values, transform, span)
     norm = np.linalg.norm(values, axis=1)
     # One more rounding where the code's value was subtracted. Complex bins count twice.
     assert (np.linalg.norm(error, axis=1) <= (bound(block) + 2.0**-24) * norm).all()
 
     out, _, _ = decode(Host(), form, done.words[None], values.size)
-    if transform == "fft":
+    if span:
+        spectra = spans_parted(sent.view(np.complex128), span)
+        expected = scipy.fft.irfft(spectra, n=span, norm="ortho").reshape(-1, block)
+    elif transform == "fft":
         expected = scipy.fft.irfft(sent.view(np.complex128), n=block, norm="ortho")
     elif transform == "dct":
         expected = scipy.fft.idct(sent, norm="ortho")

@@ -23,7 +23,7 @@ from sn_compress.ops.launch import Piece
 
 pytestmark = pytest.mark.gpu("cupy")
 
-TRANSFORMS = ("spectrum", "fft", "dct", "hadamard", "identity")
+TRANSFORMS = ("spectrum", "fft", "spans", "dct", "hadamard", "identity")
 
 
 @pytest.fixture
@@ -50,8 +50,10 @@ def values(n: int, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("block", [32, 1024, 4096, 8192])
 def test_bits_are_those_of_the_host_run(xp: Any, block: int, transform: str, kind: str) -> None:
     device = cuda.CudaDevice(0, xp.cuda.get_current_stream())
+    span = 32 if transform == "spans" else None
+    transform = "fft" if span else transform
     for theta in (0.0, 0.9, 0.98):
-        form = oracle.make_format(block, transform, theta, kind)
+        form = oracle.make_format(block, transform, theta, kind, span=span)
         for name, case in samples(form).items():
             given = case.reshape(-1)
             if transform != "spectrum":
@@ -107,10 +109,16 @@ def test_payloads_are_those_of_the_cpu(xp: Any, settings: dict[str, Any], n: int
     _device.raise_if_damaged()
 
 
-@pytest.mark.parametrize("block", [4096, None])
-@pytest.mark.parametrize("transform", ["fft", "dct"])
-def test_cufft_and_fused_paths_add_up(xp: Any, transform: str, block: int | None) -> None:
-    codec = FFTCodec(theta=0.95, transform=transform, block=block)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"transform": it, "block": block} for it in ("fft", "dct") for block in (4096, None)),
+        *({"span": 64, "block": block} for block in (4096, 1 << 14)),
+    ],
+    ids=str,
+)
+def test_cufft_and_fused_paths_add_up(xp: Any, settings: dict[str, Any]) -> None:
+    codec = FFTCodec(theta=0.95, **settings)
     n = 100_000
     given = values(n)
     state = codec.new_state(n, like=xp.asarray(given))

@@ -110,6 +110,6 @@ def test_what_does_not_fit_is_refused() -> None:
     form = oracle.make_format(64, "fft", 0.5, "sign")
     with pytest.raises(CompressError, match="sign"):
         whole.encode_whole(Host(), form, nowhere, 0, decay=1.0, top=None)
-    huge = Format(2**33, "fft", "range", 1, 1, 8, 3, "bitmap")
+    huge = Format(2**33, 2**33, "fft", "range", 1, 1, 8, 3, "bitmap")
     with pytest.raises(CompressError, match=r"2\*\*32"):
         whole.encode_whole(Host(), huge, nowhere, 0, decay=1.0, top=None)

@@ -87,7 +87,10 @@ def test_edits_apply_to_the_real_source(tmp_path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(archive.extractfile(member).read())
     tree = tmp_path / f"horovod-{build_horovod.VERSION}"
-    horovod_edits.apply(horovod_edits.wanted(NEW), tree)
+    # All of them, also those that no single build takes together.
+    every = horovod_edits.wanted(dataclasses.replace(NEW, gpu=True, cuda_unused=True))
+    assert len(every) == len(EDITS)
+    horovod_edits.apply(every, tree)
     assert "distutils" not in (tree / "horovod/torch/CMakeLists.txt").read_text()
     compile((tree / "setup.py").read_text(), "setup.py", "exec")
     compile((tree / "horovod/runner/js_run.py").read_text(), "js_run.py", "exec")

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
-from gpu import runner, section  # noqa: E402 - a folder of scripts
+from gpu import lent, runner, section  # noqa: E402 - a folder of scripts
 from gpu.sections import SECTIONS, Plan  # noqa: E402
 
 HIDDEN = "tensorflow,keras,horovod,cupy,cupyx"
@@ -155,10 +156,67 @@ def test_a_target_that_was_missed_is_told(tmp_path, monkeypatch):
 
 
 def test_scipys_copy_stands_in_for_array_api_compat(tmp_path):
-    if not runner.lend_array_api_compat(tmp_path):
+    if not lent.lend_array_api_compat(tmp_path):
         pytest.skip("this SciPy has no copy of array-api-compat")
     done = python(
         "-c", "import array_api_compat, sn_compress.arrays; print(array_api_compat.__file__)",
         PYTHONPATH=str(tmp_path),
     )  # fmt: skip
     assert done.stdout.startswith(str(tmp_path)), done.stderr
+
+
+THIS = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+
+
+def wheels(folder, **files):
+    """Wheels by name, each with a file: `wheels(folder, **{"a-1-py3-none-any": ("a.py", "")})`."""
+    folder.mkdir()
+    for name, (file, text) in files.items():
+        with zipfile.ZipFile(folder / f"{name}.whl", "w") as archive:
+            archive.writestr(file, text)
+            archive.writestr(f"{'-'.join(name.split('-')[:2])}.dist-info/METADATA", "")
+    return folder
+
+
+@pytest.fixture
+def no_horovod(monkeypatch):
+    """This interpreter may have one; what is asked is where there is none."""
+    find = lent.importlib.util.find_spec
+    monkeypatch.setattr(
+        lent.importlib.util, "find_spec", lambda name: None if name == "horovod" else find(name)
+    )
+
+
+@pytest.mark.parametrize(
+    ("launcher", "said", "there"),
+    [("import lent_part, numpy", f"unpacked of horovod-1-{THIS}-{THIS}-any.whl", True),
+     ("import no_such_thing", "does not run here: ModuleNotFoundError: No module named", False)],
+)  # fmt: skip
+def test_horovod_is_lent_from_wheels_if_it_runs(tmp_path, no_horovod, launcher, said, there):
+    folder, name = tmp_path / "lent", f"horovod-1-{THIS}-{THIS}-any"
+    folder.mkdir()
+    given = wheels(
+        tmp_path / "wheels",
+        **{
+            name: ("horovod/runner/launch.py", launcher),
+            "other-1-cp38-abi3-any": ("horovod/__init__.py", ""),
+            "other-2-cp38-abi3-any": ("horovod/torch.py", ""),
+            "other-3-cp38-abi3-any": ("horovod/runner/__init__.py", ""),
+            "part-1-py2.py3-none-any": ("lent_part.py", ""),
+            "numpy-1-py3-none-any": ("numpy/__init__.py", "raise SystemExit('not this one')"),
+            "old-1-cp27-cp27-any": ("old.py", ""),
+        },
+    )
+    assert said in lent.lend_horovod(given, folder)
+    assert (folder / "lent_part.py").is_file() == there
+    assert not (folder / "numpy").exists(), "what is installed stays"
+    assert not (folder / "old.py").exists(), "for another Python"
+    assert there or not [*folder.iterdir()]
+
+
+def test_without_a_wheel_horovod_is_not_lent(tmp_path, no_horovod, monkeypatch):
+    given = wheels(tmp_path / "wheels", **{"horovod-1-cp27-cp27-any": ("horovod.py", "")})
+    assert "no wheel for this Python" in lent.lend_horovod(given, tmp_path)
+    assert "no wheel for this Python" in lent.lend_horovod(tmp_path / "none", tmp_path)
+    monkeypatch.setattr(lent.importlib.util, "find_spec", lambda name: name)
+    assert lent.lend_horovod(given, tmp_path) == "Horovod: the one installed"

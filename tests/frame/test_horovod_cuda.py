@@ -2,11 +2,15 @@
 
 import dataclasses
 import os
+import shutil
 import stat
+import subprocess
+from pathlib import Path
 
 import build_horovod
 import horovod_cuda
 import horovod_edits
+import horovod_steps
 import horovod_target
 import horovod_tools
 import pytest
@@ -63,7 +67,9 @@ def bare(monkeypatch, tmp_path):
 def test_a_complete_toolkit_is_taken(tmp_path):
     root = toolkit(tmp_path / "cuda")
     found, why = horovod_cuda.found("13.2", [tmp_path / "no such", root])
-    assert (found.root, found.version, why) == (root, "13.0", [])
+    assert (found.root, found.version) == (root, "13.0")
+    # A wrong CUDA_HOME must not go unsaid.
+    assert why == [f"{tmp_path}/no such is not there"]
     environment = found.environment()
     for name in ("CUDA_HOME", "HOROVOD_CUDA_HOME", "CUDAToolkit_ROOT"):
         assert environment[name] == str(root)
@@ -78,6 +84,11 @@ def test_one_that_lacks_a_part_is_passed_over_and_the_part_named(tmp_path, lack)
     found, (why,) = horovod_cuda.found("13.0", [root])
     assert found is None
     assert lack in why
+
+
+def test_a_folder_without_any_part_is_no_toolkit(tmp_path):
+    found, why = horovod_cuda.found("13.0", [tmp_path])
+    assert (found, why) == (None, [f"{tmp_path} is no CUDA toolkit"])
 
 
 def test_another_major_version_is_passed_over(tmp_path):
@@ -169,6 +180,25 @@ GPU = dataclasses.replace(
 )  # fmt: skip
 
 
+def test_without_a_framework_it_says_so_and_does_not_ask_for_cuda(monkeypatch, tmp_path, capsys):
+    bare = dataclasses.replace(GPU, torch=None, torch_cuda=None)
+    monkeypatch.setattr(build_horovod, "detect", lambda *, cpu_only: bare)
+    assert build_horovod.main(["--check", "--cache", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "missing: neither torch nor TensorFlow is installed" in said
+    assert "NCCL: no, " in said
+
+
+def test_a_cuda_tensorflow_that_does_not_say_its_version_gets_no_wheels(monkeypatch, bare):
+    monkeypatch.setattr(horovod_cuda, "candidates", lambda env: [])
+    monkeypatch.setattr(horovod_target, "_tensorflow_build", lambda: "is_cuda_build: True")
+    monkeypatch.setattr(horovod_target, "_version", {"tensorflow": "2.21.0"}.get)
+    target = horovod_target.detect()
+    assert target.tensorflow_cuda
+    assert not target.gpu
+    assert "no CUDA toolkit" in target.why_no_gpu()
+
+
 def names(target: Target) -> set[str]:
     return {edit.name for edit in horovod_edits.wanted(target.versions)}
 
@@ -181,6 +211,45 @@ def test_a_build_for_cpu_tensors_beside_a_cuda_torch_asks_for_no_toolkit():
     assert "HOROVOD_GPU_OPERATIONS" not in without.flags()
     assert "no-cuda-of-torch" in names(without)
     assert "no-cuda-of-torch" not in names(TARGET), "torch is a CPU build there"
+
+
+def test_built_libraries_look_for_cuda_where_it_stays():
+    """Not in the folder of the build: it is gone then, and in /tmp anybody may make another."""
+    made = horovod_cuda.Toolkit(Path("/tmp/horovod-build-x/cuda"), "13.2")
+    new = horovod_cuda.run_path("13.2", made, {}, ours=True).split(";")
+    assert new[:2] == ["$ORIGIN/../../nvidia/nccl/lib", "$ORIGIN/../../nvidia/cu13/lib"]
+    old = horovod_cuda.run_path("12.8", made, {}, ours=True)
+    assert "$ORIGIN/../../nvidia/cuda_runtime/lib" in old
+    assert all(path.startswith("$ORIGIN/") for path in new)
+    there = horovod_cuda.Toolkit(Path("/opt/cuda"), "13.0")
+    own = horovod_cuda.run_path("13.2", there, {"HOROVOD_NCCL_HOME": "/opt/nccl"}, ours=False)
+    assert own.split(";")[:2] == ["/opt/nccl/lib", "/opt/cuda/lib64"]
+    assert "run-path" in names(GPU)
+    assert "run-path" not in names(horovod_target.without_cuda(GPU)), "kept wheels stay valid"
+
+
+def test_cmake_writes_these_paths_into_a_library(tmp_path):
+    """With the edit's own lines, as $ORIGIN has to pass CMake, make and the linker unharmed."""
+    if not (shutil.which("cmake") and shutil.which("g++") and shutil.which("readelf")):
+        pytest.skip("needs cmake, g++ and readelf")
+    (edit,) = (it for it in EDITS if it.name == "run-path")
+    write(tmp_path / "a.cc", "int a() { return 1; }")
+    write(tmp_path / "gone/libb.so")
+    subprocess.run(
+        ["g++", "-shared", "-o", tmp_path / "gone/libb.so", tmp_path / "a.cc"], check=True
+    )
+    text = "cmake_minimum_required(VERSION 3.13)\n{}add_library(a SHARED a.cc)\n"
+    text += f"target_link_libraries(a {tmp_path}/gone/libb.so)\n"
+    rpath = horovod_cuda.run_path("13.2", horovod_cuda.Toolkit(tmp_path, "13.2"), {}, ours=True)
+    found = {}
+    for name, lines in (("before", edit.old), ("after", edit.new)):
+        write(tmp_path / "CMakeLists.txt", text.format(lines))
+        build = tmp_path / name
+        env = os.environ | {"HOROVOD_RPATH": rpath}
+        for args in (["-S", tmp_path, "-B", build], ["--build", build]):
+            subprocess.run(["cmake", *args], env=env, check=True, capture_output=True)
+        found[name] = horovod_cuda.run_paths(build / "liba.so")
+    assert found == {"before": [f"{tmp_path}/gone"], "after": rpath.split(";")}
 
 
 def test_the_hash_sees_cuda_and_knows_wheels_of_before():
@@ -209,7 +278,22 @@ def test_where_wheels_cannot_be_had_it_is_built_for_cpu_tensors(monkeypatch, tmp
     monkeypatch.setattr(build_horovod, "build", build)
     assert build_horovod.main(["--wheel-only", "--cache", str(tmp_path / "cache")]) == 0
     assert [target.gpu for target in made] == [True, False]
-    assert "for CPU tensors only: no index" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "for CPU tensors only: no CUDA 13.2 toolkit was found, and no index\n" in said
+
+
+def test_why_no_toolkit_could_be_made_is_one_line(tmp_path, monkeypatch):
+    """Also with what pip said, which is many."""
+    for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    steps = horovod_steps.Steps(1, tmp_path / "build.log")
+    steps.begin("put a CUDA toolkit together from wheels")
+    with pytest.raises(horovod_tools.NoToolkitError) as caught:
+        horovod_tools.install_cuda(steps, "13.2", tmp_path)
+    assert len(str(caught.value).splitlines()) == 1
+    assert "No matching distribution found for nvidia-cuda-nvcc==13.2.*" in str(caught.value)
+    assert f"log: {tmp_path}/build.log" in str(caught.value)
 
 
 def test_check_tells_where_cuda_comes_from(monkeypatch, tmp_path, bare):
@@ -218,7 +302,9 @@ def test_check_tells_where_cuda_comes_from(monkeypatch, tmp_path, bare):
     assert "a toolkit of wheels for this build: nvidia-cuda-nvcc==13.2.*" in said
     assert "for sm_80 sm_90" in said
     toolkit(tmp_path / "cuda", without=["nvvm/bin/cicc"])
-    assert f"not {tmp_path}/cuda has no nvvm/bin/cicc" in build_horovod.describe(GPU, EDITS)
+    assert f"; passed over: {tmp_path}/cuda has no nvvm/bin/cicc" in build_horovod.describe(
+        GPU, EDITS
+    )
     toolkit(tmp_path / "cuda")
     assert f"CUDA 13.0 at {tmp_path}/cuda" in build_horovod.describe(GPU, EDITS)
     assert "NCCL: no, torch 2.13.0+cpu is a CPU build" in build_horovod.describe(TARGET, EDITS)

@@ -86,6 +86,7 @@ METHODS: list[tuple[str, str, int, dict[str, object]]] = [
 # What version 2 changed is the checksum alone, so its payloads are those of version 1 made anew.
 CASES += [("v2" + name[2:], *rest) for name, *rest in CASES]
 METHODS += [("v2" + name[2:], *rest) for name, *rest in METHODS]
+CASES += [("v2-spans", 5_000, {"theta": 0.95, "span": 64, "bits": 4, "mantissa": 1}, {})]
 # Transforms and products of matrices differ in the last bits between libraries.
 INEXACT = ("auto", "lowrank", "demo")
 TRANSFORMS = ("fft", "dct", "hadamard", "axes")  # those of CASES

@@ -43,6 +43,31 @@ def test_paper_mode_is_the_papers_pipeline():
 
 
 @pytest.mark.parametrize(
+    ("changes", "span"),
+    [
+        ({}, 64),
+        ({"block": 64}, 64),
+        ({"span": 256}, 256),
+        ({"span": None}, None),
+        ({"block": 32}, None),
+        ({"block": None}, None),
+        ({"transform": "dct"}, None),
+        ({"mode": "paper"}, None),
+    ],
+)
+def test_blocks_are_cut_into_spans_unless_what_is_asked_has_none(changes, span):
+    settings = FFTCompression.using(**changes).settings
+    assert settings.span == span
+    assert settings.codec(1).span == span
+
+
+def test_a_span_that_is_asked_for_is_not_dropped():
+    for changes in ({"transform": "dct"}, {"block": None}, {"block": 64}):
+        with pytest.raises(CompressError, match="span=128; expected"):
+            FFTCompression.using(span=128, **changes)
+
+
+@pytest.mark.parametrize(
     ("change", "word"),
     [
         ({"theta": 1.0}, "theta"),

@@ -1,0 +1,82 @@
+"""What becomes of a built wheel: installed and proved over two ranks, or laid out for elsewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+from horovod_steps import Steps
+from horovod_target import Target
+from horovod_tools import PIP
+
+SCRIPTS: Final = Path(__file__).resolve().parent
+# What Horovod's runner imports.
+RUNTIME: Final = ("cloudpickle", "psutil", "pyyaml", "packaging", "cffi")
+RANKS: Final = 2
+
+
+def installed_version() -> str | None:
+    """Return the version of the Horovod in this interpreter, or None."""
+    try:
+        return metadata.version("horovod")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def install(steps: Steps, wheel: Path, target: Target) -> list[str]:
+    """Install a wheel and prove it; returns by what it moves tensors: ["Gloo", "NCCL"].
+
+    One that fails its proof is taken out again: the next run would find it installed and say that
+    there is nothing to do.
+    """
+    steps.begin(f"install {wheel.name}")
+    steps.run([*PIP, "install", "--quiet", *RUNTIME])
+    steps.run([*PIP, "install", "--quiet", "--no-deps", "--force-reinstall", str(wheel)])
+    steps.begin(f"check the build with {RANKS} ranks")
+    try:
+        return smoke_test(steps, target)
+    except BaseException:
+        steps.run([*PIP, "uninstall", "--quiet", "--yes", "horovod"])
+        raise
+
+
+def smoke_test(steps: Steps, target: Target) -> list[str]:
+    """Show what the build can do and average numbers over two ranks."""
+    run = [sys.executable, "-m", "horovod.runner.launch"]
+    report = steps.run([*run, "--check-build"])
+    # Its list of frameworks is left out: it marks PyTorch as there when horovod.torch merely
+    # imports, which it does without torch. The ranks below are the proof.
+    parts = sorted(set(re.findall(r"\[X\]\s+(.+)", report)) & {"Gloo", "MPI", "NCCL"})
+    steps.say(f"moves tensors by: {', '.join(parts)}")
+    if target.gpu and "NCCL" not in parts:
+        raise steps.failed([*report.splitlines(), "NCCL was asked for and is not in the build"])
+    names = [name for name in ("torch", "tensorflow") if getattr(target, name)]
+    output = steps.run(
+        [*run, "--gloo", "-np", str(RANKS), sys.executable, str(SCRIPTS / "horovod_smoke.py")]
+        + names,
+        env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "2"},
+    )
+    for name in names:
+        ok = output.count(f"smoke {name} ok")
+        if ok != RANKS:
+            raise steps.failed([*output.splitlines(), f"{name}: {ok} of {RANKS} ranks reported"])
+        steps.say(f"{RANKS} ranks averaged a {name} tensor")
+    return parts
+
+
+def carry(steps: Steps, wheel: Path, folder: Path) -> None:
+    """Lay out the wheel and those it imports in a folder, for a machine without an index.
+
+    The folder then holds this Horovod alone: of two nobody could tell which one is meant.
+    """
+    steps.begin(f"lay out wheels in {folder}")
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("horovod-*.whl"):
+        old.unlink()
+    steps.run([*PIP, "download", "--quiet", "--only-binary=:all:", "--dest", str(folder), *RUNTIME])
+    shutil.copyfile(wheel, folder / wheel.name)

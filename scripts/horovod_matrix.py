@@ -1,0 +1,300 @@
+#!/usr/bin/env python3
+"""Build Horovod in one environment after another, average over two ranks in each, keep a table.
+
+    python scripts/horovod_matrix.py --folder /tmp/matrix       # all cells without a result yet
+    python scripts/horovod_matrix.py --folder /tmp/matrix torch-2.15.0-cuda-py3.11
+    python scripts/horovod_matrix.py --table                    # docs/horovod.md anew, no builds
+
+A cell is a fresh virtual environment with a torch, perhaps a TensorFlow, and nothing else; what is
+run in it is build_horovod.py, as a user runs it. A cell that cannot be had keeps the reason. The
+result file is written after each cell, so that a run which was cut off goes on where it stopped:
+wheels and half-done environments lie in the folder. A finished environment, gigabytes, is deleted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from horovod_tools import default_jobs
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+RESULT: Final = ROOT / "benchmarks" / "results" / "horovod_matrix.json"
+PAGE: Final = ROOT / "docs" / "horovod.md"
+START, END = "<!-- matrix:start -->", "<!-- matrix:end -->"
+TENSORFLOW: Final = "tensorflow-cpu==2.21.0"
+HEAD: Final = (
+    "Python", "torch", "TensorFlow", "C++", "toolkit", "moves tensors by", "2 ranks averaged",
+    "build, s", "of processor, s",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination; `cuda` is of torch, TensorFlow is the CPU one."""
+
+    torch: str
+    cuda: bool
+    python: str
+    tensorflow: bool = False
+
+    @property
+    def name(self) -> str:
+        """What it is called on the command line and in the result file."""
+        kind = "cuda" if self.cuda else "cpu"
+        return f"torch-{self.torch}-{kind}-py{self.python}{'-tf' if self.tensorflow else ''}"
+
+    def requirements(self) -> list[str]:
+        """What pip installs; `===` takes no build with a local version such as +cpu."""
+        torch = f"torch==={self.torch}" if self.cuda else f"torch==={self.torch}+cpu"
+        return [torch, "numpy", *([TENSORFLOW] if self.tensorflow else [])]
+
+
+# The most wanted first: what a time that is up leaves out is at the end.
+FIRST: Final = (
+    Cell("2.15.0", True, "3.11"),
+    Cell("2.13.0", False, "3.11", True),
+    Cell("2.11.0", True, "3.12"),
+    Cell("2.13.0", True, "3.11"),
+    Cell("2.15.0", True, "3.11", True),
+    Cell("2.15.0", True, "3.13"),
+)
+ALL: Final = tuple(
+    Cell(torch, cuda, python, tensorflow)
+    for cuda, tensorflow in ((True, False), (False, False), (False, True))
+    for torch in ("2.15.0", "2.13.0", "2.11.0")
+    for python in ("3.11", "3.12", "3.13")
+)
+CELLS: Final = tuple(dict.fromkeys((*FIRST, *ALL)))
+
+
+class CannotError(RuntimeError):
+    """A cell cannot be had here; the message says why."""
+
+
+def interpreter(version: str, given: Sequence[Path] = ()) -> Path:
+    """A Python of a version, "3.12": one given, on the PATH, or of pyenv. Raises CannotError."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    on_path = shutil.which(f"python{version}")
+    tried: list[Path] = [*given, *([Path(on_path)] if on_path else ())]
+    tried += sorted(pyenv.glob(f"{version}.*/bin/python"), reverse=True)
+    code = "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"
+    for path in tried:
+        try:
+            said = subprocess.run(
+                [path, "-c", code], capture_output=True, text=True, timeout=60, check=False
+            ).stdout
+        except OSError:
+            continue  # not an interpreter: the next may be one
+        if said.strip() == version:
+            return path
+    raise CannotError(f"no Python {version} on this machine")
+
+
+def run(command: Sequence[str | Path], log: Path) -> int:
+    """Run a command, its output to a log, its steps also to the terminal; its exit status."""
+    env = {
+        name: it for name, it in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL"))
+    }
+    with log.open("a", encoding="utf-8") as file:
+        file.write(f"$ {' '.join(map(str, command))}\n")
+        with subprocess.Popen(
+            list(map(str, command)), env=env, text=True, errors="replace",
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        ) as process:  # fmt: skip
+            for line in process.stdout or ():
+                file.write(line)
+                if line.startswith("["):
+                    print(f"  {line.rstrip()}", flush=True)
+    return process.returncode
+
+
+def why_not(log: Path) -> str:
+    """What pip or the build gave as its reason, in one line."""
+    lines = log.read_text(encoding="utf-8").splitlines()
+    wanted = [it for it in lines if re.match(r"ERROR: (No matching|Could not)|step \d+ of", it)]
+    named = [it for it in lines if re.search(r"\berror\b.*:", it, re.IGNORECASE)]
+    return (wanted[-1:] or named[:1] or lines[-1:] or ["it said nothing"])[0]
+
+
+def environment(cell: Cell, folder: Path, given: Sequence[Path], log: Path) -> Path:
+    """The Python of the cell's environment, made if it is not whole. Raises CannotError."""
+    home, stamp = folder / cell.name, folder / cell.name / "whole"
+    python = home / "bin" / "python"
+    if stamp.is_file():
+        return python
+    shutil.rmtree(home, ignore_errors=True)
+    found = interpreter(cell.python, given)
+    print(f"  installing {' '.join(cell.requirements())}", flush=True)
+    if run([found, "-m", "venv", home], log):
+        raise CannotError(f"no virtual environment could be made: {why_not(log)}")
+    pip: list[str | Path] = [
+        python,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "install",
+        "--progress-bar=off",
+    ]
+    # No wheel is built of a source archive: a cell is what a user gets from the index.
+    if run([*pip, "--no-cache-dir", "--only-binary=:all:", *cell.requirements()], log):
+        if "No matching distribution" in log.read_text(encoding="utf-8"):
+            raise CannotError("the index has no such wheel")
+        raise RuntimeError(f"pip failed: {why_not(log)}")
+    stamp.touch()
+    return python
+
+
+def measure(cell: Cell, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Build and prove in the cell's environment; what came of it, or why not."""
+    began, log, report = time.monotonic(), folder / f"{cell.name}.log", folder / "facts.json"
+    log.write_text("", encoding="utf-8")
+    report.unlink(missing_ok=True)
+    found: dict[str, Any] = {"cell": cell.name, **asdict(cell)}
+    try:
+        python = environment(cell, folder, args.python, log)
+        command: list[str | Path] = [
+            python,
+            ROOT / "scripts" / "build_horovod.py",
+            "--json",
+            report,
+        ]
+        command += ["--cache", folder / "wheels", "--jobs", str(args.jobs)]
+        if run(command, log):
+            found |= {"state": "failed", "why": why_not(log)}
+        else:
+            found |= {"state": "built", "facts": json.loads(report.read_text(encoding="utf-8"))}
+    except CannotError as reason:
+        found |= {"state": "cannot", "why": str(reason)}
+    except RuntimeError as error:
+        found |= {"state": "failed", "why": str(error)}
+    if not args.keep and found["state"] != "failed":
+        shutil.rmtree(folder / cell.name, ignore_errors=True)
+    return found | {"seconds": round(time.monotonic() - began)}
+
+
+def load(path: Path) -> dict[str, dict[str, Any]]:
+    """Results by cell, in the order of the cells; none without a file."""
+    if not path.is_file():
+        return {}
+    found = {row["cell"]: row for row in json.loads(path.read_text(encoding="utf-8"))}
+    return {cell.name: found[cell.name] for cell in CELLS if cell.name in found}
+
+
+def save(path: Path, results: dict[str, dict[str, Any]]) -> None:
+    """Write results by way of another name, so that no reader sees half of them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".part")
+    partial.write_text(json.dumps([*results.values()], indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def line_of(cell: Cell, row: dict[str, Any] | None) -> list[str]:
+    """A cell's line of the table."""
+    names = [cell.python, f"{cell.torch} {'CUDA' if cell.cuda else 'CPU'}"]
+    names.append("2.21.0 CPU" if cell.tensorflow else "")
+    if row is None or row["state"] != "built":
+        why = "not tried" if row is None else f"{row['state']}: {row['why']}"
+        return [*names, "", "", why, "", "", ""]
+    facts: dict[str, Any] = row["facts"]
+    if facts["torch_cuda"]:
+        names[1] = f"{facts['torch']} CUDA {facts['torch_cuda']}"
+    built = facts["built"]
+    toolkit, times = "", ["not timed", ""]
+    if built:
+        toolkit = built["toolkit"] or ""
+        times = [f"{built['seconds']:.0f}", f"{built['cpu_seconds']:.0f}"]
+    averaged = [name for name in ("torch", "tensorflow") if facts[name]]
+    return [
+        facts["python"], *names[1:], str(facts["standard"]), toolkit, ", ".join(facts["moves"]),
+        ", ".join(averaged), *times,
+    ]  # fmt: skip
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """All cells as a Markdown table: those built, then those not, alike reasons in one line."""
+    built = [cell for cell in CELLS if results.get(cell.name, {}).get("state") == "built"]
+    lines = [list(HEAD), ["---"] * len(HEAD), *(line_of(it, results[it.name]) for it in built)]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    reasons: dict[str, dict[str, list[str]]] = {}
+    for cell in CELLS:
+        if cell not in built:
+            python, torch, beside, *_ = line = line_of(cell, results.get(cell.name))
+            what = f"torch {torch}{f' and TensorFlow {beside}' if beside else ''}"
+            reasons.setdefault(line[5], {}).setdefault(what, []).append(python)
+    for why, cells in reasons.items():
+        named = (f"{what} (Python {', '.join(sorted(pythons))})" for what, pythons in cells.items())
+        text += f"\n\n{why[0].upper()}{why[1:]}: {'; '.join(named)}."
+    return text
+
+
+def put(text: str, made: str) -> str:
+    """A page with what is between its markers made anew. Raises ValueError without markers."""
+    before, rest = text.split(START)
+    _, after = rest.split(END)
+    return f"{before}{START}\n{made}\n{END}{after}"
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    names = [cell.name for cell in CELLS]
+    parser.add_argument("cells", nargs="*", metavar="CELL", help=f"of {', '.join(names)}")
+    parser.add_argument("--folder", type=Path, help="environments, wheels and logs: 15 GB free")
+    parser.add_argument("--result", type=Path, default=RESULT, help="the result file")
+    parser.add_argument("--python", type=Path, action="append", default=[], help="one to look at")
+    parser.add_argument("--jobs", type=int, default=default_jobs(), help="parallel compilers")
+    parser.add_argument("--again", action="store_true", help="also cells that have a result")
+    parser.add_argument("--keep", action="store_true", help="do not delete environments")
+    parser.add_argument(
+        "--table", action="store_true", help="write the page's table, build nothing"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="say whether the page is as --table makes it"
+    )
+    args = parser.parse_args(argv)
+    if unknown := set(args.cells) - set(names):
+        parser.error(f"no cell {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    if not (args.table or args.check or args.folder):
+        parser.error("--folder DIR is needed to build in")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the cells or write the table; 1 if a cell failed, or the page is not as it should be."""
+    args = parse(argv)
+    results = load(args.result)
+    if args.table or args.check:
+        text = PAGE.read_text(encoding="utf-8")
+        made = put(text, table(results))
+        if args.table:
+            PAGE.write_text(made, encoding="utf-8")
+        elif made != text:
+            print(f"the matrix in {PAGE.name} is not that of {args.result.name}: run with --table")
+            return 1
+        return 0
+    folder = args.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = [it for it in CELLS if it.name in args.cells or not args.cells]
+    todo = [it for it in wanted if args.again or results.get(it.name, {}).get("state") != "built"]
+    for at, cell in enumerate(todo, 1):
+        print(f"== {at} of {len(todo)}: {cell.name}", flush=True)
+        results[cell.name] = row = measure(cell, folder, args)
+        save(args.result, {it.name: results[it.name] for it in CELLS if it.name in results})
+        print(f"  {row['state']}, {row['seconds']} s {row.get('why', '')}", flush=True)
+    print(table(results))
+    return int(any(results[it.name]["state"] == "failed" for it in wanted))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
