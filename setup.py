@@ -2,7 +2,7 @@
 
 The C++ back ends are accelerators with Python twins, so an install without a working compiler must
 succeed. pip hides what a build prints; the reason is therefore also left in each package, in
-`_core_missing.txt`, for `sn_compress.backends()` and `sn_memory/_native.py` to show.
+`_core_missing.txt`, for `sn_compress.backends()` and `sn_memory/base/native.py` to show.
 """
 
 from __future__ import annotations

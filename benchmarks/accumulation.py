@@ -49,11 +49,11 @@ def peaks(model: nn.Module, sample: torch.Tensor, known: list[torch.Tensor]) -> 
         )
         with tracker:
             out = model(sample)
-        tangent = torch.ones_like(out)
-        tracker.meet(tangent)
+        output_gradient = torch.ones_like(out)
+        tracker.meet(output_gradient)
         with tracker:
-            out.backward(tangent)
-        del out, tangent, held
+            out.backward(output_gradient)
+        del out, output_gradient, held
         found.append(tracker.peak_bytes)
     return found[0], max(found[1:])
 

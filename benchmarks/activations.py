@@ -38,7 +38,8 @@ from torch.nn.functional import avg_pool2d, cross_entropy, relu
 
 import sn_memory.torch
 from sn_memory import BudgetError
-from sn_memory.torch import StorageTracker, packer, packing
+from sn_memory.torch import StorageTracker
+from sn_memory.torch.compress import compressor, treatments
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/activations.json"
@@ -119,8 +120,8 @@ class Rounded:
         return (np.rint((rows - low) / step) * step + low).reshape(-1)[: values.size]
 
 
-class RoundedTensor(packing.Lossy):
-    """What stands for packing.Lossy; only its bytes are those of a packed tensor."""
+class RoundedTensor(treatments.Lossy):
+    """What stands for treatments.Lossy; only its bytes are those of a packed tensor."""
 
     def __init__(self, values: np.ndarray, codec: Rounded, step: int) -> None:
         self.kept, self.bits, self.fits = codec.lossy(values), codec.bits, True
@@ -198,10 +199,10 @@ def train(run: Run, data: dict[str, Any]) -> dict[str, Any]:
     plain_bytes = saved_bytes(net, images[:BATCH])
     model = planned(net, images[:BATCH]) if run.method == "recompute" else net
     simulated = run.method == "fp8" or run.method.startswith("nearest")
-    before = packer.Lossy, packing.codec
+    before = compressor.Lossy, treatments.codec
     if simulated:
-        packer.Lossy = RoundedTensor
-        packing.codec = lambda *_: Rounded(run.method)
+        compressor.Lossy = RoundedTensor
+        treatments.codec = lambda *_: Rounded(run.method)
     losses, seconds = [], []
     try:
         with compressing(run, net, optimizer, plain_bytes) as packed:
@@ -220,7 +221,7 @@ def train(run: Run, data: dict[str, Any]) -> dict[str, Any]:
                 losses.append(loss.item())
             held, peak = measured(model, images[:BATCH], labels[:BATCH])
     finally:
-        packer.Lossy, packing.codec = before
+        compressor.Lossy, treatments.codec = before
     ratio = packed.saved.ratio if packed is not None else 1.0
     net.eval()
     test_images, test_labels = seen(run.net, data["t10k"])

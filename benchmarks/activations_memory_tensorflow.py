@@ -22,7 +22,7 @@ from activations_tensorflow import BATCH, network
 from keras import layers
 
 import sn_memory.tensorflow
-from sn_memory.tensorflow.model import model_step
+from sn_memory.tensorflow.trace.model import model_step
 
 WIDTHS = (8, 4)
 IMAGES = (BATCH, 32, 32, 3)

@@ -24,11 +24,11 @@ from machine import commit, machine
 from nets import NETS
 from torch.nn.functional import cross_entropy
 
-import sn_memory.liveness
+import sn_memory.graph.liveness
 import sn_memory.torch
 from sn_memory import BudgetError
-from sn_memory.packed import packed
-from sn_memory.policies import policy
+from sn_memory.graph.rewrite import with_compressed
+from sn_memory.plan.policies import policy
 from sn_memory.torch import trace, verify
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,14 +62,14 @@ def row_of(net: str, actions: str, share: float, limit_s: float) -> dict[str, An
     x, y = torch.rand(BATCH, 1, 28, 28) * 2 - 1, torch.randint(10, (BATCH,))
     graph = trace(model, x).graph
     base = graph.base_bytes
-    whole = sn_memory.liveness.peak(graph).bytes
+    whole = sn_memory.graph.liveness.peak(graph).bytes
     row: dict[str, Any] = {"net": net, "actions": actions, "share": share, "batch": BATCH}
     row |= {"base_bytes": base, "plain_peak_bytes": whole}
     budget = base + int((whole - base) * share)
     options: dict[str, Any] = {"time_limit_s": limit_s, "backend": "graph"}
     if actions == "all":
         traced = trace(model, x, bits=8)
-        packed_graph = packed(traced.graph, traced.forms)
+        packed_graph = with_compressed(traced.graph, traced.forms)
         options["planner"] = policy("liveness")(packed_graph, budget_bytes=None)
         row["forms"] = len(traced.forms)
     try:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sn_memory.torch.step import put_back, run_step
+from sn_memory.torch.model.step import put_back, run_step
 
 
 class CallSeconds(TorchDispatchMode):

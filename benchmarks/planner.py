@@ -42,9 +42,9 @@ from graphs import (
 from machine import commit, machine
 
 from sn_memory import BudgetError, Graph, Plan, check_plan, plan_front, plan_graph
-from sn_memory.liveness import baseline_seconds, peak
-from sn_memory.planner import ACTIONS
-from sn_memory.policies import names, policy
+from sn_memory.graph.liveness import baseline_seconds, peak
+from sn_memory.plan.api import ACTIONS
+from sn_memory.plan.policies import names, policy
 
 # What frameworks call, with gradients in buffers: see graphs/net.py and docs/planner.md.
 SETTINGS: dict[str, Any] = {"granularity": "call", "gradients": "buffers", "inplace_relu": True}

@@ -33,9 +33,9 @@ from machine import commit, machine
 
 import sn_memory.torch
 from sn_memory import BudgetError
-from sn_memory.errors import PlanWarning
-from sn_memory.torch.compare import differences
-from sn_memory.torch.step import put_back, run_step
+from sn_memory.base.errors import PlanWarning
+from sn_memory.torch.model.compare import differences
+from sn_memory.torch.model.step import put_back, run_step
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARE = 0.7

@@ -34,7 +34,7 @@ from machine import commit, machine
 import sn_memory.tensorflow
 from sn_memory import BudgetError
 from sn_memory.tensorflow import TraceError
-from sn_memory.tensorflow.model import model_step
+from sn_memory.tensorflow.trace.model import model_step
 
 SHARE = 0.7
 
@@ -82,7 +82,7 @@ def row(
         "predicted_bytes": result.predicted_peak_bytes,
         "measured_bytes": result.measured_peak_bytes,
         "equal": result.equal,
-        "error_relative": result.error_relative,
+        "error_relative": result.difference,
         "planning_s": round(time.perf_counter() - began, 1),
     }
 

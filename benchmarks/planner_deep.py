@@ -23,7 +23,7 @@ from graphs import K40_LIKE, deep_stages, resnet
 from machine import commit, machine
 
 from sn_memory import BudgetError, Graph, Plan, check_plan, plan_graph
-from sn_memory.liveness import baseline_seconds, peak
+from sn_memory.graph.liveness import baseline_seconds, peak
 
 BUDGET = 12 << 30
 BATCH = 16

@@ -27,7 +27,7 @@ from torch.nn.functional import gelu
 import sn_memory.tensorflow
 import sn_memory.torch
 from sn_memory import Graph
-from sn_memory.liveness import peak
+from sn_memory.graph.liveness import peak
 
 
 class Attention(nn.Module):

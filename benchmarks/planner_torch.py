@@ -32,8 +32,8 @@ from op_seconds import in_turn
 
 import sn_memory.torch
 from sn_memory import BudgetError, Graph, Plan, plan_graph
-from sn_memory.liveness import peak
-from sn_memory.torch.step import Measured, put_back, run_step
+from sn_memory.graph.liveness import peak
+from sn_memory.torch.model.step import Measured, put_back, run_step
 
 SHARES = (1.0, 0.6, 0.3, 0.0)
 MORE_SHARES = (1.0, 0.6, 0.5, 1 / 3, 0.3, 0.0)

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from graphs import resnet
 
-from sn_memory import plan_graph, policies
-from sn_memory.report import report
+from sn_memory import plan_graph
+from sn_memory.plan import policies
+from sn_memory.report.report import report
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import _launch
 import _plots
 
-from sn_memory.sizes import show_bytes
+from sn_memory.base.sizes import show_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTE = """\

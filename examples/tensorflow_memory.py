@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 import sn_memory.tensorflow
-from sn_memory.sizes import show_bytes
+from sn_memory.base.sizes import show_bytes
 
 
 def network():

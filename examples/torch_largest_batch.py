@@ -13,7 +13,7 @@ from torch import nn
 
 import sn_memory.torch
 from sn_memory import BudgetError
-from sn_memory.sizes import show_bytes
+from sn_memory.base.sizes import show_bytes
 
 
 def network(width=24):

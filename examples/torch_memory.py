@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import sn_memory.torch
-from sn_memory.sizes import show_bytes
+from sn_memory.base.sizes import show_bytes
 
 
 def network():

@@ -15,10 +15,11 @@ import numpy as np
 from mutants import damaged_text
 from runner import Target, main
 
-from sn_memory import CapacityError, PackError, _native
-from sn_memory.pool import arrange
-from sn_memory.pool_check import check_packing
-from sn_memory.pool_csv import read_csv
+from sn_memory import CapacityError, PackError
+from sn_memory.base import native
+from sn_memory.check.packing import check_packing
+from sn_memory.pool.csv import read_csv
+from sn_memory.pool.pack import arrange
 
 Row = tuple[int, ...]
 LIMIT_S = 1.0
@@ -86,7 +87,7 @@ def solve(seed: int) -> str:
 @cache
 def without_extension() -> None:
     """Let this process, which runs one target, take the Python twins."""
-    _native.load = lambda: (None, "python: asked for by the fuzz script")
+    native.load = lambda: (None, "python: asked for by the fuzz script")
 
 
 def twin(seed: int) -> str:

@@ -33,9 +33,10 @@ from sn_memory import (
     check_plan,
     plan_graph,
 )
-from sn_memory.cli import main as command
-from sn_memory.liveness import peak
-from sn_memory.policies import names, policy
+from sn_memory.cli.main import main as command
+from sn_memory.graph.liveness import peak
+from sn_memory.graph.rewrite import as_run
+from sn_memory.plan.policies import names, policy
 
 BASES = 48
 DOCUMENTED = ("GraphError", "PlanError", "PackError", "BudgetError", "CapacityError")
@@ -118,7 +119,7 @@ def damaged_steps(rng: np.random.Generator, text: str, made: Graph) -> str:
 
 def predicted(made: Graph, plan: Plan) -> Plan:
     """Return the plan with the peak and seconds that its steps have, where they can be run."""
-    from sn_memory.check import carry_out
+    from sn_memory.check.replay import carry_out
 
     with contextlib.suppress(PlanError):
         replay = carry_out(made, plan)
@@ -146,7 +147,7 @@ def mutants(seed: int) -> str:
         plan = predicted(made, plan)
     run = made
     with contextlib.suppress(GraphError):
-        run = made.as_run(step.target for step in plan.steps if step.action == "run")
+        run = as_run(made, (step.target for step in plan.steps if step.action == "run"))
     try:
         check_plan(made, plan)
     except PlanError:

@@ -14,7 +14,7 @@ from .errors import CompressError
 
 # Seconds between two questions: long enough to leave the core, and short beside what was waited for
 # already, so that a wait is little longer than what is waited for takes.
-_SHORTEST, _LONGEST, _SHARE = 5e-5, 1e-3, 0.1
+_SHORTEST, _LONGEST, _SHARE = 1e-4, 1e-3, 0.15
 WAIT_S = 1800.0  # longer than a rank takes that validates, or writes a checkpoint, alone
 
 

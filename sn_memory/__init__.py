@@ -10,58 +10,58 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .check import Replay as Replay
-    from .check import check_plan as check_plan
-    from .drafting import plan_from_decisions as plan_from_decisions
-    from .errors import BudgetError as BudgetError
-    from .errors import CapacityError as CapacityError
-    from .errors import GraphError as GraphError
-    from .errors import MissingExtra as MissingExtra
-    from .errors import PackError as PackError
-    from .errors import PlanError as PlanError
-    from .graph import Compressed as Compressed
-    from .graph import Device as Device
-    from .graph import Graph as Graph
-    from .graph import Op as Op
-    from .graph import Storage as Storage
-    from .graph import Workspace as Workspace
-    from .plan import Decision as Decision
-    from .plan import Plan as Plan
-    from .plan import Step as Step
-    from .planner import plan_front as plan_front
-    from .planner import plan_graph as plan_graph
-    from .pool import Packing as Packing
-    from .pool import arrange as arrange
-    from .pool import pack as pack
-    from .pool_check import check_packing as check_packing
-    from .pool_plan import plan_buffers as plan_buffers
+    from .base.errors import CapacityError as CapacityError
+    from .base.errors import GraphError as GraphError
+    from .base.errors import MissingExtra as MissingExtra
+    from .base.errors import PackError as PackError
+    from .base.errors import PlanError as PlanError
+    from .check.packing import check_packing as check_packing
+    from .check.replay import Replay as Replay
+    from .check.replay import check_plan as check_plan
+    from .graph.graph import Graph as Graph
+    from .graph.records import Compressed as Compressed
+    from .graph.records import Device as Device
+    from .graph.records import Op as Op
+    from .graph.records import Storage as Storage
+    from .graph.records import Workspace as Workspace
+    from .plan.api import plan_front as plan_front
+    from .plan.api import plan_graph as plan_graph
+    from .plan.buffers import plan_buffers as plan_buffers
+    from .plan.emit import plan_from_decisions as plan_from_decisions
+    from .plan.plan import BudgetError as BudgetError
+    from .plan.plan import Decision as Decision
+    from .plan.plan import Plan as Plan
+    from .plan.plan import Step as Step
+    from .pool.pack import Packing as Packing
+    from .pool.pack import arrange as arrange
+    from .pool.pack import pack as pack
 
 _HOME = {
-    "BudgetError": ".errors",
-    "CapacityError": ".errors",
-    "Compressed": ".graph",
-    "Decision": ".plan",
-    "Device": ".graph",
-    "Graph": ".graph",
-    "GraphError": ".errors",
-    "MissingExtra": ".errors",
-    "Op": ".graph",
-    "PackError": ".errors",
-    "Packing": ".pool",
-    "Plan": ".plan",
-    "PlanError": ".errors",
-    "Replay": ".check",
-    "Step": ".plan",
-    "Storage": ".graph",
-    "Workspace": ".graph",
-    "arrange": ".pool",
-    "check_packing": ".pool_check",
-    "check_plan": ".check",
-    "pack": ".pool",
-    "plan_buffers": ".pool_plan",
-    "plan_from_decisions": ".drafting",
-    "plan_front": ".planner",
-    "plan_graph": ".planner",
+    "BudgetError": ".plan.plan",
+    "CapacityError": ".base.errors",
+    "Compressed": ".graph.records",
+    "Decision": ".plan.plan",
+    "Device": ".graph.records",
+    "Graph": ".graph.graph",
+    "GraphError": ".base.errors",
+    "MissingExtra": ".base.errors",
+    "Op": ".graph.records",
+    "PackError": ".base.errors",
+    "Packing": ".pool.pack",
+    "Plan": ".plan.plan",
+    "PlanError": ".base.errors",
+    "Replay": ".check.replay",
+    "Step": ".plan.plan",
+    "Storage": ".graph.records",
+    "Workspace": ".graph.records",
+    "arrange": ".pool.pack",
+    "check_packing": ".check.packing",
+    "check_plan": ".check.replay",
+    "pack": ".pool.pack",
+    "plan_buffers": ".plan.buffers",
+    "plan_from_decisions": ".plan.emit",
+    "plan_front": ".plan.api",
+    "plan_graph": ".plan.api",
 }
 __all__ = sorted(_HOME)
 

@@ -140,7 +140,7 @@ class Net:
 def copies(made: nn.Module, device: str) -> dict[str, Any]:
     """Bytes that leave the device in a step, the pinned block, and what both ways take alone."""
     program = made.sn_memory.latest.program
-    moved = sum(trip.nbytes for arena in program.arenas for trip in arena.trips.values())
+    moved = sum(copy.nbytes for arena in program.arenas for copy in arena.host_copies.values())
     block = sum(arena.block.numel() for arena in program.arenas)
     found = {"moved_bytes": moved, "pinned_bytes": block, "copies_ms": None}
     if device == "cuda" and moved:

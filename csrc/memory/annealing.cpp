@@ -27,22 +27,22 @@ class Draw {
 
 class Annealer {
  public:
-  Annealer(const Tables& tables, Lowering& lowering, const Lanes& lanes, const Settings& settings,
+  Annealer(const Tables& tables, Simulation& simulation, const Lanes& lanes, const Settings& settings,
            Choice& choice, std::vector<char>& moved)
-      : t_(tables), carrier_(tables, lowering, lanes), lanes_(lanes), set_(settings),
+      : t_(tables), offload_(tables, simulation, lanes), lanes_(lanes), set_(settings),
         draw_(settings.seed), choice_(choice), moved_(moved) {
-    for (int32_t gap = 0; gap < t_.gaps(); ++gap) {
-      int32_t storage = t_.storage[gap];
-      bool leaves = lanes_.open() && t_.inner(gap) && t_.end[gap] - t_.start[gap] > 1;
-      bool again = set_.recompute && t_.rebuildable[storage] && !t_.stays[gap];
+    for (int32_t hole = 0; hole < t_.holes(); ++hole) {
+      int32_t storage = t_.storage[hole];
+      bool leaves = lanes_.open() && t_.inner(hole) && t_.end[hole] - t_.start[hole] > 1;
+      bool again = set_.recompute && t_.rebuildable[storage] && !t_.stays[hole];
       leaves_.push_back(leaves && t_.bytes[storage] > 0);
       again_.push_back(again);
-      if (leaves_.back() || again) free_.push_back(gap);
+      if (leaves_.back() || again) free_.push_back(hole);
     }
   }
 
   void run(const Late& late) {
-    if (free_.empty() || !carrier_.run(choice_, moved_)) return;
+    if (free_.empty() || !offload_.run(choice_, moved_)) return;
     take();
     note();
     double scale = seconds_, price = scale;
@@ -57,12 +57,12 @@ class Annealer {
       }
       propose();
       if (undo_.empty()) continue;
-      if (!carrier_.run(choice_, moved_)) {
+      if (!offload_.run(choice_, moved_)) {
         restore();
         continue;
       }
       double over = excess();
-      double worse = carrier_.seconds - seconds_ + price * (over - over_);
+      double worse = offload_.seconds - seconds_ + price * (over - over_);
       if (worse > 0 && draw_.part() >= std::exp(-worse / heat_)) {
         restore();
         continue;
@@ -77,23 +77,23 @@ class Annealer {
  private:
   double excess() const {
     double over = 0;
-    for (int64_t live : carrier_.made().live)
+    for (int64_t live : offload_.made().live)
       if (live > set_.budget) over += static_cast<double>(live - set_.budget);
     return over / static_cast<double>(std::max<int64_t>(1, set_.budget - t_.base));
   }
 
   // What was just carried out is where the search stands.
   void take() {
-    seconds_ = carrier_.seconds;
+    seconds_ = offload_.seconds;
     over_ = excess();
     hot_.clear();
-    const Lowering& made = carrier_.made();
+    const Simulation& made = offload_.made();
     for (size_t run = 0; run < made.live.size(); ++run)
       if (made.live[run] > set_.budget) hot_.push_back(made.at[run]);
   }
 
   void note() {
-    int64_t above = std::max<int64_t>(0, carrier_.made().peak() - set_.budget);
+    int64_t above = std::max<int64_t>(0, offload_.made().peak() - set_.budget);
     if (above > best_above_ || (above == best_above_ && seconds_ >= best_seconds_)) return;
     best_above_ = above;
     best_seconds_ = seconds_;
@@ -104,70 +104,70 @@ class Annealer {
   void propose() {
     undo_.clear();
     double many = draw_.part();
-    int32_t gap = first();
-    alter(gap);
+    int32_t hole = first();
+    alter(hole);
     for (double limit : {0.5, 0.2}) {
       if (many >= limit) break;
-      gap = draw_.below(2) ? near(gap) : free_[draw_.below(free_.size())];
-      alter(gap);
+      hole = draw_.below(2) ? near(hole) : free_[draw_.below(free_.size())];
+      alter(hole);
     }
   }
 
-  // Where it is over the budget, a gap there; else rather one that costs something.
+  // Where it is over the budget, a hole there; else rather one that costs something.
   int32_t first() {
     bool aimed = draw_.below(4) != 0;
     int32_t hot = aimed && !hot_.empty() ? hot_[draw_.below(hot_.size())] : -1;
-    int32_t gap = free_[draw_.below(free_.size())];
+    int32_t hole = free_[draw_.below(free_.size())];
     for (int tries = 0; aimed && tries < 12; ++tries) {
-      bool there = choice_[gap] == kKeep && !moved_[gap];
-      if (hot < 0 ? !there : t_.start[gap] < hot && hot <= t_.end[gap]) break;
-      gap = free_[draw_.below(free_.size())];
+      bool there = choice_[hole] == kKeep && !moved_[hole];
+      if (hot < 0 ? !there : t_.start[hole] < hot && hot <= t_.end[hole]) break;
+      hole = free_[draw_.below(free_.size())];
     }
-    return gap;
+    return hole;
   }
 
-  // A gap of something that this gap's storage is made from, at the time it is made again.
-  int32_t near(int32_t gap) {
-    auto chain = t_.chain[t_.storage[gap]];
-    if (chain.begin() == chain.end()) return gap;
+  // A hole of something that this hole's storage is made from, at the time it is made again.
+  int32_t near(int32_t hole) {
+    auto chain = t_.chain[t_.storage[hole]];
+    if (chain.begin() == chain.end()) return hole;
     int32_t op = chain.begin()[draw_.below(static_cast<size_t>(chain.end() - chain.begin()))];
     auto reads = t_.reads[op];
-    if (reads.begin() == reads.end()) return gap;
+    if (reads.begin() == reads.end()) return hole;
     int32_t source = reads.begin()[draw_.below(static_cast<size_t>(reads.end() - reads.begin()))];
     for (int32_t other = t_.first[source]; other < t_.first[source + 1]; ++other)
-      if (t_.end[other] >= t_.end[gap]) return leaves_[other] || again_[other] ? other : gap;
-    return gap;
+      if (t_.end[other] >= t_.end[hole]) return leaves_[other] || again_[other] ? other : hole;
+    return hole;
   }
 
-  void alter(int32_t gap) {
+  void alter(int32_t hole) {
     int32_t way = draw_.below(8), held = kKeep;
-    bool moved = leaves_[gap] && way >= 6;
-    if (!moved && again_[gap] && way >= 2) {
+    bool moved = leaves_[hole] && way >= 6;
+    if (!moved && again_[hole] && way >= 2) {
       held = 0;
       if (way == 4) held = t_.ops();
       if (way == 5)
-        held = t_.start[gap] + 1 + draw_.below(static_cast<size_t>(t_.end[gap] - t_.start[gap]));
+        held = t_.start[hole] + 1 + draw_.below(static_cast<size_t>(t_.end[hole] - t_.start[hole]));
     }
-    if (held == choice_[gap] && moved == static_cast<bool>(moved_[gap])) return;
-    undo_.push_back({gap, choice_[gap], moved_[gap]});
-    choice_[gap] = held;
-    moved_[gap] = moved;
+    if (held == choice_[hole] && moved == static_cast<bool>(moved_[hole])) return;
+    undo_.push_back({hole, choice_[hole], moved_[hole]});
+    choice_[hole] = held;
+    moved_[hole] = moved;
   }
 
   void restore() {
     for (size_t n = undo_.size(); n-- > 0;) {
-      choice_[undo_[n].gap] = undo_[n].held;
-      moved_[undo_[n].gap] = undo_[n].moved;
+      choice_[undo_[n].hole] = undo_[n].held;
+      moved_[undo_[n].hole] = undo_[n].moved;
     }
   }
 
   struct Undo {
-    int32_t gap, held;
+    int32_t hole, held;
     char moved;
   };
 
   const Tables& t_;
-  Carrier carrier_;
+  Offload offload_;
   Lanes lanes_;
   Settings set_;
   Draw draw_;
@@ -185,9 +185,9 @@ class Annealer {
 
 }  // namespace
 
-void anneal(const Tables& tables, Lowering& lowering, const Lanes& lanes, const Settings& settings,
+void anneal(const Tables& tables, Simulation& simulation, const Lanes& lanes, const Settings& settings,
             Choice& choice, std::vector<char>& moved, const Late& late) {
-  Annealer(tables, lowering, lanes, settings, choice, moved).run(late);
+  Annealer(tables, simulation, lanes, settings, choice, moved).run(late);
 }
 
 }  // namespace sn

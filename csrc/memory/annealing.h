@@ -1,8 +1,8 @@
-// Search by simulated annealing over choices and stays on the host: sn_memory/annealing.py says what
+// Search by simulated annealing over choices and stays on the host: sn_memory/plan/search/anneal.py says what
 // and why; this is the same, decision for decision.
 #pragma once
 
-#include "lowering.h"
+#include "simulation.h"
 
 namespace sn {
 
@@ -13,15 +13,15 @@ struct Lanes {
   bool open() const { return out > 0 && back > 0; }
 };
 
-// sn_memory.offload: carries out choices whose moved gaps get windows on the lanes.
-class Carrier {
+// sn_memory.cost.offload: carries out choices whose moved holes get windows on the lanes.
+class Offload {
  public:
-  Carrier(const Tables& tables, Lowering& lowering, const Lanes& lanes);
+  Offload(const Tables& tables, Simulation& simulation, const Lanes& lanes);
 
   // False if the choice cannot be carried out, or the host is too small for it.
   bool run(const Choice& choice, const std::vector<char>& moved);
   double seconds = 0;
-  const Lowering& made() const { return lowering_; }
+  const Simulation& made() const { return simulation_; }
 
  private:
   void windows();
@@ -30,11 +30,11 @@ class Carrier {
   int64_t host_peak();
 
   const Tables& t_;
-  Lowering& lowering_;
+  Simulation& simulation_;
   Lanes lanes_;
   std::vector<double> starts_, ends_, copied_, ready_;
   std::vector<Move> moves_;
-  // Per gap, the op by which its copy is back: its end, or an earlier one for a rebuild.
+  // Per hole, the op by which its copy is back: its end, or an earlier one for a rebuild.
   std::vector<int32_t> ending_, chosen_, back_;
   std::vector<std::pair<int32_t, int32_t>> leave_, free_, fetch_;
 };
@@ -47,7 +47,7 @@ struct Settings {
 };
 
 // Changes choice and moved to the fastest found within the budget, or else to the least peak found.
-void anneal(const Tables& tables, Lowering& lowering, const Lanes& lanes, const Settings& settings,
+void anneal(const Tables& tables, Simulation& simulation, const Lanes& lanes, const Settings& settings,
             Choice& choice, std::vector<char>& moved, const Late& late);
 
 }  // namespace sn

@@ -1,9 +1,9 @@
-// fit and trim of sn_memory/fitting.py: the same decisions in the same order.
+// fit and trim of sn_memory/plan/search/greedy.py: the same decisions in the same order.
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
-#include "lowering.h"
+#include "simulation.h"
 
 namespace sn {
 
@@ -11,14 +11,14 @@ namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
-// sn_memory.recompute.Presence: what is there when, and what runs again when.
+// sn_memory.cost.recompute.Presence: what is there when, and what runs again when.
 class Presence {
  public:
   explicit Presence(const Tables& tables)
       : t_(tables), begin_(tables.storages() + 1), again_(tables.ops()),
         seen_(tables.storages(), 0) {}
 
-  void take(const Lowering& schedule) {
+  void take(const Simulation& schedule) {
     std::fill(begin_.begin(), begin_.end(), 0);
     for (const Interval& it : schedule.intervals) ++begin_[it.storage + 1];
     for (size_t s = 1; s < begin_.size(); ++s) begin_[s] += begin_[s - 1];
@@ -71,24 +71,24 @@ class Presence {
 };
 
 struct Row {
-  int32_t gap, left, right;
+  int32_t hole, left, right;
   int64_t weight;
   double price;
 };
 
 struct Change {
-  int32_t gap, held;
+  int32_t hole, held;
 };
 
 class Fitter {
  public:
-  Fitter(const Tables& tables, Lowering& lowering, const std::vector<double>& factors,
+  Fitter(const Tables& tables, Simulation& simulation, const std::vector<double>& factors,
          int64_t budget, double dear)
-      : t_(tables), schedule_(lowering), presence_(tables), factors_(factors), budget_(budget),
-        dear_(dear), banned_(tables.gaps(), 0), over_(tables.ops()), total_(tables.ops() + 1) {}
+      : t_(tables), schedule_(simulation), presence_(tables), factors_(factors), budget_(budget),
+        dear_(dear), banned_(tables.holes(), 0), over_(tables.ops()), total_(tables.ops() + 1) {}
 
   bool run(Choice& choice, const std::vector<Move>& moves, int rounds, const Late& late) {
-    for (const Move& move : moves) banned_[move.gap] = 1;
+    for (const Move& move : moves) banned_[move.hole] = 1;
     bool possible = schedule_.run(choice, moves);
     for (int round = 0; round < rounds; ++round) {
       if (!possible) return false;
@@ -96,18 +96,18 @@ class Fitter {
       if (late() || !find(choice, late)) return false;
       if (changes_.empty()) return false;
       Choice trial = choice;
-      for (const Change& change : changes_) trial[change.gap] = change.held;
+      for (const Change& change : changes_) trial[change.hole] = change.held;
       possible = schedule_.run(trial, moves);
       if (!possible) {
         // Some of them do not go together; find out which, one by one.
         trial = choice;
         for (const Change& change : changes_) {
           if (late()) return false;
-          int32_t before = trial[change.gap];
-          trial[change.gap] = change.held;
+          int32_t before = trial[change.hole];
+          trial[change.hole] = change.held;
           if (schedule_.run(trial, moves)) continue;
-          trial[change.gap] = before;
-          banned_[change.gap] = 1;
+          trial[change.hole] = before;
+          banned_[change.hole] = 1;
         }
         possible = schedule_.run(trial, moves);
       }
@@ -133,15 +133,15 @@ class Fitter {
     for (int32_t op = 0; op < t_.ops(); ++op) total_[op + 1] = total_[op] + (over_[op] > 0);
   }
 
-  int32_t gap_at(int32_t storage, int32_t at) const {
-    for (int32_t gap = t_.first[storage]; gap < t_.first[storage + 1]; ++gap)
-      if (t_.end[gap] >= at) return gap;
+  int32_t hole_at(int32_t storage, int32_t at) const {
+    for (int32_t hole = t_.first[storage]; hole < t_.first[storage + 1]; ++hole)
+      if (t_.end[hole] >= at) return hole;
     return t_.first[storage + 1] - 1;
   }
 
-  void add(int32_t gap, int32_t left, int32_t right) {
-    if (right > left && !banned_[gap] && total_[right] > total_[left])
-      rows_.push_back({gap, left, right, t_.bytes[t_.storage[gap]], 0});
+  void add(int32_t hole, int32_t left, int32_t right) {
+    if (right > left && !banned_[hole] && total_[right] > total_[left])
+      rows_.push_back({hole, left, right, t_.bytes[t_.storage[hole]], 0});
   }
 
   // False if it was too late.
@@ -151,28 +151,28 @@ class Fitter {
     count();
     int32_t last_over = t_.ops() - 1;
     while (last_over > 0 && over_[last_over] <= 0) --last_over;
-    for (int32_t gap = 0; gap < t_.gaps(); ++gap) {
-      int32_t storage = t_.storage[gap];
-      if (choice[gap] == kKeep && t_.inner(gap) && t_.rebuildable[storage] && t_.bytes[storage])
-        add(gap, t_.start[gap] + 1, t_.end[gap]);
+    for (int32_t hole = 0; hole < t_.holes(); ++hole) {
+      int32_t storage = t_.storage[hole];
+      if (choice[hole] == kKeep && t_.inner(hole) && t_.rebuildable[storage] && t_.bytes[storage])
+        add(hole, t_.start[hole] + 1, t_.end[hole]);
     }
     for (const Interval& it : schedule_.intervals) {
       if (!t_.rebuildable[it.storage] || !t_.bytes[it.storage]) continue;
       int32_t begun = schedule_.at[it.first];
       if (begun == schedule_.ops[it.first]) continue;
-      int32_t gap = gap_at(it.storage, begun);
+      int32_t hole = hole_at(it.storage, begun);
       // At the op of the rebuild itself, what is dropped may make room for the rest of it.
-      if (!t_.stays[gap] && kKeep < choice[gap] && choice[gap] <= begun)
-        add(gap, begun, std::min(t_.end[gap], schedule_.at[it.last]));
+      if (!t_.stays[hole] && kKeep < choice[hole] && choice[hole] <= begun)
+        add(hole, begun, std::min(t_.end[hole], schedule_.at[it.last]));
     }
     presence_.take(schedule_);
     size_t kept = 0;
     for (const Row& row : rows_) {
-      double price = presence_.closure_seconds(t_.storage[row.gap], row.right);
+      double price = presence_.closure_seconds(t_.storage[row.hole], row.right);
       // What costs a whole step to rebuild is a mistake, even where nothing else is left to take.
       if (!(price <= dear_)) continue;
       rows_[kept] = row;
-      rows_[kept++].price = factors_.empty() ? price : price * factors_[row.gap];
+      rows_[kept++].price = factors_.empty() ? price : price * factors_[row.hole];
     }
     rows_.resize(kept);
     return pick(choice, last_over, late);
@@ -198,8 +198,8 @@ class Fitter {
       if (best == rows_.size()) return true;
       Row row = rows_[best];
       rows_.erase(rows_.begin() + static_cast<std::ptrdiff_t>(best));
-      bool kept = choice[row.gap] == kKeep;
-      changes_.push_back({row.gap, kept ? 0 : std::min(row.right, last_over + 1)});
+      bool kept = choice[row.hole] == kKeep;
+      changes_.push_back({row.hole, kept ? 0 : std::min(row.right, last_over + 1)});
       for (int32_t op = row.left; op < row.right; ++op)
         over_[op] = std::max<int64_t>(over_[op] - row.weight, 0);
       count();
@@ -209,7 +209,7 @@ class Fitter {
   }
 
   const Tables& t_;
-  Lowering& schedule_;
+  Simulation& schedule_;
   Presence presence_;
   const std::vector<double>& factors_;
   int64_t budget_;
@@ -221,58 +221,58 @@ class Fitter {
 };
 
 // The most live bytes at each op, its rebuilds included.
-void peaks(const Lowering& schedule, std::vector<int64_t>& most) {
+void peaks(const Simulation& schedule, std::vector<int64_t>& most) {
   std::fill(most.begin(), most.end(), 0);
   for (size_t run = 0; run < schedule.live.size(); ++run)
     most[schedule.at[run]] = std::max(most[schedule.at[run]], schedule.live[run]);
 }
 
-// Per gap that is let go, the op before which its storage is there again; its end if it is not.
-void backs(const Tables& t, const Lowering& schedule, std::vector<int32_t>& back) {
+// Per hole that is let go, the op before which its storage is there again; its end if it is not.
+void backs(const Tables& t, const Simulation& schedule, std::vector<int32_t>& back) {
   back = t.end;
   for (const Interval& it : schedule.intervals) {
     int32_t at = schedule.at[it.first];
-    for (int32_t gap = t.first[it.storage]; gap < t.first[it.storage + 1]; ++gap)
-      if (t.start[gap] < at && at <= t.end[gap]) back[gap] = std::min(back[gap], at);
+    for (int32_t hole = t.first[it.storage]; hole < t.first[it.storage + 1]; ++hole)
+      if (t.start[hole] < at && at <= t.end[hole]) back[hole] = std::min(back[hole], at);
   }
 }
 
 }  // namespace
 
-bool fit(const Tables& tables, Lowering& lowering, Choice& choice, const std::vector<Move>& moves,
+bool fit(const Tables& tables, Simulation& simulation, Choice& choice, const std::vector<Move>& moves,
          const std::vector<double>& factors, int64_t budget, double dear, int rounds,
          const Late& late) {
-  return Fitter(tables, lowering, factors, budget, dear).run(choice, moves, rounds, late);
+  return Fitter(tables, simulation, factors, budget, dear).run(choice, moves, rounds, late);
 }
 
-void trim(const Tables& t, Lowering& lowering, Choice& choice, const std::vector<Move>& moves,
+void trim(const Tables& t, Simulation& simulation, Choice& choice, const std::vector<Move>& moves,
           const std::vector<int32_t>& order, int64_t budget, bool filtered, const Late& late) {
-  if (!lowering.run(choice, moves)) return;
-  double best = lowering.seconds;
+  if (!simulation.run(choice, moves)) return;
+  double best = simulation.seconds;
   std::vector<int64_t> most(t.ops());
   std::vector<int32_t> back;
   auto note = [&] {
     if (!filtered) return;
-    peaks(lowering, most);
-    backs(t, lowering, back);
+    peaks(simulation, most);
+    backs(t, simulation, back);
   };
   note();
-  for (int32_t gap : order) {
+  for (int32_t hole : order) {
     if (late()) return;
     if (filtered) {
-      int32_t from = t.start[gap] + 1;
-      if (back[gap] > from) {
-        int64_t highest = *std::max_element(most.begin() + from, most.begin() + back[gap]);
-        if (budget - highest < t.bytes[t.storage[gap]]) continue;
+      int32_t from = t.start[hole] + 1;
+      if (back[hole] > from) {
+        int64_t highest = *std::max_element(most.begin() + from, most.begin() + back[hole]);
+        if (budget - highest < t.bytes[t.storage[hole]]) continue;
       }
     }
-    int32_t before = choice[gap];
-    choice[gap] = kKeep;
-    if (lowering.run(choice, moves) && lowering.peak() <= budget && lowering.seconds <= best) {
-      best = lowering.seconds;
+    int32_t before = choice[hole];
+    choice[hole] = kKeep;
+    if (simulation.run(choice, moves) && simulation.peak() <= budget && simulation.seconds <= best) {
+      best = simulation.seconds;
       note();
     } else {
-      choice[gap] = before;
+      choice[hole] = before;
     }
   }
 }

@@ -1,6 +1,6 @@
-// Python's door to the C++ of sn_memory: sn_memory._core. Arrays come as contiguous buffers of 64-bit
-// integers; their sizes and the ranges of indices are checked here, values by sn_memory/pool.py. The
-// searches of the planner come in through lowering_door.cpp.
+// Python's bindings to the C++ of sn_memory: sn_memory._core. Arrays come as contiguous buffers of 64-bit
+// integers; their sizes and the ranges of indices are checked here, values by sn_memory/pool/pack.py. The
+// searches of the planner come in through bindings.cpp.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -9,7 +9,7 @@
 #include <new>
 
 #include "buffers.h"
-#include "lowering_door.h"
+#include "bindings.h"
 #include "pool_greedy.h"
 #include "pool_search.h"
 
@@ -193,16 +193,16 @@ PyObject* read(PyObject*, PyObject* args) {
 }
 
 PyMethodDef methods[] = {
-    {"first_fit", first_fit, METH_VARARGS, "See sn_memory.pool_greedy.first_fit."},
+    {"first_fit", first_fit, METH_VARARGS, "See sn_memory.pool.greedy.first_fit."},
     {"problem", problem, METH_VARARGS, "A problem with its lists, for `search`."},
-    {"search", search, METH_VARARGS, "See sn_memory.pool_search.Search."},
-    {"run", run, METH_VARARGS, "See sn_memory.pool_search.Search.run."},
+    {"search", search, METH_VARARGS, "See sn_memory.pool.search.Search."},
+    {"run", run, METH_VARARGS, "See sn_memory.pool.search.Search.run."},
     {"read", read, METH_VARARGS, "Copy the offsets and weights of a search out."},
-    {"tables", sn::tables, METH_VARARGS, "The gaps of a graph, for `lower`, `fit` and `trim`."},
-    {"lower", sn::lower, METH_VARARGS, "See sn_memory.lowering.lower."},
-    {"fit", sn::fit_choice, METH_VARARGS, "See sn_memory.fitting.fit."},
-    {"trim", sn::trim_choice, METH_VARARGS, "See sn_memory.fitting.trim."},
-    {"anneal", sn::anneal_choice, METH_VARARGS, "See sn_memory.annealing.anneal."},
+    {"tables", sn::tables, METH_VARARGS, "The holes of a graph, for `simulate`, `fit` and `trim`."},
+    {"simulate", sn::simulate, METH_VARARGS, "See sn_memory.plan.simulate.simulate."},
+    {"fit", sn::fit_choice, METH_VARARGS, "See sn_memory.plan.search.greedy.fit."},
+    {"trim", sn::trim_choice, METH_VARARGS, "See sn_memory.plan.search.greedy.trim."},
+    {"anneal", sn::anneal_choice, METH_VARARGS, "See sn_memory.plan.search.anneal.anneal."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_core", "C++ back end of sn_memory.", -1,

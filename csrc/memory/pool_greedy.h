@@ -1,4 +1,4 @@
-// First fit in a given order; its twin is sn_memory/pool_greedy.py.
+// First fit in a given order; its twin is sn_memory/pool/greedy.py.
 #pragma once
 
 #include <cstdint>

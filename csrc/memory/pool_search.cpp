@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 constexpr int32_t kNone = -1;
 constexpr int64_t kUnit = 1 << 20;
-// So many looks at every buffer in every section are what one decision may lead to; see pool.py.
+// So many looks at every buffer in every section are what one decision may lead to; see pack.py.
 constexpr int64_t kPasses = 100;
 // The queue is cut when so many sections in front of it are done.
 constexpr size_t kDone = 4096;

@@ -1,4 +1,4 @@
-// Depth-first search for a packing within a capacity; its twin is sn_memory/pool_search.py, which
+// Depth-first search for a packing within a capacity; its twin is sn_memory/pool/search.py, which
 // says how it works. Both take the same decisions in the same order.
 #pragma once
 

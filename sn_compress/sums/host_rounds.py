@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from .. import _native
-from ..arrays import host_threads
+from ..arrays import host_threads, to_host
 from ..ops.products import kernel
 from ..ops.scales import COVERED, LOWEST, unit_table
 from .base import Array, Part
@@ -58,9 +58,7 @@ class HostRounds:
             self.table, memories, gradients, added, decay, basis, self.left, left, self.kernel,
             words,
         )  # fmt: skip
-        total = yield words
-        if total.shape != words.shape:
-            raise wrong_size(total, words)
+        total = _summed((yield words), words)
         p, own = np.empty(self.left_size, np.float32), np.empty(self.right_size, np.float32)
         exponents = np.empty(left.size, np.int32), np.empty(right.size, np.int32)
         words = np.empty(self.right_words, np.int32)
@@ -68,9 +66,7 @@ class HostRounds:
             self.table, added, total, self.left, left, self.right, right, self.transform,
             self.kernel, finite, p, own, exponents[0], words,
         )  # fmt: skip
-        total = yield words
-        if total.shape != words.shape:
-            raise wrong_size(total, words)
+        total = _summed((yield words), words)
         found = np.empty(self.right_size, np.float32)
         lost, damaged_too = core.low_rank_last(
             self.table, added, means, total, p, own, self.mean, right, self.transform,
@@ -80,6 +76,13 @@ class HostRounds:
         new = {"basis": found, "left": left if lost else exponents[0], "right": exponents[1]}
         numbers = np.array((lost, damaged, energy, sent), np.float64)
         return Result(list(added), list(means), new, lost, damaged, sent), numbers
+
+
+def _summed(total: Array, words: Array) -> Array:
+    """The sum as the extension reads it, [words] int32; another type is of whoever adds up."""
+    if total.shape != words.shape:
+        raise wrong_size(total, words)
+    return np.ascontiguousarray(to_host(total), np.int32)
 
 
 def rounds_for(

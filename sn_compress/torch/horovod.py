@@ -100,9 +100,10 @@ def _send(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[Any, An
         chosen = own and gradient.is_float and memory.settings.compresses(gradient.shape)
         if chosen and all(p.dtype != torch.bfloat16 for p in caller.optimizer._requires_update):
             memory.stand_aside(caller.optimizer)  # Horovod reduces all of it as it is
-        # Groups are the user's own way to fuse.
-        groups = not own or caller.optimizer._groups is not None
-        if gradient.is_float and not (chosen or groups or memory.stands_in()):
+        # Groups are the user's own way to fuse; a tuner may stand aside in the middle of a step, at
+        # which ranks have come to different gradients.
+        alone = not own or caller.optimizer._groups is not None or memory.settings.tune
+        if gradient.is_float and not (chosen or alone or memory.stands_in()):
             send, end = partial(send_plain, caller), partial(complete, memory, sets)
             return None, Fused(tensor.detach(), kind, send, end)
         wire = tensor if flat.data_ptr() == tensor.data_ptr() else flat.view(tensor.shape)

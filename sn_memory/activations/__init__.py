@@ -1,11 +1,11 @@
 """Activations in fewer bits: how much error a gradient bears, and which bits that allows."""
 
-from ..errors import AccuracyWarning
-from .again import Unit
+from ..base.errors import AccuracyWarning
 from .batch import BatchSuggestion, suggest_batch
 from .controller import Controller
 from .peaks import Peaks
 from .policy import Treatment, treatment
+from .rerun import Unit
 from .rows import Row
 from .theory import acceptable_bound, coverage, gradient_sd, paper_sd
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from ..errors import BudgetError
-from .again import choose_again, is_inside
+from ..plan.plan import BudgetError
 from .observed import Groups, Observed
+from .rerun import choose_again, is_inside
 from .rows import WIDTHS, packed_bytes
 
 # Of linear ones. Where a budget leaves fewer, running again comes first.

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from ..errors import AccuracyWarning
-from ..sizes import show_bytes
-from .again import Unit, is_inside
+from ..base.errors import AccuracyWarning
+from ..base.sizes import show_bytes
 from .budget import choose
 from .observed import Observed
+from .rerun import Unit, is_inside
 from .rows import WIDTHS, Row
 from .theory import PAPER_CONSTANT, acceptable_bound, paper_sd
 

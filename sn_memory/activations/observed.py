@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from .again import INPUT, Unit, is_inside
+from .rerun import INPUT, Unit, is_inside
 from .rows import Row, packed_bytes
 
 Groups = dict[str, list[Row]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..sizes import show_bytes
+from ..base.sizes import show_bytes
 
 
 @dataclass(frozen=True)

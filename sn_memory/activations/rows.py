@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from .again import INPUT
+from .rerun import INPUT
 from .theory import gradient_sd
 
 WIDTHS: Final = (1, 2, 4, 8)

@@ -11,11 +11,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from .clock import StepClock
 from .events import Event, Merged
 from .merge import Choice, choose
 from .reader import Reader
 from .schedule import Schedule
+from .step_seconds import StepClock
 
 _log = logging.getLogger(__name__)
 _KEPT = ("gap", "last_step", "least")

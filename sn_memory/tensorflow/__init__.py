@@ -1,18 +1,20 @@
 """sn_memory for TensorFlow: training within a budget of bytes, with the same gradients."""
 
 from ..activations import Peaks
-from ..errors import PlanWarning
-from ..estimate import Estimate
-from .activations import CompressedActivations, compress_activations
-from .allocations import Allocations
-from .apply import plan
+from ..base.errors import PlanWarning
+from ..run.estimate import Estimate
+from ..run.verification import Verification
+from .activations.compress import CompressedActivations, compress_activations
 from .errors import TraceError
 from .estimate import estimate
-from .memory import AllocatorPeak
+from .model.allocations import Allocations
+from .model.memory import AllocatorPeak
+from .plan import plan
+from .plan_step import plan_step
 from .planned import Planned
-from .step import PlannedStep, plan_step
-from .trace import Trace, trace
-from .verify import Verification, verify
+from .planned_step import PlannedStep
+from .trace.trace import Trace, trace
+from .verify import verify
 
 __all__ = [
     "Allocations",

@@ -8,11 +8,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ..errors import PlanWarning
-from ..estimate import Estimate
-from ..liveness import live_bytes, peak
-from .model import call_arguments
-from .trace import Trace, optimizer_bytes, trace, uncounted
+from ..base.errors import PlanWarning
+from ..graph.liveness import live_bytes, peak
+from ..run.estimate import Estimate
+from .trace.model import call_arguments
+from .trace.trace import Trace, optimizer_bytes, trace, uncounted
 
 
 def estimate(model: Any, sample: Any, *, optimizer: Any = None) -> Estimate:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -17,26 +16,27 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope  # has n
 from tensorflow.python.eager import record
 from tensorflow.python.ops import control_flow_util
 
-from ..errors import PlanError, PlanWarning
-from .arguments import call_of, describe, refilled
+from ..base.errors import PlanWarning
+from ..run.planned import PlannedRecord
+from .eager.program import Emission, Program
 from .errors import TraceError
-from .layers import LayerStep
-from .program import Emission, Program
-from .settings import changed, settings_of
-from .trace import Trace
+from .model.arguments import call_of, describe, refilled
+from .model.settings import changed, settings_of
+from .modules.backend import LayerStep
+from .trace.trace import Trace
 
 RECORD = "sn_memory"
 
 
 @dataclass
-class Planned:
+class Planned(PlannedRecord[Trace]):
     """What a planned model or step carries as `sn_memory`.
 
     Parameters
     ----------
     backend
         What carries the plan out: `graph` or `layers`.
-    traced, plan
+    traced, made
         What was planned last, and how; with `layers`, there is no trace.
     programs
         The planned steps, per kind of input.
@@ -48,26 +48,18 @@ class Planned:
 
     backend: str
     traced: Trace | None
-    plan: Any
+    made: Any
     programs: dict[Hashable, Program] = field(default_factory=dict)
     layers: LayerStep | None = None
     refused: set[Hashable] = field(default_factory=set)
 
     @property
-    def trace(self) -> Trace:
-        """The trace planned last. Raises PlanError with `layers`, which needs none."""
-        if self.traced is None:
-            raise PlanError(
-                "the model was planned by layers, because it cannot be traced, so there is no "
-                "graph of it. Its plan lists the layers."
-            )
+    def plan(self) -> Any:
+        return self.made
+
+    @property
+    def latest_trace(self) -> Trace | None:
         return self.traced
-
-    def report(self, path: str | Path) -> None:
-        """Write one HTML page with pictures and tables; needs matplotlib."""
-        from ..report import report
-
-        report(self.trace.graph, self.plan).write_html(path)
 
 
 def signature(traced: Trace) -> Hashable:
@@ -158,6 +150,24 @@ class PlannedCall:
                 "whole model, or the step: sn_memory.tensorflow.plan_step"
             )
         return None
+
+
+def plain_model(model: Any) -> Any:
+    """Return a planned model as it was before; any other as it is."""
+    if RECORD not in model.__dict__:
+        return model
+    plain: Any = object.__new__(type(model).__mro__[2])
+    plain.__dict__.update({key: it for key, it in model.__dict__.items() if key != RECORD})
+    return plain
+
+
+def check_actions(actions: Sequence[str]) -> None:
+    """Raise ValueError for actions that are not carried out here."""
+    if "offload" in actions:
+        raise ValueError(
+            'got the action "offload", expected "keep" and "recompute": under TensorFlow '
+            "nothing is moved to the host."
+        )
 
 
 def _differentiable(program: Program, given: list[Any], variables: Sequence[Any]) -> list[Any]:

@@ -4,91 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from ..check import check_plan
-from ..errors import PlanError
-from ..sizes import show_bytes
-from .allocations import Allocations
-from .apply import plain_model
-from .compare import Results, different, nudged, put_back, relative_error, results_of, unit_of
-from .model import model_step
-from .planned import RECORD, Planned
-from .step import PlannedStep
-from .trace import main_device
-from .trial import as_tensor, compute_dtypes
-
-
-@dataclass(frozen=True)
-class Verification:
-    """What a training step did with the plan and without.
-
-    Parameters
-    ----------
-    predicted_peak_bytes, measured_peak_bytes
-        Of the planned step. Measured: what was resident before, as the plan counts it, and the
-        most that ops asked for beyond that during the step (`Allocations`).
-    unplanned_peak_bytes
-        The same step without the plan, measured.
-    allocated_peak_bytes
-        Of the planned step, in blocks as the allocator handed them out: what is asked for, and
-        what its blocks were too large by.
-    peak_op
-        The op that reaches the predicted peak.
-    predicted_s, measured_s, unplanned_s
-        Seconds of the step; the last two measured, the better of two runs.
-    different
-        Results and variables that are not bit-equal to the unplanned run's.
-    error_relative
-        The largest difference, relative to the largest value of its tensor. What is zero but for
-        rounding (the gradient of a bias before batch norm) is taken relative to the largest of all
-        results, or of all variables.
-    """
-
-    predicted_peak_bytes: int
-    measured_peak_bytes: int
-    unplanned_peak_bytes: int
-    allocated_peak_bytes: int
-    peak_op: str
-    predicted_s: float
-    measured_s: float
-    unplanned_s: float
-    different: tuple[str, ...]
-    error_relative: float
-    _planned: Planned = field(repr=False, compare=False)
-
-    @property
-    def equal(self) -> bool:
-        """Whether all results, gradients and variables are bit-equal."""
-        return not self.different
-
-    @property
-    def error(self) -> float:
-        """Measured peak over predicted peak, less one."""
-        return self.measured_peak_bytes / self.predicted_peak_bytes - 1
-
-    def report(self, path: str | Path) -> None:
-        """Write the plan's HTML page; needs matplotlib."""
-        self._planned.report(path)
-
-    def __str__(self) -> str:
-        result = "bit-equal"
-        if not self.equal:
-            few = ", ".join(self.different[:3])
-            result = f"{len(self.different)} differ by up to {self.error_relative:.1e} ({few})"
-        return (
-            f"peak {show_bytes(self.measured_peak_bytes)}, predicted "
-            f"{show_bytes(self.predicted_peak_bytes)} ({self.error:+.2%}) at {self.peak_op}, "
-            f"without the plan {show_bytes(self.unplanned_peak_bytes)}; in blocks handed out "
-            f"{show_bytes(self.allocated_peak_bytes)}\n"
-            f"{self.measured_s:.3g} s, predicted {self.predicted_s:.3g} s, without the plan "
-            f"{self.unplanned_s:.3g} s\nresults, gradients and variables: {result}"
-        )
+from ..base.errors import PlanError
+from ..check.replay import check_plan
+from ..run.verification import Verification
+from .eager.trial import as_tensor, asked, compute_dtypes
+from .model.compare import Results, different, nudged, put_back, relative_error, results_of, unit_of
+from .planned import RECORD, Planned, plain_model
+from .planned_step import PlannedStep
+from .trace.model import model_step
 
 
 def verify(model: Any, sample: Any) -> Verification:
@@ -150,7 +78,7 @@ def verify(model: Any, sample: Any) -> Verification:
         measured_s=seconds[1],
         unplanned_s=seconds[0],
         different=different(expected, got),
-        error_relative=error,
+        difference=error,
         _planned=record,
     )
 
@@ -164,13 +92,6 @@ def _dtypes(record: Planned, model: Any) -> Iterable[Any]:
     if record.traced is None:
         return compute_dtypes(model)
     return {it.dtype for it in record.traced.captured.tensors}
-
-
-def asked(run: Callable[[], Any], variables: list[Any]) -> Allocations:
-    """Run once from the present state, and return what ops asked for; variables are put back."""
-    with put_back(variables), Allocations(main_device()) as found:
-        run()
-    return found
 
 
 def _seconds(run: Callable[[], Any], variables: list[Any]) -> float:

@@ -1,14 +1,15 @@
 """sn_memory for torch: a model that trains within a budget of bytes, with the same gradients."""
 
-from ..errors import PlanWarning
-from ..estimate import Estimate
-from .activations import CompressedActivations, Peaks, Saved, compress_activations
-from .apply import Planned, plan
+from ..base.errors import PlanWarning
+from ..run.estimate import Estimate
+from ..run.verification import Verification
+from .activations.compress import CompressedActivations, Peaks, Saved, compress_activations
 from .errors import ReplayError, TraceError
 from .estimate import estimate
-from .trace import Trace, trace
-from .tracker import StorageTracker
-from .verify import Verification, verify
+from .model.tracker import StorageTracker
+from .plan import Planned, plan
+from .trace.trace import Trace, trace
+from .verify import verify
 
 __all__ = [
     "CompressedActivations",

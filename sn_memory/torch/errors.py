@@ -29,3 +29,8 @@ def innermost_line(where: TracebackType | FrameType | None) -> str:
         frames = list(traceback.walk_stack(where))[::-1] if where is not None else []
     lines = [f"{frame.f_code.co_filename}:{line}" for frame, line in frames]
     return next((it for it in reversed(lines) if "/torch/" not in it), "place unknown")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the line of an error that says something."""
+    return next((line for line in str(error).splitlines() if line.strip()), "no message")

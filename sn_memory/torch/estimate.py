@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ..estimate import Estimate
-from ..liveness import live_bytes, peak
-from .fake_step import fake_step
-from .optimizer import OptimizerMemory, optimizer_memory
-from .trace import Trace, call_arguments, trace_unplanned
+from ..graph.liveness import live_bytes, peak
+from ..run.estimate import Estimate
+from .trace.fake_step import fake_step
+from .trace.optimizer import OptimizerMemory, optimizer_memory
+from .trace.trace import Trace, call_arguments, trace_unplanned
 
 
 def estimate(model: torch.nn.Module, sample: Any, *, optimizer: Any = None) -> Estimate:

@@ -2,79 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import PlanError
-from ..sizes import show_bytes
-from .apply import Planned
-from .compare import differences
-from .kinds import kind_of
-from .step import Loss, Measured, put_back, run_step
-from .trace import call_arguments
-from .wrapping import RECORD, plain_model
-
-
-@dataclass(frozen=True)
-class Verification:
-    """What a training step did with the plan and without.
-
-    Parameters
-    ----------
-    predicted_peak_bytes, measured_peak_bytes
-        Of the planned step; measured by StorageTracker.
-    unplanned_peak_bytes
-        The same step without the plan, measured.
-    peak_op
-        What ran when the planned step reached its peak.
-    predicted_s, measured_s, unplanned_s
-        Seconds of the step; the last two measured without the tracker, the better of two runs.
-    different
-        Outputs, gradients and buffers that are not bit-equal to the unplanned run's.
-    difference
-        The largest of their differences, against the size of the output, gradient or buffer; a
-        gradient counts as a tenth, at least, of its share of all gradients.
-    """
-
-    predicted_peak_bytes: int
-    measured_peak_bytes: int
-    unplanned_peak_bytes: int
-    peak_op: str
-    predicted_s: float
-    measured_s: float
-    unplanned_s: float
-    different: tuple[str, ...]
-    difference: float
-    _planned: Planned = field(repr=False, compare=False)
-
-    @property
-    def equal(self) -> bool:
-        """Whether all outputs, gradients and buffers are bit-equal."""
-        return not self.different
-
-    @property
-    def error(self) -> float:
-        """Measured peak over predicted peak, less one."""
-        return self.measured_peak_bytes / self.predicted_peak_bytes - 1
-
-    def report(self, path: str | Path) -> None:
-        """Write the plan's HTML page; needs matplotlib."""
-        self._planned.report(path)
-
-    def __str__(self) -> str:
-        result = "bit-equal"
-        if not self.equal:
-            result = f"different by {self.difference:.1e} at most: {', '.join(self.different)}"
-        return (
-            f"peak {show_bytes(self.measured_peak_bytes)} at {self.peak_op}, predicted "
-            f"{show_bytes(self.predicted_peak_bytes)} ({self.error:+.2%}), without the plan "
-            f"{show_bytes(self.unplanned_peak_bytes)}\n"
-            f"{self.measured_s:.3g} s, predicted {self.predicted_s:.3g} s, without the plan "
-            f"{self.unplanned_s:.3g} s\noutputs, gradients and buffers: {result}"
-        )
+from ..base.errors import PlanError
+from ..run.verification import Verification
+from .model.compare import differences
+from .model.kinds import kind_of
+from .model.step import Loss, Measured, put_back, run_step
+from .model.wrapping import RECORD, plain_model
+from .trace.trace import call_arguments
 
 
 def verify(model: torch.nn.Module, sample: Any, *, loss: Loss | None = None) -> Verification:

@@ -151,14 +151,15 @@ def test_payloads_agree(on, settings):
         equal(fast[3], slow[3])
 
 
-def test_a_sample_that_misleads(on):
-    """The strongest bins are those that the search for the threshold looks at first."""
+@pytest.mark.parametrize("others", [1e-3, 0.7, 0.95, 1.05, 1e3])
+def test_a_sample_that_misleads(on, others):
+    """The bins that the search for the threshold looks at first are stronger, or weaker."""
     cut = long_fourier.split(LENGTH)
     height, width = cut.height, cut.width
     row, at = np.meshgrid(np.arange(height // 2 + 1), np.arange(width // 2), indexing="ij")
     strong = ((row // long_fourier.SIDE) * width + at) % 61 == 0
     bins = random(LENGTH + 2)
-    bins[:-2].reshape(width // 2, height, 2)[:, : height // 2 + 1][~strong.T] *= np.float32(1e-3)
+    bins[:-2].reshape(width // 2, height, 2)[:, : height // 2 + 1][~strong.T] *= np.float32(others)
     x = long_fourier.inverse(bins[None], LENGTH)[0]
     codec = FFTCodec(theta=0.8, block=None)
     payloads = []

@@ -8,7 +8,7 @@ from torch import nn
 
 from sn_memory import Device
 from sn_memory.torch import plan, verify
-from sn_memory.torch.lanes import StreamLanes
+from sn_memory.torch.eager.streams import StreamLanes
 
 LINK = Device("link", 1e9, 1e9, 1e8, 1e8, 0.0)
 LATE_CYCLES = 20_000_000  # some ten milliseconds of a GPU
@@ -68,7 +68,7 @@ def test_what_went_to_the_host_comes_back_in_time(device, lanes):
     sample = torch.randn(256, 64, device=device)
     made = plan(model, sample, "70%", actions=("keep", "offload"), device=LINK, profile=False)
     arena = made.sn_memory.latest.program.arenas[0]
-    assert arena.trips
+    assert arena.host_copies
     odd = late(device)
     if lanes == "late":
         arena.lanes = odd
@@ -83,7 +83,7 @@ def test_the_host_block_is_pinned_and_no_larger_than_said(device):
     sample = torch.randn(250, 64, device=device)
     made = plan(model, sample, "70%", actions=("keep", "offload"), device=LINK, profile=False)
     arena = made.sn_memory.latest.program.arenas[0]
-    used = max(arena.offsets[at] + trip.nbytes for at, trip in arena.trips.items())
+    used = max(arena.offsets[at] + copy.nbytes for at, copy in arena.host_copies.items())
     assert used <= arena.block.numel() < used + 64
     assert arena.block.is_pinned() == (device.type == "cuda")
 

@@ -14,7 +14,7 @@ def random_graph(seed: int, *, most_ops: int = 12, plain: bool = False) -> Graph
     storages = [Storage("x", int(rng.integers(0, 20)), "input"), Storage("w", 7, "parameter")]
     alive, ops, released = ["x", "w"], [], set()
     for number in range(count):
-        # Recent storages are likelier inputs, as in a network; old ones make the gaps.
+        # Recent storages are likelier inputs, as in a network; old ones make the holes.
         weights = np.linspace(1, 3, len(alive))
         size = min(len(alive), int(rng.integers(0, 4)))
         inputs = [

@@ -23,7 +23,7 @@ from sn_memory.activations import (
     suggest_batch,
     treatment,
 )
-from sn_memory.activations.again import choose_again, is_inside
+from sn_memory.activations.rerun import choose_again, is_inside
 
 
 def relu(rng, *shape):

@@ -227,7 +227,7 @@ def test_mutated_plans_are_refused_or_do_the_same():
     assert refusals > 1200
 
 
-def test_plan_round_trip(tmp_path):
+def test_plan_round_host_copy(tmp_path):
     graph = training_chain(4)
     made = plan_from_decisions(graph, {"a1": "recompute", "c2": "recompute_each"}, planner="test")
     made = replace(made, budget_bytes=10**6)

@@ -6,7 +6,7 @@ import sys
 from random_graphs import training_chain
 
 from sn_memory import Plan
-from sn_memory.cli import main
+from sn_memory.cli.main import main
 
 
 def test_plan_and_check(tmp_path, capsys):

@@ -8,16 +8,17 @@ import pytest
 from graphs import resnet
 from random_graphs import random_graph
 
-from sn_memory import _native
-from sn_memory.annealing import Rules, anneal
-from sn_memory.fitting import fit, fit_in_python, trim, trim_in_python
-from sn_memory.gaps import KEEP, gaps
-from sn_memory.joint import carried
-from sn_memory.liveness import peak
-from sn_memory.lowering import lower, lower_in_python
-from sn_memory.schedule import Impossible
+from sn_memory.base import native
+from sn_memory.cost.schedule import Impossible
+from sn_memory.graph.holes import KEEP, holes
+from sn_memory.graph.liveness import peak
+from sn_memory.plan.compiled import compiled
+from sn_memory.plan.search.anneal import Rules, anneal
+from sn_memory.plan.search.greedy import fit, fit_in_python, trim, trim_in_python
+from sn_memory.plan.search.mixed import carried
+from sn_memory.plan.simulate import simulate, simulate_in_python
 
-pytestmark = pytest.mark.skipif(_native.core() is None, reason=_native.load()[1])
+pytestmark = pytest.mark.skipif(native.core() is None, reason=native.load()[1])
 
 
 def attempt(function, *args):
@@ -34,10 +35,10 @@ def random_choice(shape, draw):
 
 def random_moves(shape, draw):
     moves = {}
-    for gap in range(shape.count):
-        if shape.end[gap] - shape.start[gap] > 1 and draw.random() < 0.4:
-            out = draw.randint(shape.start[gap], shape.end[gap] - 1)
-            moves[gap] = (out, draw.randint(out + 1, shape.end[gap]))
+    for hole in range(shape.count):
+        if shape.end[hole] - shape.start[hole] > 1 and draw.random() < 0.4:
+            out = draw.randint(shape.start[hole], shape.end[hole] - 1)
+            moves[hole] = (out, draw.randint(out + 1, shape.end[hole]))
     return moves
 
 
@@ -45,20 +46,20 @@ def test_choices_lead_to_the_same_schedules():
     possible = impossible = 0
     for seed in range(250):
         shape, draw = (
-            gaps(random_graph(seed, most_ops=14, plain=seed % 3 == 0)),
+            holes(random_graph(seed, most_ops=14, plain=seed % 3 == 0)),
             random.Random(seed),
         )
         for moves in ({}, {}, random_moves(shape, draw)):
             choice = random_choice(shape, draw)
-            ours, twin = attempt(lower, shape, choice, moves), None
-            twin = attempt(lower_in_python, shape, choice, moves)
+            ours, twin = attempt(simulate, shape, choice, moves), None
+            twin = attempt(simulate_in_python, shape, choice, moves)
             if ours is None or twin is None:
                 assert ours is twin is None, f"seed {seed}"
                 impossible += 1
                 continue
             possible += 1
             assert ours.live_bytes.tolist() == twin.live_bytes.tolist(), f"seed {seed}"
-            for name in ("ops", "at", "intervals", "trips", "run_seconds", "peak_bytes"):
+            for name in ("ops", "at", "intervals", "host_copies", "run_seconds", "peak_bytes"):
                 assert getattr(ours, name) == getattr(twin, name), f"seed {seed}, {name}"
     assert possible > 250
     assert impossible > 60
@@ -66,8 +67,8 @@ def test_choices_lead_to_the_same_schedules():
 
 def shapes():
     for seed in range(90):
-        yield gaps(random_graph(seed, most_ops=25, plain=seed % 3 == 0), lean=True)
-    yield gaps(resnet(2, stages=(1, 1, 1, 1), inplace_relu=True, granularity="call").graph())
+        yield holes(random_graph(seed, most_ops=25, plain=seed % 3 == 0), lean=True)
+    yield holes(resnet(2, stages=(1, 1, 1, 1), inplace_relu=True, granularity="call").graph())
 
 
 def test_fitting_and_trimming_decide_the_same():
@@ -84,11 +85,12 @@ def test_fitting_and_trimming_decide_the_same():
             continue
         fitted += 1
         assert ours[0] == twin[0], f"graph {number}"
-        order = [gap for gap, held in enumerate(ours[0]) if held != KEEP]
+        order = [hole for hole, held in enumerate(ours[0]) if held != KEEP]
         draw.shuffle(order)
         for filtered in (False, True):
-            assert shape.compiled is not None
-            choice = shape.compiled.trim(
+            native_loops = compiled(shape)
+            assert native_loops is not None
+            choice = native_loops.trim(
                 ours[0], order, budget, lambda: False, None, filtered=filtered
             )
             same, _ = trim_in_python(
@@ -99,7 +101,7 @@ def test_fitting_and_trimming_decide_the_same():
 
 
 def test_a_deadline_ends_both():
-    shape = gaps(resnet(2, 50).graph())
+    shape = holes(resnet(2, 50).graph())
     base = shape.graph.base_bytes
     budget = base + (peak(shape.graph).bytes - base) * 2 // 3
     assert fit(shape, shape.natural(), budget, deadline=-1.0) is None
@@ -109,39 +111,39 @@ def test_a_deadline_ends_both():
 
 
 def test_what_does_not_suit_is_refused():
-    core, shape = _native.core(), gaps(random_graph(3))
-    compiled = shape.compiled
+    core, shape = native.core(), holes(random_graph(3))
+    loops = compiled(shape)
     for wrong in ([KEEP] * (shape.count + 1), [len(shape.graph.ops) + 1] * shape.count):
         with pytest.raises(ValueError, match="choices"):
-            compiled.lower(wrong, None)
+            loops.simulate(wrong, None)
     with pytest.raises(ValueError, match="moves"):
-        compiled.lower(shape.natural(), {0: (5, 2)})
+        loops.simulate(shape.natural(), {0: (5, 2)})
     with pytest.raises(ValueError, match="factors"):
-        compiled.fit(shape.natural(), 10, lambda: False, None, 3, [1.0])
+        loops.fit(shape.natural(), 10, lambda: False, None, 3, [1.0])
     with pytest.raises(ZeroDivisionError):
-        compiled.fit(shape.natural(), 0, lambda: 1 / 0, None, 3, ())
+        loops.fit(shape.natural(), 0, lambda: 1 / 0, None, 3, ())
     with pytest.raises(ValueError, match="PyCapsule"):
-        core.lower(None, b"", b"")
+        core.simulate(None, b"", b"")
 
 
 def test_one_search_at_a_time():
-    shape = gaps(random_graph(3))
-    compiled = shape.compiled
+    shape = holes(random_graph(3))
+    loops = compiled(shape)
 
     def meanwhile():
-        compiled.lower(shape.natural(), None)
+        loops.simulate(shape.natural(), None)
 
     with pytest.raises(RuntimeError, match="another thread"):
-        compiled.fit(shape.natural(), 0, meanwhile, None, 3, ())
+        loops.fit(shape.natural(), 0, meanwhile, None, 3, ())
 
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_annealing_makes_the_same_choices(offload):
     changed = 0
     for number in range(12):
-        shape = gaps(random_graph(number, most_ops=16, plain=number % 3 == 0), lean=True)
+        shape = holes(random_graph(number, most_ops=16, plain=number % 3 == 0), lean=True)
         twin = replace(shape)
-        twin.__dict__["compiled"] = None
+        twin.memo["compiled"] = None
         base = shape.graph.base_bytes
         rules = Rules(
             budget_bytes=base + int((peak(shape.graph).bytes - base) * 0.8),

@@ -20,8 +20,8 @@ from sn_memory import (
     plan_front,
     plan_graph,
 )
-from sn_memory.liveness import baseline_seconds, peak
-from sn_memory.packed import packed, waits
+from sn_memory.graph.liveness import baseline_seconds, peak
+from sn_memory.graph.rewrite import as_run, waits, with_compressed
 
 RECOMPUTE = ("keep", "recompute")
 
@@ -68,7 +68,7 @@ def test_the_packed_graph_by_hand():
         aliases={"view of h": "h"},
     )
     assert waits(graph) == {"h": (1, 2, 2)}
-    found = packed(graph, ["h"])
+    found = with_compressed(graph, ["h"])
     assert [op.name for op in found.ops] == ["f", "g", "compress h", "decompress h", "dg", "e"]
     assert found.ops[1].inputs == ("view of h",)
     assert found.ops[4].inputs == ("h (restored)", "y")
@@ -76,9 +76,9 @@ def test_the_packed_graph_by_hand():
     sizes = {it.name: it.bytes for it in found.storages}
     assert (sizes["h (compressed)"], sizes["h (restored)"]) == (10, 40)
     assert baseline_seconds(found) == 4.75
-    assert packed(graph, []) is graph
-    assert graph.as_run(op.name for op in graph.ops) is graph
-    assert [op.name for op in graph.as_run(["f", "compress h"]).ops] == [
+    assert with_compressed(graph, []) is graph
+    assert as_run(graph, (op.name for op in graph.ops)) is graph
+    assert [op.name for op in as_run(graph, ["f", "compress h"]).ops] == [
         op.name for op in found.ops
     ]
 
@@ -92,7 +92,7 @@ def test_what_is_read_as_it_is_is_not_restored():
             Op("df", ("h",), ("g",), phase="backward", seconds=1.0),
         ],
     )
-    found = packed(Graph.from_json(graph.to_json()), ["h"])
+    found = with_compressed(Graph.from_json(graph.to_json()), ["h"])
     assert [op.name for op in found.ops] == ["f", "compress h", "df"]
     assert found.ops[2].inputs == ("h (compressed)",)
     assert peak(found).bytes == 8 + 32 + 1
@@ -125,7 +125,7 @@ def test_what_cannot_be_compressed(why, change):
     graph = Graph(storages, ops)
     assert name not in waits(graph)
     with pytest.raises(GraphError, match=f"{name!r} cannot be compressed"):
-        packed(graph, [name])
+        with_compressed(graph, [name])
 
 
 def test_what_is_changed_in_the_backward_pass_cannot_be_compressed():

@@ -1,4 +1,4 @@
-"""The graph's door: what comes in comes out again, and what makes no sense is named."""
+"""Graphs from records and files: what comes in comes out again; what makes no sense is named."""
 
 import json
 
@@ -14,13 +14,13 @@ GRAPH = {
 }
 
 
-def test_json_round_trip():
+def test_json_round_host_copy():
     for seed in range(100):
         graph = random_graph(seed)
         assert Graph.from_json(graph.to_json()) == graph
 
 
-def test_json_round_trip_of_everything(tmp_path):
+def test_json_round_host_copy_of_everything(tmp_path):
     graph = Graph(
         [Storage("x", 5, "state"), Storage("y", 6, compressed=Compressed(2, 0.5, 0.25))],
         [Op("f", ("v",), ("y",), ("x",), ("y",), flops=3.0, workspaces=(Workspace(1, 2.0, "a"),))],

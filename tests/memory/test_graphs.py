@@ -21,7 +21,7 @@ from graphs import (
 from graphs.layers import add, classify, concat, conv, flatten, linear, max_pool, norm, relu
 
 from sn_memory import Graph
-from sn_memory.liveness import lifetimes, peak
+from sn_memory.graph.liveness import lifetimes, peak
 
 # Millions of parameters and 10^9 multiply-adds per image: the papers' tables and, where they only
 # round, the counts that the reference implementations print.

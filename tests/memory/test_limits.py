@@ -25,13 +25,13 @@ from sn_memory import (
     pack,
     plan_graph,
 )
-from sn_memory.cli import main
-from sn_memory.liveness import peak
-from sn_memory.policies import policy
-from sn_memory.pool import arrange
-from sn_memory.pool_check import check_packing
-from sn_memory.pool_csv import read_csv
-from sn_memory.sizes import parse_bytes
+from sn_memory.base.sizes import parse_bytes
+from sn_memory.check.packing import check_packing
+from sn_memory.cli.main import main
+from sn_memory.graph.liveness import peak
+from sn_memory.plan.policies import policy
+from sn_memory.pool.csv import read_csv
+from sn_memory.pool.pack import arrange
 
 MOST = 2**62
 

@@ -3,7 +3,7 @@
 from random_graphs import brute_force_live, random_graph
 
 from sn_memory import Graph, Op, Storage, Workspace
-from sn_memory.liveness import lifetimes, live_bytes, peak
+from sn_memory.graph.liveness import lifetimes, live_bytes, peak
 
 
 def test_equals_brute_force_on_ten_thousand_graphs():

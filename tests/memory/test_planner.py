@@ -9,10 +9,10 @@ from graphs import resnet, transformer
 from random_graphs import random_graph, training_chain
 
 from sn_memory import BudgetError, PlanError, check_plan, plan_front, plan_graph
-from sn_memory.gaps import gaps
-from sn_memory.liveness import peak
-from sn_memory.lowering import lower
-from sn_memory.policies import names, policy
+from sn_memory.graph.holes import holes
+from sn_memory.graph.liveness import peak
+from sn_memory.plan.policies import names, policy
+from sn_memory.plan.simulate import simulate
 
 RECOMPUTE = ("keep", "recompute")
 
@@ -102,13 +102,13 @@ def test_plans_are_accepted_and_within_the_budget(actions):
 
 def test_the_bound_is_below_every_plan():
     # On small graphs the optimum is known; the relaxation must stay below it.
-    from sn_memory.search import Search
+    from sn_memory.plan.search.search import Search
 
     for seed in range(80):
         graph = random_graph(seed, most_ops=6)
         (budget,) = budgets(graph, 0.75)
         best = optimum(graph, budget)
-        search = Search(gaps(graph, lean=True), offload=False, recompute=True, deadline=math.inf)
+        search = Search(holes(graph, lean=True), offload=False, recompute=True, deadline=math.inf)
         assert search.bound(budget, range(len(graph.ops))) <= best * (1 + 1e-9), f"seed {seed}"
 
 
@@ -186,14 +186,14 @@ def test_progress_is_told():
     assert told[-1][1] is not None
 
 
-def test_lowering_holds_what_it_is_told_to_hold():
+def test_a_simulation_holds_what_it_is_told_to_hold():
     # a0 is let go; held from op 0 on, one rebuild serves both later uses, else each pays its own.
     graph = training_chain(2)
-    shape = gaps(graph)
+    shape = holes(graph)
     storage = graph.storage_index["c0"]
     turn = shape.main(storage)
     for held, reruns in ((0, 1), (len(graph.ops), 1)):
         choice = shape.natural()
         choice[turn] = held
-        schedule = lower(shape, choice)
+        schedule = simulate(shape, choice)
         assert len(schedule.ops) == len(graph.ops) + reruns

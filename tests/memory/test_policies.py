@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from random_graphs import random_graph
 
 from sn_memory import Device, Graph, Op, Storage, check_plan
-from sn_memory.liveness import baseline_seconds, peak
-from sn_memory.policies import names, policy
-from sn_memory.policies.groups import Groups
-from sn_memory.policies.kinds import is_checkpoint, is_conv
-from sn_memory.policies.knapsack import saved_within
-from sn_memory.policies.origins import origins
+from sn_memory.graph.liveness import baseline_seconds, peak
+from sn_memory.plan.policies import names, policy
+from sn_memory.plan.policies.kinds import is_checkpoint, is_conv
+from sn_memory.plan.policies.knapsack import saved_within
+from sn_memory.plan.policies.origins import origins
+from sn_memory.plan.policies.union_find import Groups
 
 KINDS = ["conv2d", "relu", "batch_norm", "add", "", "concat", "linear", "max_pool"]
 LANES = Device(to_host_bytes_per_s=10.0, to_device_bytes_per_s=10.0)

@@ -12,20 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sn_memory import CapacityError, PackError, _native, pack
-from sn_memory.cli import main
-from sn_memory.pool import arrange
-from sn_memory.pool_check import check_packing
-from sn_memory.pool_csv import read_csv, write_csv
-from sn_memory.pool_greedy import RULES, first_fit, first_fit_python, order_by
-from sn_memory.pool_problem import read_problem
-from sn_memory.pool_search import UNIT, Lists, PythonSearch, Rule, Searcher, Verdict
+from sn_memory import CapacityError, PackError, pack
+from sn_memory.base import native
+from sn_memory.check.packing import check_packing
+from sn_memory.cli.main import main
+from sn_memory.pool.csv import read_csv, write_csv
+from sn_memory.pool.greedy import RULES, first_fit, first_fit_python, order_by
+from sn_memory.pool.pack import arrange
+from sn_memory.pool.problem import read_problem
+from sn_memory.pool.search import UNIT, Lists, PythonSearch, Rule, Searcher, Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "tests/data/minimalloc").glob("*.csv"))
 CAPACITY = 1_048_576
 
-needs_core = pytest.mark.skipif(_native.core() is None, reason="the C++ extension is not built")
+needs_core = pytest.mark.skipif(native.core() is None, reason="the C++ extension is not built")
 
 
 @st.composite
@@ -197,8 +198,8 @@ def test_search_equals_its_twin_on_a_published_file():
 def test_without_the_extension_packs_the_same():
     """A fresh interpreter that is told to use the Python twins."""
     code = (
-        "from sn_memory.pool import arrange\n"
-        "from sn_memory.pool_csv import read_csv\n"
+        "from sn_memory.pool.pack import arrange\n"
+        "from sn_memory.pool.csv import read_csv\n"
         f"packing = arrange(read_csv({str(FILES[1])!r}).buffers, {CAPACITY}, time_limit_s=200)\n"
         "print(packing.height)"
     )

@@ -14,11 +14,12 @@ from sn_memory import (
     Storage,
     Workspace,
     check_packing,
+    check_plan,
     pack,
-    policies,
 )
-from sn_memory.pool_plan import plan_buffers
-from sn_memory.pool_problem import read_problem
+from sn_memory.plan import policies
+from sn_memory.plan.buffers import peak_step, plan_buffers
+from sn_memory.pool.problem import read_problem
 
 from .random_graphs import random_graph
 
@@ -79,3 +80,4 @@ def test_live_sum_is_the_checked_peak_whatever_the_plan(seed, name):
     assert read_problem(found.buffers).lower_bound == plan.peak_bytes
     offsets = pack(found.buffers, time_limit_s=0.5)
     assert check_packing(found.buffers, offsets) >= plan.peak_bytes
+    assert peak_step(graph, plan) == check_plan(graph, plan).peak_step

@@ -6,21 +6,21 @@ import pytest
 from random_graphs import random_graph, training_chain
 
 from sn_memory import Device, Graph, Op, Storage, Workspace, check_plan, plan_graph
-from sn_memory.annealing import Rules, anneal
-from sn_memory.chain import Chain
-from sn_memory.drafting import draft
-from sn_memory.fitting import fit, trim
-from sn_memory.gaps import KEEP, gaps
-from sn_memory.joint import carried
-from sn_memory.liveness import peak
-from sn_memory.lowering import lower
-from sn_memory.offload import lane_seconds, lower_moved, windows
-from sn_memory.refine import refine
-from sn_memory.workspace import equip
+from sn_memory.cost.offload import lane_seconds, windows
+from sn_memory.cost.workspace import equip
+from sn_memory.graph.holes import KEEP, holes
+from sn_memory.graph.liveness import peak
+from sn_memory.plan.emit import emit
+from sn_memory.plan.search.anneal import Rules, anneal
+from sn_memory.plan.search.chain import Chain
+from sn_memory.plan.search.greedy import fit, trim
+from sn_memory.plan.search.mixed import carried
+from sn_memory.plan.search.repair import refine
+from sn_memory.plan.simulate import simulate, simulate_moved
 
 
 def accepted(shape, schedule):
-    return check_plan(shape.graph, draft(shape, schedule, planner="test"))
+    return check_plan(shape.graph, emit(shape, schedule, planner="test"))
 
 
 def test_each_run_takes_the_fastest_way_that_fits():
@@ -32,8 +32,8 @@ def test_each_run_takes_the_fastest_way_that_fits():
             Op("g", ("h",), ("y",), workspaces=fast_or_lean),
         ],
     )
-    shape = gaps(graph, lean=True)
-    schedule = lower(shape, shape.natural())
+    shape = holes(graph, lean=True)
+    schedule = simulate(shape, shape.natural())
     # Without workspace f holds 60 bytes and g 70.
     for budget, ways, seconds in (
         (70, (2, 2), 10),
@@ -74,18 +74,18 @@ def test_windows_are_as_wide_as_the_lanes_let_them_be():
     # h0 is used at 2.0 and again at 9.0; a copy takes 2.5 s out and 1.5 s back.
     #   ops   0  1  2  3  4  5  6  7  8  9
     #   h0    #  #  ##out####      ##back#      gone after op 4, there again before op 7
-    shape = gaps(ladder(Device(to_host_bytes_per_s=4.0, to_device_bytes_per_s=10 / 1.5)))
-    gap = shape.main(shape.graph.storage_index["h0"])
-    assert windows(shape, [gap]) == {gap: (4, 7)}
-    schedule, _ = lower_moved(shape, shape.natural(), [gap])
+    shape = holes(ladder(Device(to_host_bytes_per_s=4.0, to_device_bytes_per_s=10 / 1.5)))
+    hole = shape.main(shape.graph.storage_index["h0"])
+    assert windows(shape, [hole]) == {hole: (4, 7)}
+    schedule, _ = simulate_moved(shape, shape.natural(), [hole])
     assert lane_seconds(shape, schedule) == 10.0
     assert accepted(shape, schedule).live_bytes.max() == 31
 
 
 def test_slow_lanes_make_the_ops_wait():
-    shape = gaps(ladder(Device(to_host_bytes_per_s=1.0, to_device_bytes_per_s=1.0)))
-    gap = shape.main(shape.graph.storage_index["h0"])
-    schedule, _ = lower_moved(shape, shape.natural(), [gap])
+    shape = holes(ladder(Device(to_host_bytes_per_s=1.0, to_device_bytes_per_s=1.0)))
+    hole = shape.main(shape.graph.storage_index["h0"])
+    schedule, _ = simulate_moved(shape, shape.natural(), [hole])
     # Out from 2.0 to 12.0, back from 12.0 to 22.0, the last op after it.
     assert lane_seconds(shape, schedule) == pytest.approx(23.0)
     accepted(shape, schedule)
@@ -99,13 +99,13 @@ def test_a_rebuild_fetches_what_it_starts_from():
         graph.ops,
         device=Device(to_host_bytes_per_s=1e3, to_device_bytes_per_s=1e3),
     )
-    shape = gaps(graph)
+    shape = holes(graph)
     moved = shape.main(graph.storage_index["c0"])
     choice = shape.natural()
     choice[shape.main(graph.storage_index["a0"])] = 0
-    schedule, spans = lower_moved(shape, choice, [moved])
-    (trip,) = schedule.trips
-    assert schedule.at[trip.fetched] <= graph.op_index["dconv1"]
+    schedule, spans = simulate_moved(shape, choice, [moved])
+    (host_copy,) = schedule.host_copies
+    assert schedule.at[host_copy.fetched] <= graph.op_index["dconv1"]
     assert spans[moved][1] <= graph.op_index["dconv1"]
     accepted(shape, schedule)
 
@@ -113,16 +113,16 @@ def test_a_rebuild_fetches_what_it_starts_from():
 def test_numbers_between_hold_from_then_on():
     # All activations leave; a rebuild on the way to something else is held from op `since` on.
     graph = training_chain(6)
-    shape = gaps(graph)
+    shape = holes(graph)
     turn = graph.op_index["dloss"]
     reruns = []
     for since in (0, turn + 6, len(graph.ops)):
         choice = shape.natural()
-        for gap, storage in enumerate(shape.storage):
-            spans = shape.start[gap] < turn <= shape.end[gap]
-            if spans and shape.chain[storage][0] < turn and not shape.stays[gap]:
-                choice[gap] = since
-        schedule = lower(shape, choice)
+        for hole, storage in enumerate(shape.storage):
+            spans = shape.start[hole] < turn <= shape.end[hole]
+            if spans and shape.chain[storage][0] < turn and not shape.stays[hole]:
+                choice[hole] = since
+        schedule = simulate(shape, choice)
         reruns.append(accepted(shape, schedule).reruns)
     once, nested, each = reruns
     assert once < nested < each
@@ -130,8 +130,8 @@ def test_numbers_between_hold_from_then_on():
 
 def test_the_chain_nests_checkpoints_where_memory_is_short():
     graph = training_chain(40, seed=1)
-    shape = gaps(graph)
-    natural = lower(shape, shape.natural())
+    shape = holes(graph)
+    natural = simulate(shape, shape.natural())
     chain = Chain(shape, natural.peak_bytes, deadline=math.inf)
     assert len(chain.blocks) > 10
     before = math.inf
@@ -143,7 +143,7 @@ def test_the_chain_nests_checkpoints_where_memory_is_short():
         budget = max(smallest, int(share * natural.peak_bytes))
         choice = chain.choice(budget)
         assert choice is not None
-        schedule = lower(shape, choice)
+        schedule = simulate(shape, choice)
         accepted(shape, schedule)
         assert schedule.peak_bytes <= 1.1 * budget
         assert chain.extra_seconds(budget) <= before
@@ -155,7 +155,7 @@ def test_fit_trim_and_refine_keep_the_budget_and_do_not_get_worse():
     fitted_any = 0
     for seed in range(40):
         graph = random_graph(seed, most_ops=20, plain=True)
-        shape = gaps(graph)
+        shape = holes(graph)
         budget = graph.base_bytes + int(0.8 * (peak(graph).bytes - graph.base_bytes))
         fitted = fit(shape, shape.natural(), budget, deadline=late)
         if fitted is None:
@@ -180,7 +180,7 @@ def test_fit_trim_and_refine_keep_the_budget_and_do_not_get_worse():
 @pytest.mark.parametrize("offload", [False, True])
 def test_annealing_keeps_the_budget_or_comes_close(offload):
     graph = training_chain(12)
-    shape = gaps(graph)
+    shape = holes(graph)
     start = carried(shape, shape.natural(), ())
     assert start is not None
     whole, base = peak(graph).bytes, graph.base_bytes
@@ -197,8 +197,8 @@ def test_annealing_keeps_the_budget_or_comes_close(offload):
 def test_the_natural_choice_is_the_graph_itself():
     for seed in range(50):
         graph = random_graph(seed)
-        shape = gaps(graph)
-        schedule = lower(shape, shape.natural())
+        shape = holes(graph)
+        schedule = simulate(shape, shape.natural())
         assert schedule.ops == list(range(len(graph.ops)))
         assert accepted(shape, schedule).peak_bytes == peak(graph).bytes
         assert all(held in (KEEP, 0) for held in shape.natural())

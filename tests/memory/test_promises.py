@@ -13,8 +13,8 @@ from graphs import layered
 from random_graphs import random_graph, training_chain
 
 from sn_memory import BudgetError, check_plan, plan_front, plan_graph
-from sn_memory.liveness import peak
-from sn_memory.policies import names, policy
+from sn_memory.graph.liveness import peak
+from sn_memory.plan.policies import names, policy
 
 GRAPHS = int(os.environ.get("SN_TEST_GRAPHS", "100"))
 

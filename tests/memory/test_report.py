@@ -22,10 +22,11 @@ from sn_memory import (
     Step,
     Storage,
     Workspace,
-    policies,
 )
-from sn_memory.cli import main
-from sn_memory.report import owner_groups, report, show_seconds, top_owners
+from sn_memory.cli.main import main
+from sn_memory.plan import policies
+from sn_memory.report.report import report
+from sn_memory.report.tables import owner_groups, show_seconds, top_owners
 
 from .random_graphs import random_graph
 

@@ -12,13 +12,16 @@ import numpy as np
 import pytest
 from graphs import resnet
 
-from sn_memory import BudgetError, Graph, Op, Storage, _native, check_plan, fitting, plan_graph
-from sn_memory.exact import solve
-from sn_memory.gaps import gaps
-from sn_memory.liveness import peak
-from sn_memory.pool import arrange
-from sn_memory.pool_problem import read_problem
-from sn_memory.pool_search import UNIT, Lists, PythonSearch, Rule, Searcher, Verdict
+from sn_memory import BudgetError, Graph, Op, Storage, check_plan, plan_graph
+from sn_memory.base import native
+from sn_memory.graph.holes import holes
+from sn_memory.graph.liveness import peak
+from sn_memory.plan.compiled import compiled
+from sn_memory.plan.search import greedy
+from sn_memory.plan.search.exact import solve
+from sn_memory.pool.pack import arrange
+from sn_memory.pool.problem import read_problem
+from sn_memory.pool.search import UNIT, Lists, PythonSearch, Rule, Searcher, Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 # Two buffers rest on each other here, so that their bounds rise byte by byte to 5e11.
@@ -26,7 +29,7 @@ CREEPING = (
     (10, 19, 1, 3), (7, 10, 14, 1), (18, 27, 1, 512), (13, 14, 75, 1), (6, 14, 30, 512),
     (6, 14, 566833903835, 1), (0, 9, 0, 8), (19, 28, 0, 3), (14, 15, 0, 512), (3, 8, 65, 512),
 )  # fmt: skip
-needs_core = pytest.mark.skipif(_native.core() is None, reason=_native.load()[1])
+needs_core = pytest.mark.skipif(native.core() is None, reason=native.load()[1])
 
 
 @pytest.mark.parametrize("backend", ["python", pytest.param("cpp", marks=needs_core)])
@@ -36,8 +39,8 @@ def test_bounds_that_creep_do_not_hang(backend, capacity):
     code = (
         "import time\n"
         "from sn_memory import CapacityError\n"
-        "from sn_memory.pool import arrange\n"
-        "from sn_memory.pool_check import check_packing\n"
+        "from sn_memory.pool.pack import arrange\n"
+        "from sn_memory.check.packing import check_packing\n"
         f"rows = {CREEPING}\n"
         "try:\n"
         f"    packing = arrange(rows, {capacity}, time_limit_s=0.3)\n"
@@ -116,7 +119,7 @@ def test_other_threads_run_while_the_packer_searches():
     assert ticks.seen > 3
     problem = search._handle
     with pytest.raises(RuntimeError, match="another thread"):
-        both_at_once(lambda: _native.core().run(problem, 10**9, 100_000_000))
+        both_at_once(lambda: native.core().run(problem, 10**9, 100_000_000))
 
 
 def both_at_once(call):
@@ -138,12 +141,12 @@ def both_at_once(call):
 
 @needs_core
 def test_other_threads_run_while_the_planner_anneals():
-    shape = gaps(resnet(2, 50).graph(), lean=True)
+    shape = holes(resnet(2, 50).graph(), lean=True)
     base = shape.graph.base_bytes
     budget = base + (peak(shape.graph).bytes - base) // 2
     with Ticks() as ticks:
         # `bool` is no Python code: asked, it gives no other thread a turn.
-        shape.compiled.anneal(
+        compiled(shape).anneal(
             shape.natural(), [False] * shape.count, budget, bool, (0.0, 0.0, 0.0, -1),
             (0.003, 1e-5), tries=20_000, seed=0, recompute=True,
         )  # fmt: skip
@@ -189,12 +192,12 @@ def test_what_exact_solving_did_not_finish_is_not_called_proven():
 
 
 def test_fitting_looks_at_the_clock_within_a_round(monkeypatch):
-    shape = gaps(resnet(2, 50).graph())
+    shape = holes(resnet(2, 50).graph())
     base = shape.graph.base_bytes
     budget = base + (peak(shape.graph).bytes - base) // 3
     looks = []
-    monkeypatch.setattr(fitting, "now", lambda: looks.append(0) or len(looks))
-    assert fitting.fit_in_python(shape, shape.natural(), budget, deadline=5, rounds=1) is None
+    monkeypatch.setattr(greedy, "now", lambda: looks.append(0) or len(looks))
+    assert greedy.fit_in_python(shape, shape.natural(), budget, deadline=5, rounds=1) is None
     assert len(looks) == 6
 
 

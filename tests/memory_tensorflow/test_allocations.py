@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 import sn_memory.tensorflow as rim
-from sn_memory.liveness import peak
+from sn_memory.graph.liveness import peak
 
 MIB = 2**20
 

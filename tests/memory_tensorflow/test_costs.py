@@ -6,8 +6,10 @@ import keras
 import pytest
 import tensorflow as tf
 
-from sn_memory.tensorflow import costs, trace
-from sn_memory.tensorflow.costs import circumstances, is_cost
+from sn_memory.cost.devices import NOMINAL
+from sn_memory.tensorflow import trace
+from sn_memory.tensorflow.trace import op_seconds
+from sn_memory.tensorflow.trace.op_seconds import circumstances, is_cost
 
 
 @pytest.fixture
@@ -19,12 +21,12 @@ def folder(monkeypatch, tmp_path):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """What an op takes is not looked at here."""
-    monkeypatch.setattr(costs, "_seconds", lambda *_: 1e-6)
+    monkeypatch.setattr(op_seconds, "_seconds", lambda *_: 1e-6)
 
 
 def graph():
     layers = [keras.Input((4,)), keras.layers.Dense(512, "relu"), keras.layers.Dense(256)]
-    return trace(keras.Sequential(layers), tf.TensorSpec((64, 4)), device=costs.NOMINAL).graph
+    return trace(keras.Sequential(layers), tf.TensorSpec((64, 4)), device=NOMINAL).graph
 
 
 def times(traced):
@@ -64,11 +66,11 @@ def test_a_cache_that_cannot_be_is_no_reason_not_to_plan(monkeypatch, tmp_path):
 
 
 def test_two_at_once_keep_what_both_measured(folder):
-    first, second = costs.MeasuredCosts("CPU:0"), costs.MeasuredCosts("CPU:0")
+    first, second = op_seconds.MeasuredCosts("CPU:0"), op_seconds.MeasuredCosts("CPU:0")
     first.table["a"], second.table["b"] = [1.0, 0], [None, 8]
-    first.save()
-    second.save()
-    assert costs.MeasuredCosts("CPU:0").table == {"a": [1.0, 0], "b": [None, 8]}
+    first.save("CPU:0")
+    second.save("CPU:0")
+    assert op_seconds.MeasuredCosts("CPU:0").table == {"a": [1.0, 0], "b": [None, 8]}
 
 
 def test_another_setting_is_another_time(folder):
@@ -85,10 +87,10 @@ def test_another_setting_is_another_time(folder):
 def test_the_key_holds_the_settings(folder, monkeypatch):
     graph()
     (file,) = folder.iterdir()
-    entries = len(costs.MeasuredCosts("CPU:0").table)
-    monkeypatch.setattr(costs, "circumstances", lambda: "others")
+    entries = len(op_seconds.MeasuredCosts("CPU:0").table)
+    monkeypatch.setattr(op_seconds, "circumstances", lambda: "others")
     graph()
-    assert len(costs.MeasuredCosts("CPU:0").table) == 2 * entries
+    assert len(op_seconds.MeasuredCosts("CPU:0").table) == 2 * entries
     assert list(folder.iterdir()) == [file]
 
 

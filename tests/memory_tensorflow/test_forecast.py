@@ -16,9 +16,9 @@ from keras import layers
 
 import sn_compress
 from sn_memory.tensorflow import TraceError, compress_activations
-from sn_memory.tensorflow.forecast import _constants_pushed_down
-from sn_memory.tensorflow.memory import has_statistics
-from sn_memory.tensorflow.model import call_arguments, capture_model
+from sn_memory.tensorflow.activations.forecast import _constants_pushed_down
+from sn_memory.tensorflow.model.memory import has_statistics
+from sn_memory.tensorflow.trace.model import call_arguments, capture_model
 
 
 def dense(count=6, width=256, activation="relu"):
@@ -136,8 +136,8 @@ def test_nothing_is_run_for_a_prediction(monkeypatch):
         def fail(*_):
             raise AssertionError("it was run")
 
-        monkeypatch.setattr(packed._packer, "pack", fail)
-        monkeypatch.setattr(packed._packer, "unpack", fail)
+        monkeypatch.setattr(packed._compressor, "pack", fail)
+        monkeypatch.setattr(packed._compressor, "unpack", fail)
         small, large = (packed.predict(tf.TensorSpec((n, 32, 32, 3))) for n in (16, 64))
     held = sum(it.numpy().nbytes for it in model.trainable_variables)
     # Variables and their gradients are there for any batch; all else grows with it.

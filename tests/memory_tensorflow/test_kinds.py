@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 from sn_memory.tensorflow import Allocations
-from sn_memory.tensorflow.kinds import OVERWRITES
+from sn_memory.tensorflow.trace.kernels import OVERWRITES
 
 SHAPE = (1024, 256)
 WHOLE = 1024 * 256 * 4

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import sn_memory.tensorflow as rim
 from sn_memory import BudgetError, PlanError
-from sn_memory.tensorflow.again import run_again
+from sn_memory.tensorflow.modules.rerun import run_again
 
 BATCH, SIDE = 32, 32
 
@@ -217,7 +217,7 @@ def test_masks_and_sparse_gradients_and_half_precision():
     # Which layers run again goes by measured times. TensorFlow merges products with biases where a
     # part does not end between them: then bfloat16, of 8 bits, is rounded once less in each layer.
     found = rim.verify(planned, sample)
-    assert found.error_relative <= 4 * 2**-8, str(found)
+    assert found.difference <= 4 * 2**-8, str(found)
 
 
 def test_a_second_run_sees_variables_as_they_were():

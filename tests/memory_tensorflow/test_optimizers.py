@@ -4,7 +4,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from sn_memory.errors import PlanWarning
+from sn_memory.base.errors import PlanWarning
 from sn_memory.tensorflow import estimate
 
 SAMPLE = tf.TensorSpec((64, 4))

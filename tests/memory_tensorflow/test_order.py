@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sn_memory.tensorflow as rim
-from sn_memory.liveness import peak
-from sn_memory.tensorflow import kinds
-from sn_memory.tensorflow.capture import capture_step, flat
-from sn_memory.tensorflow.order import updates_first
+from sn_memory.graph.liveness import peak
+from sn_memory.tensorflow.trace import kernels
+from sn_memory.tensorflow.trace.capture import capture_step, flat
+from sn_memory.tensorflow.trace.rearrange import updates_first
 
 
 def captured(step, *args):
@@ -69,7 +69,7 @@ def test_what_changes_a_variable_stays_between_its_neighbours():
 
     x = tf.ones((8, 64))
     moved = updates_first(captured(step, x))
-    changes = [at for at, node in enumerate(moved.nodes) if kinds.changes_variables(node.op)]
+    changes = [at for at, node in enumerate(moved.nodes) if kernels.changes_variables(node.op)]
     types = [moved.nodes[at].op.type for at in changes]
     assert types == ["AssignSubVariableOp", "AssignAddVariableOp"]
     copies = [tf.Variable(it) for it in weights]
@@ -120,7 +120,7 @@ def touching(step, handle):
     found, reads = [], set()
     for node in step.nodes:
         if handle in node.inputs:
-            if kinds.has_effect(node.op):
+            if kernels.has_effect(node.op):
                 found.append((node.name, frozenset(reads)))
                 reads = set()
             else:

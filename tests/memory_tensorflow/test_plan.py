@@ -9,8 +9,8 @@ import tensorflow as tf
 
 import sn_memory.tensorflow as rim
 from sn_memory import BudgetError, check_plan
-from sn_memory.graph import Graph
-from sn_memory.liveness import peak
+from sn_memory.graph.graph import Graph
+from sn_memory.graph.liveness import peak
 
 BATCH, SIDE = 64, 32
 

@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from importlib import import_module
 
 import keras
 import numpy as np
@@ -10,8 +11,11 @@ import tensorflow as tf
 
 import sn_memory.tensorflow as rim
 from sn_memory import BudgetError
-from sn_memory.tensorflow import apply, program, trial
-from sn_memory.tensorflow.trial import TrialError
+from sn_memory.tensorflow.eager import program, trial
+from sn_memory.tensorflow.eager.trial import TrialError
+
+# By its name: `sn_memory.tensorflow.plan` is the function.
+apply = import_module("sn_memory.tensorflow.plan")
 
 
 class Noted(keras.Model):
@@ -195,4 +199,4 @@ def test_gradients_that_are_zero_but_for_rounding_are_no_alarm():
     planned = rim.plan(model, images, "100%", profile=False)
     found = rim.verify(planned, images)
     assert not found.equal
-    assert found.error_relative < 1e-4, str(found)
+    assert found.difference < 1e-4, str(found)

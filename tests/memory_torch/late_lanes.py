@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from sn_memory import check_plan
-from sn_memory.check import carry_out
-from sn_memory.plan import Plan, Step
-from sn_memory.torch.recorder import View
+from sn_memory.check.replay import carry_out
+from sn_memory.plan.plan import Plan, Step
+from sn_memory.torch.trace.record import View
 
 
 class Copy:
@@ -99,7 +99,7 @@ def random_moves(traced, plan, seed, *, share=0.5):
     rng, graph = np.random.default_rng(seed), traced.graph
     resident = {it.name for it in graph.storages if it.resident or it.keep}
     outside = {it.storage for it in traced.captured.outputs if isinstance(it, View)}
-    outside |= {it.storage for it in traced.captured.tangents}
+    outside |= {it.storage for it in traced.captured.output_gradients}
     fixed = resident | {it for it, at in traced.named.storage_of.items() if at in outside}
     ops = {op.name: op for op in graph.ops}
     touched, there = {}, set()

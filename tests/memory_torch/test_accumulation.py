@@ -43,11 +43,11 @@ def micro_batches(model, sample, known=(), count=3):
         tracker = StorageTracker([*model.parameters(), sample, *known, *gradients])
         with tracker:
             out = model(sample)
-        tangent = torch.ones_like(out)
-        tracker.meet(tangent)
+        output_gradient = torch.ones_like(out)
+        tracker.meet(output_gradient)
         with tracker:
-            out.backward(tangent)
-        del out, tangent
+            out.backward(output_gradient)
+        del out, output_gradient
         peaks.append(tracker.peak_bytes)
     return peaks
 

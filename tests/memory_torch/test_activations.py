@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from sn_memory.torch import ReplayError, StorageTracker, TraceError, compress_activations
-from sn_memory.torch.activations import MIN_ELEMENTS
+from sn_memory.torch.activations.compress import MIN_ELEMENTS
 
 
 class Net(nn.Module):

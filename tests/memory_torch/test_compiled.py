@@ -9,7 +9,7 @@ from torch import nn
 
 from sn_memory import BudgetError
 from sn_memory.torch import TraceError, plan, verify
-from sn_memory.torch import compiled as back_end
+from sn_memory.torch.compile import backend as back_end
 
 SETTINGS = {"profile": False, "planner": "greedy", "backend": "compile", "compiler": "eager"}
 

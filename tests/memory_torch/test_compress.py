@@ -12,11 +12,11 @@ from torch import nn
 
 from sn_memory import BudgetError, Device, PlanError
 from sn_memory.activations import gradient_sd
-from sn_memory.packed import packed
-from sn_memory.policies import policy
+from sn_memory.graph.rewrite import with_compressed
+from sn_memory.plan.policies import policy
 from sn_memory.torch import TraceError, compress_activations, plan, trace, verify
-from sn_memory.torch.forms import Form, Pack, Unpack
-from sn_memory.torch.recorder import View
+from sn_memory.torch.trace.compressible import Form, Pack, Unpack
+from sn_memory.torch.trace.record import View
 
 # Convolutions take time here, as on a CPU; on the nominal accelerator memory traffic is all.
 SLOW = {"profile": False, "device": Device("a core", 3e10, 1e10)}
@@ -42,7 +42,7 @@ def batch():
 def everything(model, sample, **options):
     """A model with all compressed that can be, and nothing run again."""
     traced = trace(model, sample, profile=False, bits=options.get("bits", 8))
-    graph = packed(traced.graph, traced.forms)
+    graph = with_compressed(traced.graph, traced.forms)
     made = policy("liveness")(graph, budget_bytes=None)
     planned = plan(
         model, sample, made.peak_bytes, planner=made, actions=COMPRESS, profile=False, **options
@@ -340,6 +340,6 @@ def test_seconds_of_packing_are_measured():
 
 
 def test_models_elsewhere_are_refused():
-    module = importlib.import_module("sn_memory.torch.trace")
+    module = importlib.import_module("sn_memory.torch.trace.trace")
     with pytest.raises(TraceError, match="packs on the host"):
         module._forms(None, torch.device("cuda"), 8)

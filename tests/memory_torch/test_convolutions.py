@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from sn_memory.torch import instructions, plan, trace, verify
-from sn_memory.torch.convolutions import WAYS, carried_out
+from sn_memory.torch import plan, trace, verify
+from sn_memory.torch.eager import instructions
+from sn_memory.torch.trace.convolutions import WAYS, carried_out
 
 SAMPLE = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 KIB = 1024

@@ -9,7 +9,7 @@ from torch import nn
 
 from sn_memory import BudgetError
 from sn_memory.torch import StorageTracker, estimate
-from sn_memory.torch.step import put_back, run_step
+from sn_memory.torch.model.step import put_back, run_step
 
 
 def test_categories_of_a_chain():
@@ -32,10 +32,10 @@ def test_the_step_is_what_is_measured():
     known = [*model.parameters(), *model.buffers(), sample, model.scale]
     with StorageTracker(known) as tracker:
         out = model(sample)
-    tangent = torch.ones_like(out)
-    tracker.meet(tangent)
+    output_gradient = torch.ones_like(out)
+    tracker.meet(output_gradient)
     with tracker:
-        out.backward(tangent)
+        out.backward(output_gradient)
     # The constant torch.tensor([2.0]) is made anew in each plain step; traced, it stays.
     assert abs(found.step_bytes - tracker.peak_bytes) <= 4
 

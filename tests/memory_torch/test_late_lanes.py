@@ -16,13 +16,14 @@ from torch import nn
 from torch.nn.functional import avg_pool2d, dropout, scaled_dot_product_attention
 
 from sn_memory import Device, PlanError, plan_graph
-from sn_memory.check import carry_out
-from sn_memory.plan import Step
+from sn_memory.check.replay import carry_out
+from sn_memory.plan.plan import Step
 from sn_memory.torch import plan, trace, verify
-from sn_memory.torch.offload import HostArena, Trip
-from sn_memory.torch.recorder import View
-from sn_memory.torch.replay import Replay
-from sn_memory.torch.step import run_step
+from sn_memory.torch.eager import host_arena
+from sn_memory.torch.eager.host_arena import HostArena, HostCopy
+from sn_memory.torch.eager.replay import Replay
+from sn_memory.torch.model.step import run_step
+from sn_memory.torch.trace.record import View
 
 LINK = Device("link", 1e9, 1e9, 1e9, 1e9, 0.0)
 
@@ -49,7 +50,7 @@ NETS = {"mlp": (lambda: mlp(8), (64, 32)), "several": (Several, (4, 3, 16, 16))}
 
 @functools.cache
 def planned(net, budget):
-    """A model, its trace, a sample, and a plan without trips."""
+    """A model, its trace, a sample, and a plan without host copies."""
     make, shape = NETS[net]
     torch.manual_seed(0)
     model, sample = make(), torch.randn(shape)
@@ -67,7 +68,7 @@ def lanes(monkeypatch):
             made.append(OddLanes(probability, seed))
             return made[-1]
 
-        monkeypatch.setattr("sn_memory.torch.offload.lanes_for", lanes_for)
+        monkeypatch.setattr(host_arena, "lanes_for", lanes_for)
         return made
 
     return use
@@ -88,7 +89,7 @@ def same(left, right):
 @pytest.mark.parametrize("budget", ["100%", "75%"])
 @pytest.mark.parametrize("net", list(NETS))
 def test_any_order_gives_the_same(lanes, net, budget, probability):
-    """Random plans that share places on the host; all trips made, whether there is room or not."""
+    """Random plans that share places on the host; all copies made, whether there is room or not."""
     model, traced, sample, base = planned(net, budget)
     shared = 0
     for seed in range(8):
@@ -103,10 +104,10 @@ def test_any_order_gives_the_same(lanes, net, budget, probability):
             assert same(got.results, expected.results), seed
             assert got.peak_bytes == moved.peak_bytes, seed
         (arena,) = replay.program.arenas
-        shared += sum(it.nbytes for it in arena.trips.values()) > arena.block.numel()
+        shared += sum(it.nbytes for it in arena.host_copies.values()) > arena.block.numel()
         # What the plan counts on the host is what is reserved, but for whole multiples of 64.
         counted = carry_out(traced.graph, moved).host_peak_bytes
-        assert counted <= arena.block.numel() < counted + 64 * len(arena.trips)
+        assert counted <= arena.block.numel() < counted + 64 * len(arena.host_copies)
     assert shared == 8
     assert not any(it.faults or it.under_way() for it in made)
 
@@ -121,7 +122,7 @@ def test_plans_of_the_planner(lanes, net):
     for speed, budget in ((1e8, "75%"), (1e9, "85%")):
         link = Device("link", 1e9, 1e9, speed, speed, 0.0)
         ours = plan(model, sample, budget, actions=actions, device=link, profile=False)
-        assert ours.sn_memory.latest.program.journeys.trips
+        assert ours.sn_memory.latest.program.journeys.host_copies
         found = verify(ours, sample)
         assert found.equal, found.different
         assert found.measured_peak_bytes == found.predicted_peak_bytes
@@ -166,7 +167,7 @@ def test_a_step_that_ends_early_leaves_no_copy_behind(lanes, where):
     """An exception at any instruction, or no backward pass: the next step is as ever."""
     model, traced, sample, base = planned("mlp", "100%")
     made = lanes(0.0)
-    # One more step runs forward, so that some trips end there.
+    # One more step runs forward, so that some host copies end there.
     replay = Replay(traced, replace(random_moves(traced, base, 3, share=1.0), peak_bytes=0))
     mine, plain = copy.deepcopy(model), copy.deepcopy(model)
     expected = run(plain, plain, sample)
@@ -191,16 +192,20 @@ def test_a_step_that_ends_early_leaves_no_copy_behind(lanes, where):
 
 def test_a_place_is_written_when_it_has_been_read():
     lanes = OddLanes(0.0)
-    trips = {0: Trip(0, 0, 1, 2, 24), 1: Trip(1, 3, 4, 5, 24), 2: Trip(2, 3, 4, 5, 24)}
-    arena = HostArena(trips, torch.device("cpu"), lanes)
+    host_copies = {
+        0: HostCopy(0, 0, 1, 2, 24),
+        1: HostCopy(1, 3, 4, 5, 24),
+        2: HostCopy(2, 3, 4, 5, 24),
+    }
+    arena = HostArena(host_copies, torch.device("cpu"), lanes)
     first = torch.arange(6.0)
     arena.take(0, first)
     arena.left(0)
     back = arena.give(0, View(0, (6,), (1,), 0, torch.float32))
     others = [torch.zeros(6), torch.zeros(6)]
-    for trip, other in enumerate(others, start=1):
-        arena.take(trip, other)
-        arena.left(trip)
+    for host_copy, other in enumerate(others, start=1):
+        arena.take(host_copy, other)
+        arena.left(host_copy)
     # No op has waited for it; but who writes where it is read from has.
     assert torch.equal(back, first)
     assert arena.block.numel() == 128
@@ -209,8 +214,8 @@ def test_a_place_is_written_when_it_has_been_read():
 
 
 def test_places_that_take_more_than_may_be_pinned():
-    trips = {0: Trip(0, 0, 1, 4, 32), 1: Trip(1, 1, 2, 4, 32)}
+    host_copies = {0: HostCopy(0, 0, 1, 4, 32), 1: HostCopy(1, 1, 2, 4, 32)}
     device = torch.device("cpu")
-    assert HostArena(trips, device, pinned_bytes=128).block.numel() == 128
+    assert HostArena(host_copies, device, pinned_bytes=128).block.numel() == 128
     with pytest.raises(PlanError, match="take 128 bytes"):
-        HostArena(trips, device, pinned_bytes=127)
+        HostArena(host_copies, device, pinned_bytes=127)

@@ -5,8 +5,8 @@ import torch
 from models import Bert, Gpt2, InceptionV3, Llama, UNet, densenet121, resnet, vgg16
 from models.resnet import ResNet
 
-from sn_memory.liveness import live_bytes
-from sn_memory.policies import policy
+from sn_memory.graph.liveness import live_bytes
+from sn_memory.plan.policies import policy
 from sn_memory.torch import plan, verify
 
 # From the papers' tables or the authors' and frameworks' published models. U-Net's paper states

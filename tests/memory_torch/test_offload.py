@@ -1,4 +1,4 @@
-"""The pool of what leaves the device: places, order of copies, and trips that need not be made."""
+"""The pool of what leaves the device: places, order of copies, and copies that need not be made."""
 
 import numpy as np
 import pytest
@@ -9,11 +9,11 @@ from small_models import mlp
 
 from sn_memory import Device
 from sn_memory.torch import plan, verify
-from sn_memory.torch.lanes import PlainLanes
-from sn_memory.torch.offload import HostArena, Trip, needless
-from sn_memory.torch.recorder import View
+from sn_memory.torch.eager.host_arena import HostArena, HostCopy, needless
+from sn_memory.torch.eager.streams import PlainLanes
+from sn_memory.torch.trace.record import View
 
-# What may stay, as a table: trips as (freed, end, bytes), live bytes per step, room.
+# What may stay, as a table: host copies as (freed, end, bytes), live bytes per step, room.
 #   live  5 5 3 3 5 5     a leaves in [2, 4)
 TABLE = [
     ("there is room", [(2, 4, 2)], [5, 5, 3, 3, 5, 5], 5, {0}),
@@ -25,13 +25,13 @@ TABLE = [
 ]
 
 
-def trips(rows):
-    return [Trip(at, max(0, row[0] - 1), *row) for at, row in enumerate(rows)]
+def host_copies(rows):
+    return [HostCopy(at, max(0, row[0] - 1), *row) for at, row in enumerate(rows)]
 
 
 @pytest.mark.parametrize(("rows", "live", "room", "stay"), [it[1:] for it in TABLE])
 def test_what_may_stay(rows, live, room, stay):
-    assert needless(trips(rows), np.array(live), room) == stay
+    assert needless(host_copies(rows), np.array(live), room) == stay
 
 
 @settings(max_examples=60, deadline=None)
@@ -42,7 +42,7 @@ def test_what_stays_never_raises_the_peak(data):
     rows = data.draw(st.lists(st.tuples(steps, steps, st.integers(1, 9)), max_size=8))
     rows = [(min(first, last), max(first, last), size) for first, last, size in rows]
     before = live.copy()
-    stay = needless(trips(rows), live, int(live.max()))
+    stay = needless(host_copies(rows), live, int(live.max()))
     assert (live == before).all()
     for at in stay:
         live[rows[at][0] : rows[at][1]] += rows[at][2]
@@ -71,7 +71,9 @@ class Written(PlainLanes):
 
 def test_an_arena_copies_and_waits_by_tickets():
     lanes = Written()
-    arena = HostArena({3: Trip(0, 0, 1, 5, 24), 4: Trip(1, 2, 3, 9, 8)}, torch.device("cpu"), lanes)
+    arena = HostArena(
+        {3: HostCopy(0, 0, 1, 5, 24), 4: HostCopy(1, 2, 3, 9, 8)}, torch.device("cpu"), lanes
+    )
     first, second = torch.arange(6.0), torch.arange(2.0)
     arena.take(3, first[2:])
     arena.left(3)
@@ -83,7 +85,9 @@ def test_an_arena_copies_and_waits_by_tickets():
     assert torch.equal(back, torch.tensor([[2.0, 3.0], [4.0, 5.0]]))
     expected = ["leave", "wait for out 1", "leave", "arrive after out 1", "wait for back 4"]
     assert lanes.log == expected
-    ends = {at: (arena.offsets[at], arena.offsets[at] + arena.trips[at].nbytes) for at in (3, 4)}
+    ends = {
+        at: (arena.offsets[at], arena.offsets[at] + arena.host_copies[at].nbytes) for at in (3, 4)
+    }
     assert ends[3][1] <= ends[4][0] or ends[4][1] <= ends[3][0]
 
 
@@ -97,26 +101,31 @@ def test_copies_start_ahead_and_are_awaited_before_use(monkeypatch):
         model, sample, "75%", actions=("keep", "offload"), device=SLOW_LINK, profile=False
     )
     program = planned.sn_memory.latest.program
-    made = list(program.arenas[0].trips.values())
+    made = list(program.arenas[0].host_copies.values())
     assert made
     log = []
     for name in ("take", "left", "give", "arrived"):
         real = getattr(HostArena, name)
 
-        def noted(self, trip, *rest, name=name, real=real):
-            log.append((name, trip))
-            return real(self, trip, *rest)
+        def noted(self, host_copy, *rest, name=name, real=real):
+            log.append((name, host_copy))
+            return real(self, host_copy, *rest)
 
         monkeypatch.setattr(HostArena, name, noted)
     planned(sample).sum().backward()
-    for trip in program.arenas[0].trips:
-        assert [name for name, it in log if it == trip] == ["take", "left", "give", "arrived"]
+    for host_copy in program.arenas[0].host_copies:
+        assert [name for name, it in log if it == host_copy] == ["take", "left", "give", "arrived"]
     # Some copy back is under way while ops run: its wait does not follow at once.
-    gaps = [log.index(("arrived", it)) - log.index(("give", it)) for it in program.arenas[0].trips]
+    gaps = [
+        log.index(("arrived", it)) - log.index(("give", it)) for it in program.arenas[0].host_copies
+    ]
     steps = planned.sn_memory.plan.steps
     ahead = sum(
-        any(step.action == "run" and step.target for step in steps[trip.end + 1 : trip.end + 3])
-        for trip in made
+        any(
+            step.action == "run" and step.target
+            for step in steps[host_copy.end + 1 : host_copy.end + 3]
+        )
+        for host_copy in made
     )
     assert max(gaps) >= 1
     assert ahead
@@ -130,7 +139,7 @@ def test_nothing_moves_while_all_fits():
     )
     step = planned.sn_memory.latest
     asked = sum(it.action == "offload" for it in step.plan.steps)
-    journeys = step.program.journeys.trips
+    journeys = step.program.journeys.host_copies
     assert len(journeys) == asked
     live = np.zeros(len(step.plan.steps), dtype=np.int64)
     assert needless(journeys, live, 10**12) == set(range(asked))

@@ -5,7 +5,7 @@ import torch
 from small_models import mlp
 from torch import nn
 
-from sn_memory.errors import PlanWarning
+from sn_memory.base.errors import PlanWarning
 from sn_memory.torch import estimate, plan
 
 SAMPLE = torch.zeros(4, 32)

@@ -181,10 +181,10 @@ def test_steps_run_in_the_planned_order():
             return func(*args, **(kwargs or {}))
 
     out = planned(sample)
-    tangent = torch.ones_like(out)
+    output_gradient = torch.ones_like(out)
     with Listen():
         out = planned(sample)
-        out.backward(tangent)
+        out.backward(output_gradient)
     wanted = [
         record.trace.graph.ops[record.trace.graph.op_index[it.target]].kind
         for it in record.plan.steps

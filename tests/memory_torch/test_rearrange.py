@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from sn_memory.liveness import peak
+from sn_memory.graph.liveness import peak
 from sn_memory.torch import estimate, plan, trace, verify
 
 

@@ -9,9 +9,11 @@ import torch
 from small_models import Everything, images, mlp
 from torch import nn
 
+from sn_memory.cost.devices import NOMINAL
 from sn_memory.torch import trace
-from sn_memory.torch.seconds import NOMINAL, cached_seconds, circumstances, rebuilt
-from sn_memory.torch.timeable import timeable
+from sn_memory.torch.trace import op_seconds
+from sn_memory.torch.trace.op_seconds import cached_seconds, circumstances, rebuilt
+from sn_memory.torch.trace.timeable import timeable
 
 CPU = torch.device("cpu")
 
@@ -135,7 +137,7 @@ def test_an_op_that_raises_anything_is_left_to_the_roofline(monkeypatch):
     def raises(*_):
         raise AssertionError("made-up values")
 
-    monkeypatch.setattr("sn_memory.torch.seconds.best_seconds", raises)
+    monkeypatch.setattr(op_seconds, "best_seconds", raises)
     graph = trace(mlp(1), torch.zeros(3, 32), device=NOMINAL).graph
     assert graph.seconds_sources["roofline"] == len(graph.ops) - 1
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import sn_memory.torch
 from sn_memory import plan_graph
-from sn_memory.liveness import peak
+from sn_memory.graph.liveness import peak
 from sn_memory.torch import TraceError, trace
 
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from sn_memory.errors import PlanWarning
+from sn_memory.base.errors import PlanWarning
 from sn_memory.torch import ReplayError, TraceError, plan, verify
 
 SETTINGS = {"profile": False, "time_limit_s": 2.0}
@@ -164,7 +164,7 @@ def test_reentrant_checkpoints_lead_to_modules():
     assert same(model, planned, sample)
 
 
-@pytest.mark.filterwarnings("ignore::sn_memory.errors.PlanWarning")
+@pytest.mark.filterwarnings("ignore::sn_memory.base.errors.PlanWarning")
 def test_the_models_own_error_is_raised():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         plan(mlp(2), torch.randn(4, 31), "80%", **SETTINGS)

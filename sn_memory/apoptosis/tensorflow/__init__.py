@@ -1,6 +1,6 @@
 """Apoptosis for TensorFlow: a Keras model and its optimizer shrink together while they train."""
 
-from ..agreement import AgreementError
+from ...run.agreement import AgreementError
 from ..events import Event, Merged
 from .export import rebuild
 from .shrink import Apoptosis

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ..groups import Group, Tag
-from .groups import Refusal, Walk, shape
+from .walk import Refusal, Walk, shape
 
 # By these names modules know their number of heads, and that of all channels of all heads.
 _COUNTS = frozenset({"heads", "num_heads", "n_heads", "n_head", "nhead", "num_attention_heads"})

@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from ..groups import Tag
-from .groups import Refusal, Walk, shape
+from .walk import Refusal, Walk, shape
 
 
 def _split(walk: Walk, node: fx.Node) -> Tag | None:

@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from ..groups import Site, Slice, Tag
-from .groups import Refusal, Walk, shape
 from .heads import HEADS, is_one_for_all
 from .parts import PARTS
+from .walk import Refusal, Walk, shape
 
 # One number in, one number out, the same function for every channel.
 _ELEMENTWISE = frozenset(

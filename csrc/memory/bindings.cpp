@@ -1,0 +1,373 @@
+#include "bindings.h"
+
+#include <chrono>
+#include <memory>
+#include <new>
+
+#include "annealing.h"
+#include "buffers.h"
+#include "simulation.h"
+
+namespace sn {
+
+namespace {
+
+constexpr const char* kTables = "sn_memory._core.tables";
+
+// The tables of a graph and the scratch memory to work on them, for one thread at a time.
+struct Bench {
+  Tables tables;
+  std::unique_ptr<Simulation> simulation;
+  bool busy = false;
+};
+
+// Other threads of Python run meanwhile, and must not come in here.
+class Turn {
+ public:
+  explicit Turn(Bench* bench) : bench_(bench->busy ? nullptr : bench) {
+    if (bench_)
+      bench_->busy = true;
+    else
+      PyErr_SetString(PyExc_RuntimeError, "another thread plans with these tables; make your own");
+  }
+  ~Turn() {
+    if (bench_) bench_->busy = false;
+  }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+  explicit operator bool() const { return bench_ != nullptr; }
+
+ private:
+  Bench* bench_;
+};
+
+void free_bench(PyObject* capsule) {
+  delete static_cast<Bench*>(PyCapsule_GetPointer(capsule, kTables));
+}
+
+Bench* bench_of(PyObject* capsule) {
+  return static_cast<Bench*>(PyCapsule_GetPointer(capsule, kTables));
+}
+
+bool wrong(const char* what) {
+  PyErr_Format(PyExc_ValueError, "%s do not suit the graph", what);
+  return false;
+}
+
+// Lengths of rows and what is in them, one after the other; all items below `bound`.
+bool ragged(PyObject* counts_arg, PyObject* items_arg, size_t rows, int64_t bound, Ragged* out) {
+  Integers counts, items;
+  if (!counts.take(counts_arg) || !items.take(items_arg) || !items.indices(&out->items, bound))
+    return false;
+  out->start.assign(1, 0);
+  for (int64_t count : counts) {
+    if (count < 0 || count > static_cast<int64_t>(out->items.size()) - out->start.back())
+      return wrong("rows");
+    out->start.push_back(out->start.back() + static_cast<int32_t>(count));
+  }
+  bool whole = static_cast<size_t>(out->start.back()) == out->items.size();
+  return counts.count() == rows && whole ? true : wrong("rows");
+}
+
+bool column(PyObject* arg, size_t count, int64_t bound, std::vector<int32_t>* out) {
+  Integers values;
+  if (!values.take(arg) || !values.indices(out, bound)) return false;
+  return out->size() == count ? true : wrong("columns");
+}
+
+bool flags(PyObject* arg, size_t count, std::vector<char>* out) {
+  std::vector<int32_t> values;
+  if (!column(arg, count, 2, &values)) return false;
+  out->assign(values.begin(), values.end());
+  return true;
+}
+
+bool sizes(PyObject* arg, size_t count, std::vector<int64_t>* out) {
+  Integers values;
+  if (!values.take(arg)) return false;
+  out->assign(values.begin(), values.end());
+  return out->size() == count ? true : wrong("sizes");
+}
+
+// Doubles come as a buffer of eight bytes each, like everything else.
+bool doubles(PyObject* arg, std::vector<double>* out) {
+  Integers values;
+  if (!values.take(arg)) return false;
+  const auto* first = reinterpret_cast<const double*>(values.begin());
+  out->assign(first, first + values.count());
+  return true;
+}
+
+// The holes of a storage are `first[s]` to `first[s + 1]`, in the order of its uses.
+bool consistent(const Tables& t) {
+  if (t.first.front() != 0 || t.first.back() != t.holes()) return wrong("holes");
+  for (int32_t s = 0; s < t.storages(); ++s) {
+    if (t.first[s] > t.first[s + 1]) return wrong("holes");
+    for (int32_t hole = t.first[s]; hole < t.first[s + 1]; ++hole)
+      if (t.storage[hole] != s || t.start[hole] >= t.end[hole]) return wrong("holes");
+  }
+  std::vector<int32_t> uses(t.storages(), 0);
+  for (int32_t storage : t.touched.items) ++uses[storage];
+  for (int32_t s = 0; s < t.storages(); ++s)
+    if (uses[s] != t.first[s + 1] - t.first[s]) return wrong("uses");
+  return true;
+}
+
+bool read_choice(PyObject* arg, const Tables& t, Choice* out) {
+  Integers values;
+  if (!values.take(arg)) return false;
+  if (values.count() != static_cast<size_t>(t.holes())) return wrong("choices");
+  for (int64_t held : values)
+    if (held < kKeep || held > t.ops()) return wrong("choices");
+  out->assign(values.begin(), values.end());
+  return true;
+}
+
+bool read_moves(PyObject* arg, const Tables& t, std::vector<Move>* out) {
+  Integers values;
+  if (!values.take(arg)) return false;
+  if (values.count() % 3) return wrong("moves");
+  std::vector<char> seen(t.holes(), 0);
+  for (const int64_t* at = values.begin(); at != values.end(); at += 3) {
+    bool known = at[0] >= 0 && at[0] < t.holes() && !seen[at[0]];
+    if (!known || at[1] < t.start[at[0]] || at[1] >= at[2] || at[2] > t.end[at[0]])
+      return wrong("moves");
+    seen[at[0]] = 1;
+    out->push_back({static_cast<int32_t>(at[0]), static_cast<int32_t>(at[1]),
+                    static_cast<int32_t>(at[2])});
+  }
+  return true;
+}
+
+bool write_choice(PyObject* arg, const Choice& choice) {
+  Integers out;
+  if (!out.take(arg, true) || out.count() != choice.size()) return wrong("choices");
+  std::copy(choice.begin(), choice.end(), out.begin());
+  return true;
+}
+
+template <class Values>
+PyObject* bytes_of(const Values& values) {
+  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(values.data()),
+                                   static_cast<Py_ssize_t>(values.size() * sizeof(values[0])));
+}
+
+// Work without the interpreter lock, as long as this lives. `late` takes the lock for a moment now
+// and then to ask a Python callable, which also lets Ctrl-C in; an exception in it ends the work too,
+// and is raised afterwards.
+class Unlocked {
+ public:
+  explicit Unlocked(PyObject* callable) : callable_(callable), thread_(PyEval_SaveThread()) {}
+  ~Unlocked() { PyEval_RestoreThread(thread_); }
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+
+  Late late() {
+    return [this] { return ask(); };
+  }
+
+ private:
+  bool ask() {
+    const auto now = std::chrono::steady_clock::now();
+    if (late_ || (asked_ && now - last_ < kBetween)) return late_;
+    PyEval_RestoreThread(thread_);
+    PyObject* answer = PyObject_CallNoArgs(callable_);
+    late_ = !answer || PyObject_IsTrue(answer) != 0;
+    Py_XDECREF(answer);
+    thread_ = PyEval_SaveThread();
+    asked_ = true;
+    last_ = std::chrono::steady_clock::now();
+    return late_;
+  }
+
+  // With another thread at work the lock is handed over only after some milliseconds.
+  static constexpr std::chrono::milliseconds kBetween{20};
+  PyObject* callable_;
+  PyThreadState* thread_;
+  bool asked_ = false, late_ = false;
+  std::chrono::steady_clock::time_point last_;
+};
+
+template <class Work>
+PyObject* guarded(Work work) {
+  try {
+    return work();
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  }
+}
+
+}  // namespace
+
+PyObject* tables(PyObject*, PyObject* args) {
+  PyObject *reads[2], *outputs[2], *needs[2], *touched[2], *chain[2];
+  PyObject *first, *storage, *start, *end, *expires, *bytes, *workspace, *seconds;
+  PyObject *resident, *keep, *rebuildable, *stays;
+  long long base;
+  if (!PyArg_ParseTuple(args, "(OO)(OO)(OO)(OO)(OO)OOOOOOOOOOOOL", &reads[0], &reads[1],
+                        &outputs[0], &outputs[1], &needs[0], &needs[1], &touched[0], &touched[1],
+                        &chain[0], &chain[1], &first, &storage, &start, &end, &expires, &bytes,
+                        &workspace, &seconds, &resident, &keep, &rebuildable, &stays, &base))
+    return nullptr;
+  return guarded([&]() -> PyObject* {
+    auto bench = std::make_unique<Bench>();
+    Tables& t = bench->tables;
+    Integers sized, gapped;
+    if (!sized.take(bytes) || !doubles(seconds, &t.seconds) || !gapped.take(storage))
+      return nullptr;
+    size_t storages = sized.count(), ops = t.seconds.size(), holes = gapped.count();
+    if (storages >= (1u << 30) || ops >= (1u << 30) || holes >= (1u << 30)) {
+      wrong("sizes");
+      return nullptr;
+    }
+    auto all = static_cast<int64_t>(ops);
+    t.base = base;
+    auto held = static_cast<int64_t>(storages);
+    if (!ragged(reads[0], reads[1], ops, held, &t.reads) ||
+        !ragged(outputs[0], outputs[1], ops, held, &t.outputs) ||
+        !ragged(needs[0], needs[1], ops, held, &t.needs) ||
+        !ragged(touched[0], touched[1], ops, held, &t.touched) ||
+        !ragged(chain[0], chain[1], storages, all, &t.chain) ||
+        !column(first, storages + 1, static_cast<int64_t>(holes) + 1, &t.first) ||
+        !column(storage, holes, held, &t.storage) || !column(start, holes, all, &t.start) ||
+        !column(end, holes, all + 1, &t.end) || !column(expires, ops, all + 1, &t.expires) ||
+        !sizes(bytes, storages, &t.bytes) || !sizes(workspace, ops, &t.workspace) ||
+        !flags(resident, storages, &t.resident) || !flags(keep, storages, &t.keep) ||
+        !flags(rebuildable, storages, &t.rebuildable) || !flags(stays, holes, &t.stays) ||
+        !consistent(t))
+      return nullptr;
+    bench->simulation = std::make_unique<Simulation>(t);
+    PyObject* capsule = PyCapsule_New(bench.get(), kTables, free_bench);
+    if (capsule) bench.release();
+    return capsule;
+  });
+}
+
+PyObject* simulate(PyObject*, PyObject* args) {
+  PyObject *capsule, *choice_arg, *moves_arg;
+  if (!PyArg_ParseTuple(args, "OOO", &capsule, &choice_arg, &moves_arg)) return nullptr;
+  Bench* bench = bench_of(capsule);
+  if (!bench) return nullptr;
+  return guarded([&]() -> PyObject* {
+    Turn turn(bench);
+    if (!turn) return nullptr;
+    Choice choice;
+    std::vector<Move> moves;
+    if (!read_choice(choice_arg, bench->tables, &choice) ||
+        !read_moves(moves_arg, bench->tables, &moves))
+      return nullptr;
+    Simulation& made = *bench->simulation;
+    if (!made.run(choice, moves)) Py_RETURN_NONE;
+    return Py_BuildValue("(NNNNNd)", bytes_of(made.ops), bytes_of(made.at),
+                         bytes_of(made.intervals), bytes_of(made.live), bytes_of(made.host_copies),
+                         made.seconds);
+  });
+}
+
+PyObject* fit_choice(PyObject*, PyObject* args) {
+  PyObject *capsule, *choice_arg, *moves_arg, *factors_arg, *late;
+  long long budget;
+  double dear;
+  int rounds;
+  if (!PyArg_ParseTuple(args, "OOOOLdiO", &capsule, &choice_arg, &moves_arg, &factors_arg,
+                        &budget, &dear, &rounds, &late))
+    return nullptr;
+  Bench* bench = bench_of(capsule);
+  if (!bench) return nullptr;
+  return guarded([&]() -> PyObject* {
+    Turn turn(bench);
+    if (!turn) return nullptr;
+    Choice choice;
+    std::vector<Move> moves;
+    if (!read_choice(choice_arg, bench->tables, &choice) ||
+        !read_moves(moves_arg, bench->tables, &moves))
+      return nullptr;
+    std::vector<double> factors;
+    if (!doubles(factors_arg, &factors)) return nullptr;
+    if (!factors.empty() && factors.size() != choice.size()) {
+      wrong("factors");
+      return nullptr;
+    }
+    bool found;
+    {
+      Unlocked work(late);
+      found = fit(bench->tables, *bench->simulation, choice, moves, factors, budget, dear, rounds,
+                  work.late());
+    }
+    if (PyErr_Occurred() || !write_choice(choice_arg, choice)) return nullptr;
+    return PyBool_FromLong(found);
+  });
+}
+
+PyObject* trim_choice(PyObject*, PyObject* args) {
+  PyObject *capsule, *choice_arg, *moves_arg, *order_arg, *late;
+  long long budget;
+  int filtered;
+  if (!PyArg_ParseTuple(args, "OOOOLpO", &capsule, &choice_arg, &moves_arg, &order_arg, &budget,
+                        &filtered, &late))
+    return nullptr;
+  Bench* bench = bench_of(capsule);
+  if (!bench) return nullptr;
+  return guarded([&]() -> PyObject* {
+    Turn turn(bench);
+    if (!turn) return nullptr;
+    Choice choice;
+    std::vector<Move> moves;
+    std::vector<int32_t> order;
+    Integers listed;
+    if (!read_choice(choice_arg, bench->tables, &choice) ||
+        !read_moves(moves_arg, bench->tables, &moves) || !listed.take(order_arg) ||
+        !listed.indices(&order, bench->tables.holes()))
+      return nullptr;
+    {
+      Unlocked work(late);
+      trim(bench->tables, *bench->simulation, choice, moves, order, budget, filtered != 0,
+           work.late());
+    }
+    if (PyErr_Occurred() || !write_choice(choice_arg, choice)) return nullptr;
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* anneal_choice(PyObject*, PyObject* args) {
+  PyObject *capsule, *choice_arg, *moved_arg, *late;
+  long long budget, tries, pinned;
+  unsigned long long seed;
+  int recompute;
+  Lanes lanes;
+  Settings settings;
+  if (!PyArg_ParseTuple(args, "OOOLLKp(dddL)(dd)O", &capsule, &choice_arg, &moved_arg, &budget,
+                        &tries, &seed, &recompute, &lanes.out, &lanes.back, &lanes.latency,
+                        &pinned, &settings.warm, &settings.cold, &late))
+    return nullptr;
+  Bench* bench = bench_of(capsule);
+  if (!bench) return nullptr;
+  return guarded([&]() -> PyObject* {
+    Turn turn(bench);
+    if (!turn) return nullptr;
+    Choice choice;
+    std::vector<char> moved;
+    if (!read_choice(choice_arg, bench->tables, &choice) ||
+        !flags(moved_arg, choice.size(), &moved))
+      return nullptr;
+    if (!(settings.warm > 0) || !(settings.cold > 0)) {
+      wrong("settings");
+      return nullptr;
+    }
+    lanes.pinned = pinned;
+    settings.budget = budget;
+    settings.tries = tries;
+    settings.seed = seed;
+    settings.recompute = recompute != 0;
+    {
+      Unlocked work(late);
+      anneal(bench->tables, *bench->simulation, lanes, settings, choice, moved, work.late());
+    }
+    Choice flags(moved.begin(), moved.end());
+    if (PyErr_Occurred() || !write_choice(choice_arg, choice) || !write_choice(moved_arg, flags))
+      return nullptr;
+    Py_RETURN_NONE;
+  });
+}
+
+}  // namespace sn

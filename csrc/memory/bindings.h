@@ -1,0 +1,15 @@
+// What sn_memory/plan/simulate.py, search/greedy.py call. Every size and index that comes in is checked.
+#pragma once
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+namespace sn {
+
+PyObject* tables(PyObject*, PyObject* args);
+PyObject* simulate(PyObject*, PyObject* args);
+PyObject* fit_choice(PyObject*, PyObject* args);
+PyObject* trim_choice(PyObject*, PyObject* args);
+PyObject* anneal_choice(PyObject*, PyObject* args);
+
+}  // namespace sn

@@ -1,0 +1,186 @@
+"""The pictures and tables of docs/architecture.md, made from the imports of the code.
+
+    python scripts/architecture.py [--check]
+
+Writes between the markers of the page; with --check it writes nothing and ends with 1 where the
+page is not what the code says. An arrow of a picture is an import: from who asks to who is asked,
+over files that are not in the picture where need be. Imports inside functions count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "architecture.md"
+# What a gradient, or a training step, passes on its way; in the order in which it does. What is
+# between two of them is not drawn.
+WAYS = {
+    "sn_compress": (
+        "torch/horovod.py",
+        "torch/ddp.py",
+        "tensorflow/tape.py",
+        "engine.py",
+        "buckets.py",
+        "summed.py",
+        "payloads.py",
+        "feedback.py",
+        "sums/session.py",
+        "sums/choose.py",
+        "codecs/fft.py",
+        "ops/transforms.py",
+        "arrays.py",
+    ),
+    "sn_memory": (
+        "torch/plan.py",
+        "tensorflow/plan.py",
+        "torch/trace/trace.py",
+        "tensorflow/trace/trace.py",
+        "plan/api.py",
+        "plan/auto.py",
+        "plan/search/search.py",
+        "plan/simulate.py",
+        "cost/offload.py",
+        "check/replay.py",
+        "torch/eager/program.py",
+        "tensorflow/eager/program.py",
+        "plan/plan.py",
+        "graph/graph.py",
+    ),
+}
+Graph = dict[str, set[str]]
+
+
+def modules(package: str) -> dict[str, Path]:
+    """Return the files of a package by the names of their modules."""
+    found = {}
+    for path in sorted((ROOT / package).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
+    """Return the modules of `known` that a file imports, wherever in it."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        wanted: list[str] = []
+        if isinstance(node, ast.Import):
+            wanted = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, base] if base else above)
+            wanted = [
+                full if (full := f"{base}.{alias.name}") in known else base for alias in node.names
+            ]
+        found.update(it for it in wanted if it in known and it != name)
+    return found
+
+
+def arrows(graph: Graph, shown: list[str]) -> list[tuple[str, str]]:
+    """Return which of the modules shown asks which, over those not shown; none that follows."""
+    direct: Graph = {}
+    for start in shown:
+        seen: set[str] = set()
+        todo = list(graph[start])
+        while todo:
+            here = todo.pop()
+            if here in seen:
+                continue
+            seen.add(here)
+            if here not in shown:
+                todo += graph[here]
+        direct[start] = (seen & set(shown)) - {start}
+    return [
+        (start, end)
+        for start in shown
+        for end in shown
+        if end in direct[start] and not any(end in _behind(direct, it) for it in direct[start])
+    ]
+
+
+def _behind(graph: Graph, start: str) -> set[str]:
+    """Return all that can be reached from a module, without the module."""
+    seen: set[str] = set()
+    todo = list(graph[start])
+    while todo:
+        here = todo.pop()
+        if here not in seen:
+            seen.add(here)
+            todo += graph[here]
+    return seen - {start}
+
+
+def picture(package: str) -> str:
+    """Return the way through a package as a Mermaid flow chart."""
+    files = modules(package)
+    graph = {name: imports(name, path, files) for name, path in files.items()}
+    by_path = {path.relative_to(ROOT / package).as_posix(): name for name, path in files.items()}
+    shown = [by_path[path] for path in WAYS[package]]
+    place = {name: f"n{at}" for at, name in enumerate(shown)}
+    lines = ["```mermaid", "flowchart TD"]
+    lines += [
+        f'    {place[name]}["{path}"]' for path, name in zip(WAYS[package], shown, strict=True)
+    ]
+    lines += [f"    {place[start]} --> {place[end]}" for start, end in arrows(graph, shown)]
+    return "\n".join([*lines, "```"])
+
+
+def rooms(package: str) -> str:
+    """Return a table of the folders of a package: what each is for, and which it imports."""
+    files = modules(package)
+
+    def room(name: str) -> str:
+        path = files[name]
+        return path.parent.relative_to(ROOT).as_posix()
+
+    asked: Graph = {}
+    for name, path in files.items():
+        mine = room(name)
+        theirs = {room(it) for it in imports(name, path, files)}
+        asked.setdefault(mine, set()).update(theirs - {mine})
+    lines = ["| folder | what it is for | imports |", "|---|---|---|"]
+    for folder in sorted(asked):
+        said = ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text("utf-8")))
+        first = (said or "").split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+        names = sorted(it.removeprefix(f"{package}/") for it in asked[folder])
+        lines.append(f"| `{folder}` | {first} | {', '.join(f'`{it}`' for it in names)} |")
+    return "\n".join(lines)
+
+
+def filled(text: str) -> str:
+    """Return the page with what is between its markers made anew."""
+    for package in WAYS:
+        for what, made in (("picture", picture(package)), ("rooms", rooms(package))):
+            begin, end = f"<!-- {what} {package} -->", f"<!-- end {what} {package} -->"
+            head, _, rest = text.partition(begin)
+            _, found, tail = rest.partition(end)
+            if not found:
+                raise ValueError(f"{PAGE.name}: got no {begin} ... {end}; put both back.")
+            text = f"{head}{begin}\n{made}\n{end}{tail}"
+    return text
+
+
+def main() -> int:
+    """Write the page, or say whether it is what the code says."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args()
+    text = PAGE.read_text(encoding="utf-8")
+    new = filled(text)
+    if options.check:
+        if new != text:
+            print(f"{PAGE} is not what the code says. Run: python scripts/architecture.py")
+        return int(new != text)
+    PAGE.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,4 @@
+"""What everything else stands on: errors, sizes as people write them, the clock, JSON fields.
+
+It imports nothing of this package; NumPy neither.
+"""

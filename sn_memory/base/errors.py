@@ -1,0 +1,68 @@
+"""What can go wrong, as exceptions.
+
+    GraphError(ValueError)      a graph, or its file, that says something impossible
+    PlanError(ValueError)       a plan, or its file, that cannot be carried out on its graph
+    BudgetError(RuntimeError)   no plan keeps the budget; carries the smallest peak and its op
+    PackError(ValueError)       buffers, or their file, that say something impossible
+    CapacityError(RuntimeError) no packing within the capacity was found; says whether one exists
+    MissingExtra(ImportError)   an optional library is needed and absent
+
+Every message has four parts: what failed, what was got, what was expected, what to do.
+"""
+
+from __future__ import annotations
+
+
+class GraphError(ValueError):
+    """A graph, or the file it is read from, that says something impossible."""
+
+
+class PlanError(ValueError):
+    """A plan, or the file it is read from, that cannot be carried out on its graph."""
+
+
+class PackError(ValueError):
+    """Buffers, their file, or their offsets that say something impossible."""
+
+
+class CapacityError(RuntimeError):
+    """No packing within the capacity was found.
+
+    Attributes
+    ----------
+    capacity_bytes
+        What was asked for.
+    lower_bound_bytes
+        No packing is lower than this.
+    height_bytes
+        The lowest packing that was found.
+    proved
+        True: there is no packing within the capacity. False: time ran out.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        capacity_bytes: int,
+        lower_bound_bytes: int,
+        height_bytes: int,
+        proved: bool,
+    ) -> None:
+        super().__init__(message)
+        self.capacity_bytes = capacity_bytes
+        self.lower_bound_bytes = lower_bound_bytes
+        self.height_bytes = height_bytes
+        self.proved = proved
+
+
+class MissingExtra(ImportError):  # noqa: N818 - it is the extra that is missing
+    """An optional library is needed and not installed; the message names the extra."""
+
+
+class PlanWarning(UserWarning):
+    """A planned model ran without its plan, or what a plan or an estimate says is not all."""
+
+
+class AccuracyWarning(UserWarning):
+    """What was asked for is likely to cost accuracy."""

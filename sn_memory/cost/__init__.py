@@ -1,0 +1,4 @@
+"""What an action costs: reruns, copies to the host, workspaces, and tables of measured times.
+
+It imports `base` and `graph`.
+"""

@@ -1,0 +1,111 @@
+"""What it costs to move storages to the host and back: two lanes beside the ops.
+
+vDNN (Rhu et al., MICRO 2016) and SuperNeurons copy out as soon as a storage is made and fetch one
+layer ahead. Here each copy has a window: the device memory is given back when the copy out ends,
+and taken again as late as the copy back allows, both counted on the lanes they share, so that what
+fits in the time of the ops beside it costs nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping
+
+from ..graph.holes import Holes
+from .schedule import Schedule
+
+
+def windows(
+    holes: Holes, moved: Iterable[int], needed: Mapping[int, int] | None = None
+) -> dict[int, tuple[int, int]]:
+    """Return for each hole the op after which memory is free and the op before which it is taken.
+
+    `needed` gives holes an earlier op than their end by which they must be back, for rebuilds.
+
+    Times are those of the ops run once each; reruns only widen the windows. Holes too short for
+    both copies get the narrowest window, and the ops wait. Holes with no op inside are left out.
+    """
+    device = holes.graph.device
+    if device.to_host_bytes_per_s is None or device.to_device_bytes_per_s is None:
+        return {}
+    ends, clock = [], 0.0
+    for seconds in holes.seconds:
+        clock += seconds
+        ends.append(clock)
+    starts = [end - seconds for end, seconds in zip(ends, holes.seconds, strict=True)]
+    ending = {
+        hole: min(holes.end[hole], (needed or {}).get(hole, holes.end[hole])) for hole in moved
+    }
+    chosen = [hole for hole in ending if ending[hole] - holes.start[hole] > 1]
+    out: dict[int, int] = {}
+    lane = 0.0
+    for hole in sorted(chosen, key=lambda it: (holes.start[it], it)):
+        size = holes.bytes[holes.storage[hole]]
+        copy = device.transfer_latency_s + size / device.to_host_bytes_per_s
+        lane = max(lane, ends[holes.start[hole]]) + copy
+        place = bisect_left(ends, lane, lo=holes.start[hole])
+        out[hole] = min(place, ending[hole] - 2)
+    result: dict[int, tuple[int, int]] = {}
+    lane = float("inf")
+    for hole in sorted(chosen, key=lambda it: (-ending[it], it)):
+        size = holes.bytes[holes.storage[hole]]
+        copy = device.transfer_latency_s + size / device.to_device_bytes_per_s
+        need = starts[ending[hole]] if ending[hole] < len(starts) else clock
+        lane = min(lane, need) - copy
+        place = bisect_right(starts, lane) - 1
+        result[hole] = (out[hole], min(max(place, out[hole] + 1), ending[hole]))
+    return result
+
+
+def lane_seconds(holes: Holes, schedule: Schedule) -> float:
+    """Return when a schedule ends, waits for transfers included."""
+    if not schedule.host_copies:
+        return schedule.run_seconds
+    device, sizes = holes.graph.device, holes.bytes
+    out_speed, back_speed = device.to_host_bytes_per_s, device.to_device_bytes_per_s
+    if out_speed is None or back_speed is None:
+        raise ValueError("the schedule moves storages, but the device states no transfer speeds")
+    leave: dict[int, list[int]] = {}
+    free: dict[int, list[int]] = {}
+    fetch: dict[int, list[int]] = {}
+    for host_copy in schedule.host_copies:
+        leave.setdefault(host_copy.left, []).append(host_copy.storage)
+        free.setdefault(host_copy.freed, []).append(host_copy.storage)
+        fetch.setdefault(host_copy.fetched, []).append(host_copy.storage)
+    clock = down = up = 0.0
+    copied: dict[int, float] = {}
+    ready: dict[int, float] = {}
+    reads, options = holes.graph.arrays.reads, holes.graph.arrays.seconds
+    for run, op in enumerate(schedule.ops):
+        for storage in fetch.get(run, ()):
+            begin = max(up, copied[storage], clock)
+            up = begin + device.transfer_latency_s + sizes[storage] / back_speed
+            ready[storage] = up
+        if ready:
+            for storage in reads[op]:
+                clock = max(clock, ready.get(storage, 0.0))
+        clock += options[op][schedule.ways[run]] if schedule.ways else holes.seconds[op]
+        for storage in leave.get(run, ()):
+            begin = max(down, clock, ready.pop(storage, 0.0))
+            down = begin + device.transfer_latency_s + sizes[storage] / out_speed
+            copied[storage] = down
+        for storage in free.get(run, ()):
+            clock = max(clock, copied[storage])
+    return max([clock, *ready.values()])
+
+
+def host_peak_bytes(holes: Holes, schedule: Schedule) -> int:
+    """Return the most bytes that a schedule has on the host at any one time."""
+    events = [
+        (host_copy.left, 1, holes.bytes[host_copy.storage]) for host_copy in schedule.host_copies
+    ]
+    # A fetch before run n comes before a copy out after run n.
+    events += [
+        (host_copy.fetched, 0, -holes.bytes[host_copy.storage])
+        for host_copy in schedule.host_copies
+    ]
+    held = most = 0
+    for _, _, size in sorted(events):
+        held += size
+        most = max(most, held)
+    return most

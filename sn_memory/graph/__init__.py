@@ -1,0 +1,4 @@
+"""What a training step is: ops, storages, bytes and seconds, as records and as numbers.
+
+It imports `base` only.
+"""

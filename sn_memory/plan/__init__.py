@@ -1,0 +1,4 @@
+"""What to do within a budget: the plan as data, the search for it, and the ways into it.
+
+It imports `base`, `graph` and `cost`; inside, `plan.py` stands below `search/` and `policies/`.
+"""

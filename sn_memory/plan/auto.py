@@ -1,0 +1,237 @@
+"""The `auto` planner: a search of our own, and the plans of all others as candidates.
+
+Very small graphs are solved exactly. For the others every planner of the literature has its turn
+first, whatever time it takes, so that `auto` is not slower than any of them on any machine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..base.clock import now
+from ..base.sizes import show_bytes
+from ..graph.graph import Graph
+from ..graph.holes import holes
+from ..graph.liveness import baseline_seconds, peak
+from . import policies
+from .answers import answers
+from .bound import smallest_peak
+from .buffers import peak_step
+from .emit import decisions_of, emit
+from .plan import BudgetError, Plan
+from .search.archive import Candidate
+from .search.exact import solve as solve_exactly
+from .search.search import Progress, Search
+
+log = logging.getLogger(__name__)
+
+EXACT_OPS = 10
+
+
+class Auto:
+    """The planning of one graph, for any number of budgets.
+
+    Parameters
+    ----------
+    graph
+        What is to be carried out.
+    actions
+        `keep`, `recompute`, `offload`, or some of them.
+    time_limit_s
+        CPU seconds for each budget.
+    progress
+        See `planner.plan_graph`.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        actions: Sequence[str],
+        time_limit_s: float,
+        progress: Progress | None,
+    ) -> None:
+        self.graph, self.limit_s = graph, time_limit_s
+        self.search = Search(
+            holes(graph, lean=True),
+            offload="offload" in actions,
+            recompute="recompute" in actions,
+            deadline=now() + time_limit_s,
+            progress=progress,
+        )
+        self.plans: list[Plan] = []
+        # Whether exact solving has given up, so that it proves nothing.
+        self.gave_up = False
+        self.floor = smallest_peak(self.search.shape, offload=self.search.offload)
+
+    def front(self, budgets: Sequence[int]) -> list[Plan]:
+        return answers(budgets, self.look, self.answer)
+
+    def look(self, budget_bytes: int) -> None:
+        """Fill the archives with what can be found for a budget."""
+        began = now()
+        if self.exactly(budget_bytes, began + self.limit_s / 2) and not self.search.offload:
+            return
+        spent = now() - began
+        if self.floor[0] > budget_bytes:
+            return
+        self.from_policies(budget_bytes)
+        self.search.deadline = now() + self.limit_s - spent
+        within = [plan for plan in self.plans if plan.peak_bytes <= budget_bytes]
+        best = min(within, key=lambda plan: plan.seconds, default=None)
+        if best is not None and best.planner != "exact" and self.search.recompute:
+            self.search.from_plan(best, budget_bytes)
+        self.search.solve(budget_bytes)
+
+    @property
+    def small(self) -> bool:
+        """Whether the graph is small enough to be solved exactly."""
+        few = len(self.graph.ops) <= EXACT_OPS and self.search.recompute
+        return few and not self.gave_up
+
+    def exactly(self, budget_bytes: int, deadline: float) -> bool:
+        """Put an optimal plan without transfers, if there is one, among the plans.
+
+        False where the graph is too large for that.
+        """
+        if not self.small:
+            return False
+        try:
+            found = solve_exactly(self.graph, budget_bytes, deadline=deadline)
+        except (MemoryError, TimeoutError):
+            self.gave_up = True
+            return False
+        if found is None:
+            return True
+        self.plans.append(
+            Plan(
+                steps=found.steps,
+                decisions=decisions_of(self.graph, found.steps),
+                planner="exact",
+                peak_bytes=found.peak_bytes,
+                seconds=found.seconds,
+                lower_bound_seconds=found.seconds if not self.search.offload else 0.0,
+                baseline_peak_bytes=peak(self.graph).bytes,
+                baseline_seconds=baseline_seconds(self.graph),
+                seconds_sources=self.graph.seconds_sources,
+                graph_name=self.graph.name,
+            )
+        )
+        return True
+
+    def from_policies(self, budget_bytes: int) -> None:
+        """Take the plans of the historical planners in, those that keep the budget.
+
+        All of them, whatever time they take, so that `auto` is not slower than any of them on any
+        machine: seconds for a thousand ops, a minute for twenty thousand.
+        """
+        own = self.search.archive.best(budget_bytes)
+        if own is not None and own.origin == "keep":
+            return
+        for name in policies.names():
+            try:
+                plan = policies.policy(name)(self.graph, budget_bytes=budget_bytes)
+            except BudgetError:
+                continue
+            if self.allowed(plan):
+                self.plans.append(plan)
+
+    def allowed(self, plan: Plan) -> bool:
+        """Whether a plan does only what this search may do."""
+        offloads = any(step.action == "offload" for step in plan.steps)
+        reruns = sum(step.action == "run" for step in plan.steps) > len(self.graph.ops)
+        return (self.search.offload or not offloads) and (self.search.recompute or not reruns)
+
+    def answer(self, budget_bytes: int, solve_s: float) -> Plan:
+        """Return the fastest of all that keeps a budget, with its bound."""
+        plan = self.fastest(budget_bytes)
+        if plan is None:
+            # To say what the smallest peak is takes a search of its own, which may find a plan.
+            error = self.refusal(budget_bytes)
+            plan = self.fastest(budget_bytes)
+            if plan is None:
+                raise error
+        proven = (
+            it.lower_bound_seconds
+            for it in self.plans
+            if it.planner == "exact" and it.peak_bytes <= budget_bytes
+        )
+        bound = max([self.search.bound(budget_bytes), *proven])
+        plan = replace(plan, lower_bound_seconds=min(bound, plan.seconds), solve_s=solve_s)
+        log.info(
+            "%s: peak %s -> %s, %+.1f %% time, gap %.1f %%, %.1f s of planning",
+            self.graph.name or "graph",
+            show_bytes(plan.baseline_peak_bytes),
+            show_bytes(plan.peak_bytes),
+            100 * plan.overhead,
+            100 * plan.gap,
+            solve_s,
+        )
+        return plan
+
+    def fastest(self, budget_bytes: int) -> Plan | None:
+        """Return the fastest plan found so far that keeps a budget; its bound is still to come."""
+        found = self.search.archive.best(budget_bytes)
+        others = [plan for plan in self.plans if plan.peak_bytes <= budget_bytes]
+        other = min(others, key=lambda plan: (plan.seconds, plan.peak_bytes), default=None)
+        if other is not None and (
+            found is None or (other.seconds, other.peak_bytes) < (found.seconds, found.peak_bytes)
+        ):
+            return replace(other, planner=f"auto ({other.planner})", budget_bytes=budget_bytes)
+        return None if found is None else self.emitted(found, budget_bytes)
+
+    def emitted(self, found: Candidate, budget_bytes: int | None) -> Plan:
+        return emit(self.search.shape, found.schedule, planner="auto", budget_bytes=budget_bytes)
+
+    def refusal(self, budget_bytes: int) -> BudgetError:
+        """Return the error that says what the smallest peak is, as far as it can be found."""
+        self.search.deadline = now() + self.limit_s
+        floor, op = self.floor[0], self.graph.ops[self.floor[1]].name
+        # Whatever the time limit: these take seconds, and find the same on every machine.
+        if self.search.recompute:
+            self.from_policies(floor)
+        ended = self.shrink(max(budget_bytes, floor))
+        smallest = self.search.archive.smallest()
+        found = self.emitted(self.search.archive.equipped(smallest, smallest.peak_bytes), None)
+        least = min([found, *self.plans], key=lambda plan: (plan.peak_bytes, plan.seconds))
+        size, name = least.peak_bytes, self.peak_op(least)
+        if self.small and not self.search.offload:
+            floor, op = size, name
+        if size <= floor:
+            text = f"no plan has a peak below {show_bytes(size)}, set by {name!r}"
+        else:
+            how = "found" if ended else f"found in {self.limit_s:g} s, when the search was cut,"
+            text = (
+                f"the smallest peak {how} is {show_bytes(size)}, set by {name!r}; no plan can go "
+                f"below {show_bytes(floor)}, what {op!r} works on"
+            )
+        return BudgetError(
+            f"{text}. The budget is {show_bytes(budget_bytes)}. Raise the budget, or make the "
+            "batch smaller.",
+            peak_bytes=size,
+            budget_bytes=budget_bytes,
+            op=name,
+            plan=least,
+            floor_bytes=floor,
+        )
+
+    def peak_op(self, plan: Plan) -> str:
+        """Return the op that runs at the peak of a plan, or next after it."""
+        first = peak_step(self.graph, plan)
+        later = (step.target for step in plan.steps[first:] if step.action == "run")
+        return next(later, self.graph.ops[-1].name)
+
+    def shrink(self, low: int) -> bool:
+        """Look for plans of ever smaller peaks; whether this ended by itself, not by the clock."""
+        high, least = min(item.peak_bytes for item in self.search.archive.items), low
+        while self.small and high > low:
+            middle = (low + high) // 2
+            before = len(self.plans)
+            self.exactly(middle, self.search.deadline)
+            low, high = (low, middle) if len(self.plans) > before else (middle + 1, high)
+        if not self.small:
+            self.search.least(least)
+        elif self.search.offload:
+            self.search.least(self.floor[0])
+        return not self.search.late

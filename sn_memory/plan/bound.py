@@ -1,0 +1,211 @@
+"""What no plan can beat: a smallest peak and a fewest-seconds bound, both by relaxation.
+
+Peak: when an op runs, what it reads, makes and works in is there, and so is all that some later op
+needs and that nothing can bring back.
+
+Seconds: look at the moment when one op first runs. Whatever later ops need is then on the device,
+on the host, or will be made again afterwards, and what is made again needs its inputs, which are on
+the device, on the host, or made again. Which of these is a linear program (its integer form is the
+minimum cut with one budget row); all other moments are left out, so its value is below every plan.
+The bound is the best over a few moments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..graph.holes import Holes
+from ..graph.liveness import live_bytes
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """The linear program at one op: its value and who stays.
+
+    Parameters
+    ----------
+    at
+        The op.
+    seconds
+        The bound.
+    kept
+        Storage to the fraction of it that the relaxation has on the device then.
+    moved
+        Storage to the fraction that it has on the host then.
+    """
+
+    at: int
+    seconds: float
+    kept: dict[int, float]
+    moved: dict[int, float]
+
+
+def smallest_peak(holes: Holes, *, offload: bool) -> tuple[int, int]:
+    """Return a lower bound on the peak of any plan, in bytes, and the op that sets it."""
+    arrays, graph = holes.graph.arrays, holes.graph
+    count = len(graph.ops)
+    stuck = np.zeros(count + 1, np.int64)
+    if not offload:
+        for storage, chain in enumerate(holes.chain):
+            if chain and not _again(holes, chain[0]):
+                mine = holes.of(storage)
+                last = count if graph.storages[storage].keep else holes.start[mine[-1]] + 1
+                stuck[holes.start[mine[0]]] += holes.bytes[storage]
+                stuck[last] -= holes.bytes[storage]
+    fixed = np.cumsum(stuck)[:-1]
+    best, at = graph.base_bytes, 0
+    for op in range(count):
+        here = holes.touched[op]
+        need = sum(holes.bytes[it] for it in here if offload or _again(holes, holes.chain[it][0]))
+        total = graph.base_bytes + need + min(arrays.workspace_bytes[op]) + int(fixed[op])
+        if total > best:
+            best, at = total, op
+    return best, at
+
+
+def moments(holes: Holes, limit: int = 4) -> list[int]:
+    """Return the ops worth a relaxation: where the most bytes wait for later ops."""
+    curve = live_bytes(holes.graph)
+    order = np.argsort(-curve, kind="stable")
+    spacing = max(1, len(curve) // 50)
+    chosen: list[int] = []
+    for op in order.tolist():
+        if all(abs(op - other) >= spacing for other in chosen):
+            chosen.append(op)
+        if len(chosen) == limit:
+            break
+    return chosen
+
+
+def relax(
+    holes: Holes,
+    at: int,
+    budget_bytes: int,
+    *,
+    offload: bool,
+    recompute: bool = True,
+    lanes: float = 1.0,
+    time_limit_s: float = 30.0,
+) -> Relaxed | None:
+    """Solve the relaxation at one op; None if it has no solution or no time.
+
+    No solution means that no plan keeps the budget. With `lanes` below 1 the transfers have only
+    that part of their speed: no bound then, but a start with fewer waits.
+    """
+    from scipy.optimize import linprog
+    from scipy.sparse import csr_matrix
+
+    graph, arrays = holes.graph, holes.graph.arrays
+    fastest = [min(options) for options in arrays.seconds]
+    before = [s for s, chain in enumerate(holes.chain) if chain and chain[0] < at]
+    place = {storage: number for number, storage in enumerate(before)}
+    width = len(before)
+    # Columns: kept per storage, moved per storage, rerun per op before `at`, then the total time.
+    moved, rerun, total = width, 2 * width, 2 * width + at
+    rows: list[int] = []
+    columns: list[int] = []
+    values: list[float] = []
+    limits: list[float] = []
+
+    def row(entries: Sequence[tuple[int, float]], at_least: float) -> None:
+        for column, value in entries:
+            rows.append(len(limits))
+            columns.append(column)
+            values.append(-value)
+        limits.append(-at_least)
+
+    def available(
+        storage: int, made_by: Sequence[int], extra: Sequence[tuple[int, float]], at_least: float
+    ) -> None:
+        here = [(place[storage], 1.0), (moved + place[storage], 1.0), *extra]
+        for op in made_by:
+            row([*here, (rerun + op, 1.0)] if recompute and _again(holes, op) else here, at_least)
+
+    low = np.zeros(total + 1)
+    high = np.ones(total + 1)
+    high[total] = np.inf
+    if not offload:
+        high[moved : moved + width] = 0.0
+    for storage in holes.needs[at]:
+        if storage in place:
+            low[place[storage]] = 1.0
+    for storage in before:
+        last = holes.of(storage)[-1]
+        if graph.storages[storage].keep or holes.start[last] > at:
+            available(storage, [op for op in holes.chain[storage] if op < at], (), 1.0)
+    used = _reachable(holes, at, before)
+    for op in range(at):
+        if op not in used or not recompute:
+            high[rerun + op] = 0.0
+            continue
+        for storage, version in zip(arrays.reads[op], arrays.version[op], strict=True):
+            if storage in place:
+                made_by = holes.chain[storage][: version + 1]
+                available(storage, made_by, ((rerun + op, -1.0),), 0.0)
+    room = budget_bytes - graph.base_bytes - min(arrays.workspace_bytes[at])
+    room -= sum(holes.bytes[storage] for storage in arrays.outputs[at])
+    if room < 0:
+        return None
+    scale = max(1.0, float(room))
+    row([(place[s], -holes.bytes[s] / scale) for s in before if holes.bytes[s]], -room / scale)
+    again = [(rerun + op, -fastest[op]) for op in used]
+    head, tail = sum(fastest[:at]), sum(fastest[at:])
+    row([(total, 1.0), *again], head + tail)
+    out, back = graph.device.to_host_bytes_per_s, graph.device.to_device_bytes_per_s
+    if offload and out is not None and back is not None:
+        sizes = [(moved + place[s], float(holes.bytes[s])) for s in before]
+        row([(total, 1.0), *again, *((c, -size / (out * lanes)) for c, size in sizes)], tail)
+        row([(total, 1.0), *((c, -size / (back * lanes)) for c, size in sizes)], head)
+    cost = np.zeros(total + 1)
+    cost[total] = 1.0
+    matrix = csr_matrix((values, (rows, columns)), shape=(len(limits), total + 1))
+    answer = linprog(
+        cost,
+        A_ub=matrix,
+        b_ub=np.array(limits),
+        bounds=np.column_stack([low, high]),
+        method="highs",
+        options={"time_limit": time_limit_s},
+    )
+    if answer.status != 0:
+        return None
+    solution = answer.x
+    return Relaxed(
+        at,
+        float(answer.fun),
+        {storage: float(solution[number]) for storage, number in place.items()},
+        {storage: float(solution[moved + number]) for storage, number in place.items()},
+    )
+
+
+def _again(holes: Holes, op: int) -> bool:
+    """Whether the format lets an op run twice at all; `Holes.rebuildable` asks for more."""
+    graph = holes.graph
+    return graph.ops[op].repeatable and not any(
+        graph.storages[storage].resident for storage in graph.arrays.writes[op]
+    )
+
+
+def _reachable(holes: Holes, at: int, before: Sequence[int]) -> set[int]:
+    """Return the ops before `at` that a rebuild after it could run."""
+    reads = holes.graph.arrays.reads
+    wanted = [
+        storage
+        for storage in before
+        if holes.start[holes.of(storage)[-1]] > at or holes.graph.storages[storage].keep
+    ]
+    seen, ops = set(wanted), set()
+    while wanted:
+        storage = wanted.pop()
+        for op in holes.chain[storage]:
+            if op >= at or op in ops or not _again(holes, op):
+                continue
+            ops.add(op)
+            for source in reads[op]:
+                if source not in seen and holes.chain[source]:
+                    seen.add(source)
+                    wanted.append(source)
+    return ops

@@ -1,0 +1,129 @@
+"""The buffers of a plan: who needs how many bytes from which step to which, for `pack`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from ..base.errors import PlanError
+from ..graph.graph import Graph
+from ..graph.rewrite import as_run
+from .plan import Plan
+
+
+@dataclass(frozen=True)
+class PlanBuffers:
+    """Allocations of a plan, in the order in which they are made; resident storages first.
+
+    Parameters
+    ----------
+    names
+        The storage of each; `NAME (compressed)` for a compressed form, `NAME (second copy)` for an
+        output that a rerun makes again while it is there, and `workspace of OP`.
+    buffers
+        (lower, upper, size), half-open in numbers of steps.
+    """
+
+    names: tuple[str, ...]
+    buffers: tuple[tuple[int, int, int], ...]
+
+
+def plan_buffers(graph: Graph, plan: Plan) -> PlanBuffers:
+    """Return the allocations of a plan that `check_plan` accepts.
+
+    A storage that is freed and made again has one buffer for each stay, so it may come back
+    elsewhere. The largest sum of live sizes is the plan's peak.
+
+    Raises PlanError for a step that frees what is not there.
+
+    Examples
+    --------
+    >>> from sn_memory import Graph, Op, Storage, pack
+    >>> from sn_memory.plan import policies
+    >>> graph = Graph(
+    ...     [Storage("x", 8, "input"), Storage("h", 4), Storage("y", 2, keep=True)],
+    ...     [Op("f", ("x",), ("h",), seconds=1.0), Op("g", ("h",), ("y",), seconds=1.0)],
+    ... )
+    >>> plan = policies.policy("liveness")(graph, budget_bytes=None)
+    >>> found = plan_buffers(graph, plan)
+    >>> found.names, pack(found.buffers, capacity=plan.peak_bytes)
+    (('x', 'h', 'y'), [0, 8, 12])
+    """
+    walk = _Walk(as_run(graph, (step.target for step in plan.steps if step.action == "run")))
+    for at, step in enumerate(plan.steps):
+        walk.step(at, step.action, step.target, step.way)
+    return walk.result(max(len(plan.steps), 1))
+
+
+def peak_step(graph: Graph, plan: Plan) -> int:
+    """Return the first step at which a plan has the most live bytes; 0 for no steps."""
+    change = [0] * (len(plan.steps) + 2)
+    for lower, upper, size in plan_buffers(graph, plan).buffers:
+        change[lower] += size
+        change[upper] -= size
+    live = list(accumulate(change))
+    return live.index(max(live))
+
+
+class _Walk:
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.sizes = graph, graph.arrays.bytes.tolist()
+        self.names: list[str] = []
+        # [lower, upper, size]; the upper end is not known while a buffer is there.
+        self.rows: list[tuple[int, int | None, int]] = []
+        self.there: dict[str, int] = {}
+        for storage in graph.storages:
+            if storage.resident:
+                self.open(storage.name, 0, self.size(storage.name))
+
+    def size(self, storage: str) -> int:
+        return int(self.sizes[self.graph.storage_index[storage]])
+
+    def open(self, name: str, at: int, size: int) -> None:
+        self.there[name] = len(self.rows)
+        self.names.append(name)
+        self.rows.append((at, None, size))
+
+    def close(self, name: str, at: int) -> None:
+        if name not in self.there:
+            raise PlanError(f"step {at}: frees {name!r}, which is not there; check the plan first.")
+        row = self.there.pop(name)
+        self.rows[row] = (self.rows[row][0], at, self.rows[row][2])
+
+    def once(self, name: str, at: int, size: int) -> None:
+        self.names.append(name)
+        self.rows.append((at, at + 1, size))
+
+    def step(self, at: int, action: str, target: str, way: int) -> None:
+        if action == "run":
+            self.run(at, self.graph.op_index[target], way)
+            return
+        record = self.graph.storages[self.graph.storage_index[target]]
+        name, small = record.name, f"{record.name} (compressed)"
+        if action == "free":
+            self.close(name, at)
+        elif action in ("prefetch", "decompress"):
+            self.open(name, at, self.size(name))
+        if action == "compress" and record.compressed is not None:
+            self.open(small, at, record.compressed.bytes)
+            self.close(name, at + 1)
+        if action == "decompress":
+            self.close(small, at + 1)
+
+    def run(self, at: int, op: int, way: int) -> None:
+        for storage in self.graph.arrays.outputs[op]:
+            name, size = self.graph.storages[storage].name, self.sizes[storage]
+            if name in self.there:
+                self.once(f"{name} (second copy)", at, size)
+            else:
+                self.open(name, at, size)
+        if space := self.graph.arrays.workspace_bytes[op][way]:
+            self.once(f"workspace of {self.graph.ops[op].name}", at, space)
+
+    def result(self, end: int) -> PlanBuffers:
+        return PlanBuffers(
+            tuple(self.names),
+            tuple(
+                (lower, end if upper is None else upper, size) for lower, upper, size in self.rows
+            ),
+        )

@@ -1,0 +1,159 @@
+"""The loops of the search in C++: the same answers as their Python twins, some fifty times faster.
+
+`simulate.simulate_in_python`, `greedy.fit_in_python`, `greedy.trim_in_python` and the loop of
+`anneal` are the twins: what runs where there is no compiler. The tests compare them with what comes
+from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from ..base import native
+from ..graph.holes import Holes
+from ..graph.numbers import Ints
+
+Moves = Mapping[int, tuple[int, int]]
+# Runs, the op before which each happens, intervals, live bytes, host copies, seconds: see Schedule.
+Simulated = tuple[
+    list[int],
+    list[int],
+    list[tuple[int, int, int]],
+    Ints,
+    list[tuple[int, int, int, int]],
+    float,
+]
+
+
+class Compiled:
+    """The holes of a graph in the extension. For one thread at a time.
+
+    Parameters
+    ----------
+    core
+        The extension.
+    holes
+        What it is to work on.
+    """
+
+    def __init__(self, core: Any, holes: Holes) -> None:
+        arrays, last = holes.graph.arrays, len(holes.graph.ops)
+        self._core = core
+        self._tables = core.tables(
+            _ragged(arrays.reads),
+            _ragged(arrays.outputs),
+            _ragged(holes.needs),
+            _ragged(holes.touched),
+            _ragged(holes.chain),
+            _column(holes.first),
+            _column(holes.storage),
+            _column(holes.start),
+            _column(holes.end),
+            _column(int(min(op, last)) for op in holes.expires),
+            _column(holes.bytes),
+            _column(holes.workspace),
+            np.array(holes.seconds, np.float64),
+            arrays.resident.astype(np.int64),
+            arrays.keep.astype(np.int64),
+            _column(holes.rebuildable),
+            _column(holes.stays),
+            holes.graph.base_bytes,
+        )
+        self._dear = sum(holes.seconds)
+
+    def simulate(self, choice: Sequence[int], moves: Moves | None) -> Simulated | None:
+        """Return what `simulate.simulate` makes a Schedule of; None for an impossible choice."""
+        found = self._core.simulate(self._tables, _column(choice), _moves(moves))
+        if found is None:
+            return None
+        ops, at, intervals, live, host_copies, seconds = found
+        return (
+            np.frombuffer(ops, np.int32).tolist(),
+            np.frombuffer(at, np.int32).tolist(),
+            [(a, b, c) for a, b, c in np.frombuffer(intervals, np.int32).reshape(-1, 3).tolist()],
+            np.frombuffer(live, np.int64),
+            [
+                (s, a, b, c)
+                for _, s, a, b, c in np.frombuffer(host_copies, np.int32).reshape(-1, 5).tolist()
+            ],
+            seconds,
+        )
+
+    def fit(
+        self,
+        choice: Sequence[int],
+        budget_bytes: int,
+        late: Callable[[], bool],
+        moves: Moves | None,
+        rounds: int,
+        factors: Sequence[float],
+    ) -> list[int] | None:
+        """Return the choice that `greedy.fit` finds."""
+        held = _column(choice)
+        weights = np.array(factors, np.float64)
+        found = self._core.fit(
+            self._tables, held, _moves(moves), weights, budget_bytes, self._dear, rounds, late
+        )
+        return held.tolist() if found else None
+
+    def trim(
+        self,
+        choice: Sequence[int],
+        order: Sequence[int],
+        budget_bytes: int,
+        late: Callable[[], bool],
+        moves: Moves | None,
+        *,
+        filtered: bool,
+    ) -> list[int]:
+        """Return the choice that `greedy.trim` ends with, holes tried in this order."""
+        held = _column(choice)
+        self._core.trim(
+            self._tables, held, _moves(moves), _column(order), budget_bytes, filtered, late
+        )
+        return list(held.tolist())
+
+    def anneal(
+        self,
+        choice: Sequence[int],
+        moved: Sequence[bool],
+        budget_bytes: int,
+        late: Callable[[], bool],
+        lanes: tuple[float, float, float, int],
+        heat: tuple[float, float],
+        *,
+        tries: int,
+        seed: int,
+        recompute: bool,
+    ) -> tuple[list[int], list[bool]]:
+        """Return the choice, and per hole whether it is moved, that `anneal.anneal` ends with."""
+        held, away = _column(choice), _column(moved)
+        self._core.anneal(
+            self._tables, held, away, budget_bytes, tries, seed, recompute, lanes, heat, late
+        )
+        return held.tolist(), [bool(it) for it in away.tolist()]
+
+
+def compiled(holes: Holes) -> Compiled | None:
+    """Return holes in the extension, handed over once; None where the Python twins are to run."""
+    if "compiled" not in holes.memo:
+        core = native.core()
+        holes.memo["compiled"] = None if core is None else Compiled(core, holes)
+    found: Compiled | None = holes.memo["compiled"]
+    return found
+
+
+def _column(values: Iterable[int]) -> Ints:
+    return np.array(list(values), np.int64)
+
+
+def _ragged(rows: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+    return _column(map(len, rows)), _column(chain.from_iterable(rows))
+
+
+def _moves(moves: Moves | None) -> Ints:
+    return np.array([(hole, *ends) for hole, ends in (moves or {}).items()], np.int64).reshape(-1)

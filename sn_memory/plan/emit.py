@@ -1,0 +1,197 @@
+"""From a choice, or from decisions by name, to a finished Plan with its predictions.
+
+Planners that think in holes call `emit`; planners that think in storages ("recompute h3", as the
+historical ones do) call `plan_from_decisions`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from ..base.errors import PlanError
+from ..cost.offload import lane_seconds, windows
+from ..cost.schedule import Impossible, Schedule
+from ..graph.graph import Graph
+from ..graph.holes import KEEP, Holes, holes
+from ..graph.liveness import baseline_seconds, peak
+from .plan import DECISIONS, Decision, Plan, Step
+from .simulate import simulate
+
+
+def emit(
+    shape: Holes,
+    schedule: Schedule,
+    *,
+    planner: str,
+    budget_bytes: int | None = None,
+    lower_bound_seconds: float | None = None,
+    solve_s: float = 0.0,
+    reasons: Mapping[int, str] | None = None,
+) -> Plan:
+    """Return the plan of a schedule; `reasons` per storage replace the general sentence.
+
+    Without a bound of the planner's own, the seconds of all ops run once in their fastest way are
+    the bound.
+    """
+    graph = shape.graph
+    seconds = lane_seconds(shape, schedule)
+    least = sum(min(options) for options in graph.arrays.seconds)
+    bound = least if lower_bound_seconds is None else lower_bound_seconds
+    return Plan(
+        steps=_steps(shape, schedule),
+        decisions=_decisions(shape, schedule, reasons or {}),
+        planner=planner,
+        peak_bytes=schedule.peak_bytes or graph.base_bytes,
+        seconds=seconds,
+        # Both are sums of the same terms in another order; a bound above by rounding is no bound.
+        lower_bound_seconds=min(bound, seconds),
+        budget_bytes=budget_bytes,
+        baseline_peak_bytes=peak(graph).bytes,
+        baseline_seconds=baseline_seconds(graph),
+        seconds_sources=graph.seconds_sources,
+        solve_s=solve_s,
+        graph_name=graph.name,
+    )
+
+
+def plan_from_decisions(
+    graph: Graph,
+    decisions: Mapping[str, str],
+    *,
+    planner: str,
+    budget_bytes: int | None = None,
+    reasons: Mapping[str, str] | None = None,
+) -> Plan:
+    """Return the plan that carries decisions out, storage by storage.
+
+    Parameters
+    ----------
+    decisions
+        Storage or alias name to `keep`, `recompute`, `recompute_each` or `offload`. A storage that
+        is not named is held to its last use. One that is named `keep` is held longer, while
+        rebuilds still start from it. The others leave in their longest hole; `recompute_each` in
+        all holes after that one too.
+    planner
+        Name of the planner, for the plan.
+    budget_bytes
+        Written into the plan; keeping it is the caller's business.
+    reasons
+        Storage name to a sentence for people.
+
+    Raises
+    ------
+    PlanError
+        For a name there is not, an action that is not allowed for it, or decisions that cannot be
+        carried out together.
+    """
+    shape = holes(graph)
+    choice, moved = shape.natural(), []
+    for name, action in decisions.items():
+        if name not in graph.storage_index:
+            raise PlanError(f"decisions: the graph has no storage or alias named {name!r}.")
+        if action not in DECISIONS or action == "compress":
+            raise PlanError(
+                f"decisions[{name!r}]: got {action!r}, expected keep, recompute, recompute_each or "
+                "offload."
+            )
+        storage = graph.storage_index[name]
+        mine = shape.of(storage)
+        if not mine or (len(mine) == 1 and action == "offload"):
+            continue
+        if action == "keep":
+            choice[mine[-1]] = KEEP
+        elif action == "offload":
+            moved.append(shape.main(storage))
+        else:
+            if not shape.rebuildable[storage]:
+                raise PlanError(
+                    f"decisions[{name!r}]: got {action!r}, but its ops may not run twice. Keep or "
+                    "offload it."
+                )
+            main = shape.main(storage)
+            for hole in mine:
+                if hole == main or (hole > main and action == "recompute_each"):
+                    choice[hole] = 0 if action == "recompute" else len(graph.ops)
+            if shape.stays[mine[-1]]:
+                choice[mine[-1]] = KEEP
+    named = {graph.storage_index[name]: text for name, text in (reasons or {}).items()}
+    try:
+        schedule = simulate(shape, choice, windows(shape, moved))
+    except Impossible:
+        raise PlanError(
+            f"{planner}: these decisions cannot be carried out together: a rebuild would start "
+            "from a storage that is on the host, has changed since, or cannot be made again. Keep "
+            "that storage."
+        ) from None
+    return emit(shape, schedule, planner=planner, budget_bytes=budget_bytes, reasons=named)
+
+
+def decisions_of(graph: Graph, steps: Sequence[Step]) -> tuple[Decision, ...]:
+    """Return the decisions that steps amount to, for planners that do not simulate a choice."""
+    made: Counter[str] = Counter()
+    offloaded = {step.target for step in steps if step.action == "offload"}
+    for step in steps:
+        if step.action == "run":
+            made.update(
+                graph.storages[it].name for it in graph.arrays.outputs[graph.op_index[step.target]]
+            )
+    result = []
+    for storage in graph.storages:
+        times = made[storage.name]
+        if not times:
+            continue
+        if storage.name in offloaded:
+            result.append(Decision(storage.name, "offload", "leaves for the host", storage.bytes))
+        elif times == 1:
+            result.append(Decision(storage.name, "keep", "made once"))
+        else:
+            action = "recompute" if times == 2 else "recompute_each"
+            result.append(Decision(storage.name, action, f"made {times} times", storage.bytes))
+    return tuple(result)
+
+
+def _decisions(
+    shape: Holes, schedule: Schedule, reasons: Mapping[int, str]
+) -> tuple[Decision, ...]:
+    """Say for each storage what the schedule does with it, seen from how often it is made."""
+    stays = Counter(storage for storage, _, _ in schedule.intervals)
+    moved = {host_copy.storage for host_copy in schedule.host_copies}
+    runs = Counter(schedule.ops)
+    result = []
+    for number, storage in enumerate(shape.graph.storages):
+        if not shape.chain[number]:
+            continue
+        size, cost = shape.bytes[number], 0.0
+        if number in moved:
+            action, text = "offload", "spends its longest gap on the host"
+        elif stays[number] < 2:
+            action, text, size = "keep", "on the device from its making to its last use", 0
+        else:
+            action = "recompute" if stays[number] == 2 else "recompute_each"
+            cost = sum((runs[op] - 1) * shape.seconds[op] for op in shape.chain[number])
+            text = f"made {stays[number]} times, for {cost:.3g} s more"
+        result.append(Decision(storage.name, action, reasons.get(number, text), size, cost))
+    return tuple(result)
+
+
+def _steps(holes: Holes, schedule: Schedule) -> tuple[Step, ...]:
+    """Write a schedule down as the steps of a plan."""
+    graph = holes.graph
+    ways = schedule.ways or (0,) * len(schedule.ops)
+    names = [storage.name for storage in graph.storages]
+    after: list[list[Step]] = [[] for _ in schedule.ops]
+    before: list[list[Step]] = [[] for _ in schedule.ops]
+    end = len(schedule.ops) - 1
+    for host_copy in schedule.host_copies:
+        after[host_copy.left].append(Step("offload", names[host_copy.storage]))
+        before[host_copy.fetched].append(Step("prefetch", names[host_copy.storage]))
+    for storage, _, run in schedule.intervals:
+        if run != end or not graph.storages[storage].keep:
+            after[run].append(Step("free", names[storage]))
+    result: list[Step] = []
+    for run, op in enumerate(schedule.ops):
+        result += before[run]
+        result.append(Step("run", graph.ops[op].name, ways[run]))
+        result += after[run]
+    return tuple(result)

@@ -1,0 +1,271 @@
+"""The plan: what to do, step by step, and what that will cost. Data only; JSON in and out.
+
+A list of decisions ("recompute h3") leaves open when, and every back end would answer differently.
+So a plan *is* its steps: run, free, offload, prefetch, compress, decompress, in order. The
+decisions beside them say why, for people and for back ends that only take hints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from ..base.errors import PlanError
+from ..base.fields import Fields, is_text, load, show
+from ..base.limits import is_count
+
+FORMAT: Final = "sn_memory.plan.v1"
+ACTIONS: Final = ("run", "free", "offload", "prefetch", "compress", "decompress")
+DECISIONS: Final = ("keep", "recompute", "recompute_each", "offload", "compress")
+
+
+class Step(NamedTuple):
+    """One instruction: `run` an op in one of its ways, or do one of the others to a storage.
+
+    run         allocate the outputs that are absent, hold the workspace, compute
+    free        give the storage's device memory back
+    offload     start copying it to the host; its device memory stays until `free`
+    prefetch    allocate it on the device again and start copying it back
+    compress    replace it by its compressed form
+    decompress  replace the compressed form by the storage
+    """
+
+    action: str
+    target: str
+    way: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What happens to one storage between its uses, and why.
+
+    Parameters
+    ----------
+    storage
+        Its name.
+    action
+        `keep`, `recompute` (rebuilt once, then held to its last use), `recompute_each` (rebuilt
+        for each group of uses), `offload` or `compress`.
+    reason
+        One sentence for people.
+    bytes, cost_s
+        What leaves the device, and the seconds that costs.
+    """
+
+    storage: str
+    action: str
+    reason: str = ""
+    bytes: int = 0
+    cost_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Steps that carry a graph out within a peak, with predictions and a bound.
+
+    Parameters
+    ----------
+    steps
+        The instructions in order; `check_plan` replays them.
+    decisions
+        One for each storage that is not resident.
+    planner
+        Which planner made it.
+    peak_bytes, seconds
+        Predicted: largest number of live bytes, and the time when the last op has ended.
+    lower_bound_seconds
+        No plan with the planner's actions that keeps the budget is faster than this.
+    budget_bytes
+        What was asked for; None for planners that take no budget.
+    baseline_peak_bytes, baseline_seconds
+        The graph as it stands: everything kept to its last use.
+    seconds_sources
+        How many ops have their seconds from where: measured, roofline or flops.
+    solve_s
+        Seconds of planning.
+    graph_name
+        The name of the graph it was made for.
+    """
+
+    steps: tuple[Step, ...]
+    decisions: tuple[Decision, ...]
+    planner: str
+    peak_bytes: int
+    seconds: float
+    lower_bound_seconds: float
+    budget_bytes: int | None = None
+    baseline_peak_bytes: int = 0
+    baseline_seconds: float = 0.0
+    seconds_sources: Mapping[str, int] = field(default_factory=dict)
+    solve_s: float = 0.0
+    graph_name: str = ""
+
+    @property
+    def gap(self) -> float:
+        """How far above the lower bound the plan is, as a fraction of the bound; 0 is optimal."""
+        if self.lower_bound_seconds <= 0:
+            return 0.0 if self.seconds <= 0 else float("inf")
+        return max(0.0, self.seconds / self.lower_bound_seconds - 1)
+
+    @property
+    def overhead(self) -> float:
+        """Extra seconds over the unplanned graph, as a fraction."""
+        return self.seconds / self.baseline_seconds - 1 if self.baseline_seconds else 0.0
+
+    def decided(self, action: str) -> tuple[str, ...]:
+        """Return the names of the storages with this decision.
+
+        Raises PlanError for an action there is not.
+        """
+        if action not in DECISIONS:
+            raise PlanError(f"got action {action!r}, expected one of {', '.join(DECISIONS)}.")
+        return tuple(item.storage for item in self.decisions if item.action == action)
+
+    @staticmethod
+    def from_json(source: str | os.PathLike[str]) -> Plan:
+        """Read a plan from a path, or from JSON text (anything that starts with a brace).
+
+        Raises PlanError with the line (not JSON) or the key (JSON that makes no sense).
+        """
+        return _from_data(load(source, PlanError, "plan"))
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Return the plan as JSON text; also write it to `path` if given."""
+        text = _to_text(self)
+        if path is not None:
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text)
+        return text
+
+
+class BudgetError(RuntimeError):
+    """No plan keeps the budget.
+
+    Attributes
+    ----------
+    peak_bytes
+        The smallest peak that a plan was found for.
+    budget_bytes
+        The budget that was asked for.
+    op
+        The name of the op at which that smallest peak is reached.
+    plan
+        The plan of that peak, where the raiser has one.
+    floor_bytes
+        No plan has a smaller peak than this; equal to `peak_bytes` where that is proven to be the
+        smallest. None where the raiser has proven nothing.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        peak_bytes: int,
+        budget_bytes: int,
+        op: str,
+        plan: Plan | None = None,
+        floor_bytes: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.peak_bytes = peak_bytes
+        self.budget_bytes = budget_bytes
+        self.op = op
+        self.plan = plan
+        self.floor_bytes = floor_bytes
+
+
+_NUMBERS: Final = (
+    ("peak_bytes", int),
+    ("seconds", float),
+    ("lower_bound_seconds", float),
+    ("baseline_peak_bytes", int),
+    ("baseline_seconds", float),
+    ("solve_s", float),
+)
+
+
+def _read_steps(rows: Iterable[Any]) -> Iterable[Step]:
+    for at, row in enumerate(rows):
+        usual = isinstance(row, list) and len(row) in (2, 3)
+        if not (usual and is_text(row[0]) and is_text(row[1])):
+            raise PlanError(f'steps[{at}]: got {show(row)}, expected ["action", "name"].')
+        if row[0] not in ACTIONS:
+            raise PlanError(
+                f"steps[{at}][0]: got {show(row[0])}, expected one of {', '.join(ACTIONS)}."
+            )
+        way = row[2] if len(row) == 3 else 0
+        if isinstance(way, bool) or not isinstance(way, int) or way < 0:
+            raise PlanError(
+                f"steps[{at}][2]: got {show(way)}, expected a whole number of 0 or more."
+            )
+        yield Step(row[0], row[1], way)
+
+
+def _read_decision(data: object, where: str) -> Decision:
+    row = Fields(data, where, PlanError)
+    action = row.text("action")
+    if action not in DECISIONS:
+        raise row.fail("action", action, f"one of {', '.join(DECISIONS)}")
+    decision = Decision(
+        row.text("storage"),
+        action,
+        row.text("reason", ""),
+        row.integer("bytes", 0),
+        row.number("cost_s", 0.0),
+    )
+    row.done()
+    return decision
+
+
+def _from_data(data: object) -> Plan:
+    row = Fields(data, "plan", PlanError)
+    if (version := row.text("format")) != FORMAT:
+        raise row.fail("format", version, f'"{FORMAT}"')
+    numbers: dict[str, Any] = {
+        key: row.integer(key) if kind is int else row.number(key) for key, kind in _NUMBERS
+    }
+    for key, value in numbers.items():
+        if value < 0:
+            raise row.fail(key, value, "0 or more")
+    sources = row.mapping("seconds_sources")
+    for key, count in sources.items():
+        if not is_count(count):
+            raise row.fail(f"seconds_sources.{key}", count, "a whole number of 0 or more")
+    plan = Plan(
+        steps=tuple(_read_steps(row.items("steps"))),
+        decisions=tuple(
+            _read_decision(item, f"decisions[{at}]")
+            for at, item in enumerate(row.items("decisions"))
+        ),
+        planner=row.text("planner"),
+        budget_bytes=row.integer("budget_bytes", None),
+        seconds_sources=dict(sources),
+        graph_name=row.text("graph_name", ""),
+        **numbers,
+    )
+    row.done()
+    return plan
+
+
+def _to_text(plan: Plan) -> str:
+    head: dict[str, Any] = {
+        "format": FORMAT,
+        "graph_name": plan.graph_name,
+        "planner": plan.planner,
+        "budget_bytes": plan.budget_bytes,
+        **{key: kind(getattr(plan, key)) for key, kind in _NUMBERS},
+        "seconds_sources": dict(plan.seconds_sources),
+    }
+    lines = ["{", *(f"{json.dumps(key)}: {json.dumps(value)}," for key, value in head.items())]
+    decisions = [
+        json.dumps({key: getattr(item, key) for key in Decision.__dataclass_fields__})
+        for item in plan.decisions
+    ]
+    steps = [json.dumps(list(step) if step.way else list(step[:2])) for step in plan.steps]
+    for key, rows, end in (("decisions", decisions, ","), ("steps", steps, "")):
+        body = ",\n".join(rows)
+        lines.append(f'"{key}": [\n{body}\n]{end}' if body else f'"{key}": []{end}')
+    return "\n".join([*lines, "}"]) + "\n"

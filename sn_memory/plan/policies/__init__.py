@@ -1,0 +1,50 @@
+"""The historical planners, by name; each is a function of one module.
+
+    (graph: Graph, *, budget_bytes: int | None) -> Plan
+
+It may ignore the budget, must not raise where its method simply finds nothing (then it returns
+the plan of least peak it has), and its plans pass `check_plan`.
+`plan_graph(..., planner="auto")` takes all of them as candidates, so it is never slower than any of
+them at the same peak. To add one: a function here, its name in `_FUNCTIONS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Final, Protocol
+
+from ...graph.graph import Graph
+from ..plan import Plan
+
+
+class Policy(Protocol):
+    """What a policy is."""
+
+    def __call__(self, graph: Graph, *, budget_bytes: int | None) -> Plan: ...
+
+
+# Public name to module of this package and function there.
+_FUNCTIONS: Final[dict[str, tuple[str, str]]] = {
+    "liveness": ("liveness", "plan"),
+    "superneurons_speed": ("superneurons", "speed_centric"),
+    "superneurons_memory": ("superneurons", "memory_centric"),
+    "superneurons": ("superneurons", "cost_aware"),
+    "sqrt_n": ("chen", "sqrt_n"),
+    "greedy": ("chen", "greedy"),
+    "offload_conv": ("vdnn", "offload_conv"),
+    "dtr": ("dtr", "dtr"),
+    "knapsack": ("knapsack", "knapsack"),
+}
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all policies, in the order of the table."""
+    return tuple(_FUNCTIONS)
+
+
+def policy(name: str) -> Policy:
+    """Return the policy of this name; raises KeyError for a name there is not."""
+    module, function = _FUNCTIONS[name]
+    found: Callable[..., Plan] = getattr(import_module(f".{module}", __name__), function)
+    return found

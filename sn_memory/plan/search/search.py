@@ -1,0 +1,352 @@
+"""One search: the candidates found so far for a graph, and the ways to find more.
+
+Each way starts from another idea of what to keep (nothing, what the linear relaxation keeps, what
+the chain of blocks keeps), is repaired against the true peak and trimmed. What they found is then
+improved by annealing (`anneal.py`) and by ruin and repair (`repair.py`).
+
+Longer than most files: the ways share one clock, one archive and one state of what was solved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+
+from ...base.clock import now
+from ...cost.schedule import Impossible, Schedule
+from ...graph.holes import Holes
+from ..bound import Relaxed, moments, relax
+from ..compiled import compiled
+from ..plan import Plan
+from ..simulate import simulate
+from .anneal import Rules, anneal
+from .archive import Archive, Candidate
+from .chain import Chain
+from .greedy import fit, trim
+from .initial import start_from_relaxed, starts_from_plan
+from .mixed import Mixed, from_relaxed, improve
+from .repair import refine
+
+# A candidate this close to the bound ends the search.
+ENOUGH = 1e-4
+# Above this many ops a single simulation takes so long that the order of the ways matters.
+LARGE = 4000
+# Up to this many ops, ruin and repair is worth its time; attempts times ops, and attempts at most.
+SMALL = 6000
+TRIES, MOST_TRIES = 600_000, 600
+# Annealing: tries times ops of the first round and of all rounds, and tries of a round at most.
+ROUND, ALL_ROUNDS, LONGEST = 8_000_000, 64_000_000, 50_000
+# Heat of a first round, of one from the graph as it stands, and of all later ones.
+WARM, FRESH, COOL = 1e-3, 3e-3, 3e-4
+# A round that gains less than this part of the seconds is one without gain.
+GAIN = 5e-4
+
+Progress = Callable[[str, float | None], None]
+
+
+class Search:
+    """The state of planning one graph: its holes, its archive and its clock.
+
+    Parameters
+    ----------
+    shape
+        The holes of the graph.
+    offload
+        Whether storages may go to the host.
+    recompute
+        Whether ops may run twice.
+    deadline
+        Moment of `clock.now()` after which no new attempt starts.
+    progress
+        Called with a line of text and the seconds of the best candidate so far, after each attempt.
+    """
+
+    def __init__(
+        self,
+        shape: Holes,
+        *,
+        offload: bool,
+        recompute: bool,
+        deadline: float,
+        progress: Progress | None = None,
+    ) -> None:
+        self.shape, self.deadline, self.progress = shape, deadline, progress
+        self.recompute = recompute
+        self.offload = offload and shape.graph.device.can_offload
+        self.archive = Archive(shape)
+        self.bounds: dict[tuple[int, int], Relaxed | None] = {}
+
+    @property
+    def patience_s(self) -> float:
+        """Limit of one linear program: it counts the clock on the wall, so it must not decide."""
+        return 10 * max(1.0, self.deadline - now())
+
+    @property
+    def late(self) -> bool:
+        return now() > self.deadline
+
+    def bound(self, budget_bytes: int, places: Sequence[int] | None = None) -> float:
+        """Return the lower bound on the seconds of any plan within a budget."""
+        shape = self.shape
+        least = sum(min(options) for options in shape.graph.arrays.seconds)
+        if self.archive.items[0].peak_bytes <= budget_bytes and not self.archive.choosy:
+            return least
+        if not self.recompute and not self.offload:
+            return least
+        for at in moments(shape) if places is None else places:
+            found = self.relaxed(at, budget_bytes)
+            if found is not None:
+                # The solver's answer is exact to about 1e-7; what is promised is cut by ten times
+                # that.
+                least = max(least, found.seconds * (1 - 1e-6))
+            if self.late:
+                break
+        return least
+
+    def relaxed(self, at: int, budget_bytes: int) -> Relaxed | None:
+        """Return the relaxation at an op, solved once per budget."""
+        key = (at, budget_bytes)
+        if key not in self.bounds:
+            self.bounds[key] = relax(
+                self.shape,
+                at,
+                budget_bytes,
+                offload=self.offload,
+                recompute=self.recompute,
+                time_limit_s=self.patience_s,
+            )
+        return self.bounds[key]
+
+    def attempt(self, choice: Sequence[int], budget_bytes: int, origin: str) -> None:
+        """Fit a choice under a budget and trim it; what results goes into the archive."""
+        # No attempt takes more than a part of what is left, so that the others get their turn.
+        began = now()
+        part = began + (self.deadline - began) / 4
+        fitted = fit(self.shape, choice, budget_bytes, deadline=part)
+        if fitted is None:
+            return
+        self.archive.add(*fitted, origin)
+        part += (self.deadline - began) / 8
+        trimmed = trim(self.shape, *fitted, budget_bytes, deadline=part)
+        self.archive.add(*trimmed, f"{origin}, trimmed")
+        self.report(origin, budget_bytes)
+
+    def take(self, found: Mixed, origin: str, budget_bytes: int) -> None:
+        """Put what was found into the archive, and say so."""
+        self.archive.add(found.choice, found.schedule, origin, found.moved)
+        self.report(origin, budget_bytes)
+
+    def report(self, origin: str, budget_bytes: int) -> None:
+        best = self.archive.best(budget_bytes)
+        if self.progress is not None:
+            self.progress(origin, None if best is None else best.seconds)
+
+    def solve(self, budget_bytes: int) -> Candidate | None:
+        """Look for a fast candidate within a budget, by all ways; return the best."""
+        best = self.archive.best(budget_bytes)
+        if best is not None and best.origin == "keep":
+            return best
+        if not self.recompute and not self.offload:
+            return best
+        target = self.bound(budget_bytes) * (1 + ENOUGH)
+        for way in self._ways(budget_bytes):
+            way()
+            best = self.archive.best(budget_bytes)
+            if self.late or (best is not None and best.seconds <= target):
+                return best
+        self.annealed(budget_bytes, target)
+        if self.recompute and len(self.shape.graph.ops) <= SMALL:
+            self.refined(budget_bytes, target)
+        return self.archive.best(budget_bytes)
+
+    def annealed(self, budget_bytes: int, target: float) -> None:
+        """Improve by annealing, in ever longer rounds, until two of them bring nothing.
+
+        Rounds are counted in tries, not in seconds, so that what they find does not depend on the
+        machine, as long as the time suffices.
+        """
+        ops = len(self.shape.graph.ops)
+        tries, left, idle, number = self.first_tries, ALL_ROUNDS // ops, 0, 0
+        while tries <= left and idle < 2 and not self.late:
+            start = self.archive.start(budget_bytes)
+            fits = start.peak_bytes <= budget_bytes
+            if fits and start.seconds <= target:
+                return
+            # The second round has ideas of its own: it starts from the graph as it stands.
+            fresh = number == 1 and ops <= LARGE // 4
+            begin = self.archive.items[0] if fresh else start
+            warm = FRESH if fresh else WARM if number == 0 else COOL
+            self.anneal(begin, budget_bytes, tries, warm, number, deadline=self.deadline)
+            after = self.archive.start(budget_bytes)
+            if fits:
+                gained = after.seconds < start.seconds * (1 - GAIN)
+            else:
+                gained = after.peak_bytes < start.peak_bytes
+            idle = 0 if gained else idle + 1
+            left, number, tries = left - tries, number + 1, tries if gained else 2 * tries
+
+    @property
+    def first_tries(self) -> int:
+        """Tries of the first round of annealing; its Python twin is some fifty times slower."""
+        part = 50 if compiled(self.shape) is None else 1
+        return max(1, min(LONGEST, ROUND // len(self.shape.graph.ops)) // part)
+
+    def anneal(
+        self,
+        start: Candidate,
+        budget_bytes: int,
+        tries: int,
+        warm: float,
+        seed: int,
+        *,
+        deadline: float,
+    ) -> None:
+        """Put what one annealing finds into the archive."""
+        rules = Rules(budget_bytes, self.offload, self.recompute, tries, warm, seed)
+        found = anneal(self.shape, start.mixed, rules, deadline=deadline)
+        if found is not None:
+            self.take(found, "annealing", budget_bytes)
+
+    def least(self, budget_bytes: int) -> None:
+        """Look for the smallest peak, down to a budget.
+
+        One short annealing comes whatever the clock says, so that something is always found.
+        """
+        if not self.recompute and not self.offload:
+            return
+        start = self.archive.smallest()
+        tries = 1 + self.first_tries // 4
+        self.anneal(start, budget_bytes, tries, FRESH, 0, deadline=math.inf)
+        if self.recompute:
+            self.attempt(self.shape.natural(), budget_bytes, "greedy")
+            self.from_chain(budget_bytes)
+        self.annealed(budget_bytes, 0.0)
+
+    def refined(self, budget_bytes: int, target: float) -> None:
+        """Improve the best candidate by ruin and repair."""
+        best = self.archive.start(budget_bytes)
+        if best.peak_bytes > budget_bytes or best.seconds <= target or self.late:
+            return
+        found = refine(
+            self.shape,
+            best.mixed,
+            budget_bytes,
+            offload=self.offload,
+            enough_s=target,
+            tries=min(MOST_TRIES, max(50, TRIES // max(1, len(self.shape.graph.ops)))),
+            deadline=self.deadline,
+        )
+        self.take(found, "ruin and repair", budget_bytes)
+
+    def _ways(self, budget_bytes: int) -> list[Callable[[], object]]:
+        """Return the ways to look, those first that most often end the search.
+
+        On large graphs the chain comes first: it solves equal blocks once.
+        """
+        natural = self.shape.natural()
+        greedy = partial(self.attempt, natural, budget_bytes, "greedy")
+        relaxed = [
+            partial(self.from_relaxation, budget_bytes, share) for share in (1.0, 0.95, 0.9, 0.8)
+        ]
+        lanes = partial(self.with_lanes, budget_bytes)
+        chain = partial(self.from_chain, budget_bytes)
+        ways: list[Callable[[], object]] = [lanes] if self.offload else []
+        if self.recompute and len(self.shape.graph.ops) > LARGE:
+            ways = [chain, greedy, *relaxed[:1], *ways]
+        elif self.recompute:
+            ways += [greedy, *relaxed[:1], chain, *relaxed[1:]]
+        return ways
+
+    def from_plan(self, plan: Plan, budget_bytes: int) -> None:
+        """Start from what another planner rebuilds."""
+        for start in starts_from_plan(self.shape, plan):
+            if self.simulated(start) is not None:
+                self.attempt(start, budget_bytes, plan.planner)
+
+    def with_lanes(self, budget_bytes: int) -> None:
+        """Start from relaxations that may use the lanes, at some shares of their speed."""
+        at = moments(self.shape, 1)[0]
+        starts: list[Mixed] = []
+        for lanes in (1.0, 0.8, 0.6, 0.4):
+            if self.late:
+                break
+            relaxed = relax(
+                self.shape,
+                at,
+                budget_bytes,
+                offload=True,
+                recompute=self.recompute,
+                lanes=lanes,
+                time_limit_s=self.patience_s,
+            )
+            start = None
+            if relaxed is not None:
+                start = from_relaxed(
+                    self.shape,
+                    relaxed,
+                    budget_bytes,
+                    recompute=self.recompute,
+                    deadline=self.deadline,
+                )
+            if start is not None:
+                starts.append(start)
+                self.take(start, f"lanes at {lanes:.0%}", budget_bytes)
+        if not starts:
+            return
+        # Half of what time is left: the ways without lanes want a turn as well.
+        half = now() + (self.deadline - now()) / 2
+        best = min(starts, key=lambda item: item.seconds)
+        found = improve(self.shape, best, budget_bytes, recompute=self.recompute, deadline=half)
+        self.take(found, "lanes, improved", budget_bytes)
+
+    @cached_property
+    def chain(self) -> Chain:
+        """The blocks of the graph and their table, made at first need."""
+        half = now() + (self.deadline - now()) / 2
+        return Chain(self.shape, self.archive.items[0].peak_bytes, deadline=half)
+
+    def from_chain(self, budget_bytes: int) -> None:
+        """Start from the chain's checkpoints, for the largest table budget that really fits.
+
+        The table rounds up and adds peaks that do not meet, so what it calls a larger budget often
+        fits; which one is found by bisection on the true peak.
+        """
+        low, high = budget_bytes, self.archive.items[0].peak_bytes
+        first: list[int] | None = None
+        for _ in range(8):
+            if self.late and first is not None:
+                break
+            middle = (low + high) // 2 if first is not None else low
+            choice = self.chain.choice(middle)
+            schedule = None if choice is None else self.simulated(choice)
+            if choice is not None and schedule is not None and first is None:
+                first = choice
+            if choice is not None and schedule is not None:
+                self.archive.add(choice, schedule, "chain")
+            fits = schedule is not None and schedule.peak_bytes <= budget_bytes
+            if middle == low and not fits:
+                break
+            low, high = (middle, high) if fits else (low, middle)
+        start = self.chain.choice(low)
+        if start is not None:
+            self.attempt(start, budget_bytes, "chain")
+
+    def simulated(self, choice: Sequence[int]) -> Schedule | None:
+        try:
+            return simulate(self.shape, choice)
+        except Impossible:
+            return None
+
+    def from_relaxation(self, budget_bytes: int, share: float) -> None:
+        """Start from what the relaxation keeps, with part of the budget left for rebuilds."""
+        at = moments(self.shape, 1)[0]
+        base = self.shape.graph.base_bytes
+        room = base + int((budget_bytes - base) * share)
+        relaxed = relax(self.shape, at, room, offload=False)
+        if relaxed is None:
+            return
+        choice = start_from_relaxed(self.shape, relaxed)
+        if self.simulated(choice) is None:
+            return
+        self.attempt(choice, budget_bytes, f"relaxation at {share:.0%}")

@@ -1,0 +1,4 @@
+"""Addresses in one arena for buffers whose lifetimes are known; `csv` reads and writes them.
+
+It imports `base` only.
+"""

@@ -1,0 +1,162 @@
+"""A packing problem in arrays: what the user wrote, checked, and time cut into sections.
+
+A section is the time between two neighbouring starts or ends. Nothing changes inside one, so the
+set of live buffers of each section is all that a packer needs to know of time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..base.errors import PackError
+
+Ints = npt.NDArray[np.int64]
+
+# Offsets are sums of sizes, so their sum bounds every number a packer forms; half of the 64-bit
+# range leaves room for rounding up to alignments.
+_LARGEST: Final = 2**62
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Buffers in arrays [n] int64.
+
+    Parameters
+    ----------
+    lower, upper
+        The half-open lifetime [lower, upper), in any unit of time.
+    size, align
+        Bytes; the offset of a buffer is a multiple of its alignment.
+    first, last
+        The sections [first, last) it lives in.
+    sections
+        How many sections there are.
+    """
+
+    lower: Ints
+    upper: Ints
+    size: Ints
+    align: Ints
+    first: Ints
+    last: Ints
+    sections: int
+
+    def __len__(self) -> int:
+        return len(self.size)
+
+    @property
+    def live_bytes(self) -> Ints:
+        """The sum of live sizes in each section: [sections] int64."""
+        change = np.zeros(self.sections + 1, np.int64)
+        np.add.at(change, self.first, self.size)
+        np.subtract.at(change, self.last, self.size)
+        return np.cumsum(change)[:-1]
+
+    @property
+    def lower_bound(self) -> int:
+        """The largest sum of live sizes: no arena can be smaller. Zero without buffers."""
+        return int(self.live_bytes.max(initial=0))
+
+    @property
+    def grain(self) -> int:
+        """The largest number that divides all sizes and all alignments above 1, hence heights."""
+        return int(np.gcd.reduce(np.append(self.size, self.align[self.align > 1]), initial=0)) or 1
+
+    def pairs(self) -> int:
+        """Return how many pairs of buffers are alive together."""
+        starts, ends = np.sort(self.first), np.sort(self.last)
+        before = np.searchsorted(starts, self.last, "left")
+        over = np.searchsorted(ends, self.first, "right")
+        return int((before - over - 1).sum()) // 2
+
+    def only(self, chosen: Ints) -> Problem:
+        """Return the problem of these buffers alone."""
+        return of_arrays(
+            self.lower[chosen], self.upper[chosen], self.size[chosen], self.align[chosen]
+        )
+
+    def components(self) -> list[Ints]:
+        """Return groups of buffer numbers; no two groups share any time, each one is connected."""
+        if not len(self):
+            return []
+        order = np.argsort(self.first, kind="stable")
+        reach = np.maximum.accumulate(self.last[order])
+        cuts = np.flatnonzero(self.first[order][1:] >= reach[:-1]) + 1
+        return list(np.split(order, cuts))
+
+
+def of_arrays(lower: Ints, upper: Ints, size: Ints, align: Ints) -> Problem:
+    """Return the problem of checked arrays."""
+    times = np.unique(np.concatenate([lower, upper]))
+    return Problem(
+        lower=lower,
+        upper=upper,
+        size=size,
+        align=align,
+        first=np.searchsorted(times, lower).astype(np.int64),
+        last=np.searchsorted(times, upper).astype(np.int64),
+        sections=max(len(times) - 1, 0),
+    )
+
+
+def read_problem(buffers: Iterable[Sequence[int]] | npt.NDArray[Any]) -> Problem:
+    """Read rows of (lower, upper, size) or (lower, upper, size, alignment).
+
+    Raises PackError naming the first row that makes no sense.
+    """
+    rows: Sequence[Sequence[int]] = (
+        list(buffers.tolist()) if isinstance(buffers, np.ndarray) else list(buffers)
+    )
+    if not len(rows):
+        empty = np.zeros(0, np.int64)
+        return of_arrays(empty, empty, empty, empty)
+    lengths = {len(row) if hasattr(row, "__len__") else 0 for row in rows}
+    try:
+        table = np.array(rows) if len(lengths) == 1 and 0 not in lengths else _padded(rows)
+    except PackError:
+        raise
+    except (TypeError, ValueError, OverflowError) as problem:
+        raise PackError(
+            f"got buffers that make no table ({problem}), expected rows of whole numbers: "
+            "(lower, upper, size) or (lower, upper, size, alignment)."
+        ) from problem
+    if table.ndim != 2 or table.shape[1] not in (3, 4) or table.dtype.kind not in "iu":
+        raise PackError(
+            f"got buffers of shape {table.shape} and dtype {table.dtype}, expected rows of "
+            "whole numbers below 2**63: (lower, upper, size) or (lower, upper, size, alignment)."
+        )
+    # As they came: what does not fit would wrap around.
+    _refuse(np.any(table > _LARGEST, axis=1), rows, "numbers of 2**62 at most")
+    table = table.astype(np.int64)
+    _refuse(np.any(table < -_LARGEST, axis=1), rows, "times of -2**62 at least")
+    lower, upper, size = (np.ascontiguousarray(table[:, at]) for at in range(3))
+    align = np.ascontiguousarray(table[:, 3]) if table.shape[1] == 4 else np.ones_like(size)
+    _refuse(upper <= lower, rows, "a lifetime with lower < upper")
+    _refuse(size < 0, rows, "a size of 0 or more")
+    _refuse(align < 1, rows, "an alignment of 1 or more")
+    if float(size.sum(dtype=float)) + float(align.sum(dtype=float)) > _LARGEST:
+        raise PackError("got sizes that sum to more than 2**62 bytes; give them in larger units.")
+    return of_arrays(lower, upper, size, align)
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> npt.NDArray[Any]:
+    """Rows of three and of four numbers mixed: those of three have no alignment."""
+    for at, row in enumerate(rows):
+        if not hasattr(row, "__len__") or len(row) not in (3, 4):
+            raise PackError(
+                f"buffers[{at}]: got {row!r}, expected (lower, upper, size) or "
+                "(lower, upper, size, alignment)."
+            )
+    return np.array([(*row, 1)[:4] for row in rows])
+
+
+def _refuse(wrong: npt.NDArray[np.bool_], rows: Sequence[Sequence[int]], expected: str) -> None:
+    if wrong.any():
+        at = int(wrong.argmax())
+        got = tuple(int(value) for value in rows[at])
+        raise PackError(f"buffers[{at}]: got {got}, expected {expected}.")

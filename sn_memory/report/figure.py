@@ -1,0 +1,195 @@
+"""The picture of a report: memory over time, the peak's owners, time against memory."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from ..base.errors import MissingExtra
+from ..base.sizes import show_bytes
+from ..plan.plan import Plan
+from .tables import Curve, Replayed, owner_groups
+
+BEFORE: Final = "#9aa5b1"
+AFTER: Final = "#0b6e99"
+BUDGET: Final = "#c0392b"
+_OTHERS: Final = ("#e08e0b", "#5b8c2a", "#8e5ea2", "#a0522d", "#3b7dd8", "#7f8c8d", "#d35d9e")
+_MARKS: Final = "sD^vPX<>ph"
+
+
+def figure(report: Replayed) -> Any:
+    """Return a matplotlib figure; raises MissingExtra without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as missing:
+        raise MissingExtra(
+            "the picture of a report needs matplotlib, which is not installed; the tables do not. "
+            "Install it with: pip install 'superneurons[report]'"
+        ) from missing
+    # Not pyplot: no window system is asked for, no state of the user's own figures is touched.
+    chart = Figure(figsize=(11, 8.2), layout="constrained")
+    FigureCanvasAgg(chart)
+    grid = chart.add_gridspec(2, 2, height_ratios=(1.15, 1))
+    scale, unit = _byte_unit(max(report.before.peak_bytes, report.after.peak_bytes))
+    _over_time(chart.add_subplot(grid[0, :]), report, scale, unit)
+    _owners(chart.add_subplot(grid[1, 0]), report, scale, unit)
+    _against_others(chart.add_subplot(grid[1, 1]), report, scale, unit)
+    chart.suptitle(report.headline, fontsize=13, fontweight="bold")
+    return chart
+
+
+def _byte_unit(largest: int) -> tuple[float, str]:
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if largest >= 1024**power:
+            return 1024.0**power, unit
+    return 1.0, "B"
+
+
+def _time_unit(largest: float) -> tuple[float, str]:
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if largest * factor >= 1:
+            return factor, unit
+    return 1e6, "us"
+
+
+def _plain(axes: Any) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(True, color="#e5e8eb", linewidth=0.7)
+    axes.set_axisbelow(True)
+
+
+def _over_time(axes: Any, report: Replayed, scale: float, unit: str) -> None:
+    end = max(report.before.time_s[-1], report.after.time_s[-1])
+    factor, second = _time_unit(float(end))
+    for curve, colour, label in (
+        (report.before, BEFORE, "before"),
+        (report.after, AFTER, "after"),
+    ):
+        x, y = curve.time_s * factor, curve.bytes / scale
+        axes.fill_between(x, y, step="post", color=colour, alpha=0.25, linewidth=0)
+        axes.step(x, y, where="post", color=colour, linewidth=1.6, label=label)
+        axes.plot(curve.peak_s * factor, curve.peak_bytes / scale, "o", color=colour, markersize=6)
+    if report.plan.budget_bytes is not None:
+        axes.axhline(
+            report.plan.budget_bytes / scale,
+            color=BUDGET,
+            linewidth=1.2,
+            linestyle=(0, (5, 3)),
+            label=f"budget {show_bytes(report.plan.budget_bytes)}",
+        )
+    base = report.graph.base_bytes
+    if base:
+        axes.axhline(
+            base / scale, color="#555555", linewidth=1, linestyle=":", label="weights, inputs"
+        )
+    # Room above the curves: the legend lies there, over no line.
+    axes.set_ylim(0, max(report.before.peak_bytes, report.after.peak_bytes) / scale * 1.22 or 1)
+    axes.set_xlim(0, end * factor or 1)
+    axes.set_xlabel(f"time in the step ({second})")
+    axes.set_ylabel(f"live memory ({unit})")
+    axes.set_title("Memory over time; dots mark the peaks", loc="left", fontsize=11)
+    axes.legend(loc="upper left", ncols=4, frameon=False, fontsize=9)
+    _plain(axes)
+
+
+def _owners(axes: Any, report: Replayed, scale: float, unit: str) -> None:
+    rows: list[tuple[str, float, str]] = []
+    for curve, colour in ((report.before, BEFORE), (report.after, AFTER)):
+        rows += [(_short(name), size / scale, colour) for name, size in owner_groups(report, curve)]
+    first = len(owner_groups(report, report.before))
+    # A gap between the two groups.
+    places = np.array([at + (at >= first) * 1.4 for at in range(len(rows))])
+    sizes = [size for _, size, _ in rows]
+    axes.barh(places, sizes, color=[colour for _, _, colour in rows], height=0.72)
+    for place, size in zip(places, sizes, strict=True):
+        axes.text(size, place, f" {show_bytes(size * scale)}", va="center", fontsize=8)
+    axes.set_yticks(places, [name for name, _, _ in rows], fontsize=8)
+    largest = max(sizes, default=1.0) or 1.0
+    axes.set_xlim(0, largest * 1.25)
+    for place, curve, word in (
+        (-0.95, report.before, "before"),
+        (first + 0.45, report.after, "after"),
+    ):
+        axes.text(
+            largest * 1.24,
+            place + 0.1,
+            f"peak {word}: {show_bytes(curve.peak_bytes)}, at {_short(_at(curve))}",
+            ha="right",
+            va="center",
+            fontsize=8.5,
+            fontweight="bold",
+        )
+    axes.set_ylim(len(rows) + 1.0, -1.6)
+    axes.set_xlabel(f"memory ({unit})")
+    axes.set_title("Who owns the peak", loc="left", fontsize=11)
+    _plain(axes)
+    axes.grid(False, axis="y")
+
+
+def _at(curve: Curve) -> str:
+    return curve.peak_at.removeprefix("run ")
+
+
+def _short(name: str, most: int = 26) -> str:
+    return name if len(name) <= most else f"{name[: most // 2 - 1]}…{name[-(most // 2) :]}"
+
+
+def _fronts(report: Replayed) -> list[tuple[str, list[Plan]]]:
+    """The other plans by planner; planners that made the same single plan share one mark."""
+    by_name: dict[str, list[Plan]] = {}
+    for other in report.others:
+        by_name.setdefault(other.planner, []).append(other)
+    fronts: dict[tuple[tuple[int, int], ...], tuple[list[str], list[Plan]]] = {}
+    for name, plans in by_name.items():
+        place = tuple(_place(report, it) for it in plans)
+        fronts.setdefault(place, ([], plans))[0].append(name)
+    return [(",\n".join(names), plans) for names, plans in fronts.values()]
+
+
+def _place(report: Replayed, plan: Plan | None) -> tuple[int, int]:
+    """Where the mark of a plan, or of no plan, is: closer marks would hide each other."""
+    whole = max(report.plan.baseline_peak_bytes, 1)
+    if plan is None:
+        return (200, 0) if report.plan.baseline_peak_bytes else (0, 0)
+    return round(plan.peak_bytes * 200 / whole), round(plan.overhead * 20)
+
+
+def _against_others(axes: Any, report: Replayed, scale: float, unit: str) -> None:
+    plan = report.plan
+    same_as_none: list[str] = []
+    for number, (name, plans) in enumerate(_fronts(report)):
+        if all(_place(report, it) == _place(report, None) for it in plans):
+            same_as_none.append(name)
+            continue
+        front = sorted(plans, key=lambda it: it.peak_bytes)
+        axes.plot(
+            [it.peak_bytes / scale for it in front],
+            [it.overhead * 100 for it in front],
+            marker=_MARKS[number % len(_MARKS)],
+            color=AFTER if name == plan.planner else _OTHERS[number % len(_OTHERS)],
+            linewidth=1.2 if len(front) > 1 else 0,
+            markersize=7,
+            label=name,
+        )
+    label = ",\n".join(["no plan", *same_as_none])
+    axes.plot(plan.baseline_peak_bytes / scale, 0, "o", color=BEFORE, markersize=10, label=label)
+    axes.plot(
+        plan.peak_bytes / scale,
+        plan.overhead * 100,
+        "*",
+        color=AFTER,
+        markersize=17,
+        markeredgecolor="white",
+        label=f"this plan ({plan.planner})",
+        zorder=4,
+    )
+    if plan.budget_bytes is not None:
+        axes.axvline(plan.budget_bytes / scale, color=BUDGET, linewidth=1.2, linestyle=(0, (5, 3)))
+    axes.set_xlabel(f"peak ({unit})")
+    axes.set_ylabel("extra time (%)")
+    axes.set_title("Time against memory: lower left is better", loc="left", fontsize=11)
+    axes.margins(0.12)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, frameon=False, fontsize=8)
+    _plain(axes)

@@ -1,0 +1,177 @@
+"""Which parts of a model to run again, where each choice is measured: no graph to predict from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from ..base.sizes import show_bytes
+from ..plan.plan import BudgetError, Plan
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What happens to what a part leaves for the backward pass.
+
+    Attributes
+    ----------
+    name
+        A module's or a layer's path, or "first to last" of several layers.
+    action
+        `keep` or `recompute`.
+    saved_bytes
+        What it leaves beside parameters and its inputs or results, measured.
+    seconds
+        Its forward pass, measured; what recomputing costs.
+    """
+
+    name: str
+    action: str
+    saved_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class MeasuredPlan:
+    """Which parts are run again, and what that was measured to need on the sample.
+
+    Attributes
+    ----------
+    choices
+        One for each part that could be chosen.
+    budget_bytes
+        What was asked for.
+    peak_bytes, baseline_peak_bytes
+        Measured with the plan and without.
+    seconds, baseline_seconds
+        What was timed without the plan (torch: a step; TensorFlow: the forward pass of all
+        layers), and with what the reruns cost on top.
+    peak_op
+        The op that holds the most at the peak.
+    """
+
+    choices: tuple[Choice, ...]
+    budget_bytes: int
+    peak_bytes: int
+    baseline_peak_bytes: int
+    seconds: float
+    baseline_seconds: float
+    peak_op: str
+
+    def decided(self, action: str) -> tuple[str, ...]:
+        """Return the names of the parts with this action."""
+        return tuple(it.name for it in self.choices if it.action == action)
+
+
+class Part(Protocol):
+    """What may run again: its forward seconds, and the bytes it leaves for the backward pass."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def saved_bytes(self) -> int: ...
+
+
+class Step(Protocol):
+    """A measured step."""
+
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def peak_op(self) -> str: ...
+
+
+P = TypeVar("P", bound=Part)
+S = TypeVar("S", bound=Step)
+
+
+def fewest_again(
+    parts: Sequence[P],
+    smallest: S,
+    measured: Callable[[Sequence[P]], S],
+    *,
+    budget_bytes: int,
+    how: str,
+) -> tuple[list[P], S]:
+    """Return the parts to run again within a budget, and that step.
+
+    Kept first are those whose rerun costs most for a byte; as many as fit, by bisection.
+
+    Parameters
+    ----------
+    parts, smallest
+        All that may run again, and the step in which all do.
+    measured
+        Measures a step in which these parts run again.
+    how
+        What was tried, as an error begins.
+
+    Raises
+    ------
+    BudgetError
+        If even the smallest step is above the budget.
+    """
+    if smallest.peak_bytes > budget_bytes:
+        raise BudgetError(
+            f"{how}, the model needs {show_bytes(smallest.peak_bytes)} on the "
+            f"sample; the budget is {show_bytes(budget_bytes)}. Raise the budget, make the "
+            "batch smaller, or change the model so that it can be traced.",
+            peak_bytes=smallest.peak_bytes,
+            budget_bytes=budget_bytes,
+            op=smallest.peak_op,
+        )
+    order = sorted(parts, key=lambda it: -it.seconds / max(1, it.saved_bytes))
+    best, low, high = smallest, 0, len(order) + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        found = measured(order[middle:])
+        if found.peak_bytes <= budget_bytes:
+            low, best = middle, found
+        else:
+            high = middle
+    return order[low:], best
+
+
+def measured_plan(
+    parts: Sequence[P],
+    again: Sequence[P],
+    best: S,
+    baseline: S,
+    *,
+    budget_bytes: int,
+    baseline_seconds: float,
+) -> MeasuredPlan:
+    """Return the plan in which the parts of `again` run again.
+
+    Parameters
+    ----------
+    parts
+        All that could be chosen.
+    best, baseline
+        The step with the plan, and without.
+    baseline_seconds
+        Of what was timed without the plan.
+    """
+    chosen = {id(it) for it in again}  # two may have one name: a layer that is called twice
+    return MeasuredPlan(
+        choices=tuple(
+            Choice(it.name, "recompute" if id(it) in chosen else "keep", it.saved_bytes, it.seconds)
+            for it in parts
+        ),
+        budget_bytes=budget_bytes,
+        peak_bytes=best.peak_bytes,
+        baseline_peak_bytes=baseline.peak_bytes,
+        seconds=baseline_seconds + sum(it.seconds for it in again),
+        baseline_seconds=baseline_seconds,
+        peak_op=best.peak_op,
+    )
+
+
+def summary(plan: Plan | MeasuredPlan) -> str:
+    """One line: peaks and what it costs."""
+    extra = plan.seconds / plan.baseline_seconds - 1 if plan.baseline_seconds else 0.0
+    peaks = f"{show_bytes(plan.baseline_peak_bytes)} -> {show_bytes(plan.peak_bytes)}"
+    return f"peak {peaks}, {extra:+.1%} time"

@@ -1,0 +1,227 @@
+"""plan: a Keras model that keeps a budget. It is the model: same class, variables and settings.
+
+What changes is its `call` (planned.py). The model passed in stays as it is; both share layers and
+variables.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+
+from ..base.errors import PlanWarning
+from ..check.replay import check_plan
+from ..graph.records import Device
+from ..plan.api import plan_graph
+from ..plan.plan import BudgetError
+from ..run.measured_choice import summary
+from .eager.program import Program
+from .eager.trial import left_alone, try_model
+from .errors import TraceError, first_line
+from .model.settings import settings_of, steady
+from .modules.backend import LayerStep
+from .planned import RECORD, Planned, PlannedCall, check_actions, plain_model, signature
+from .trace.model import check_model, twin_of
+from .trace.trace import main_device, optimizer_bytes, trace, uncounted
+
+log = logging.getLogger(__name__)
+
+BACKENDS = ("auto", "graph", "layers")
+
+
+def plan(
+    model: Any,
+    sample: Any,
+    budget: int | str,
+    *,
+    planner: str = "auto",
+    actions: Sequence[str] = ("keep", "recompute"),
+    backend: str = "auto",
+    profile: bool = True,
+    device: Device | None = None,
+    optimizer: Any = None,
+    time_limit_s: float = 60.0,
+) -> Any:
+    """Return a Keras model as one that trains within a budget of bytes, with the same gradients.
+
+    Parameters
+    ----------
+    model
+        Built, not necessarily compiled. It stays as it is. One that is planned already keeps its
+        plans for other inputs.
+    sample
+        An input like those of training, as in `trace`. Other shapes or types run without the plan;
+        a warning says so once for each.
+    budget
+        The most live bytes: a number, "6GiB", or "60%" of the unplanned peak. Variables, gradients
+        and the input count.
+    planner, actions, time_limit_s
+        As in `sn_memory.plan_graph`; `offload` is not among the actions here.
+    backend
+        `graph` runs the traced ops one by one as planned. `layers` runs chosen layers again in the
+        backward pass; it takes any model and a real sample, on which it measures. `auto` is
+        `graph`, and `layers` with a warning where tracing or the trial fails.
+    profile, device
+        As in `trace`.
+    optimizer
+        A Keras optimizer; its state counts as well.
+
+    Returns
+    -------
+    A model of the same class that shares variables and layers with `model`. Its `sn_memory` tells
+    back end, trace and plan and writes the report.
+
+    Raises
+    ------
+    TraceError
+        For a model that cannot be traced, with the back end `graph`; the message says where. For
+        one that no back end takes: not built, or with a `call` of its own on the instance.
+    BudgetError
+        If no plan keeps the budget; carries the smallest peak found and its op.
+
+    Notes
+    -----
+    The planned step is put together here and, with a real sample, run once beside the plain one
+    (trial.py); the model is left as it was.
+
+    Compile the returned model with `jit_compile=False`, or leave Keras' default: "auto" is taken as
+    False here. Called eagerly, outside of any tf.function, the model runs plainly and warns: eager
+    TensorFlow holds all arguments of what it calls.
+
+    Examples
+    --------
+    >>> import keras
+    >>> import tensorflow as tf
+    >>> import sn_memory.tensorflow
+    >>> layers = [keras.layers.Dense(256, "gelu") for _ in range(6)]
+    >>> model = keras.Sequential([keras.Input((256,)), *layers])
+    >>> sample = tf.TensorSpec((1024, 256))
+    >>> planned = sn_memory.tensorflow.plan(model, sample, "80%", profile=False)
+    >>> planned.compile("sgd", "mse")
+    >>> history = planned.fit(tf.ones((1024, 256)), tf.ones((1024, 256)), 1024, verbose=0)
+    >>> planned.sn_memory.plan.peak_bytes <= 0.8 * planned.sn_memory.plan.baseline_peak_bytes
+    True
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            f"got a {type(model).__name__}, expected a Keras model. For a step function there is "
+            "sn_memory.tensorflow.plan_step."
+        )
+    if backend not in BACKENDS:
+        raise ValueError(f"got backend {backend!r}, expected one of {', '.join(BACKENDS)}.")
+    check_actions(actions)
+    before: Planned | None = model.__dict__.get(RECORD)
+    plain = plain_model(model)
+    check_model(plain)
+
+    def by_graph() -> Any:
+        then = settings_of(plain)
+        with _as_trace_error():
+            traced = trace(plain, sample, profile=profile, device=device, optimizer=optimizer)
+            held = steady(then, settings_of(plain))
+        unknown = uncounted(traced.named)
+        if unknown and backend == "auto":
+            raise TraceError(f"{unknown}, and layers are measured")
+        if unknown:
+            warnings.warn(f"The peak may be higher: {unknown}.", PlanWarning, stacklevel=3)
+        made = plan_graph(
+            traced.graph, budget, planner=planner, actions=actions, time_limit_s=time_limit_s
+        )
+        check_plan(traced.graph, made)
+        with _as_trace_error():
+            program = Program(traced.captured, traced.named, made)
+            program.has_gradient = tuple(it is not None for it in traced.structure["gradients"])
+            program.results = traced.structure["results"]
+            program.settings = held
+            programs = {**(before.programs if before else {}), signature(traced): program}
+            layers = before.layers if before else None
+            twin = _twin(plain, Planned("graph", traced, made, programs, layers))
+            try_model(
+                plain,
+                twin,
+                sample,
+                device=main_device(),
+                variables=program.changed_variables,
+                captured=traced.captured,
+                base_bytes=traced.graph.base_bytes,
+                plan=made,
+            )
+        return twin
+
+    def by_layers() -> Any:
+        held = 0 if optimizer is None else optimizer_bytes(plain, optimizer)
+        step = LayerStep(plain, sample, budget, device=main_device(), resident_bytes=held)
+        programs = dict(before.programs) if before else {}
+        twin = _twin(plain, Planned("layers", None, step.plan, programs, step))
+        try_model(
+            plain,
+            twin,
+            sample,
+            device=main_device(),
+            variables=plain.variables,
+            captured=None,
+            base_bytes=step.base_bytes,
+            plan=step.plan,
+        )
+        return twin
+
+    with left_alone(plain):
+        if backend == "graph":
+            twin = by_graph()
+        elif backend == "layers":
+            twin = by_layers()
+        else:
+            twin = _first_that_works(type(plain).__name__, by_graph, by_layers)
+    record = twin.__dict__[RECORD]
+    log.info("%s planned by %s: %s", type(plain).__name__, record.backend, summary(record.plan))
+    return twin
+
+
+def _first_that_works(name: str, by_graph: Callable[[], Any], by_layers: Callable[[], Any]) -> Any:
+    """Return the model planned by its ops, or else by layers, and say why."""
+    try:
+        return by_graph()
+    except TraceError as error:
+        refusal = error
+    try:
+        twin = by_layers()
+    except BudgetError as error:
+        error.add_note(f"It was planned by layers, because as a list of ops: {refusal}")
+        raise
+    except Exception as error:
+        raise TraceError(
+            f"{name} can be planned neither as a list of ops ({refusal}) nor by layers "
+            f"({first_line(error)}). Plan its training step with "
+            "sn_memory.tensorflow.plan_step, or train it without a plan."
+        ) from error
+    warnings.warn(
+        f"{name} is planned by layers, which saves less than a plan of its ops, because that one "
+        f"did not come about: {refusal}",
+        PlanWarning,
+        stacklevel=3,
+    )
+    return twin
+
+
+@contextmanager
+def _as_trace_error() -> Iterator[None]:
+    """Whatever fails while a step is traced or put together is a TraceError."""
+    try:
+        yield
+    except TraceError:
+        raise
+    except Exception as error:
+        raise TraceError(
+            f"the step could not be made a list of ops: {first_line(error)}"
+        ) from error
+
+
+def _twin(plain: Any, record: Planned) -> Any:
+    twin = twin_of(plain, PlannedCall)
+    twin.__dict__[RECORD] = record
+    return twin

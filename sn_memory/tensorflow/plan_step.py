@@ -1,0 +1,95 @@
+"""plan_step: a training step that keeps a budget: the tape, the loss and the update in one plan."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from ..base.errors import PlanWarning
+from ..check.replay import check_plan
+from ..graph.records import Device
+from ..plan.api import plan_graph
+from .errors import TraceError, first_line
+from .planned import check_actions
+from .planned_step import PlannedStep
+from .trace.trace import trace, uncounted
+
+
+def plan_step(
+    step: Any,
+    sample: Any,
+    budget: int | str,
+    *,
+    planner: str = "auto",
+    actions: Sequence[str] = ("keep", "recompute"),
+    profile: bool = True,
+    device: Device | None = None,
+    time_limit_s: float = 60.0,
+) -> PlannedStep:
+    """Return a training step that keeps a budget of bytes and does the same.
+
+    Parameters
+    ----------
+    step
+        A function with or without tf.function that holds the gradient tape, and the update where
+        that is to be planned too.
+    sample
+        Its arguments: a tuple of tensors, arrays or tf.TensorSpec, or a single one.
+    budget, planner, actions, profile, device, time_limit_s
+        As in `plan`. The state of optimizers is among the step's variables, so it counts.
+
+    Returns
+    -------
+    A callable for arguments like the sample's; its `sn_memory` tells trace and plan and writes the
+    report. Other shapes or types raise.
+
+    Raises
+    ------
+    TraceError
+        For a step that cannot be traced.
+    BudgetError
+        If no plan keeps the budget.
+
+    Examples
+    --------
+    >>> import tensorflow as tf
+    >>> import sn_memory.tensorflow
+    >>> weights = [tf.Variable(tf.ones((64, 64)) / 64) for _ in range(6)]
+    >>> @tf.function
+    ... def step(x):
+    ...     with tf.GradientTape() as tape:
+    ...         h = x
+    ...         for weight in weights:
+    ...             h = tf.tanh(h @ weight)
+    ...         loss = tf.reduce_sum(h)
+    ...     for weight, gradient in zip(weights, tape.gradient(loss, weights)):
+    ...         weight.assign_sub(1e-4 * gradient)
+    ...     return loss
+    >>> planned = sn_memory.tensorflow.plan_step(step, tf.ones((512, 64)), "85%", profile=False)
+    >>> bool(planned(tf.ones((512, 64))) > 0)
+    True
+    """
+    check_actions(actions)
+    if getattr(step, "_jit_compile", None):
+        raise TraceError(
+            "the step is compiled by XLA (jit_compile=True), which schedules by itself. Plan it "
+            "without jit_compile."
+        )
+    if isinstance(step, PlannedStep):
+        step = step.plain
+    traced = trace(step, sample, profile=profile, device=device)
+    unknown = uncounted(traced.named)
+    if unknown:
+        warnings.warn(f"The peak may be higher: {unknown}.", PlanWarning, stacklevel=2)
+    made = plan_graph(
+        traced.graph, budget, planner=planner, actions=actions, time_limit_s=time_limit_s
+    )
+    check_plan(traced.graph, made)
+    planned = PlannedStep(step, traced, made)
+    try:
+        planned.put_together()
+    except Exception as error:
+        said = f"the planned step cannot be put together: {first_line(error)}"
+        raise TraceError(said) from error
+    return planned

@@ -1,0 +1,174 @@
+"""Seconds and workspace of each op: measured once per signature, kept in a file.
+
+Each op is run alone, eagerly, on random values of its shapes. Beside the time, the allocator's
+trace tells what it asks for while it runs beyond its results: reordered operands, transposed
+copies, indices of maxima. What cannot be run so (loops, ops that change something) is left to the
+roofline, without workspace.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.eager import context, execute
+from tensorflow.python.framework import config
+
+from ...cost.measured import is_seconds
+from ...cost.op_times import OpTimes, plain_name, quickest
+from ...graph.records import Device
+from ..model.allocations import MARK, Allocations
+from ..model.memory import has_statistics
+from . import kernels
+from .capture import Node
+
+log = logging.getLogger(__name__)
+
+Cost = tuple[float | None, int]
+
+
+class MeasuredCosts(OpTimes):
+    """Seconds and workspace bytes of nodes, from the file of a device or measured now."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(cache_name(device), is_cost, circumstances())
+        self.device = device
+
+    def __call__(self, node: Node) -> Cost:
+        seconds, space = self.table[self._key(node)]
+        return seconds, int(space or 0)
+
+    def measure(self, nodes: Iterable[Node]) -> None:
+        """Measure what is not in the table yet."""
+        missing = {key: it.op for it in nodes if (key := self._key(it)) not in self.table}
+        if not missing:
+            return
+        # One trace for all: each one opened says so on the screen.
+        with Allocations(self.device) if has_statistics(self.device) else nullcontext() as found:
+            timed = {key: _seconds(op, self.device, MARK + key) for key, op in missing.items()}
+        scratch = found.scratch_bytes if found else {}
+        for key, seconds in timed.items():
+            self.table[key] = [seconds, scratch.get(MARK + key, 0)]
+
+    def _key(self, node: Node) -> str:
+        return self.key(signature(node.op))
+
+
+def unmeasured(node: Node) -> Cost:
+    """Leave a node to the roofline."""
+    return None, 0
+
+
+def is_cost(value: Any) -> bool:
+    """Say whether a value read from a file is a Cost: seconds or None, and bytes."""
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    seconds, space = value
+    whole = type(space) is int and 0 <= space < 2**62
+    return whole and (seconds is None or is_seconds(seconds))
+
+
+def circumstances() -> str:
+    """Settings of TensorFlow under which the same op takes another time, or another kernel."""
+    settings = {
+        "tf32": tf.config.experimental.tensor_float_32_execution_enabled(),
+        "deterministic": config.is_op_determinism_enabled(),
+        "onednn": os.environ.get("TF_ENABLE_ONEDNN_OPTS"),
+        "between": tf.config.threading.get_inter_op_parallelism_threads(),
+    }
+    return str(settings)
+
+
+def cache_name(device: str) -> str:
+    """Name of the file of costs for a device, this TensorFlow and this number of threads."""
+    for card in tf.config.list_physical_devices("GPU") if "GPU" in device else ():
+        if card.name.endswith(device):
+            device = tf.config.experimental.get_device_details(card).get("device_name", device)
+    threads = tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count()
+    return f"op-costs-3-{plain_name(f'{device}-{threads}')}-tensorflow-{tf.__version__}.json"
+
+
+def signature(op: Any) -> str:
+    """What the cost of an op depends on, as text."""
+    attrs = op.node_def.attr
+    settings = [f"{key}={attrs[key]}" for key in sorted(attrs) if not key.startswith("_")]
+    given = []
+    for tensor in op.inputs:
+        value = kernels.constant(tensor) if tensor.dtype.is_integer else None
+        given.append(f"{tensor.dtype.name}{tensor.shape}{'' if value is None else value.tolist()}")
+    return f"{op.type}({', '.join(given)}){settings}"
+
+
+def measured_device(device: str) -> Device:
+    """Return the speeds of a device, measured: matrix products and copies."""
+    with tf.device(device):
+        side = 1024 if "CPU" in device else 8192
+        left = tf.random.uniform((side, side))
+        product_s = _best(lambda: tf.matmul(left, left))
+        block = tf.random.uniform((1 << 24,))
+        copy_s = _best(lambda: tf.negative(block))
+    return Device(device, 2 * side**3 / product_s, 2 * 4 * (1 << 24) / copy_s)
+
+
+def _seconds(op: Any, device: str, mark: str) -> float | None:
+    """Run an op alone; return its seconds. It runs once under the mark in the profiler's trace."""
+    definition = op.op_def
+    types = {it.dtype for it in (*op.inputs, *op.outputs)}
+    if (
+        kernels.has_effect(op)
+        or op.type in kernels.LOOPS
+        or types & {tf.resource, tf.variant, tf.string}
+        or any(attr.HasField("func") for attr in op.node_def.attr.values())
+    ):
+        return None
+    attrs: list[Any] = []
+    for attr in definition.attr:
+        value = op.get_attr(attr.name)
+        attrs += [attr.name, value]
+    try:
+        with tf.device(device):
+            given = [_filled(it) for it in op.inputs]
+
+            def work() -> Any:
+                return execute.execute(
+                    op.type.encode(), len(op.outputs), given, tuple(attrs), context.context()
+                )
+
+            seconds = _best(work)
+            with tf.profiler.experimental.Trace(mark):
+                result = work()
+            del result
+            return seconds
+    except (tf.errors.OpError, TypeError, ValueError, RuntimeError) as error:
+        log.info("%s could not be timed (%s); a roofline stands in", op.type, error)
+        return None
+
+
+def _filled(tensor: Any) -> Any:
+    known = kernels.constant(tensor)
+    if known is not None:
+        return tf.constant(known, tensor.dtype)
+    shape = tensor.shape.as_list()
+    if tensor.dtype.is_floating:
+        # Not zeros: denormals and zeros are slower or faster than what training sees.
+        return tf.cast(tf.random.uniform(shape, 0.1, 1.0), tensor.dtype)
+    # Indices: 0 is in every range.
+    return tf.zeros(shape, tensor.dtype)
+
+
+def _best(work: Callable[[], Any]) -> float:
+    """Seconds of the quickest of a few runs, after one to warm up."""
+    return quickest(lambda: _wait(work()), time.perf_counter)
+
+
+def _wait(result: Any) -> None:
+    """Wait for a result; on a GPU, work is only queued when the call returns."""
+    flat = [it for it in tf.nest.flatten(result) if isinstance(it, tf.Tensor)]
+    if flat and "GPU" in flat[-1].device:
+        np.asarray(tf.reshape(flat[-1], (-1,))[:1])

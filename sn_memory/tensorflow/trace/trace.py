@@ -1,0 +1,180 @@
+"""trace: a training step of a model, or a step function, as a graph; nothing is run.
+
+Everything that follows (plan, estimate, verify) starts here. How a step becomes a list of ops is in
+capture.py and model.py, how that becomes a graph in to_graph.py, where costs come from in
+op_seconds.py.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from ...base.errors import PlanWarning
+from ...cost.devices import NOMINAL
+from ...graph.graph import Graph
+from ...graph.records import Device, Storage
+from .capture import Captured, capture_step, flat
+from .model import call_arguments, capture_model
+from .op_seconds import MeasuredCosts, measured_device, unmeasured
+from .rearrange import updates_first
+from .to_graph import Costs, Named, to_graph
+
+OPTIMIZER = "optimizer state"
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A traced training step.
+
+    Parameters
+    ----------
+    named
+        The graph with its names.
+    captured
+        The ops behind it.
+    structure
+        Of a step, what it returns, with the symbolic tensors of the trace in it; of a model, what
+        was seen at its `call`: arguments, results, variables, gradients.
+    """
+
+    named: Named
+    captured: Captured
+    structure: Any
+
+    @property
+    def graph(self) -> Graph:
+        """The graph, for `plan_graph`, `check_plan` and the reports."""
+        return self.named.graph
+
+
+def trace(
+    model: Any,
+    sample: Any,
+    *,
+    profile: bool = True,
+    device: Device | None = None,
+    optimizer: Any = None,
+) -> Trace:
+    """Record a training step as a graph. Model and variables are left as they were.
+
+    Parameters
+    ----------
+    model
+        A built Keras 3 model: forward, loss, backward; the loss is an op outside of the plan. Or a
+        step function, with or without tf.function, that holds the tape, the loss and, where
+        wanted, the update: then all of that is planned.
+    sample
+        Its input: a tensor, array or tf.TensorSpec, or a tuple of them as positional arguments;
+        other structures (dicts, lists) are one argument. Only shapes and types matter.
+    profile
+        Measure seconds and workspace of each op once per signature; kept in a file in the user's
+        cache folder. Otherwise, a roofline and no workspaces.
+    device
+        Speeds for the roofline; default: measured, or nominal where nothing is.
+    optimizer
+        A Keras optimizer whose state is counted as resident, for a model.
+
+    Raises
+    ------
+    TraceError
+        For a step that cannot be traced, or that would not be done justice to; says where.
+
+    Examples
+    --------
+    >>> import keras
+    >>> import tensorflow as tf
+    >>> import sn_memory.tensorflow
+    >>> layers = [keras.Input((4,)), keras.layers.Dense(512, "relu"), keras.layers.Dense(256)]
+    >>> sample = tf.TensorSpec((64, 4))
+    >>> traced = sn_memory.tensorflow.trace(keras.Sequential(layers), sample, profile=False)
+    >>> [op.kind for op in traced.graph.ops][:5]
+    ['matmul', 'biasadd', 'relu', 'matmul', 'biasadd']
+    """
+    args = call_arguments(sample)
+    if isinstance(model, keras.Model):
+        captured, structure, name = *capture_model(model, args), model.name
+    else:
+        concrete, log = capture_step(model, args)
+        captured = updates_first(flat(concrete.graph, log))
+        structure = concrete.structured_outputs
+        name = getattr(model, "__name__", "step")
+    place = main_device()
+    if device is None:
+        device = measured_device(place) if profile else NOMINAL
+    extra = []
+    if optimizer is not None:
+        extra.append(Storage(OPTIMIZER, optimizer_bytes(model, optimizer), "state"))
+
+    def graph_of(costs: Costs) -> Named:
+        return to_graph(
+            captured, name=name, device=device, costs=costs, allocator="tensorflow", extra=extra
+        )
+
+    named = graph_of(unmeasured)
+    if profile:
+        # The first graph tells which ops there are to be measured.
+        costs = MeasuredCosts(place)
+        costs.measure(captured.nodes[at] for at in named.node_of.values())
+        costs.save(place)
+        named = graph_of(costs)
+    return Trace(named, captured, structure)
+
+
+def uncounted(named: Named) -> str | None:
+    """Say what of a step its graph does not count; None if it counts all."""
+    if not named.uncounted:
+        return None
+    return (
+        f"the bytes of {len(named.uncounted)} values are not counted, such as "
+        f"{named.uncounted[0]!r}: a trace does not tell what loops collect in lists, nor how much "
+        "other ranks and Python functions send"
+    )
+
+
+def main_device() -> str:
+    """The device whose memory is planned: the first GPU, else the CPU."""
+    return "GPU:0" if tf.config.list_physical_devices("GPU") else "CPU:0"
+
+
+def _variables_of(optimizer: Any, model: Any) -> Any:
+    """Return the variables a twin of an optimizer has for a model."""
+    kind, settings = type(optimizer), optimizer.get_config()
+    twin = kind.from_config(settings)
+    try:
+        with keras.StatelessScope(initialize_variables=False):
+            twin.build(model.trainable_variables)
+    except ValueError:
+        # Adafactor and Nadam have numbers among their variables, which no scope puts off. Made for
+        # real they are gone again at once, and not from the memory that is planned.
+        twin = kind.from_config(settings)
+        with tf.device("CPU:0"):
+            twin.build(model.trainable_variables)
+    return twin.variables
+
+
+def optimizer_bytes(model: Any, optimizer: Any) -> int:
+    """Bytes of the variables of a Keras optimizer for a model; none are made, where that can be.
+
+    Of an optimizer whose variables cannot be told, a PlanWarning says why, and none are counted.
+    """
+    made = keras.optimizers.get(optimizer)
+    try:
+        variables = made.variables if made.built else _variables_of(made, model)
+    except Exception as error:  # noqa: BLE001 - anybody's optimizer raises anything
+        warnings.warn(
+            f"the variables of {type(made).__name__} cannot be told before it has made a step "
+            f"({type(error).__name__}: {error}), so none are counted. Build it first, or leave "
+            "room for them.",
+            PlanWarning,
+            stacklevel=3,
+        )
+        return 0
+    return sum(
+        int(tf.TensorShape(it.shape).num_elements() or 0) * tf.as_dtype(it.dtype).size
+        for it in variables
+    )

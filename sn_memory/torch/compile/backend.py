@@ -1,0 +1,248 @@
+"""The back end for torch.compile: its joint graph, planned, and cut where the plan says.
+
+`activation_memory_budget` with any knapsack solver caps the bytes that are saved, not those that
+are live. So this takes the other hook, the partition function, and writes forward and backward
+graph in the order of a plan. With `compiler="eager"` they run call by call and the peak is what the
+plan says; inductor fuses and reorders what they hold, so there the plan is what it starts from.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config
+
+from ...check.replay import check_plan
+from ...graph.records import Storage
+from ...plan.plan import BudgetError, Plan
+from ..errors import TraceError
+from ..trace.to_graph import main_device, to_graph
+from ..trace.trace import Trace, operations
+from .joint_graph import joint_of
+from .partition import partitioned
+
+COMPILERS = ("inductor", "eager")
+_HOOKS = {
+    "eager": (
+        ("torch._dynamo.backends.common", "aot_autograd"),
+        ("torch._dynamo.backends.debugging", "boxed_nop"),
+    ),
+    "inductor": (
+        ("torch._inductor.compile_fx", "compile_fx"),
+        ("torch._inductor.custom_graph_pass", "CustomPartitionerFn"),
+    ),
+}
+
+
+class _Ready(Exception):  # noqa: N818 - says that the compiled step is there and was not run
+    """Compiled; raised in place of the first run."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a plan is made with: `make` turns a graph into a plan."""
+
+    make: Callable[[Any], Plan]
+    profile: bool
+    device: Any
+    extra: tuple[Storage, ...]
+    compiler: str
+
+
+class CompiledStep:
+    """A model under torch.compile, partitioned by a plan.
+
+    Parameters
+    ----------
+    model
+        The plain model.
+    args, kwargs
+        A real input; the compiler wants tensors with memory. The model is not run on them.
+    settings
+        How to plan.
+
+    Raises
+    ------
+    TraceError
+        If torch.compile breaks the model into several graphs, or no gradient is wanted.
+    BudgetError
+        If no plan keeps the budget.
+    """
+
+    name = "compile"
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        settings: Settings,
+    ) -> None:
+        hooks = {name: _hook(module, name) for module, name in _HOOKS[settings.compiler]}
+        self.settings = settings
+        self.made: tuple[Trace, Plan] | None = None
+        self.dry = True
+        # A twin: torch.compile leaves a mark on the module it is given.
+        twin = object.__new__(type(model))
+        twin.__dict__.update(model.__dict__)
+        self.compiled = torch.compile(
+            twin, backend=self._backend(hooks), fullgraph=True, dynamic=False
+        )
+        self._prepare(args, kwargs)
+
+    @property
+    def trace(self) -> Trace:
+        """The joint graph as planned last."""
+        return self._latest()[0]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan made last; torch.compile compiles again when what it relied on has changed."""
+        return self._latest()[1]
+
+    @property
+    def known(self) -> list[torch.Tensor]:
+        """None: constants are in the compiled code."""
+        return []
+
+    @property
+    def ignored(self) -> list[torch.Tensor]:
+        """None: nothing is moved to the host."""
+        return []
+
+    @property
+    def beside_bytes(self) -> int:
+        """The optimizer's state."""
+        return self.trace.beside_bytes
+
+    def run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward pass of the model this was made for."""
+        return self.compiled(*args, **kwargs)
+
+    def _latest(self) -> tuple[Trace, Plan]:
+        if self.made is None:
+            raise TraceError(
+                "torch.compile found nothing to differentiate in the model, so there is no "
+                "backward pass to plan. Pass a model in training, with parameters that require "
+                "gradients."
+            )
+        return self.made
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compile now, so that what cannot be planned or does not fit is told now."""
+        try:
+            with torch.enable_grad():
+                self.compiled(*args, **kwargs)
+        except _Ready:
+            self._latest()
+        except Exception as error:
+            cause = _ours(error)
+            if cause is not None:
+                raise cause from None
+            raise TraceError(
+                f"torch.compile cannot take the model as one graph: {_first_lines(error)}. Change "
+                "that place, or plan with backend='graph' or 'modules'."
+            ) from error
+        finally:
+            self.dry = False
+
+    def _backend(self, hooks: dict[str, Any]) -> Callable[..., Any]:
+        def partition(module: fx.GraphModule, joint_inputs: Any, **told: Any) -> Any:
+            return self._partition(module, **told)
+
+        if self.settings.compiler == "eager":
+            inner = hooks["aot_autograd"](
+                fw_compiler=hooks["boxed_nop"],
+                partition_fn=partition,
+                keep_inference_input_mutations=True,
+            )
+        else:
+            passes = type(
+                "PlannedPartition",
+                (hooks["CustomPartitionerFn"],),
+                {
+                    "__call__": lambda _, *args, **told: partition(*args, **told),
+                    "uuid": lambda _: None,
+                },
+            )()
+
+            def inner(module: fx.GraphModule, inputs: Any) -> Any:
+                # A plan depends on a budget, so no graph of it may come from a cache.
+                patches = {"custom_partitioner_fn": passes, "force_disable_caches": True}
+                return hooks["compile_fx"](module, inputs, config_patches=patches)
+
+        def backend(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+            # As users call backward: outside of the `with torch.autocast` of the forward pass.
+            with functorch_config.patch(backward_pass_autocast="off"):
+                run = inner(module, inputs)
+
+            def ready(*args: Any) -> Any:
+                if self.dry:
+                    raise _Ready
+                return run(*args)
+
+            return ready
+
+        return backend
+
+    def _partition(
+        self,
+        module: fx.GraphModule,
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: Any = None,
+        **_: Any,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        module.graph.eliminate_dead_code()
+        joint = joint_of(module, num_fwd_outputs, list(static_lifetime_input_indices or ()))
+        place = main_device(joint.captured)
+        speeds, seconds = operations(
+            joint.captured, place, profile=self.settings.profile, device=self.settings.device
+        )
+        named = to_graph(
+            joint.captured,
+            name="joint graph",
+            device=speeds,
+            seconds=seconds,
+            allocator="torch" if place.type == "cuda" else "none",
+            extra=self.settings.extra,
+            replayable=False,
+        )
+        plan = self.settings.make(named.graph)
+        check_plan(named.graph, plan)
+        self.made = Trace(named, joint.captured), plan
+        return partitioned(joint, named, plan)
+
+
+def _hook(module: str, name: str) -> Any:
+    try:
+        with warnings.catch_warnings():
+            # torch's own modules use what torch has deprecated.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise TraceError(
+            f"torch {torch.__version__} has no {module}.{name}, which backend='compile' needs; it "
+            "was written for torch 2.13. Plan with backend='graph'."
+        ) from error
+
+
+def _ours(error: BaseException) -> BaseException | None:
+    """The error of ours that torch.compile wrapped, if there is one."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, BudgetError | TraceError):
+            return seen
+        seen = getattr(seen, "inner_exception", None) or seen.__cause__ or seen.__context__
+    return None
+
+
+def _first_lines(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return "; ".join(lines[:3]).rstrip(".")

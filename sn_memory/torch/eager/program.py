@@ -1,0 +1,278 @@
+"""A plan as a program: the recorded calls in the planned order, storages given back where it says.
+
+Checkpointing wrappers and graph partitioners decide what is saved and leave order and lifetimes to
+autograd. Here each step of the plan is one instruction: run a call (again), give a storage back,
+move one to the host or back. Nothing else holds a tensor, so what is live is what the plan says.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...plan.plan import Plan
+from ...run.loss import LOSS
+from ..errors import ReplayError
+from ..trace.captured import Captured
+from ..trace.rearrange import place_of_shape
+from ..trace.record import Call, View, form_of
+from ..trace.to_graph import Named, main_device
+from .host_arena import HostArena, needless
+from .instructions import (
+    Instruction,
+    Memory,
+    await_storage,
+    free_storage,
+    leave_device,
+    offload_storage,
+    prefetch_storage,
+    run_call,
+    take,
+)
+from .journeys import journeys_of, live_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of the backward pass that ends where gradients of parameters are ready.
+
+    Parameters
+    ----------
+    instructions
+        In order.
+    ready
+        Numbers of those gradients, what takes them, and the storages they are then gone from.
+    """
+
+    instructions: list[Instruction]
+    ready: list[int]
+    takes: list[Callable[[list[Any]], torch.Tensor]]
+    storages: list[int]
+
+
+class Program:
+    """The instructions of a plan, before and after the loss.
+
+    Those after it come in sections. A gradient of a parameter is ready when no later step reads or
+    changes it or the parameter: whoever is given it may change both.
+
+    Parameters
+    ----------
+    named, captured
+        The traced step.
+    plan
+        A plan of its graph that `check_plan` accepts.
+
+    Raises
+    ------
+    ReplayError
+        For a plan that would move or compress what the caller holds.
+    """
+
+    def __init__(self, named: Named, captured: Captured, plan: Plan) -> None:
+        writer = _Writer(named, captured, plan)
+        self.storages = len(captured.recording.nbytes)
+        self.forward, self.backward = writer.instructions()
+        # Storages that the backward pass reads and somebody else could change in between.
+        self.read_later = sorted(writer.read_later)
+        self.forms = writer.forms
+        self.results = [self.taken(view) for view in captured.outputs if isinstance(view, View)]
+        self.gradients = [
+            None if view is None else self.taken(view) for _, view in captured.gradients
+        ]
+        # How many of them are of parameters.
+        self.leaves = writer.leaves
+        self.journeys = writer.journeys
+        self._host_copies = {
+            at: host_copy
+            for at, host_copy in enumerate(writer.journeys.host_copies)
+            if at in writer.made
+        }
+        self._device = main_device(captured)
+        self._pinned_bytes = named.graph.device.pinned_bytes
+        self._arenas: list[HostArena] = []
+        if self._host_copies:
+            self._arenas.append(self._arena())
+
+    def taken(self, view: View) -> Callable[[list[Any]], torch.Tensor]:
+        """Return the function that takes a view of what is held."""
+        return take(view, self.forms[view.storage])
+
+    @property
+    def arenas(self) -> list[HostArena]:
+        """Those not in use: one, unless several forward passes waited for their backward."""
+        return self._arenas
+
+    def memory(self) -> Memory:
+        """Return empty memory to run in."""
+        arena = None
+        if self._host_copies:
+            arena = self._arenas.pop() if self._arenas else self._arena()
+        return Memory(self.storages, arena, self._arenas)
+
+    def _arena(self) -> HostArena:
+        return HostArena(self._host_copies, self._device, pinned_bytes=self._pinned_bytes)
+
+
+class _Writer:
+    """Writes the instructions of a plan, following what is held at each step."""
+
+    def __init__(self, named: Named, captured: Captured, plan: Plan) -> None:
+        self.named, self.captured, self.plan = named, captured, plan
+        self.calls = captured.recording.calls
+        runs = Counter(step.target for step in plan.steps if step.action == "run")
+        self.again = {name for name, count in runs.items() if count > 1}
+        self.ran: set[str] = set()
+        self.held: set[int] = set(captured.recording.given)
+        self.forms: dict[int, View] = {}
+        self.read_later: set[int] = set()
+        self.journeys = journeys_of(named, captured, plan)
+        self.made = set(range(len(self.journeys.host_copies))) - needless(
+            self.journeys.host_copies, live_bytes(named, plan), plan.peak_bytes
+        )
+        # Parameters come first among the gradients, by the same names; the rest are of inputs.
+        names = {name for name, _ in captured.gradients}
+        self.trained = {name: it.storage for name, it in captured.parameters if name in names}
+        self.leaves = len(self.trained)
+        self.ready_at = self.ready()
+        # Storages on the host, and those on their way back, with the host copy that brings them.
+        self.away: set[int] = set()
+        self.arriving: dict[int, int] = {}
+        for view in (
+            *(view for _, view in (*captured.parameters, *captured.buffers)),
+            *(view for view in captured.inputs if view is not None),
+            *captured.output_gradients,
+        ):
+            self.forms.setdefault(view.storage, view)
+        for number, tensor in captured.recording.constants.items():
+            self.forms[number] = form_of(tensor, number)
+
+    def instructions(self) -> tuple[list[Instruction], list[Section]]:
+        before: list[Instruction] = []
+        current = before
+        sections: list[Section] = []
+        outside = {view.storage for view in self.captured.outputs if isinstance(view, View)}
+        outside |= {view.storage for view in self.captured.output_gradients}
+        changeable = outside | set(self.captured.recording.given)
+        for at, (action, target, way) in enumerate(self.plan.steps):
+            if action == "run" and target == LOSS:
+                current = []
+                self.held |= {view.storage for view in self.captured.output_gradients}
+                continue
+            if action == "run":
+                call = self.calls[self.named.call_of[target]]
+                if current is not before:
+                    self.read_later |= {*call.reads, *call.writes} & changeable
+                current += self.arrivals({*call.reads, *call.writes})
+                current.append(self.run(target, call, way))
+            else:
+                storage = self.named.storage_of[target]
+                if storage in outside or action in ("compress", "decompress"):
+                    raise ReplayError(
+                        f"the plan would {action} {target!r}, which this back end cannot do: "
+                        "outputs and their gradients belong to the caller, and nothing is "
+                        "compressed here. Plan with the actions keep and recompute."
+                    )
+                current += self.move(at, action, storage)
+            if current is not before and self.ready_at.get(at):
+                sections.append(self.section(current, self.ready_at[at]))
+                current = []
+        current += self.arrivals(set(self.arriving))
+        # Gradients that no step of the backward pass touches: views of what is given.
+        rest = self.ready_at.get(-1, [])
+        if rest or not sections:
+            sections.append(self.section(current, rest))
+        else:
+            sections[-1].instructions.extend(current)
+        return before, sections
+
+    def section(self, current: list[Instruction], ready: list[tuple[int, View]]) -> Section:
+        """Return the section that ends with these gradients."""
+        current += self.arrivals({view.storage for _, view in ready})
+        return Section(
+            current,
+            [place for place, _ in ready],
+            [take(view, self.forms[view.storage]) for _, view in ready],
+            [view.storage for _, view in ready],
+        )
+
+    def ready(self) -> dict[int, list[tuple[int, View]]]:
+        """Per step, the gradients of parameters that no later one needs; -1 where none does."""
+        last: dict[int, int] = {}
+        read: dict[int, int] = {}
+        loss = self.plan.steps.index(("run", LOSS, 0))
+        for at, (action, target, _) in enumerate(self.plan.steps):
+            if at <= loss:
+                continue
+            if action == "run":
+                call = self.calls[self.named.call_of[target]]
+                last |= dict.fromkeys((*call.reads, *call.makes, *call.writes), at)
+                shape = place_of_shape(call)
+                read |= {
+                    arg.storage: at
+                    for place, arg in enumerate(call.flat)
+                    if isinstance(arg, View) and place != shape
+                }
+            else:
+                last[self.named.storage_of[target]] = at
+        found: dict[int, list[tuple[int, View]]] = {}
+        for place, (name, view) in enumerate(self.captured.gradients):
+            if view is not None and name in self.trained:
+                at = max(last.get(view.storage, -1), read.get(self.trained[name], -1))
+                found.setdefault(at, []).append((place, view))
+        return found
+
+    def arrivals(self, storages: set[int]) -> list[Instruction]:
+        """Wait for those of these storages that are on their way back."""
+        return [await_storage(self.arriving.pop(it)) for it in sorted(storages & {*self.arriving})]
+
+    def run(self, name: str, call: Call, way: int) -> Instruction:
+        again = name in self.ran
+        self.ran.add(name)
+        results = []
+        for place, view in enumerate(call.outputs):
+            if view is None:
+                continue
+            # What is there or on the host is made a second time and dropped at once.
+            fresh = view.storage in call.makes and view.storage not in self.held | self.away
+            if fresh:
+                self.held.add(view.storage)
+                self.forms[view.storage] = view
+            results.append((place, view, fresh))
+        touched = (*call.makes, *call.writes)
+        ways = self.named.graph.ops[self.named.graph.op_index[name]].workspaces
+        return run_call(
+            call,
+            self.forms,
+            results,
+            number=self.named.call_of[name],
+            again=again,
+            replayed=call.random and name in self.again,
+            # Effects make and write nothing, and draw nothing either.
+            device=self.captured.recording.device[touched[0] if touched else 0],
+            way=ways[way].name if ways else None,
+        )
+
+    def move(self, at: int, action: str, storage: int) -> list[Instruction]:
+        host_copy = self.journeys.at.get(at)
+        made = host_copy in self.made
+        if action == "free":
+            if host_copy is not None and not made:
+                return []
+            self.held.discard(storage)
+            if host_copy is not None:
+                self.away.add(storage)
+                return [leave_device(storage, host_copy)]
+            return [*self.arrivals({storage}), free_storage(storage)]
+        if host_copy is None or not made:
+            return []
+        if action == "offload":
+            return [*self.arrivals({storage}), offload_storage(storage, host_copy)]
+        self.held.add(storage)
+        self.away.discard(storage)
+        self.arriving[storage] = host_copy
+        return [prefetch_storage(storage, host_copy, self.forms[storage])]

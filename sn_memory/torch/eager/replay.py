@@ -1,0 +1,229 @@
+"""The whole model to autograd: its forward and its backward are a plan's instructions.
+
+Or rather a chain of nodes, one for each section of the backward pass, that ends where gradients are
+ready. The inputs of a node are the parameters whose gradients it makes, and a token, by which the
+next section follows. So gradients are accumulated as they are made, one at a time, as torch does
+it, hooks on parameters (DistributedDataParallel, Horovod) fire meanwhile, and `torch.autograd.grad`
+sees the parameters. One node for all would hold all gradients beside those of earlier steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_leaves
+
+from ...plan.plan import Plan
+from ..errors import ReplayError
+from ..model.guard import casting
+from ..trace.record import Layouts, View
+from ..trace.to_graph import main_device
+from ..trace.trace import Trace
+from .instructions import Memory
+from .program import Program
+
+
+class Replay:
+    """Runs a program on the tensors of a model.
+
+    Parameters
+    ----------
+    trace
+        The traced step.
+    plan
+        A plan of its graph.
+    """
+
+    def __init__(self, trace: Trace, plan: Plan) -> None:
+        self.trace, self.plan = trace, plan
+        self.captured = captured = trace.captured
+        self.program = Program(trace.named, captured, plan)
+        self.device = main_device(captured)
+        # Of a trial: how kernels lay their results out, where that is not as traced.
+        self.layouts: Layouts | None = None
+        # Per output that is a tensor, whether a gradient comes back for it.
+        self.differentiable = [
+            again
+            for again, out in zip(captured.differentiable, captured.outputs, strict=True)
+            if isinstance(out, View)
+        ]
+        self._given = [view for _, view in (*captured.parameters, *captured.buffers)]
+        self._given += [view for view in captured.inputs if view is not None]
+
+    @property
+    def known(self) -> list[torch.Tensor]:
+        """Tensors that belong to nobody, which the trace holds."""
+        return list(self.captured.recording.constants.values())
+
+    @property
+    def ignored(self) -> list[torch.Tensor]:
+        """Arenas on the host."""
+        return [arena.block for arena in self.program.arenas]
+
+    @property
+    def beside_bytes(self) -> int:
+        """The optimizer's state."""
+        return self.trace.beside_bytes
+
+    def run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward pass of a model; returns what it returns."""
+        tensors = [it for it in tree_leaves((args, kwargs)) if isinstance(it, torch.Tensor)]
+        parameters = list(model.parameters())
+        given = [*parameters, *model.buffers(), *tensors]
+        leaves = {id(it): it for it in parameters if it.requires_grad}
+        others = {id(it): it for it in tensors if it.requires_grad and id(it) not in leaves}
+        wanted = [*leaves.values(), *others.values()]
+        memory = self.start(given)
+        sections = self.program.backward
+        follow = list(others.values())
+        for at in range(len(sections) - 1, 0, -1):
+            ready = [wanted[place] for place in sections[at].ready]
+            follow = [_Section.apply(self, memory, at, *ready, *follow)]
+        ready = [wanted[place] for place in sections[0].ready]
+        results = iter(_Planned.apply(self, memory, *ready, *follow))
+        flat = [next(results) if isinstance(out, View) else out for out in self.captured.outputs]
+        # Of the joint graph of torch.compile alone there is no form, and it is not replayed.
+        assert self.captured.output_form is not None
+        return self.captured.output_form.filled(flat)
+
+    def section(self, memory: Memory, at: int) -> list[torch.Tensor | None]:
+        """Run a section of the backward pass; return its gradients, with the last those of inputs.
+
+        With any other, the last item is the token's.
+        """
+        section = self.program.backward[at]
+        try:
+            with _as_recorded(self.device):
+                for instruction in section.instructions:
+                    instruction(memory)
+                gradients: list[torch.Tensor | None] = [take(memory.held) for take in section.takes]
+                # Nobody else holds them, so they become `.grad` and are not copied.
+                for storage in section.storages:
+                    memory.held[storage] = None
+                if at < len(self.program.backward) - 1:
+                    return [*gradients, torch.empty(0, device=self.device)]
+                gradients += [
+                    None if take is None else take(memory.held)
+                    for take in self.program.gradients[self.program.leaves :]
+                ]
+        except BaseException:
+            memory.clear()
+            raise
+        memory.clear()
+        return gradients
+
+    def start(self, given: Sequence[torch.Tensor]) -> Memory:
+        """Return memory with what is given in its place."""
+        memory = self.program.memory()
+        memory.layouts = self.layouts
+        for view, tensor in zip(self._given, given, strict=True):
+            place = self.captured.recording.device[view.storage]
+            if not view.shows(tensor) or tensor.device != place:
+                raise ReplayError(
+                    f"a parameter, buffer or input has size {tuple(tensor.size())}, stride "
+                    f"{tensor.stride()}, type {tensor.dtype} and device {tensor.device}; planned "
+                    f"were {view.size}, {view.stride}, {view.dtype} and {place}. Plan the model as "
+                    "it is now."
+                )
+            if view == self.program.forms[view.storage]:
+                memory.held[view.storage] = tensor
+        for storage, tensor in self.captured.recording.constants.items():
+            memory.held[storage] = tensor
+        return memory
+
+
+class _Planned(torch.autograd.Function):
+    """The forward pass, and the first section of the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, replay: Replay, memory: Memory, *wanted: torch.Tensor) -> Any:
+        try:
+            with _as_recorded(replay.device):
+                for instruction in replay.program.forward:
+                    instruction(memory)
+                # Another tensor on the same storage: what is held here must not hold this node.
+                results = tuple(take(memory.held).detach() for take in replay.program.results)
+        except BaseException:
+            # At once: what is raised may be held for long, and this frame with it.
+            memory.clear()
+            raise
+        ctx.mark_non_differentiable(
+            *(it for it, again in zip(results, replay.differentiable, strict=True) if not again)
+        )
+        # Zeros that autograd made for outputs without a gradient would be in no plan.
+        ctx.set_materialize_grads(False)
+        ctx.replay, ctx.memory = replay, memory
+        ctx.versions = _versions(replay.program, memory)
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *incoming: torch.Tensor | None) -> Any:
+        replay, memory = ctx.replay, ctx.memory
+        if memory.begun:
+            raise ReplayError(
+                "backward runs a second time through a planned model, whose storages are gone. Run "
+                "the model again, or sum the losses and call backward once."
+            )
+        if _versions(replay.program, memory) != ctx.versions:
+            raise ReplayError(
+                "a parameter, buffer, input or output that the backward pass needs was changed in "
+                "place since the forward pass. Change it after backward."
+            )
+        captured = replay.captured
+        if captured.only_outside and casting():
+            raise ReplayError(
+                "backward runs inside torch.autocast, where this model's backward pass computes "
+                "with other types than outside; its plan was made for backward outside, as torch "
+                "advises. Call backward after the `with torch.autocast` block."
+            )
+        memory.begun = True
+        arrived = [it for it, again in zip(incoming, replay.differentiable, strict=True) if again]
+        del incoming
+        with _as_recorded(replay.device):
+            for view in captured.output_gradients:
+                memory.held[view.storage] = _as_planned(view, arrived.pop(0), replay.device)
+        del arrived
+        return None, None, *replay.section(memory, 0)
+
+
+class _Section(torch.autograd.Function):
+    """A later section of the backward pass; forward, only a token for the one before."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, replay: Replay, memory: Memory, at: int, *wanted: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.replay, ctx.memory, ctx.at = replay, memory, at
+        return torch.empty(0, device=replay.device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, token: torch.Tensor) -> Any:
+        return None, None, None, *ctx.replay.section(ctx.memory, ctx.at)
+
+
+def _versions(program: Program, memory: Memory) -> list[int]:
+    held = [memory.held[storage] for storage in program.read_later]
+    return [tensor._version for tensor in held if tensor is not None]
+
+
+def _as_planned(
+    view: View, output_gradient: torch.Tensor | None, device: torch.device
+) -> torch.Tensor:
+    """Return a gradient in the layout that was traced; `sum` hands over one number, expanded.
+
+    Of an output that the loss does not use there is none: zeros.
+    """
+    if output_gradient is not None and view.shows(output_gradient):
+        return output_gradient
+    made = torch.empty_strided(view.size, view.stride, dtype=view.dtype, device=device)
+    return made.zero_() if output_gradient is None else made.copy_(output_gradient)
+
+
+def _as_recorded(device: torch.device) -> Any:
+    """Casts of autocast are among the recorded calls; they must not be cast again."""
+    return torch.autocast(device.type, enabled=False)

@@ -1,0 +1,268 @@
+"""A trial: the planned step, run once on the sample beside the model's own.
+
+What is planned was seen under fake tensors. Their rules may lay results out otherwise than kernels
+do; a model may ask whether its tensors are fake and take another course. Neither can be told from
+a trace, both from one real step. The model is left as it was.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import ReplayError, innermost_line
+from ..model.compare import differences
+from ..model.step import Measured, device_of, loss_among, put_back, run_step, tensors
+from ..trace.record import Layouts
+
+# Differences up to here are those of sums taken in another order: some hundred roundings.
+_ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.01}
+
+
+# How often a step is traced anew with what kernels were seen to do.
+_ROUNDS = 8
+
+
+class _Step(Protocol):
+    def run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
+@runtime_checkable
+class _Replay(_Step, Protocol):
+    layouts: Layouts | None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a trial found.
+
+    Parameters
+    ----------
+    compared
+        Whether the planned step was held against the model's own.
+    different
+        Outputs, gradients and buffers that were not bit-equal, with how far apart they were; see
+        `compare.differences`.
+    failure
+        Why the plan must not be used; empty where it may be.
+    remark
+        What else there is to say: why nothing was compared, or what the difference is.
+    layouts
+        Results that kernels lay out otherwise than traced. The step has to be traced again, and
+        nothing else was looked at.
+    """
+
+    compared: bool
+    different: dict[str, float]
+    failure: str = ""
+    remark: str = ""
+    layouts: Layouts = field(default_factory=dict)
+
+    @property
+    def difference(self) -> float:
+        """The largest difference; 0 where all is bit-equal."""
+        return max(self.different.values(), default=0.0)
+
+
+def tried(
+    step: _Step,
+    model: torch.nn.Module,
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    *,
+    plain_bytes: int,
+    gradients: bool = True,
+) -> Trial:
+    """Run a planned step once on the sample, and the model's own if memory allows; compare.
+
+    Parameters
+    ----------
+    step
+        What was planned.
+    model, arguments
+        The plain model and the sample.
+    plain_bytes
+        What the model's own step needs at its peak.
+    gradients
+        Whether gradients are to be compared; they are not where they are right on average only.
+    """
+    if not _real((*tensors(arguments), *model.parameters(), *model.buffers())):
+        return Trial(False, {}, remark="the model or the sample has no memory")
+
+    noted: Layouts = {}
+    enough = _enough(plain_bytes, device_of(model))
+    try:
+        with _noting(step, noted):
+            got = _measured(_planned(step, model), model, arguments)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever it is, training would meet it
+        own = _own_failure(model, arguments) if enough and not noted else None
+        if own is not None:
+            remark = f"the model's own step fails on the sample: {_what(own)}"
+            return Trial(False, {}, remark=remark)
+        if not noted:
+            return Trial(False, {}, failure=_what(error))
+    if noted:
+        return Trial(False, {}, layouts=noted)
+    if not enough:
+        return Trial(False, {}, remark="the model's own step may not fit into the memory there is")
+    try:
+        expected = _measured(model, model, arguments)
+        different = _kept(differences(expected.results, got.results), gradients)
+        if not different:
+            return Trial(True, {})
+        # Kernels that add in any order differ from themselves.
+        again = differences(expected.results, _measured(model, model, arguments).results)
+    except torch.OutOfMemoryError:
+        return Trial(False, {}, remark="the model's own step does not fit into memory")
+    found = _judged(different, _kept(again, gradients), (*model.parameters(), *_results(expected)))
+    reasons = _reasons(model, arguments, expected) if isinstance(step, _Replay) else []
+    return replace(found, remark="; ".join([found.remark, *reasons]))
+
+
+def _own_failure(model: torch.nn.Module, arguments: Any) -> Exception | None:
+    try:
+        _measured(model, model, arguments)
+    except Exception as error:  # noqa: BLE001 - a sample that is no real input may do anything
+        return error
+    return None
+
+
+class _Reads(TorchDispatchMode):
+    """Notes where a value of a tensor is looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = ""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and not self.place:
+            self.place = innermost_line(sys._getframe(1))
+        return func(*args, **(kwargs or {}))
+
+
+def _reasons(model: torch.nn.Module, arguments: Any, expected: Measured) -> list[str]:
+    """Say what may make a replay round otherwise, as far as it can be seen."""
+    args, kwargs = arguments
+    with put_back(model, arguments), torch.no_grad(), _Reads() as reads:
+        returned = model(*args, **kwargs)
+    reasons = []
+    if reads.place:
+        reasons.append(
+            f"with real tensors the model looks at values ({reads.place}) and may take another "
+            "course than under fake ones"
+        )
+    others = [it for name, it in expected.results.items() if name.startswith("output ")]
+    if loss_among(returned) is not None and sum(it is not None for it in others) > 1:
+        reasons.append("outputs beside the loss take gradients of zeros")
+    return reasons
+
+
+def layouts_seen(
+    first: Layouts,
+    model: torch.nn.Module,
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    planned_with: Callable[[Layouts], _Replay],
+) -> Layouts:
+    """Return how kernels lay results out on the sample, where fake tensors say otherwise.
+
+    What follows a result that lies otherwise may lie otherwise too, so steps are run until no more
+    is new.
+
+    Parameters
+    ----------
+    first
+        What the first trial noted.
+    model, arguments
+        The plain model and the sample.
+    planned_with
+        Plans the step, traced with such layouts.
+    """
+    seen: Layouts = {}
+    new = first
+    for _ in range(_ROUNDS):
+        if not new.keys() - seen.keys():
+            break
+        seen, new = {**seen, **new}, {}
+        step = planned_with(seen)
+        # A kernel that cannot go on with what was laid out for it has said what it wants.
+        with _noting(step, new), suppress(ReplayError):
+            _measured(_planned(step, model), model, arguments)
+    return seen
+
+
+@contextmanager
+def _noting(step: Any, layouts: Layouts) -> Iterator[None]:
+    if not isinstance(step, _Replay):
+        yield
+        return
+    step.layouts = layouts
+    try:
+        yield
+    finally:
+        step.layouts = None
+
+
+def _judged(
+    different: dict[str, float], alone: dict[str, float], seen: Sequence[torch.Tensor]
+) -> Trial:
+    worst = max(different, key=lambda name: different[name])
+    says = f"{len(different)} results differ, at most {worst} by {different[worst]:.1e} of its size"
+    if max(alone.values(), default=0.0) >= different[worst]:
+        return Trial(True, different, remark=f"{says}, as two steps without the plan do")
+    if different[worst] > max(_ROUNDING.get(it.dtype, 0.0) for it in seen):
+        return Trial(True, different, failure=f"its results are not those of the model: {says}")
+    return Trial(True, different, remark=says)
+
+
+def _planned(step: _Step, model: torch.nn.Module) -> Callable[..., Any]:
+    return lambda *args, **kwargs: step.run(model, args, kwargs)
+
+
+def _measured(forward: Any, model: torch.nn.Module, arguments: Any) -> Measured:
+    with put_back(model, arguments):
+        return run_step(forward, model, arguments, count=False)
+
+
+def _results(found: Measured) -> list[torch.Tensor]:
+    return [it for it in found.results.values() if it is not None]
+
+
+def _kept(different: dict[str, float], gradients: bool) -> dict[str, float]:
+    return {
+        name: apart
+        for name, apart in different.items()
+        if gradients or not name.startswith("gradient of ")
+    }
+
+
+def _real(held: Sequence[torch.Tensor]) -> bool:
+    return not any(it.is_meta or isinstance(it, FakeTensor) for it in held)
+
+
+def _enough(nbytes: int, device: torch.device) -> bool:
+    """Whether a step of this peak fits into what is free; on a host twice, as a full one stops."""
+    if device.type == "cuda":
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return nbytes < torch.cuda.mem_get_info(device)[0] + held
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return False
+    return 2 * nbytes < free
+
+
+def _what(error: Exception) -> str:
+    first = next((line for line in str(error).splitlines() if line.strip()), "no message")
+    return f"{type(error).__name__}: {first}"

@@ -1,0 +1,4 @@
+"""What a model is to a plan: its settings and inputs, and one step of it, run and put back.
+
+It imports `errors` of this rim and the core.
+"""

@@ -1,0 +1,141 @@
+"""What must be as before when a model has been traced, whatever happened meanwhile.
+
+The model's parameters are swapped for fake ones, and its forward is run: both must leave no mark. A
+forward that means to leave one (a count, a new buffer, random numbers from outside torch) would not
+do so when its calls are replayed, and is refused.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import TraceError
+from .marks import Marks, Values, kept_by
+
+# The generator behind np.random.rand and its like, which models draw from.
+_legacy: Any = np.random.mtrand._rand
+
+
+def casting() -> list[str]:
+    """Return the kinds of devices for which autocast is on."""
+    return [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+
+
+@contextmanager
+def outside_autocast() -> Iterator[None]:
+    """Where a backward pass runs, as torch advises: outside of the `with` of the forward pass."""
+    with ExitStack() as stack:
+        for kind in casting():
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def changes_what_it_is_given() -> TraceError:
+    """Return the refusal of a forward that writes into its arguments."""
+    return TraceError(
+        "the forward pass changes what it is given: it writes into a list, mapping or object among "
+        "its arguments, as text models do into a cache of keys and values; a replay of its calls "
+        "would not. Train without it."
+    )
+
+
+@contextmanager
+def as_it_was(model: torch.nn.Module, given: Any = ()) -> Iterator[None]:
+    """Put the model, and what its forward is given, back as they were.
+
+    Refuses a forward that changed attributes of its modules, or what lists, mappings and objects
+    hold: in these, in what it is given, in what hooks of the modules reach.
+    """
+    modules = dict(model.named_modules())
+    slots = ("_parameters", "_buffers", "_modules")
+    before = [
+        (path, module, dict(module.__dict__), {slot: dict(getattr(module, slot)) for slot in slots})
+        for path, module in modules.items()
+    ]
+    wanted = [(it, it.requires_grad) for it in (*model.parameters(), *model.buffers())]
+    kept = Marks(
+        (f"{path}.{name}" if path else name, value)
+        for path, module in modules.items()
+        for name, value in kept_by(module)
+        # The slots are full of fake tensors by the time they are looked at.
+        if name not in slots and not name.startswith("_flat_weight")
+    )
+    arguments = Marks([("arguments", given)])
+    # Under fake tensors a real one that is met is computed with, and written to.
+    held = (it for _, _, attributes, _ in before for it in attributes.values())
+    values = Values((*kept.tensors(), *held), (*model.parameters(), *model.buffers()))
+    changed: list[str] = []
+    received: list[str] = []
+    try:
+        yield
+    finally:
+        # Read before it is put back, and all is put back whatever is found.
+        changed += kept.changed()
+        received += arguments.changed()
+        kept.put_back()
+        arguments.put_back()
+        values.put_back()
+        for path, module, attributes, parts in before:
+            changed += _differences(path, module, attributes, parts)
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for slot in slots:
+                held = getattr(module, slot)
+                held.clear()
+                held.update(parts[slot])
+        for tensor, requires in wanted:
+            tensor.requires_grad_(requires)
+        torch.clear_autocast_cache()
+    if received:
+        raise changes_what_it_is_given()
+    if changed:
+        raise TraceError(
+            f"the forward pass sets {', '.join(dict.fromkeys(changed[:5]))}; a replay of its calls "
+            "would not. Keep that in a buffer changed in place. If it does so in its first step "
+            "only, run one step before planning."
+        )
+
+
+def _differences(
+    path: str,
+    module: torch.nn.Module,
+    attributes: dict[str, Any],
+    parts: dict[str, dict[str, Any]],
+) -> list[str]:
+    now = module.__dict__
+    names = [
+        name
+        for name in now.keys() | attributes.keys()
+        if not name.startswith("_flat_weight") and now.get(name) is not attributes.get(name)
+    ]
+    for slot in ("_parameters", "_buffers"):
+        held = getattr(module, slot)
+        names += list(held.keys() ^ parts[slot].keys())
+    return [f"{path}.{name}" if path else name for name in names]
+
+
+@contextmanager
+def no_chance() -> Iterator[None]:
+    """Refuse a forward that draws random numbers outside torch: a replay would go one way only."""
+    python, arrays = random.getstate(), _legacy.get_state(legacy=False)
+    drawn = []
+    try:
+        yield
+    finally:
+        if random.getstate() != python:
+            random.setstate(python)
+            drawn.append("random")
+        if repr(_legacy.get_state(legacy=False)) != repr(arrays):
+            _legacy.set_state(arrays)
+            drawn.append("numpy.random")
+    if drawn:
+        raise TraceError(
+            f"the forward pass draws from {' and '.join(drawn)}, so what it does differs from step "
+            "to step. Draw with torch and compute with the result."
+        )

@@ -1,0 +1,231 @@
+"""One training step, run and measured; and everything it changes put back afterwards.
+
+Whoever compares (verify) or chooses by measurement (modules) runs steps that must leave no mark:
+gradients, buffers, attributes and all states of chance are as before.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves
+
+from .guard import outside_autocast
+from .marks import Marks, Values, kept_by
+from .results import tensors_of
+from .tracker import StorageTracker
+
+# What stands for the forward pass of a model: a planned one, or the model itself.
+Forward = Callable[..., Any]
+Loss = Callable[[Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A step's results by name, its peak, the op that reached it, and its seconds."""
+
+    results: dict[str, torch.Tensor | None]
+    peak_bytes: int
+    peak_op: str
+    seconds: float
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested lists, tuples and mappings."""
+    return [it for it in tree_leaves(tree) if isinstance(it, torch.Tensor)]
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Return where the parameters lie."""
+    return next(iter(model.parameters())).device
+
+
+def run_step(
+    forward: Forward,
+    model: torch.nn.Module,
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    *,
+    known: Sequence[torch.Tensor] = (),
+    ignored: Sequence[torch.Tensor] = (),
+    count: bool = True,
+    loss: Loss | None = None,
+) -> Measured:
+    """Run forward and backward as users do; count live storages unless told not to.
+
+    The forward pass runs under autocast where the caller does, the backward pass always outside of
+    it, as torch advises. A model that returns its loss by that name is trained on it; in place of
+    the loss of any other the outputs' gradients are random (1 for a scalar), always the same.
+
+    Parameters
+    ----------
+    forward
+        Called with the arguments.
+    model
+        Whose parameters and buffers are looked at.
+    arguments
+        Positional and by keyword.
+    known, ignored
+        Tensors that are there beside the model's, and those that are not counted.
+    loss
+        Makes the loss of what the model returns; it runs where the forward pass does.
+    """
+    args, kwargs = arguments
+    device = device_of(model)
+    inputs = tensors(arguments)
+    for leaf in (*model.parameters(), *inputs):
+        # Dropped, not filled: others may hold the tensors.
+        if leaf.is_leaf:
+            leaf.grad = None
+    tracker = StorageTracker(
+        [*model.parameters(), *model.buffers(), *inputs, *known],
+        device=device,
+        allocator="torch" if device.type == "cuda" else "none",
+        ignored=ignored,
+    )
+    began = _now(device)
+    with _counted(tracker, count):
+        returned = forward(*args, **kwargs)
+        outputs = tensors_of(returned, model)
+        ends = [loss(returned)] if loss is not None else _ends(returned, outputs)
+    del returned
+    output_gradients = _output_gradients(ends)
+    for output_gradient in output_gradients:
+        tracker.meet(output_gradient)
+    with _counted(tracker, count), outside_autocast():
+        torch.autograd.backward(ends, output_gradients)
+    seconds = _now(device) - began
+    results: dict[str, torch.Tensor | None] = {
+        f"output {place}": it for place, it in enumerate(outputs) if isinstance(it, torch.Tensor)
+    }
+    results |= {f"gradient of {name}": it.grad for name, it in model.named_parameters()}
+    results |= {
+        f"gradient of input {place}": it.grad for place, it in enumerate(inputs) if it.is_leaf
+    }
+    results |= {f"buffer {name}": it.clone() for name, it in model.named_buffers()}
+    return Measured(results, tracker.peak_bytes, tracker.peak_op, seconds)
+
+
+@contextmanager
+def put_back(model: torch.nn.Module, inputs: Any) -> Iterator[None]:
+    """Put gradients, buffers, attributes and the states of chance back as they were.
+
+    So are the tensors that modules have as attributes, and what lists, mappings and objects hold
+    that a forward pass or a hook may write to. Values of parameters are not: that is for training.
+    Inside, other parameters with the same memory stand in the model, so that hooks on the user's
+    own, an optimizer's step among them, do not run.
+    """
+    leaves = [it for it in (*model.parameters(), *tensors(inputs)) if it.is_leaf]
+    gradients = [(it, it.grad, it.requires_grad) for it in leaves]
+    modules = list(model.modules())
+    attributes = [(module, dict(module.__dict__)) for module in modules]
+    kept = Marks([("arguments", inputs), *(it for module in modules for it in kept_by(module))])
+    held = (it for _, before in attributes for it in before.values())
+    values = Values((*model.buffers(), *kept.tensors(), *held), leaves)
+    with chance_put_back(), _without_hooks(model):
+        try:
+            yield
+        finally:
+            for module, before in attributes:
+                module.__dict__.clear()
+                module.__dict__.update(before)
+            kept.put_back()
+            for leaf, gradient, requires in gradients:
+                leaf.requires_grad_(requires)
+                leaf.grad = gradient
+            values.put_back()
+
+
+@contextmanager
+def _without_hooks(model: torch.nn.Module) -> Iterator[None]:
+    modules = list(model.modules())
+    before = [(module, dict(module._parameters)) for module in modules]
+    stand_ins: dict[int, torch.nn.Parameter] = {}
+    try:
+        for module, parameters in before:
+            for name, own in parameters.items():
+                if own is not None:
+                    module._parameters[name] = stand_ins.setdefault(id(own), _stand_in(own))
+        _tell_recurrent(modules)
+        yield
+    finally:
+        for module, parameters in before:
+            module._parameters.clear()
+            module._parameters.update(parameters)
+        _tell_recurrent(modules)
+
+
+def _stand_in(own: torch.nn.Parameter) -> torch.nn.Parameter:
+    made = torch.nn.Parameter(own.detach(), requires_grad=own.requires_grad)
+    made.__dict__.update(own.__dict__)
+    return made
+
+
+def _tell_recurrent(modules: Sequence[torch.nn.Module]) -> None:
+    """Let recurrent layers, which keep a list of their own, see the parameters they have."""
+    for module in modules:
+        if isinstance(module, torch.nn.RNNBase):
+            module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+
+
+@contextmanager
+def chance_put_back() -> Iterator[None]:
+    """Put the random number generators of torch, Python and NumPy back as they were."""
+    ours, arrays = random.getstate(), np.random.mtrand._rand.get_state(legacy=False)  # type: ignore[attr-defined]
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(ours)
+        np.random.mtrand._rand.set_state(arrays)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _counted(tracker: StorageTracker, count: bool) -> Iterator[None]:
+    if not count:
+        yield
+        return
+    with tracker:
+        yield
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def loss_among(returned: Any) -> torch.Tensor | None:
+    """Return what a model returns as its loss, by that name; None if it returns none."""
+    named = returned.get("loss") if isinstance(returned, Mapping) else None
+    named = getattr(returned, "loss", named)
+    return named if isinstance(named, torch.Tensor) and named.numel() == 1 else None
+
+
+def _ends(returned: Any, outputs: Sequence[Any]) -> list[torch.Tensor]:
+    """Return where the backward pass begins: at the loss, or at all outputs that take gradients."""
+    loss = loss_among(returned)
+    if loss is not None and loss.requires_grad:
+        return [loss]
+    return [it for it in outputs if isinstance(it, torch.Tensor) and it.requires_grad]
+
+
+def _output_gradients(ends: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return gradients for outputs, always the same."""
+    output_gradients = []
+    for place, end in enumerate(ends):
+        output_gradient = torch.empty_like(end)
+        generator = torch.Generator(end.device).manual_seed(place)
+        output_gradients.append(
+            output_gradient.normal_(generator=generator)
+            if end.dim()
+            else output_gradient.fill_(1.0)
+        )
+    return output_gradients

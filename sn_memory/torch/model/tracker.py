@@ -1,0 +1,106 @@
+"""StorageTracker: how many bytes of storages are really held while something runs.
+
+torch counts memory on CUDA devices only, and a process's size says little. Here a dispatch mode
+sees each storage that a call returns and notes when it dies; what a kernel uses inside is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ...graph.numbers import rounded
+
+
+class StorageTracker(TorchDispatchMode):
+    """Counts the bytes of live storages on one device while the context is open.
+
+    Parameters
+    ----------
+    known
+        Tensors that are there already; counted from the start.
+    device
+        Storages elsewhere are not counted; None counts all.
+    allocator
+        How sizes are rounded, as in Graph.
+    ignored
+        Tensors whose storages are never counted.
+
+    Attributes
+    ----------
+    start_bytes, live_bytes, peak_bytes
+        At the start, now, and the most so far. Sampled after each call, when its arguments and
+        results are all there.
+    peak_op
+        The call that reached the peak.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from sn_memory.torch import StorageTracker
+    >>> x = torch.zeros(256)
+    >>> with StorageTracker([x]) as tracker:
+    ...     y = (x + 1).mul(2)
+    >>> tracker.start_bytes, tracker.peak_bytes, tracker.live_bytes
+    (1024, 3072, 2048)
+    """
+
+    def __init__(
+        self,
+        known: Iterable[torch.Tensor] = (),
+        *,
+        device: torch.device | None = None,
+        allocator: str = "none",
+        ignored: Iterable[torch.Tensor] = (),
+    ) -> None:
+        super().__init__()
+        self.device, self.allocator = device, allocator
+        self.live_bytes = self.peak_bytes = 0
+        self.peak_op = "start"
+        self._held: dict[int, weakref.ref[Any]] = {}
+        self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
+        for tensor in known:
+            self.meet(tensor)
+        self.start_bytes = self.peak_bytes = self.live_bytes
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Tell torch.compile that compiled code runs under it as any other."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor):
+                self.meet(value)
+        self._sample(str(func))
+        return result
+
+    def _sample(self, what: str) -> None:
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes, self.peak_op = self.live_bytes, what
+
+    def meet(self, tensor: torch.Tensor) -> None:
+        """Count a tensor from now on, if it was not yet."""
+        if self.device is not None and tensor.device != self.device:
+            return
+        memory = tensor.untyped_storage()
+        key = memory._cdata
+        if key in self._held or key in self._ignored:
+            return
+        size = int(rounded(np.array([memory.nbytes()]), self.allocator)[0])
+        self.live_bytes += size
+
+        def gone(_: Any) -> None:
+            del self._held[key]
+            self.live_bytes -= size
+
+        self._held[key] = weakref.ref(memory, gone)

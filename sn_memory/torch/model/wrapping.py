@@ -1,0 +1,101 @@
+"""The class of a planned model: its model's own, with another forward.
+
+To who asks it is the forward of the model's class: signature, annotations and docstring. Trainers
+and text generation choose by these which arguments to pass.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import suppress
+from functools import update_wrapper
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch._C._dynamo import eval_frame
+
+from ..errors import TraceError
+
+RECORD = "sn_memory"
+_PLAIN = "_sn_memory_plain_class"
+
+
+def planned_class(kind: type[torch.nn.Module], mixin: type) -> type[torch.nn.Module]:
+    """Return a class like `kind`, under its name, whose forward is `run_planned` of the mixin.
+
+    An instance without a record is plain: a copy, say, whose forward others have replaced by a
+    function that calls this one.
+    """
+
+    def run(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if RECORD not in model.__dict__:
+            return kind.forward(model, *args, **kwargs)
+        if _is_compiled():
+            raise TraceError(
+                f"torch.compile was given a planned {kind.__name__}, or a function that calls one, "
+                "and would compile its forward without the plan. Plan with backend='compile', "
+                "which compiles the model as planned, and call that; or leave it out: "
+                "torch.compiler.disable(model)."
+            )
+        return mixin.run_planned(model, kind.forward, args, kwargs)  # type: ignore[attr-defined]
+
+    members = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "forward": _dressed(run, kind.forward),
+        _PLAIN: kind,
+    }
+    return type(kind.__name__, (mixin, kind), members)
+
+
+def bare(kind: type[torch.nn.Module]) -> torch.nn.Module:
+    """Return an instance without attributes."""
+    made: torch.nn.Module = object.__new__(kind)
+    return made
+
+
+def plain_class(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """Return what a planned class was made from; any other as it is."""
+    found: type[torch.nn.Module] = getattr(kind, _PLAIN, kind)
+    return found
+
+
+def plain_model(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a planned model as it was before; any other as it is."""
+    if RECORD not in model.__dict__:
+        return model
+    plain = bare(plain_class(type(model)))
+    for key, it in model.__dict__.items():
+        if isinstance(it, MethodType) and it.__self__ is model:
+            # A forward that others have put on the instance, as accelerate does for autocast.
+            it = MethodType(it.__func__, plain)
+        if key != RECORD:
+            plain.__dict__[key] = it
+    return plain
+
+
+def _is_compiled() -> bool:
+    """Whether torch.compile traces what runs here, or runs it as what it could not trace."""
+    if torch.compiler.is_compiling():
+        return True
+    # Where tracing ended in an error, ours among them, the same code runs under the callback.
+    return callable(eval_frame.get_eval_frame_callback())
+
+
+def _dressed(run: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(self, args, kwargs)
+
+    # Annotations may be strings, which are looked up among the globals of a function.
+    theirs = getattr(inspect.unwrap(original), "__globals__", {})
+    made = FunctionType(forward.__code__, theirs, forward.__name__, None, forward.__closure__)
+    update_wrapper(made, original)
+    # Followed by those who take wrappers off (accelerate does), it would lead past the plan.
+    del made.__wrapped__  # type: ignore[attr-defined]
+    # One that is written in C has none, and then there is none here.
+    with suppress(TypeError, ValueError):
+        made.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    return made

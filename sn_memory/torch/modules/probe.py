@@ -1,0 +1,164 @@
+"""What each module of a model does in one forward pass: seconds, saved bytes, marks it leaves.
+
+The sample runs once with gradients on, but what autograd would save is only counted and dropped, so
+the pass needs little memory. A module that sets attributes or appends to a list it has, draws from
+Python's or NumPy's random numbers, changes its input in place, or is given an object (a cache) that
+changes then or later, would not do the same when run again; it is told apart.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import weakref
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..model.marks import Marks, fingerprint, kept_by
+from ..model.step import put_back, tensors
+
+
+@dataclass
+class Behaviour:
+    """What a module did, in all its calls of one forward pass.
+
+    Parameters
+    ----------
+    seconds, saved_bytes
+        Of its forward pass; of what it saves beside parameters, buffers and its inputs.
+    repeatable
+        Whether it can be run again.
+    """
+
+    seconds: float = 0.0
+    saved_bytes: int = 0
+    repeatable: bool = True
+
+
+@dataclass
+class _Running:
+    module: torch.nn.Module
+    began: float
+    chance: tuple[Any, str]
+    seen: Hashable
+    inputs: list[tuple[torch.Tensor, int]]
+    own: set[int]
+    counted: dict[int, Any] = field(default_factory=dict)
+
+
+class Probe:
+    """One forward pass of a model on a sample, watched. The model is left as it was.
+
+    Attributes
+    ----------
+    behaviour
+        Per module that was called.
+    changed
+        Buffers whose values the pass changed, as (module, name).
+    """
+
+    def __init__(self, model: torch.nn.Module, arguments: tuple[Any, dict[str, Any]]) -> None:
+        self.model = model
+        self.behaviour: dict[torch.nn.Module, Behaviour] = {}
+        self.changed: list[tuple[torch.nn.Module, str]] = []
+        self._running: list[_Running] = []
+        # What modules were given, and how it was: to be looked at again in the end.
+        self._given: list[tuple[torch.nn.Module, Any, Hashable]] = []
+        self._resident = {
+            it.untyped_storage()._cdata for it in (*model.parameters(), *model.buffers())
+        }
+        args, kwargs = arguments
+        with put_back(model, arguments):
+            buffers = [
+                (module, name, it, it.clone())
+                for module in model.modules()
+                for name, it in module._buffers.items()
+                if it is not None
+            ]
+            attributes = [
+                (module, dict(module.__dict__), Marks(kept_by(module)))
+                for module in model.modules()
+            ]
+            with torch.enable_grad(), self._watched(), saved_tensors_hooks(self._saved, _gone):
+                model(*args, **kwargs)
+            for module, name, buffer, before in buffers:
+                if module._buffers[name] is not buffer or not torch.equal(buffer, before):
+                    self.changed.append((module, name))
+            for module, before, kept in attributes:
+                same = before.keys() == module.__dict__.keys() and all(
+                    module.__dict__[key] is it for key, it in before.items()
+                )
+                if not same or kept.changed():
+                    self._mark(module)
+            for module, given, seen in self._given:
+                if fingerprint(given) != seen:
+                    self._mark(module)
+            self._given.clear()
+
+    def unrepeatable(self, module: torch.nn.Module) -> bool:
+        """Whether running a module again would do otherwise than the first time."""
+        return any(
+            not self.behaviour[it].repeatable for it in module.modules() if it in self.behaviour
+        )
+
+    def _mark(self, module: torch.nn.Module) -> None:
+        self.behaviour.setdefault(module, Behaviour()).repeatable = False
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        ours = list(self.model.modules())
+
+        def enter(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            given = (args, kwargs)
+            inputs = [(it, it._version) for it in tensors(given)]
+            own = {it.untyped_storage()._cdata for it, _ in inputs}
+            chance, seen = _chance(), fingerprint(given)
+            self._running.append(_Running(module, time.perf_counter(), chance, seen, inputs, own))
+
+        def leave(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+            run = self._running.pop()
+            found = self.behaviour.setdefault(module, Behaviour())
+            found.seconds += time.perf_counter() - run.began
+            given = (args, kwargs)
+            changed = any(it._version != version for it, version in run.inputs)
+            if changed or _chance() != run.chance or fingerprint(given) != run.seen:
+                found.repeatable = False
+            elif run.seen:
+                self._given.append((module, given, run.seen))
+
+        hooks = []
+        for module in ours:
+            # Outside of the module's own hooks, which are part of what it does.
+            hooks.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+            hooks.append(module.register_forward_hook(leave, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _saved(self, tensor: torch.Tensor) -> None:
+        memory = tensor.untyped_storage()
+        key, size = memory._cdata, memory.nbytes()
+        for run in self._running:
+            known = run.counted.get(key)
+            # An address counts again when what was there is gone.
+            if key in run.own or key in self._resident or (known and known() is not None):
+                continue
+            run.counted[key] = weakref.ref(memory)
+            self.behaviour.setdefault(run.module, Behaviour()).saved_bytes += size
+
+
+def _gone(_: Any) -> torch.Tensor:
+    raise AssertionError("a probe has no backward pass")
+
+
+def _chance() -> tuple[Any, str]:
+    legacy: Any = np.random.mtrand._rand  # type: ignore[attr-defined]
+    return random.getstate(), repr(legacy.get_state(legacy=False))

@@ -1,0 +1,52 @@
+"""What was recorded of a training step: calls on storages, and what they are to the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..model.results import Form
+from .record import Recording, View
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The calls of a training step, and which storages are whose.
+
+    Parameters
+    ----------
+    recording
+        The calls.
+    boundary
+        How many of them belong to the forward pass; the loss comes after those.
+    parameters, buffers
+        Path and View of each; of several paths to the same tensor the first.
+    inputs
+        View per flat input, None where it is no tensor.
+    outputs
+        Per flat output: its View, or the value itself where it is no tensor.
+    output_form
+        How the flat outputs make up what the model returns.
+    differentiable
+        Per flat output, whether a gradient comes back for it.
+    output gradients
+        View of the gradient of each differentiable output, as the backward pass wants it.
+    gradients
+        Name and View of the gradient for each parameter that requires one and then for each flat
+        input that does (`input 0`); None where the outputs do not depend on it.
+    only_outside
+        The forward pass runs under autocast, and the backward pass, recorded outside of it as torch
+        advises, would make other calls inside.
+    """
+
+    recording: Recording
+    boundary: int
+    parameters: tuple[tuple[str, View], ...]
+    buffers: tuple[tuple[str, View], ...]
+    inputs: tuple[View | None, ...]
+    outputs: tuple[Any, ...]
+    output_form: Form | None
+    differentiable: tuple[bool, ...]
+    output_gradients: tuple[View, ...]
+    gradients: tuple[tuple[str, View | None], ...]
+    only_outside: bool = False

@@ -1,0 +1,182 @@
+"""Seconds of each call: measured once per signature, kept in a file.
+
+A signature is the op, and of each tensor its shape, strides and type. Tensors of that form are made
+anew, so that one op's working set is all the memory needed; a model too large to run can be timed.
+What may not be timed so (timeable.py) or cannot (an op that checks its values) is left to the
+roofline, and the plan says how many ops are.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...cost.measured import is_seconds
+from ...cost.op_times import OpTimes, plain_name, quickest
+from ...graph.records import Device
+from .record import Call, Recording, View
+from .timeable import timeable
+
+log = logging.getLogger(__name__)
+
+
+def measured_seconds(recording: Recording, device: torch.device) -> list[float | None]:
+    """Return seconds per call on a device; None for calls that could not or may not be timed."""
+    calls = {at: call for at, call in enumerate(recording.calls) if timeable(call)}
+    works = [(signature(it), partial(_time, it, recording, device)) for it in calls.values()]
+    found = dict(zip(calls, cached_seconds(works, device), strict=True))
+    return [found.get(at) for at in range(len(recording.calls))]
+
+
+def cached_seconds(
+    works: Sequence[tuple[str, Callable[[], float | None]]], device: torch.device
+) -> list[float | None]:
+    """Return seconds per (signature, function that measures them), from the file where it can."""
+    times, result = OpTimes(cache_name(device), is_seconds, circumstances()), []
+    for text, measure in works:
+        key = times.key(text)
+        if key not in times.table:
+            times.table[key] = measure()
+        result.append(times.table[key])
+    times.save(device)
+    return result
+
+
+def circumstances() -> str:
+    """Settings of torch under which the same call takes another time, or runs another kernel."""
+    backends: Any = torch.backends
+    products = backends.cuda.matmul
+    settings = {
+        "float32": _precisions(),
+        "reduced": (
+            products.allow_fp16_reduced_precision_reduction,
+            products.allow_bf16_reduced_precision_reduction,
+        ),
+        "cudnn": (
+            backends.cudnn.enabled,
+            backends.cudnn.benchmark,
+            backends.cudnn.deterministic,
+        ),
+        "mkldnn": getattr(backends.mkldnn, "enabled", None),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "threads": torch.get_num_threads(),
+    }
+    return str(settings)
+
+
+def _precisions() -> list[Any]:
+    """How products in float32 are rounded, by library."""
+    backends: Any = torch.backends
+    try:
+        places = (
+            backends.cuda.matmul,
+            *(backends.cudnn.conv, backends.cudnn.rnn),
+            *(backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn),
+        )
+        # Not by allow_tf32 and its kin, which raise when somebody has set these.
+        return [it.fp32_precision for it in places]
+    except AttributeError:  # before torch 2.9
+        flags = backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32
+        return [torch.get_float32_matmul_precision(), *flags]
+
+
+def cache_name(device: torch.device) -> str:
+    """Name of the file of times for a device, this torch and this number of threads."""
+    if device.type == "cuda":
+        what = torch.cuda.get_device_name(device)
+    else:
+        what = f"{device.type}-{torch.get_num_threads()}-{torch.backends.cpu.get_cpu_capability()}"
+    return f"op-seconds-2-{plain_name(what)}-torch-{torch.__version__}.json"
+
+
+def signature(call: Call) -> str:
+    """What the time of a call depends on, as text."""
+    numbers: dict[int, int] = {}
+    parts = []
+    for arg in call.flat:
+        if isinstance(arg, View):
+            # Whether two arguments share their storage matters: an op in place reads less.
+            same = numbers.setdefault(arg.storage, len(numbers))
+            parts.append(f"{arg.dtype}{arg.size}{arg.stride}@{same}")
+        else:
+            parts.append(repr(arg))
+    return f"{call.target}({', '.join(parts)}){call.spec}"
+
+
+def measured_device(device: torch.device) -> Device:
+    """Return the speeds of a device, measured: matrix products, copies, transfers."""
+    side = 1024 if device.type == "cpu" else 8192
+    left = torch.rand(side, side, device=device)
+    product_s = best_seconds(lambda: left @ left, device)
+    block = torch.rand(1 << 24, device=device)
+    target = torch.empty_like(block)
+    copy_s = best_seconds(lambda: target.copy_(block), device)
+    host = torch.empty(1 << 24, pin_memory=device.type == "cuda")
+    up_s = best_seconds(lambda: host.copy_(block), device)
+    down_s = best_seconds(lambda: block.copy_(host), device)
+    size = block.nbytes
+    return Device(
+        str(device), 2 * side**3 / product_s, 2 * size / copy_s, size / up_s, size / down_s, 1e-5
+    )
+
+
+def rebuilt(call: Call, recording: Recording) -> Callable[[], Any]:
+    """Return a call on tensors made anew in the form of those it was recorded with."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    # One storage may be looked at as floats and as integers, where only the shape of the floats is
+    # asked for; the integers decide, as they are places in memory.
+    types = {it.storage: it.dtype for it in call.flat if isinstance(it, View)}
+    types |= {
+        it.storage: it.dtype
+        for it in call.flat
+        if isinstance(it, View) and not it.dtype.is_floating_point
+    }
+
+    def made(view: View) -> torch.Tensor:
+        place = recording.device[view.storage]
+        if view.storage not in storages:
+            kind = types[view.storage]
+            storages[view.storage] = _filled(recording.nbytes[view.storage], kind, place)
+        empty = torch.empty(0, dtype=view.dtype, device=place)
+        return empty.set_(storages[view.storage], view.offset, view.size, view.stride)
+
+    args, kwargs = call.arguments(made)
+    return lambda: call.target(*args, **kwargs)
+
+
+def _time(call: Call, recording: Recording, device: torch.device) -> float | None:
+    try:
+        with torch.no_grad():
+            return best_seconds(rebuilt(call, recording), device)
+    except Exception as error:  # noqa: BLE001 - whatever an op says to values that are made up
+        log.info("%s could not be timed (%s); a roofline stands in", call.target, error)
+        return None
+
+
+def _filled(nbytes: int, dtype: torch.dtype, device: torch.device) -> torch.UntypedStorage:
+    count = nbytes // dtype.itemsize
+    if dtype.is_floating_point:
+        # Not zeros: denormals and zeros are slower or faster than what training sees.
+        return torch.rand(count, device=device).to(dtype).untyped_storage()
+    # Indices: 0 is in every range.
+    return torch.zeros(count, dtype=dtype, device=device).untyped_storage()
+
+
+def best_seconds(work: Any, device: torch.device) -> float:
+    """Seconds of the quickest of a few runs, after one to warm up."""
+    # One thread's own seconds do not count what a busy machine takes from it; several threads wait
+    # for each other, and only the clock on the wall sees that.
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.thread_time if alone else time.perf_counter
+
+    def done() -> None:
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return quickest(done, clock)

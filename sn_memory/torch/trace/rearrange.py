@@ -1,0 +1,166 @@
+"""Backward calls taken apart and put off, so that less is held at once.
+
+Autograd runs what a layer's backward pass computes as soon as it can. But the gradient of a
+parameter is wanted at the end only, and until then it may be larger than what it is computed from;
+a convolution's two gradients need not be computed while everything for both is there; and some
+calls are handed a tensor of which they read the shape alone. None of this changes a bit of any
+result: the same kernels run on the same numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from .captured import Captured
+from .record import Call, View
+from .simplify import last_uses, owned
+
+_aten = torch.ops.aten
+_CONVOLUTION = _aten.convolution_backward.default
+# Which argument is read for its shape alone, on the devices below; with a convolution, by a call
+# for the gradient of its input only.
+_SHAPE_ONLY: dict[Any, int] = {
+    _CONVOLUTION: 1,
+    _aten.max_pool2d_with_indices_backward.default: 1,
+    _aten.max_pool3d_with_indices_backward.default: 1,
+    _aten.avg_pool2d_backward.default: 1,
+    _aten.avg_pool3d_backward.default: 1,
+    _aten._adaptive_avg_pool2d_backward.default: 1,
+}
+_DEVICES = ("cpu", "cuda")
+
+
+def taken_apart(captured: Captured) -> Captured:
+    """Make two calls of each `convolution_backward`: weight and bias first, then the input.
+
+    Its kernels are separate ones inside; as one call it holds its input until both have run.
+    """
+    calls: list[Call] = []
+    for call in captured.recording.calls:
+        calls += _two(call) if call.target is _CONVOLUTION else [call]
+    return replace(captured, recording=replace(captured.recording, calls=calls))
+
+
+def put_off(captured: Captured) -> Captured:
+    """Compute gradients of parameters last where they are larger than what they are made of.
+
+    Only those that nothing else reads, of arguments that nothing writes over until then. An
+    argument that another such call keeps already counts for nothing.
+    """
+    recording, held = captured.recording, owned(captured)
+    calls, last = recording.calls, last_uses(recording)
+    final = {view.storage for _, view in captured.gradients if view is not None}
+    final -= set(recording.given)
+    written = {storage: at for at, call in enumerate(calls) for storage in call.writes}
+    wanted = [
+        at
+        for at in range(captured.boundary, len(calls))
+        if calls[at].makes
+        and not calls[at].writes
+        and not calls[at].random
+        and all(it in final and last[it] == at for it in calls[at].makes)
+        and all(written.get(it, -1) < at for it in calls[at].reads)
+    ]
+    late: set[int] = set()
+    kept: set[int] = set(held)
+    while True:
+        before = len(late)
+        for at in wanted:
+            reads = set(calls[at].reads) - kept
+            made = sum(recording.nbytes[it] for it in calls[at].makes)
+            if at not in late and sum(recording.nbytes[it] for it in reads) < made:
+                late.add(at)
+                kept |= reads
+        if len(late) == before:
+            break
+    now = [call for at, call in enumerate(calls) if at not in late]
+    now += [calls[at] for at in sorted(late)]
+    return replace(captured, recording=replace(recording, calls=now))
+
+
+def spared(captured: Captured) -> Captured:
+    """Hand a call that reads the shape of an argument alone something else of that shape.
+
+    That is memory which is there anyway: another argument of the call, a parameter, or a gradient
+    that was made before and is read after.
+    """
+    recording, held = captured.recording, owned(captured)
+    last = last_uses(recording)
+    trained = {name for name, _ in captured.gradients}
+    parameters = [view.storage for name, view in captured.parameters if name in trained]
+    live: set[int] = set()
+    calls = []
+    for at, call in enumerate(recording.calls):
+        place = place_of_shape(call)
+        if place is not None and recording.device[call.flat[place].storage].type in _DEVICES:
+            others = [
+                *(it.storage for i, it in enumerate(call.flat) if i != place and _is_view(it)),
+                *parameters,
+                *sorted(live - {it for it in live if last[it] == at}),
+            ]
+            call = _standing_in(captured, call, place, others)
+        calls.append(call)
+        if at >= captured.boundary:
+            live |= set(call.makes) - held
+        live -= {it for it in (*call.reads, *call.makes) if last[it] <= at}
+    return replace(captured, recording=replace(recording, calls=calls))
+
+
+def _two(call: Call) -> list[Call]:
+    args, kwargs = tree_unflatten(list(call.flat), call.spec)
+    wanted = list(args[10])
+    if not wanted[0] or not any(wanted[1:]):
+        return [call]
+    return [
+        _asked(call, args, kwargs, [False, *wanted[1:]]),
+        _asked(call, args, kwargs, [True, False, False]),
+    ]
+
+
+def _asked(call: Call, args: Any, kwargs: Any, mask: list[bool]) -> Call:
+    """Return a convolution's backward call that is asked for some of its gradients."""
+    flat, spec = tree_flatten(((*args[:10], mask, *args[11:]), kwargs))
+    outputs = tuple(out if asked else None for out, asked in zip(call.outputs, mask, strict=True))
+    stays = {out.storage for out in outputs if out is not None}
+    makes = tuple(it for it in call.makes if it in stays)
+    return replace(call, flat=tuple(flat), spec=spec, outputs=outputs, makes=makes)
+
+
+def place_of_shape(call: Call) -> int | None:
+    """Place among the flat arguments of the tensor whose shape alone is read; None for none."""
+    place = _SHAPE_ONLY.get(call.target)
+    if place is None or not _is_view(call.flat[place]):
+        return None
+    if call.target is _CONVOLUTION:
+        args, _ = tree_unflatten(list(call.flat), call.spec)
+        if any(args[10][1:]):
+            return None
+    return place
+
+
+def _standing_in(captured: Captured, call: Call, place: int, others: list[int]) -> Call:
+    view, recording = call.flat[place], captured.recording
+    place_of, nbytes = recording.device, _reach(view) * view.dtype.itemsize
+    if sum(_is_view(it) and it.storage == view.storage for it in call.flat) > 1:
+        return call  # It is held for another argument anyway.
+    for other in others:
+        if recording.nbytes[other] >= nbytes and place_of[other] == place_of[view.storage]:
+            flat = list(call.flat)
+            flat[place] = replace(view, storage=other, offset=0)
+            return replace(call, flat=tuple(flat))
+    return call
+
+
+def _reach(view: View) -> int:
+    """Elements from the first to the last of a view."""
+    if 0 in view.size:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(view.size, view.stride, strict=True))
+
+
+def _is_view(value: Any) -> bool:
+    return isinstance(value, View)

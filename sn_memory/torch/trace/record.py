@@ -1,0 +1,341 @@
+"""What torch runs below autograd, recorded as calls on storages.
+
+FX graphs name tensors, and make_fx or AOTAutograd turn in-place ops into others on the way; then
+neither the memory nor the bits are those of the eager run. Here a dispatch mode notes each call as
+it reaches the kernels, forward and backward alike, and each tensor as a *view*: which storage, and
+how it is looked at. View ops cost nothing and are not calls; whoever needs a view takes it anew.
+
+Over 300 lines: the three records that everything else reads, and the one mode that writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..errors import TraceError
+
+_FORM_ONLY = {
+    getattr(torch.ops.aten, name)
+    for name in (
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+        *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How a tensor looks at a storage; what `as_strided` needs."""
+
+    storage: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    def shows(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has this form."""
+        return (
+            tensor.size() == self.size
+            and tensor.stride() == self.stride
+            and tensor.storage_offset() == self.offset
+            and tensor.dtype == self.dtype
+        )
+
+
+def form_of(tensor: torch.Tensor, storage: int) -> View:
+    """Return the View of a tensor, given the number of its storage."""
+    size, stride = tuple(tensor.size()), tuple(tensor.stride())
+    return View(storage, size, stride, int(tensor.storage_offset()), tensor.dtype)
+
+
+# What a kernel was seen to return: by the forms of its arguments, the form of each result.
+Layouts = dict[Hashable, tuple[View | None, ...]]
+
+
+def layout_key(func: Any, flat: Sequence[Any]) -> Hashable:
+    """What the layout of a kernel's results depends on: the forms of its arguments, not values."""
+    forms = (
+        (arg.size, arg.stride, arg.dtype) if isinstance(arg, View) else repr(arg) for arg in flat
+    )
+    return str(func), *forms
+
+
+def byte_view(storage: int, nbytes: int) -> View:
+    """Return the View of a storage as a row of bytes."""
+    return View(storage, (nbytes,), (1,), 0, torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a kernel.
+
+    Parameters
+    ----------
+    target
+        The overload, as `torch.ops.aten.mul.Tensor`.
+    flat, spec
+        Arguments, flattened; tensors stand there as View.
+    outputs
+        Per flat output: its View, or None where it is no tensor.
+    makes, writes
+        Storages that are new with this call; storages it changes.
+    phase
+        `forward` or `backward`.
+    random
+        It draws from torch's random number generator.
+    scope
+        Path of the module that ran it, as `layer1.0.conv1`; empty in the backward pass.
+    """
+
+    target: Any
+    flat: tuple[Any, ...]
+    spec: Any
+    outputs: tuple[View | None, ...]
+    makes: tuple[int, ...]
+    writes: tuple[int, ...]
+    phase: str
+    random: bool
+    scope: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name of the op without its overload, as `convolution_backward`."""
+        return str(self.target.overloadpacket.__name__)
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Storages among its arguments, each once."""
+        return tuple(dict.fromkeys(arg.storage for arg in self.flat if isinstance(arg, View)))
+
+    def arguments(self, tensor_of: Callable[[View], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return (args, kwargs) with each view put in by `tensor_of`."""
+        flat = [tensor_of(arg) if isinstance(arg, View) else arg for arg in self.flat]
+        args, kwargs = tree_unflatten(flat, self.spec)
+        return args, kwargs
+
+
+@dataclass
+class Recording:
+    """Calls in order, and the storages they work on.
+
+    Parameters
+    ----------
+    calls
+        In execution order.
+    nbytes, device
+        Per storage.
+    given
+        Storages that were there before the first call, with a word on what they are.
+    constants
+        Given storages that belong to nobody, with the tensor that holds them.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    nbytes: list[int] = field(default_factory=list)
+    device: list[torch.device] = field(default_factory=list)
+    given: dict[int, str] = field(default_factory=dict)
+    constants: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class Recorder(TorchDispatchMode):
+    """Records what runs inside `with`. Entered after FakeTensorMode, so it sees fake tensors.
+
+    Raises TraceError for what cannot be replayed: tensors without strides, random numbers drawn in
+    the backward pass or from a generator of the user's own.
+
+    Parameters
+    ----------
+    layouts
+        How kernels were seen to lay their results out, where the rules for fake tensors say
+        otherwise; the kernels have the last word.
+    """
+
+    def __init__(self, layouts: Mapping[Hashable, tuple[View | None, ...]] | None = None) -> None:
+        super().__init__()
+        self.recording = Recording()
+        self.layouts = layouts or {}
+        self.phase = "forward"
+        self.scope = ""
+        self._number: dict[int, int] = {}
+        # A storage that dies would leave its address to the next one.
+        self._alive: list[Any] = []
+        self._silent = False
+
+    def give(self, tensor: torch.Tensor, what: str) -> View:
+        """Say that a tensor is there before the first call."""
+        storage = self._storage(tensor)
+        self.recording.given.setdefault(storage, what)
+        return self._view(tensor)
+
+    def meet(self, tensor: torch.Tensor) -> View:
+        """Give a number to a tensor that comes to be between two calls."""
+        self._storage(tensor)
+        return self._view(tensor)
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Record nothing inside: for tensors that the tracer itself makes."""
+        self._silent = True
+        try:
+            yield
+        finally:
+            self._silent = False
+
+    def view(self, tensor: torch.Tensor) -> View:
+        """Return how a tensor looks at its storage; it must have been seen before."""
+        if tensor.untyped_storage()._cdata not in self._number:
+            raise TraceError(
+                f"a tensor of shape {tuple(tensor.shape)} comes from nowhere: no recorded call "
+                "made it. Compute it from the inputs, or make it a buffer of the model."
+            )
+        return self._view(tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._silent or func.namespace == "prim":
+            return func(*args, **kwargs)
+        if func is torch.ops.aten.lift_fresh.default:
+            return self._lift(func, args[0])
+        if func.overloadpacket in _FORM_ONLY:
+            return self._of_form(func, args, kwargs)
+        flat, spec = tree_flatten((args, kwargs))
+        views = tuple(self._argument(arg, func) for arg in flat)
+        result = func(*args, **kwargs)
+        if self.layouts:
+            result = self._as_seen(func, views, result)
+        self._note(func, views, spec, result)
+        return result
+
+    def _as_seen(self, func: Any, views: Sequence[Any], result: Any) -> Any:
+        """Return a result laid out as the kernel was seen to do it."""
+        seen = self.layouts.get(layout_key(func, views))
+        if seen is None:
+            return result
+        flat, spec = tree_flatten(result)
+        for place, (out, form) in enumerate(zip(flat, seen, strict=True)):
+            if isinstance(out, torch.Tensor) and form is not None and not form.shows(out):
+                flat[place] = torch.empty_strided(
+                    form.size, form.stride, dtype=form.dtype, device=out.device
+                )
+        return tree_unflatten(flat, spec)
+
+    def _note(self, func: Any, flat: Sequence[Any], spec: Any, result: Any) -> None:
+        views = tuple(flat)
+        known = len(self.recording.nbytes)
+        outputs = tuple(
+            self._view(out) if isinstance(out, torch.Tensor) else None
+            for out in tree_flatten(result)[0]
+        )
+        writes = written(func, views, spec)
+        random = torch.Tag.nondeterministic_seeded in func.tags and not _no_dropout(
+            func, views, spec
+        )
+        makes = tuple(range(known, len(self.recording.nbytes)))
+        if not makes and not writes and not random and is_view(views, outputs):
+            return
+        if random and self.phase == "backward":
+            raise TraceError(
+                f"{func} draws random numbers in the backward pass, as inside "
+                "torch.utils.checkpoint; they cannot be drawn again as they were. Plan the model "
+                "without its own checkpointing, or move the dropout out of it."
+            )
+        self.recording.calls.append(
+            Call(func, views, spec, outputs, makes, writes, self.phase, random, self.scope)
+        )
+
+    def _lift(self, func: Any, tensor: torch.Tensor) -> Any:
+        """A tensor that Python made, as torch.tensor([1, 2]): the same in each step."""
+        result = func(tensor)
+        storage = self._storage(result)
+        self.recording.given.setdefault(storage, "constant")
+        self.recording.constants.setdefault(storage, tensor)
+        return result
+
+    def _of_form(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that asks its first argument for shape and type only, and so need not have it."""
+        like = args[0]
+        with unset_fake_temporarily():
+            form = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="meta")
+        asked = {**kwargs, "device": kwargs.get("device") or like.device}
+        result = func(*args, **kwargs)
+        flat, spec = tree_flatten(((form, *args[1:]), asked))
+        self._note(func, flat, spec, result)
+        return result
+
+    def _argument(self, arg: Any, func: Any) -> Any:
+        if isinstance(arg, torch.Generator):
+            raise TraceError(
+                f"{func} draws from a generator of the model's own; only the default generator can "
+                "be set back. Draw from the default one."
+            )
+        if not isinstance(arg, torch.Tensor):
+            return arg
+        if arg.untyped_storage()._cdata not in self._number:
+            if arg.requires_grad:
+                raise TraceError(
+                    f"{func} reads a tensor of shape {tuple(arg.shape)} that requires a gradient "
+                    "and is no parameter of the model. Register it as a parameter."
+                )
+            self.recording.given[self._storage(arg)] = "constant"
+            self.recording.constants[self._storage(arg)] = arg
+        return self._view(arg)
+
+    def _storage(self, tensor: torch.Tensor) -> int:
+        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+            raise TraceError(
+                f"a tensor of shape {tuple(tensor.shape)} is sparse, or a lazy conjugate or "
+                "negation; only plain strided tensors can be planned. Make it plain (to_dense, "
+                "resolve_conj, resolve_neg)."
+            )
+        memory = tensor.untyped_storage()
+        number = self._number.get(memory._cdata)
+        if number is None:
+            number = self._number[memory._cdata] = len(self._alive)
+            self._alive.append(memory)
+            self.recording.nbytes.append(memory.nbytes())
+            self.recording.device.append(tensor.device)
+        return number
+
+    def _view(self, tensor: torch.Tensor) -> View:
+        return form_of(tensor, self._storage(tensor))
+
+
+def is_view(views: tuple[Any, ...], outputs: tuple[View | None, ...]) -> bool:
+    """Whether a call does nothing but look at its arguments another way."""
+    read = {arg.storage for arg in views if isinstance(arg, View)}
+    return bool(outputs) and all(out is not None and out.storage in read for out in outputs)
+
+
+def written(func: Any, views: tuple[Any, ...], spec: Any) -> tuple[int, ...]:
+    """Storages that the schema says are changed."""
+    args, kwargs = tree_unflatten(list(views), spec)
+    found: dict[int, None] = {}
+    for place, arg in enumerate(func._schema.arguments):
+        if arg.alias_info is None or not arg.alias_info.is_write:
+            continue
+        value = args[place] if place < len(args) else kwargs.get(arg.name)
+        for view in tree_flatten(value)[0]:
+            if isinstance(view, View):
+                found[view.storage] = None
+    return tuple(found)
+
+
+def _no_dropout(func: Any, views: tuple[Any, ...], spec: Any) -> bool:
+    """Whether a call that may drop out says that it drops nothing."""
+    args, kwargs = tree_unflatten(list(views), spec)
+    for place, arg in enumerate(func._schema.arguments):
+        if arg.name in ("dropout_p", "dropout"):
+            value = args[place] if place < len(args) else kwargs.get(arg.name, arg.default_value)
+            return value == 0
+    return False

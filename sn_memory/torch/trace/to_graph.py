@@ -1,0 +1,203 @@
+"""From recorded calls to the graph: names, roles, phases, flags, seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_unflatten
+from torch.utils.flop_counter import flop_registry
+
+from ...graph.graph import Graph
+from ...graph.records import Compressed, Device, Op, Storage, Workspace
+from ...run.loss import loss_op
+from .captured import Captured
+from .record import Call, View
+from .recurrent import LAYER, LAYER_BACKWARD, layer_flops
+
+
+@dataclass(frozen=True)
+class Named:
+    """The graph of a capture, and what its names stand for.
+
+    Parameters
+    ----------
+    graph
+        Ops are the calls in order, with the op `loss` after the forward pass.
+    call_of
+        Name of an op to the number of its call; `loss` has none.
+    storage_of
+        Name of a storage to its number in the recording.
+    """
+
+    graph: Graph
+    call_of: dict[str, int]
+    storage_of: dict[str, int]
+
+
+def to_graph(
+    captured: Captured,
+    *,
+    name: str,
+    device: Device,
+    seconds: Sequence[float | None],
+    allocator: str = "none",
+    extra: Sequence[Storage] = (),
+    replayable: bool = True,
+    ways: Sequence[tuple[Workspace, ...]] | None = None,
+    compressed: Mapping[int, Compressed] | None = None,
+) -> Named:
+    """Return the graph of a capture.
+
+    Parameters
+    ----------
+    seconds
+        Measured time per call; None leaves it to the roofline.
+    allocator
+        How the device rounds sizes.
+    extra
+        Resident storages that are no part of the step, as the optimizer's state.
+    replayable
+        Whether random ops can be run again from the state they were run from.
+    ways
+        Per call, the ways to carry it out; none where there is no choice.
+    compressed
+        Per storage that has one, its compressed form.
+    """
+    recording = captured.recording
+    ops = [
+        f"{call.scope or call.phase}/{call.name}#{at}" for at, call in enumerate(recording.calls)
+    ]
+    names = _storage_names(captured, ops)
+    storages = _storages(captured, names, compressed or {})
+    handed_out = _handed_out(captured)
+    rows = [
+        _op(call, ops[at], names, handed_out, captured, seconds[at], replayable)
+        for at, call in enumerate(recording.calls)
+    ]
+    if ways is not None:
+        rows = [replace(row, workspaces=it) for row, it in zip(rows, ways, strict=True)]
+    loss = loss_op(
+        (names[view.storage] for view in captured.outputs if _is_view(view)),
+        (names[view.storage] for view in captured.output_gradients),
+    )
+    rows.insert(captured.boundary, loss)
+    graph = Graph([*storages, *extra], rows, name=name, device=device, allocator=allocator)
+    return Named(
+        graph,
+        {op: at for at, op in enumerate(ops)},
+        {text: number for number, text in names.items()},
+    )
+
+
+def statistics(call: Call) -> tuple[int, ...]:
+    """Places among the flat arguments of running statistics that a call updates unsaid.
+
+    Batch norm changes them in place, but its schema names no write. Given None there instead, it
+    returns the same and changes nothing, which is how it is run again. Its functional form returns
+    new statistics instead.
+    """
+    schema = call.target._schema.arguments
+    args, kwargs = tree_unflatten(list(range(len(call.flat))), call.spec)
+    places = dict(zip((it.name for it in schema), args, strict=False)) | kwargs
+    modes = [call.flat[places[name]] for name in ("training", "train") if name in places]
+    if not any(modes) or call.name.endswith("_functional"):
+        return ()
+    return tuple(
+        places[it.name]
+        for it in schema
+        if it.name in places.keys() & {"running_mean", "running_var"}
+        and it.alias_info is None
+        and isinstance(call.flat[places[it.name]], View)
+    )
+
+
+def flops(call: Call) -> float:
+    """Arithmetic of a call, as torch's own counter or `recurrent` has it; 0 for the rest."""
+    count = flop_registry.get(call.target.overloadpacket)
+    if count is None and call.target not in (LAYER, LAYER_BACKWARD):
+        return 0.0
+    args, kwargs = call.arguments(lambda view: torch.Size(view.size))
+    if count is None:
+        return layer_flops(call.target, args)
+    shapes = [torch.Size(out.size) if out is not None else None for out in call.outputs]
+    return float(count(*args, **kwargs, out_val=shapes[0] if len(shapes) == 1 else tuple(shapes)))
+
+
+def _is_view(value: Any) -> bool:
+    return isinstance(value, View)
+
+
+def _handed_out(captured: Captured) -> set[int]:
+    return {view.storage for view in captured.outputs if isinstance(view, View)}
+
+
+def _storage_names(captured: Captured, ops: list[str]) -> dict[int, str]:
+    """Names of all storages that are given or used; of several paths to one, the first."""
+    names: dict[int, str] = {}
+    for name, view in (*captured.parameters, *captured.buffers):
+        names.setdefault(view.storage, name)
+    for place, given in enumerate(captured.inputs):
+        if given is not None:
+            names.setdefault(given.storage, f"input {place}")
+    for number in captured.recording.constants:
+        names.setdefault(number, f"constant {number}")
+    for place, view in enumerate(captured.output_gradients):
+        names.setdefault(view.storage, f"gradient of output {place}")
+    for call, op in zip(captured.recording.calls, ops, strict=True):
+        for place, number in enumerate(call.makes):
+            names.setdefault(number, f"{op}.{place}" if place else op)
+    return names
+
+
+def _storages(
+    captured: Captured, names: dict[int, str], compressed: Mapping[int, Compressed]
+) -> list[Storage]:
+    recording, main = captured.recording, main_device(captured)
+    gradients = {view.storage for _, view in captured.gradients if view is not None}
+    gradients |= {view.storage for view in captured.output_gradients}
+    held = (gradients | _handed_out(captured)) - set(recording.given)
+    result = []
+    for number in sorted(names):
+        role = recording.given.get(number, "gradient" if number in gradients else "activation")
+        # What lies elsewhere (a scalar on the host) is no business of the device's budget.
+        size = recording.nbytes[number] if recording.device[number] == main else 0
+        small = compressed.get(number) if number not in held else None
+        result.append(Storage(names[number], size, role, number in held, small))
+    return result
+
+
+def main_device(captured: Captured) -> torch.device:
+    """The device of the parameters, whose memory is planned."""
+    return captured.recording.device[captured.parameters[0][1].storage]
+
+
+def _op(
+    call: Call,
+    name: str,
+    names: dict[int, str],
+    handed_out: set[int],
+    captured: Captured,
+    seconds: float | None,
+    replayable: bool,
+) -> Op:
+    hidden = [call.flat[place].storage for place in statistics(call)]
+    writes = [*call.writes, *(it for it in hidden if it not in captured.recording.given)]
+    return Op(
+        name,
+        tuple(names[it] for it in call.reads),
+        tuple(names[it] for it in call.makes),
+        tuple(names[it] for it in dict.fromkeys(writes)),
+        kind=call.name,
+        phase=call.phase,
+        seconds=seconds,
+        flops=flops(call) if seconds is None else 0.0,
+        random=call.random,
+        replayable=call.random and replayable,
+        effect=not call.makes and not call.writes,
+        collective="c10d" in call.target.namespace,
+        # The caller holds what is handed out: giving it back would free nothing.
+        once=bool(handed_out & set(call.makes)),
+    )

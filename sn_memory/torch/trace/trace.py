@@ -1,0 +1,217 @@
+"""trace: a training step of a model as a graph, with nothing allocated.
+
+Everything that follows (plan, estimate, verify) starts here. What the calls are is in capture.py,
+how they become a graph in to_graph.py, where seconds come from in op_seconds.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from ...activations import Controller
+from ...cost.devices import NOMINAL
+from ...graph.graph import Graph
+from ...graph.records import Compressed, Device, Storage
+from ...graph.rewrite import waits
+from ..errors import TraceError
+from ..model.step import chance_put_back
+from .capture import capture
+from .captured import Captured
+from .compressible import Form, forms, seconds_of_forms
+from .convolutions import Measure, measured_on, ways_of
+from .op_seconds import measured_device, measured_seconds
+from .optimizer import optimizer_memory
+from .rearrange import put_off, spared, taken_apart
+from .record import Layouts
+from .simplify import in_place
+from .to_graph import Named, to_graph
+
+OPTIMIZER = "optimizer state"
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A traced training step.
+
+    Parameters
+    ----------
+    named
+        The graph with its names.
+    captured
+        The calls behind it.
+    forms
+        Per storage that may be compressed, by name, how.
+    """
+
+    named: Named
+    captured: Captured
+    forms: Mapping[str, Form] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> Graph:
+        """The graph, for `plan_graph`, `check_plan` and the reports."""
+        return self.named.graph
+
+    @property
+    def beside_bytes(self) -> int:
+        """Resident bytes that are no part of the step: the optimizer's state."""
+        return sum(it.bytes for it in self.graph.storages if it.name == OPTIMIZER)
+
+
+def call_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return (args, kwargs) of a sample: a tuple is args, a mapping kwargs, the rest one arg.
+
+    A packed sequence is one, though torch made it a tuple.
+    """
+    if isinstance(sample, Mapping):
+        return (), dict(sample)
+    if isinstance(sample, PackedSequence):
+        return (sample,), {}
+    return (sample if isinstance(sample, tuple) else (sample,)), {}
+
+
+@chance_put_back()
+def trace(
+    model: torch.nn.Module,
+    sample: Any,
+    *,
+    profile: bool = True,
+    device: Device | None = None,
+    optimizer: Any = None,
+    workspaces: bool | Measure = False,
+    overlap: bool = False,
+    bits: int | Controller | None = None,
+    layouts: Layouts | None = None,
+) -> Trace:
+    """Record a training step of a model as a graph. The model is left as it was.
+
+    The step is forward, loss, backward. The loss is an op outside of the plan that reads the
+    outputs and makes their gradients; a model that returns its loss has that planned as well.
+    The backward pass is arranged to hold less, without a change to any result: gradients pass
+    elementwise functions in place, convolutions compute their gradients one by one, and those of
+    parameters that are larger than what they are made of are made last.
+
+    Parameters
+    ----------
+    model
+        In the modes (train, eval) it is to be trained in. On the meta device, it counts as one on
+        the CPU.
+    sample
+        Its input: a tensor; a tuple of positional arguments; a mapping of keyword arguments. Only
+        shapes, strides, types and devices matter.
+    profile
+        Time each op once per signature; the times are kept in a file in the user's cache folder.
+        Otherwise, and for a model on the meta device, a roofline.
+    device
+        Speeds for the roofline and for transfers; default: measured, or nominal where nothing is.
+    optimizer
+        An optimizer, or its class; its state is counted as resident.
+    workspaces
+        Offer the planner several ways to carry convolutions out, timed on the GPU; or a function
+        of a call and the name of a way that returns seconds and workspace bytes.
+    overlap
+        Leave each gradient of a parameter where torch makes it, so that it can be sent at once.
+    bits
+        State the compressed forms of what may wait so for the backward pass: 1, 2, 4 or 8 bits of
+        a value, or the controller of `compress_activations`, which has seen some steps. What ReLUs,
+        pooling layers and dropout ask for is exact. None: no storage has one.
+    layouts
+        How kernels were seen to lay their results out, where fake tensors say otherwise: what the
+        trial of `plan` saw.
+
+    Raises
+    ------
+    TraceError
+        For a model whose course depends on values, or that a replay would not do justice to; with
+        `bits`, for one that is not on the CPU, where the packing runs.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import sn_memory.torch
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    >>> graph = sn_memory.torch.trace(model, torch.zeros(2, 4), profile=False).graph
+    >>> [op.kind for op in graph.ops][:4]
+    ['addmm', 'relu', 'addmm', 'loss']
+    """
+    args, kwargs = call_arguments(sample)
+    captured = taken_apart(in_place(capture(model, args, kwargs, layouts)))
+    captured = spared(captured if overlap else put_off(captured))
+    place = next(iter(model.parameters())).device
+    speeds, seconds = operations(captured, place, profile=profile, device=device)
+    ways = None
+    if workspaces:
+        if workspaces is True and place.type != "cuda":
+            raise ValueError(
+                f"workspaces=True measures on a GPU, and the model is on {place}. Pass a function "
+                "that tells seconds and workspace bytes, or leave workspaces out."
+            )
+        measure = measured_on(captured.recording, place) if workspaces is True else workspaces
+        ways = ways_of(captured.recording, measure)
+    found = {} if bits is None else _forms(captured, place, bits)
+    costs = seconds_of_forms(found, speeds, profile=profile and place.type != "meta")
+    named = to_graph(
+        captured,
+        name=type(model).__name__,
+        device=speeds,
+        seconds=seconds,
+        allocator=_allocator(place),
+        extra=beside(model, optimizer),
+        ways=ways,
+        compressed={it: Compressed(form.nbytes, *costs[it]) for it, form in found.items()},
+    )
+    number = named.storage_of
+    return Trace(named, captured, {it: found[number[it]] for it in waits(named.graph)})
+
+
+def _forms(captured: Captured, place: torch.device, bits: int | Controller) -> dict[int, Form]:
+    if place.type not in ("cpu", "meta"):
+        raise TraceError(
+            f"compress packs on the host, and the model is on {place}: it would wait for copies "
+            "there and back. Plan with the action offload."
+        )
+    if isinstance(bits, int) and bits not in (1, 2, 4, 8):
+        raise ValueError(f"got bits {bits!r}, expected 1, 2, 4, 8 or a Controller.")
+    return forms(captured.recording, bits)
+
+
+def trace_unplanned(model: torch.nn.Module, sample: Any) -> Trace:
+    """Record a training step as torch runs it without a plan; no seconds, else as `trace`."""
+    args, kwargs = call_arguments(sample)
+    captured = in_place(capture(model, args, kwargs), sums_only=True)
+    place = next(iter(model.parameters())).device
+    named = to_graph(
+        captured,
+        name=type(model).__name__,
+        device=NOMINAL,
+        seconds=[None] * len(captured.recording.calls),
+        allocator=_allocator(place),
+    )
+    return Trace(named, captured)
+
+
+def operations(
+    captured: Captured, place: torch.device, *, profile: bool, device: Device | None
+) -> tuple[Device, list[float | None]]:
+    """Return the speeds of a device and the seconds of each call on it; None is left to speeds."""
+    profile = profile and place.type != "meta"
+    if device is None:
+        device = measured_device(place) if profile else NOMINAL
+    calls = captured.recording.calls
+    return device, measured_seconds(captured.recording, place) if profile else [None] * len(calls)
+
+
+def beside(model: torch.nn.Module, optimizer: Any) -> tuple[Storage, ...]:
+    """Return what is resident and no part of the step: the optimizer's state."""
+    if optimizer is None:
+        return ()
+    return (Storage(OPTIMIZER, optimizer_memory(model, optimizer).state_bytes, "state"),)
+
+
+def _allocator(place: torch.device) -> str:
+    return "torch" if place.type == "cuda" else "none"
