@@ -34,6 +34,10 @@ MEASURED = (
     Lost("LowRankCompression", "residual net", 50, 1.36, 2),
     Lost("AutoCompression", "residual net", 20, 0.47, 2),
     Lost("AutoCompression", "residual net", 50, 1.07, 2),
+    Lost("FFTCompression", "convolutional net", 50, 1.07, 3),
+    Lost("FFTCompression", "transformer", 50, 0.74, 3),
+    Lost("FFTCompression", "residual net", 20, 1.08, 2),
+    Lost("FFTCompression", "residual net", 50, 2.24, 2),
 )
 """Of the nets in docs/accuracy.md; a test holds it to benchmarks/results."""
 
