@@ -95,7 +95,8 @@ def damage_on_receipt_is_found():
                 loss_of(ddp, step).backward()
                 if step == at and RANK == 1:
                     gradient = dict(model.named_parameters())[name].grad
-                    gradient.view(torch.int32).view(-1)[3] ^= 1 << 20
+                    at_worst = gradient.abs().argmax()  # a mean may be 0 anywhere else
+                    gradient.view(torch.int32).view(-1)[at_worst] ^= 1 << 20
                 optimizer.step()
 
         said = said_by_all(train)

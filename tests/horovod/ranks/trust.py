@@ -137,7 +137,8 @@ def damage_on_receipt_is_found():
                 optimizer.synchronize()
                 if step == at and hvd.rank() == 1:
                     gradient = dict(model.named_parameters())[name].grad
-                    gradient.view(torch.int32).view(-1)[3] ^= 1 << 20
+                    at_worst = gradient.abs().argmax()  # a mean may be 0 anywhere else
+                    gradient.view(torch.int32).view(-1)[at_worst] ^= 1 << 20
                 with optimizer.skip_synchronize():
                     optimizer.step()
                 optimizer.zero_grad()
