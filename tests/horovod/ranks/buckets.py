@@ -335,11 +335,12 @@ def a_rank_that_waits_sleeps():
         for number in range(4):
             step(net, optimizer, number)
         hvd.barrier()
-        before, start = time.process_time(), time.monotonic()
+        # Of the thread that waits: Horovod's own talks to the other rank a thousand times a second.
+        before, start = time.thread_time(), time.monotonic()
         if hvd.rank() == 1:
             time.sleep(1.5)
         step(net, optimizer, 4)
-        spent, passed = time.process_time() - before, time.monotonic() - start
+        spent, passed = time.thread_time() - before, time.monotonic() - start
         assert passed > 1.4
         assert spent < 0.5 * passed, (spent, passed)  # stock Horovod: about all of it
         assert_alike(net)
