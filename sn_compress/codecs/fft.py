@@ -153,9 +153,11 @@ class FFTCodec(Codec):
     @property
     def basis(self) -> dict[str, Any]:
         """The settings that say what a coefficient is."""
+        # Without spans it is what it was before there were any, so that states saved then load.
+        spans = {} if self.span is None else {"span": self.span}
         return {
             "block": self.block,
-            "span": self.span,
+            **spans,
             "transform": self.transform,
             "shape": self.shape,
             "axes": self.axes,
