@@ -14,13 +14,15 @@ from functools import cache, partial
 from typing import Any
 
 from _study_shapes import OfSpans, transform_of
-from simulated import Exchange, Gather, Plain, PowerSGD, Shared
+from simulated import Exchange, Frequencies, Gather, Plain, PowerSGD, Shared
 
 import sn_compress
 from sn_compress import FFTCompression
 from sn_compress.codecs.base import HEADER_BYTES, Codec, Payload
 from sn_compress.codecs.dgc import DGCCodec
 from sn_compress.codecs.fft import FFTCodec
+from sn_compress.engine import Engine
+from sn_compress.scattered import shares_of
 from sn_compress.schedule import Constant, Diminishing, EnergyBudget, Schedule, Warmup, learner
 from sn_compress.sums.session import SharedExchange
 
@@ -108,6 +110,24 @@ def _fft(
     budget = _payload_budget(shapes, ranks, ratio) - HEADER_BYTES * len(shapes)
     fitted = _fit(make, _KEEPS, shapes, budget)
     return {name: gathered([fitted(shape)] * ranks) for name, shape in shapes.items()}
+
+
+def _bare_fft(shapes: Shapes, ranks: int, ratio: float, **settings: Any) -> Exchanges:
+    """FFTCompression itself, at one theta for all tensors, which travel together."""
+    budget = _payload_budget(shapes, ranks, ratio) * (ranks - 1)
+    sizes = tuple(math.prod(shape) for shape in shapes.values())
+
+    def received(keep: float) -> float:
+        codec = FFTCompression.using(theta=1 - keep, **settings).settings.codec(threads=1)
+        shares = shares_of(codec, sizes, ranks)
+        if shares is not None:
+            return sum(map(shares.received, range(ranks))) / ranks
+        return (ranks - 1) * sum(map(codec.payload_bytes, sizes))
+
+    keep = _KEEPS[max(0, bisect(_KEEPS, budget, key=received) - 1)]
+    chosen = FFTCompression.using(theta=1 - keep, **settings).settings
+    engines = [Engine(chosen, 1, stock="the study") for _ in range(ranks)]
+    return {name: Frequencies(engines, name, shape) for name, shape in shapes.items()}
 
 
 class _InTime:
@@ -239,7 +259,8 @@ BUILD: dict[str, tuple[str, Build]] = {
     "auto, no memory": ("shared", partial(_auto, feedback=False)),
     "auto frequencies": ("shared", partial(_auto, frequencies=True)),
     "auto gather": ("gather", _auto_gather),
-    "fft": ("gather", partial(_fft, by_shape=False)),
+    "fft": ("scatter", _bare_fft),
+    "fft gathered": ("gather", partial(_fft, by_shape=False)),
     "fft of blocks": ("gather", partial(_fft, by_shape=False, span=None)),
     "fft, 8 bits": ("gather", partial(_fft, by_shape=False, span=None, bits=8, mantissa=3)),
     "fft by shape": ("gather", _fft),

@@ -37,6 +37,7 @@ TICKS = (2, 5, 10, 20, 50, 100, 200)
 LOOKS = {
     "auto": ("#d55e00", "o"),
     "fft": ("#8e3b8e", "p"),
+    "fft gathered": ("#a865a8", "p"),
     "fft of blocks": ("#c9a3c9", "p"),
     "fft by shape": ("#b580b5", "H"),
     "dct of spans": ("#d9b8d9", "8"),

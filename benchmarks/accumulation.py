@@ -1,15 +1,19 @@
-"""Micro-batches whose gradients are summed: peaks with the plan and without, and seconds.
+"""Micro-batches whose gradients are summed: peaks with the plan and without, sums, and seconds.
 
-    python benchmarks/accumulation.py [--json FILE]
+    python benchmarks/accumulation.py [--json FILE] [--models NAME ...]
 
-Each network runs three micro-batches without setting gradients to None in between; the first has
-none of an earlier one beside it, as the plan counts. Peaks are of live storages (StorageTracker),
-and seconds the least of 20 steps, in seconds of the process; all on one thread.
+Each network runs four micro-batches without setting gradients to None in between, without a plan
+and planned with `accumulate=True` for 100 % of the peak with gradients in place, and for less:
+halfway from there to the smallest peak that is found. The first micro-batch finds no gradients, all
+others do. Peaks are of live storages (StorageTracker); sums are held against torch's own, bit by
+bit; seconds are the least of 20 micro-batches that find gradients, in seconds of the process; all
+on one thread.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import time
 from collections.abc import Callable
@@ -21,9 +25,12 @@ from machine import commit, machine
 from planner_torch import QUICK
 from torch import nn
 
-from sn_memory.torch import StorageTracker, plan
+from sn_memory import BudgetError, plan_graph
+from sn_memory.graph.liveness import peak
+from sn_memory.torch import StorageTracker, plan, trace
 
 STEPS = 20
+MICRO_BATCHES = 4
 
 
 def wide() -> nn.Module:
@@ -37,12 +44,36 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
 }
 
 
-def peaks(model: nn.Module, sample: torch.Tensor, known: list[torch.Tensor]) -> tuple[int, int]:
-    """The peak of the first micro-batch, and the highest of two more."""
+def gpt2() -> nn.Module:
+    """A tiny GPT-2 of transformers, for its logits."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    class Logits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            sizes = {"vocab_size": 512, "n_positions": 64, "n_embd": 64, "n_layer": 4, "n_head": 4}
+            other = {"use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
+            self.model = GPT2LMHeadModel(GPT2Config(**sizes, **other))
+
+        def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = self.model(input_ids=numbers).logits
+            return made
+
+    return Logits()
+
+
+NETS["gpt2 of transformers, 4"] = (gpt2, lambda: torch.randint(512, (4, 64)))
+
+
+def micro_batches(
+    model: nn.Module, samples: list[torch.Tensor], known: list[torch.Tensor]
+) -> tuple[list[int], list[torch.Tensor]]:
+    """The peak of each micro-batch, and the sums of gradients."""
     found = []
+    torch.manual_seed(1)
     for parameter in model.parameters():
         parameter.grad = None
-    for _ in range(3):
+    for sample in samples:
         held = [it.grad for it in model.parameters() if it.grad is not None]
         tracker = StorageTracker(
             [*model.parameters(), *model.buffers(), sample, *known, *held], allocator="none"
@@ -55,15 +86,13 @@ def peaks(model: nn.Module, sample: torch.Tensor, known: list[torch.Tensor]) -> 
             out.backward(output_gradient)
         del out, output_gradient, held
         found.append(tracker.peak_bytes)
-    return found[0], max(found[1:])
+    return found, [it.grad.clone() for it in model.parameters() if it.grad is not None]
 
 
 def seconds(model: nn.Module, sample: torch.Tensor) -> float:
-    """The least of some steps."""
+    """The least of some micro-batches that find gradients."""
     least = float("inf")
     for _ in range(STEPS):
-        for parameter in model.parameters():
-            parameter.grad = None
         began = time.process_time()
         model(sample).sum().backward()
         least = min(least, time.process_time() - began)
@@ -71,47 +100,69 @@ def seconds(model: nn.Module, sample: torch.Tensor) -> float:
 
 
 def rows(name: str) -> list[dict[str, Any]]:
-    """Plain, planned, and planned with `overlap`."""
+    """Plain, planned for what torch takes, and for less."""
     make, sample_of = NETS[name]
-    model, sample = make(), sample_of()
+    model, samples = make(), [sample_of() for _ in range(MICRO_BATCHES)]
+    own = copy.deepcopy(model)
+    peaks, expected = micro_batches(own, samples, [])
     gradients = sum(it.nbytes for it in model.parameters())
-    found: list[dict[str, Any]] = []
-    for way, settings in (("plain", None), ("plan", {}), ("plan, overlap", {"overlap": True})):
-        planned, known, predicted = model, [], None
-        if settings is not None:
-            planned = plan(model, sample, "100%", profile=False, planner="greedy", **settings)
-            step = planned.sn_memory.latest
-            known, predicted = step.known, step.plan.peak_bytes
-        first, later = peaks(planned, sample, known)
+    row = {"network": name, "way": "plain", "gradients": gradients, "predicted": None}
+    found: list[dict[str, Any]] = [
+        {**row, "first": peaks[0], "later": max(peaks[1:]), "seconds": seconds(own, samples[0])}
+    ]
+    for way, budget in (("plan", "100%"), ("plan for less", less(model, samples[0]))):
+        planned = plan(
+            *(copy.deepcopy(model), samples[0], budget),
+            accumulate=True,
+            profile=False,
+            time_limit_s=10.0,
+        )
+        record = planned.sn_memory
+        ((first, later),) = record.later.items()
+        peaks, sums = micro_batches(planned, samples, [*first.known, *later.known])
         found.append(
             {
-                "network": name,
+                **row,
                 "way": way,
-                "gradients": gradients,
-                "predicted": predicted,
-                "first": first,
-                "later": later,
-                "seconds": seconds(planned, sample),
+                "budget": later.plan.budget_bytes,
+                "predicted first": first.plan.peak_bytes,
+                "predicted": later.plan.peak_bytes,
+                "first": peaks[0],
+                "later": max(peaks[1:]),
+                "equal": all(map(torch.equal, sums, expected)),
+                "overhead": later.plan.overhead,
+                "seconds": seconds(planned, samples[0]),
             }
         )
     return found
+
+
+def less(model: nn.Module, sample: torch.Tensor) -> int:
+    """Bytes halfway between the peak without reruns and the smallest that is found."""
+    traced = trace(model, sample, profile=False, accumulate=True)
+    try:
+        smallest = plan_graph(traced.graph, 0, time_limit_s=10.0).peak_bytes
+    except BudgetError as error:
+        smallest = error.peak_bytes
+    return (peak(traced.graph).bytes + smallest) // 2
 
 
 def main() -> None:
     """Print the table, and write it to a file if asked."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--models", nargs="+", choices=NETS, default=list(NETS))
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    table = [row for name in NETS for row in rows(name)]
+    table = [row for name in args.models for row in rows(name)]
     for row in table:
-        predicted = "" if row["predicted"] is None else f"{row['predicted'] / 1024:.0f}"
-        print(
-            f"| {row['network']} | {row['way']} | {row['gradients'] / 1024:.0f} | {predicted} "
-            f"| {row['first'] / 1024:.0f} | {row['later'] / 1024:.0f} "
-            f"| {row['seconds'] * 1000:.1f} |"
-        )
+        told = [row["gradients"], row.get("budget"), row.get("predicted first"), row["first"]]
+        told += [row["predicted"], row["later"]]
+        cells = ["" if it is None else f"{it / 1024:,.0f}" for it in told]
+        sums = {True: "equal", False: "differ", None: ""}[row.get("equal")]
+        cells = [row["network"], row["way"], *cells, sums, f"{row['seconds'] * 1000:.1f}"]
+        print("| " + " | ".join(cells) + " |")
     if args.json:
         found = {"commit": commit(), "machine": machine(), "rows": table}
         args.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -121,7 +121,7 @@ class Rounded:
 
 
 class RoundedTensor(treatments.Lossy):
-    """What stands for treatments.Lossy; only its bytes are those of a packed tensor."""
+    """What stands for treatments.Lossy; only its bytes are those of a compressed tensor."""
 
     def __init__(self, values: np.ndarray, codec: Rounded, step: int) -> None:
         self.kept, self.bits, self.fits = codec.lossy(values), codec.bits, True
@@ -157,10 +157,10 @@ def compressing(run: Run, net: nn.Module, optimizer: Any, plain_bytes: int) -> A
 def saved_bytes(net: nn.Module, x: torch.Tensor) -> int:
     """What autograd would hold of a forward pass, in training mode and without a trace left."""
     state = {name: value.clone() for name, value in net.state_dict().items()}
-    with sn_memory.torch.compress_activations(net, bits=8) as packed:
+    with sn_memory.torch.compress_activations(net, bits=8) as compressed:
         net(x)
     net.load_state_dict(state)
-    return packed.saved.plain_bytes
+    return compressed.saved.plain_bytes
 
 
 def planned(net: nn.Module, x: torch.Tensor) -> nn.Module:
@@ -205,7 +205,7 @@ def train(run: Run, data: dict[str, Any]) -> dict[str, Any]:
         treatments.codec = lambda *_: Rounded(run.method)
     losses, seconds = [], []
     try:
-        with compressing(run, net, optimizer, plain_bytes) as packed:
+        with compressing(run, net, optimizer, plain_bytes) as compressed:
             for step in range(run.steps):
                 if len(order) < BATCH:
                     order = torch.randperm(len(images), generator=shuffle)
@@ -222,12 +222,12 @@ def train(run: Run, data: dict[str, Any]) -> dict[str, Any]:
             held, peak = measured(model, images[:BATCH], labels[:BATCH])
     finally:
         compressor.Lossy, treatments.codec = before
-    ratio = packed.saved.ratio if packed is not None else 1.0
+    ratio = compressed.saved.ratio if compressed is not None else 1.0
     net.eval()
     test_images, test_labels = seen(run.net, data["t10k"])
     with torch.inference_mode():
         answers = torch.cat([net(part).argmax(1) for part in test_images.split(500)])
-    exact = packed is None
+    exact = compressed is None
     return asdict(run) | {
         "accuracy": round(100 * (answers == test_labels).double().mean().item(), 2),
         "train_loss": round(float(np.mean(losses[-(run.steps // 10 + 1) :])), 4),
@@ -238,7 +238,7 @@ def train(run: Run, data: dict[str, Any]) -> dict[str, Any]:
         "held_bytes": None if simulated else held,
         "peak_bytes": None if simulated else peak,
         "step_s": round(float(np.median(seconds)), 5),
-        "bits": None if exact else {row.key: row.bits for row in packed.controller.rows()},
+        "bits": None if exact else {row.key: row.bits for row in compressed.controller.rows()},
     }
 
 

@@ -1,4 +1,4 @@
-"""What the peak of a step falls by with packed activations: predicted, measured, and its price.
+"""What the peak of a step falls by with compressed activations: predicted, measured, and its price.
 
     python benchmarks/activations_memory.py            all nets, a minute
     python benchmarks/activations_memory.py --quick    one
@@ -59,19 +59,19 @@ def row_of(name: str, ratio: float, steps: int, device: str = "cpu") -> dict[str
     x = (torch.rand(BATCH, 1, size, size) * 2 - 1).to(device)
     plain_bytes = saved_bytes(net, x)
     plain_s = step_seconds(net, x, steps)
-    with sn_memory.torch.compress_activations(net, budget=int(plain_bytes / ratio)) as packed:
+    with sn_memory.torch.compress_activations(net, budget=int(plain_bytes / ratio)) as compressed:
         step_seconds(net, x, 2)  # the first finds out what there is
         step_s = step_seconds(net, x, steps)
-        found = packed.verify(x)
+        found = compressed.verify(x)
         return {
             "net": name,
             "ratio_asked": ratio,
-            "saved_bytes": packed.saved.plain_bytes,
-            "packed_bytes": packed.saved.packed_bytes,
-            "ratio": round(packed.saved.ratio, 2),
+            "saved_bytes": compressed.saved.plain_bytes,
+            "compressed_bytes": compressed.saved.compressed_bytes,
+            "ratio": round(compressed.saved.ratio, 2),
             **columns(found),
-            "again": sorted(packed.controller.again),
-            "work": round(packed.controller.work or 0.0, 3),
+            "again": sorted(compressed.controller.again),
+            "work": round(compressed.controller.work or 0.0, 3),
             "plain_step_s": round(plain_s, 5),
             "step_s": round(step_s, 5),
         }
@@ -81,7 +81,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown."""
     lines = [
         "| net | saved, times less | runs again, of a forward pass | peak, MiB: plain, predicted, "
-        "measured | of predicted saving | step, ms: plain, packed |",
+        "measured | of predicted saving | step, ms: plain, compressed |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:

@@ -1,4 +1,4 @@
-"""What the peak of a Keras step falls by with packed activations: predicted, measured, its price.
+"""What the peak of a Keras step falls by with compressed activations: forecast, measured, price.
 
     python benchmarks/activations_memory_tensorflow.py            all nets, some minutes
     python benchmarks/activations_memory_tensorflow.py --quick    one
@@ -46,7 +46,7 @@ def deep_cnn() -> Net:
 
 
 def normalized_cnn() -> Net:
-    """Six convolutions with batch norm, which is not packed, and ReLU."""
+    """Six convolutions with batch norm, which is not compressed, and ReLU."""
     made: list[Any] = [keras.Input(IMAGES[1:])]
     for width, stride in ((16, 1), (16, 1), (32, 2), (32, 1), (64, 2), (64, 1)):
         made.append(layers.Conv2D(width, 3, strides=stride, padding="same", use_bias=False))
@@ -107,8 +107,8 @@ def row_of(name: str, bits: int, steps: int) -> dict[str, Any]:
     model, shape = NETS[name]()
     x = tf.random.stateless_normal(shape, (1, 2))
     plain_s = step_seconds(model, x, steps)
-    with sn_memory.tensorflow.compress_activations(model, bits=bits) as packed:
-        found = packed.verify(x)
+    with sn_memory.tensorflow.compress_activations(model, bits=bits) as compressed:
+        found = compressed.verify(x)
         return {
             "net": name,
             "bits": bits,
@@ -122,7 +122,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown."""
     lines = [
         "| net | inputs in | peak beyond variables and input, MiB: plain, predicted, measured "
-        "| measured saving, of the predicted | step, ms: plain, packed |",
+        "| measured saving, of the predicted | step, ms: plain, compressed |",
         "|---|---|---|---|---|",
     ]
     lines += [f"| {row['net']} | {row['bits']} bits | {cells(row)}" for row in rows]

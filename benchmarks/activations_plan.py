@@ -1,4 +1,4 @@
-"""What the planner gains from `compress`: three nets at equal budgets, with and without the action.
+"""What the planner gains from `compress`: three nets at equal budgets, with it and without.
 
     python benchmarks/activations_plan.py            rows that are missing, minutes
     python benchmarks/activations_plan.py --quick    one net, one budget
@@ -33,7 +33,7 @@ from sn_memory.torch import trace, verify
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/activations_plan.json"
-ACTIONS = {
+TECHNIQUES = {
     "recompute": ("keep", "recompute"),
     "compress": ("keep", "recompute", "compress"),
 }
@@ -55,7 +55,7 @@ def step_seconds(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> fl
     return best
 
 
-def row_of(net: str, actions: str, share: float, limit_s: float) -> dict[str, Any]:
+def row_of(net: str, techniques: str, share: float, limit_s: float) -> dict[str, Any]:
     """Plan, verify and time; one flat row."""
     torch.manual_seed(0)
     model = (NETS | {"resnet": resnet})[net]()
@@ -63,18 +63,18 @@ def row_of(net: str, actions: str, share: float, limit_s: float) -> dict[str, An
     graph = trace(model, x).graph
     base = graph.base_bytes
     whole = sn_memory.graph.liveness.peak(graph).bytes
-    row: dict[str, Any] = {"net": net, "actions": actions, "share": share, "batch": BATCH}
+    row: dict[str, Any] = {"net": net, "techniques": techniques, "share": share, "batch": BATCH}
     row |= {"base_bytes": base, "plain_peak_bytes": whole}
     budget = base + int((whole - base) * share)
     options: dict[str, Any] = {"time_limit_s": limit_s, "backend": "graph"}
-    if actions == "all":
+    if techniques == "all":
         traced = trace(model, x, bits=8)
-        packed_graph = with_compressed(traced.graph, traced.forms)
-        options["planner"] = policy("liveness")(packed_graph, budget_bytes=None)
+        compressed_graph = with_compressed(traced.graph, traced.forms)
+        options["planner"] = policy("liveness")(compressed_graph, budget_bytes=None)
         row["forms"] = len(traced.forms)
     try:
-        allowed = ACTIONS.get(actions, ACTIONS["compress"])
-        planned = sn_memory.torch.plan(model, x, budget, actions=allowed, **options)
+        allowed = TECHNIQUES.get(techniques, TECHNIQUES["compress"])
+        planned = sn_memory.torch.plan(model, x, budget, techniques=allowed, **options)
     except BudgetError as error:
         return row | {"smallest_bytes": error.peak_bytes}
     plan, found = planned.sn_memory.plan, verify(planned, x)
@@ -99,7 +99,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     pairs: dict[tuple[str, float], dict[str, dict[str, Any]]] = {}
     for row in rows:
-        pairs.setdefault((row["net"], row["share"]), {})[row["actions"]] = row
+        pairs.setdefault((row["net"], row["share"]), {})[row["techniques"]] = row
     for (net, share), pair in pairs.items():
         if "all" in pair:
             row = pair["all"]
@@ -109,8 +109,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             )
             continue
         cells = []
-        for actions in ACTIONS:
-            row = pair.get(actions, {})
+        for techniques in TECHNIQUES:
+            row = pair.get(techniques, {})
             if "smallest_bytes" in row:
                 cells.append("not reached")
             elif row:
@@ -144,13 +144,13 @@ def main() -> None:
     path, limit_s = args.json or default, 1.0 if args.quick else 4.0
     wanted = {"cnn": (0.65,)} if args.quick else {net: SHARES[net] for net in args.nets}
     rows = [] if args.quick else load(path)
-    done = {(row["net"], row["actions"], row["share"]) for row in rows}
+    done = {(row["net"], row["techniques"], row["share"]) for row in rows}
     about = {"commit": commit(), "machine": machine()}
     for net, shares in wanted.items():
         for share in (*shares, 1.0):
-            for actions in ACTIONS if share < 1 else ("all",):
-                if (net, actions, share) not in done:
-                    rows.append(row_of(net, actions, share, limit_s) | about)
+            for techniques in TECHNIQUES if share < 1 else ("all",):
+                if (net, techniques, share) not in done:
+                    rows.append(row_of(net, techniques, share, limit_s) | about)
                     save(path, rows)
                     print(rows[-1], flush=True)
     print(f"\n{table(rows)}\n\nrows: {path}")

@@ -118,7 +118,7 @@ def train(run: Run, data: dict[str, Any]) -> dict[str, Any]:
     rng = np.random.default_rng(run.seed)
     order = np.empty(0, np.int64)
     losses, seconds, peak = [], [], None
-    with compressing(run, model, optimizer) as packed:
+    with compressing(run, model, optimizer) as compressed:
 
         @tf.function
         def step(x: Any, y: Any) -> Any:
@@ -146,7 +146,9 @@ def train(run: Run, data: dict[str, Any]) -> dict[str, Any]:
     test_images, test_labels = data["t10k"]
     answers = np.argmax(model.predict(test_images, batch_size=500, verbose=0), axis=1)
     linear = [layer.path for layer in model.layers if type(layer).__name__ in LINEAR]
-    bits = None if packed is None else {it: packed.controller.bits(it) or 32 for it in linear}
+    bits = (
+        None if compressed is None else {it: compressed.controller.bits(it) or 32 for it in linear}
+    )
     plain, held = saved_bytes(model, None), saved_bytes(model, bits)
     return asdict(run) | {
         "bits": [] if bits is None else [*bits.values()],
@@ -154,7 +156,7 @@ def train(run: Run, data: dict[str, Any]) -> dict[str, Any]:
         "train_loss": round(float(np.mean(losses[-(run.steps // 10 + 1) :])), 4),
         "ratio": round(plain / held, 2),
         "plain_bytes": plain,
-        "packed_bytes": held,
+        "compressed_bytes": held,
         "peak_bytes": peak,
         "step_s": round(float(np.median(seconds)), 5),
     }

@@ -65,7 +65,7 @@ def row_of(blocks: int, budget_bytes: int | None) -> dict[str, Any]:
         model,
         sample,
         "100%" if budget_bytes is None else budget_bytes,
-        actions=("keep",) if budget_bytes is None else ("keep", "recompute"),
+        techniques=("keep",) if budget_bytes is None else ("keep", "recompute"),
         profile=False,
     )
     found = sn_memory.torch.verify(planned, sample)

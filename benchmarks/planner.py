@@ -43,7 +43,7 @@ from machine import commit, machine
 
 from sn_memory import BudgetError, Graph, Plan, check_plan, plan_front, plan_graph
 from sn_memory.graph.liveness import baseline_seconds, peak
-from sn_memory.plan.api import ACTIONS
+from sn_memory.plan.api import TECHNIQUES
 from sn_memory.plan.policies import names, policy
 
 # What frameworks call, with gradients in buffers: see graphs/net.py and docs/planner.md.
@@ -77,12 +77,14 @@ def smallest(graph: Graph, time_limit_s: float) -> Plan:
 
 
 def front(
-    graph: Graph, budgets: list[int], least: Plan, time_limit_s: float, actions: Sequence[str]
+    graph: Graph, budgets: list[int], least: Plan, time_limit_s: float, techniques: Sequence[str]
 ) -> list[Plan]:
     """What `auto` answers at each budget, the smallest last; `least` where it finds nothing."""
     for count in range(len(budgets), 0, -1):
         try:
-            found = plan_front(graph, budgets[:count], actions=actions, time_limit_s=time_limit_s)
+            found = plan_front(
+                graph, budgets[:count], techniques=techniques, time_limit_s=time_limit_s
+            )
         except BudgetError:
             continue
         return [*found, *(replace(least, budget_bytes=size) for size in budgets[count:])]
@@ -93,12 +95,12 @@ def plans(
     graph: Graph, budgets: list[int], fixed: list[int], least: Plan, time_limit_s: float
 ) -> Iterator[tuple[str, int, Plan, float]]:
     """Planner, budget, plan and seconds of planning; rebuilds alone at some budgets only."""
-    for plan in front(graph, budgets, least, time_limit_s, ACTIONS):
+    for plan in front(graph, budgets, least, time_limit_s, TECHNIQUES):
         assert plan.budget_bytes is not None
         yield "auto", plan.budget_bytes, plan, plan.solve_s
     for budget in fixed:
         try:
-            plan = plan_graph(graph, budget, actions=RECOMPUTE, time_limit_s=time_limit_s)
+            plan = plan_graph(graph, budget, techniques=RECOMPUTE, time_limit_s=time_limit_s)
         except BudgetError:
             continue
         yield "auto_recompute", budget, plan, plan.solve_s

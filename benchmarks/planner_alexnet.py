@@ -22,10 +22,10 @@ from machine import commit, machine
 
 from sn_memory import Graph, Plan, check_plan
 from sn_memory.plan.policies import policy
-from sn_memory.plan.policies.carry import carry_out
-from sn_memory.plan.policies.follow import follow, offloadable
-from sn_memory.plan.policies.kinds import is_checkpoint, is_conv
-from sn_memory.plan.policies.origins import origins
+from sn_memory.plan.walk.carry import carry_out
+from sn_memory.plan.walk.follow import follow, offloadable
+from sn_memory.plan.walk.kinds import is_checkpoint, is_conv
+from sn_memory.plan.walk.origins import origins
 
 PAPER_MB = {"baseline": 2189.4, "liveness": 1489.4, "+offload": 1132.2, "+recompute": 886.4}
 PAPER_RERUNS = {"superneurons_speed": 14, "superneurons_memory": 23, "superneurons": 17}

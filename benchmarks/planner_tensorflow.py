@@ -188,7 +188,7 @@ def rows_of(name: str, side: int, batch: int, limit: float) -> list[dict[str, An
     for share in SHARES:
         budget, kept = base + int(share * (top - base)), True
         try:
-            plan = plan_graph(graph, budget, actions=("keep", "recompute"), time_limit_s=limit)
+            plan = plan_graph(graph, budget, techniques=("keep", "recompute"), time_limit_s=limit)
         except BudgetError as error:
             kept, plan = False, error.plan
         replay = check_plan(graph, plan)

@@ -128,7 +128,7 @@ def rows_of(name: str, side: int, batch: int, limit: float) -> Iterator[dict[str
         row |= {"rival_measured_bytes": base + asked, "kept": True}
         try:
             plan = plan_graph(
-                graph, base + asked, actions=("keep", "recompute"), time_limit_s=limit
+                graph, base + asked, techniques=("keep", "recompute"), time_limit_s=limit
             )
         except BudgetError as error:
             row["kept"], plan = False, error.plan

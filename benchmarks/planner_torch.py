@@ -40,7 +40,7 @@ MORE_SHARES = (1.0, 0.6, 0.5, 1 / 3, 0.3, 0.0)
 OP_TIMED = ("resnet50", "vgg16", "unet")
 OP_TIMES = 5
 TIMED_SHARES = (0.5, 1 / 3)
-ACTIONS = ("keep", "recompute")
+TECHNIQUES = ("keep", "recompute")
 
 
 def tokens(batch: int, length: int) -> torch.Tensor:
@@ -208,7 +208,11 @@ def rows_of(
         began = time.perf_counter()
         try:
             plan = plan_graph(
-                bench.graph, budget, planner=planner, actions=ACTIONS, time_limit_s=time_limit_s
+                bench.graph,
+                budget,
+                planner=planner,
+                techniques=TECHNIQUES,
+                time_limit_s=time_limit_s,
             )
         except BudgetError as refusal:
             print(f"    {refusal}", flush=True)
@@ -263,7 +267,7 @@ def deep(name: str, make: Make, planner: str, time_limit_s: float) -> dict[str, 
     print(f"{name} traced in {trace_s:.0f} s, {trace_cpu_s:.0f} s of a core", flush=True)
     began, cpu = time.perf_counter(), time.process_time()
     plan = plan_graph(
-        graph, DEEP_BYTES, planner=planner, actions=ACTIONS, time_limit_s=time_limit_s
+        graph, DEEP_BYTES, planner=planner, techniques=TECHNIQUES, time_limit_s=time_limit_s
     )
     plan_s, plan_cpu_s = time.perf_counter() - began, time.process_time() - cpu
     extra = plan.seconds / plan.baseline_seconds - 1

@@ -21,9 +21,11 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from sn_compress.carry import Carry, Gradient
 from sn_compress.codecs.base import HEADER_BYTES, Codec, Payload
 from sn_compress.codecs.gather import mean_of_gathered, on_wire
 from sn_compress.codecs.powersgd import powersgd_allreduce
+from sn_compress.engine import Engine
 from sn_compress.feedback import ErrorFeedback
 from sn_compress.sums.session import SharedExchange
 
@@ -68,7 +70,7 @@ class Exchange:
         """The ranks' vectors [n], in order of rank, to the mean all of them get, [n]."""
         raise NotImplementedError
 
-    def _gathered(self, nbytes: int, ranks: int) -> None:
+    def _gathered(self, nbytes: float, ranks: int) -> None:
         self.sent += nbytes
         self.received += (ranks - 1) * nbytes
 
@@ -129,6 +131,72 @@ class Gather(Exchange):
         bare = payloads[0].nbytes - HEADER_BYTES
         self._gathered(gathered.size // len(vectors) if self.headers else bare, len(vectors))
         return mean_of_gathered(codecs[0], gathered, len(vectors), vectors[0].size)
+
+
+class Frequencies(Exchange):
+    """One tensor of FFTCompression, whose tensors travel together: Engine.rounds of each rank.
+
+    Parameters
+    ----------
+    engines : one per rank, for all tensors of the net together
+    name, shape : of this tensor
+    """
+
+    def __init__(self, engines: Sequence[Engine], name: str, shape: tuple[int, ...]) -> None:
+        self.engines, self.name, self.shape = list(engines), name, shape
+
+    def means(
+        self, tensors: Sequence[Frequencies], vectors: Sequence[Sequence[Floats]]
+    ) -> list[Floats]:
+        """The means of a bucket's tensors, of which this is the first and counts the bytes.
+
+        vectors : of each tensor those of the ranks
+        """
+        ranks = len(self.engines)
+        given = [
+            [
+                Gradient(tensor.name, tensor.shape, own[rank].copy())
+                for tensor, own in zip(tensors, vectors, strict=True)
+            ]
+            for rank in range(ranks)
+        ]
+        running = [
+            engine.rounds(own, ranks=ranks, rank=rank)
+            for rank, (engine, own) in enumerate(zip(self.engines, given, strict=True))
+        ]
+        asked = [next(rounds)[0] for rounds in running]
+        while asked:
+            came = self._carried(asked)
+            asked = [more[0] for rounds, own in zip(running, came, strict=True)
+                     if (more := _sent(rounds, own))]  # fmt: skip
+        return [gradient.values for gradient in given[0]]
+
+    def _carried(self, asked: Sequence[Carry]) -> list[Any]:
+        """What each rank gets of what all have asked for."""
+        ranks, words = len(asked), [carry.words for carry in asked]
+        total = sum(each.nbytes for each in words)
+        if asked[0].kind == "gather":
+            # Of ranks that bring more or less than others, what one brings and gets in the mean.
+            self._gathered(total / ranks, ranks)
+            return [np.concatenate(words)] * ranks
+        self.sent += total / ranks
+        self.received += total / ranks
+        ends = [np.cumsum([0, *carry.to_ranks(rank)]) for rank, carry in enumerate(asked)]
+        return [
+            np.concatenate(
+                [each[end[rank] : end[rank + 1]] for each, end in zip(words, ends, strict=True)]
+            )
+            for rank in range(ranks)
+        ]
+
+
+def _sent(rounds: Any, came: Any) -> list[Carry] | None:
+    """What rounds ask for next; None where they have come to their end."""
+    try:
+        more: list[Carry] = rounds.send([came])
+    except StopIteration:
+        return None
+    return more
 
 
 class Shared(Exchange):
@@ -201,9 +269,19 @@ def exchange_gradients(
     net: nn.Module, gradients: Sequence[Sequence[Floats]], exchanges: Mapping[str, Exchange]
 ) -> None:
     """Make the ranks' mean the gradient of every parameter of the net."""
-    for index, (name, parameter) in enumerate(net.named_parameters()):
-        mean = exchanges[name].mean([of_rank[index] for of_rank in gradients])
-        parameter.grad = torch.from_numpy(mean).to(parameter.dtype).view(parameter.shape)
+    vectors = {
+        name: [of_rank[index] for of_rank in gradients]
+        for index, (name, _) in enumerate(net.named_parameters())
+    }
+    bucket = {name: it for name, it in exchanges.items() if isinstance(it, Frequencies)}
+    means = {name: it.mean(vectors[name]) for name, it in exchanges.items() if name not in bucket}
+    if bucket:
+        tensors = list(bucket.values())
+        found = tensors[0].means(tensors, [vectors[name] for name in bucket])
+        means |= dict(zip(bucket, found, strict=True))
+    for name, parameter in net.named_parameters():
+        mean = torch.from_numpy(means[name])
+        parameter.grad = mean.to(parameter.dtype).view(parameter.shape)
 
 
 @contextmanager

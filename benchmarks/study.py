@@ -188,7 +188,8 @@ def unseen_plan(seeds: Sequence[int], ranks: Sequence[int]) -> list[Run]:
     """The nets that no setting was chosen on, at some numbers of ranks: at 50, ours at 20, too."""
     methods: list[tuple[str, float | None]] = [("plain", None)]
     methods += [(name, ratio) for name in ("auto", "auto frequencies") for ratio in (50.0, 20.0)]
-    methods += [("fft", 50.0), ("fft", 20.0), ("fft by shape", 50.0), ("top-k", 50.0)]
+    methods += [("fft", 50.0), ("fft", 20.0), ("fft gathered", 50.0), ("fft by shape", 50.0)]
+    methods += [("top-k", 50.0)]
     # The number of columns whose bytes are nearest to those of the others.
     columns = {"residual": "powersgd 1", "wide": "powersgd 4"}
     return [
@@ -208,10 +209,18 @@ def headline(net: str) -> list[tuple[str, float | None]]:
         pairs.append((f"powersgd {rank}", None))
         if abs(ratio - 50) > 1:  # else the run at 50 is beside it already
             pairs.append(("auto", ratio))
-    pairs += [(name, 20.0) for name in ("fft", "top-k")]
+    pairs += [(name, 20.0) for name in ("fft", "fft gathered", "top-k")]
     return pairs + [
         (name, ratio)
-        for name in ("fft", "fft of blocks", "fft by shape", "dct of spans", "top-k", "demo")
+        for name in (
+            "fft",
+            "fft gathered",
+            "fft of blocks",
+            "fft by shape",
+            "dct of spans",
+            "top-k",
+            "demo",
+        )
         for ratio in (50.0, 150.0)
     ]
 

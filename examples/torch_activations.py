@@ -67,20 +67,20 @@ def main():
     torch.manual_seed(0)
     start = network()
     seconds, losses = {}, {}
-    for way in ("plain", "packed"):
+    for way in ("plain", "compressed"):
         for batch in (args.batch, args.batch // 2):
             model = copy.deepcopy(start)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-            packed = None
-            if way == "packed":
-                packed = sn_memory.torch.compress_activations(  # <- sn
+            compressed = None
+            if way == "compressed":
+                compressed = sn_memory.torch.compress_activations(  # <- sn
                     model, error=args.error, optimizer=optimizer, every=10
                 )
             losses[way, batch], seconds[way, batch] = train(model, args.steps, batch, optimizer)
-            if packed is not None and batch == args.batch:
-                saved = packed.saved
-                print(packed.report())
-    for way in ("plain", "packed"):
+            if compressed is not None and batch == args.batch:
+                saved = compressed.saved
+                print(compressed.report())
+    for way in ("plain", "compressed"):
         first, last = losses[way, args.batch][0], losses[way, args.batch][-1]
         print(f"{way}: loss {first:.3f} -> {last:.3f}, {seconds[way, args.batch]:.3f} s a step")
 
@@ -90,16 +90,16 @@ def main():
         budget,
         fixed_bytes=fixed,
         sample_bytes=saved.plain_bytes / args.batch,
-        packed_sample_bytes=saved.packed_bytes / args.batch,
+        compressed_sample_bytes=saved.compressed_bytes / args.batch,
         transient_sample_bytes=12 * 16 * 28 * 28,  # of a layer: input, output, one gradient
         **{
             name: line(seconds[way, args.batch // 2], seconds[way, args.batch], args.batch // 2,
                        args.batch)
-            for name, way in (("step_s", "plain"), ("packed_step_s", "packed"))
+            for name, way in (("step_s", "plain"), ("compressed_step_s", "compressed"))
         },
     )  # fmt: skip
     print(
-        f"in {show_bytes(budget)}: batch {found.plain_batch} plain, {found.batch} packed; "
+        f"in {show_bytes(budget)}: batch {found.plain_batch} plain, {found.batch} compressed; "
         f"{found.plain_samples_per_s:.0f} and {found.samples_per_s:.0f} images a second expected"
     )
 

@@ -66,8 +66,8 @@ def carry_out(graph: Graph, plan: Plan) -> tuple[int, float]:
     ops_free = down_free = up_free = 0.0
     base = sum(size[name] for name in here)
     peak = base
-    for action, target, way in plan.steps:
-        if action == "run":
+    for kind, target, way in plan.actions:
+        if kind == "run":
             ensure(target in number)
             at = number[target]
             op = graph.ops[at]
@@ -101,31 +101,31 @@ def carry_out(graph: Graph, plan: Plan) -> tuple[int, float]:
         name = true_name[target]
         ensure(not records[name].resident)
         held = sum(size[it] for it in here) + sum(form(graph, it) for it in small)
-        if action == "free":
+        if kind == "free":
             ensure(name in here)
             del here[name]
             ops_free = max(ops_free, copying.pop(name, 0.0), readable.pop(name, 0.0))
-        elif action == "offload":
+        elif kind == "offload":
             ensure(name in here and name not in host and device.can_offload)
             begin = max(down_free, ops_free, readable.get(name, 0.0))
             down_free = begin + device.transfer_latency_s + size[name] / device.to_host_bytes_per_s
             host[name], copying[name] = (here[name], down_free), down_free
             if device.pinned_bytes is not None:
                 ensure(sum(size[it] for it in host) <= device.pinned_bytes)
-        elif action == "prefetch":
+        elif kind == "prefetch":
             ensure(name in host and name not in here)
             here[name], copied = host.pop(name)
             begin = max(up_free, ops_free, copied)
             up_free = begin + device.transfer_latency_s + size[name] / device.to_device_bytes_per_s
             readable[name] = up_free
             held += size[name]
-        elif action == "compress":
+        elif kind == "compress":
             ensure(name in here and name not in host and records[name].compressed is not None)
             ops_free = max(ops_free, readable.pop(name, 0.0)) + records[name].compressed.compress_s
             small[name] = here.pop(name)
             held += form(graph, name)
         else:
-            ensure(action == "decompress" and name in small)
+            ensure(kind == "decompress" and name in small)
             ensure(records[name].compressed.decompress_s is not None)
             ops_free += records[name].compressed.decompress_s
             here[name] = small.pop(name)

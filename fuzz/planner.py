@@ -91,34 +91,34 @@ def graphs(seed: int) -> str:
     return "read"
 
 
-def damaged_steps(rng: np.random.Generator, text: str, made: Graph) -> str:
-    """Return a plan with steps changed so that they still look like steps."""
+def damaged_actions(rng: np.random.Generator, text: str, made: Graph) -> str:
+    """Return a plan with actions changed so that they still look like actions."""
     data = json.loads(text)
-    steps = data["steps"]
+    actions = data["actions"]
     for _ in range(int(rng.integers(1, 3))):
-        if not steps:
+        if not actions:
             break
-        at, to = (int(it) for it in rng.integers(len(steps), size=2))
+        at, to = (int(it) for it in rng.integers(len(actions), size=2))
         kind = rng.integers(6)
         if kind == 0:
-            del steps[at]
+            del actions[at]
         elif kind == 1:
-            steps.insert(to, list(steps[at]))
+            actions.insert(to, list(actions[at]))
         elif kind == 2:
-            steps[at], steps[to] = steps[to], steps[at]
+            actions[at], actions[to] = actions[to], actions[at]
         elif kind == 3 and at:
-            steps[at], steps[at - 1] = steps[at - 1], steps[at]
+            actions[at], actions[at - 1] = actions[at - 1], actions[at]
         elif kind == 4:
-            records = made.ops if steps[at][0] == "run" else made.storages
-            steps[at][1] = pick(rng, records).name if records else "x"
+            records = made.ops if actions[at][0] == "run" else made.storages
+            actions[at][1] = pick(rng, records).name if records else "x"
         else:
-            action = pick(rng, ("free", "offload", "prefetch", "compress", "decompress"))
-            steps.insert(at, [action, pick(rng, made.storages).name])
+            kind = pick(rng, ("free", "offload", "prefetch", "compress", "decompress"))
+            actions.insert(at, [kind, pick(rng, made.storages).name])
     return json.dumps(data)
 
 
 def predicted(made: Graph, plan: Plan) -> Plan:
-    """Return the plan with the peak and seconds that its steps have, where they can be run."""
+    """Return the plan with the peak and seconds that its actions have, where they can be run."""
     from sn_memory.check.replay import carry_out
 
     with contextlib.suppress(PlanError):
@@ -135,7 +135,7 @@ def mutants(seed: int) -> str:
     if seed % 5 == 0:
         mutant = damaged_text(rng, text).decode(errors="surrogateescape")
     else:
-        mutant = damaged_json(rng, text) if seed % 5 == 1 else damaged_steps(rng, text, made)
+        mutant = damaged_json(rng, text) if seed % 5 == 1 else damaged_actions(rng, text, made)
     if not mutant.lstrip().startswith("{"):
         return "no brace"
     try:
@@ -147,7 +147,7 @@ def mutants(seed: int) -> str:
         plan = predicted(made, plan)
     run = made
     with contextlib.suppress(GraphError):
-        run = as_run(made, (step.target for step in plan.steps if step.action == "run"))
+        run = as_run(made, (action.target for action in plan.actions if action.kind == "run"))
     try:
         check_plan(made, plan)
     except PlanError:
@@ -165,10 +165,10 @@ def planned(seed: int) -> str:
     except GraphError:
         return "GraphError"
     budget = made.base_bytes + int((peak(made).bytes - made.base_bytes) * rng.uniform(0.4, 1.1))
-    actions = pick(rng, (("keep",), ("keep", "recompute"), ("keep", "recompute", "offload")))
+    techniques = pick(rng, (("keep",), ("keep", "recompute"), ("keep", "recompute", "offload")))
     chosen = pick(rng, ("auto", "auto", "auto", *names()))
     try:
-        plan = plan_graph(made, budget, planner=chosen, actions=actions, time_limit_s=0.2)
+        plan = plan_graph(made, budget, planner=chosen, techniques=techniques, time_limit_s=0.2)
     except BudgetError as error:
         assert error.peak_bytes > budget
         return "BudgetError"

@@ -44,13 +44,27 @@ class Gradient:
 class Carry:
     """One collective for the rim to do; the same on all ranks, in the same order.
 
-    kind : "sum", of which the result is the sum over the ranks, each word modulo 2**32; or
-        "gather", of which it is what all ranks brought, in order of rank, one behind the other
-    words : [n] int32 to sum, which the result may overwrite; [n] uint8 to gather
+    kind : "sum", of which the result is the sum over the ranks, each word modulo 2**32; "gather",
+        of which it is what all ranks brought, in order of rank, one behind the other; or
+        "alltoall", of which it is what the others brought for this rank, likewise
+    words : [n] int32 to sum, which the result may overwrite; [n] uint8 to gather, or what each of
+        the others is to have, in order of rank, one behind the other
+    sizes : of each rank, how much it brings to a gather, None if all bring as much; or how much
+        each of the others has for it
     """
 
-    kind: Literal["sum", "gather"]
+    kind: Literal["sum", "gather", "alltoall"]
     words: Array
+    sizes: tuple[int, ...] | None = None
+
+    def to_ranks(self, rank: int) -> list[int]:
+        """How much a rank sends to each, in an all-to-all."""
+        return [0 if each == rank else size for each, size in enumerate(self.sizes or ())]
+
+    def of_ranks(self, rank: int) -> list[int]:
+        """How much comes to a rank from each, in an all-to-all."""
+        sizes = self.sizes or ()
+        return [0 if each == rank else sizes[rank] for each in range(len(sizes))]
 
 
 # Yields what to carry, nothing at times, is sent the results in the same order.

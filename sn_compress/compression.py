@@ -174,12 +174,13 @@ class Compression(metaclass=_Shown):
 
 
 class FFTCompression(Compression):
-    """Each rank's strongest frequencies, gathered by all ranks.
+    """Each rank's strongest frequencies.
 
     A gradient is cut into blocks, a block into spans of 64 neighbours; of all FFTs of a block the
     strongest bins are kept, as range floats with their positions, and what is dropped is
-    remembered. Payloads are all-gathered, so what a rank receives grows with the number of ranks;
-    hvd.join() on a rank that has run out of data is refused.
+    remembered. Two ranks gather each other's payloads. Among more, payloads go to the ranks that
+    own the blocks, who send the means on, encoded again: what a rank receives does not grow with
+    their number. hvd.join() on a rank that has run out of data is refused.
 
     Settings beside those of Compression
     ------------------------------------
@@ -187,8 +188,10 @@ class FFTCompression(Compression):
         FFTCodec; bits are 4 by default, with a mantissa of 1, and theta, the fraction of bins
         dropped (default 0.98), may be a schedule of sn_compress.schedule. span is 64 by default,
         and None with another transform, or a block that is None or shorter
-    mode : "paper" sets block=None, bits=8, mantissa=3, positions="bitmap", half=True and
-        feedback=False first, as published
+    scatter : by way of owners, where that brings a rank fewer bytes (default True); False: always
+        gathered. TensorFlow's eager steps and elastic runs always gather
+    mode : "paper" sets block=None, bits=8, mantissa=3, positions="bitmap", half=True,
+        scatter=False and feedback=False first, as published
     threads : of the codec; by default as many as the framework uses
     """
 

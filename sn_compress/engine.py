@@ -12,21 +12,23 @@ have to decide alike is decided here, from sums that the rim's `total` brings.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from . import __version__, hardware, payloads
+from . import __version__, hardware, payloads, scattered
 from .agreement import Said, Total, agree, alike, question
 from .arrays import Array, Later, like_of, namespace, quickest
 from .carry import Carry, Gradient, Rounds, Sorted
-from .codecs.base import Floats, Payload
+from .codecs.base import Floats
 from .feedback import ErrorFeedback
 from .owed import Owed
 from .prediction.tuning import Tuner
-from .report import Traffic
+from .report import Told, Traffic
 from .sameness import Sameness
+from .scattered import shares_of
 from .settings import Settings
 from .summed import Sums
 from .sums.session import SharedExchange
@@ -246,33 +248,36 @@ class Engine:
         """
         if self.settings.exchange == "shared":
             return self._sums.rounds(gradients, ranks=ranks, rank=rank)
-        return self._gathered(gradients, ranks)
-
-    def _gathered(self, gradients: Sequence[Gradient], ranks: int) -> Rounds:
-        codec = self.codec
-        feedback = self.feedback if self.settings.feedback else None
-        sent = payloads.encode(
-            codec,
-            gradients,
-            feedback=feedback,
+        codec, shares = self.codec, None
+        if self.settings.scatter:
+            shares = shares_of(codec, tuple(each.elements for each in gradients), ranks)
+        encode = partial(
+            payloads.encode,
             find_unused=self._find_unused,
             drops_unused=self._drops_unused,
             tally=self.theta.learns,
         )
-        if sent.numbers is not None:
-            self._numbers.append(sent.numbers)
-        for gradient, payload in zip(gradients, sent.payloads, strict=True):
-            if sent.numbers is None:
-                self._tell(payload)
-            if self.traffic.payload(gradient.name, gradient.elements, payload, 0):
-                _log.warning(
-                    "%s: values beyond the fixed window were clipped; see `saturated` in the "
-                    "report",
-                    gradient.name,
-                )
+        feedback = self.feedback if self.settings.feedback else None
+        if shares is None:
+            return self._gathered(gradients, ranks, partial(encode, codec, feedback=feedback))
+        return self._scattered(scattered.Bucket(gradients, shares, rank, feedback, encode))
+
+    def _gathered(
+        self, gradients: Sequence[Gradient], ranks: int, encode: Callable[..., payloads.Sent]
+    ) -> Rounds:
+        codec, sent = self.codec, encode(gradients)
+        self._tell(gradients, [sent], [Told.of([payload]) for payload in sent.payloads])
         (gathered,) = yield [Carry("gather", sent.wire)]
         if arrival := payloads.decode(codec, gathered, gradients, ranks=ranks):
             self._arrivals.append(arrival)
+
+    def _scattered(self, bucket: scattered.Bucket) -> Rounds:
+        shares = bucket.shares
+        (came,) = yield [Carry("alltoall", bucket.begin(), shares.parts_bytes)]
+        (came,) = yield [Carry("gather", bucket.own(came), shares.means_bytes)]
+        bucket.end(came)
+        self._tell(bucket.gradients, bucket.sent, bucket.told())
+        self._arrivals += bucket.arrivals
 
     def _open_step(self, names: set[str | None], total: Total) -> None:
         if names & self._seen or not self._seen:
@@ -295,11 +300,22 @@ class Engine:
         self.codec = self.theta.codec_at(self.theta.begin_step(_STEP, energy, error))
         self.lost = 0.0, 0.0
 
-    def _tell(self, payload: Payload) -> None:
-        if self.theta.learns:
-            energy, error = self.lost
-            more = self.theta.tell(payload)
-            self.lost = energy + more[0], error + more[1]
+    def _tell(
+        self, gradients: Sequence[Gradient], sent: Sequence[payloads.Sent], told: Sequence[Told]
+    ) -> None:
+        """Count what was sent of gradients, and what was lost for a theta that follows it."""
+        later = [each.numbers for each in sent if each.numbers is not None]
+        self._numbers += later
+        for gradient, each in zip(gradients, told, strict=True):
+            if self.theta.learns and not later:
+                energy, error = self.theta.tell(each)
+                self.lost = self.lost[0] + energy, self.lost[1] + error
+            if self.traffic.payload(gradient.name, gradient.elements, each):
+                _log.warning(
+                    "%s: values beyond the fixed window were clipped; see `saturated` in the "
+                    "report",
+                    gradient.name,
+                )
 
     def settle(self) -> None:
         """Between steps: take one back that the scaler skipped; bring memories to its scale.

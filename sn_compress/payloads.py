@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -34,9 +34,19 @@ from .codecs.base import Bytes, Payload
 from .codecs.fft import FFTCodec
 from .codecs.gather import payloads_of
 from .errors import PayloadError
-from .feedback import ErrorFeedback
 
 _GLANCE = 4096  # elements of a gradient looked at before all of them
+
+
+class Memories(Protocol):
+    """What was dropped of gradients before, by name: an ErrorFeedback, or a part of one."""
+
+    @property
+    def decay(self) -> float:
+        """Factor on a memory before it is added."""
+
+    def memory_of(self, name: str, like: Any) -> Any:
+        """The codec's state; encoding updates it in place."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +93,7 @@ def encode(
     codec: FFTCodec,
     gradients: Sequence[Gradient],
     *,
-    feedback: ErrorFeedback | None,
+    feedback: Memories | None,
     find_unused: bool,
     drops_unused: bool,
     tally: bool = False,
@@ -162,7 +172,7 @@ def _encode_on_host(
     codec: FFTCodec,
     gradient: Gradient,
     buffer: Bytes,
-    feedback: ErrorFeedback | None,
+    feedback: Memories | None,
     drops_unused: bool,
 ) -> Payload:
     xp = namespace(gradient.values)
@@ -178,7 +188,7 @@ def _encode_as_arrays(
     codec: FFTCodec,
     gradients: Sequence[Gradient],
     sizes: Sequence[int],
-    feedback: ErrorFeedback | None,
+    feedback: Memories | None,
     drops_unused: bool,
     tally: bool,
 ) -> Sent:
@@ -225,7 +235,7 @@ def _encode_by_kernels(
     codec: FFTCodec,
     gradients: Sequence[Gradient],
     pieces: Sequence[Array],
-    feedback: ErrorFeedback | None,
+    feedback: Memories | None,
     find_unused: bool,
 ) -> list[Payload]:
     vectors = [gradient.values for gradient in gradients]

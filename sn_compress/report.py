@@ -26,6 +26,27 @@ class Ran:
     steps: int
 
 
+@dataclass(frozen=True)
+class Told:
+    """What payloads of one tensor tell: see Payload. None where they do not know it."""
+
+    nbytes: int
+    saturated: int
+    energy: float | None
+    error: float | None
+
+    @classmethod
+    def of(cls, payloads: Sequence[Payload]) -> Told:
+        """Of some, at least one, together."""
+        energies, errors = ([getattr(it, name) for it in payloads] for name in ("energy", "error"))
+        return cls(
+            sum(it.nbytes for it in payloads),
+            sum(it.saturated for it in payloads),
+            None if None in energies else math.fsum(energies),
+            None if None in errors else math.fsum(errors),
+        )
+
+
 class Traffic:
     """Bytes per step and the relative error, kept per optimizer.
 
@@ -127,15 +148,15 @@ class Traffic:
         """In the step before, and so far in the one still open."""
         return self._before, len(self._sent)
 
-    def payload(self, name: str | None, elements: int, payload: Payload, extra: int) -> bool:
-        """Count a payload and `extra` bytes beside it; True when values saturated first."""
-        self._count(name, elements, payload.nbytes + extra, compressed=True)
+    def payload(self, name: str | None, elements: int, told: Told) -> bool:
+        """Count the payloads of a tensor; True when values saturated first."""
+        self._count(name, elements, told.nbytes, compressed=True)
         self._ways[name or ""] = "frequencies"
-        if payload.energy is not None and payload.error is not None:
-            self._energy += payload.energy
-            self._error += payload.error
-        first = payload.saturated > 0 and self._saturated == 0
-        self._saturated += payload.saturated
+        if told.energy is not None and told.error is not None:
+            self._energy += told.energy
+            self._error += told.error
+        first = told.saturated > 0 and self._saturated == 0
+        self._saturated += told.saturated
         return first
 
     def shared(

@@ -43,6 +43,7 @@ class FFTSettings(_OfAll, total=False):
     window: Literal["block", "payload"] | float
     half: bool
     transform: Literal["fft", "dct", "hadamard", "identity"]
+    scatter: bool
     threads: int | None
 
 
@@ -84,6 +85,7 @@ class Settings:
     window: Literal["block", "payload"] | float = "block"
     half: bool = False
     transform: Literal["fft", "dct", "hadamard", "identity"] = "fft"
+    scatter: bool = True
     feedback: bool = True
     decay: float = 1.0
     min_elements: int = 1024
@@ -244,7 +246,9 @@ def _of(wanted: Any) -> tuple[Any, ...]:
 
 
 _SHARED = {"ratio", "warmup", "every", "min_elements", "feedback", "decay"}
-_CODEC = set(FFTSettings.__annotations__) - set(_OfAll.__annotations__) - {"mode", "threads"}
+_CODEC = (
+    set(FFTSettings.__annotations__) - set(_OfAll.__annotations__) - {"mode", "scatter", "threads"}
+)
 _AS_PUBLISHED = {
-    **PAPER, "bits": 8, "mantissa": 3, "feedback": False,
+    **PAPER, "bits": 8, "mantissa": 3, "scatter": False, "feedback": False,
 }  # fmt: skip

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from .codecs.base import Payload
 from .codecs.fft import FFTCodec
 from .errors import CompressError
+from .report import Told
 from .saved import count, reading
 from .schedule import learner, stays
 from .settings import Settings
@@ -98,14 +98,14 @@ class ThetaInTime:
             self._codecs[theta] = self._settings.codec_of(theta, self._threads)
         return self._codecs[theta]
 
-    def tell(self, payload: Payload) -> tuple[float, float]:
-        """Energy and error of a payload, for a schedule that learns."""
-        if payload.energy is None:
+    def tell(self, told: Told) -> tuple[float, float]:
+        """Energy and error of what was sent, for a schedule that learns."""
+        if told.energy is None:
             raise CompressError(
                 "EnergyBudget has to see what a payload lost, which is not known of one made on a "
                 "GPU. Use another schedule, or LowRankCompression."
             )
-        return payload.energy, payload.error or 0.0
+        return told.energy, told.error or 0.0
 
     @property
     def learns(self) -> bool:

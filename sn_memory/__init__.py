@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from .plan.api import plan_graph as plan_graph
     from .plan.buffers import plan_buffers as plan_buffers
     from .plan.emit import plan_from_decisions as plan_from_decisions
+    from .plan.plan import Action as Action
     from .plan.plan import BudgetError as BudgetError
     from .plan.plan import Decision as Decision
     from .plan.plan import Plan as Plan
-    from .plan.plan import Step as Step
     from .pool.pack import Packing as Packing
     from .pool.pack import arrange as arrange
     from .pool.pack import pack as pack
@@ -51,7 +51,7 @@ _HOME = {
     "Plan": ".plan.plan",
     "PlanError": ".base.errors",
     "Replay": ".check.replay",
-    "Step": ".plan.plan",
+    "Action": ".plan.plan",
     "Storage": ".graph.records",
     "Workspace": ".graph.records",
     "arrange": ".pool.pack",

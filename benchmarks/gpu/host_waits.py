@@ -26,14 +26,20 @@ def exchange(section: Section, ways: list[str]) -> dict[str, str]:
     return {way: str(found["ways"][way]["waited"]) for way in ways}
 
 
-def planned(section: Section, actions: tuple[str, ...]) -> str:
+def planned(section: Section, techniques: tuple[str, ...]) -> str:
     """What steps of a planned model waited for."""
     torch.manual_seed(0)
     model = Llama(vocabulary=500, width=128, layers=4, heads=4, groups=2, hidden=352)
     model, tokens = model.to(section.device), torch.zeros(4, 128, dtype=torch.long)
     tokens = tokens.to(section.device)
     made = sn_memory.torch.plan(
-        model, tokens, "80%", actions=actions, planner="greedy", backend="graph", profile=False
+        model,
+        tokens,
+        "80%",
+        techniques=techniques,
+        planner="greedy",
+        backend="graph",
+        profile=False,
     )
     made(tokens).sum().backward()
     if not section.dry:
@@ -46,9 +52,9 @@ def measure(section: Section) -> None:
     waited = exchange(section, ["plain", OURS, "gather"])
     for way, said in waited.items():
         section.row(step=way, waited=said)
-    for actions in (("keep", "recompute"), ("keep", "offload")):
-        name = f"planned, {actions[1]}"
-        waited[name] = planned(section, actions)
+    for techniques in (("keep", "recompute"), ("keep", "offload")):
+        name = f"planned, {techniques[1]}"
+        waited[name] = planned(section, techniques)
         section.row(step=name, waited=waited[name])
     if guilty := [name for name, said in waited.items() if said]:
         raise RuntimeError(f"the host waited in: {', '.join(guilty)}")

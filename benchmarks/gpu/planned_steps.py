@@ -113,7 +113,7 @@ class Net:
         return found
 
     def planned(
-        self, way: str, budget: int | str, actions: Sequence[str] = ("keep", "recompute"),
+        self, way: str, budget: int | str, techniques: Sequence[str] = ("keep", "recompute"),
         **settings: Any,
     ) -> dict[str, Any] | None:  # fmt: skip
         """Plan, measure, keep the row; None, and left out, where no plan keeps the budget."""
@@ -121,14 +121,19 @@ class Net:
         settings = {"backend": "graph", "profile": not self.section.dry} | settings
         try:
             made = sn_memory.torch.plan(
-                self.model, self.sample, budget, actions=actions, time_limit_s=limit_s, **settings
+                self.model,
+                self.sample,
+                budget,
+                techniques=techniques,
+                time_limit_s=limit_s,
+                **settings,
             )
         except BudgetError as refusal:
             self.section.leave_out(f"{self.name}, {way}", str(refusal))
             return None
         plan = made.sn_memory.plan
         columns = {"budget": budget, "predicted_bytes": plan.peak_bytes}
-        if actions[-1] == "offload":
+        if techniques[-1] == "offload":
             columns |= copies(made, self.device)
         found = self.row(way, made, **columns)
         if settings["backend"] == "graph":

@@ -1,18 +1,10 @@
 // Sides of columns, their exponents and the tables that these are looked up in, from Python.
 #pragma once
 
-#include <new>
-
 #include "columns.h"
 #include "door.h"
 
 namespace sn {
-
-// Sets ValueError and returns null.
-inline PyObject* wrong(const char* what) {
-  PyErr_Format(PyExc_ValueError, "%s: the buffers do not belong together", what);
-  return nullptr;
-}
 
 struct ColumnArguments {
   Buffer sides, exponents, covered, units;
@@ -43,20 +35,5 @@ struct ColumnArguments {
   }
   int64_t words() const { return (count * bits + 31) / 32; }
 };
-
-// Work without the interpreter lock; false with MemoryError set.
-template <typename Work>
-bool unlocked(const Work& work) {
-  bool out_of_memory = false;
-  Py_BEGIN_ALLOW_THREADS
-  try {
-    work();
-  } catch (const std::bad_alloc&) {
-    out_of_memory = true;
-  }
-  Py_END_ALLOW_THREADS
-  if (out_of_memory) PyErr_NoMemory();
-  return !out_of_memory;
-}
 
 }  // namespace sn

@@ -3,33 +3,12 @@
 #include "door.h"
 
 #include <memory>
-#include <new>
 #include <vector>
 
 #include "long_record.h"
 
 namespace sn {
 namespace {
-
-// Work without the interpreter lock; false with MemoryError set.
-template <typename Work>
-bool unlocked(const Work& work) {
-  bool out_of_memory = false;
-  Py_BEGIN_ALLOW_THREADS
-  try {
-    work();
-  } catch (const std::bad_alloc&) {
-    out_of_memory = true;
-  }
-  Py_END_ALLOW_THREADS
-  if (out_of_memory) PyErr_NoMemory();
-  return !out_of_memory;
-}
-
-PyObject* wrong(const char* what) {
-  PyErr_Format(PyExc_ValueError, "%s: the buffers do not belong together", what);
-  return nullptr;
-}
 
 // How a vector is split, as ops/long_fourier.py says it: (height, width, roots of the height,
 // roots of the width, turns).

@@ -1,6 +1,5 @@
 // Python's door to what the low-rank exchange computes on a host. Sizes are checked here; the
 // callers (ops/products.py, ops/orthonormal.py, ops/host_columns.py) have checked dtypes.
-#include <new>
 #include <vector>
 
 #include "column_arguments.h"

@@ -79,16 +79,12 @@ PyObject* encode(PyObject*, PyObject* args) {
     return PyErr_Format(PyExc_ValueError, "memory has %zd bytes, the coefficients %zd",
                         memory.bytes(), floats.bytes());
   sn::Tally tally;
-  bool out_of_memory = false;
-  Py_BEGIN_ALLOW_THREADS
-  try {
-    tally = sn::encode_records(floats.as<float>(), remembers ? memory.as<float>() : nullptr,
-                               words.as<uint32_t>(), rows, layout, static_cast<float>(decay), top);
-  } catch (const std::bad_alloc&) {
-    out_of_memory = true;
-  }
-  Py_END_ALLOW_THREADS
-  if (out_of_memory) return PyErr_NoMemory();
+  if (!sn::unlocked([&] {
+        tally = sn::encode_records(floats.as<float>(), remembers ? memory.as<float>() : nullptr,
+                                   words.as<uint32_t>(), rows, layout, static_cast<float>(decay),
+                                   top);
+      }))
+    return nullptr;
   return Py_BuildValue("Ldd", static_cast<long long>(tally.saturated), tally.energy, tally.error);
 }
 
@@ -138,20 +134,15 @@ PyObject* fourier(PyObject*, PyObject* args) {
   if (values.bytes() != rows * block * 4 || bins.bytes() != rows * (block + 2) * 4)
     return PyErr_Format(PyExc_ValueError, "%zd bytes of values and %zd of bins do not match",
                         values.bytes(), bins.bytes());
-  bool out_of_memory = false;
-  Py_BEGIN_ALLOW_THREADS
-  try {
-    sn::Fourier fourier(block, span, roots.as<const float>());
-    for (int64_t i = 0; i < rows; ++i)
-      if (back)
-        fourier.inverse(bins.as<float>() + i * (block + 2), values.as<float>() + i * block);
-      else
-        fourier.forward(values.as<float>() + i * block, bins.as<float>() + i * (block + 2));
-  } catch (const std::bad_alloc&) {
-    out_of_memory = true;
-  }
-  Py_END_ALLOW_THREADS
-  if (out_of_memory) return PyErr_NoMemory();
+  if (!sn::unlocked([&] {
+        sn::Fourier fourier(block, span, roots.as<const float>());
+        for (int64_t i = 0; i < rows; ++i)
+          if (back)
+            fourier.inverse(bins.as<float>() + i * (block + 2), values.as<float>() + i * block);
+          else
+            fourier.forward(values.as<float>() + i * block, bins.as<float>() + i * (block + 2));
+      }))
+    return nullptr;
   Py_RETURN_NONE;
 }
 
@@ -188,17 +179,12 @@ PyObject* encode_blocks(PyObject*, PyObject* args) {
     return PyErr_Format(PyExc_ValueError, "memory has %zd bytes for %lld rows", memory.bytes(),
                         static_cast<long long>(rows));
   sn::Tally tally;
-  bool out_of_memory = false;
-  Py_BEGIN_ALLOW_THREADS
-  try {
-    tally = sn::encode_blocks(values.as<const float>(), remembers ? memory.as<float>() : nullptr,
-                              words.as<uint32_t>(), rows, layout, static_cast<float>(decay), top,
-                              span, roots.as<const float>());
-  } catch (const std::bad_alloc&) {
-    out_of_memory = true;
-  }
-  Py_END_ALLOW_THREADS
-  if (out_of_memory) return PyErr_NoMemory();
+  if (!sn::unlocked([&] {
+        tally = sn::encode_blocks(values.as<const float>(), remembers ? memory.as<float>() : nullptr,
+                                  words.as<uint32_t>(), rows, layout, static_cast<float>(decay), top,
+                                  span, roots.as<const float>());
+      }))
+    return nullptr;
   return Py_BuildValue("Ldd", static_cast<long long>(tally.saturated), tally.energy, tally.error);
 }
 
@@ -227,16 +213,11 @@ PyObject* decode_blocks(PyObject*, PyObject* args) {
     payloads.push_back(records[i].as<const uint32_t>());
   }
   int64_t damaged = -1;
-  bool out_of_memory = false;
-  Py_BEGIN_ALLOW_THREADS
-  try {
-    damaged = sn::decode_blocks(payloads, values.as<float>(), rows, layout,
-                                static_cast<float>(weight), span, roots.as<const float>());
-  } catch (const std::bad_alloc&) {
-    out_of_memory = true;
-  }
-  Py_END_ALLOW_THREADS
-  if (out_of_memory) return PyErr_NoMemory();
+  if (!sn::unlocked([&] {
+        damaged = sn::decode_blocks(payloads, values.as<float>(), rows, layout,
+                                    static_cast<float>(weight), span, roots.as<const float>());
+      }))
+    return nullptr;
   return PyLong_FromLongLong(damaged);
 }
 
@@ -276,16 +257,11 @@ PyObject* pack_groups(PyObject*, PyObject* args) {
                         bases.bytes());
   const sn::Grid grid = {bits, group, static_cast<float>(bound), key, other};
   sn::Escapes escapes;
-  bool out_of_memory = false;
-  Py_BEGIN_ALLOW_THREADS
-  try {
-    sn::pack_groups(values.as<const float>(), count, first, grid, bases.as<float>(),
-                    steps.as<uint16_t>(), spread.as<uint32_t>(), codes.as<uint8_t>(), escapes);
-  } catch (const std::bad_alloc&) {
-    out_of_memory = true;
-  }
-  Py_END_ALLOW_THREADS
-  if (out_of_memory) return PyErr_NoMemory();
+  if (!sn::unlocked([&] {
+        sn::pack_groups(values.as<const float>(), count, first, grid, bases.as<float>(),
+                        steps.as<uint16_t>(), spread.as<uint32_t>(), codes.as<uint8_t>(), escapes);
+      }))
+    return nullptr;
   const auto number = static_cast<Py_ssize_t>(escapes.at.size());
   // Not "y#": that makes None of an empty vector's null pointer.
   const auto* at = reinterpret_cast<const char*>(escapes.at.data());

@@ -3,9 +3,9 @@
 // The real FFT is a complex one of N/2 points (Stockham, radix 8, one small radix at the end) and
 // a step that separates even and odd elements. The DCT-II is that FFT on reordered elements
 // (Makhoul 1980), turned by an eighth of a period at most. A block may be cut into spans of L reals
-// with FFTs of their own, side by side; ops/spans.py says how their bins lie. Every thread holds eight complex points
-// in registers; a pass goes through shared memory once, with two barriers. Fused multiply-adds are
-// written out, contraction is off: the host and every GPU round alike.
+// with FFTs of their own, side by side; ops/spans.py says how their bins lie. Every thread holds
+// eight complex points in registers; a pass goes through shared memory once, with two barriers.
+// Fused multiply-adds are written out, contraction is off: the host and every GPU round alike.
 //
 // Element i lies at slot(i): two floats of padding after sixteen spread strides of a power of two
 // over the banks.

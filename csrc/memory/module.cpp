@@ -163,13 +163,13 @@ PyObject* search(PyObject*, PyObject* args) {
 
 PyObject* run(PyObject*, PyObject* args) {
   PyObject* capsule;
-  long long steps, work;
-  if (!PyArg_ParseTuple(args, "OLL", &capsule, &steps, &work)) return nullptr;
+  long long decisions, work;
+  if (!PyArg_ParseTuple(args, "OLL", &capsule, &decisions, &work)) return nullptr;
   Desk* desk = idle_desk(capsule);
   if (!desk) return nullptr;
   auto verdict = sn::Verdict::unfinished;
   desk->busy = true;
-  const bool done = unlocked([&] { verdict = desk->search.run(steps, work); });
+  const bool done = unlocked([&] { verdict = desk->search.run(decisions, work); });
   desk->busy = false;
   if (!done) return nullptr;
   return Py_BuildValue("(iL)", static_cast<int>(verdict),

@@ -320,7 +320,7 @@ bool Search::decide() {
   return place(i);
 }
 
-Verdict Search::run(int64_t steps, int64_t work) {
+Verdict Search::run(int64_t decisions, int64_t work) {
   const int64_t until = work_ + std::min(work, kNever - work_);
   while (!refuted_) {
     bool alive = true;
@@ -339,8 +339,8 @@ Verdict Search::run(int64_t steps, int64_t work) {
         // What was chosen inside the finished neighbour cannot help this component.
         choices_.resize(next.choices);
       }
-      if (steps <= 0 || work_ >= until) return Verdict::unfinished;
-      --steps;
+      if (decisions <= 0 || work_ >= until) return Verdict::unfinished;
+      --decisions;
       ++decisions_;
       settling_ = alive = decide();
     }

@@ -27,9 +27,9 @@ class Search {
   Search(std::shared_ptr<const Indexed> problem, int64_t capacity, Rule rule,
          std::vector<int32_t> rank, std::vector<int64_t> weight);
 
-  // Goes on for at most `steps` decisions, and stops soon after having looked at `work` buffers,
+  // Goes on for at most `decisions` of them, and stops soon after having looked at `work` buffers,
   // in the middle of a decision too; asked again, it resumes.
-  Verdict run(int64_t steps, int64_t work);
+  Verdict run(int64_t decisions, int64_t work);
   // Decisions made, each that looked at far more than it should counted several times.
   int64_t spent() const { return decisions_ + work_ / unit_; }
   const std::vector<int64_t>& offsets() const { return offset_; }

@@ -198,12 +198,13 @@ class Batch:
                     _Run(tensor, at, section.start, section.stop, first, section.count, place)
                 )
         return [
-            _Group(Records(layout), self._transform(layout.block), tuple(runs))
+            _Group(
+                Records(layout),
+                Transform(blockwise(self.codec), layout.block, self.codec.span),
+                tuple(runs),
+            )
             for layout, runs in found.items()
         ]
-
-    def _transform(self, block: int) -> Transform:
-        return Transform(blockwise(self.codec), block, self.codec.span)
 
     def encode(
         self,

@@ -15,6 +15,7 @@ Longer than most files: the one codec, whose methods share its cut of a vector i
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -122,33 +123,21 @@ class FFTCodec(Codec):
         # Fixed point, so that every rank, language and device counts the same bins.
         self._dropped_q32 = min(int(theta * 2**32), 2**32 - 1)
         self.settings = pack_settings(
-            self._dropped_q32,
-            block,
-            span,
-            bits,
-            mantissa,
-            positions,
-            values,
-            transform,
-            shape,
+            self._dropped_q32, block, span, bits, mantissa, positions, values, transform, shape,
             axes,
-        )
+        )  # fmt: skip
         self._sections_of: dict[int, list[Section]] = {}
 
     def __repr__(self) -> str:
-        names = [
-            "theta",
-            "block",
-            "span",
-            "bits",
-            "mantissa",
-            "positions",
-            "values",
-            "window",
-            "half",
-        ]
-        names += ["transform"] + ["shape", "axes"] * (self.transform == "axes")
+        names = ["theta", "block", "span", "bits", "mantissa", "positions", "values"]
+        names += ["window", "half", "transform"] + ["shape", "axes"] * (self.transform == "axes")
         return f"FFTCodec({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
+    def at(self, theta: float) -> FFTCodec:
+        """The codec of another theta; its memories are of the same kind."""
+        names = inspect.signature(FFTCodec.__init__).parameters
+        own = {name: getattr(self, name) for name in names if name != "self"}
+        return FFTCodec(**own | {"theta": theta})
 
     @property
     def basis(self) -> dict[str, Any]:

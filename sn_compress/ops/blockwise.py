@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .. import _native
-from . import fourier, spectrum
+from . import fourier, spans, spectrum
 from .pack import Words
 from .record import Layout, Tally, decode_records, encode_records, numbers, refuse
 from .spectrum import Floats
@@ -31,7 +31,7 @@ def encode_blocks(
 
     span : elements of each FFT, where a block is cut into several
     """
-    core, length = _native.core(), min(span or layout.block, layout.block)
+    core, length = _native.core(), spans.length(span, layout.block)
     if core is None or transform != "fft" or not fourier.fits(length):
         coefficients = spectrum.transform(transform, span).forward(values)
         return encode_records(coefficients, memory, words, layout, decay, top)
@@ -56,7 +56,7 @@ def decode_blocks(
     encode_blocks
     Raises PayloadError if a record is not one of this layout.
     """
-    core, length = _native.core(), min(span or layout.block, layout.block)
+    core, length = _native.core(), spans.length(span, layout.block)
     if core is None or transform != "fft" or not fourier.fits(length):
         way = spectrum.transform(transform, span)
         accum = np.zeros((len(out), layout.bins * layout.parts), np.float32)

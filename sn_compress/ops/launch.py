@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from .._cuda import Program
 from ..errors import CompressError
-from . import checksum, pack
+from . import checksum, pack, spans
 from .record import Layout
 
 TRANSFORMS = ("fft", "dct", "hadamard", "identity", "spectrum")
@@ -105,7 +105,7 @@ class Format:
         everything = layout.kept == layout.bins
         return cls(
             layout.block,
-            min(span or layout.block, layout.block),
+            spans.length(span, layout.block),
             transform,
             layout.values,
             layout.kept,

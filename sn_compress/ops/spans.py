@@ -17,6 +17,11 @@ from ..arrays import Array, device_of, namespace
 _DOWN, _UP = float(np.float32(0.70710678)), float(np.float32(1.41421356))
 
 
+def length(span: int | None, block: int) -> int:
+    """Elements of each FFT of a block: those of a span, or of the block where it is no longer."""
+    return min(span or block, block)
+
+
 def join(bins: Array, block: int) -> Array:
     """From the spectrum of each span to those of blocks, bins as pairs.
 

@@ -30,7 +30,7 @@ class Transform:
 
     def __init__(self, name: str, block: int, span: int | None = None) -> None:
         self.name, self.block = name, block
-        self._span = min(span or block, block)
+        self._span = spans.length(span, block)
         self._tables = _dct_tables(block) if name == "dct" else {}
 
     def forward(self, blocks: Array) -> Array:

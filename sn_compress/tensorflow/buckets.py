@@ -144,6 +144,20 @@ class Bucket:
             process_set=self.call.process_set,
         )
 
+    def alltoall(self, payloads: Any, splits: Sequence[int]) -> Any:
+        """What all ranks have for this one, one behind the other.
+
+        splits : of each rank, how much of `payloads` it is to have
+        """
+        came, _ = hvd.alltoall(
+            tf.identity(payloads, name=f"{self.mark}_parts"),
+            splits=tf.constant(splits, tf.int32),
+            name=self.name("parts"),
+            ignore_name_scope=self.call.ignore_name_scope,
+            process_set=self.call.process_set,
+        )
+        return came
+
     def name(self, kind: str) -> str | None:
         """Of a collective; Horovod names it after its input where the user gave none."""
         return self.call.name and f"{self.mark}_{kind}_{self.call.name}"

@@ -23,7 +23,7 @@ from ..arrays import Constant
 from ..codecs.base import MAGIC, VERSION
 from ..codecs.blocks import Section
 from ..codecs.fft import FFTCodec
-from ..ops import fourier, quantize
+from ..ops import fourier, quantize, spans
 from ..ops.record import numbers
 from . import namespace as _namespace  # noqa: F401 - it makes tensors known to the core
 
@@ -108,7 +108,7 @@ def _said(codec: FFTCodec, it: Section) -> tuple[Any, ...]:
 
 def _span(codec: FFTCodec, section: Section) -> int:
     """Elements of each FFT."""
-    return min(codec.span or section.layout.block, section.layout.block)
+    return spans.length(codec.span, section.layout.block)
 
 
 @cache

@@ -194,7 +194,7 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
         if self.settings.exchange == "shared":
             return SummedBucket(self.shared, list(tensors))
         feedback = self.feedback if self.settings.feedback else None
-        return GatheredBucket(self.theta, feedback, tensors)
+        return GatheredBucket(self.theta, feedback, tensors, scatter=self.settings.scatter)
 
     def trace_again(self) -> None:
         """Let all functions be traced again that have used this memory; on all ranks at once."""

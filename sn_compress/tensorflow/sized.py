@@ -41,12 +41,15 @@ class Collectives:
 
     total : the sum of the ranks' words; called with them, the bucket's number and the round
     gather : the ranks' words one behind the other; called with them and the bucket's number
+    alltoall : what the ranks have for this one, likewise; called with words, how many of them each
+        rank is to have, and the bucket's number
     """
 
     ranks: int
     rank: int
     total: Callable[[Any, int, int], Any]
     gather: Callable[[Any, int], Any]
+    alltoall: Callable[[Any, Sequence[int], int], Any]
 
 
 class SizedBucket(Protocol):

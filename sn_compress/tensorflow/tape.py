@@ -233,10 +233,13 @@ def _sized(
     def gather(words: Any, number: int) -> Any:
         return buckets[number].gather(words)
 
+    def alltoall(words: Any, splits: Sequence[int], number: int) -> Any:
+        return buckets[number].alltoall(words, splits)
+
     with tf.control_dependencies([begun]):
         vectors = [[tf.identity(each) for each in bucket.vectors()] for bucket in buckets]
     first = buckets[0]
-    by = Collectives(first.ranks(), call.process_set.rank(), total, gather)
+    by = Collectives(first.ranks(), call.process_set.rank(), total, gather, alltoall)
     made, factor = form.step(vectors, by), first.factor()
     return begun, [[mean if factor == 1 else mean * factor for mean in some] for some in made]
 

@@ -27,7 +27,7 @@ from ..codecs.gather import mean_of_gathered
 from ..errors import CompressError, PayloadError
 from ..feedback import ErrorFeedback
 from ..owed import Owed
-from ..report import Traffic
+from ..report import Told, Traffic
 from ..sameness import Sameness
 from ..saved import arrays_of, reading
 from ..settings import Settings
@@ -186,11 +186,12 @@ class Traced:
             payload = codec.encode(values)
         else:
             payload = self.feedback.encode(key, values, codec=codec)
+        told = Told.of([payload])
         with self._lock:
             if theta is not None:
-                told, before = self.theta.tell(payload), self._lost.get(key, (0.0, 0.0))
-                self._lost[key] = before[0] + told[0], before[1] + told[1]
-            saturated = self.traffic.payload(key, values.size, payload, extra=0)
+                lost, before = self.theta.tell(told), self._lost.get(key, (0.0, 0.0))
+                self._lost[key] = before[0] + lost[0], before[1] + lost[1]
+            saturated = self.traffic.payload(key, values.size, told)
         if saturated:
             say_saturated(str(key))
         return payload.buffer

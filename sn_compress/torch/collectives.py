@@ -46,10 +46,28 @@ class Collectives:
         """Begin to sum it over the ranks, in its place."""
         return dist.all_reduce(tensor, group=self.group, async_op=True)
 
-    def gather(self, words: torch.Tensor) -> tuple[dist.Work, torch.Tensor]:
-        """Begin to gather the ranks' words, one behind the other."""
-        gathered = words.new_empty(self.ranks * words.numel())
-        return _all_gather(gathered, words, group=self.group, async_op=True), gathered
+    def gather(
+        self, words: torch.Tensor, sizes: Sequence[int] | None = None
+    ) -> tuple[dist.Work, torch.Tensor]:
+        """Begin to gather the ranks' words, one behind the other; `sizes` if some bring more."""
+        if sizes is None or len(set(sizes)) == 1:
+            gathered = words.new_empty(self.ranks * words.numel())
+            return _all_gather(gathered, words, group=self.group, async_op=True), gathered
+        # No backend gathers vectors of several lengths into one; as many bytes travel this way.
+        return self._all_to_all(words.repeat(self.ranks), [words.numel()] * self.ranks, sizes)
+
+    def alltoall(self, carry: Carry) -> tuple[dist.Work, torch.Tensor]:
+        """Begin to hand each of the others its words; the result is what they have for this."""
+        return self._all_to_all(carry.words, carry.to_ranks(self.rank), carry.of_ranks(self.rank))
+
+    def _all_to_all(
+        self, words: torch.Tensor, to_ranks: Sequence[int], of_ranks: Sequence[int]
+    ) -> tuple[dist.Work, torch.Tensor]:
+        came = words.new_empty(sum(of_ranks))
+        work = dist.all_to_all_single(
+            came, words, list(of_ranks), list(to_ranks), group=self.group, async_op=True
+        )
+        return work, came
 
     def total(self, words: npt.NDArray[Any], device: torch.device) -> npt.NDArray[Any]:
         """The sum over the ranks of an array, on this device, at once."""
@@ -93,5 +111,7 @@ class Collectives:
 
     def _begin(self, carry: Carry) -> tuple[dist.Work, torch.Tensor]:
         if carry.kind == "gather":
-            return self.gather(carry.words)
+            return self.gather(carry.words, carry.sizes)
+        if carry.kind == "alltoall":
+            return self.alltoall(carry)
         return self.sum(carry.words), carry.words

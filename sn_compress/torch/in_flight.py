@@ -121,6 +121,9 @@ class Reducer:
         called = name if self.named else None
         if carry.kind == "gather":
             return hvd.allgather_async(carry.words, name=called, process_set=self.process_set)
+        if carry.kind == "alltoall":
+            splits = torch.tensor(carry.to_ranks(self.process_set.rank()), dtype=torch.int32)
+            return hvd.alltoall_async(carry.words, splits, called, process_set=self.process_set)
         return hvd.allreduce_async_(
             carry.words, name=called, op=hvd.Sum, process_set=self.process_set
         )
@@ -134,7 +137,9 @@ class Reducer:
 
     def _result(self, name: str, handle: int) -> Any:
         try:
-            return result_of(hvd, handle, limit_s=self.limit_s, what=name)
+            result = result_of(hvd, handle, limit_s=self.limit_s, what=name)
+            # An all-to-all also says how much came of each rank.
+            return result[0] if isinstance(result, tuple) else result
         except hvd.mpi_ops.HorovodInternalError as error:
             if "join" in str(error).lower():
                 raise _has_joined(name) from error
@@ -183,16 +188,20 @@ def _coded(memory: Memory, members: Sequence[InRounds], process_set: Any) -> Rou
         except PayloadError as error:
             # Once the gather is in its response cache, Horovod runs it without asking and puts
             # zeros in the place of a rank that has joined.
-            gathered = [each for each, carry in zip(came, asked, strict=True) if _gathers(carry)]
-            if not all(part.any() for each in gathered for part in each.view(ranks, -1)):
+            pairs = zip(came, asked, strict=True)
+            parts = [part for pair in pairs for part in _parts_of(*pair, ranks)]
+            if not all(part.any() for part in parts if part.numel()):
                 raise _has_joined(str(gradients[0].name)) from error
             raise
     for member in members:
         member.end()
 
 
-def _gathers(carry: Carry) -> bool:
-    return carry.kind == "gather"
+def _parts_of(came: torch.Tensor, carry: Carry, ranks: int) -> Sequence[torch.Tensor]:
+    """What each rank has brought to a gather."""
+    if carry.kind != "gather":
+        return []
+    return came.split(list(carry.sizes or [came.numel() // ranks] * ranks))
 
 
 def _has_joined(name: str) -> CompressError:

@@ -7,7 +7,7 @@ from .peaks import Peaks
 from .policy import Treatment, treatment
 from .rerun import Unit
 from .rows import Row
-from .theory import acceptable_bound, coverage, gradient_sd, paper_sd
+from .theory import coverage, error_tolerance, gradient_sd, paper_sd
 
 __all__ = [
     "AccuracyWarning",
@@ -17,8 +17,8 @@ __all__ = [
     "Row",
     "Treatment",
     "Unit",
-    "acceptable_bound",
     "coverage",
+    "error_tolerance",
     "gradient_sd",
     "paper_sd",
     "suggest_batch",

@@ -42,10 +42,10 @@ def suggest_batch(
     *,
     fixed_bytes: int,
     sample_bytes: float,
-    packed_sample_bytes: float,
+    compressed_sample_bytes: float,
     transient_sample_bytes: float = 0.0,
     step_s: tuple[float, float] | None = None,
-    packed_step_s: tuple[float, float] | None = None,
+    compressed_step_s: tuple[float, float] | None = None,
     multiple: int = 1,
 ) -> BatchSuggestion:
     """Return the largest batch that fits, compressed and plain.
@@ -56,11 +56,11 @@ def suggest_batch(
         Memory of the device.
     fixed_bytes
         What does not grow with the batch: parameters, gradients, the optimizer's state.
-    sample_bytes, packed_sample_bytes
+    sample_bytes, compressed_sample_bytes
         Activations saved per sample, plain and compressed.
     transient_sample_bytes
         What a sample needs besides, in both: the largest layer's working set.
-    step_s, packed_step_s
+    step_s, compressed_step_s
         Seconds of a step as (constant, per sample), plain and compressed.
     multiple
         Batches are multiples of this.
@@ -73,29 +73,33 @@ def suggest_batch(
     Examples
     --------
     >>> found = suggest_batch(
-    ...     1_000_000, fixed_bytes=200_000, sample_bytes=10_000, packed_sample_bytes=1_000,
-    ...     step_s=(0.01, 0.0001), packed_step_s=(0.01, 0.00011),
+    ...     1_000_000, fixed_bytes=200_000, sample_bytes=10_000, compressed_sample_bytes=1_000,
+    ...     step_s=(0.01, 0.0001), compressed_step_s=(0.01, 0.00011),
     ... )
     >>> found.batch, found.plain_batch, round(found.speedup, 2)
     (800, 80, 1.84)
     """
-    if min(sample_bytes, packed_sample_bytes) <= 0 or transient_sample_bytes < 0 or multiple < 1:
+    if (
+        min(sample_bytes, compressed_sample_bytes) <= 0
+        or transient_sample_bytes < 0
+        or multiple < 1
+    ):
         raise ValueError(
-            f"suggest_batch: got {sample_bytes} and {packed_sample_bytes} bytes per sample, "
+            f"suggest_batch: got {sample_bytes} and {compressed_sample_bytes} bytes per sample, "
             f"{transient_sample_bytes} besides, multiples of {multiple}; expected sizes above zero"
         )
     batches = [
         int((budget_bytes - fixed_bytes) // (each + transient_sample_bytes)) // multiple * multiple
-        for each in (packed_sample_bytes, sample_bytes)
+        for each in (compressed_sample_bytes, sample_bytes)
     ]
     if batches[0] < multiple:
         raise ValueError(
             f"suggest_batch: a budget of {budget_bytes} bytes, of which {fixed_bytes} do not "
-            f"depend on the batch, has no room for {multiple} samples of {packed_sample_bytes}"
+            f"depend on the batch, has no room for {multiple} samples of {compressed_sample_bytes}"
         )
     batch, plain = batches[0], max(batches[1], 0)
     return BatchSuggestion(
-        batch, plain, _throughput(batch, packed_step_s), _throughput(plain, step_s)
+        batch, plain, _throughput(batch, compressed_step_s), _throughput(plain, step_s)
     )
 
 

@@ -16,7 +16,7 @@ from typing import Final
 from ..plan.plan import BudgetError
 from .observed import Groups, Observed
 from .rerun import choose_again, is_inside
-from .rows import WIDTHS, packed_bytes
+from .rows import WIDTHS, compressed_bytes
 
 # Of linear ones. Where a budget leaves fewer, running again comes first.
 WANTED_BITS: Final = 4
@@ -110,7 +110,7 @@ def _shared_out(linear: Groups, left_bytes: int) -> dict[str, int]:
     )  # fmt: skip
     for _, group, low, high in steps:
         n = linear[group][0].n
-        cost = packed_bytes(n, high) - packed_bytes(n, low)
+        cost = compressed_bytes(n, high) - compressed_bytes(n, low)
         if chosen[group] == low and cost <= left_bytes:
             chosen[group], left_bytes = high, left_bytes - cost
     return {row.key: chosen[group] for group, rows in linear.items() for row in rows}

@@ -19,7 +19,7 @@ from .budget import choose
 from .observed import Observed
 from .rerun import Unit, is_inside
 from .rows import WIDTHS, Row
-from .theory import PAPER_CONSTANT, acceptable_bound, paper_sd
+from .theory import PAPER_CONSTANT, error_tolerance, paper_sd
 
 
 class Controller:
@@ -47,7 +47,7 @@ class Controller:
         "auto": under a budget, units that were observed may run again. "never": none does. Or
         names of those that do, and no others.
     theory
-        "exact", or "paper": its formula and constant, for comparison. It gives a bound, which
+        "exact", or "paper": its formula and constant, for comparison. It gives a tolerance, which
         becomes the widest step of the grid.
     constant
         The paper's a.
@@ -125,7 +125,7 @@ class Controller:
         first = self.start_bits if self.fixed_bits is None else self.fixed_bits
         return self._bits.get(key, first if linear else self.nonlinear_bits)
 
-    def bound(self, key: str) -> float:
+    def tolerance(self, key: str) -> float:
         """Return the widest step its grid may have: infinite, but for the paper's theory."""
         row = self._seen.rows.get(key)
         if self.theory == "exact" or self.error is None or row is None:
@@ -134,19 +134,19 @@ class Controller:
         sd = self.error * row.yardstick
         return sd / unit if unit and sd else math.inf
 
-    def exact_bound(self, key: str) -> float:
-        """Return the bound of errors to nearest that `error` allows, for the paper's codec."""
+    def exact_tolerance(self, key: str) -> float:
+        """Return the tolerance of errors to nearest that `error` allows, for the paper's codec."""
         row = self._seen.rows.get(key)
         if self.error is None or row is None or row.gradient_energy is None:
             return math.inf
         sd = self.error * row.yardstick
-        return acceptable_bound(sd, row.gradient_energy, row.outputs, row.nonzero, row.coverage)
+        return error_tolerance(sd, row.gradient_energy, row.outputs, row.nonzero, row.coverage)
 
     def observe(
         self, key: str, *, n: int, bits: int | None, variance: float, nonzero: float = 1.0,
         linear: bool = True, group: str = "",
     ) -> None:  # fmt: skip
-        """Take note of a packed tensor."""
+        """Take note of a compressed tensor."""
         before = self._seen.rows.get(key, Row(key, n, bits, variance))
         self._seen.rows[key] = replace(
             before, n=n, bits=bits, variance=variance, nonzero=nonzero, linear=linear,

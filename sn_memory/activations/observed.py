@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from .rerun import INPUT, Unit, is_inside
-from .rows import Row, packed_bytes
+from .rows import Row, compressed_bytes
 
 Groups = dict[str, list[Row]]
 
@@ -38,7 +38,7 @@ class Observed:
         return [row for row in self.rows.values() if self.is_free(row)]
 
     def groups(self, again: frozenset[str]) -> tuple[Groups, Groups]:
-        """What is packed if these units run again, by memory: linear in all its rows, and not."""
+        """Groups that are compressed if these units run again: linear in all their rows, or not."""
         found: Groups = {}
         for row in self.free:
             if row.unit is None and not is_inside(row.key, again):
@@ -52,7 +52,7 @@ class Observed:
         return linear, rest
 
     def _inputs(self, name: str) -> Iterable[tuple[str, int]]:
-        """What a unit was given: as it was observed or, without, as it was packed."""
+        """What a unit was given: as it was observed or, without, as it was compressed."""
         if name in self.units:
             return self.units[name].inputs.items()
         keys = (key for key in self.rows if key.startswith(f"{name}/{INPUT}/"))
@@ -61,18 +61,18 @@ class Observed:
     def held(self, again: frozenset[str], linear_bits: int, nonlinear_bits: int) -> int:
         """Bytes kept if these units run again."""
         exact = {
-            row.group: packed_bytes(row.n, None)
+            row.group: compressed_bytes(row.n, None)
             for row in self.rows.values()
             if not self.is_free(row) and not is_inside(row.key, again)
         }
         linear, rest = self.groups(again)
-        packed = (
-            packed_bytes(rows[0].n, bits)
+        compressed = (
+            compressed_bytes(rows[0].n, bits)
             for groups, bits in ((linear, linear_bits), (rest, nonlinear_bits))
             for rows in groups.values()
         )
         others = self._others(lambda key: not is_inside(key, again))
-        return others + sum(exact.values()) + sum(packed)
+        return others + sum(exact.values()) + sum(compressed)
 
     def held_at(self, again: frozenset[str], bits: Mapping[str, int | None]) -> int:
         """Bytes kept if these units run again, at bits by key."""
@@ -100,6 +100,6 @@ def _together(rows: Iterable[Row], bits: Mapping[str, int | None]) -> int:
     """Bytes of rows, each memory once, at the most bits any row of it has."""
     sizes: dict[str, int] = {}
     for row in rows:
-        size = packed_bytes(row.n, bits[row.key])
+        size = compressed_bytes(row.n, bits[row.key])
         sizes[row.group] = max(sizes.get(row.group, 0), size)
     return sum(sizes.values())

@@ -96,12 +96,12 @@ class Row:
         return saved / max(self.n * (high - low), 1)
 
 
-def packed_bytes(n: int, bits: int | None) -> int:
+def compressed_bytes(n: int, bits: int | None) -> int:
     """Bytes of n elements in groups of 256, the grids included; None: kept as float32.
 
     Examples
     --------
-    >>> packed_bytes(2560, 4), packed_bytes(2560, None)
+    >>> compressed_bytes(2560, 4), compressed_bytes(2560, None)
     (1340, 10240)
     """
     return 4 * n if bits is None else math.ceil(n * (bits / 8 + _GRID_BYTES))

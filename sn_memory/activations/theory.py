@@ -41,26 +41,27 @@ def gradient_sd(
     return math.sqrt(variance * gradient_energy / max(outputs, 1) * coverage)
 
 
-def acceptable_bound(
+def error_tolerance(
     sd: float, gradient_energy: float, outputs: int, nonzero: float = 1.0, coverage: float = 1.0
 ) -> float:
-    """Return the bound whose uniform errors, on non-zeros only, give dW this deviation.
+    """Return the tolerance whose uniform errors, on non-zeros only, give dW this deviation.
 
-    A uniform error in [-bound, bound] has the variance bound^2 / 3. Infinite where dY is zero.
+    A uniform error in [-tolerance, tolerance] has the variance tolerance^2 / 3. Infinite where dY
+    is zero.
     """
     weight = gradient_energy / max(outputs, 1) * coverage * nonzero
     return sd * math.sqrt(3 / weight) if weight else math.inf
 
 
 def paper_sd(
-    bound: float, mean_gradient: float, terms: int, nonzero: float, a: float = PAPER_CONSTANT
+    tolerance: float, mean_gradient: float, terms: int, nonzero: float, a: float = PAPER_CONSTANT
 ) -> float:
-    """Return the paper's a * L * sqrt(N R) * bound, with L the mean magnitude of dY.
+    """Return the paper's a * L * sqrt(N R) * tolerance, with L the mean magnitude of dY.
 
     `terms` is the number of products an entry of dW sums: the batch, times positions for a
     convolution.
     """
-    return a * mean_gradient * math.sqrt(terms * nonzero) * bound
+    return a * mean_gradient * math.sqrt(terms * nonzero) * tolerance
 
 
 def coverage(

@@ -3,7 +3,7 @@
 Pure NumPy. The rims (`.torch`, `.tensorflow`) ask a framework for statistics, obey what is decided
 here, and shrink weights, norms and the optimizer's state. Siegel, Daily, Vishnu 2016
 ("Adaptive neuron apoptosis", arXiv 1610.00790) merge neurons of nearly the same direction; here the
-change of what the next layers put out is bounded, and `tolerance` is the knob.
+change of what the next layers put out is measured, and `tolerance` is its limit.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .bound import LIPSCHITZ as LIPSCHITZ
-    from .bound import bound_from_weights as bound_from_weights
-    from .bound import is_homogeneous as is_homogeneous
+    from .lipschitz import LIPSCHITZ as LIPSCHITZ
+    from .lipschitz import is_homogeneous as is_homogeneous
+    from .lipschitz import largest_change as largest_change
     from .merge import Choice as Choice
     from .merge import Merge as Merge
     from .merge import choose as choose
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from .similarity import correlations as correlations
 
 _HOME = {
-    "LIPSCHITZ": ".bound",
+    "LIPSCHITZ": ".lipschitz",
     "Choice": ".merge",
     "Merge": ".merge",
     "Reader": ".reader",
     "Schedule": ".schedule",
     "angles": ".similarity",
-    "bound_from_weights": ".bound",
     "choose": ".merge",
     "correlations": ".similarity",
     "fold": ".merge",
-    "is_homogeneous": ".bound",
+    "is_homogeneous": ".lipschitz",
+    "largest_change": ".lipschitz",
 }
 __all__ = sorted(_HOME)
 

@@ -97,7 +97,7 @@ def choose(
     if not 0 < tolerance < 1:
         raise ValueError(f"tolerance: got {tolerance}, expected above 0 and below 1. 0.01 is mild.")
     if not readers:
-        raise ValueError("choose: got no readers; a group nobody reads has no bound. Leave it.")
+        raise ValueError("choose: got no readers; a group nobody reads changes nothing. Leave it.")
     width = readers[0].weights.shape[-1]
     most = min(width - max(min_width, 1), int(share * width))
     # Widths that would do, the widest first.

@@ -2,10 +2,10 @@
 
 The survivor s = (w_i, a_i + f a_j) is moved by the gradients of both: where w_j = c w_i, the chain
 rule gives g = g_i + c g_j for its incoming weights. So a mean of gradients (momentum) becomes
-m_i + c m_j, exactly for duplicates. A mean of squares can only be bounded: its root is a norm, so
-sqrt(v) <= sqrt(v_i) + |c| sqrt(v_j), with equality where the gradients were proportional; the bound
-is taken, as it gives the smaller step. Outgoing weights of the survivor have the gradient they had,
-so what is remembered of them stays.
+m_i + c m_j, exactly for duplicates. Of a mean of squares only the largest value is known: its root
+is a norm, so sqrt(v) <= sqrt(v_i) + |c| sqrt(v_j), with equality where the gradients were
+proportional; that is taken, as it gives the smaller step. Outgoing weights of the survivor have the
+gradient they had, so what is remembered of them stays.
 """
 
 from __future__ import annotations

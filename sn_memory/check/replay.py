@@ -1,4 +1,4 @@
-"""The checker: replays a plan step by step. Shares nothing with the planner, by rule and by test.
+"""The checker: replays a plan. Shares nothing with the planner, by rule and by test.
 
 It keeps the plainest state there is (what is on the device in which version, what is on the host,
 when each lane is free again) and follows `docs/graph_format.md` to the letter; that page and this
@@ -34,22 +34,22 @@ class Replay:
 
     Parameters
     ----------
-    peak_bytes, peak_step
-        The most live bytes and the first step that reached it.
+    peak_bytes, peak_action
+        The most live bytes and the first action that reached it.
     seconds
         When the last op ended, waits for transfers included.
     host_peak_bytes
         The most bytes held on the host.
     live_bytes
-        [steps] int64, bytes live during each step, workspace and duplicates included.
+        [actions] int64, bytes live during each action, workspace and duplicates included.
     start_s, end_s
-        [steps] float64, when each step ran on its lane; for `free`, when the memory was given back.
+        [actions] float64, when each ran on its lane; for `free`, when the memory was given back.
     reruns
         How many runs were not the first of their op.
     """
 
     peak_bytes: int
-    peak_step: int
+    peak_action: int
     seconds: float
     host_peak_bytes: int
     live_bytes: Ints
@@ -61,20 +61,20 @@ class Replay:
 def check_plan(graph: Graph, plan: Plan) -> Replay:
     """Replay a plan; return its peak and seconds.
 
-    Raises PlanError naming the first violation: a step that cannot be carried out, an op that is
+    Raises PlanError naming the first violation: an action that cannot be carried out, an op that is
     missing or out of order, a result that is lost, host memory overrun, the budget broken, or a
     prediction that the replay does not confirm.
     """
     replay = carry_out(graph, plan)
     if plan.budget_bytes is not None and replay.peak_bytes > plan.budget_bytes:
         raise PlanError(
-            f"step {replay.peak_step} ({_said(plan, replay.peak_step)}): {replay.peak_bytes} bytes "
-            f"are live, the budget is {plan.budget_bytes}."
+            f"action {replay.peak_action} ({_said(plan, replay.peak_action)}): "
+            f"{replay.peak_bytes} bytes are live, the budget is {plan.budget_bytes}."
         )
     if replay.peak_bytes != plan.peak_bytes:
         raise PlanError(
             f"peak_bytes: the plan says {plan.peak_bytes}, the replay reached {replay.peak_bytes} "
-            f"at step {replay.peak_step} ({_said(plan, replay.peak_step)})."
+            f"at action {replay.peak_action} ({_said(plan, replay.peak_action)})."
         )
     # Asked for what is right, so that NaN, which is neither above nor below, is wrong.
     if not abs(replay.seconds - plan.seconds) <= SECONDS_TOLERANCE * max(1e-9, replay.seconds):
@@ -92,21 +92,21 @@ def check_plan(graph: Graph, plan: Plan) -> Replay:
 def carry_out(graph: Graph, plan: Plan) -> Replay:
     """Replay a plan whatever it predicts, as one whose graph has other op seconds by now.
 
-    Raises PlanError for steps that cannot be carried out.
+    Raises PlanError for actions that cannot be carried out.
     """
     try:
-        graph = as_run(graph, (step.target for step in plan.steps if step.action == "run"))
+        graph = as_run(graph, (action.target for action in plan.actions if action.kind == "run"))
     except GraphError as problem:
-        raise PlanError(f"steps: {problem}") from problem
+        raise PlanError(f"actions: {problem}") from problem
     return _Replayer(graph, plan).result()
 
 
 def _said(plan: Plan, at: int) -> str:
-    return f"{plan.steps[at].action} {plan.steps[at].target}" if plan.steps else "no steps"
+    return f"{plan.actions[at].kind} {plan.actions[at].target}" if plan.actions else "no actions"
 
 
 class _Replayer:
-    """The state of one replay; `result` walks the steps."""
+    """The state of one replay; `result` walks the actions."""
 
     def __init__(self, graph: Graph, plan: Plan) -> None:
         self.graph, self.plan, self.arrays = graph, plan, graph.arrays
@@ -129,38 +129,38 @@ class _Replayer:
         self.at = 0
 
     def fail(self, problem: str) -> PlanError:
-        return PlanError(f"step {self.at} ({_said(self.plan, self.at)}): {problem}")
+        return PlanError(f"action {self.at} ({_said(self.plan, self.at)}): {problem}")
 
     def result(self) -> Replay:
-        count = len(self.plan.steps)
+        count = len(self.plan.actions)
         live, start, end = np.zeros(count, np.int64), np.zeros(count), np.zeros(count)
         ops, storages = self.graph.op_index, self.graph.storage_index
-        actions = {
+        methods = {
             "free": self.free,
             "offload": self.offload,
             "prefetch": self.prefetch,
             "compress": self.compress,
             "decompress": self.decompress,
         }
-        for at, (action, target, way) in enumerate(self.plan.steps):
+        for at, (kind, target, way) in enumerate(self.plan.actions):
             self.at = at
-            if action == "run":
+            if kind == "run":
                 if target not in ops:
                     raise self.fail("the graph has no op of this name.")
                 live[at], start[at], end[at] = self.run(ops[target], way)
                 continue
-            if action not in actions:
-                raise self.fail(f"expected run, {', '.join(actions)}.")
+            if kind not in methods:
+                raise self.fail(f"expected run, {', '.join(methods)}.")
             if target not in storages:
                 raise self.fail("the graph has no storage of this name.")
             if self.arrays.resident[storages[target]]:
                 raise self.fail("it is resident; plans leave resident storages where they are.")
-            live[at], start[at], end[at] = actions[action](storages[target])
+            live[at], start[at], end[at] = methods[kind](storages[target])
         self.finish()
         peak = int(live.max(initial=self.graph.base_bytes))
         return Replay(
             peak_bytes=peak,
-            peak_step=int(live.argmax()) if count else 0,
+            peak_action=int(live.argmax()) if count else 0,
             seconds=self.compute,
             host_peak_bytes=self.host_peak,
             live_bytes=live,
@@ -224,8 +224,8 @@ class _Replayer:
         if storage in self.small:
             return "which is compressed: decompress it first"
         if storage in self.gone:
-            return f"which step {self.gone[storage]} freed"
-        return "which no step has made yet"
+            return f"which action {self.gone[storage]} freed"
+        return "which no action has made yet"
 
     def present(self, storage: int) -> None:
         if storage not in self.version:
@@ -312,19 +312,19 @@ class _Replayer:
         graph, arrays = self.graph, self.arrays
         for op, ran in enumerate(self.ran):
             if not ran:
-                raise PlanError(f"steps: the op {graph.ops[op].name!r} is never run.")
+                raise PlanError(f"actions: the op {graph.ops[op].name!r} is never run.")
         self.check_order()
         writes = Counter(storage for written in arrays.writes for storage in written)
         for storage in np.flatnonzero(arrays.keep | arrays.resident).tolist():
             name = graph.storages[storage].name
             if storage not in self.version:
                 raise PlanError(
-                    f"steps: {name!r} must be on the device at the end, "
+                    f"actions: {name!r} must be on the device at the end, "
                     f"{self.whereabouts(storage)}."
                 )
             if self.version[storage] != writes[storage]:
                 raise PlanError(
-                    f"steps: {name!r} has had {self.version[storage]} of {writes[storage]} "
+                    f"actions: {name!r} has had {self.version[storage]} of {writes[storage]} "
                     "in-place writes at the end."
                 )
         # A kept storage that is still on its way is not there yet.
@@ -337,12 +337,12 @@ class _Replayer:
         for before, after in itertools.pairwise(ordered):
             if before > after:
                 raise PlanError(
-                    f"steps: {ops[before].name!r} first runs before {ops[after].name!r}; both keep "
-                    "the order of the graph (random, effect, collective or fixed)."
+                    f"actions: {ops[before].name!r} first runs before {ops[after].name!r}; "
+                    "both keep the order of the graph (random, effect, collective or fixed)."
                 )
         ahead = -1
         for place, op in enumerate(self.order):
             # With all ops before it done and none after it, op number n is the n-th first run.
             if ops[op].fixed and (place != op or ahead > op):
-                raise PlanError(f"steps: {ops[op].name!r} is fixed, but other ops moved past it.")
+                raise PlanError(f"actions: {ops[op].name!r} is fixed, but other ops moved past it.")
             ahead = max(ahead, op)

@@ -17,7 +17,7 @@ from ..base.errors import CapacityError, GraphError, MissingExtra, PlanError
 from ..base.sizes import show_bytes
 from ..check.replay import check_plan
 from ..graph.graph import Graph
-from ..plan.api import ACTIONS, plan_graph
+from ..plan.api import TECHNIQUES, plan_graph
 from ..plan.plan import BudgetError, Plan
 from .pack import add_pack
 from .report import add_report
@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--budget", required=True, help='bytes, "4GiB", or "60%%" of the own peak')
     plan.add_argument("-o", "--output", help="where the plan goes; without it only a summary")
     plan.add_argument("--planner", default="auto", help="auto, or a historical planner")
-    plan.add_argument("--actions", default=",".join(ACTIONS), help="what auto may do")
+    plan.add_argument("--techniques", default=",".join(TECHNIQUES), help="what auto may do")
     plan.add_argument("--time-limit", type=float, default=60.0, help="CPU seconds (default 60)")
     plan.add_argument("--quiet", action="store_true", help="no progress on standard error")
     plan.set_defaults(command=_plan)
@@ -69,7 +69,7 @@ def _plan(options: argparse.Namespace) -> str:
         graph,
         options.budget,
         planner=options.planner,
-        actions=[action.strip() for action in options.actions.split(",")],
+        techniques=[technique.strip() for technique in options.techniques.split(",")],
         time_limit_s=options.time_limit,
         progress=None if options.quiet else progress,
     )
@@ -80,8 +80,8 @@ def _plan(options: argparse.Namespace) -> str:
 
 def summary(plan: Plan) -> str:
     """Return what a plan does, in a few lines."""
-    counts = Counter(decision.action for decision in plan.decisions)
-    done = ", ".join(f"{count} {action}" for action, count in sorted(counts.items()))
+    counts = Counter(decision.technique for decision in plan.decisions)
+    done = ", ".join(f"{count} {technique}" for technique, count in sorted(counts.items()))
     sources = ", ".join(f"{count} {source}" for source, count in plan.seconds_sources.items())
     return "\n".join(
         (
@@ -99,7 +99,7 @@ def _check(options: argparse.Namespace) -> str:
     graph, plan = Graph.from_json(options.graph), Plan.from_json(options.plan)
     replay = check_plan(graph, plan)
     return (
-        f"ok: {len(plan.steps)} steps, peak {show_bytes(replay.peak_bytes)} "
-        f"({replay.peak_bytes} bytes) at step {replay.peak_step}, {replay.seconds:.6g} s, "
+        f"ok: {len(plan.actions)} actions, peak {show_bytes(replay.peak_bytes)} "
+        f"({replay.peak_bytes} bytes) at action {replay.peak_action}, {replay.seconds:.6g} s, "
         f"{replay.reruns} reruns, {show_bytes(replay.host_peak_bytes)} on the host"
     )

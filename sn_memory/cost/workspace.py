@@ -1,7 +1,7 @@
 """Which way to carry each op out: the fastest whose workspace fits what the plan leaves free.
 
 SuperNeurons (Wang et al., PPoPP 2018, section 3.5) does this for convolutions at run time, by what
-happens to be free. A plan knows what is free at every step, so the choice can be made once, here,
+happens to be free. A plan knows what is free at every op, so the choice can be made once, here,
 and can be part of the prediction. Storages come first: the search plans with the smallest workspace
 of each op, and what is left over goes to speed.
 """

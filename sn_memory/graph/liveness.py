@@ -2,7 +2,7 @@
 
 A storage lives from the op that makes it to its last use, half-open `[start, end)` in op numbers.
 During an op its inputs, its outputs and its workspace are all there: outputs are allocated before
-inputs are freed. SuperNeurons (Wang et al., PPoPP 2018, section 3.2) compares every step with every
+inputs are freed. SuperNeurons (Wang et al., PPoPP 2018, section 3.2) compares every op with every
 later one, O(N^2); one pass that remembers the last use gives the same answer.
 """
 

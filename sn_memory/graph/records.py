@@ -78,7 +78,7 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One step of the execution.
+    """One operation of a training step.
 
     Parameters
     ----------

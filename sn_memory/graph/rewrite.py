@@ -99,17 +99,17 @@ def with_compressed(graph: Graph, names: Iterable[str]) -> Graph:
         pair = name + SMALL, name + RESTORED
         storages.append(Storage(pair[0], small.bytes))
         # Rounded at random: to compress again would give other values.
-        pack = Op(COMPRESS + name, (name,), pair[:1], kind="compress", seconds=small.compress_s,
+        compress = Op(COMPRESS + name, (name,), pair[:1], kind="compress", seconds=small.compress_s,
                   once=True)  # fmt: skip
-        after.setdefault(able[name].after, []).append(pack)
+        after.setdefault(able[name].after, []).append(compress)
         if small.decompress_s is None:
             instead[name] = pair[0]
             continue
         instead[name] = pair[1]
         storages.append(Storage(pair[1], storage.bytes))
-        unpack = Op(DECOMPRESS + name, pair[:1], pair[1:], kind="decompress", phase="backward",
+        decompress = Op(DECOMPRESS + name, pair[:1], pair[1:], kind="decompress", phase="backward",
                     seconds=small.decompress_s)  # fmt: skip
-        before.setdefault(able[name].before, []).append(unpack)
+        before.setdefault(able[name].before, []).append(decompress)
     instead |= {
         alias: instead[target] for alias, target in graph.aliases.items() if target in instead
     }

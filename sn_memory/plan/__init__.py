@@ -1,4 +1,5 @@
 """What to do within a budget: the plan as data, the search for it, and the ways into it.
 
-It imports `base`, `graph` and `cost`; inside, `plan.py` stands below `search/` and `policies/`.
+It imports `base`, `graph` and `cost`; inside, `plan.py` stands lowest, then come `walk/`, and
+`search/` beside `policies/`.
 """

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from ..base.clock import now
 from ..base.errors import PlanError
@@ -23,8 +24,8 @@ from .compress import Compressing
 from .plan import BudgetError, Plan
 from .search.search import Progress
 
-ACTIONS = ("keep", "recompute", "offload")
-ALL_ACTIONS = (*ACTIONS, "compress")
+TECHNIQUES = ("keep", "recompute", "offload")
+ALL_TECHNIQUES = (*TECHNIQUES, "compress")
 
 
 def plan_graph(
@@ -32,9 +33,10 @@ def plan_graph(
     budget: int | str,
     *,
     planner: str = "auto",
-    actions: Sequence[str] = ACTIONS,
+    techniques: Sequence[str] = TECHNIQUES,
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
+    historical: bool = True,
 ) -> Plan:
     """Plan a graph within a budget.
 
@@ -47,7 +49,7 @@ def plan_graph(
         graph's own peak.
     planner
         `auto`, or the name of a historical planner (`sn_memory.plan.policies.names()`).
-    actions
+    techniques
         What `auto` may do: `keep` always, `recompute`, `offload` (where the device states transfer
         speeds), and, not by default as it loses bits, `compress` (where storages state a compressed
         form). With it planning takes up to twice as long, and is never slower than without.
@@ -56,6 +58,9 @@ def plan_graph(
         calling thread counts, so plans do not depend on what else the machine does.
     progress
         Called with a line of text and the best seconds so far (or None) after each attempt.
+    historical
+        Whether `auto` also asks every planner of the literature, whatever time that takes: seconds
+        for a thousand ops. Without, `time_limit_s` holds for larger graphs as well.
 
     Returns
     -------
@@ -69,15 +74,16 @@ def plan_graph(
         and plan, and the floor that no plan can go below; its message says whether the search
         ended by itself, which does not depend on the machine, or by `time_limit_s`.
     PlanError
-        For an unknown planner or action, and `compress` for a graph without compressed forms.
+        For an unknown planner or technique, and `compress` for a graph without compressed forms.
     """
     return plan_front(
         graph,
         [budget],
         planner=planner,
-        actions=actions,
+        techniques=techniques,
         time_limit_s=time_limit_s,
         progress=progress,
+        historical=historical,
     )[0]
 
 
@@ -86,17 +92,20 @@ def plan_front(
     budgets: Sequence[int | str],
     *,
     planner: str = "auto",
-    actions: Sequence[str] = ACTIONS,
+    techniques: Sequence[str] = TECHNIQUES,
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
+    historical: bool = True,
 ) -> list[Plan]:
     """Plan a graph for several budgets; the plans are monotone in the budget, in time and in peak.
 
     Parameters are those of `plan_graph`; `time_limit_s` is for each budget.
     """
-    for action in actions:
-        if action not in ALL_ACTIONS:
-            raise PlanError(f"got action {action!r}, expected some of {', '.join(ALL_ACTIONS)}.")
+    for technique in techniques:
+        if technique not in ALL_TECHNIQUES:
+            raise PlanError(
+                f"got technique {technique!r}, expected some of {', '.join(ALL_TECHNIQUES)}."
+            )
     if planner != "auto" and planner not in policies.names():
         raise PlanError(f"got planner {planner!r}, expected auto, {', '.join(policies.names())}.")
     if not time_limit_s > 0:
@@ -105,9 +114,10 @@ def plan_front(
     sizes = [parse_bytes(budget, whole=whole) for budget in budgets]
     if planner != "auto":
         return [_named(graph, planner, size) for size in sizes]
-    if "compress" in actions:
-        return Compressing(Auto, graph, actions, time_limit_s, progress).front(sizes)
-    return Auto(graph, actions, time_limit_s, progress).front(sizes)
+    auto = partial(Auto, historical=historical)
+    if "compress" in techniques:
+        return Compressing(auto, graph, techniques, time_limit_s, progress).front(sizes)
+    return auto(graph, techniques, time_limit_s, progress).front(sizes)
 
 
 def _named(graph: Graph, planner: str, budget_bytes: int) -> Plan:

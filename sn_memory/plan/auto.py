@@ -18,7 +18,7 @@ from ..graph.liveness import baseline_seconds, peak
 from . import policies
 from .answers import answers
 from .bound import smallest_peak
-from .buffers import peak_step
+from .buffers import peak_action
 from .emit import decisions_of, emit
 from .plan import BudgetError, Plan
 from .search.archive import Candidate
@@ -37,26 +37,30 @@ class Auto:
     ----------
     graph
         What is to be carried out.
-    actions
+    techniques
         `keep`, `recompute`, `offload`, or some of them.
     time_limit_s
         CPU seconds for each budget.
     progress
         See `planner.plan_graph`.
+    historical
+        Whether the planners of the literature have their turn, whatever time it takes.
     """
 
     def __init__(
         self,
         graph: Graph,
-        actions: Sequence[str],
+        techniques: Sequence[str],
         time_limit_s: float,
         progress: Progress | None,
+        *,
+        historical: bool = True,
     ) -> None:
-        self.graph, self.limit_s = graph, time_limit_s
+        self.graph, self.limit_s, self.historical = graph, time_limit_s, historical
         self.search = Search(
             holes(graph, lean=True),
-            offload="offload" in actions,
-            recompute="recompute" in actions,
+            offload="offload" in techniques,
+            recompute="recompute" in techniques,
             deadline=now() + time_limit_s,
             progress=progress,
         )
@@ -106,8 +110,8 @@ class Auto:
             return True
         self.plans.append(
             Plan(
-                steps=found.steps,
-                decisions=decisions_of(self.graph, found.steps),
+                actions=found.actions,
+                decisions=decisions_of(self.graph, found.actions),
                 planner="exact",
                 peak_bytes=found.peak_bytes,
                 seconds=found.seconds,
@@ -127,7 +131,7 @@ class Auto:
         machine: seconds for a thousand ops, a minute for twenty thousand.
         """
         own = self.search.archive.best(budget_bytes)
-        if own is not None and own.origin == "keep":
+        if not self.historical or (own is not None and own.origin == "keep"):
             return
         for name in policies.names():
             try:
@@ -139,8 +143,8 @@ class Auto:
 
     def allowed(self, plan: Plan) -> bool:
         """Whether a plan does only what this search may do."""
-        offloads = any(step.action == "offload" for step in plan.steps)
-        reruns = sum(step.action == "run" for step in plan.steps) > len(self.graph.ops)
+        offloads = any(action.kind == "offload" for action in plan.actions)
+        reruns = sum(action.kind == "run" for action in plan.actions) > len(self.graph.ops)
         return (self.search.offload or not offloads) and (self.search.recompute or not reruns)
 
     def answer(self, budget_bytes: int, solve_s: float) -> Plan:
@@ -218,8 +222,8 @@ class Auto:
 
     def peak_op(self, plan: Plan) -> str:
         """Return the op that runs at the peak of a plan, or next after it."""
-        first = peak_step(self.graph, plan)
-        later = (step.target for step in plan.steps[first:] if step.action == "run")
+        first = peak_action(self.graph, plan)
+        later = (action.target for action in plan.actions[first:] if action.kind == "run")
         return next(later, self.graph.ops[-1].name)
 
     def shrink(self, low: int) -> bool:

@@ -1,4 +1,4 @@
-"""The buffers of a plan: who needs how many bytes from which step to which, for `pack`."""
+"""The buffers of a plan: who needs how many bytes from which action to which, for `pack`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PlanBuffers:
         The storage of each; `NAME (compressed)` for a compressed form, `NAME (second copy)` for an
         output that a rerun makes again while it is there, and `workspace of OP`.
     buffers
-        (lower, upper, size), half-open in numbers of steps.
+        (lower, upper, size), half-open in numbers of actions.
     """
 
     names: tuple[str, ...]
@@ -34,7 +34,7 @@ def plan_buffers(graph: Graph, plan: Plan) -> PlanBuffers:
     A storage that is freed and made again has one buffer for each stay, so it may come back
     elsewhere. The largest sum of live sizes is the plan's peak.
 
-    Raises PlanError for a step that frees what is not there.
+    Raises PlanError for an action that frees what is not there.
 
     Examples
     --------
@@ -49,15 +49,15 @@ def plan_buffers(graph: Graph, plan: Plan) -> PlanBuffers:
     >>> found.names, pack(found.buffers, capacity=plan.peak_bytes)
     (('x', 'h', 'y'), [0, 8, 12])
     """
-    walk = _Walk(as_run(graph, (step.target for step in plan.steps if step.action == "run")))
-    for at, step in enumerate(plan.steps):
-        walk.step(at, step.action, step.target, step.way)
-    return walk.result(max(len(plan.steps), 1))
+    walk = _Walk(as_run(graph, (action.target for action in plan.actions if action.kind == "run")))
+    for at, action in enumerate(plan.actions):
+        walk.act(at, action.kind, action.target, action.way)
+    return walk.result(max(len(plan.actions), 1))
 
 
-def peak_step(graph: Graph, plan: Plan) -> int:
-    """Return the first step at which a plan has the most live bytes; 0 for no steps."""
-    change = [0] * (len(plan.steps) + 2)
+def peak_action(graph: Graph, plan: Plan) -> int:
+    """Return the first action at which a plan has the most live bytes; 0 for no actions."""
+    change = [0] * (len(plan.actions) + 2)
     for lower, upper, size in plan_buffers(graph, plan).buffers:
         change[lower] += size
         change[upper] -= size
@@ -86,7 +86,9 @@ class _Walk:
 
     def close(self, name: str, at: int) -> None:
         if name not in self.there:
-            raise PlanError(f"step {at}: frees {name!r}, which is not there; check the plan first.")
+            raise PlanError(
+                f"action {at}: frees {name!r}, which is not there; check the plan first."
+            )
         row = self.there.pop(name)
         self.rows[row] = (self.rows[row][0], at, self.rows[row][2])
 
@@ -94,20 +96,20 @@ class _Walk:
         self.names.append(name)
         self.rows.append((at, at + 1, size))
 
-    def step(self, at: int, action: str, target: str, way: int) -> None:
-        if action == "run":
+    def act(self, at: int, kind: str, target: str, way: int) -> None:
+        if kind == "run":
             self.run(at, self.graph.op_index[target], way)
             return
         record = self.graph.storages[self.graph.storage_index[target]]
         name, small = record.name, f"{record.name} (compressed)"
-        if action == "free":
+        if kind == "free":
             self.close(name, at)
-        elif action in ("prefetch", "decompress"):
+        elif kind in ("prefetch", "decompress"):
             self.open(name, at, self.size(name))
-        if action == "compress" and record.compressed is not None:
+        if kind == "compress" and record.compressed is not None:
             self.open(small, at, record.compressed.bytes)
             self.close(name, at + 1)
-        if action == "decompress":
+        if kind == "decompress":
             self.close(small, at + 1)
 
     def run(self, at: int, op: int, way: int) -> None:

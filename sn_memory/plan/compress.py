@@ -4,9 +4,9 @@ A set S turns the graph into one where the members of S wait in their compressed
 (`rewrite.py`), and a planner (`Auto`) then keeps, rebuilds and offloads as ever. The empty set is
 tried first and with the whole time limit, so that allowing compression never gives a slower plan.
 The others come from a greedy walk down the peak: where the most bytes are live, compress what waits
-there and frees the most bytes per second of packing, until the curve is below a target; what it
+there and frees the most bytes per second of compressing, until the curve is below a target; what it
 leaves above the budget is for that planner to rebuild. Each target has its turn on any machine,
-however slow: the walk that goes furthest often leaves no plan at all, as what is unpacked takes
+however slow: the walk that goes furthest often leaves no plan at all, as what is decompressed takes
 room as well. Then, as long as the limit lasts, members are exchanged: what is rebuilt dearly joins,
 what costs more than it is worth leaves.
 """
@@ -24,7 +24,7 @@ from ..graph.graph import Graph
 from ..graph.liveness import baseline_seconds, live_bytes, peak
 from ..graph.rewrite import RESTORED, SMALL, waits, with_compressed
 from .answers import answers
-from .buffers import peak_step
+from .buffers import peak_action
 from .plan import BudgetError, Decision, Plan
 
 # How far from the graph's own peak to the budget the greedy walk goes; all the way, first.
@@ -57,7 +57,7 @@ class Compressing:
     ----------
     planner
         Makes the planner of one graph: `Auto`.
-    graph, actions, time_limit_s, progress
+    graph, techniques, time_limit_s, progress
         As for it. The sets together have `time_limit_s` once more for each budget, and each
         walk has an eighth of it where the ones before took all.
 
@@ -71,13 +71,13 @@ class Compressing:
         self,
         planner: Callable[[Graph, Sequence[str], float, Progress | None], Planner],
         graph: Graph,
-        actions: Sequence[str],
+        techniques: Sequence[str],
         time_limit_s: float,
         progress: Progress | None,
     ) -> None:
         self.planner = planner
         self.graph, self.limit_s, self.progress = graph, time_limit_s, progress
-        self.actions = [action for action in actions if action != "compress"]
+        self.techniques = [technique for technique in techniques if technique != "compress"]
         self.waits = waits(graph)
         self.saves: dict[str, int] = {}
         self.costs: dict[str, float] = {}
@@ -89,7 +89,7 @@ class Compressing:
         if not self.saves:
             raise PlanError(
                 "compress: got a graph in which no storage that waits for the backward pass has a "
-                "smaller compressed form (Storage.compressed). Plan without this action."
+                "smaller compressed form (Storage.compressed). Plan without this technique."
             )
         self.floor = self.working_set()
         self.autos: dict[Chosen, Planner] = {}
@@ -137,7 +137,7 @@ class Compressing:
                 return
 
     def price(self, name: str) -> float:
-        """Seconds of packing and unpacking, above zero."""
+        """Seconds of compressing and decompressing, above zero."""
         return max(self.costs[name], 1e-12)
 
     def greedy(self, target_bytes: int) -> Chosen:
@@ -162,8 +162,8 @@ class Compressing:
             it.storage
             for it in plan.decisions
             if it.storage in self.saves
-            and (it.action == "offload" or it.action.startswith("recompute"))
-            and (it.action == "offload" or it.cost_s > self.costs[it.storage])
+            and (it.technique == "offload" or it.technique.startswith("recompute"))
+            and (it.technique == "offload" or it.cost_s > self.costs[it.storage])
         )
 
     def attempt(self, chosen: Chosen, budget_bytes: int, limit_s: float) -> None:
@@ -177,7 +177,7 @@ class Compressing:
             least = sum(min(ways) for ways in graph.arrays.seconds)
             if known is not None and least >= known[1].seconds:
                 return
-            self.autos[chosen] = self.planner(graph, self.actions, limit_s, self.progress)
+            self.autos[chosen] = self.planner(graph, self.techniques, limit_s, self.progress)
         auto = self.autos[chosen]
         auto.limit_s = limit_s
         auto.look(budget_bytes)
@@ -206,7 +206,7 @@ class Compressing:
         return replace(plan, budget_bytes=budget_bytes, solve_s=solve_s)
 
     def said(self, chosen: Chosen, plan: Plan) -> Plan:
-        """Return a plan of the packed graph as one of the graph itself."""
+        """Return a plan of the compressed graph as one of the graph itself."""
         moved = {it.storage: it for it in plan.decisions}
         decisions = []
         for name, decision in moved.items():
@@ -216,7 +216,7 @@ class Compressing:
                 text = f"waits in compressed form from {first!r} to {last!r}"
                 decision = Decision(name, "compress", text, self.saves[name], self.costs[name])
             else:
-                kept = decision.action == "keep"
+                kept = decision.technique == "keep"
                 if kept and name.removesuffix(SMALL).removesuffix(RESTORED) in chosen:
                     continue
             decisions.append(decision)
@@ -242,8 +242,8 @@ class Compressing:
                 plans.append((error.plan, chosen))
         plan, chosen = min(plans, key=lambda it: (it[0].peak_bytes, it[0].seconds))
         plan = self.said(chosen, plan)
-        first = peak_step(self.graph, plan)
-        later = (step.target for step in plan.steps[first:] if step.action == "run")
+        first = peak_action(self.graph, plan)
+        later = (action.target for action in plan.actions[first:] if action.kind == "run")
         op = next(later, self.graph.ops[-1].name)
         floor, name = self.floor[0], self.graph.ops[self.floor[1]].name
         return BudgetError(

@@ -15,7 +15,7 @@ from ..cost.schedule import Impossible, Schedule
 from ..graph.graph import Graph
 from ..graph.holes import KEEP, Holes, holes
 from ..graph.liveness import baseline_seconds, peak
-from .plan import DECISIONS, Decision, Plan, Step
+from .plan import DECISIONS, Action, Decision, Plan
 from .simulate import simulate
 
 
@@ -39,7 +39,7 @@ def emit(
     least = sum(min(options) for options in graph.arrays.seconds)
     bound = least if lower_bound_seconds is None else lower_bound_seconds
     return Plan(
-        steps=_steps(shape, schedule),
+        actions=_actions(shape, schedule),
         decisions=_decisions(shape, schedule, reasons or {}),
         planner=planner,
         peak_bytes=schedule.peak_bytes or graph.base_bytes,
@@ -82,37 +82,37 @@ def plan_from_decisions(
     Raises
     ------
     PlanError
-        For a name there is not, an action that is not allowed for it, or decisions that cannot be
+        For a name there is not, a technique that is not allowed for it, or decisions that cannot be
         carried out together.
     """
     shape = holes(graph)
     choice, moved = shape.natural(), []
-    for name, action in decisions.items():
+    for name, technique in decisions.items():
         if name not in graph.storage_index:
             raise PlanError(f"decisions: the graph has no storage or alias named {name!r}.")
-        if action not in DECISIONS or action == "compress":
+        if technique not in DECISIONS or technique == "compress":
             raise PlanError(
-                f"decisions[{name!r}]: got {action!r}, expected keep, recompute, recompute_each or "
-                "offload."
+                f"decisions[{name!r}]: got {technique!r}, expected keep, recompute, recompute_each "
+                "or offload."
             )
         storage = graph.storage_index[name]
         mine = shape.of(storage)
-        if not mine or (len(mine) == 1 and action == "offload"):
+        if not mine or (len(mine) == 1 and technique == "offload"):
             continue
-        if action == "keep":
+        if technique == "keep":
             choice[mine[-1]] = KEEP
-        elif action == "offload":
+        elif technique == "offload":
             moved.append(shape.main(storage))
         else:
             if not shape.rebuildable[storage]:
                 raise PlanError(
-                    f"decisions[{name!r}]: got {action!r}, but its ops may not run twice. Keep or "
-                    "offload it."
+                    f"decisions[{name!r}]: got {technique!r}, but its ops may not run twice. Keep "
+                    "or offload it."
                 )
             main = shape.main(storage)
             for hole in mine:
-                if hole == main or (hole > main and action == "recompute_each"):
-                    choice[hole] = 0 if action == "recompute" else len(graph.ops)
+                if hole == main or (hole > main and technique == "recompute_each"):
+                    choice[hole] = 0 if technique == "recompute" else len(graph.ops)
             if shape.stays[mine[-1]]:
                 choice[mine[-1]] = KEEP
     named = {graph.storage_index[name]: text for name, text in (reasons or {}).items()}
@@ -127,14 +127,15 @@ def plan_from_decisions(
     return emit(shape, schedule, planner=planner, budget_bytes=budget_bytes, reasons=named)
 
 
-def decisions_of(graph: Graph, steps: Sequence[Step]) -> tuple[Decision, ...]:
-    """Return the decisions that steps amount to, for planners that do not simulate a choice."""
+def decisions_of(graph: Graph, actions: Sequence[Action]) -> tuple[Decision, ...]:
+    """Return the decisions that actions amount to, for planners that do not simulate a choice."""
     made: Counter[str] = Counter()
-    offloaded = {step.target for step in steps if step.action == "offload"}
-    for step in steps:
-        if step.action == "run":
+    offloaded = {action.target for action in actions if action.kind == "offload"}
+    for action in actions:
+        if action.kind == "run":
             made.update(
-                graph.storages[it].name for it in graph.arrays.outputs[graph.op_index[step.target]]
+                graph.storages[it].name
+                for it in graph.arrays.outputs[graph.op_index[action.target]]
             )
     result = []
     for storage in graph.storages:
@@ -146,8 +147,8 @@ def decisions_of(graph: Graph, steps: Sequence[Step]) -> tuple[Decision, ...]:
         elif times == 1:
             result.append(Decision(storage.name, "keep", "made once"))
         else:
-            action = "recompute" if times == 2 else "recompute_each"
-            result.append(Decision(storage.name, action, f"made {times} times", storage.bytes))
+            technique = "recompute" if times == 2 else "recompute_each"
+            result.append(Decision(storage.name, technique, f"made {times} times", storage.bytes))
     return tuple(result)
 
 
@@ -164,34 +165,34 @@ def _decisions(
             continue
         size, cost = shape.bytes[number], 0.0
         if number in moved:
-            action, text = "offload", "spends its longest gap on the host"
+            technique, text = "offload", "spends its longest gap on the host"
         elif stays[number] < 2:
-            action, text, size = "keep", "on the device from its making to its last use", 0
+            technique, text, size = "keep", "on the device from its making to its last use", 0
         else:
-            action = "recompute" if stays[number] == 2 else "recompute_each"
+            technique = "recompute" if stays[number] == 2 else "recompute_each"
             cost = sum((runs[op] - 1) * shape.seconds[op] for op in shape.chain[number])
             text = f"made {stays[number]} times, for {cost:.3g} s more"
-        result.append(Decision(storage.name, action, reasons.get(number, text), size, cost))
+        result.append(Decision(storage.name, technique, reasons.get(number, text), size, cost))
     return tuple(result)
 
 
-def _steps(holes: Holes, schedule: Schedule) -> tuple[Step, ...]:
-    """Write a schedule down as the steps of a plan."""
+def _actions(holes: Holes, schedule: Schedule) -> tuple[Action, ...]:
+    """Write a schedule down as the actions of a plan."""
     graph = holes.graph
     ways = schedule.ways or (0,) * len(schedule.ops)
     names = [storage.name for storage in graph.storages]
-    after: list[list[Step]] = [[] for _ in schedule.ops]
-    before: list[list[Step]] = [[] for _ in schedule.ops]
+    after: list[list[Action]] = [[] for _ in schedule.ops]
+    before: list[list[Action]] = [[] for _ in schedule.ops]
     end = len(schedule.ops) - 1
     for host_copy in schedule.host_copies:
-        after[host_copy.left].append(Step("offload", names[host_copy.storage]))
-        before[host_copy.fetched].append(Step("prefetch", names[host_copy.storage]))
+        after[host_copy.left].append(Action("offload", names[host_copy.storage]))
+        before[host_copy.fetched].append(Action("prefetch", names[host_copy.storage]))
     for storage, _, run in schedule.intervals:
         if run != end or not graph.storages[storage].keep:
-            after[run].append(Step("free", names[storage]))
-    result: list[Step] = []
+            after[run].append(Action("free", names[storage]))
+    result: list[Action] = []
     for run, op in enumerate(schedule.ops):
         result += before[run]
-        result.append(Step("run", graph.ops[op].name, ways[run]))
+        result.append(Action("run", graph.ops[op].name, ways[run]))
         result += after[run]
     return tuple(result)

@@ -1,7 +1,7 @@
-"""The plan: what to do, step by step, and what that will cost. Data only; JSON in and out.
+"""The plan: what to do, action by action, and what that will cost. Data only; JSON in and out.
 
 A list of decisions ("recompute h3") leaves open when, and every back end would answer differently.
-So a plan *is* its steps: run, free, offload, prefetch, compress, decompress, in order. The
+So a plan *is* its actions: run, free, offload, prefetch, compress, decompress, in order. The
 decisions beside them say why, for people and for back ends that only take hints.
 """
 
@@ -18,12 +18,12 @@ from ..base.fields import Fields, is_text, load, show
 from ..base.limits import is_count
 
 FORMAT: Final = "sn_memory.plan.v1"
-ACTIONS: Final = ("run", "free", "offload", "prefetch", "compress", "decompress")
+KINDS: Final = ("run", "free", "offload", "prefetch", "compress", "decompress")
 DECISIONS: Final = ("keep", "recompute", "recompute_each", "offload", "compress")
 
 
-class Step(NamedTuple):
-    """One instruction: `run` an op in one of its ways, or do one of the others to a storage.
+class Action(NamedTuple):
+    """One entry of a plan: `run` an op in one of its ways, or do one of the others to a storage.
 
     run         allocate the outputs that are absent, hold the workspace, compute
     free        give the storage's device memory back
@@ -33,7 +33,7 @@ class Step(NamedTuple):
     decompress  replace the compressed form by the storage
     """
 
-    action: str
+    kind: str
     target: str
     way: int = 0
 
@@ -46,7 +46,7 @@ class Decision:
     ----------
     storage
         Its name.
-    action
+    technique
         `keep`, `recompute` (rebuilt once, then held to its last use), `recompute_each` (rebuilt
         for each group of uses), `offload` or `compress`.
     reason
@@ -56,7 +56,7 @@ class Decision:
     """
 
     storage: str
-    action: str
+    technique: str
     reason: str = ""
     bytes: int = 0
     cost_s: float = 0.0
@@ -64,12 +64,12 @@ class Decision:
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps that carry a graph out within a peak, with predictions and a bound.
+    """Actions that carry a graph out within a peak, with predictions and a bound.
 
     Parameters
     ----------
-    steps
-        The instructions in order; `check_plan` replays them.
+    actions
+        What is done, in order; `check_plan` replays them.
     decisions
         One for each storage that is not resident.
     planner
@@ -77,7 +77,7 @@ class Plan:
     peak_bytes, seconds
         Predicted: largest number of live bytes, and the time when the last op has ended.
     lower_bound_seconds
-        No plan with the planner's actions that keeps the budget is faster than this.
+        No plan with the planner's techniques that keeps the budget is faster than this.
     budget_bytes
         What was asked for; None for planners that take no budget.
     baseline_peak_bytes, baseline_seconds
@@ -90,7 +90,7 @@ class Plan:
         The name of the graph it was made for.
     """
 
-    steps: tuple[Step, ...]
+    actions: tuple[Action, ...]
     decisions: tuple[Decision, ...]
     planner: str
     peak_bytes: int
@@ -115,14 +115,14 @@ class Plan:
         """Extra seconds over the unplanned graph, as a fraction."""
         return self.seconds / self.baseline_seconds - 1 if self.baseline_seconds else 0.0
 
-    def decided(self, action: str) -> tuple[str, ...]:
+    def decided(self, technique: str) -> tuple[str, ...]:
         """Return the names of the storages with this decision.
 
-        Raises PlanError for an action there is not.
+        Raises PlanError for a technique there is not.
         """
-        if action not in DECISIONS:
-            raise PlanError(f"got action {action!r}, expected one of {', '.join(DECISIONS)}.")
-        return tuple(item.storage for item in self.decisions if item.action == action)
+        if technique not in DECISIONS:
+            raise PlanError(f"got technique {technique!r}, expected one of {', '.join(DECISIONS)}.")
+        return tuple(item.storage for item in self.decisions if item.technique == technique)
 
     @staticmethod
     def from_json(source: str | os.PathLike[str]) -> Plan:
@@ -187,31 +187,31 @@ _NUMBERS: Final = (
 )
 
 
-def _read_steps(rows: Iterable[Any]) -> Iterable[Step]:
+def _read_actions(rows: Iterable[Any]) -> Iterable[Action]:
     for at, row in enumerate(rows):
         usual = isinstance(row, list) and len(row) in (2, 3)
         if not (usual and is_text(row[0]) and is_text(row[1])):
-            raise PlanError(f'steps[{at}]: got {show(row)}, expected ["action", "name"].')
-        if row[0] not in ACTIONS:
+            raise PlanError(f'actions[{at}]: got {show(row)}, expected ["kind", "name"].')
+        if row[0] not in KINDS:
             raise PlanError(
-                f"steps[{at}][0]: got {show(row[0])}, expected one of {', '.join(ACTIONS)}."
+                f"actions[{at}][0]: got {show(row[0])}, expected one of {', '.join(KINDS)}."
             )
         way = row[2] if len(row) == 3 else 0
         if isinstance(way, bool) or not isinstance(way, int) or way < 0:
             raise PlanError(
-                f"steps[{at}][2]: got {show(way)}, expected a whole number of 0 or more."
+                f"actions[{at}][2]: got {show(way)}, expected a whole number of 0 or more."
             )
-        yield Step(row[0], row[1], way)
+        yield Action(row[0], row[1], way)
 
 
 def _read_decision(data: object, where: str) -> Decision:
     row = Fields(data, where, PlanError)
-    action = row.text("action")
-    if action not in DECISIONS:
-        raise row.fail("action", action, f"one of {', '.join(DECISIONS)}")
+    technique = row.text("technique")
+    if technique not in DECISIONS:
+        raise row.fail("technique", technique, f"one of {', '.join(DECISIONS)}")
     decision = Decision(
         row.text("storage"),
-        action,
+        technique,
         row.text("reason", ""),
         row.integer("bytes", 0),
         row.number("cost_s", 0.0),
@@ -235,7 +235,7 @@ def _from_data(data: object) -> Plan:
         if not is_count(count):
             raise row.fail(f"seconds_sources.{key}", count, "a whole number of 0 or more")
     plan = Plan(
-        steps=tuple(_read_steps(row.items("steps"))),
+        actions=tuple(_read_actions(row.items("actions"))),
         decisions=tuple(
             _read_decision(item, f"decisions[{at}]")
             for at, item in enumerate(row.items("decisions"))
@@ -264,8 +264,8 @@ def _to_text(plan: Plan) -> str:
         json.dumps({key: getattr(item, key) for key in Decision.__dataclass_fields__})
         for item in plan.decisions
     ]
-    steps = [json.dumps(list(step) if step.way else list(step[:2])) for step in plan.steps]
-    for key, rows, end in (("decisions", decisions, ","), ("steps", steps, "")):
+    actions = [json.dumps(list(it) if it.way else list(it[:2])) for it in plan.actions]
+    for key, rows, end in (("decisions", decisions, ","), ("actions", actions, "")):
         body = ",\n".join(rows)
         lines.append(f'"{key}": [\n{body}\n]{end}' if body else f'"{key}": []{end}')
     return "\n".join([*lines, "}"]) + "\n"

@@ -1,4 +1,4 @@
-"""From decisions to steps: what runs again when, what is held how long, and what that costs.
+"""From decisions to actions: what runs again when, what is held how long, and what that costs.
 
 A choice says for each hole of each storage: keep, or let go. The ops run in their order. Before an
 op, what it needs and is not there is rebuilt: all ops this takes, in their order. What a rebuild
@@ -12,7 +12,7 @@ choice:
 memory-centric one (rebuild for each use), and values between give the nested checkpoints of
 multi-level schedules, where a second-level checkpoint is held only while its segment is at work.
 
-Storages leave right after the last step that touches them, so the memory at any step follows from
+Storages leave right after the last run that touches them, so the memory at any run follows from
 the intervals between first and last touch alone.
 """
 

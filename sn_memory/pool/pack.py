@@ -154,7 +154,7 @@ class _Part:
         self.bound = -(-problem.lower_bound // self.grain) * self.grain
         self.offsets, self.height = _best_greedy(problem, self.bound, deadline)
         self.searchable = problem.pairs() <= _SEARCHABLE_PAIRS
-        self.run_steps = 500 + _RUN * len(problem)
+        self.run_decisions = 500 + _RUN * len(problem)
         self._searcher: Searcher | None = None
         self._weights = np.full(problem.sections, UNIT, np.int64)
         self._runs = 0
@@ -174,10 +174,10 @@ class _Part:
                 capacity, rule, _ranks(self.problem, self._runs // len(Rule)), self._weights
             )
             rounds = (self._runs - at_first) // (len(Rule) * len(_KEYS))
-            steps = int(self.run_steps * _GROWTH**rounds)
+            decisions = int(self.run_decisions * _GROWTH**rounds)
             self._runs += 1
             verdict = Verdict.UNFINISHED
-            while verdict is Verdict.UNFINISHED and steps > search.spent and now() < deadline:
+            while verdict is Verdict.UNFINISHED and decisions > search.spent and now() < deadline:
                 verdict = search.run(_SLICE - search.spent % _SLICE, _WORK)
             effort -= search.spent
             # Weights fade, so that what hindered the last runs counts most.
@@ -241,7 +241,7 @@ def _minimise(parts: list[_Part], deadline: float) -> None:
         highest = max(parts, key=lambda part: part.height)
         if highest.height <= floor or not highest.searchable:
             return
-        highest.improve(floor, effort * highest.run_steps, deadline)
+        highest.improve(floor, effort * highest.run_decisions, deadline)
         effort *= 2
 
 

@@ -59,7 +59,7 @@ class Rule(IntEnum):
 class Search(Protocol):
     """A search that can be interrupted.
 
-    `run` goes on for at most `steps` decisions, and stops soon after having looked at `work`
+    `run` goes on for at most `decisions` of them, and stops soon after having looked at `work`
     buffers, in the middle of a decision too; asked again, it resumes. `spent` are the decisions so
     far, where one that looked at far more than it should counts several times.
     """
@@ -67,7 +67,7 @@ class Search(Protocol):
     @property
     def spent(self) -> int: ...
 
-    def run(self, steps: int, work: int = _ALL) -> Verdict: ...
+    def run(self, decisions: int, work: int = _ALL) -> Verdict: ...
 
     def offsets(self) -> Ints: ...
 
@@ -106,8 +106,8 @@ class _NativeSearch:
         self._core, self._handle, self._shape = core, handle, (count, sections)
         self.spent = 0
 
-    def run(self, steps: int, work: int = _ALL) -> Verdict:
-        verdict, self.spent = self._core.run(self._handle, steps, work)
+    def run(self, decisions: int, work: int = _ALL) -> Verdict:
+        verdict, self.spent = self._core.run(self._handle, decisions, work)
         return Verdict(verdict)
 
     def offsets(self) -> Ints:
@@ -205,7 +205,7 @@ class PythonSearch:
     def spent(self) -> int:
         return self.decisions + self.work // self.unit
 
-    def run(self, steps: int, work: int = _ALL) -> Verdict:
+    def run(self, decisions: int, work: int = _ALL) -> Verdict:
         until = self.work + work
         while not self.refuted:
             alive: bool | None = True
@@ -224,9 +224,9 @@ class PythonSearch:
                     self.component, self.pending, choices = self.pending
                     # What was chosen inside the finished neighbour cannot help this component.
                     del self.choices[choices:]
-                if steps <= 0 or self.work >= until:
+                if decisions <= 0 or self.work >= until:
                     return Verdict.UNFINISHED
-                steps -= 1
+                decisions -= 1
                 self.decisions += 1
                 self.settling = alive = self.decide(self.component)
             if not alive:

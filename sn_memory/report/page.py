@@ -10,7 +10,7 @@ from typing import Final
 
 from ..base.sizes import show_bytes
 from .figure import figure
-from .tables import Replayed, action_totals, comparison, owner_groups, show_seconds, top_owners
+from .tables import Replayed, comparison, owner_groups, show_seconds, technique_totals, top_owners
 
 # A browser draws a few thousand rows; nobody reads more.
 _ROWS: Final = 2000
@@ -52,12 +52,12 @@ def page(report: Replayed) -> str:
     ]
     if report.decisions:
         totals = [
-            (action, str(count), show_bytes(size), show_seconds(seconds))
-            for action, count, size, seconds in action_totals(report)
+            (technique, str(count), show_bytes(size), show_seconds(seconds))
+            for technique, count, size, seconds in technique_totals(report)
         ]
         parts += [
-            "<h2>Decisions by action</h2>",
-            _table(("action", "storages", "bytes", "time"), totals, numbers=(1, 2, 3)),
+            "<h2>Decisions by technique</h2>",
+            _table(("technique", "storages", "bytes", "time"), totals, numbers=(1, 2, 3)),
         ]
     if report.others:
         head, *rows = comparison(report)
@@ -92,10 +92,10 @@ def _decisions(report: Replayed) -> str:
     if not report.decisions:
         return "<p>None: every storage is kept to its last use.</p>"
     rows = [
-        (it.storage, show_bytes(it.bytes), it.action, show_seconds(it.cost_s), it.reason)
+        (it.storage, show_bytes(it.bytes), it.technique, show_seconds(it.cost_s), it.reason)
         for it in report.decisions[:_ROWS]
     ]
-    table = _table(("what", "bytes", "action", "time", "why"), rows, numbers=(1, 3))
+    table = _table(("what", "bytes", "technique", "time", "why"), rows, numbers=(1, 3))
     hidden = report.decisions[_ROWS:]
     more = show_bytes(sum(it.bytes for it in hidden))
     return table + (f"<p>And {len(hidden)} smaller ones, {more} together.</p>" if hidden else "")

@@ -93,8 +93,8 @@ def report(graph: Graph, plan: Plan, *, others: Iterable[Plan] = ()) -> Report:
     two ops: 14 B → 14 B (0% less memory) for +0.0% time
     """
     replay = check_plan(graph, plan)
-    graph = as_run(graph, (step.target for step in plan.steps if step.action == "run"))
-    moved = [item for item in plan.decisions if item.action != "keep"]
+    graph = as_run(graph, (action.target for action in plan.actions if action.kind == "run"))
+    moved = [item for item in plan.decisions if item.technique != "keep"]
     ranked = sorted(moved, key=lambda item: (-item.bytes, item.storage))
     return Report(
         graph, plan, tuple(others), _before(graph), _after(graph, plan, replay), tuple(ranked)
@@ -117,47 +117,47 @@ def _before(graph: Graph) -> Curve:
 
 
 def _after(graph: Graph, plan: Plan, replay: Replay) -> Curve:
-    if not plan.steps:
+    if not plan.actions:
         nothing = np.array([float(graph.base_bytes)])
         owners = (("resident", graph.base_bytes),) if graph.base_bytes else ()
-        return _curve(np.zeros(1), nothing, 0.0, "no step", owners)
-    # Copies start on their own lanes, perhaps late; memory changes in the order of the steps.
+        return _curve(np.zeros(1), nothing, 0.0, "no action", owners)
+    # Copies start on their own lanes, perhaps late; memory changes in the order of the actions.
     moment = np.maximum.accumulate(np.where(_on_compute(plan), replay.start_s, 0.0))
-    step = plan.steps[replay.peak_step]
+    action = plan.actions[replay.peak_action]
     return _curve(
         np.append(moment, replay.seconds),
         np.append(replay.live_bytes, replay.live_bytes[-1]).astype(float),
-        float(moment[replay.peak_step]),
-        f"{step.action} {step.target}",
+        float(moment[replay.peak_action]),
+        f"{action.kind} {action.target}",
         _owners_at(graph, plan, replay),
     )
 
 
 def _on_compute(plan: Plan) -> npt.NDArray[np.bool_]:
-    return np.array([step.action not in ("offload", "prefetch") for step in plan.steps])
+    return np.array([action.kind not in ("offload", "prefetch") for action in plan.actions])
 
 
 def _owners_at(graph: Graph, plan: Plan, replay: Replay) -> tuple[tuple[str, int], ...]:
-    """Who is on the device at the peak: a walk over the steps that lead there."""
+    """Who is on the device at the peak: a walk over the actions that lead there."""
     sizes = {it.name: int(graph.arrays.bytes[at]) for at, it in enumerate(graph.storages)}
     name = {alias: graph.storages[at].name for alias, at in graph.storage_index.items()}
     there: dict[str, int] = {}
-    for step in plan.steps[: replay.peak_step]:
-        if step.action == "run":
-            for output in graph.ops[graph.op_index[step.target]].outputs:
+    for action in plan.actions[: replay.peak_action]:
+        if action.kind == "run":
+            for output in graph.ops[graph.op_index[action.target]].outputs:
                 there[name[output]] = sizes[name[output]]
-        elif step.action in ("free", "compress", "decompress"):
-            there.pop(name[step.target], None)
-            there.pop(_compressed(name[step.target]), None)
-        _arrive(graph, there, step.action, name.get(step.target, ""), sizes)
-    last = plan.steps[replay.peak_step]
+        elif action.kind in ("free", "compress", "decompress"):
+            there.pop(name[action.target], None)
+            there.pop(_compressed(name[action.target]), None)
+        _arrive(graph, there, action.kind, name.get(action.target, ""), sizes)
+    last = plan.actions[replay.peak_action]
     held = dict(there)
-    if last.action == "run":
+    if last.kind == "run":
         for output in graph.ops[graph.op_index[last.target]].outputs:
             label = name[output] if name[output] not in held else f"{name[output]}{SECOND}"
             held[label] = sizes[name[output]]
     else:
-        _arrive(graph, held, last.action, name[last.target], sizes)
+        _arrive(graph, held, last.kind, name[last.target], sizes)
     held["resident"] = graph.base_bytes
     # What is left has no storage: the workspace of the op.
     held["workspace"] = replay.peak_bytes - sum(held.values())
@@ -169,11 +169,11 @@ def _compressed(storage: str) -> str:
 
 
 def _arrive(
-    graph: Graph, there: dict[str, int], action: str, storage: str, sizes: dict[str, int]
+    graph: Graph, there: dict[str, int], kind: str, storage: str, sizes: dict[str, int]
 ) -> None:
-    if action in ("prefetch", "decompress"):
+    if kind in ("prefetch", "decompress"):
         there[storage] = sizes[storage]
-    if action == "compress":
+    if kind == "compress":
         small = graph.storages[graph.storage_index[storage]].compressed
         there[_compressed(storage)] = small.bytes if small else 0
 

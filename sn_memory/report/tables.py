@@ -29,7 +29,7 @@ class Curve:
     time_s, bytes
         [points] each; between two times the bytes are those of the earlier one.
     peak_s, peak_bytes, peak_at
-        When the peak is reached, what it is, and the op or step that reaches it.
+        When the peak is reached, what it is, and the op or action that reaches it.
     owners
         (name, bytes) at the peak, largest first; they sum to the peak.
     """
@@ -142,10 +142,10 @@ def _counted(count: int, group: str) -> str:
     return f"{count} {group}" if count > 1 else f"1 {group.removesuffix('s')}"
 
 
-def action_totals(report: Replayed) -> list[tuple[str, int, int, float]]:
-    """Return (action, how many storages, their bytes, their seconds) of the decisions."""
-    names = sorted({item.action for item in report.decisions})
-    chosen = [(name, [it for it in report.decisions if it.action == name]) for name in names]
+def technique_totals(report: Replayed) -> list[tuple[str, int, int, float]]:
+    """Return (technique, how many storages, their bytes, their seconds) of the decisions."""
+    names = sorted({item.technique for item in report.decisions})
+    chosen = [(name, [it for it in report.decisions if it.technique == name]) for name in names]
     return [
         (name, len(items), sum(it.bytes for it in items), sum(it.cost_s for it in items))
         for name, items in chosen
@@ -164,8 +164,8 @@ def facts(report: Replayed) -> list[str]:
     ]
     if sources:
         lines.append(f"seconds of ops: {sources}")
-    for action, count, size, seconds in action_totals(report):
-        lines.append(f"{action}: {count} storages, {show_bytes(size)}, {show_seconds(seconds)}")
+    for technique, count, size, seconds in technique_totals(report):
+        lines.append(f"{technique}: {count} storages, {show_bytes(size)}, {show_seconds(seconds)}")
     return lines
 
 
@@ -186,9 +186,9 @@ def decision_lines(decisions: Sequence[Decision], rows: int) -> list[str]:
     """Return a row per decision, at most so many."""
     if not decisions:
         return ["  none: every storage is kept to its last use"]
-    lines_of: list[tuple[str, ...]] = [("what", "bytes", "action", "time", "why")]
+    lines_of: list[tuple[str, ...]] = [("what", "bytes", "technique", "time", "why")]
     lines_of += [
-        (it.storage, show_bytes(it.bytes), it.action, show_seconds(it.cost_s), it.reason)
+        (it.storage, show_bytes(it.bytes), it.technique, show_seconds(it.cost_s), it.reason)
         for it in decisions[:rows]
     ]
     lines = table(lines_of)

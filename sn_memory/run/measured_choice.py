@@ -18,7 +18,7 @@ class Choice:
     ----------
     name
         A module's or a layer's path, or "first to last" of several layers.
-    action
+    technique
         `keep` or `recompute`.
     saved_bytes
         What it leaves beside parameters and its inputs or results, measured.
@@ -27,7 +27,7 @@ class Choice:
     """
 
     name: str
-    action: str
+    technique: str
     saved_bytes: int
     seconds: float
 
@@ -43,7 +43,7 @@ class MeasuredPlan:
     budget_bytes
         What was asked for.
     peak_bytes, baseline_peak_bytes
-        Measured with the plan and without.
+        Measured with the plan and without; 0 where no such step was run.
     seconds, baseline_seconds
         What was timed without the plan (torch: a step; TensorFlow: the forward pass of all
         layers), and with what the reruns cost on top.
@@ -59,9 +59,9 @@ class MeasuredPlan:
     baseline_seconds: float
     peak_op: str
 
-    def decided(self, action: str) -> tuple[str, ...]:
-        """Return the names of the parts with this action."""
-        return tuple(it.name for it in self.choices if it.action == action)
+    def decided(self, technique: str) -> tuple[str, ...]:
+        """Return the names of the parts with this technique."""
+        return tuple(it.name for it in self.choices if it.technique == technique)
 
 
 class Part(Protocol):
@@ -171,7 +171,9 @@ def measured_plan(
 
 
 def summary(plan: Plan | MeasuredPlan) -> str:
-    """One line: peaks and what it costs."""
+    """One line: peaks and what it costs, as far as that was measured."""
+    if not plan.baseline_peak_bytes:
+        return f"peak {show_bytes(plan.peak_bytes)}" if plan.peak_bytes else "not measured"
     extra = plan.seconds / plan.baseline_seconds - 1 if plan.baseline_seconds else 0.0
     peaks = f"{show_bytes(plan.baseline_peak_bytes)} -> {show_bytes(plan.peak_bytes)}"
     return f"peak {peaks}, {extra:+.1%} time"

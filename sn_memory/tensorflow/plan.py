@@ -25,7 +25,7 @@ from .eager.trial import left_alone, try_model
 from .errors import TraceError, first_line
 from .model.settings import settings_of, steady
 from .modules.backend import LayerStep
-from .planned import RECORD, Planned, PlannedCall, check_actions, plain_model, signature
+from .planned import RECORD, Planned, PlannedCall, check_techniques, plain_model, signature
 from .trace.model import check_model, twin_of
 from .trace.trace import main_device, optimizer_bytes, trace, uncounted
 
@@ -40,7 +40,7 @@ def plan(
     budget: int | str,
     *,
     planner: str = "auto",
-    actions: Sequence[str] = ("keep", "recompute"),
+    techniques: Sequence[str] = ("keep", "recompute"),
     backend: str = "auto",
     profile: bool = True,
     device: Device | None = None,
@@ -60,8 +60,8 @@ def plan(
     budget
         The most live bytes: a number, "6GiB", or "60%" of the unplanned peak. Variables, gradients
         and the input count.
-    planner, actions, time_limit_s
-        As in `sn_memory.plan_graph`; `offload` is not among the actions here.
+    planner, techniques, time_limit_s
+        As in `sn_memory.plan_graph`; `offload` is not among the techniques here.
     backend
         `graph` runs the traced ops one by one as planned. `layers` runs chosen layers again in the
         backward pass; it takes any model and a real sample, on which it measures. `auto` is
@@ -114,7 +114,7 @@ def plan(
         )
     if backend not in BACKENDS:
         raise ValueError(f"got backend {backend!r}, expected one of {', '.join(BACKENDS)}.")
-    check_actions(actions)
+    check_techniques(techniques)
     before: Planned | None = model.__dict__.get(RECORD)
     plain = plain_model(model)
     check_model(plain)
@@ -130,7 +130,7 @@ def plan(
         if unknown:
             warnings.warn(f"The peak may be higher: {unknown}.", PlanWarning, stacklevel=3)
         made = plan_graph(
-            traced.graph, budget, planner=planner, actions=actions, time_limit_s=time_limit_s
+            traced.graph, budget, planner=planner, techniques=techniques, time_limit_s=time_limit_s
         )
         check_plan(traced.graph, made)
         with _as_trace_error():

@@ -11,7 +11,7 @@ from ..check.replay import check_plan
 from ..graph.records import Device
 from ..plan.api import plan_graph
 from .errors import TraceError, first_line
-from .planned import check_actions
+from .planned import check_techniques
 from .planned_step import PlannedStep
 from .trace.trace import trace, uncounted
 
@@ -22,7 +22,7 @@ def plan_step(
     budget: int | str,
     *,
     planner: str = "auto",
-    actions: Sequence[str] = ("keep", "recompute"),
+    techniques: Sequence[str] = ("keep", "recompute"),
     profile: bool = True,
     device: Device | None = None,
     time_limit_s: float = 60.0,
@@ -36,7 +36,7 @@ def plan_step(
         that is to be planned too.
     sample
         Its arguments: a tuple of tensors, arrays or tf.TensorSpec, or a single one.
-    budget, planner, actions, profile, device, time_limit_s
+    budget, planner, techniques, profile, device, time_limit_s
         As in `plan`. The state of optimizers is among the step's variables, so it counts.
 
     Returns
@@ -70,7 +70,7 @@ def plan_step(
     >>> bool(planned(tf.ones((512, 64))) > 0)
     True
     """
-    check_actions(actions)
+    check_techniques(techniques)
     if getattr(step, "_jit_compile", None):
         raise TraceError(
             "the step is compiled by XLA (jit_compile=True), which schedules by itself. Plan it "
@@ -83,7 +83,7 @@ def plan_step(
     if unknown:
         warnings.warn(f"The peak may be higher: {unknown}.", PlanWarning, stacklevel=2)
     made = plan_graph(
-        traced.graph, budget, planner=planner, actions=actions, time_limit_s=time_limit_s
+        traced.graph, budget, planner=planner, techniques=techniques, time_limit_s=time_limit_s
     )
     check_plan(traced.graph, made)
     planned = PlannedStep(step, traced, made)

@@ -161,11 +161,11 @@ def plain_model(model: Any) -> Any:
     return plain
 
 
-def check_actions(actions: Sequence[str]) -> None:
-    """Raise ValueError for actions that are not carried out here."""
-    if "offload" in actions:
+def check_techniques(techniques: Sequence[str]) -> None:
+    """Raise ValueError for techniques that are not carried out here."""
+    if "offload" in techniques:
         raise ValueError(
-            'got the action "offload", expected "keep" and "recompute": under TensorFlow '
+            'got the technique "offload", expected "keep" and "recompute": under TensorFlow '
             "nothing is moved to the host."
         )
 

@@ -67,7 +67,7 @@ def verify(model: Any, sample: Any) -> Verification:
     else:
         graph = record.trace.graph
         base = graph.base_bytes
-        peak_op = record.plan.steps[check_plan(graph, record.plan).peak_step].target
+        peak_op = record.plan.actions[check_plan(graph, record.plan).peak_action].target
     return Verification(
         predicted_peak_bytes=record.plan.peak_bytes,
         measured_peak_bytes=base + measured.peak_bytes,

@@ -7,7 +7,8 @@ from .activations.compress import CompressedActivations, Peaks, Saved, compress_
 from .errors import ReplayError, TraceError
 from .estimate import estimate
 from .model.tracker import StorageTracker
-from .plan import Planned, plan
+from .plan import plan
+from .planned import Planned, PlannedKind
 from .trace.trace import Trace, trace
 from .verify import verify
 
@@ -17,6 +18,7 @@ __all__ = [
     "Peaks",
     "PlanWarning",
     "Planned",
+    "PlannedKind",
     "ReplayError",
     "Saved",
     "StorageTracker",

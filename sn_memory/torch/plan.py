@@ -1,122 +1,43 @@
 """plan: a model that keeps a budget. It is the model: same class, parameters, state dict, modes.
 
-What changes is its forward. Where gradients are wanted and the input is like the sample, the
-planned steps run (replay.py); otherwise the model's own forward, as when evaluating. The model
-passed in stays as it is; both share parameters, buffers and modules.
-
-Over 300 lines, a hundred of them the docstring of `plan`.
+What changes is its forward (planned_forward.py). The model passed in stays as it is; both share
+parameters, buffers and modules. How it is planned for an input is in planning.py.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from ..activations import Controller
 from ..base.errors import PlanWarning
 from ..base.sizes import parse_bytes
-from ..check.replay import carry_out, check_plan
-from ..graph.graph import Graph
-from ..graph.liveness import baseline_seconds, peak
 from ..graph.records import Device
-from ..plan.api import over_budget, plan_graph
-from ..plan.plan import BudgetError, Plan
-from ..plan.policies import policy
-from ..run.measured_choice import MeasuredPlan, summary
-from ..run.planned import PlannedRecord
-from .compile.backend import COMPILERS, CompiledStep, Settings
-from .eager.compressed import as_planned
-from .eager.replay import Replay
-from .eager.trial import Trial, layouts_seen, tried
+from ..plan.plan import Plan
+from ..run.measured_choice import summary
+from .accumulation import planned_for_both
+from .compile.backend import COMPILERS
 from .errors import TraceError
-from .model.kinds import Kind, Written, as_sampled, attributes_of, changeable, kind_of
-from .model.step import chance_put_back
-from .model.wrapping import RECORD, bare, plain_class, plain_model, planned_class
+from .model.kind import Kind
+from .model.kinds import Arguments, attributes_of, kind_of
+from .model.sharded import first_fsdp_refused, of_first_fsdp, stand_for
+from .model.wrapping import RECORD, bare, plain_model, planned_class
 from .modules.backend import ModuleStep
+from .planned import Planned, PlannedKind
+from .planned_forward import PlannedForward
+from .planning import Made, Planning
 from .trace.convolutions import Measure
-from .trace.record import Layouts
-from .trace.trace import Trace, beside, call_arguments, trace
+from .trace.trace import call_arguments
 
 log = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "graph", "compile", "modules")
-_WRAPPERS = (
-    "DistributedDataParallel",
-    "DataParallel",
-    "FullyShardedDataParallel",
-)
-
-
-class Step(Protocol):
-    """What carries the forward pass of a planned model out, for one kind of input."""
-
-    @property
-    def plan(self) -> Plan | MeasuredPlan:
-        """What was decided."""
-
-    @property
-    def trace(self) -> Trace | None:
-        """The graph it was decided on; None where there is none."""
-
-    @property
-    def known(self) -> list[torch.Tensor]:
-        """Tensors it holds between steps, beside the model's; they count as live."""
-
-    @property
-    def ignored(self) -> list[torch.Tensor]:
-        """Tensors it holds that lie on the host."""
-
-    @property
-    def beside_bytes(self) -> int:
-        """What is resident and no part of the step: the optimizer's state."""
-
-    def run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the forward pass; the rest of the plan happens in the backward pass."""
-
-
-@dataclass
-class Planned(PlannedRecord[Trace]):
-    """What a planned model carries as `model.sn_memory`.
-
-    Parameters
-    ----------
-    backend
-        What carries the plan out: `graph`, `compile` or `modules`.
-    steps
-        What runs in place of the forward pass, per kind of input.
-    latest
-        The one planned last.
-    noted
-        Per module, the attributes it had when it was planned; others make no other kind of input.
-    written
-        Per kind of input, how the arguments of its sample were written.
-    trial
-        What the trial of the plan made last found.
-    refused
-        Why steps were run plainly; each reason is warned about once.
-    """
-
-    backend: str
-    steps: dict[Kind, Step]
-    latest: Step
-    noted: tuple[frozenset[str], ...]
-    written: dict[Kind, Written]
-    trial: Trial
-    refused: set[str] = field(default_factory=set)
-
-    @property
-    def plan(self) -> Any:
-        """The plan made last: a Plan, or with `modules` a MeasuredPlan."""
-        return self.latest.plan
-
-    @property
-    def latest_trace(self) -> Trace | None:
-        return self.latest.trace
+_WRAPPERS = ("DistributedDataParallel", "DataParallel")
 
 
 def plan(
@@ -125,7 +46,7 @@ def plan(
     budget: int | str,
     *,
     planner: str | Plan = "auto",
-    actions: Sequence[str] = ("keep", "recompute"),
+    techniques: Sequence[str] = ("keep", "recompute"),
     backend: str = "auto",
     profile: bool = True,
     device: Device | None = None,
@@ -136,6 +57,8 @@ def plan(
     workspaces: bool | Measure = False,
     bits: int | Controller = 8,
     trial: bool = True,
+    accumulate: bool = False,
+    strict: bool = False,
 ) -> torch.nn.Module:
     """Return the model as one that trains within a budget of bytes, with the same gradients.
 
@@ -146,15 +69,17 @@ def plan(
         its plans for other inputs.
     sample
         An input like those of training: a tensor, a tuple of positional arguments, or a mapping of
-        keyword arguments. Other shapes, types or modes run without the plan; a warning says so
-        once for each.
+        keyword arguments. Or a list of such inputs, each planned for: the smallest and the largest,
+        say. An input of another kind (shapes, types, modes, autocast) gets a plan when it comes: of
+        the plans there are the fastest that keeps the budget, or a new one, or modules that run
+        again.
     budget
-        The most live bytes: a number, "6GiB", or "60%" of the unplanned peak. Parameters, buffers,
-        gradients and the input count.
-    planner, actions, time_limit_s
+        The most live bytes: a number, "6GiB", or "60%" of the unplanned peak, of several samples
+        that of the largest. Parameters, buffers, gradients and the input count.
+    planner, techniques, time_limit_s
         As in `sn_memory.plan_graph`. In place of a planner's name, a plan of
         `trace` with the same settings: made by the command line, or what BudgetError carries as
-        the smallest that was found. The action `offload` moves storages to the host; `compress`,
+        the smallest that was found. The technique `offload` moves storages to the host; `compress`,
         with `graph` on the CPU, keeps them in few bits, and gradients are then right on average
         only.
     backend
@@ -181,12 +106,21 @@ def plan(
         Run the planned step once on the sample, and the model's own if memory allows, and compare.
         The model is left as it was. For a sample that is no real input (token numbers beyond the
         vocabulary), say False; one without memory is never tried, nor is `compile`.
+    accumulate
+        Plan for gradients of parameters that are there when a step begins, as in all micro-batches
+        but the first, or with `zero_grad(set_to_none=False)`. They count, a percentage is of the
+        unplanned peak with them, and steps that find none keep the same bytes. Otherwise that is
+        planned at the first step that finds some, if the budget has no room for them; a warning
+        says so if no plan keeps it.
+    strict
+        Raise PlanError or BudgetError, when an input of another kind comes, where a warning would
+        say that what runs is slower than a plan of its ops, or above the budget.
 
     Returns
     -------
     A module of the same class that shares parameters, buffers and modules with `model`. Its
-    `sn_memory` tells back end, trace and plan and writes the report. Copies and pickles of it are
-    plain models.
+    `sn_memory` tells back end, trace and plan, the `kinds` of input by now, and writes the report.
+    Copies and pickles of it are plain models.
 
     Raises
     ------
@@ -217,140 +151,109 @@ def plan(
         raise ValueError(f"got backend {backend!r}, expected one of {', '.join(BACKENDS)}.")
     if compiler not in COMPILERS:
         raise ValueError(f"got compiler {compiler!r}, expected one of {', '.join(COMPILERS)}.")
-    compress = "compress" in actions or (isinstance(planner, Plan) and planner.decided("compress"))
-    if compress and backend not in ("auto", "graph"):
-        raise ValueError(f"got the action compress with {backend!r}; only 'graph' carries it out.")
+    planning = Planning(
+        budget=budget,
+        planner=planner,
+        techniques=tuple(techniques),
+        backend=backend,
+        profile=profile,
+        device=device,
+        optimizer=optimizer,
+        time_limit_s=time_limit_s,
+        compiler=compiler,
+        overlap=overlap,
+        workspaces=workspaces,
+        bits=bits,
+        trial=trial,
+        accumulate=accumulate,
+        share=budget if isinstance(budget, str) and budget.strip().endswith("%") else "",
+    )
+    if planning.compresses and backend not in ("auto", "graph"):
+        raise ValueError(f"got technique compress with {backend!r}; only 'graph' carries it out.")
     _check_model(model)
     before = model.__dict__.get(RECORD)
     plain = plain_model(model)
-    args, kwargs = call_arguments(sample)
     noted = before.noted if before else attributes_of(plain)
-    kind = kind_of(plain, args, kwargs, noted)
-    if kind is None:
-        raise TraceError(
-            "an argument of the sample is neither a tensor nor hashable, so it cannot be told "
-            "whether later inputs are like it. Pass tensors, numbers, strings or tuples."
-        )
-
-    def make(graph: Graph) -> Plan:
-        if isinstance(planner, Plan):
-            return _within(graph, planner, budget)
-        made = plan_graph(
-            graph, budget, planner=planner, actions=actions, time_limit_s=time_limit_s
-        )
-        check_plan(graph, made)
-        return made
-
-    def replay(layouts: Layouts, make: Callable[[Graph], Plan], profile: bool) -> Replay:
-        traced = trace(
-            plain,
-            sample,
-            profile=profile,
-            device=device,
-            optimizer=optimizer,
-            workspaces=workspaces,
-            overlap=overlap,
-            bits=bits if compress else None,
-            layouts=layouts,
-        )
-        made = make(traced.graph)
-        return Replay(as_planned(traced, made), made)
-
-    def by_graph() -> Step:
-        unseen = changeable(args, kwargs)
-        if unseen:
-            raise TraceError(
-                f"an argument is a {', '.join(unseen)}: what it holds could change from step to "
-                "step, and a replay would not see it. Pass the tensors and numbers in it."
+    # The largest first: of several samples the budget is of it.
+    samples = sorted(_kinds(plain, sample, noted), key=lambda it: -it[0].nbytes)
+    found: list[tuple[Kind, Arguments, Made]] = []
+    for kind, given in samples:
+        made = planned_for_both(planning, plain, given)
+        found.append((kind, given, made))
+        planning = replace(planning, budget=_budget_bytes(planning, made))
+        if made.trial.different:
+            warnings.warn(
+                f"with its plan {type(plain).__name__} computes the same but for rounding: "
+                f"{made.trial.remark}.",
+                PlanWarning,
+                stacklevel=2,
             )
-        return replay({}, make, profile)
-
-    def by_compiler() -> Step:
-        settings = Settings(make, profile, device, beside(plain, optimizer), compiler)
-        return CompiledStep(plain, args, kwargs, settings)
-
-    def by_modules() -> Step:
-        held = sum(it.bytes for it in beside(plain, optimizer))
-        return ModuleStep(plain, args, kwargs, budget, resident_bytes=held)
-
-    def in_trial(step: Step) -> tuple[Step, Trial]:
-        if not trial or isinstance(step, CompiledStep):
-            return step, Trial(False, {}, remark="no trial was asked for, or compiled")
-
-        def found() -> Trial:
-            need = step.plan.baseline_peak_bytes
-            return tried(step, plain, (args, kwargs), plain_bytes=need, gradients=not compress)
-
-        result = found()
-        if result.layouts:
-            seen = layouts_seen(
-                result.layouts, plain, (args, kwargs), lambda known: replay(known, _smallest, False)
-            )
-            step = replay(seen, make, profile)
-            result = found()
-        if result.failure or result.layouts:
-            reason = result.failure or f"kernels lay out otherwise {next(iter(result.layouts))}"
-            raise TraceError(f"a step with the plan, tried on the sample, failed: {reason}")
-        return step, result
-
-    backends = {"graph": by_graph, "compile": by_compiler, "modules": by_modules}
-    name = "graph" if backend == "auto" else backend
-    try:
-        with chance_put_back():
-            step, found = in_trial(backends[name]())
-    except (BudgetError, ValueError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        if backend != "auto" or compress:
-            raise
-        kind_of_error = "" if isinstance(error, TraceError) else f"{type(error).__name__}: "
-        warnings.warn(
-            f"{type(plain).__name__} is planned by modules, which saves less than a plan of its "
-            f"ops, because it cannot be traced: {kind_of_error}{error}",
-            PlanWarning,
-            stacklevel=2,
-        )
-        name = "modules"
-        step, found = in_trial(by_modules())
-    if found.different:
-        warnings.warn(
-            f"with its plan {type(plain).__name__} computes the same but for rounding: "
-            f"{found.remark}.",
-            PlanWarning,
-            stacklevel=2,
-        )
-    log.info("%s planned by %s: %s", type(plain).__name__, name, summary(step.plan))
-    twin = bare(planned_class(type(plain), _PlannedForward))
+        what = f"{type(plain).__name__} planned by {made.backend}"
+        log.info("%s: %s", what, summary(made.step.plan))
+    twin = bare(planned_class(type(plain), PlannedForward))
     twin.__dict__.update(plain.__dict__)
-    steps = {**(before.steps if before else {}), kind: step}
-    written = {**(before.written if before else {}), kind: (len(args), tuple(kwargs))}
-    twin.__dict__[RECORD] = Planned(name, steps, step, noted, written, found)
+    stand_for(twin, model)
+    twin.__dict__[RECORD] = _record(planning, found, noted, before, strict=strict)
     return twin
 
 
-def _smallest(graph: Graph) -> Plan:
-    """Return a plan that needs little memory and is found at once."""
-    return policy("superneurons_memory")(graph, budget_bytes=None)
+def _kinds(
+    model: torch.nn.Module, sample: Any, noted: tuple[frozenset[str], ...]
+) -> list[tuple[Kind, Arguments]]:
+    """Return the samples, each with its kind."""
+    found = []
+    for each in sample if isinstance(sample, list) else [sample]:
+        given = call_arguments(each)
+        kind = kind_of(model, *given, noted)
+        if kind is None:
+            raise TraceError(
+                "an argument of the sample is neither a tensor nor hashable, so it cannot be told "
+                "whether later inputs are like it. Pass tensors, numbers, strings or tuples."
+            )
+        found.append((kind, given))
+    if not found:
+        raise ValueError("got an empty list of samples, expected at least one.")
+    return found
 
 
-def _within(graph: Graph, made: Plan, budget: int | str) -> Plan:
-    """Return a plan made before, if it is one of this graph and keeps the budget."""
-    found = carry_out(graph, made)
-    allowed = parse_bytes(budget, whole=peak(graph).bytes)
-    # Op seconds may have been measured anew since; its bound holds for the old ones.
-    made = replace(
-        made,
-        budget_bytes=allowed,
-        peak_bytes=found.peak_bytes,
-        seconds=found.seconds,
-        baseline_seconds=baseline_seconds(graph),
-        lower_bound_seconds=0.0,
-    )
-    if made.peak_bytes > allowed:
-        raise over_budget(
-            graph, made, allowed, what="the plan passed in", instead="pass a planner's name"
+def _budget_bytes(planning: Planning, made: Made) -> int:
+    """Return the budget in bytes: percent are of the first sample's own step."""
+    return parse_bytes(planning.budget, whole=made.step.plan.baseline_peak_bytes)
+
+
+def _record(
+    planning: Planning,
+    found: list[tuple[Kind, Arguments, Made]],
+    noted: tuple[frozenset[str], ...],
+    before: Planned | None,
+    *,
+    strict: bool,
+) -> Planned:
+    """Return what the planned model carries: what was planned now, and for other inputs before."""
+    first = found[0][2]
+    record = Planned(first.backend, {}, first.step, noted, {}, first.trial, planning, strict)
+    if before is not None:
+        # Those that came while training are planned again at sight: the budget may be another.
+        asked = [it for it in before.steps if it not in before.at_sight]
+        record.steps |= {it: before.steps[it] for it in asked}
+        asked_steps = set(record.steps.values())
+        record.written |= {it: before.written[it] for it in asked}
+        record.told |= {it: before.told[it] for it in asked}
+        record.later |= {it: made for it, made in before.later.items() if it in asked_steps}
+        record.laid_out_otherwise = before.laid_out_otherwise
+    for kind, given, made in found:
+        plan = made.step.plan
+        record.steps[kind] = step = made.first or made.step
+        if planning.accumulate:
+            record.later[step] = made.step
+        record.written[kind] = (len(given[0]), tuple(given[1]))
+        record.told[kind] = PlannedKind(
+            kind.shapes(), "planned", plan.peak_bytes, record.budget_bytes
         )
-    return made
+        record.laid_out_otherwise |= made.laid_out_otherwise
+        if isinstance(made.step, ModuleStep):
+            record.safe.append((kind, made.step))
+    return record
 
 
 def _check_model(model: torch.nn.Module) -> None:
@@ -360,6 +263,8 @@ def _check_model(model: torch.nn.Module) -> None:
             f"the model is a {kind.__name__}. Plan the module inside it first, then wrap what plan "
             "returns."
         )
+    if of_first_fsdp(model):
+        raise first_fsdp_refused()
     # Under the second name, model.compile() keeps what stands in for the model's own call.
     if kind.__name__ == "OptimizedModule" or model.__dict__.get("_compiled_call_impl") is not None:
         raise TraceError(
@@ -373,63 +278,3 @@ def _check_model(model: torch.nn.Module) -> None:
         )
     if len({it.device for it in model.parameters()}) > 1:
         raise TraceError("the parameters lie on several devices; a plan is for the memory of one.")
-
-
-class _PlannedForward:
-    """What a planned model does otherwise than its class."""
-
-    def run_planned(
-        self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run the forward pass by the plan where there is one, else as the class does."""
-        found = self._step(args, kwargs) if torch.is_grad_enabled() else None
-        if found is None:
-            return plain(self, *args, **kwargs)
-        step, sample = found
-        if sample is not None:
-            args, kwargs = as_sampled(self, sample, (args, kwargs))  # type: ignore[arg-type]
-        return step.run(self, args, kwargs)  # type: ignore[arg-type]
-
-    def _step(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Step, Written | None] | None:
-        record: Planned = self.__dict__[RECORD]
-        kind = kind_of(self, args, kwargs, record.noted)  # type: ignore[arg-type]
-        if kind is not None and kind in record.steps:
-            return record.steps[kind], record.written[kind]
-        if record.backend == "modules" and self.training:  # type: ignore[attr-defined]
-            # Running modules again is right for any input; the budget was kept on the sample.
-            return record.latest, None
-        if self.training:  # type: ignore[attr-defined]
-            self._warn(record, kind)
-        return None
-
-    def _warn(self, record: Planned, kind: Kind | None) -> None:
-        """Say once why a step runs without its plan."""
-        if kind is not None and kind.sharded:
-            why = (
-                "parameters of modules inside it were sharded after planning, and its plan "
-                "computes with whole ones. Shard the planned model alone, fully_shard(model), or "
-                "plan with backend='modules', which takes sharded modules, before fully_shard"
-            )
-        else:
-            paths = [path for path, _ in self.named_modules()]  # type: ignore[attr-defined]
-            found = min((kind.unlike(it, paths) for it in record.steps), key=len) if kind else []
-            told = "; ".join(found) or "an argument is neither a tensor nor hashable"
-            why = (
-                f"it is not what was planned: {told}. Plan it for this too: model = "
-                "sn_memory.torch.plan(model, sample, budget)"
-            )
-        if why in record.refused:
-            return
-        record.refused.add(why)
-        warnings.warn(
-            f"a training step of {plain_class(type(self)).__name__} runs without its plan, "  # type: ignore[arg-type]
-            f"because {why}.",
-            PlanWarning,
-            stacklevel=7,
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = plain_model(self)  # type: ignore[arg-type]
-        return bare, (type(plain),), dict(plain.__dict__)

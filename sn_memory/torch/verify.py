@@ -15,7 +15,9 @@ from .model.wrapping import RECORD, plain_model
 from .trace.trace import call_arguments
 
 
-def verify(model: torch.nn.Module, sample: Any, *, loss: Loss | None = None) -> Verification:
+def verify(
+    model: torch.nn.Module, sample: Any, *, loss: Loss | None = None, accumulate: bool = False
+) -> Verification:
     """Run a training step with the plan and without, and compare.
 
     Called where the forward pass of a training step is called, inside `torch.autocast` if that is;
@@ -32,6 +34,8 @@ def verify(model: torch.nn.Module, sample: Any, *, loss: Loss | None = None) -> 
         Makes the loss of what the model returns. Without, it is what the model returns as `loss`;
         where it returns none, the outputs' gradients are random (1 for a scalar), the same in both
         runs.
+    accumulate
+        Run steps that find gradients of parameters, as later micro-batches do: zeros, in both.
 
     Raises
     ------
@@ -46,6 +50,8 @@ def verify(model: torch.nn.Module, sample: Any, *, loss: Loss | None = None) -> 
             "the model has no plan for this sample; call verify with what "
             "sn_memory.torch.plan returned, and with a sample like the one it was given."
         )
+    if accumulate:
+        step = record.later.get(step, step)
     plain = plain_model(model)
 
     def measured(run: Any, *, count: bool) -> Measured:
@@ -58,6 +64,7 @@ def verify(model: torch.nn.Module, sample: Any, *, loss: Loss | None = None) -> 
                 ignored=step.ignored,
                 count=count,
                 loss=loss,
+                accumulate=accumulate,
             )
 
     expected, got = measured(plain, count=True), measured(model, count=True)

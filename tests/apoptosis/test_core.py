@@ -1,4 +1,4 @@
-"""What the pure core promises: duplicates cost nothing, and no change is above its bound."""
+"""What the pure core promises: duplicates cost nothing, and no change is above the largest."""
 
 import numpy as np
 import pytest
@@ -10,11 +10,11 @@ from sn_memory.apoptosis import (
     Reader,
     Schedule,
     angles,
-    bound_from_weights,
     choose,
     correlations,
     fold,
     is_homogeneous,
+    largest_change,
 )
 from sn_memory.apoptosis.step_seconds import StepClock
 
@@ -145,20 +145,20 @@ def test_all_that_stay_make_up_for_one_that_goes():
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), name=st.sampled_from(sorted(ACTIVATIONS)))
-def test_weights_alone_bound_each_merge(seed, name):
+def test_weights_alone_say_the_largest_change_of_each_merge(seed, name):
     weights, x, outgoing, _ = net(seed, n=6)
     weights[3] = 1.5 * weights[0] + 0.05 * weights[2]
-    bound, factor = bound_from_weights(weights, outgoing, name, x.T @ x / len(x))
+    change, factor = largest_change(weights, outgoing, name, x.T @ x / len(x))
     hidden = ACTIVATIONS[name](x @ weights.T)
     for j in range(6):
         for i in range(6):
-            if np.isfinite(bound[j, i]):
+            if np.isfinite(change[j, i]):
                 moved = np.outer(hidden[:, j] - factor[j, i] * hidden[:, i], outgoing[:, j])
-                assert np.sqrt((moved**2).sum(axis=1).mean()) <= bound[j, i] * (1 + 1e-9)
-    worst, _ = bound_from_weights(weights, outgoing, name)
+                assert np.sqrt((moved**2).sum(axis=1).mean()) <= change[j, i] * (1 + 1e-9)
+    worst, _ = largest_change(weights, outgoing, name)
     longest = np.linalg.norm(x, axis=1).max()
-    finite = np.isfinite(bound)
-    assert (bound[finite] <= worst[finite] * longest * (1 + 1e-9)).all()
+    finite = np.isfinite(change)
+    assert (change[finite] <= worst[finite] * longest * (1 + 1e-9)).all()
 
 
 def test_two_readers_must_both_agree():
@@ -258,7 +258,7 @@ def test_schedules():
         (lambda: choose([], tolerance=0.0), "above 0"),
         (lambda: angles(np.ones(3)), r"\[neurons, inputs\]"),
         (lambda: is_homogeneous("swish"), "expected one of elu"),
-        (lambda: bound_from_weights(np.ones((2, 2)), np.ones((2, 3)), "relu"), "Transpose"),
+        (lambda: largest_change(np.ones((2, 2)), np.ones((2, 3)), "relu"), "Transpose"),
         (
             lambda: Reader("r", np.ones((1, 2, 3)), np.ones((4, 4)), np.ones((9, 2, 3)), 1.0, True),
             r"\[n \+ 1, n \+ 1\]",

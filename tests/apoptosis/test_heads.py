@@ -1,4 +1,4 @@
-"""Heads of attention, and packed layers: rows of one weight that only go together."""
+"""Heads of attention, and fused layers: rows of one weight that only go together."""
 
 import pytest
 
@@ -147,7 +147,7 @@ def test_heads_are_rebuilt_from_an_export(tmp_path):
     assert torch.equal(again(inputs), model(inputs))
 
 
-class Packed(nn.Module):
+class Fused(nn.Module):
     """Four heads whose queries, keys and values are rows of one weight."""
 
     def __init__(self, kind="chunk", heads=4, bias=True):
@@ -194,7 +194,7 @@ class PackedGate(nn.Module):
 
 
 def alike(tensor, part, size, one=1, other=3, factor=1.0):
-    """Make one neuron of a part of a packed layer another one, its rows a multiple."""
+    """Make one neuron of a part of a fused layer another one, its rows a multiple."""
     start = part * len(tensor) // 3 if size == 4 else part * len(tensor) // 2
     rows = [slice(start + size * it, start + size * (it + 1)) for it in (one, other)]
     with torch.no_grad():
@@ -203,8 +203,8 @@ def alike(tensor, part, size, one=1, other=3, factor=1.0):
 
 @pytest.mark.parametrize("kind", ["chunk", "split", "unbind", "index"])
 @pytest.mark.parametrize("value", [1.0, -2.0])
-def test_packed_heads_merge_whole(kind, value):
-    model = Packed(kind, bias=kind != "index")
+def test_fused_heads_merge_whole(kind, value):
+    model = Fused(kind, bias=kind != "index")
     for tensor in model.qkv.parameters():
         for part in range(3):
             alike(tensor, part, 4, factor=value if part == 2 else 1.0)
@@ -219,7 +219,7 @@ def test_packed_heads_merge_whole(kind, value):
 
 
 @pytest.mark.parametrize("kind", ["chunk", "glu"])
-def test_packed_gates_merge_with_what_they_gate(kind):
+def test_fused_gates_merge_with_what_they_gate(kind):
     model = PackedGate(kind)
     for tensor in model.both.parameters():
         for part in range(2):
@@ -232,16 +232,16 @@ def test_packed_gates_merge_with_what_they_gate(kind):
 @pytest.mark.parametrize(
     ("model", "shape", "says"),
     [
-        (Packed("literal"), (16, 5, 6), "cannot run"),
+        (Fused("literal"), (16, 5, 6), "cannot run"),
         (PackedGate("uneven"), (64, 4), "parts of"),
         (PackedGate("whole"), (64, 4), "read whole"),
     ],
     ids=["width in the code", "uneven parts", "read whole"],
 )
-def test_packed_layers_that_have_to_stay(model, shape, says):
-    name, size = ("qkv", 4) if isinstance(model, Packed) else ("both", 1)
-    packed = getattr(model, name)
-    for tensor in packed.parameters():
+def test_fused_layers_that_have_to_stay(model, shape, says):
+    name, size = ("qkv", 4) if isinstance(model, Fused) else ("both", 1)
+    fused = getattr(model, name)
+    for tensor in fused.parameters():
         for part in range(3 if size == 4 else 2):
             alike(tensor, part, size)
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -254,17 +254,17 @@ def test_packed_layers_that_have_to_stay(model, shape, says):
 
 
 @pytest.mark.parametrize("kind", ["momentum", "adam"])
-def test_the_memory_of_packed_heads_is_that_of_separate_ones(kind):
+def test_the_memory_of_fused_heads_is_that_of_separate_ones(kind):
     """Events of one weight with queries, keys and values, and of three weights, leave the same."""
-    packed, apart = Packed(), Attention()
-    for tensor in packed.qkv.parameters():
+    fused, apart = Fused(), Attention()
+    for tensor in fused.qkv.parameters():
         for part in range(3):
             alike(tensor, part, 4)
     with torch.no_grad():
         for made, part in zip((apart.q, apart.k, apart.v), range(3), strict=True):
-            made.weight.copy_(packed.qkv.weight[16 * part : 16 * part + 16])
-            made.bias.copy_(packed.qkv.bias[16 * part : 16 * part + 16])
-        apart.out.load_state_dict(packed.out.state_dict())
+            made.weight.copy_(fused.qkv.weight[16 * part : 16 * part + 16])
+            made.bias.copy_(fused.qkv.bias[16 * part : 16 * part + 16])
+        apart.out.load_state_dict(fused.out.state_dict())
     apart.forward = lambda x: plainly(apart, x)
     make = {
         "momentum": lambda p: torch.optim.SGD(p, lr=0.0, momentum=0.9),
@@ -272,7 +272,7 @@ def test_the_memory_of_packed_heads_is_that_of_separate_ones(kind):
     }[kind]
     inputs = torch.randn(32, 5, 6)
     found = []
-    for model in (packed, apart):
+    for model in (fused, apart):
         optimizer = make(model.parameters())
         shrink = apoptosis(model, optimizer, every=3)
         for _ in range(3):
@@ -285,7 +285,7 @@ def test_the_memory_of_packed_heads_is_that_of_separate_ones(kind):
     (pairs, _, first), (other, _, second) = found
     assert pairs == other
     for name in ("weight", "bias"):
-        ours = getattr(packed.qkv, name)
+        ours = getattr(fused.qkv, name)
         theirs = [getattr(made, name) for made in (apart.q, apart.k, apart.v)]
         both = [(ours, theirs)] + [
             (value, [second.state[it][key] for it in theirs])
@@ -300,14 +300,14 @@ def test_the_memory_of_packed_heads_is_that_of_separate_ones(kind):
 
 
 def plainly(model, x):
-    """Attention over all places, as the packed one has it."""
+    """Attention over all places, as the fused one has it."""
     q, k, v = (model.split(made(x)) for made in (model.q, model.k, model.v))
     found = nn.functional.scaled_dot_product_attention(q, k, v)
     return x + model.out(found.transpose(1, 2).flatten(2))
 
 
-def test_packed_heads_are_rebuilt_from_an_export(tmp_path):
-    model, inputs = Packed("split"), torch.randn(16, 5, 6)
+def test_fused_heads_are_rebuilt_from_an_export(tmp_path):
+    model, inputs = Fused("split"), torch.randn(16, 5, 6)
     for tensor in model.qkv.parameters():
         for part in range(3):
             alike(tensor, part, 4)
@@ -315,6 +315,6 @@ def test_packed_heads_are_rebuilt_from_an_export(tmp_path):
     model(inputs)
     assert shrink.step()
     shrink.export(tmp_path / "small.pt")
-    again = rebuild(Packed("split"), tmp_path / "small.pt")
+    again = rebuild(Fused("split"), tmp_path / "small.pt")
     assert (again.num_heads, again.inner_dim) == (3, 12)
     assert torch.equal(again(inputs), model(inputs))

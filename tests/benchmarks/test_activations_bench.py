@@ -47,7 +47,7 @@ def test_a_short_run_ends_in_a_row(study, method):
     assert row["ratio"] >= (method[1] or 1)
     assert 0 <= row["accuracy"] <= 100
     if method[0] == "ours":
-        # What is held is the packed tensors, the loss and its own saved ones.
+        # What is held is the compressed tensors, the loss and its own saved ones.
         assert row["held_bytes"] <= row["plain_bytes"] / 9 + 64 * 1024
         assert row["held_bytes"] < row["peak_bytes"]
     text = study.table([row | {"seed": 0}])
@@ -61,7 +61,7 @@ def test_a_plan_of_everything_compressed_ends_in_a_row():
     row = activations_plan.row_of("cnn", "all", 1.0, 1.0)
     assert row["measured_bytes"] == row["predicted_bytes"] < row["unplanned_bytes"]
     assert "| cnn | all compressed |" in activations_plan.table([row])
-    missed = {"net": "cnn", "actions": "recompute", "share": 0.5, "smallest_bytes": 1}
+    missed = {"net": "cnn", "techniques": "recompute", "share": 0.5, "smallest_bytes": 1}
     assert "| cnn | 50% | not reached | - |" in activations_plan.table([missed])
 
 
@@ -70,7 +70,7 @@ def test_a_peak_is_predicted_and_measured_in_a_row():
     import activations_memory
 
     row = activations_memory.row_of("transformer", 13.5, 1)
-    assert row["packed_bytes"] <= row["saved_bytes"] / 13.5
+    assert row["compressed_bytes"] <= row["saved_bytes"] / 13.5
     assert row["again"]
     assert 0 < row["work"] < 1
     assert row["kept_to"] >= 0.85
@@ -87,14 +87,14 @@ def test_bytes_of_a_keras_net_are_counted_once():
     signs, inputs, pooled = 18816 + 9408 + 1024 + 128, 4704 + 2352 + 1024 + 128, 4704 + 2352
     plain = 64 * 4 * (18816 + 9408 + inputs)
     assert activations_tensorflow.saved_bytes(model, None) == plain
-    packed = 64 * (signs / 8 + pooled / 4 + inputs * (4 / 8 + 6 / 256))
+    compressed = 64 * (signs / 8 + pooled / 4 + inputs * (4 / 8 + 6 / 256))
     kinds = activations_tensorflow.LINEAR
     bits = {it.path: 4 for it in model.layers if type(it).__name__ in kinds}
-    assert activations_tensorflow.saved_bytes(model, bits) == pytest.approx(packed, abs=1)
+    assert activations_tensorflow.saved_bytes(model, bits) == pytest.approx(compressed, abs=1)
     # The first layer's input is the user's: its bits count for nothing.
     assert len(bits) == 5
     first = next(iter(bits))
-    assert activations_tensorflow.saved_bytes(model, bits | {first: 8}) == int(packed)
+    assert activations_tensorflow.saved_bytes(model, bits | {first: 8}) == int(compressed)
     plain = {"kept": "plain", "bits": [], "ratio": 1.0, "accuracy": 90.0, "step_s": 0.01}
     chosen = {"kept": "budget", "bits": [8, 4], "ratio": 9.0, "accuracy": 89.5, "step_s": 0.02}
     text = activations_tensorflow.table(

@@ -19,10 +19,11 @@ def simulated():
 
 @pytest.mark.horovod
 @pytest.mark.slow
-def test_real_ranks_get_the_same_bits(horovodrun):
-    run = horovodrun(2, Path(__file__).parent / "ranks/same_bits.py", timeout=120).check()
-    for way in ("gather", "shared"):
-        assert run.stdout.count(f">:ok {way}\n") == 2, run.stdout
+@pytest.mark.parametrize(("ranks", "ways"), [(2, ("frequencies", "shared")), (3, ("frequencies",))])
+def test_real_ranks_get_the_same_bits(horovodrun, ranks, ways):
+    run = horovodrun(ranks, Path(__file__).parent / "ranks/same_bits.py", timeout=120).check()
+    for way in ways:
+        assert run.stdout.count(f">:ok {way}\n") == ranks, run.stdout
 
 
 def test_powersgd_of_the_mean_is_powersgd_of_the_ranks(simulated):

@@ -61,6 +61,7 @@ def test_the_ratio_to_take():
     assert accuracy.within("AutoCompression") == 20
     assert accuracy.within("LowRankCompression") is None  # 20 loses more on the residual net
     assert accuracy.within("LowRankCompression", points=1.0) == 20
+    assert accuracy.within("FFTCompression") == 20
     assert accuracy.worst("AutoCompression", 10) is None
     worst = accuracy.worst("LowRankCompression", 400)
     assert (worst.ratio, worst.points) == (150, 0.76)
@@ -72,3 +73,5 @@ def test_predict_says_it():
     at = said.index("lost most in short trainings of small nets on 8 ranks:")
     assert any("AutoCompression: 1.07 points at 50x" in line for line in said[at:])
     assert any("at most 0.5 at ratio=20" in line for line in said[at:])
+    fft = [line for line in said[at:] if "FFTCompression" in line]
+    assert all("ratio=" not in line for line in fft), "it has no such setting"

@@ -1,4 +1,4 @@
-"""Packed activations of a model on the device: gradients near, bytes fewer, tensors in place."""
+"""Compressed activations of a model on the device: gradients near, fewer bytes, in place."""
 
 import copy
 
@@ -20,26 +20,26 @@ def test_gradients_are_near_and_where_they_belong(device, bits):
     model = net(device)
     plain, sample = copy.deepcopy(model), torch.randn(32, 3, 16, 16, device=device)
     plain(sample).square().mean().backward()
-    with compress_activations(model, bits=bits) as packed:
+    with compress_activations(model, bits=bits) as compressed:
         model(sample).square().mean().backward()
-        assert packed.saved.ratio > 2
+        assert compressed.saved.ratio > 2
     for (name, own), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert own.grad.device == own.device, name
         off = (own.grad - expected.grad).norm() / expected.grad.norm()
         # A step of a group's range is 2**-bits of it; a range is some six standard deviations.
         assert off <= 6 * 2.0**-bits, (name, float(off))
-    # The last layer's bias is a sum of what was not packed.
+    # The last layer's bias is a sum of what was not compressed.
     assert torch.allclose(model[-1].bias.grad, plain[-1].bias.grad, rtol=1e-5, atol=1e-7)
 
 
 def test_a_budget_is_kept_and_its_peak_foretold(device):
     model, sample = net(device), torch.randn(32, 3, 16, 16, device=device)
-    with compress_activations(model, bits=8) as packed:
+    with compress_activations(model, bits=8) as compressed:
         model(sample).sum().backward()
-        plain_bytes = packed.saved.plain_bytes
-    with compress_activations(model, budget=plain_bytes // 8) as packed:
+        plain_bytes = compressed.saved.plain_bytes
+    with compress_activations(model, budget=plain_bytes // 8) as compressed:
         for _ in range(2):
             model(sample).sum().backward()
-        assert packed.saved.packed_bytes <= plain_bytes // 8
-        found = packed.verify(sample)
+        assert compressed.saved.compressed_bytes <= plain_bytes // 8
+        found = compressed.verify(sample)
     assert found.measured_bytes < found.plain_bytes

@@ -66,7 +66,7 @@ def test_chance_statistics_and_attention(device):
 def test_what_went_to_the_host_comes_back_in_time(device, lanes):
     model = mlp(8, 64).to(device)
     sample = torch.randn(256, 64, device=device)
-    made = plan(model, sample, "70%", actions=("keep", "offload"), device=LINK, profile=False)
+    made = plan(model, sample, "70%", techniques=("keep", "offload"), device=LINK, profile=False)
     arena = made.sn_memory.latest.program.arenas[0]
     assert arena.host_copies
     odd = late(device)
@@ -81,7 +81,7 @@ def test_what_went_to_the_host_comes_back_in_time(device, lanes):
 def test_the_host_block_is_pinned_and_no_larger_than_said(device):
     model = mlp(8, 64).to(device)
     sample = torch.randn(250, 64, device=device)
-    made = plan(model, sample, "70%", actions=("keep", "offload"), device=LINK, profile=False)
+    made = plan(model, sample, "70%", techniques=("keep", "offload"), device=LINK, profile=False)
     arena = made.sn_memory.latest.program.arenas[0]
     used = max(arena.offsets[at] + copy.nbytes for at, copy in arena.host_copies.items())
     assert used <= arena.block.numel() < used + 64

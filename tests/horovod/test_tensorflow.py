@@ -48,6 +48,12 @@ def test_frequencies_in_the_graph(horovodrun, cases_of):
     assert run.stdout.count(">:ok ") == 2 * cases, run.stdout
 
 
+def test_frequencies_of_many_ranks_in_the_graph(horovodrun):
+    case = "many_ranks_have_the_bits_of_the_engine"
+    run = horovodrun(3, RANKS / "tensorflow_gathered.py", case, timeout=120).check()
+    assert run.stdout.count(f">:ok {case}") == 3, run.stdout
+
+
 def test_nothing_goes_wrong_in_silence(horovodrun, cases_of):
     cases = cases_of(RANKS / "tensorflow_trust.py")
     run = horovodrun(2, RANKS / "tensorflow_trust.py", timeout=280).check()

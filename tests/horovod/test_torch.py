@@ -79,24 +79,31 @@ def test_killed_rank_ends_the_run(horovodrun, exchange):
     assert time.monotonic() - start < 90
 
 
-@pytest.mark.parametrize("exchange", ["gather", "arrays", "shared"])
-def test_a_damaged_payload_is_an_error_on_every_rank(horovodrun, exchange):
-    """Of the next step where the host does not read what has come."""
-    run = horovodrun(2, RANKS / "fail.py", "damage", exchange, timeout=120)
+@pytest.mark.parametrize(
+    ("ranks", "exchange"),
+    [(2, "gather"), (2, "arrays"), (2, "shared"), (3, "gather"), (3, "arrays")],
+)
+def test_a_damaged_payload_is_an_error_on_every_rank(horovodrun, ranks, exchange):
+    """Of the next step where the host does not read what has come.
+
+    Of three ranks, one owner alone is sent it.
+    """
+    run = horovodrun(ranks, RANKS / "fail.py", "damage", exchange, timeout=120)
     assert not run.timed_out, run.stdout
-    assert run.stdout.count("reached the bad step") == 2, run.stdout
-    assert run.stdout.count("finished the bad step") == (2 if exchange == "arrays" else 0)
+    assert run.stdout.count("reached the bad step") == ranks, run.stdout
+    assert run.stdout.count("finished the bad step") == (ranks if exchange == "arrays" else 0)
     assert "all steps done" not in run.stdout
     assert "PayloadError" in run.stdout, run.stdout
 
 
-def test_join_ends_every_rank_with_an_error_where_payloads_are_gathered(horovodrun):
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_join_ends_every_rank_with_an_error_where_payloads_are_gathered(horovodrun, ranks):
     """Never a silent wrong gradient: each rank gets an error, and soon.
 
     Which one depends on timing. Either Horovod fills in zeros for the rank that joined, which we
     find and name; or its background thread fails on the gather it cannot join and shuts down.
     """
-    run = horovodrun(2, RANKS / "fail.py", "join", "gather", timeout=90)
+    run = horovodrun(ranks, RANKS / "fail.py", "join", "gather", timeout=90)
     assert not run.timed_out, run.stdout
     assert run.returncode != 0
     assert "finished the bad step" not in run.stdout

@@ -16,8 +16,8 @@ from sn_memory.activations import (
     AccuracyWarning,
     Controller,
     Unit,
-    acceptable_bound,
     coverage,
+    error_tolerance,
     gradient_sd,
     paper_sd,
     suggest_batch,
@@ -34,16 +34,20 @@ def test_deviation_of_a_linear_layers_gradient():
     """Uniform errors on non-zeros; the mean square of 64 x 48 x 40 entries is within 10 %."""
     rng = np.random.default_rng(0)
     x, dy = relu(rng, 256, 64), rng.laplace(size=(256, 48))
-    for bound in (0.01, 0.5):
-        errors = [dy.T @ (rng.uniform(-bound, bound, x.shape) * (x != 0)) for _ in range(40)]
+    for tolerance in (0.01, 0.5):
+        errors = [
+            dy.T @ (rng.uniform(-tolerance, tolerance, x.shape) * (x != 0)) for _ in range(40)
+        ]
         nonzero = (x != 0).mean()
-        sd = gradient_sd(bound**2 / 3 * nonzero, float(np.square(dy).sum()), outputs=48)
+        sd = gradient_sd(tolerance**2 / 3 * nonzero, float(np.square(dy).sum()), outputs=48)
         assert np.std(errors) == pytest.approx(sd, rel=0.1)
-        assert acceptable_bound(sd, float(np.square(dy).sum()), 48, nonzero) == pytest.approx(bound)
+        assert error_tolerance(sd, float(np.square(dy).sum()), 48, nonzero) == pytest.approx(
+            tolerance
+        )
 
 
-def test_a_gradient_of_zero_bears_any_bound():
-    assert acceptable_bound(0.1, 0.0, 8) == math.inf
+def test_a_gradient_of_zero_bears_any_error():
+    assert error_tolerance(0.1, 0.0, 8) == math.inf
     assert gradient_sd(0.5, 0.0, 8) == 0
 
 
@@ -223,19 +227,19 @@ def test_overflows_widen_and_then_give_up():
     assert "exact" in controller.report()
 
 
-def test_the_papers_theory_gives_a_bound():
+def test_the_papers_theory_gives_a_tolerance():
     controller = Controller(error=0.01, theory="paper")
-    assert controller.bound("a") == math.inf
+    assert controller.tolerance("a") == math.inf
     controller.observe("a", n=100, bits=8, variance=1e-6, nonzero=0.5)
     controller.observe_gradient("a", energy=1.0, outputs=4, yardstick=2.0, mean=0.1, terms=64)
-    assert controller.bound("a") == pytest.approx(0.01 * 2 / (0.32 * 0.1 * math.sqrt(64 * 0.5)))
+    assert controller.tolerance("a") == pytest.approx(0.01 * 2 / (0.32 * 0.1 * math.sqrt(64 * 0.5)))
     exact = Controller(error=0.01)
-    assert exact.bound("a") == math.inf
+    assert exact.tolerance("a") == math.inf
     exact.observe("a", n=100, bits=8, variance=1e-6, nonzero=0.5)
-    assert exact.exact_bound("a") == math.inf
+    assert exact.exact_tolerance("a") == math.inf
     exact.observe_gradient("a", energy=6.0, outputs=4, yardstick=2.0)
-    bound = exact.exact_bound("a")
-    assert gradient_sd(bound**2 / 3 * 0.5, 6.0, 4) == pytest.approx(0.02)
+    tolerance = exact.exact_tolerance("a")
+    assert gradient_sd(tolerance**2 / 3 * 0.5, 6.0, 4) == pytest.approx(0.02)
 
 
 @pytest.mark.parametrize(
@@ -270,27 +274,27 @@ def test_what_ops_need():
 
 
 def test_suggested_batches_fit_and_one_more_does_not():
-    fixed, plain, packed, working = 10**6, 50_000, 4_000, 6_000
+    fixed, plain, compressed, working = 10**6, 50_000, 4_000, 6_000
     found = suggest_batch(
-        10**7, fixed_bytes=fixed, sample_bytes=plain, packed_sample_bytes=packed,
+        10**7, fixed_bytes=fixed, sample_bytes=plain, compressed_sample_bytes=compressed,
         transient_sample_bytes=working, multiple=8,
     )  # fmt: skip
-    for batch, each in ((found.batch, packed), (found.plain_batch, plain)):
+    for batch, each in ((found.batch, compressed), (found.plain_batch, plain)):
         assert batch % 8 == 0
         assert fixed + batch * (each + working) <= 10**7
         assert fixed + (batch + 8) * (each + working) > 10**7
     assert found.speedup is None
     timed = suggest_batch(
-        10**7, fixed_bytes=fixed, sample_bytes=plain, packed_sample_bytes=packed,
-        step_s=(0.1, 0.001), packed_step_s=(0.1, 0.002),
+        10**7, fixed_bytes=fixed, sample_bytes=plain, compressed_sample_bytes=compressed,
+        step_s=(0.1, 0.001), compressed_step_s=(0.1, 0.002),
     )  # fmt: skip
     assert timed.samples_per_s == pytest.approx(2250 / (0.1 + 0.002 * 2250))
     assert timed.plain_samples_per_s == pytest.approx(180 / (0.1 + 0.001 * 180))
-    assert timed.speedup < 1  # the packed step is too slow here, and that is said
+    assert timed.speedup < 1  # the compressed step is too slow here, and that is said
     with pytest.raises(ValueError, match="has no room for 8 samples"):
         suggest_batch(
-            fixed + 1, fixed_bytes=fixed, sample_bytes=plain, packed_sample_bytes=packed,
+            fixed + 1, fixed_bytes=fixed, sample_bytes=plain, compressed_sample_bytes=compressed,
             multiple=8,
         )  # fmt: skip
     with pytest.raises(ValueError, match="expected sizes above zero"):
-        suggest_batch(10, fixed_bytes=1, sample_bytes=0, packed_sample_bytes=1)
+        suggest_batch(10, fixed_bytes=1, sample_bytes=0, compressed_sample_bytes=1)

@@ -7,6 +7,7 @@ import pytest
 from random_graphs import random_graph, training_chain
 
 from sn_memory import (
+    Action,
     Compressed,
     Decision,
     Device,
@@ -14,7 +15,6 @@ from sn_memory import (
     Op,
     Plan,
     PlanError,
-    Step,
     Storage,
     Workspace,
     check_plan,
@@ -39,18 +39,18 @@ OPS = [
 LANES = Device(to_host_bytes_per_s=50.0, to_device_bytes_per_s=100.0, transfer_latency_s=0.5)
 
 
-def plan(*steps, peak=0, seconds=0.0, bound=0.0, **fields):
-    parsed = tuple(Step(*step.split()[:2]) for step in steps)
+def plan(*actions, peak=0, seconds=0.0, bound=0.0, **fields):
+    parsed = tuple(Action(*action.split()[:2]) for action in actions)
     return Plan(parsed, (), "test", peak, seconds, bound, **fields)
 
 
-def replay(graph, *steps, peak, seconds):
-    return check_plan(graph, plan(*steps, peak=peak, seconds=seconds))
+def replay(graph, *actions, peak, seconds):
+    return check_plan(graph, plan(*actions, peak=peak, seconds=seconds))
 
 
-def refused(graph, said, *steps, **fields):
+def refused(graph, said, *actions, **fields):
     with pytest.raises(PlanError) as caught:
-        check_plan(graph, plan(*steps, **fields))
+        check_plan(graph, plan(*actions, **fields))
     assert said in str(caught.value), str(caught.value)
 
 
@@ -60,7 +60,7 @@ RUNS = ("run f1", "run f2", "run f3", "run b3", "run b2")
 def test_the_plain_run():
     found = replay(Graph(STORAGES, OPS), *RUNS, peak=324, seconds=5.0)
     assert found.live_bytes.tolist() == [110, 210, 214, 314, 324]
-    assert found.peak_step == 4
+    assert found.peak_action == 4
     assert found.reruns == 0
 
 
@@ -73,16 +73,16 @@ def test_predictions_are_held_to():
 
 
 @pytest.mark.parametrize(
-    ("said", "steps"),
+    ("said", "actions"),
     [
         ("no op of this name", ("run f9",)),
         ("no storage of this name", ("free h9",)),
         ("it is resident", ("free x",)),
-        ("no step has made yet", ("run f2",)),
-        ("which step 1 freed", ("run f1", "free h1", "run f2")),
+        ("no action has made yet", ("run f2",)),
+        ("which action 1 freed", ("run f1", "free h1", "run f2")),
         ("'b2' is never run", RUNS[:-1]),
         ("'loss' must be on the device at the end", (*RUNS, "free loss")),
-        ("which step 3 freed", ("run f1", "run f2", "run f3", "free h2", "run b3")),
+        ("which action 3 freed", ("run f1", "run f2", "run f3", "free h2", "run b3")),
         ("expected run", ("swap h1",)),
         ("states no transfer speeds", ("run f1", "offload h1")),
         ("no host copy", ("run f1", "prefetch h1")),
@@ -90,8 +90,8 @@ def test_predictions_are_held_to():
         ("not compressed", ("run f1", "decompress h1")),
     ],
 )
-def test_the_first_violation_is_named(said, steps):
-    refused(Graph(STORAGES, OPS), said, *steps)
+def test_the_first_violation_is_named(said, actions):
+    refused(Graph(STORAGES, OPS), said, *actions)
 
 
 def test_lanes_run_beside_the_ops():
@@ -99,8 +99,8 @@ def test_lanes_run_beside_the_ops():
     #   to host       h1hhhh                so its free waits until then; back takes 0.5 + 100 / 100
     #   to device            h1hh
     graph = Graph(STORAGES, OPS, device=LANES)
-    steps = ("run f1", "offload h1", "run f2", "run f3", "free h1", "prefetch h1", "run b3")
-    found = replay(graph, *steps, "run b2", peak=324, seconds=6.0)
+    actions = ("run f1", "offload h1", "run f2", "run f3", "free h1", "prefetch h1", "run b3")
+    found = replay(graph, *actions, "run b2", peak=324, seconds=6.0)
     assert found.start_s.tolist() == [0, 1, 1, 2, 3.5, 3.5, 3.5, 5.0]
     assert found.end_s.tolist() == [1, 3.5, 2, 3, 3.5, 5.0, 4.5, 6.0]
     assert found.host_peak_bytes == 100
@@ -123,8 +123,8 @@ def test_compressed_storages_take_their_bytes():
         replace(s, compressed=Compressed(20, 0.5, 0.25)) if s.name == "h1" else s for s in STORAGES
     ]
     graph = Graph(storages, OPS)
-    steps = ("run f1", "run f2", "compress h1", "run f3", "run b3", "free h2", "decompress h1")
-    found = replay(graph, *steps, "run b2", peak=234, seconds=5.75)
+    actions = ("run f1", "run f2", "compress h1", "run f3", "run b3", "free h2", "decompress h1")
+    found = replay(graph, *actions, "run b2", peak=234, seconds=5.75)
     assert found.live_bytes.tolist() == [110, 210, 230, 134, 234, 234, 234, 224]
 
 
@@ -184,22 +184,22 @@ def test_ways_and_workspaces():
     ops = [replace(OPS[0], workspaces=(Workspace(7, 3.0), Workspace(0, 9.0))), *OPS[1:]]
     graph = Graph(STORAGES, ops)
     assert replay(graph, *RUNS, peak=324, seconds=7.0).live_bytes[0] == 117
-    slow = Plan((Step("run", "f1", 1), *plan(*RUNS[1:]).steps), (), "test", 324, 13.0, 0.0)
+    slow = Plan((Action("run", "f1", 1), *plan(*RUNS[1:]).actions), (), "test", 324, 13.0, 0.0)
     assert check_plan(graph, slow).live_bytes[0] == 110
     with pytest.raises(PlanError, match="way 2 of 2"):
-        check_plan(graph, replace(slow, steps=(Step("run", "f1", 2),)))
+        check_plan(graph, replace(slow, actions=(Action("run", "f1", 2),)))
 
 
 def mutations(graph, good, rng):
-    """Plans that differ from a good one in one step, or in one prediction."""
-    steps = list(good.steps)
-    at = rng.randrange(len(steps))
-    yield "dropped", replace(good, steps=(*steps[:at], *steps[at + 1 :]))
-    yield "doubled", replace(good, steps=(*steps[: at + 1], *steps[at:]))
-    other = rng.randrange(len(steps))
-    swapped = list(steps)
+    """Plans that differ from a good one in one action, or in one prediction."""
+    actions = list(good.actions)
+    at = rng.randrange(len(actions))
+    yield "dropped", replace(good, actions=(*actions[:at], *actions[at + 1 :]))
+    yield "doubled", replace(good, actions=(*actions[: at + 1], *actions[at:]))
+    other = rng.randrange(len(actions))
+    swapped = list(actions)
     swapped[at], swapped[other] = swapped[other], swapped[at]
-    yield "swapped", replace(good, steps=tuple(swapped))
+    yield "swapped", replace(good, actions=tuple(swapped))
     yield "peak", replace(good, peak_bytes=good.peak_bytes + 1)
     yield "seconds", replace(good, seconds=good.seconds * 1.01 + 0.01)
     yield "bound", replace(good, lower_bound_seconds=good.seconds * 1.01 + 0.01)
@@ -219,8 +219,8 @@ def test_mutated_plans_are_refused_or_do_the_same():
             except PlanError:
                 refusals += 1
                 continue
-            # A step moved among steps it does not meet changes nothing that was promised; a free
-            # left out may be one that the peak never sees.
+            # An action moved among actions it does not meet changes nothing that was promised; a
+            # free left out may be one that the peak never sees.
             assert what in ("dropped", "swapped", "doubled"), f"{what} accepted, seed {seed}"
             assert again.peak_bytes == replayed.peak_bytes
             assert again.seconds == pytest.approx(replayed.seconds, rel=1e-9)
@@ -243,11 +243,13 @@ def test_plan_round_host_copy(tmp_path):
         ('"format": "sn_memory.plan.v1"', '"format": "v9"', "plan.format"),
         ('"peak_bytes": 324', '"peak_bytes": "324"', "plan.peak_bytes"),
         ('"peak_bytes": 324', '"peak_bytes": -1', "plan.peak_bytes"),
-        ('["run", "f2"]', '["fly", "f2"]', "steps[1][0]"),
-        ('["run", "f2"]', '["run"]', "steps[1]"),
-        ('["run", "f2"]', '["run", "f2", -1]', "steps[1][2]"),
-        ('"action": "keep"', '"action": "lose"', "decisions[0].action"),
+        ('["run", "f2"]', '["fly", "f2"]', "actions[1][0]"),
+        ('["run", "f2"]', '["run"]', "actions[1]"),
+        ('["run", "f2"]', '["run", "f2", -1]', "actions[1][2]"),
+        ('"technique": "keep"', '"technique": "lose"', "decisions[0].technique"),
         ('"planner": "test",', "", "the key 'planner' is missing"),
+        ('"actions": [', '"steps": [', "plan: the key 'actions' is missing"),
+        ('"technique": "keep"', '"action": "keep"', "decisions[0]: the key 'technique' is missing"),
         ('"planner"', "planner", "line 4"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Compression as an action: the packed graph, and what allowing it promises."""
+"""Compression as a technique: the compressed graph, and what allowing it promises."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -27,7 +27,7 @@ RECOMPUTE = ("keep", "recompute")
 
 
 def compressible(graph, *, ratio=4, speed=100.0, roles=("activation",)):
-    """The graph with a compressed form of each activation, packed and unpacked at bytes / s."""
+    """The graph with a form of each activation, compressed and decompressed at bytes / s."""
     return Graph(
         [
             replace(
@@ -45,9 +45,9 @@ def compressible(graph, *, ratio=4, speed=100.0, roles=("activation",)):
     )
 
 
-def smallest(graph, actions):
+def smallest(graph, techniques):
     with pytest.raises(BudgetError) as caught:
-        plan_graph(graph, 1, actions=actions, time_limit_s=1)
+        plan_graph(graph, 1, techniques=techniques, time_limit_s=1)
     return caught.value
 
 
@@ -98,7 +98,7 @@ def test_what_is_read_as_it_is_is_not_restored():
     assert peak(found).bytes == 8 + 32 + 1
     assert waits(graph) == {"h": (0, 1, 2)}
     # The backward op works on less than it does without: that is no floor.
-    plan = plan_graph(graph, 41, actions=(*RECOMPUTE, "compress"))
+    plan = plan_graph(graph, 41, techniques=(*RECOMPUTE, "compress"))
     assert check_plan(graph, plan).peak_bytes == 41
     assert smallest(graph, (*RECOMPUTE, "compress")).floor_bytes == 40
     assert smallest(graph, RECOMPUTE).floor_bytes == 48
@@ -137,7 +137,7 @@ def test_what_is_changed_in_the_backward_pass_cannot_be_compressed():
 
 def test_a_graph_without_compressed_forms_is_refused():
     with pytest.raises(PlanError, match="no storage that waits"):
-        plan_graph(training_chain(3), "90%", actions=("keep", "compress"))
+        plan_graph(training_chain(3), "90%", techniques=("keep", "compress"))
 
 
 def test_never_slower_than_without_and_smaller_in_the_same_time():
@@ -146,8 +146,8 @@ def test_never_slower_than_without_and_smaller_in_the_same_time():
     pairs = []
     for share in (1.0, 0.25, 0.1, 0.06):
         budget = low + int((whole - low) * share)
-        plain = plan_graph(graph, budget, actions=RECOMPUTE, time_limit_s=0.2)
-        plan = plan_graph(graph, budget, actions=(*RECOMPUTE, "compress"), time_limit_s=0.2)
+        plain = plan_graph(graph, budget, techniques=RECOMPUTE, time_limit_s=0.2)
+        plan = plan_graph(graph, budget, techniques=(*RECOMPUTE, "compress"), time_limit_s=0.2)
         assert check_plan(graph, plan).peak_bytes <= budget
         assert plan.seconds <= plain.seconds
         assert plan.lower_bound_seconds <= plan.seconds
@@ -173,12 +173,12 @@ def test_it_reaches_what_cannot_be_rebuilt():
 def test_compress_alone_says_what_it_does():
     graph = compressible(training_chain(5))
     error = smallest(graph, ("keep", "compress"))
-    plan = plan_graph(graph, error.peak_bytes, actions=("keep", "compress"), time_limit_s=1)
+    plan = plan_graph(graph, error.peak_bytes, techniques=("keep", "compress"), time_limit_s=1)
     names = plan.decided("compress")
     assert names
-    runs = [step.target for step in plan.steps if step.action == "run"]
+    runs = [action.target for action in plan.actions if action.kind == "run"]
     assert len(runs) == len(set(runs)) == len(graph.ops) + 2 * len(names)
-    cost = sum(it.cost_s for it in plan.decisions if it.action == "compress")
+    cost = sum(it.cost_s for it in plan.decisions if it.technique == "compress")
     assert plan.seconds == pytest.approx(baseline_seconds(graph) + cost, rel=1e-12)
     known = {it.name for it in graph.storages}
     assert {it.storage for it in plan.decisions} <= known
@@ -200,9 +200,11 @@ def test_with_transfers_and_on_random_graphs_the_checker_accepts_it():
         if not waits(graph):
             continue
         budget = graph.base_bytes + int((peak(graph).bytes - graph.base_bytes) * 0.8)
-        actions = ("keep", "recompute", "offload")
+        techniques = ("keep", "recompute", "offload")
         with suppress(BudgetError, PlanError):
-            plan = plan_graph(graph, budget, actions=(*actions, "compress"), time_limit_s=0.05)
+            plan = plan_graph(
+                graph, budget, techniques=(*techniques, "compress"), time_limit_s=0.05
+            )
             assert check_plan(graph, plan).peak_bytes <= budget
             planned += bool(plan.decided("compress"))
     assert planned > 2
@@ -212,10 +214,10 @@ def test_fronts_are_monotone():
     graph = compressible(resnet(batch=2, stages=(1, 1, 1, 1)).graph(), ratio=4, speed=2e9)
     base, whole = graph.base_bytes, peak(graph).bytes
     sizes = [base + int((whole - base) * share) for share in (1.0, 0.7, 0.5)]
-    actions = (*RECOMPUTE, "compress")
+    techniques = (*RECOMPUTE, "compress")
     # Time enough for both searches to end where they would, on a busy machine, too.
-    plans = plan_front(graph, sizes, actions=actions, time_limit_s=0.8)
-    plain = plan_front(graph, sizes, actions=RECOMPUTE, time_limit_s=0.8)
+    plans = plan_front(graph, sizes, techniques=techniques, time_limit_s=0.8)
+    plain = plan_front(graph, sizes, techniques=RECOMPUTE, time_limit_s=0.8)
     for budget, plan, other in zip(sizes, plans, plain, strict=True):
         check_plan(graph, plan)
         assert plan.peak_bytes <= budget

@@ -9,6 +9,7 @@ import pytest
 from random_graphs import random_graph, training_chain
 
 from sn_memory import (
+    Action,
     BudgetError,
     Compressed,
     Device,
@@ -18,7 +19,6 @@ from sn_memory import (
     PackError,
     Plan,
     PlanError,
-    Step,
     Storage,
     Workspace,
     check_plan,
@@ -92,8 +92,8 @@ def test_what_just_fits_is_planned_and_checked_without_wrapping():
     # One op that makes all, run twice: twice the sum is live.
     storages = [Storage(f"s{at}", size, keep=True) for at in range(6)]
     both = Graph(storages, [Op("f", (), tuple(it.name for it in storages), seconds=1.0)])
-    steps = (Step("run", "f"), Step("run", "f"))
-    twice = Plan(steps, (), "by hand", 12 * size, 2.0, 1.0)
+    actions = (Action("run", "f"), Action("run", "f"))
+    twice = Plan(actions, (), "by hand", 12 * size, 2.0, 1.0)
     assert check_plan(both, twice).peak_bytes == 12 * size > 2**62
     with pytest.raises(BudgetError):
         plan_graph(both, 5 * size, time_limit_s=1)
@@ -139,9 +139,9 @@ def test_predictions_that_are_no_numbers_are_refused():
 def test_plans_that_compress_what_cannot_be_are_plan_errors():
     graph = training_chain(3)
     plan = policy("liveness")(graph, budget_bytes=None)
-    steps = (*plan.steps, Step("run", "compress c0"))
+    actions = (*plan.actions, Action("run", "compress c0"))
     with pytest.raises(PlanError, match="cannot be compressed"):
-        check_plan(graph, replace(plan, steps=steps))
+        check_plan(graph, replace(plan, actions=actions))
 
 
 @pytest.mark.parametrize(
@@ -215,8 +215,8 @@ def test_plans_name_the_key_of_what_is_too_much():
         ("budget_bytes", -(2**63), "plan.budget_bytes"),
         ("solve_s", 10**400, "plan.solve_s"),
         ("seconds_sources", {"measured": 2**80}, "plan.seconds_sources.measured"),
-        ("steps", [["run", "\ud800"]], "steps[0]"),
-        ("steps", [["run", "f", [[]]]], "steps[0][2]"),
+        ("actions", [["run", "\ud800"]], "actions[0]"),
+        ("actions", [["run", "f", [[]]]], "actions[0][2]"),
     ):
         with pytest.raises(PlanError) as caught:
             Plan.from_json(json.dumps({**plan, key: value}))

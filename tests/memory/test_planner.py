@@ -31,10 +31,10 @@ def test_small_graphs_are_planned_optimally():
             if math.isinf(best):
                 refused += 1
                 with pytest.raises(BudgetError):
-                    plan_graph(graph, budget, actions=RECOMPUTE, time_limit_s=1)
+                    plan_graph(graph, budget, techniques=RECOMPUTE, time_limit_s=1)
                 continue
             planned += 1
-            plan = plan_graph(graph, budget, actions=RECOMPUTE, time_limit_s=1)
+            plan = plan_graph(graph, budget, techniques=RECOMPUTE, time_limit_s=1)
             assert plan.seconds == pytest.approx(best, rel=1e-12), f"seed {seed}"
             assert plan.gap == pytest.approx(0, abs=1e-9)
             check_plan(graph, plan)
@@ -49,7 +49,7 @@ def test_refusals_of_small_graphs_name_the_smallest_peak():
         if math.isfinite(optimum(graph, budget)):
             continue
         with pytest.raises(BudgetError) as caught:
-            plan_graph(graph, budget, actions=RECOMPUTE, time_limit_s=1)
+            plan_graph(graph, budget, techniques=RECOMPUTE, time_limit_s=1)
         error = caught.value
         assert error.budget_bytes == budget
         assert error.op in graph.op_index
@@ -74,28 +74,28 @@ def test_refusals_are_the_same_whatever_the_time_and_say_what_is_proven():
         assert graph.base_bytes < error.floor_bytes <= error.peak_bytes < peak(graph).bytes
         replay = check_plan(graph, error.plan)
         assert replay.peak_bytes == error.peak_bytes
-        assert error.plan.steps[replay.peak_step].target == error.op
+        assert error.plan.actions[replay.peak_action].target == error.op
         assert error.floor_bytes == full.floor_bytes
 
 
 @pytest.mark.parametrize(
-    "actions", [RECOMPUTE, ("keep", "offload"), ("keep", "recompute", "offload")]
+    "techniques", [RECOMPUTE, ("keep", "offload"), ("keep", "recompute", "offload")]
 )
-def test_plans_are_accepted_and_within_the_budget(actions):
+def test_plans_are_accepted_and_within_the_budget(techniques):
     made = 0
     for seed in range(200, 220):
         graph = random_graph(seed, most_ops=25, plain=seed % 2 == 0)
         for budget in budgets(graph, 0.7, 0.85):
             try:
-                plan = plan_graph(graph, budget, actions=actions, time_limit_s=0.5)
+                plan = plan_graph(graph, budget, techniques=techniques, time_limit_s=0.5)
             except BudgetError:
                 continue
             made += 1
             replay = check_plan(graph, plan)
             assert replay.peak_bytes <= budget
-            if "recompute" not in actions:
+            if "recompute" not in techniques:
                 assert replay.reruns == 0
-            if "offload" not in actions:
+            if "offload" not in techniques:
                 assert replay.host_peak_bytes == 0
     assert made > 5
 
@@ -130,7 +130,7 @@ def test_auto_is_never_slower_than_a_named_planner():
 def test_fronts_are_monotone():
     graph = training_chain(10)
     shares = [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3]
-    plans = plan_front(graph, budgets(graph, *shares), actions=RECOMPUTE, time_limit_s=0.5)
+    plans = plan_front(graph, budgets(graph, *shares), techniques=RECOMPUTE, time_limit_s=0.5)
     for more, less in itertools.pairwise(plans):
         assert more.seconds <= less.seconds
         assert more.peak_bytes >= less.peak_bytes
@@ -143,7 +143,7 @@ def test_half_memory_is_planned_close_to_the_bound():
         transformer(batch=32, layers=4, length=256, words=1000).graph(),
     ):
         (budget,) = budgets(graph, 0.5)
-        plan = plan_graph(graph, budget, actions=RECOMPUTE, time_limit_s=2)
+        plan = plan_graph(graph, budget, techniques=RECOMPUTE, time_limit_s=2)
         check_plan(graph, plan)
         assert plan.gap < 0.05
 
@@ -151,7 +151,7 @@ def test_half_memory_is_planned_close_to_the_bound():
 def test_cheap_ops_are_rebuilt_first():
     graph = training_chain(8)
     (budget,) = budgets(graph, 0.75)
-    plan = plan_graph(graph, budget, actions=RECOMPUTE, time_limit_s=1)
+    plan = plan_graph(graph, budget, techniques=RECOMPUTE, time_limit_s=1)
     rebuilt = plan.decided("recompute")
     assert rebuilt
     assert all(name.startswith("a") for name in rebuilt)
@@ -172,7 +172,7 @@ def test_what_there_is_not_is_refused():
     with pytest.raises(PlanError, match="'magic'"):
         plan_graph(graph, 10**9, planner="magic")
     with pytest.raises(PlanError, match="'pray'"):
-        plan_graph(graph, 10**9, actions=("pray",))
+        plan_graph(graph, 10**9, techniques=("pray",))
     with pytest.raises(PlanError, match="time_limit_s"):
         plan_graph(graph, 10**9, time_limit_s=0)
 

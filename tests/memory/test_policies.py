@@ -13,10 +13,10 @@ from random_graphs import random_graph
 from sn_memory import Device, Graph, Op, Storage, check_plan
 from sn_memory.graph.liveness import baseline_seconds, peak
 from sn_memory.plan.policies import names, policy
-from sn_memory.plan.policies.kinds import is_checkpoint, is_conv
 from sn_memory.plan.policies.knapsack import saved_within
-from sn_memory.plan.policies.origins import origins
 from sn_memory.plan.policies.union_find import Groups
+from sn_memory.plan.walk.kinds import is_checkpoint, is_conv
+from sn_memory.plan.walk.origins import origins
 
 KINDS = ["conv2d", "relu", "batch_norm", "add", "", "concat", "linear", "max_pool"]
 LANES = Device(to_host_bytes_per_s=10.0, to_device_bytes_per_s=10.0)
@@ -93,13 +93,13 @@ def test_decisions_say_what_the_steps_do(name):
     graph = resnet(2).graph()
     budget = graph.base_bytes + (peak(graph).bytes - graph.base_bytes) * 2 // 3
     plan = policy(name)(graph, budget_bytes=budget)
-    moved = {step.target for step in plan.steps if step.action == "offload"}
+    moved = {action.target for action in plan.actions if action.kind == "offload"}
     assert set(plan.decided("offload")) == moved
-    runs = [step.target for step in plan.steps if step.action == "run"]
+    runs = [action.target for action in plan.actions if action.kind == "run"]
     again = {op for op in runs if runs.count(op) > 1}
     makers = {name: op.name for op in graph.ops for name in op.outputs}
-    for action in ("recompute", "recompute_each"):
-        assert {makers[name] for name in plan.decided(action)} <= again
+    for technique in ("recompute", "recompute_each"):
+        assert {makers[name] for name in plan.decided(technique)} <= again
 
 
 def test_an_inference_graph_has_nothing_to_drop():
@@ -186,7 +186,7 @@ def test_the_tensor_cache_moves_nothing_while_all_fits_and_more_as_the_budget_fa
 def test_superneurons_takes_the_fastest_algorithm_that_fits():
     graph = alexnet(4, workspaces=True).graph()
     huge, plain = (policy("superneurons")(graph, budget_bytes=size) for size in (1 << 40, None))
-    ways = [step.way for step in huge.steps if step.action == "run"]
+    ways = [action.way for action in huge.actions if action.kind == "run"]
     assert max(ways) > 0
     assert huge.seconds < plain.seconds
     used = peak(graph).bytes
@@ -231,21 +231,21 @@ def test_greedy_gets_faster_with_the_budget():
 def test_offload_conv_copies_out_beside_the_convolution_and_back_one_ahead():
     graph = chain(4, kind="conv", device=LANES)
     plan = policy("offload_conv")(graph, budget_bytes=None)
-    steps = [f"{step.action} {step.target}" for step in plan.steps]
+    actions = [f"{action.kind} {action.target}" for action in plan.actions]
     # a0 is the batch and stays. Inputs leave while their convolution runs, which is waited for.
-    assert steps[:12] == [
+    assert actions[:12] == [
         "run f1", "offload a1", "run f2", "free a1", "offload a2", "run f3", "free a2",
         "offload a3", "run f4", "free a3", "run loss", "run seed",
     ]  # fmt: skip
     # Each comes back before the backward op ahead of its reader, if there is one.
-    assert steps[12:] == [
+    assert actions[12:] == [
         "free a4", "prefetch a3", "prefetch a2", "run b4", "free a3", "free g4", "prefetch a1",
         "run b3", "free a2", "free g3", "run b2", "free a1", "free g2", "run b1", "free g1",
     ]  # fmt: skip
     replay = check_plan(graph, plan)
     assert replay.reruns == 0
     # Convolutions of 1 s beside copies of 1 s: the way out is hidden.
-    forward = [at for at, step in enumerate(plan.steps) if step.target == "f4"]
+    forward = [at for at, action in enumerate(plan.actions) if action.target == "f4"]
     assert replay.end_s[forward[0]] == pytest.approx(4)
 
 
@@ -320,7 +320,7 @@ def test_dtr_locks_all_inputs_before_it_rebuilds_one():
     ]
     graph = Graph(storages, ops)
     plan = policy("dtr")(graph, budget_bytes=30)
-    again = [step.target for step in plan.steps if step.action == "run"]
+    again = [action.target for action in plan.actions if action.kind == "run"]
     check_plan(graph, plan)
     assert again.count("make_b") == 1, again
 

@@ -5,12 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sn_memory import (
+    Action,
     Compressed,
     Graph,
     Op,
     Plan,
     PlanError,
-    Step,
     Storage,
     Workspace,
     check_packing,
@@ -18,7 +18,7 @@ from sn_memory import (
     pack,
 )
 from sn_memory.plan import policies
-from sn_memory.plan.buffers import peak_step, plan_buffers
+from sn_memory.plan.buffers import peak_action, plan_buffers
 from sn_memory.pool.problem import read_problem
 
 from .random_graphs import random_graph
@@ -38,16 +38,16 @@ GRAPH = Graph(
 
 
 def test_each_stay_is_a_buffer_of_its_own():
-    steps = [
-        Step("run", "f"),
-        Step("compress", "a"),
-        Step("decompress", "a"),
-        Step("free", "b"),
+    actions = [
+        Action("run", "f"),
+        Action("compress", "a"),
+        Action("decompress", "a"),
+        Action("free", "b"),
         # a is there still, so f makes a second one; b comes back.
-        Step("run", "f"),
-        Step("run", "g"),
+        Action("run", "f"),
+        Action("run", "g"),
     ]
-    plan = Plan(tuple(steps), (), "by hand", 187, 3.0, 2.0)
+    plan = Plan(tuple(actions), (), "by hand", 187, 3.0, 2.0)
     found = plan_buffers(GRAPH, plan)
     assert list(zip(found.names, found.buffers, strict=True)) == [
         ("w", (0, 6, 7)),
@@ -65,9 +65,9 @@ def test_each_stay_is_a_buffer_of_its_own():
 
 def test_a_plan_that_frees_twice_is_refused():
     plan = Plan(
-        (Step("run", "f"), Step("free", "b"), Step("free", "b")), (), "by hand", 0, 0.0, 0.0
+        (Action("run", "f"), Action("free", "b"), Action("free", "b")), (), "by hand", 0, 0.0, 0.0
     )
-    with pytest.raises(PlanError, match="step 2: frees 'b'"):
+    with pytest.raises(PlanError, match="action 2: frees 'b'"):
         plan_buffers(GRAPH, plan)
 
 
@@ -80,4 +80,4 @@ def test_live_sum_is_the_checked_peak_whatever_the_plan(seed, name):
     assert read_problem(found.buffers).lower_bound == plan.peak_bytes
     offsets = pack(found.buffers, time_limit_s=0.5)
     assert check_packing(found.buffers, offsets) >= plan.peak_bytes
-    assert peak_step(graph, plan) == check_plan(graph, plan).peak_step
+    assert peak_action(graph, plan) == check_plan(graph, plan).peak_action

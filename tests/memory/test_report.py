@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sn_memory import (
+    Action,
     Compressed,
     Decision,
     Device,
@@ -19,7 +20,6 @@ from sn_memory import (
     Op,
     Plan,
     PlanError,
-    Step,
     Storage,
     Workspace,
 )
@@ -47,10 +47,10 @@ CHAIN = Graph(
     name="chain",
     device=Device(to_host_bytes_per_s=1000.0, to_device_bytes_per_s=1000.0),
 )
-RUN = {op.name: Step("run", op.name) for op in CHAIN.ops}
+RUN = {op.name: Action("run", op.name) for op in CHAIN.ops}
 
 
-def plan_of(steps, peak, seconds, decisions=(), **fields):
+def plan_of(actions, peak, seconds, decisions=(), **fields):
     usual = {
         "planner": "by hand",
         "lower_bound_seconds": 6.5,
@@ -58,7 +58,7 @@ def plan_of(steps, peak, seconds, decisions=(), **fields):
         "baseline_seconds": 6.5,
     }
     return Plan(
-        steps=tuple(steps),
+        actions=tuple(actions),
         decisions=tuple(decisions),
         peak_bytes=peak,
         seconds=seconds,
@@ -70,13 +70,13 @@ RECOMPUTE = plan_of(
     [
         RUN["f1"],
         RUN["f2"],
-        Step("free", "a"),
+        Action("free", "a"),
         RUN["f3"],
-        Step("free", "b"),
+        Action("free", "b"),
         RUN["f1"],
         RUN["b1"],
-        Step("free", "a"),
-        Step("free", "c"),
+        Action("free", "a"),
+        Action("free", "c"),
     ],
     # f1 again: w + c + a = 1800; b1: w + a + c + g<1> = 2100.
     2100,
@@ -88,13 +88,13 @@ COMPRESS = plan_of(
     [
         RUN["f1"],
         RUN["f2"],
-        Step("compress", "a"),
+        Action("compress", "a"),
         RUN["f3"],
-        Step("free", "b"),
-        Step("decompress", "a"),
+        Action("free", "b"),
+        Action("decompress", "a"),
         RUN["b1"],
-        Step("free", "a"),
-        Step("free", "c"),
+        Action("free", "a"),
+        Action("free", "c"),
     ],
     2100,
     6.7,
@@ -126,13 +126,13 @@ def test_curve_steps_with_the_replay():
 
 
 def test_a_compressed_storage_is_an_owner_of_its_own():
-    steps = list(COMPRESS.steps)
+    actions = list(COMPRESS.actions)
     made = report(CHAIN, COMPRESS)
     assert made.after.peak_bytes == 2100
     # With a larger workspace the peak moves to f3, where only the small form of a is held.
     ops = [replace(op, workspaces=(Workspace(900),)) if op.name == "f3" else op for op in CHAIN.ops]
     graph = Graph(CHAIN.storages, ops, device=CHAIN.device)
-    made = report(graph, plan_of(steps, 2400, 6.7))
+    made = report(graph, plan_of(actions, 2400, 6.7))
     assert dict(made.after.owners) == {
         "workspace": 900, "c": 700, "b": 500, "a (compressed)": 200, "resident": 100,
     }  # fmt: skip

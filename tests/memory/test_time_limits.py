@@ -173,7 +173,7 @@ def test_exact_solving_ends_in_time():
     budget = peak(graph).bytes * 9 // 10
     began = time.thread_time()
     # What saying no finds within the budget is an answer too: no error names a peak below it.
-    plan = plan_graph(graph, budget, actions=("keep", "recompute"), time_limit_s=0.3)
+    plan = plan_graph(graph, budget, techniques=("keep", "recompute"), time_limit_s=0.3)
     assert time.thread_time() - began < 5
     assert check_plan(graph, plan).peak_bytes <= budget
     with pytest.raises(TimeoutError):
@@ -184,7 +184,7 @@ def test_what_exact_solving_did_not_finish_is_not_called_proven():
     graph = wide(4)
     began = time.thread_time()
     with pytest.raises(BudgetError) as caught:
-        plan_graph(graph, graph.base_bytes, actions=("keep", "recompute"), time_limit_s=0.3)
+        plan_graph(graph, graph.base_bytes, techniques=("keep", "recompute"), time_limit_s=0.3)
     assert time.thread_time() - began < 5
     error = caught.value
     assert "no plan has a peak below" not in str(error)

@@ -47,8 +47,8 @@ def test_what_flows_back_is_exact_and_weights_have_small_errors(way):
     model, (x, y) = network(), data()
     step = tf.function(gradients) if way == "graph" else gradients
     plain = step(model, x, y)
-    with compress_activations(model, bits=8) as packed:
-        assert len(packed.wrapped) == 6
+    with compress_activations(model, bits=8) as compressed:
+        assert len(compressed.wrapped) == 6
         found = (tf.function(gradients) if way == "graph" else gradients)(model, x, y)
     for got, expected in zip(found, plain, strict=True):
         scale = float(tf.reduce_max(tf.abs(expected)))
@@ -88,8 +88,8 @@ def test_gradients_go_to_the_places_that_pooling_took(settings, fits):
         return tape.gradient(loss, x)
 
     plain = gradient()
-    with compress_activations(model) as packed:
-        assert len(packed.wrapped) == 1 + fits
+    with compress_activations(model) as compressed:
+        assert len(compressed.wrapped) == 1 + fits
         found = gradient()
     assert np.array_equal(found, plain)
 
@@ -141,10 +141,10 @@ def test_memory_of_a_traced_step_really_falls():
 
     plain = peak()
     with compress_activations(model, bits=2):
-        packed = min(peak() for _ in range(3))
+        compressed = min(peak() for _ in range(3))
     # Nine inputs of 2 MiB, which are the ReLUs' outputs as well, become a tenth of that. Threads
     # run ops in an order of their own: one tensor of 2 MiB more or less is there at the peak.
-    assert plain - packed >= (9 * 0.9 - 1.5) * 2**21
+    assert plain - compressed >= (9 * 0.9 - 1.5) * 2**21
 
 
 def test_it_trains_under_fit_and_takes_half_precision():

@@ -197,7 +197,7 @@ def test_peaks_differ_by_what_the_ops_of_the_frameworks_hold(graphs, name, apart
 @pytest.mark.parametrize("name", ["resnet", "attention"])
 def test_the_same_kinds_of_things_are_run_again(graphs, name, share):
     for graph in graphs[name]:
-        plan = plan_graph(graph, share, actions=("keep", "recompute"), time_limit_s=10)
+        plan = plan_graph(graph, share, techniques=("keep", "recompute"), time_limit_s=10)
         bytes_of = Counter()
         again = {*plan.decided("recompute"), *plan.decided("recompute_each")}
         for storage in again:

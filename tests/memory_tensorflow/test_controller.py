@@ -51,17 +51,17 @@ def test_predicted_errors_are_those_measured():
     """Within 10 %: 60 steps of 288 entries and more, at 2 bits."""
     model, (x, y) = network(), data()
     exact = kernels(step_of(model)(x, y))
-    with compress_activations(model, bits=2, every=1) as packed:
+    with compress_activations(model, bits=2, every=1) as compressed:
         step = step_of(model)
         found = [kernels(step(x, y)) for _ in range(60)]
-        packed.refresh()
-    rows = [row for row in packed.controller.rows() if row.n > 1024]
+        compressed.refresh()
+    rows = [row for row in compressed.controller.rows() if row.n > 1024]
     assert [row.key for row in rows] == [layer.path for layer in model.layers if layer.weights]
     for place, row in enumerate(rows):
         off = np.stack([it[place] - exact[place] for it in found])
         # The last layer's input varies with what came before it: nothing, as forward is exact.
         assert off.std() == pytest.approx(row.predicted_sd(), rel=0.1), row.key
-    assert "conv2d" in packed.report()
+    assert "conv2d" in compressed.report()
 
 
 @pytest.mark.parametrize("way", ["fit", "function"])
@@ -70,7 +70,7 @@ def test_bits_follow_the_error_without_a_new_trace(way):
     seen, middle = [], 0.0
     for error in (1e-4, None, 1e3):
         error = error or middle
-        with compress_activations(model, error=error, every=2) as packed:
+        with compress_activations(model, error=error, every=2) as compressed:
             if way == "fit":
                 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
                 model.compile(keras.optimizers.SGD(0.01), loss, jit_compile=False)
@@ -80,9 +80,9 @@ def test_bits_follow_the_error_without_a_new_trace(way):
                 for _ in range(4):
                     step(x, y)
                 assert step.experimental_get_tracing_count() == 1
-        rows = packed.controller.rows()
+        rows = compressed.controller.rows()
         middle = float(np.median([row.predicted_sd(4) / row.yardstick for row in rows]))
-        seen.append([packed.controller.bits(row.key) for row in rows])
+        seen.append([compressed.controller.bits(row.key) for row in rows])
         for row, bits in zip(rows, seen[-1], strict=True):
             assert bits == 8 or row.predicted_sd(bits) <= error * row.yardstick
     assert seen[0] == [8] * 4
@@ -92,15 +92,15 @@ def test_bits_follow_the_error_without_a_new_trace(way):
 
 def test_a_budget_is_kept():
     model, (x, y) = network(), data()
-    with compress_activations(model, bits=8) as packed:
+    with compress_activations(model, bits=8) as compressed:
         step_of(model)(x, y)
-    eight = packed.controller.total_bytes
-    with compress_activations(model, budget=eight // 2, every=1) as packed:
+    eight = compressed.controller.total_bytes
+    with compress_activations(model, budget=eight // 2, every=1) as compressed:
         step = step_of(model)
         step(x, y)
         step(x, y)
-    assert packed.controller.total_bytes <= eight // 2
-    assert len({packed.controller.bits(row.key) for row in packed.controller.rows()}) > 1
+    assert compressed.controller.total_bytes <= eight // 2
+    assert len({compressed.controller.bits(row.key) for row in compressed.controller.rows()}) > 1
     with compress_activations(model, budget=1000, every=1):
         step = step_of(model)
         step(x, y)
@@ -118,13 +118,13 @@ def test_each_layer_counts(built):
     ]  # fmt: skip
     model = keras.Sequential(([keras.Input((12, 12, 4))] if built else []) + layers)
     x = tf.random.normal((64, 12, 12, 4))
-    with compress_activations(model, bits=8, every=1) as packed:
-        assert len(set(packed.wrapped)) == len(packed.wrapped) == 6
+    with compress_activations(model, bits=8, every=1) as compressed:
+        assert len(set(compressed.wrapped)) == len(compressed.wrapped) == 6
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(model(x))
         tape.gradient(loss, model.trainable_variables)
-        packed.refresh()
-    controller = packed.controller
+        compressed.refresh()
+    controller = compressed.controller
     rows = controller.rows()
     assert [row.n for row in rows] == [64 * 144 * 4, 64 * 36 * 8]
     assert all(row.gradient_energy > 0 for row in rows)
@@ -141,15 +141,15 @@ def test_what_was_kept_exactly_counts_no_longer():
     model = keras.Sequential([keras.Input((63,)), keras.layers.Dense(4)])
     x = tf.tile(tf.constant([[-1.0, 0.0, 1.0]]), (32, 21))
     n, counted = 32 * 63, []
-    with compress_activations(model, bits=1, every=1) as packed:
+    with compress_activations(model, bits=1, every=1) as compressed:
         for _ in range(3):
             with tf.GradientTape() as tape:
                 loss = tf.reduce_sum(model(x))
             tape.gradient(loss, model.trainable_variables)
-            counted.append(packed.controller.total_bytes)
+            counted.append(compressed.controller.total_bytes)
     # At the bits that are chosen: after the first step those of the second.
     assert counted == [pytest.approx(n * (2 / 8 + 6 / 256), abs=1)] * 3
-    (row,) = packed.controller.rows()
+    (row,) = compressed.controller.rows()
     assert (row.n, row.bits, row.overflows) == (n, 2, 1)
 
 
@@ -162,12 +162,12 @@ def test_the_yardstick_is_the_momentum(kind):
         "plain": lambda: keras.optimizers.SGD(0.01),
     }[kind]()
     kernel = model.layers[0].kernel
-    with compress_activations(model, bits=8, every=1, optimizer=optimizer) as packed:
+    with compress_activations(model, bits=8, every=1, optimizer=optimizer) as compressed:
         step = step_of(model)
         optimizer.apply(step(x, y), model.trainable_variables)
         gradient = kernels(step(x, y))[0]
-        packed.refresh()
-    row = next(row for row in packed.controller.rows() if row.key == model.layers[0].path)
+        compressed.refresh()
+    row = next(row for row in compressed.controller.rows() if row.key == model.layers[0].path)
     place = optimizer._get_variable_index(kernel)
     if kind == "sgd":
         expected = np.abs(optimizer.momentums[place].numpy()).mean()

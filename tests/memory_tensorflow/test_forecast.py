@@ -1,4 +1,4 @@
-"""The peak of a packed step before it runs: by hand where that can be done, else as measured."""
+"""The peak of a compressed step before it runs: by hand where it can be done, else measured."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def dense(count=6, width=256, activation="relu"):
 
 
 def convolutions(norm=False):
-    """With pooling, and perhaps batch norm, which is not packed."""
+    """With pooling, and perhaps batch norm, which is not compressed."""
     made = [keras.Input((32, 32, 3))]
     for width in (16, 32):
         made.append(layers.Conv2D(width, 3, padding="same", activation="relu"))
@@ -51,16 +51,16 @@ def attention():
 def test_two_dense_layers_by_hand(bits):
     """Three tensors of a layer's size are there at the peak: the result, two of the backward pass.
 
-    Those are a gradient and an unpacked input. Beside them lie both inputs packed while the second
-    layer's is unpacked, then the gradient of a kernel in place of each.
+    Those are a gradient and a decompressed input. Beside them lie both inputs compressed while the
+    second layer's is decompressed, then the gradient of a kernel in place of each.
     """
     n, width = 2048, 256
     model = dense(2, width, activation=None)
     kernel = 4 * width * width
     base = 2 * (kernel + 4 * width) + 4 * n * width
     payload = sn_compress.codec("bounded", bound=float("inf"), bits=bits).payload_bytes(n * width)
-    with compress_activations(model, bits=bits) as packed:
-        found = packed.predict(tf.TensorSpec((n, width)))
+    with compress_activations(model, bits=bits) as compressed:
+        found = compressed.predict(tf.TensorSpec((n, width)))
     expected = base + 3 * 4 * n * width + 2 * max(payload, kernel)
     # Biases, and blocks of the allocator rounded up to 64 bytes.
     assert found == pytest.approx(expected, abs=4096)
@@ -75,8 +75,8 @@ def checked(make, shape, bits):
     keras.utils.set_random_seed(0)
     model = make()
     before = [it.numpy() for it in model.variables]
-    with compress_activations(model, bits=bits) as packed:
-        found = packed.verify(tf.random.stateless_normal(shape, (1, 2)))
+    with compress_activations(model, bits=bits) as compressed:
+        found = compressed.verify(tf.random.stateless_normal(shape, (1, 2)))
     assert found.kept_to >= 0.85, (make, found)
     # Not of the saving: what is plain varies by a tensor or two, as its branches change places. Of
     # the small blocks that are not measured there are 4 % at most.
@@ -131,14 +131,14 @@ it.one_of_three(it.attention, (32, 64, 128), 4)
 def test_nothing_is_run_for_a_prediction(monkeypatch):
     model = convolutions(norm=True)
     before = [it.numpy() for it in model.variables]
-    with compress_activations(model, bits=4) as packed:
+    with compress_activations(model, bits=4) as compressed:
 
         def fail(*_):
             raise AssertionError("it was run")
 
-        monkeypatch.setattr(packed._compressor, "pack", fail)
-        monkeypatch.setattr(packed._compressor, "unpack", fail)
-        small, large = (packed.predict(tf.TensorSpec((n, 32, 32, 3))) for n in (16, 64))
+        monkeypatch.setattr(compressed._compressor, "compress", fail)
+        monkeypatch.setattr(compressed._compressor, "decompress", fail)
+        small, large = (compressed.predict(tf.TensorSpec((n, 32, 32, 3))) for n in (16, 64))
     held = sum(it.numpy().nbytes for it in model.trainable_variables)
     # Variables and their gradients are there for any batch; all else grows with it.
     assert large - 2 * held == pytest.approx(4 * (small - 2 * held), rel=0.05)
@@ -148,8 +148,8 @@ def test_nothing_is_run_for_a_prediction(monkeypatch):
 def test_after_a_prediction_it_packs_as_before():
     """What a trace assumed of sizes is no promise: here all elements escape."""
     model = dense(2)
-    with compress_activations(model, bits=4) as packed:
-        packed.predict(tf.TensorSpec((64, 256)))
+    with compress_activations(model, bits=4) as compressed:
+        compressed.predict(tf.TensorSpec((64, 256)))
         x = tf.fill((64, 256), float("nan"))
 
         @tf.function
@@ -167,13 +167,13 @@ def test_shapes_that_depend_on_values_are_refused():
             return tf.boolean_mask(x, x[:, 0] > 0)
 
     model = keras.Sequential([keras.Input((64,)), layers.Dense(64), Positive()])
-    with compress_activations(model) as packed, pytest.raises(TraceError, match="depends on"):
-        packed.predict(tf.TensorSpec((32, 64)))
+    with compress_activations(model) as compressed, pytest.raises(TraceError, match="depends on"):
+        compressed.predict(tf.TensorSpec((32, 64)))
     with (
-        compress_activations(dense(2)) as packed,
+        compress_activations(dense(2)) as compressed,
         pytest.raises(TraceError, match="unknown batch"),
     ):
-        packed.predict(tf.TensorSpec((None, 256)))
+        compressed.predict(tf.TensorSpec((None, 256)))
 
 
 def test_a_constant_goes_to_the_second_factor():

@@ -164,7 +164,7 @@ def test_stateful_random_ops_are_never_run_twice():
 
     planned = rim.plan_step(step, tf.ones((512, 256)), "85%", profile=False, time_limit_s=2)
     ops = {op.name: op for op in planned.sn_memory.trace.graph.ops}
-    runs = [it.target for it in planned.sn_memory.plan.steps if it.action == "run"]
+    runs = [it.target for it in planned.sn_memory.plan.actions if it.kind == "run"]
     drawing = [name for name in runs if ops[name].random]
     assert len(drawing) == 5 == len(set(drawing))
     assert len(runs) > len(set(runs))
@@ -280,7 +280,7 @@ def test_what_cannot_be_traced_is_refused_with_a_reason():
     with pytest.raises(rim.TraceError, match="jit_compile"):
         rim.plan_step(tf.function(masked, jit_compile=True), tf.ones((64, 64)), "90%")
     with pytest.raises(ValueError, match="offload"):
-        rim.plan(network(), images(), "90%", actions=("keep", "offload"))
+        rim.plan(network(), images(), "90%", techniques=("keep", "offload"))
     with pytest.raises(TypeError, match="plan_step"):
         rim.plan(masked, tf.ones((64, 64)), "90%")
 

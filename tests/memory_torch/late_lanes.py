@@ -14,7 +14,7 @@ import torch
 
 from sn_memory import check_plan
 from sn_memory.check.replay import carry_out
-from sn_memory.plan.plan import Plan, Step
+from sn_memory.plan.plan import Action, Plan
 from sn_memory.torch.trace.record import View
 
 
@@ -93,8 +93,8 @@ class OddLanes:
 def random_moves(traced, plan, seed, *, share=0.5):
     """Return a plan that moves storages of another to the host and back at random moments.
 
-    A stay lies between two steps that touch a storage. Its copy out, the end of its memory and its
-    copy back lie anywhere between, in this order, so that places on the host change hands often.
+    A stay lies between two actions that touch a storage. Its copy out, the end of its memory and
+    its copy back lie anywhere between, in this order, so that places on the host change hands.
     """
     rng, graph = np.random.default_rng(seed), traced.graph
     resident = {it.name for it in graph.storages if it.resident or it.keep}
@@ -103,36 +103,36 @@ def random_moves(traced, plan, seed, *, share=0.5):
     fixed = resident | {it for it, at in traced.named.storage_of.items() if at in outside}
     ops = {op.name: op for op in graph.ops}
     touched, there = {}, set()
-    for at, (action, target, _) in enumerate(plan.steps):
-        op = ops[target] if action == "run" else None
+    for at, (kind, target, _) in enumerate(plan.actions):
+        op = ops[target] if kind == "run" else None
         names = {target}
         if op is not None:
             # What is made again beside what was wanted does not touch the one that is there.
             names = {*op.inputs, *op.writes, *op.releases, *op.outputs} - (
                 there & {*op.outputs} - {*op.inputs, *op.writes, *op.releases}
             )
-        there = there - {target} if action == "free" else there | names
+        there = there - {target} if kind == "free" else there | names
         for name in names - fixed:
-            touched.setdefault(name, []).append((at, action))
+            touched.setdefault(name, []).append((at, kind))
     after = {}
     for name in sorted(touched):
-        for (first, action), (last, _) in zip(touched[name], touched[name][1:], strict=False):
-            if action == "free" or last - first < 2 or rng.random() > share:
+        for (first, kind), (last, _) in zip(touched[name], touched[name][1:], strict=False):
+            if kind == "free" or last - first < 2 or rng.random() > share:
                 continue
             moments = np.sort(rng.uniform(first, last, 3))
             for moment, what in zip(moments, ("offload", "free", "prefetch"), strict=True):
                 after.setdefault(int(moment), []).append((float(moment), what, name))
-    steps = []
-    for at, step in enumerate(plan.steps):
-        steps.append(step)
-        steps += [Step(what, name) for _, what, name in sorted(after.get(at, []))]
-    return predicted(graph, steps)
+    actions = []
+    for at, action in enumerate(plan.actions):
+        actions.append(action)
+        actions += [Action(what, name) for _, what, name in sorted(after.get(at, []))]
+    return predicted(graph, actions)
 
 
-def predicted(graph, steps):
-    """Return a plan of these steps with what a replay finds, checked."""
-    made = Plan(tuple(steps), (), "random", 0, 0.0, 0.0)
+def predicted(graph, actions):
+    """Return a plan of these actions with what a replay finds, checked."""
+    made = Plan(tuple(actions), (), "random", 0, 0.0, 0.0)
     found = carry_out(graph, made)
-    made = Plan(tuple(steps), (), "random", found.peak_bytes, found.seconds, 0.0)
+    made = Plan(tuple(actions), (), "random", found.peak_bytes, found.seconds, 0.0)
     check_plan(graph, made)
     return made

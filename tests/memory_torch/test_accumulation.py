@@ -2,16 +2,21 @@
 
 Several micro-batches before one step hold the gradients of the earlier ones all the while; those of
 this one may not be held beside them until the end. And whoever is handed a gradient may use it at
-once: autograd.grad, inputs=, a hook that takes the optimizer's step.
+once: autograd.grad, inputs=, a hook that takes the optimizer's step. What is there when a step
+begins is planned for, by itself where the budget has no room for it.
 """
 
 import copy
+import warnings
 
 import pytest
 import torch
+from small_models import Everything, images, mlp
 from torch import nn
 
-from sn_memory.torch import ReplayError, StorageTracker, plan
+from sn_memory import BudgetError, Device
+from sn_memory.torch import PlanWarning, ReplayError, StorageTracker, plan, verify
+from sn_memory.torch.accumulation import peak_of_several
 
 SETTINGS = {"profile": False, "planner": "greedy"}
 
@@ -57,7 +62,8 @@ def micro_batches(model, sample, known=(), count=3):
 def test_micro_batches_take_what_torch_takes(net, overlap):
     make, shape = NETS[net]
     model, sample = make(), torch.randn(shape)
-    planned = plan(copy.deepcopy(model), sample, "100%", overlap=overlap, **SETTINGS)
+    # With room for what is there, the plan of the first step is that of all.
+    planned = plan(copy.deepcopy(model), sample, "160%", overlap=overlap, **SETTINGS)
     step = planned.sn_memory.latest
     first, *later = micro_batches(planned, sample, step.known)
     assert first == step.plan.peak_bytes
@@ -125,7 +131,7 @@ def test_the_optimizers_step_in_a_hook(overlap, budget):
 
     model, sample = Mixed(), torch.randn(16, 4, 8, 8)
     planned = plan(copy.deepcopy(model), sample, budget, overlap=overlap, profile=False)
-    runs = [it.target for it in planned.sn_memory.plan.steps if it.action == "run"]
+    runs = [it.target for it in planned.sn_memory.plan.actions if it.kind == "run"]
     assert (len(set(runs)) < len(runs)) == (budget != "100%")
     assert all(map(torch.equal, trained(planned), trained(model)))
 
@@ -146,3 +152,392 @@ def test_a_hook_that_fails_leaves_the_next_step_alone():
         it(sample).sum().backward()
     for mine, plain in zip(planned.parameters(), model.parameters(), strict=True):
         assert torch.equal(mine.grad, plain.grad)
+
+
+class Tied(nn.Module):
+    """An embedding that is the head too, a parameter that no output needs, and a frozen one."""
+
+    def __init__(self, words=64, width=32):
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.norm = nn.LayerNorm(width)
+        self.middle = nn.Linear(width, width)
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.words.weight
+        self.unused = nn.Parameter(torch.zeros(7))
+        self.frozen = nn.Parameter(torch.ones(width), requires_grad=False)
+
+    def forward(self, numbers):
+        x = self.norm(self.words(numbers)) * self.frozen
+        return self.head(nn.functional.dropout(torch.tanh(self.middle(x)), 0.1, self.training))
+
+
+def numbers():
+    return torch.randint(64, (2, 16))
+
+
+MORE = {
+    "wide": (wide, lambda: torch.randn(4, 128)),
+    "head": (head, lambda: torch.randn(2, 3, 64, 64)),
+    "mlp": (mlp, lambda: torch.randn(64, 32)),
+    "everything": (Everything, images),
+    "tied": (Tied, numbers),
+}
+
+
+def accumulated(model, samples, known=()):
+    """The peaks of micro-batches, and the gradients they sum up to, with the same masks."""
+    torch.manual_seed(1)
+    peaks = []
+    for sample in samples:
+        gradients = [it.grad for it in model.parameters() if it.grad is not None]
+        held = [*model.parameters(), *model.buffers(), sample, *known, *gradients]
+        with StorageTracker(held) as tracker:
+            out = model(sample)
+        output_gradient = torch.ones_like(out)
+        tracker.meet(output_gradient)
+        with tracker:
+            out.backward(output_gradient)
+        del out, output_gradient, gradients, held
+        peaks.append(tracker.peak_bytes)
+    return peaks, [it.grad for it in model.parameters()]
+
+
+def same(one, other):
+    return all(
+        (a is None and b is None) or torch.equal(a, b) for a, b in zip(one, other, strict=True)
+    )
+
+
+def known_of(planned):
+    record = planned.sn_memory
+    return [it for step in {*record.steps.values(), *record.later.values()} for it in step.known]
+
+
+# Where weights are most of it, a gradient and what it is added to leave nothing to be saved.
+TIGHT = [("mlp", "85%"), ("everything", "80%"), ("tied", "95%")]
+
+
+@pytest.mark.parametrize(("net", "budget"), [*((net, "100%") for net in MORE), *TIGHT])
+def test_four_micro_batches_as_predicted(net, budget):
+    """The peak of each later one is what was predicted, within the budget; sums are torch's."""
+    make, sample_of = MORE[net]
+    model, samples = make(), [sample_of() for _ in range(4)]
+    planned = plan(
+        copy.deepcopy(model), samples[0], budget, accumulate=True, profile=False, time_limit_s=5
+    )
+    record = planned.sn_memory
+    (first,), (later,) = record.steps.values(), record.later.values()
+    assert record.plan is later.plan
+    assert later.plan.peak_bytes <= later.plan.budget_bytes == first.plan.budget_bytes
+    peaks, got = accumulated(planned, samples, known_of(planned))
+    # Constants of the other trace are there as well.
+    assert 0 <= peaks[0] - first.plan.peak_bytes <= known_bytes(later)
+    assert all(0 <= it - later.plan.peak_bytes <= known_bytes(first) for it in peaks[1:])
+    assert same(got, accumulated(model, samples)[1])
+
+
+@pytest.mark.parametrize(("net", "budget"), [("mlp", "100%"), ("everything", "100%")])
+def test_planned_for_when_first_met(net, budget):
+    """Nobody said anything of micro-batches: the budget is kept all the same, silently."""
+    make, sample_of = MORE[net]
+    model, samples = make(), [sample_of() for _ in range(4)]
+    planned = plan(copy.deepcopy(model), samples[0], budget, profile=False, time_limit_s=5)
+    assert not planned.sn_memory.later
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        peaks, got = accumulated(planned, samples, known_of(planned))
+    ((first, later),) = planned.sn_memory.later.items()
+    assert max(accumulated(copy.deepcopy(model), samples)[0]) > first.plan.budget_bytes
+    assert later.plan.peak_bytes <= later.plan.budget_bytes == first.plan.budget_bytes
+    assert max(peaks) <= first.plan.budget_bytes + known_bytes(later)
+    # The second is the step it was planned in: torch's constants come to be there.
+    assert all(0 <= it - later.plan.peak_bytes <= 2 * known_bytes(later) for it in peaks[1:])
+    assert same(got, accumulated(model, samples)[1])
+
+
+def known_bytes(step):
+    """Constants of a trace."""
+    return sum(it.nbytes for it in step.known)
+
+
+def test_what_cannot_be_kept_is_said_with_its_bytes():
+    model, sample = wide(), torch.randn(4, 128)
+    planned = plan(copy.deepcopy(model), sample, "100%", profile=False, time_limit_s=5)
+    with pytest.warns(PlanWarning, match=r"accumulate=True") as seen:
+        accumulated(planned, [sample] * 4)
+    assert [it.filename for it in seen] == [__file__]
+    text, held = str(seen[0].message), sum(it.nbytes for it in model.parameters())
+    assert f"gradients of {held / 2**10:.4g} KiB" in text
+    least = planned.sn_memory.plan.budget_bytes
+    with pytest.raises(BudgetError) as refused:
+        plan(model, sample, least, accumulate=True, profile=False, time_limit_s=5)
+    assert refused.value.peak_bytes > least
+    # The plan it carries is one of the step that was refused, and runs all micro-batches.
+    small = plan(
+        *(copy.deepcopy(model), sample, refused.value.peak_bytes),
+        planner=refused.value.plan,
+        accumulate=True,
+        profile=False,
+    )
+    assert max(accumulated(small, [sample] * 3)[0]) <= refused.value.peak_bytes
+
+
+def test_bytes_that_cannot_be_kept_run_at_the_smallest_peak():
+    model, sample = wide(), torch.randn(4, 128)
+    own = plan(model, sample, "100%", **SETTINGS).sn_memory.plan.budget_bytes
+    planned = plan(copy.deepcopy(model), sample, own, profile=False, time_limit_s=5)
+    with pytest.warns(PlanWarning, match="The smallest peak found") as seen:
+        peaks, got = accumulated(planned, [sample] * 3)
+    assert [it.filename for it in seen] == [__file__]
+    (later,) = planned.sn_memory.later.values()
+    assert own < max(peaks) <= later.plan.peak_bytes < max(accumulated(model, [sample] * 3)[0])
+    assert same(got, [it.grad for it in model.parameters()])
+
+
+def test_strict_raises():
+    model, sample = wide(), torch.randn(4, 128)
+    planned = plan(model, sample, "100%", profile=False, time_limit_s=5, strict=True)
+    planned(sample).sum().backward()
+    with pytest.raises(BudgetError, match="accumulate=True") as refused:
+        planned(sample)
+    assert refused.value.peak_bytes > refused.value.budget_bytes == planned.sn_memory.budget_bytes
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_new_kind_of_input_among_micro_batches(accumulate):
+    """It gets its plan when it comes, and one with gradients in place; the budget is one."""
+    model = mlp()
+    samples = [torch.randn(batch, 32) for batch in (64, 96, 96, 64)]
+    planned = plan(
+        *(copy.deepcopy(model), samples[1][:64], "150%"),
+        profile=False,
+        time_limit_s=5,
+        accumulate=accumulate,
+    )
+    budget = planned.sn_memory.budget_bytes
+    peaks, got = accumulated(planned, samples)
+    assert max(peaks) <= budget
+    assert same(got, accumulated(model, samples)[1])
+    # Where it was planned with gradients in place it is not planned for them once more.
+    for step, later in planned.sn_memory.later.items():
+        assert later.plan.peak_bytes <= budget
+        assert later is not step or accumulate
+
+
+def test_where_there_is_room_nothing_is_planned_again():
+    model, sample = wide(), torch.randn(4, 128)
+    planned = plan(copy.deepcopy(model), sample, "20MiB", **SETTINGS)
+    peaks, got = accumulated(planned, [sample] * 3, known_of(planned))
+    assert not planned.sn_memory.later
+    held = sum(it.nbytes for it in model.parameters())
+    assert max(peaks) <= planned.sn_memory.plan.peak_bytes + held <= 20 << 20
+    assert same(got, accumulated(model, [sample] * 3)[1])
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_gradients_that_are_zeros(accumulate):
+    """`zero_grad(set_to_none=False)`, and steps of an optimizer between."""
+    torch.manual_seed(0)
+    model, sample = Everything(), images()
+    planned = plan(
+        *(copy.deepcopy(model), sample, "100%"), **SETTINGS, accumulate=accumulate, trial=False
+    )
+
+    def trained(model):
+        torch.manual_seed(3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            model(sample).square().mean().backward()
+            optimizer.step()
+        return list(model.state_dict().values())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PlanWarning)
+        assert same(trained(planned), trained(model))
+    assert len(planned.sn_memory.later) == 1
+
+
+def test_gradients_that_others_left():
+    """Of a part that is frozen by now, as a discriminator's: resident, and nothing is added."""
+    model, sample = mlp(6), torch.randn(64, 32)
+    for layer in model[:3]:
+        for it in layer.parameters():
+            it.requires_grad_(False)
+            it.grad = torch.randn_like(it)
+    left = [it.grad.clone() for it in model[:3].parameters()]
+    held = sum(it.nbytes for it in left)
+    planned = plan(copy_with_gradients(model), sample, "100%", profile=False, time_limit_s=5)
+    budget = planned.sn_memory.plan.peak_bytes
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PlanWarning)
+        peaks, _ = accumulated(planned, [sample] * 2, known_of(planned))
+    (later,) = planned.sn_memory.later.values()
+    extra = [it.bytes for it in later.trace.graph.storages if it.name.startswith("gradients that")]
+    assert extra == [held]
+    assert max(peaks) <= later.plan.peak_bytes
+    assert budget + held >= peaks[0]
+    assert same([it.grad for it in planned[:3].parameters()], left)
+
+
+def copy_with_gradients(model):
+    made = copy.deepcopy(model)
+    for mine, its in zip(made.parameters(), model.parameters(), strict=True):
+        mine.grad = its.grad
+    return made
+
+
+@pytest.mark.parametrize("budget", ["100%", "85%"])
+def test_the_optimizers_step_in_a_hook_that_keeps_gradients(budget):
+    """A parameter changes as soon as its gradient was added; nothing of the step reads it later."""
+
+    def trained(model):
+        torch.manual_seed(2)
+
+        def update(parameter):
+            with torch.no_grad():
+                parameter -= 0.01 * parameter.grad
+                parameter.grad.mul_(0.5)
+
+        for it in model.parameters():
+            it.register_post_accumulate_grad_hook(update)
+        for _ in range(3):
+            model(sample).square().mean().backward()
+        return list(model.parameters())
+
+    model, sample = Everything(), images()
+    planned = plan(
+        copy.deepcopy(model), sample, budget, accumulate=True, profile=False, time_limit_s=5
+    )
+    assert same(trained(planned), trained(model))
+
+
+def test_sections_are_no_more_than_before():
+    """A weight and its bias are added one after the other: one section of the backward pass."""
+    model, sample = head(), torch.randn(2, 3, 64, 64)
+    first = plan(model, sample, "100%", **SETTINGS, overlap=True).sn_memory.latest
+    later = plan(model, sample, "100%", **SETTINGS, overlap=True, accumulate=True).sn_memory.latest
+    assert len(later.program.backward) <= len(first.program.backward)
+
+
+@pytest.mark.parametrize("backend", ["graph", "compile", "modules"])
+def test_verify_counts_what_is_there(backend):
+    model, sample = mlp(6), torch.randn(64, 32)
+    settings = {"compiler": "eager"} if backend == "compile" else {}
+    planned = plan(
+        *(model, sample, "95%"),
+        **{"backend": backend, "accumulate": True, "profile": False, **settings},
+    )
+    found = verify(planned, sample, accumulate=True)
+    assert found.equal, found.different
+    assert found.measured_peak_bytes <= found.predicted_peak_bytes + 8
+    assert found.measured_peak_bytes >= 0.98 * found.predicted_peak_bytes
+    assert found.measured_peak_bytes <= planned.sn_memory.plan.budget_bytes
+    without = verify(planned, sample)
+    assert without.equal
+    assert without.measured_peak_bytes <= planned.sn_memory.plan.budget_bytes
+    assert without.unplanned_peak_bytes < found.unplanned_peak_bytes
+
+
+def test_by_modules_it_is_said():
+    model, sample = wide(), torch.randn(4, 128)
+    planned = plan(copy.deepcopy(model), sample, "100%", backend="modules")
+    with pytest.warns(PlanWarning, match=r"with them it takes .* accumulate=True") as seen:
+        got = accumulated(planned, [sample] * 3)[1]
+    assert len(seen) == 1
+    assert same(got, accumulated(model, [sample] * 3)[1])
+
+
+def test_what_waits_on_the_host_in_later_micro_batches():
+    model, samples = mlp(8), [torch.randn(64, 32) for _ in range(3)]
+    settings = {"device": Device("slow link", 1e9, 1e9, 1e8, 1e8, 0.0), "time_limit_s": 5}
+    planned = plan(
+        *(copy.deepcopy(model), samples[0], "85%"),
+        techniques=("keep", "offload"),
+        profile=False,
+        accumulate=True,
+        **settings,
+    )
+    ((first, later),) = planned.sn_memory.later.items()
+    assert later.program.journeys.host_copies
+    blocks = sum(it.nbytes for step in (first, later) for it in step.ignored)
+    peaks, got = accumulated(planned, samples)
+    assert same(got, accumulated(model, samples)[1])
+    # A block on the host, where it is made while the step runs.
+    assert max(peaks[1:]) <= later.plan.peak_bytes + blocks
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("passes", [2, 3])
+@pytest.mark.parametrize("net", ["wide", "mlp", "everything"])
+def test_several_forward_passes_before_their_backward(net, passes, together):
+    """What they take is said beforehand, with its bytes, and is not exceeded."""
+    make, sample_of = MORE[net]
+    model, samples = make(), [sample_of() for _ in range(passes)]
+    planned = plan(copy.deepcopy(model), samples[0], "100%", **SETTINGS, trial=False)
+    step = planned.sn_memory.latest
+    said = peak_of_several(planned, step, {step: passes - 1})
+    held = [*planned.parameters(), *planned.buffers(), *step.known, *samples]
+    with StorageTracker(held) as it:
+        outs = [planned(samples[0])]
+        with pytest.warns(PlanWarning, match="2 forward passes of") as seen:
+            outs.append(planned(samples[1]))
+        assert [it.filename for it in seen] == [__file__]
+        outs += [planned(sample) for sample in samples[2:]]
+        backward(outs, together=together)
+    torch_outs = [model(sample) for sample in samples]
+    # The numbers that the losses are, and their gradients.
+    assert it.peak_bytes <= said + 4 * 4 * passes
+    # Of gradients one may be there twice, or not.
+    largest = max(it.nbytes for it in model.parameters())
+    assert it.peak_bytes >= 0.95 * (said - largest)
+    if net != "everything":  # Its dropout and its statistics go on from pass to pass.
+        backward(torch_outs, together=together)
+        got, expected = ([it.grad for it in one.parameters()] for one in (planned, model))
+        assert all(map(torch.allclose, got, expected))
+
+
+def backward(outs, *, together):
+    if together:
+        sum(it.sum() for it in outs).backward()
+        return
+    for it in outs[::-1]:
+        it.sum().backward()
+
+
+def test_forward_passes_that_ended_do_not_wait():
+    model, sample = mlp(6), torch.randn(64, 32)
+    planned = plan(model, sample, "100%", **SETTINGS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            out = planned(sample)
+            out.sum().backward()
+            planned.zero_grad()
+        planned(sample)  # Nobody holds what it returns.
+        planned(sample).sum().backward()
+
+
+def test_micro_batches_without_exchange_under_ddp(tmp_path):
+    """DDP with `no_sync`: the last of four exchanges; gradients are those of the plain model."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    try:
+        model, samples = mlp(6), [torch.randn(64, 32) for _ in range(4)]
+        planned = plan(copy.deepcopy(model), samples[0], "90%", **SETTINGS, accumulate=True)
+        got = [exchanged(it, samples) for it in (planned, model)]
+        assert same(*got)
+        assert len(planned.sn_memory.later) == 1
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def exchanged(model, samples):
+    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.004)
+    with wrapped.no_sync():
+        for sample in samples[:-1]:
+            wrapped(sample).square().mean().backward()
+    wrapped(samples[-1]).square().mean().backward()
+    return [it.grad.clone() for it in model.parameters()]

@@ -58,14 +58,16 @@ def test_error_of_gradients_is_the_predicted_one_and_normal(bits):
     """
     model, data = Net(), batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    with compress_activations(model, bits=bits, optimizer=optimizer, every=1) as packed:
+    with compress_activations(model, bits=bits, optimizer=optimizer, every=1) as compressed:
         train(model, 5, data, optimizer)
         loss = lambda: functional.cross_entropy(model(data[0]), data[1])  # noqa: E731
         loss().backward()
-        packed.refresh()
-        predicted = {row.key.split("/")[0]: row.predicted_sd() for row in packed.controller.rows()}
-        errors = packed.measure(loss, repeats=60)
-    measured = {row.key.split("/")[0]: row.measured_sd for row in packed.controller.rows()}
+        compressed.refresh()
+        predicted = {
+            row.key.split("/")[0]: row.predicted_sd() for row in compressed.controller.rows()
+        }
+        errors = compressed.measure(loss, repeats=60)
+    measured = {row.key.split("/")[0]: row.measured_sd for row in compressed.controller.rows()}
     assert predicted.keys() == {"conv2", "conv3", "fc", "out"}
     for layer, sd in predicted.items():
         assert measured[layer] == pytest.approx(sd, rel=0.1), layer
@@ -91,8 +93,8 @@ def test_what_flows_back_is_exact_where_ops_ask_for_signs_and_masks():
 
     plain = gradient()
     with compress_activations(model, bits=1):
-        packed = gradient()
-    assert all(torch.equal(a, b) for a, b in zip(plain, packed, strict=True))
+        compressed = gradient()
+    assert all(torch.equal(a, b) for a, b in zip(plain, compressed, strict=True))
 
 
 def test_memory_really_falls_by_what_is_predicted():
@@ -113,10 +115,10 @@ def test_memory_really_falls_by_what_is_predicted():
         return held, tracker.peak_bytes
 
     plain_held, plain_peak = peak()
-    with compress_activations(model, bits=2) as packed:
+    with compress_activations(model, bits=2) as compressed:
         held, compressed_peak = peak()
-    saving = packed.saved.saving_bytes
-    assert saving > 0.8 * packed.saved.plain_bytes
+    saving = compressed.saved.saving_bytes
+    assert saving > 0.8 * compressed.saved.plain_bytes
     assert plain_held - held >= 0.85 * saving
     # Backward needs one or two plain tensors of the size of a layer's, which are transient.
     layer = 32 * 32 * 16 * 16 * 4
@@ -137,23 +139,23 @@ class Shared(nn.Module):
 
 def test_a_storage_is_packed_once_views_too():
     model = Shared()
-    with compress_activations(model, bits=4) as packed:
+    with compress_activations(model, bits=4) as compressed:
         model(torch.randn(256, 64)).sum().backward()
     n = 256 * 64
-    assert packed.saved.plain_bytes == 4 * n
+    assert compressed.saved.plain_bytes == 4 * n
     # Four bits, 48 for each group of 256, and hardly an escape.
-    assert packed.saved.packed_bytes == n // 2 + 6 * n // 256
-    assert packed.saved.elements == 4 * n
+    assert compressed.saved.compressed_bytes == n // 2 + 6 * n // 256
+    assert compressed.saved.elements == 4 * n
 
 
 def test_parameters_inputs_and_small_tensors_are_left_alone():
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
     x = torch.randn(256, 64)
-    with compress_activations(model, bits=1, nonlinear_bits=8) as packed:
+    with compress_activations(model, bits=1, nonlinear_bits=8) as compressed:
         model(x).sum().backward()
-        assert [row.key for row in packed.controller.rows()] == ["1/tanh/0"]
+        assert [row.key for row in compressed.controller.rows()] == ["1/tanh/0"]
         model(torch.randn(MIN_ELEMENTS // 64 - 1, 64)).sum().backward()
-        assert packed.saved.ratio == 1
+        assert compressed.saved.ratio == 1
 
 
 def test_changes_in_place_are_seen():
@@ -170,10 +172,10 @@ def test_changes_in_place_are_seen():
 
     torch.manual_seed(0)
     model, x = InPlace(), torch.randn(64, 64)
-    with compress_activations(model, bits=8) as packed:
+    with compress_activations(model, bits=8) as compressed:
         model(x).sum().backward()
-    # Two versions, packed twice: plain autograd would raise an error.
-    assert packed.saved.packed_bytes == 2 * (4096 + 6 * 16)
+    # Two versions, compressed twice: plain autograd would raise an error.
+    assert compressed.saved.compressed_bytes == 2 * (4096 + 6 * 16)
     # The gradient is dY^T (x + 2 x), each as it was when saved.
     inner = model.a(x).detach()
     exact = torch.ones(64, 64).T @ (inner + 2 * inner)
@@ -206,10 +208,10 @@ def test_names_do_not_depend_on_what_else_runs():
             return self.right(self.left(x) if left else x)
 
     model, x = Branches(), torch.randn(64, 64)
-    with compress_activations(model, bits=4) as packed:
+    with compress_activations(model, bits=4) as compressed:
         model(x, left=False).sum().backward()
         model(x, left=True).sum().backward()
-    keys = [row.key for row in packed.controller.rows()]
+    keys = [row.key for row in compressed.controller.rows()]
     assert keys == ["right/linear/0", "left/linear/0"]
 
 
@@ -219,9 +221,9 @@ def test_half_precision_is_packed_as_well(dtype):
     x = torch.randn(256, 64).to(dtype)
     plain = copy.deepcopy(model)
     plain(x).sum().backward()
-    with compress_activations(model, bits=4) as packed:
+    with compress_activations(model, bits=4) as compressed:
         model(x).sum().backward()
-    assert packed.saved.ratio > 3.7
+    assert compressed.saved.ratio > 3.7
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         assert a.grad.dtype == dtype
         scale = float(b.grad.float().abs().max())
@@ -233,9 +235,9 @@ def test_channels_last_and_transposes_keep_their_layout():
     model = model.to(memory_format=torch.channels_last)
     x = batch(8)[0].contiguous(memory_format=torch.channels_last)
     plain = torch.autograd.grad(model(x).sum(), list(model.parameters()))
-    with compress_activations(model, bits=8) as packed:
+    with compress_activations(model, bits=8) as compressed:
         found = torch.autograd.grad(model(x).sum(), list(model.parameters()))
-    assert packed.saved.ratio > 3.5
+    assert compressed.saved.ratio > 3.5
     for a, b in zip(found, plain, strict=True):
         assert torch.allclose(a, b, rtol=0, atol=0.02 * float(b.abs().max()) + 1e-4)
 
@@ -243,15 +245,15 @@ def test_channels_last_and_transposes_keep_their_layout():
 def test_too_many_escapes_keep_the_tensor_and_then_for_good():
     model, x = Shared(), torch.randn(256, 64)
     x[::8] = float("nan")
-    with compress_activations(model, bits=2, overflow_limit=2) as packed:
+    with compress_activations(model, bits=2, overflow_limit=2) as compressed:
         for expected in (1, 1):
             model(x).sum().backward()
-            assert packed.saved.ratio == expected
+            assert compressed.saved.ratio == expected
         model(torch.randn(256, 64)).sum().backward()
-        assert packed.saved.ratio == 1
-        rows = packed.controller.rows()
+        assert compressed.saved.ratio == 1
+        rows = compressed.controller.rows()
         assert {row.key.split("/")[0] for row in rows} == {"parts.0", "parts.1", "parts.2"}
-        assert all(packed.controller.bits(row.key) is None for row in rows)
+        assert all(compressed.controller.bits(row.key) is None for row in rows)
     assert torch.isnan(model.parts[0].weight.grad).all()
 
 
@@ -260,10 +262,10 @@ def test_error_is_kept_to_by_the_bits_chosen(name):
     model, data = Net(), batch()
     settings = {"lr": 0.01} | ({"momentum": 0.9} if "momentum" in name else {})
     optimizer = getattr(torch.optim, name.split()[0])(model.parameters(), **settings)
-    with compress_activations(model, error=0.05, optimizer=optimizer, every=4) as packed:
+    with compress_activations(model, error=0.05, optimizer=optimizer, every=4) as compressed:
         train(model, 6, data, optimizer)
-        packed.measure(lambda: functional.cross_entropy(model(data[0]), data[1]), repeats=4)
-    for row in packed.controller.rows():
+        compressed.measure(lambda: functional.cross_entropy(model(data[0]), data[1]), repeats=4)
+    for row in compressed.controller.rows():
         assert row.bits < 8 or row.predicted_sd(4) > 0.05 * row.yardstick
         # dY has changed since the statistics, and few repeats are measured.
         assert row.measured_sd < 2 * 0.05 * row.yardstick
@@ -272,23 +274,23 @@ def test_error_is_kept_to_by_the_bits_chosen(name):
         alive = state["exp_avg_sq"] > 0
         step = (state["exp_avg"][alive].abs() / state["exp_avg_sq"][alive].sqrt()).sum()
         expected = step / alive.numel() * state["exp_avg_sq"].mean().sqrt()
-        assert packed._yardstick(model.fc.weight) == pytest.approx(float(expected))
+        assert compressed._yardstick(model.fc.weight) == pytest.approx(float(expected))
     elif "momentum" in name:
         expected = float(state["momentum_buffer"].abs().mean())
-        assert packed._yardstick(model.fc.weight) == pytest.approx(expected)
+        assert compressed._yardstick(model.fc.weight) == pytest.approx(expected)
 
 
 def test_a_budget_is_kept_after_the_first_step():
     model, data = Net(), batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with compress_activations(model, bits=8) as packed:
+    with compress_activations(model, bits=8) as compressed:
         train(model, 1, data, optimizer)
-        plain = packed.saved.plain_bytes
+        plain = compressed.saved.plain_bytes
     for ratio in (5, 8):
-        with compress_activations(model, budget=plain // ratio) as packed:
+        with compress_activations(model, budget=plain // ratio) as compressed:
             train(model, 3, data, optimizer)
-        assert packed.saved.packed_bytes <= plain // ratio
-        assert packed.saved.packed_bytes > 0.5 * plain / ratio
+        assert compressed.saved.compressed_bytes <= plain // ratio
+        assert compressed.saved.compressed_bytes > 0.5 * plain / ratio
 
 
 def test_the_papers_form_trains_too():
@@ -298,11 +300,11 @@ def test_the_papers_form_trains_too():
     for theory in ("exact", "paper"):
         with compress_activations(
             model, error=0.05, optimizer=optimizer, form="paper", theory=theory, every=2
-        ) as packed:
+        ) as compressed:
             train(model, 6, data, optimizer)
-            packed.measure(lambda: functional.cross_entropy(model(data[0]), data[1]), repeats=4)
-        assert packed.saved.ratio > 4
-        kinds |= {row.key for row in packed.controller.rows() if row.measured_sd > 0}
+            compressed.measure(lambda: functional.cross_entropy(model(data[0]), data[1]), repeats=4)
+        assert compressed.saved.ratio > 4
+        kinds |= {row.key for row in compressed.controller.rows() if row.measured_sd > 0}
     assert kinds >= {"conv2/conv2d/0", "fc/linear/0"}
     with pytest.raises(ValueError, match="paper together with error="):
         compress_activations(model, bits=2, form="paper")
@@ -321,7 +323,7 @@ def test_it_ends_and_leaves_nothing_behind():
             return x
 
     model, x = Fails(), torch.randn(64, 64)
-    packed = compress_activations(model, bits=2)
+    compressed = compress_activations(model, bits=2)
     with pytest.raises(KeyError, match="mine"):
         model(x, fail=True)
     y = torch.randn(64, 64, requires_grad=True)
@@ -329,8 +331,8 @@ def test_it_ends_and_leaves_nothing_behind():
     with torch.no_grad():
         model(x)
     model(x).sum().backward()
-    assert packed.saved.ratio > 10
-    packed.close()
+    assert compressed.saved.ratio > 10
+    compressed.close()
     assert not model._forward_hooks
     assert not model.inner._forward_pre_hooks
     plain = copy.deepcopy(model)
@@ -374,10 +376,10 @@ def test_indices_of_pooling_come_back(settings):
         x = batch(16)[0].contiguous(memory_format=form).requires_grad_()
         weight = torch.randn(model(x).shape)
         plain = torch.autograd.grad((model(x) * weight).sum(), x)[0]
-        with compress_activations(model, bits=8) as packed:
+        with compress_activations(model, bits=8) as compressed:
             found = torch.autograd.grad((model(x) * weight).sum(), x)[0]
         assert torch.equal(found, plain)
-        assert packed.saved.ratio > 8
+        assert compressed.saved.ratio > 8
 
 
 def test_compiled_models_are_refused():

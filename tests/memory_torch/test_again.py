@@ -1,4 +1,4 @@
-"""Modules that run again from packed inputs: the same gradients, the same chance, less memory."""
+"""Modules that run again from compressed inputs: same gradients, same chance, less memory."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ def test_exactly_the_same_where_nothing_is_packed(training):
     model, x = copy.deepcopy(plain), torch.randn(64, 32)
     expected = gradients(plain, x)
     after = torch.rand(3)
-    with compress_activations(model, budget="1 GiB", recompute=["0"]) as packed:
+    with compress_activations(model, budget="1 GiB", recompute=["0"]) as compressed:
         found = gradients(model, x)
         # The same chance: masks, and what is drawn afterwards.
         assert torch.equal(torch.rand(3), after)
-        assert packed.saved.packed_bytes < 0.3 * packed.saved.plain_bytes
+        assert compressed.saved.compressed_bytes < 0.3 * compressed.saved.plain_bytes
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     # Statistics are updated once, in training only.
     for a, b in zip(model.buffers(), plain.buffers(), strict=True):
@@ -83,11 +83,11 @@ def test_gradients_have_the_error_of_eight_bits():
     plain = Net()
     model, x = copy.deepcopy(plain), torch.randn(128, 16)
     expected = gradients(plain, x)
-    with compress_activations(model, bits=8, recompute=["blocks.1", "blocks.2"]) as packed:
+    with compress_activations(model, bits=8, recompute=["blocks.1", "blocks.2"]) as compressed:
         found = gradients(model, x)
-        keys = [row.key for row in packed.controller.rows()]
+        keys = [row.key for row in compressed.controller.rows()]
         assert "blocks.1/input/0" in keys
-        assert "runs again: blocks.1" in packed.report()
+        assert "runs again: blocks.1" in compressed.report()
     assert not all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     close(found, expected)
     for a, b in zip(model.buffers(), plain.buffers(), strict=True):
@@ -118,7 +118,7 @@ def test_backward_twice_and_several_forwards_before():
         weights = list(model.parameters())
         first = torch.autograd.grad(loss, weights, retain_graph=True)
         second = torch.autograd.grad(loss, weights)
-        close(second, first)  # what is packed inside is rounded anew
+        close(second, first)  # what is compressed inside is rounded anew
         model.eval()
         one, other = model(x), model(2 * x)
         late = torch.autograd.grad(other, weights), torch.autograd.grad(one, weights)
@@ -184,13 +184,13 @@ def test_what_cannot_be_run_again_is_told():
 
 def test_forward_passes_are_the_models_own_between_steps():
     model, x = Net(), torch.randn(128, 16)
-    packed = compress_activations(model, bits=8, recompute=["blocks.0"])
+    compressed = compress_activations(model, bits=8, recompute=["blocks.0"])
     loss = model(x)
     assert "forward" not in vars(model.blocks[0])
     with pytest.raises(RuntimeError):
         model(torch.randn(128, 17))
     assert "forward" not in vars(model.blocks[0])
-    packed.close()
+    compressed.close()
     loss.backward()  # what was promised is still made
     assert model.blocks[0].wide.weight.grad is not None
 
@@ -199,11 +199,11 @@ def test_a_budget_is_kept_without_linear_layers_too():
     norms = nn.Sequential(nn.LayerNorm(64), nn.GELU(), nn.LayerNorm(64), nn.GELU())
     model, x = nn.Sequential(nn.LayerNorm(64), norms, nn.LayerNorm(64)), torch.randn(512, 64)
     budget = int(plain_bytes(model, x) / 8)
-    with compress_activations(model, budget=budget) as packed:
+    with compress_activations(model, budget=budget) as compressed:
         for _ in range(2):
             gradients(model, x)
-        assert packed.controller.again == {"1"}
-        assert packed.saved.packed_bytes <= budget
+        assert compressed.controller.again == {"1"}
+        assert compressed.saved.compressed_bytes <= budget
 
 
 def encoder(depth=6, dropout=0.1):
@@ -215,9 +215,9 @@ def encoder(depth=6, dropout=0.1):
 
 
 def plain_bytes(model, x):
-    with compress_activations(model, bits=8) as packed:
+    with compress_activations(model, bits=8) as compressed:
         model(x)
-    return packed.saved.plain_bytes
+    return compressed.saved.plain_bytes
 
 
 @pytest.mark.parametrize("ratio", [8, 13.5])
@@ -225,20 +225,20 @@ def test_a_transformer_keeps_eight_bits_and_the_peak_falls_as_predicted(ratio):
     """What is not linear has 8 bits or runs again; the measured saving is the predicted one."""
     model, x = encoder(), torch.randn(16, 32, 64)
     budget = int(plain_bytes(model, x) / ratio)
-    with compress_activations(model, budget=budget) as packed:
+    with compress_activations(model, budget=budget) as compressed:
         for _ in range(2):
             gradients(model, x)
-        assert packed.saved.packed_bytes <= budget
-        assert packed.controller.again
+        assert compressed.saved.compressed_bytes <= budget
+        assert compressed.controller.again
         linear = ("linear/0", "matmul/0")
-        for row in packed.controller.rows():
+        for row in compressed.controller.rows():
             assert row.bits == 8 or row.key.endswith(linear), row.key
-        found = packed.verify(x)
-        assert found.predicted_bytes == packed.predict(x)
+        found = compressed.verify(x)
+        assert found.predicted_bytes == compressed.predict(x)
     # Here and there a gradient waits for another; a twentieth is more than was ever seen.
     assert found.measured_bytes == pytest.approx(found.predicted_bytes, rel=0.05)
     assert found.kept_to >= 0.85
-    # Six layers deep, little is unpacked beside what is saved.
+    # Six layers deep, little is decompressed beside what is saved.
     activations = found.plain_bytes - found.base_bytes
     assert found.plain_bytes - found.measured_bytes > 0.6 * activations
     assert "of the predicted saving" in str(found)
@@ -252,11 +252,11 @@ def test_fewer_bits_only_if_asked_for():
         with pytest.raises(BudgetError, match="least_nonlinear_bits"):
             model(x)
     settings = {"recompute": "never", "least_nonlinear_bits": 2}
-    with compress_activations(model, budget=budget, **settings) as packed:
+    with compress_activations(model, budget=budget, **settings) as compressed:
         gradients(model, x)
         with pytest.warns(AccuracyWarning, match="leaves 2 bits"):
             gradients(model, x)
-        assert packed.saved.packed_bytes <= budget
+        assert compressed.saved.compressed_bytes <= budget
 
 
 def test_units_that_cannot_be_repeated_are_not_chosen():
@@ -273,10 +273,10 @@ def test_units_that_cannot_be_repeated_are_not_chosen():
     for block in (Draws, Remembers):
         model = Net(3, block)
         budget = int(plain_bytes(model, x) / 6)
-        with compress_activations(model, budget=budget, least_nonlinear_bits=2) as packed:
+        with compress_activations(model, budget=budget, least_nonlinear_bits=2) as compressed:
             gradients(model, x)
-            packed.refresh()
-            assert not any(name.count(".") < 2 for name in packed.controller.again)
+            compressed.refresh()
+            assert not any(name.count(".") < 2 for name in compressed.controller.again)
 
 
 @pytest.mark.parametrize("kind", ["convolutions", "blocks"])
@@ -289,11 +289,11 @@ def test_peaks_are_predicted_without_memory(kind):
             nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
             nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(8192, 10),
         )  # fmt: skip
-    with compress_activations(model, bits=4) as packed:
+    with compress_activations(model, bits=4) as compressed:
         model(x).sum().backward()
         buffers = [it.clone() for it in model.buffers()]
         model.zero_grad(set_to_none=True)
-        found = packed.verify(x)
+        found = compressed.verify(x)
     assert found.measured_bytes == pytest.approx(found.predicted_bytes, rel=0.02)
     assert found.measured_bytes < found.plain_bytes
     assert all(p.grad is None and p.device.type == "cpu" for p in model.parameters())
@@ -307,10 +307,10 @@ def test_a_model_that_looks_at_values_cannot_be_predicted():
             return y * 2 if y > 0 else y
 
     model, x = Looks(), torch.randn(128, 16)
-    with compress_activations(model, bits=8) as packed:
+    with compress_activations(model, bits=8) as compressed:
         model(x).backward()
         with pytest.raises(TraceError, match="depend on values"):
-            packed.predict(x)
+            compressed.predict(x)
         model(x).backward()  # and all is as it was
 
 
@@ -337,8 +337,8 @@ def test_a_relu_reads_bits(dtype, last):
         return once, slope
 
     expected = twice()
-    with compress_activations(model, bits=8) as packed:
+    with compress_activations(model, bits=8) as compressed:
         found = twice()
-        assert packed.saved.packed_bytes == x.numel() / 8
+        assert compressed.saved.compressed_bytes == x.numel() / 8
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a.nan_to_num(7), b.nan_to_num(7))

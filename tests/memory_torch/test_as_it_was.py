@@ -275,6 +275,7 @@ def test_what_leaves_a_mark_is_not_replayed(kind):
         trace(kind(), torch.randn(128, 32), profile=False)
 
 
+@pytest.mark.filterwarnings("ignore:.* finds gradients")  # The budget is one step's.
 @pytest.mark.parametrize("kind", [Appends, Configured, Hooks])
 def test_by_modules_the_mark_is_left_as_ever(kind):
     torch.manual_seed(0)
@@ -417,6 +418,7 @@ class Counts(Base):
         return self.inner(x) * self.count
 
 
+@pytest.mark.filterwarnings("ignore:.* finds gradients")  # The budget is one step's.
 @pytest.mark.parametrize("backend", ["graph", "modules"])
 def test_a_count_in_a_tensor_goes_on(backend):
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The action compress: what waits in few bits, what it costs gradients, and that bytes are kept."""
+"""Technique compress: what waits in few bits, what it costs gradients, and that bytes are kept."""
 
 import copy
 import importlib
@@ -15,7 +15,7 @@ from sn_memory.activations import gradient_sd
 from sn_memory.graph.rewrite import with_compressed
 from sn_memory.plan.policies import policy
 from sn_memory.torch import TraceError, compress_activations, plan, trace, verify
-from sn_memory.torch.trace.compressible import Form, Pack, Unpack
+from sn_memory.torch.trace.compressible import Compress, Decompress, Form
 from sn_memory.torch.trace.record import View
 
 # Convolutions take time here, as on a CPU; on the nominal accelerator memory traffic is all.
@@ -45,7 +45,7 @@ def everything(model, sample, **options):
     graph = with_compressed(traced.graph, traced.forms)
     made = policy("liveness")(graph, budget_bytes=None)
     planned = plan(
-        model, sample, made.peak_bytes, planner=made, actions=COMPRESS, profile=False, **options
+        model, sample, made.peak_bytes, planner=made, techniques=COMPRESS, profile=False, **options
     )
     return planned, traced
 
@@ -101,8 +101,8 @@ def test_there_and_back(kind, bits, shape, seed):
         values = values.gt(0)
     values = values.clone(memory_format=torch.preserve_format)
     form = Form(kind, View(0, tuple(values.shape), values.stride(), 0, values.dtype), bits)
-    small = Pack(form, 3)(values)
-    back = Unpack(form)(small)
+    small = Compress(form, 3)(values)
+    back = Decompress(form)(small)
     assert small.nbytes == form.nbytes
     assert form.view.shows(back)
     if kind in ("mask", "bits"):
@@ -124,8 +124,8 @@ def test_nan_and_infinity_come_back():
     values[7], values[500] = float("nan"), float("inf")
     for kind in ("values", "signed"):
         form = Form(kind, View(0, (3000,), (1,), 0, torch.float32), 4)
-        small = Pack(form, 0)(values)
-        back = Unpack(form)(small)
+        small = Compress(form, 0)(values)
+        back = Decompress(form)(small)
         assert torch.isnan(back).nonzero().tolist() == [[7]]
         assert torch.isinf(back).nonzero().tolist() == [[500]]
         assert small.nbytes == form.nbytes
@@ -135,7 +135,7 @@ def test_nan_and_infinity_come_back():
 def test_bytes_are_as_planned(share):
     model, sample = network(), batch()
     # Time enough for a set of storages to be tried on a busy machine, too.
-    planned = plan(model, sample, share, actions=COMPRESS, time_limit_s=2.0, **SLOW)
+    planned = plan(model, sample, share, techniques=COMPRESS, time_limit_s=2.0, **SLOW)
     found = verify(planned, sample)
     made = planned.sn_memory.plan
     assert found.measured_peak_bytes == found.predicted_peak_bytes == made.peak_bytes
@@ -227,10 +227,10 @@ def test_gradients_deviate_as_predicted_and_have_no_bias(bits):
     for number, rows in errors.items():
         form = next(it for it in traced.forms.values() if it.n == inputs[number].numel())
         flat = Form(form.kind, form.view, bits)
-        pack, unpack = Pack(flat, 99), Unpack(flat)
+        compress, decompress = Compress(flat, 99), Decompress(flat)
         variance = np.mean(
             [
-                float((unpack(pack(inputs[number])) - inputs[number].view(form.view.size))
+                float((decompress(compress(inputs[number])) - inputs[number].view(form.view.size))
                       .double().square().mean())
                 for _ in range(8)
             ]
@@ -250,7 +250,7 @@ def test_never_slower_and_budgets_out_of_reach_in_the_same_time():
     model, sample = network(), batch()
     for share in ("80%", "45%"):
         without, allowed = [
-            plan(model, sample, share, actions=it, time_limit_s=0.5, **SLOW).sn_memory.plan
+            plan(model, sample, share, techniques=it, time_limit_s=0.5, **SLOW).sn_memory.plan
             for it in (RECOMPUTE, COMPRESS)
         ]
         assert allowed.seconds <= without.seconds
@@ -262,7 +262,7 @@ def test_never_slower_and_budgets_out_of_reach_in_the_same_time():
 
 def test_no_machine_is_too_slow_to_find_what_to_compress():
     """The walk that goes furthest leaves no plan here, and takes all of the time there is."""
-    planned = plan(network(), batch(), "45%", actions=COMPRESS, time_limit_s=0.001, **SLOW)
+    planned = plan(network(), batch(), "45%", techniques=COMPRESS, time_limit_s=0.001, **SLOW)
     assert planned.sn_memory.plan.decided("compress")
     # Rebuilding alone takes 0.56 at best.
     assert planned.sn_memory.plan.overhead < 0.35
@@ -271,10 +271,12 @@ def test_no_machine_is_too_slow_to_find_what_to_compress():
 def test_refusals_can_be_carried_out():
     model, sample = network(), batch()
     with pytest.raises(BudgetError) as refusal:
-        plan(model, sample, "1%", actions=COMPRESS, profile=False, time_limit_s=0.5)
+        plan(model, sample, "1%", techniques=COMPRESS, profile=False, time_limit_s=0.5)
     least = refusal.value.plan
-    planned = plan(model, sample, least.peak_bytes, planner=least, actions=COMPRESS, profile=False)
-    assert planned.sn_memory.plan.steps == least.steps
+    planned = plan(
+        model, sample, least.peak_bytes, planner=least, techniques=COMPRESS, profile=False
+    )
+    assert planned.sn_memory.plan.actions == least.actions
     assert verify(planned, sample).measured_peak_bytes == least.peak_bytes
 
 
@@ -320,12 +322,12 @@ def test_bits_of_a_controller():
 def test_what_cannot_be_done_is_said():
     model, sample = network(), batch()
     with pytest.raises(ValueError, match="only 'graph'"):
-        plan(model, sample, "80%", actions=COMPRESS, backend="modules", profile=False)
+        plan(model, sample, "80%", techniques=COMPRESS, backend="modules", profile=False)
     with pytest.raises(ValueError, match="expected 1, 2, 4, 8"):
-        plan(model, sample, "80%", actions=COMPRESS, bits=3, profile=False)
+        plan(model, sample, "80%", techniques=COMPRESS, bits=3, profile=False)
     softmax = nn.Sequential(nn.Linear(64, 64), nn.Softmax(1)).double()
     with pytest.raises(PlanError, match="no storage that waits"):
-        plan(softmax, torch.zeros(64, 64).double(), "80%", actions=COMPRESS, profile=False)
+        plan(softmax, torch.zeros(64, 64).double(), "80%", techniques=COMPRESS, profile=False)
 
 
 def test_seconds_of_packing_are_measured():
@@ -341,5 +343,5 @@ def test_seconds_of_packing_are_measured():
 
 def test_models_elsewhere_are_refused():
     module = importlib.import_module("sn_memory.torch.trace.trace")
-    with pytest.raises(TraceError, match="packs on the host"):
+    with pytest.raises(TraceError, match="compress runs on the host"):
         module._forms(None, torch.device("cuda"), 8)

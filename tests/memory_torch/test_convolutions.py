@@ -36,8 +36,8 @@ def ways_taken(planned):
     ops = {op.name: op for op in graph.ops}
     return [
         ops[it.target].workspaces[it.way].name
-        for it in made.steps
-        if it.action == "run" and ops[it.target].workspaces
+        for it in made.actions
+        if it.kind == "run" and ops[it.target].workspaces
     ]
 
 
@@ -54,7 +54,7 @@ def test_what_no_plan_would_take_is_not_offered(network):
 def test_what_is_left_free_decides(network, spare, way):
     """Where the live bytes are highest, the workspace is what the budget leaves beside them."""
     bare = plan(network, SAMPLE, "100%", profile=False).sn_memory.plan.peak_bytes
-    settings = {"profile": False, "workspaces": table, "actions": ("keep",)}
+    settings = {"profile": False, "workspaces": table, "techniques": ("keep",)}
     planned = plan(network, SAMPLE, bare + spare, **settings)
     made = planned.sn_memory.plan
     assert made.peak_bytes <= made.budget_bytes

@@ -88,12 +88,18 @@ def test_the_trainer_trains_by_the_plan(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(mine, weights, strict=True))
 
 
-def test_the_trainers_other_argument_is_named(tmp_path):
+def test_the_trainers_other_argument_is_planned_for(tmp_path):
     planned = plan(
         gpt2(use_cache=False), {"input_ids": tokens(), "labels": tokens()}, "80%", **SETTINGS
     )
-    with pytest.warns(PlanWarning, match="num_items_in_batch was not given then"):
-        trained(planned, tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        losses, _ = trained(planned, tmp_path / "planned")
+    # Another kind than the sample's, and planned for when it came.
+    assert [it.unlike for it in planned.sn_memory.kinds[1:]] == [
+        "num_items_in_batch was not given then"
+    ]
+    assert losses == trained(gpt2(use_cache=False), tmp_path / "plain")[0]
 
 
 def smallest(model, sample):
@@ -103,6 +109,7 @@ def smallest(model, sample):
     return plan(model, sample, refusal.value.peak_bytes, backend="modules")
 
 
+@pytest.mark.filterwarnings("ignore:.* finds gradients")  # The budget is one step's.
 def test_planning_by_modules_registers_no_hooks():
     """transformers registers hooks in a model's first run, and says so on the model."""
     sample = {"input_ids": tokens(), "labels": tokens(), "output_hidden_states": True}
@@ -129,6 +136,7 @@ def test_by_modules_a_cache_of_keys_is_filled_once():
     assert planned(**sample).past_key_values.layers[0].keys.shape[2] == 16
 
 
+@pytest.mark.filterwarnings("ignore:2 forward passes")  # The budget is one step's.
 def test_a_planned_step_returns_its_cache():
     """By default GPT-2 returns keys and values in an object of its own class."""
     model, sample = gpt2(), {"input_ids": tokens(), "labels": tokens()}

@@ -17,7 +17,7 @@ from torch.nn.functional import avg_pool2d, dropout, scaled_dot_product_attentio
 
 from sn_memory import Device, PlanError, plan_graph
 from sn_memory.check.replay import carry_out
-from sn_memory.plan.plan import Step
+from sn_memory.plan.plan import Action
 from sn_memory.torch import plan, trace, verify
 from sn_memory.torch.eager import host_arena
 from sn_memory.torch.eager.host_arena import HostArena, HostCopy
@@ -118,10 +118,10 @@ def test_plans_of_the_planner(lanes, net):
     made = lanes(0.0)
     make, shape = NETS[net]
     model, sample = make(), torch.randn(shape)
-    actions = ("keep", "recompute", "offload")
+    techniques = ("keep", "recompute", "offload")
     for speed, budget in ((1e8, "75%"), (1e9, "85%")):
         link = Device("link", 1e9, 1e9, speed, speed, 0.0)
-        ours = plan(model, sample, budget, actions=actions, device=link, profile=False)
+        ours = plan(model, sample, budget, techniques=techniques, device=link, profile=False)
         assert ours.sn_memory.latest.program.journeys.host_copies
         found = verify(ours, sample)
         assert found.equal, found.different
@@ -136,17 +136,18 @@ def test_what_is_on_the_host_is_not_held_when_it_is_made_again():
     traced = trace(model, sample, profile=False, device=LINK)
     norm = next(it for it in traced.graph.ops if it.kind == "native_layer_norm")
     out, mean, _ = norm.outputs
-    steps = []
-    for step in plan_graph(traced.graph, "100%", planner="greedy").steps:
-        op = traced.graph.ops[traced.graph.op_index[step.target]] if step.action == "run" else None
+    actions = []
+    for action in plan_graph(traced.graph, "100%", planner="greedy").actions:
+        ran = action.kind == "run"
+        op = traced.graph.ops[traced.graph.op_index[action.target]] if ran else None
         if op is not None and op.phase == "backward" and out in op.inputs:
-            steps.append(Step("prefetch", out))
-        steps.append(step)
+            actions.append(Action("prefetch", out))
+        actions.append(action)
         if op is norm:
-            steps.append(Step("free", mean))
+            actions.append(Action("free", mean))
         elif op is not None and op.phase == "forward" and out in op.inputs:
-            steps += [Step("offload", out), Step("free", out), Step("run", norm.name)]
-    made = predicted(traced.graph, steps)
+            actions += [Action("offload", out), Action("free", out), Action("run", norm.name)]
+    made = predicted(traced.graph, actions)
     replay = Replay(traced, replace(made, peak_bytes=0))
     settings = {"known": replay.known, "ignored": replay.ignored}
     got = run(lambda x: replay.run(model, (x,), {}), model, sample, **settings)

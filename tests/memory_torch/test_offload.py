@@ -98,7 +98,7 @@ def test_copies_start_ahead_and_are_awaited_before_use(monkeypatch):
     """The timeline of one storage: out, free when out, back ahead of its use, wait, use."""
     model, sample = mlp(8), torch.randn(64, 32)
     planned = plan(
-        model, sample, "75%", actions=("keep", "offload"), device=SLOW_LINK, profile=False
+        model, sample, "75%", techniques=("keep", "offload"), device=SLOW_LINK, profile=False
     )
     program = planned.sn_memory.latest.program
     made = list(program.arenas[0].host_copies.values())
@@ -119,11 +119,11 @@ def test_copies_start_ahead_and_are_awaited_before_use(monkeypatch):
     gaps = [
         log.index(("arrived", it)) - log.index(("give", it)) for it in program.arenas[0].host_copies
     ]
-    steps = planned.sn_memory.plan.steps
+    actions = planned.sn_memory.plan.actions
     ahead = sum(
         any(
-            step.action == "run" and step.target
-            for step in steps[host_copy.end + 1 : host_copy.end + 3]
+            action.kind == "run" and action.target
+            for action in actions[host_copy.end + 1 : host_copy.end + 3]
         )
         for host_copy in made
     )
@@ -135,13 +135,13 @@ def test_nothing_moves_while_all_fits():
     """A plan that moves more than its peak needs: what there is room for stays."""
     model, sample = mlp(6), torch.randn(64, 32)
     planned = plan(
-        model, sample, "80%", actions=("keep", "offload"), device=SLOW_LINK, profile=False
+        model, sample, "80%", techniques=("keep", "offload"), device=SLOW_LINK, profile=False
     )
     step = planned.sn_memory.latest
-    asked = sum(it.action == "offload" for it in step.plan.steps)
+    asked = sum(it.kind == "offload" for it in step.plan.actions)
     journeys = step.program.journeys.host_copies
     assert len(journeys) == asked
-    live = np.zeros(len(step.plan.steps), dtype=np.int64)
+    live = np.zeros(len(step.plan.actions), dtype=np.int64)
     assert needless(journeys, live, 10**12) == set(range(asked))
     found = verify(planned, sample)
     assert found.equal
@@ -152,7 +152,7 @@ def test_nothing_moves_while_all_fits():
 def test_streams_on_a_gpu():
     device = torch.device("cuda")
     model, sample = mlp(8, 512).to(device), torch.randn(4096, 512, device=device)
-    planned = plan(model, sample, "75%", actions=("keep", "offload"))
+    planned = plan(model, sample, "75%", techniques=("keep", "offload"))
     found = verify(planned, sample)
     assert found.equal, found.different
     assert found.measured_peak_bytes == found.predicted_peak_bytes

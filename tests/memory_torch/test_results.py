@@ -86,6 +86,8 @@ def tensors_in(value, seen=None):
     return [tensor for it in inside for tensor in tensors_in(it, seen)]
 
 
+@pytest.mark.filterwarnings("ignore:.* finds gradients")  # The budget is one step's.
+@pytest.mark.filterwarnings("ignore:2 forward passes")
 @pytest.mark.parametrize("made", MADE)
 def test_objects_are_filled_with_this_steps_tensors(made):
     torch.manual_seed(0)

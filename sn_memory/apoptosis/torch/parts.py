@@ -1,4 +1,4 @@
-"""Values cut into parts: packed queries, keys and values, and packed gates.
+"""Values cut into parts: fused queries, keys and values, and fused gates.
 
 Parts along the channels have to stay equal, as the call that cuts says how many there are, or how
 wide they are. So the neurons at one place of all parts go together.

@@ -15,10 +15,10 @@ import numpy as np
 from ...graph.graph import Graph
 from ...graph.numbers import Ints
 from ..plan import Plan
-from .carry import carry_out, choose
-from .follow import follow
-from .menu import from_menu
-from .origins import Origins, origins
+from ..walk.carry import carry_out, choose
+from ..walk.follow import follow
+from ..walk.menu import from_menu
+from ..walk.origins import Origins, origins
 
 # Greedy has one free number, the bytes of a segment; this many are tried, each half the last.
 _GREEDY_SIZES = 14

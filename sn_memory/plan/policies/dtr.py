@@ -19,10 +19,10 @@ import numpy as np
 
 from ...graph.graph import Graph
 from ..plan import Plan
-from .carry import carry_out, choose
-from .origins import Origins
+from ..walk.carry import carry_out, choose
+from ..walk.origins import Origins
+from ..walk.walk import Event, Walk
 from .union_find import Groups
-from .walk import Event, Walk
 
 # Candidates whose neighbourhood is looked at afresh; the others, if there are more, are ranked by
 # what it last was.

@@ -14,10 +14,10 @@ import numpy as np
 
 from ...graph.graph import Graph
 from ..plan import Plan
-from .carry import carry_out
-from .follow import follow
-from .menu import from_menu
-from .origins import Origins, origins
+from ..walk.carry import carry_out
+from ..walk.follow import follow
+from ..walk.menu import from_menu
+from ..walk.origins import Origins, origins
 
 # Capacities tried with a budget, as shares of all that is saved; and the grain of the knapsack.
 _SHARES = 16

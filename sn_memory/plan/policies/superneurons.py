@@ -4,13 +4,13 @@ Outputs of checkpoint layers (CONV, FC, JOIN, FORK, CONCAT) stay, those between 
 dropped in the forward pass and rebuilt from the checkpoint in the backward pass:
 
 - `superneurons_speed` rebuilds a segment once and keeps what it rebuilt;
-- `superneurons_memory` lets the steps in between go at once and starts again for the next layer;
+- `superneurons_memory` lets what is in between go at once and starts again for the next layer;
 - `superneurons` takes the first where the segment stays below l_peak = max_i(l_i), the largest
   working set of any one op, and the second elsewhere.
 
 Outputs of convolutions go to the host while memory is short (the tensor cache): without a budget
 all of them, with one only as many, oldest first, as the budget asks. Convolutions take the fastest
-algorithm whose workspace fits at that step. A storage read by two forward ops counts as a FORK.
+algorithm whose workspace fits then. A storage read by two forward ops counts as a FORK.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from collections.abc import Iterable
 
 from ...graph.graph import Graph
 from ..plan import Plan
-from .carry import carry_out, choose
-from .follow import follow, offloadable
-from .kinds import is_checkpoint, is_conv
-from .origins import Origins, origins
+from ..walk.carry import carry_out, choose
+from ..walk.follow import follow, offloadable
+from ..walk.kinds import is_checkpoint, is_conv
+from ..walk.origins import Origins, origins
 
 # How many sizes of the tensor cache are tried between "nothing leaves" and "all convolutions".
 _CACHE_SIZES = 8
@@ -114,12 +114,12 @@ def _plan(graph: Graph, budget_bytes: int | None, planner: str, each: set[int]) 
         for storage in range(len(graph.storages))
     }
 
-    def is_step(op: int) -> bool:
+    def at_checkpoint(op: int) -> bool:
         return is_checkpoint(graph, op)
 
     def draft(offloaded: list[int]) -> Plan:
         reasons.update(dict.fromkeys(offloaded, "output of a convolution; waits on the host"))
-        events = follow(graph, kept=kept, each=each, offloaded=offloaded, checkpoint=is_step)
+        events = follow(graph, kept=kept, each=each, offloaded=offloaded, checkpoint=at_checkpoint)
         return carry_out(graph, events, planner=planner, reasons=reasons, within_bytes=budget_bytes)
 
     convolutions = {s for s in kept if is_conv(graph, origin.makers[s][0])}

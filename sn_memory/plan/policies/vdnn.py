@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from ...graph.graph import Graph
 from ..plan import Plan
-from .carry import carry_out
-from .follow import follow, offloadable
-from .kinds import is_conv
-from .menu import from_menu
-from .origins import origins
+from ..walk.carry import carry_out
+from ..walk.follow import follow, offloadable
+from ..walk.kinds import is_conv
+from ..walk.menu import from_menu
+from ..walk.origins import origins
 
 _SHARES = 8
 

@@ -114,13 +114,6 @@ class Chain:
             return float("inf")
         return float(self.table[0, len(self.blocks) - 1][min(units, UNITS)])
 
-    def smallest_budget(self) -> int | None:
-        """Return the least budget the table has an answer for."""
-        if not self.blocks:
-            return None
-        feasible = np.flatnonzero(np.isfinite(self.table[0, len(self.blocks) - 1]))
-        return self.base + int(feasible[0]) * self.unit if feasible.size else None
-
     def choice(self, budget_bytes: int) -> list[int] | None:
         """Return the choice of the table's solution for a budget; None if it has none."""
         if not np.isfinite(self.extra_seconds(budget_bytes)):

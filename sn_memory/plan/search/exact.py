@@ -22,7 +22,7 @@ from itertools import accumulate, count, product
 
 from ...base.clock import now
 from ...graph.graph import Graph
-from ..plan import Step
+from ..plan import Action
 
 # Looks at moves before the clock is asked at all, so that very small graphs are solved in any time,
 # and between two questions.
@@ -34,9 +34,9 @@ State = tuple[int, int]
 
 @dataclass(frozen=True)
 class Exact:
-    """An optimal plan: its steps, and what they lead to."""
+    """An optimal plan: its actions, and what they lead to."""
 
-    steps: tuple[Step, ...]
+    actions: tuple[Action, ...]
     peak_bytes: int
     seconds: float
 
@@ -52,7 +52,7 @@ def solve(
     space, last = _Space(graph, budget_bytes), len(graph.ops)
     ticket, looks = count(), 0
     best: dict[State, float] = {(0, 0): 0.0}
-    origin: dict[State, tuple[State, tuple[Step, ...], int]] = {}
+    origin: dict[State, tuple[State, tuple[Action, ...], int]] = {}
     closed: list[list[int]] = [[] for _ in range(last + 1)]
     queue = [(space.to_come[0], next(ticket), 0.0, (0, 0))]
     while queue:
@@ -66,14 +66,14 @@ def solve(
             return _path(origin, state, cost, graph.base_bytes)
         if len(best) > most_states:
             raise MemoryError(f"more than {most_states} states for {last} ops")
-        for seconds, after, steps, live in space.moves(done, held):
+        for seconds, after, actions, live in space.moves(done, held):
             looks += 1
             if looks > _FREE and looks % _BETWEEN == 0 and now() > deadline:
                 raise TimeoutError(f"no optimal plan of {last} ops was found in time")
             spent = cost + seconds
             if spent < best.get(after, float("inf")):
                 best[after] = spent
-                origin[after] = (state, steps, live)
+                origin[after] = (state, actions, live)
                 guess = spent + space.to_come[after[0]]
                 heapq.heappush(queue, (guess, next(ticket), spent, after))
     return None
@@ -165,8 +165,8 @@ class _Space:
             held ^= bit
             yield bit, self.sizes[self.owner[bit.bit_length() - 1]]
 
-    def moves(self, done: int, held: int) -> Iterator[tuple[float, State, tuple[Step, ...], int]]:
-        """Every run that can follow: seconds, the state after it, its steps, and live bytes."""
+    def moves(self, done: int, held: int) -> Iterator[tuple[float, State, tuple[Action, ...], int]]:
+        """Every run that can follow: seconds, the state after it, its actions, and live bytes."""
         graph, arrays = self.graph, self.graph.arrays
         for op in range(min(done + 1, len(graph.ops))):
             reads, makes = self.reads(op), self.makes(op)
@@ -196,12 +196,12 @@ class _Space:
                     # What is made a second time beside the first goes at once.
                     fresh = makes & ~self._others(kept)
                     target = (kept | fresh) & self.needed[after]
-                    steps = (
+                    actions = (
                         *self._frees(held & ~left),
-                        Step("run", graph.ops[op].name, way),
+                        Action("run", graph.ops[op].name, way),
                         *self._frees((kept | fresh) & ~target),
                     )
-                    yield arrays.seconds[op][way], (after, target), steps, live
+                    yield arrays.seconds[op][way], (after, target), actions, live
 
     def _begins(self, op: int, held: int) -> list[int]:
         """What may be there when an op begins: its outputs in later versions, or not."""
@@ -222,9 +222,9 @@ class _Space:
             mask |= self._whole(self.owner[bit.bit_length() - 1])
         return mask
 
-    def _frees(self, gone: int) -> Iterator[Step]:
+    def _frees(self, gone: int) -> Iterator[Action]:
         for bit, _ in self._held(gone):
-            yield Step("free", self.graph.storages[self.owner[bit.bit_length() - 1]].name)
+            yield Action("free", self.graph.storages[self.owner[bit.bit_length() - 1]].name)
 
     def _room_made(self, held: int, stays: int, room: int) -> Iterator[int]:
         """Yield what can be left so that it fits, giving up no more than that takes."""
@@ -262,14 +262,14 @@ def _resident_versions(graph: Graph) -> list[list[int]]:
 
 
 def _path(
-    origin: dict[State, tuple[State, tuple[Step, ...], int]],
+    origin: dict[State, tuple[State, tuple[Action, ...], int]],
     state: State,
     seconds: float,
     base: int,
 ) -> Exact:
     parts, most = [], base
     while state in origin:
-        state, steps, live = origin[state]
-        parts.append(steps)
+        state, actions, live = origin[state]
+        parts.append(actions)
         most = max(most, live)
-    return Exact(tuple(step for part in parts[::-1] for step in part), most, seconds)
+    return Exact(tuple(action for part in parts[::-1] for action in part), most, seconds)

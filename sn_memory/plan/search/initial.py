@@ -27,12 +27,12 @@ def starts_from_plan(shape: Holes, plan: Plan) -> tuple[list[int], list[int]]:
     choice = shape.natural()
     for decision in plan.decisions:
         storage = shape.graph.storage_index[decision.storage]
-        if not shape.rebuildable[storage] or not decision.action.startswith("recompute"):
+        if not shape.rebuildable[storage] or not decision.technique.startswith("recompute"):
             continue
         for hole in shape.of(storage):
             after = shape.start[hole] >= shape.start[shape.main(storage)]
             if after and not shape.stays[hole]:
-                each = decision.action == "recompute_each"
+                each = decision.technique == "recompute_each"
                 choice[hole] = len(shape.graph.ops) if each else 0
                 if not each:
                     break

@@ -1,12 +1,13 @@
 """compress_activations for Keras: inputs of dense and convolution layers, kept in a few bits.
 
-A layer's call is wrapped in a custom gradient that captures the packed input only, and
-differentiates the layer at the unpacked one. A dense or convolution layer is linear in its input,
-so the gradient that flows back is exact and that of its weights unbiased; a ReLU, in the layer or
-behind it, keeps one bit per element, and max pooling the place of the largest in each window.
+A layer's call is wrapped in a custom gradient that captures the compressed input only, and
+differentiates the layer at the decompressed one. A dense or convolution layer is linear in its
+input, so the gradient that flows back is exact and that of its weights unbiased; a ReLU, in the
+layer or behind it, keeps one bit per element, and max pooling the place of the largest in each
+window.
 
-What packs, and what the controller is told, is in compressor.py. Memory falls in traced steps
-(tf.function, fit), where control dependencies keep unpacking until it is needed. Run eagerly,
+What compresses, and what the controller is told, is in compressor.py. Memory falls in traced steps
+(tf.function, fit), where control dependencies keep decompressing until it is needed. Run eagerly,
 gradients are the same, but tf.custom_gradient itself holds each result.
 """
 
@@ -91,7 +92,7 @@ class CompressedActivations:
 
     @contextmanager
     def sizes_known(self) -> Iterator[None]:
-        """Let traces that are made meanwhile have packed inputs of fixed size. Not to be run.
+        """Let traces that are made meanwhile have compressed inputs of fixed size. Not to be run.
 
         A run may not rely on it: where too many elements escape, an input is kept as it is.
         """
@@ -102,10 +103,10 @@ class CompressedActivations:
             self._sizes_known = False
 
     def predict(self, sample: Any) -> int:
-        """Return the peak of a step on a sample, in bytes, as it is packed. Nothing is run.
+        """Return the peak of a step on a sample, in bytes, as it is compressed. Nothing is run.
 
         The step is traced: forward and backward pass without a loss. All counts: variables, input,
-        gradients, outputs, what is unpacked for the op at work. A tf.TensorSpec will do as sample.
+        gradients, outputs, what is decompressed for the op at work. A tf.TensorSpec will do.
 
         Raises
         ------
@@ -153,19 +154,21 @@ class CompressedActivations:
         call = layer.call
 
         @tf.custom_gradient
-        def packed(x: Any) -> Any:
+        def compressed(x: Any) -> Any:
             y, buffer, shape = keep(
-                call, x, partial(self._compressor.pack, key), self._bytes(key, x)
+                call, x, partial(self._compressor.compress, key), self._bytes(key, x)
             )
             static, dtype = x.shape, x.dtype
             note = self._compressor.arrived(key, layer, x, y)
 
             def gradient(dy: Any, variables: Any = None) -> Any:
                 with tf.control_dependencies([dy]):  # not before it is used
-                    values = restored(self._compressor.unpack, [buffer, shape], tf.float32, static)
+                    values = restored(
+                        self._compressor.decompress, [buffer, shape], tf.float32, static
+                    )
                 values, weights = tf.cast(values, dtype), list(variables or [])
-                # One input at a time lies there unpacked, and not while the gradient of another is
-                # made. That of this one needs no input.
+                # One input at a time lies there decompressed, and not while the gradient of another
+                # is made. That of this one needs no input.
                 with tf.GradientTape(persistent=True) as tape:
                     tape.watch(values)
                     again = call(values)
@@ -184,7 +187,7 @@ class CompressedActivations:
             return y, gradient
 
         def wrapped(inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            return activation(packed(inputs))
+            return activation(compressed(inputs))
 
         return wrapped
 
@@ -213,9 +216,9 @@ def compress_activations(
     Parameters
     ----------
     model
-        A Keras model; compile it with jit_compile=False, as packing runs on the host. Compile it,
-        or make its tf.function, after this call: a trace made before goes on as it was. Bits may
-        change without a new trace.
+        A Keras model; compile it with jit_compile=False, as compressing runs on the host. Compile
+        it, or make its tf.function, after this call: a trace made before goes on as it was. Bits
+        may change without a new trace.
     error
         Acceptable deviation of a weight's gradient, as a fraction of its momentum's mean magnitude
         (of the gradient's, without an optimizer). For Adam both are taken in units of its step.

@@ -1,9 +1,9 @@
-"""The peak of a step with packed activations, before it runs; and beside what is measured.
+"""The peak of a step with compressed activations, before it runs; and beside what is measured.
 
-The step is traced as it is packed, and its peak counted by the lifetimes of what its ops make, in
-the order of the trace. TensorFlow need not run it in that order. But packing waits for nothing,
-unpacking for the gradient that it serves, and the gradient of a layer's input for those of its
-weights: what else may change places is small.
+The step is traced as it is compressed, and its peak counted by the lifetimes of what its ops make,
+in the order of the trace. TensorFlow need not run it in that order. But compressing waits for
+nothing, decompressing for the gradient that it serves, and the gradient of a layer's input for
+those of its weights: what else may change places is small.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ class Compressing(Protocol):
     def paused(self) -> AbstractContextManager[None]: ...
 
 
-def predicted_peak(packed: Compressing, sample: Any) -> int:
+def predicted_peak(compressed: Compressing, sample: Any) -> int:
     """Return the peak of a step on a sample; nothing is allocated."""
-    return peak(_graph(packed, sample)).bytes
+    return peak(_graph(compressed, sample)).bytes
 
 
-def peaks(packed: Compressing, sample: Any) -> Peaks:
+def peaks(compressed: Compressing, sample: Any) -> Peaks:
     """Run a step with and without compression, after it was predicted."""
-    graph = _graph(packed, sample)
+    graph = _graph(compressed, sample)
     args = tf.nest.map_structure(
         tf.convert_to_tensor, sample if isinstance(sample, tuple) else (sample,)
     )
 
     def measured() -> list[int]:
-        variables = packed.model.variables
-        step = model_step(packed.model)
+        variables = compressed.model.variables
+        step = model_step(compressed.model)
         with put_back(variables):
             step(*args)  # it is traced, and kernels get ready
             found = [asked(lambda: step(*args), variables).peak_bytes for _ in range(_RUNS)]
         return [graph.base_bytes + it for it in found]
 
-    with packed.paused():
+    with compressed.paused():
         plain = measured()
     with all_counted():
         ours = measured()
@@ -69,12 +69,12 @@ def peaks(packed: Compressing, sample: Any) -> Peaks:
     return Peaks(min(plain), peak(graph).bytes, max(ours), graph.base_bytes)
 
 
-def _graph(packed: Compressing, sample: Any) -> Graph:
-    with packed.sizes_known():
-        captured, _ = capture_model(packed.model, call_arguments(sample))
+def _graph(compressed: Compressing, sample: Any) -> Graph:
+    with compressed.sizes_known():
+        captured, _ = capture_model(compressed.model, call_arguments(sample))
     named = to_graph(
         _constants_pushed_down(captured),
-        name=packed.model.name,
+        name=compressed.model.name,
         device=NOMINAL,
         costs=unmeasured,
         allocator="tensorflow",

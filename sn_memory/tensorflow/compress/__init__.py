@@ -1,4 +1,4 @@
-"""What a layer keeps in fewer bytes, and who packs it on the host.
+"""What a layer keeps in fewer bytes, and who compresses it on the host.
 
 It imports the core, `activations` among it.
 """

@@ -1,6 +1,6 @@
-"""What runs on the host while a step with packed activations runs: packing, and what is seen of it.
+"""What runs on the host while a step with compressed activations runs, and what is seen of it.
 
-Bits are looked up when a layer packs, so the controller may change them without a new trace.
+Bits are looked up when a layer compresses, so the controller may change them without a new trace.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MIN_ELEMENTS = 1024
 
 
 class Compressor:
-    """Packs inputs of layers in the bits that a controller chose, and tells it what it wants.
+    """Compresses inputs of layers in the bits that a controller chose, and tells it what it wants.
 
     Parameters
     ----------
@@ -43,18 +43,18 @@ class Compressor:
             )
             for bits in WIDTHS
         }
-        self._draws = 0  # packs so far: each rounds by other chances
+        self._draws = 0  # tensors compressed so far: each rounds by other chances
         self._step = -1
         self._first = ""
         self._looking = False
         self._gathered: dict[str, dict[str, Any]] = {}
 
     def nbytes(self, key: str, n: int) -> int:
-        """Return what n elements are packed in just now, if not too many escape."""
+        """Return what n elements are compressed in just now, if not too many escape."""
         bits = self.controller.bits(key) if n >= MIN_ELEMENTS else None
         return 4 * n if bits is None else int(self._codecs[bits].payload_bytes(n))
 
-    def pack(self, key: str, x: Array) -> Array:
+    def compress(self, key: str, x: Array) -> Array:
         """A payload; or plain float32 where that is smaller, or too many elements escape."""
         self._count(key)
         flat = np.ascontiguousarray(x, np.float32).reshape(-1)
@@ -72,8 +72,8 @@ class Compressor:
             return self._exact(key, flat)
         return np.asarray(payload.buffer)
 
-    def unpack(self, buffer: Array, shape: Array) -> Array:
-        """Return what `pack` was given, as it was kept."""
+    def decompress(self, buffer: Array, shape: Array) -> Array:
+        """Return what `compress` was given, as it was kept."""
         n = int(np.prod(shape))
         if buffer.size == 4 * n:
             return buffer.view(np.float32).reshape(shape)
@@ -110,7 +110,7 @@ class Compressor:
             self.controller.refresh()
 
     def _count(self, key: str) -> None:
-        """A step begins where the layer packs that packed first of all."""
+        """A step begins where the layer compresses that compressed first of all."""
         self._first = self._first or key
         if key == self._first:
             self.refresh()
@@ -124,7 +124,7 @@ class Compressor:
         self.controller.observe(key, n=flat.size, bits=bits, variance=variance, nonzero=nonzero)
 
     def _exact(self, key: str, flat: Array) -> Array:
-        """All bytes, which the controller counts until fewer are packed."""
+        """All bytes, which the controller counts until fewer are compressed."""
         if self._looking:
             self.controller.observe(key, n=flat.size, bits=None, variance=0.0)
         return flat.view(np.uint8)

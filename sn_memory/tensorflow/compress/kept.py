@@ -1,7 +1,7 @@
 """What a wrapped layer keeps for its gradient: made at once, in the memory of a numpy function.
 
 TensorFlow has no hook for what a tape saves. A layer's call is therefore wrapped in a custom
-gradient that captures what is packed and nothing else.
+gradient that captures what is compressed and nothing else.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ class Kept(NamedTuple):
 def keep(
     call: Callable[[Any], Any],
     x: Any,
-    pack: Callable[[Array], Array],
+    compress: Callable[[Array], Array],
     size: int | None,
     of: Callable[[Any, Any], Any] = lambda x, y: tf.cast(x, tf.float32),
 ) -> Kept:
-    """Run a call that no tape sees, and pack `of` its input and result.
+    """Run a call that no tape sees, and compress `of` its input and result.
 
-    `size` is what is packed in bytes, where that is known before: what follows is predicted by it.
+    `size` is that of the compressed form in bytes, where it is known before: what follows is
+    predicted by it.
     """
     with record.stop_recording():
         y = call(x)
-        buffer = tf.numpy_function(_handing_over(pack), [of(x, y)], tf.uint8)
+        buffer = tf.numpy_function(_handing_over(compress), [of(x, y)], tf.uint8)
         buffer.set_shape([size])
         shape = tf.shape(x)
         with tf.control_dependencies([buffer]):  # before anything else needs memory
@@ -46,9 +47,9 @@ def keep(
     return Kept(y, buffer, shape)
 
 
-def restored(unpack: Callable[..., Array], given: list[Any], dtype: Any, like: Any) -> Any:
+def restored(decompress: Callable[..., Array], given: list[Any], dtype: Any, like: Any) -> Any:
     """Return what a numpy function makes of what is kept, in the type and shape of an input."""
-    values = tf.numpy_function(_handing_over(unpack), given, dtype)
+    values = tf.numpy_function(_handing_over(decompress), given, dtype)
     values.set_shape(like)
     return values
 

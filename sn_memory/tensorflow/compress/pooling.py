@@ -42,7 +42,7 @@ class Places:
 
         @tf.custom_gradient
         def pooled(x: Any) -> Any:
-            y, kept, shape = keep(call, x, lambda x: noted(self.pack(x)), self._bytes(x.shape))
+            y, kept, shape = keep(call, x, lambda x: noted(self.compress(x)), self._bytes(x.shape))
             static, dtype = x.shape, x.dtype
 
             def gradient(dy: Any) -> Any:
@@ -71,8 +71,8 @@ class Places:
             for j in range(self.width):
                 yield x[:, i :: self.height, j :: self.width][:, :rows, :columns]
 
-    def pack(self, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Return places of [n, height, width, channels], packed into uint8."""
+    def compress(self, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return places of [n, height, width, channels], compressed into uint8."""
         first, *others = self._views(x)
         best, place = first.copy(), np.zeros(first.shape, np.uint8)
         for number, other in enumerate(others, start=1):

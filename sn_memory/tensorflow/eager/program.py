@@ -42,20 +42,20 @@ class Program:
 
     def __init__(self, captured: Captured, named: Named, plan: Plan) -> None:
         self.captured, self.named = captured, named
-        self.steps = [step for step in plan.steps if step.action in ("run", "free")]
-        if len(self.steps) < len(plan.steps):
+        self.actions = [action for action in plan.actions if action.kind in ("run", "free")]
+        if len(self.actions) < len(plan.actions):
             raise PlanError(
                 "the plan offloads or compresses; here ops are only kept and recomputed. Plan with "
-                'actions=("keep", "recompute").'
+                'techniques=("keep", "recompute").'
             )
-        firsts = list(dict.fromkeys(it.target for it in plan.steps if it.action == "run"))
+        firsts = list(dict.fromkeys(it.target for it in plan.actions if it.kind == "run"))
         if firsts != [op.name for op in named.graph.ops]:
             raise PlanError(
                 "the plan changes the order of first runs; the small ops between would be out of "
                 "place. Plan with the planner 'auto'."
             )
-        parts = [at for at, step in enumerate(self.steps) if step.target == LOSS]
-        self.boundary = parts[0] if captured.stand_ins else len(self.steps)
+        parts = [at for at, action in enumerate(self.actions) if action.target == LOSS]
+        self.boundary = parts[0] if captured.stand_ins else len(self.actions)
         # Of the sources of a model's gradients, which have one; and what its results look like.
         self.has_gradient: tuple[bool, ...] = ()
         self.results: Any = None
@@ -103,24 +103,24 @@ class Emission:
         self.changed: dict[int, list[Any]] = {}
 
     def forward(self) -> None:
-        """Put the steps before the loss there; all steps, where the loss is among them."""
+        """Put the actions before the loss there; all of them, where the loss is among them."""
         for at in self.named.followers[""]:
             self.emit(at, first=True)
-        self.carry_out(self.program.steps[: self.program.boundary])
+        self.carry_out(self.program.actions[: self.program.boundary])
 
     def backward(self, incoming: list[Any]) -> None:
-        """Put the steps after the loss there, given the gradients of the outputs."""
+        """Put the actions after the loss there, given the gradients of the outputs."""
         for value, tensor in zip(self.captured.stand_ins, incoming, strict=True):
             self.made[value] = tensor
         self.previous = [*self.previous, *(it.op for it in incoming)]
-        steps = self.program.steps[self.program.boundary + 1 :]
+        actions = self.program.actions[self.program.boundary + 1 :]
         for at in self.named.followers[LOSS]:
             self.emit(at, first=True)
-        self.carry_out(steps)
+        self.carry_out(actions)
 
-    def carry_out(self, steps: Any) -> None:
-        for action, target, _ in steps:
-            if action == "free":
+    def carry_out(self, actions: Any) -> None:
+        for kind, target, _ in actions:
+            if kind == "free":
                 self.drop(target)
                 continue
             first = target not in self.ran

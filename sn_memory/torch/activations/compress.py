@@ -1,7 +1,7 @@
 """compress_activations: what autograd saves for the backward pass, in far fewer bytes.
 
 Between steps a controller chooses bits and, under a budget, modules that run again (rerun.py); in
-each forward pass all that is saved is packed (saving.py), and in some of them watched.
+each forward pass all that is saved is compressed (saving.py), and in some of them watched.
 
 Over 300 lines: one object, what it is asked for, and the state between steps.
 """
@@ -59,7 +59,8 @@ def compress_activations(
         "auto": under a budget, as many as it takes to leave 8 bits to ops that are not linear.
         "never", or the names of modules, whatever is given besides.
     form
-        "fixed" rounds at random; "paper" to nearest within a bound, entropy-coded (needs `error`).
+        "fixed" rounds at random; "paper" to nearest within a tolerance,
+        entropy-coded (needs `error`).
     seed, threads
         Of the codec.
     settings
@@ -85,9 +86,9 @@ def compress_activations(
     >>> from sn_memory.torch import compress_activations
     >>> model = torch.nn.Sequential(
     ...     torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
-    >>> with compress_activations(model, bits=2) as packed:
+    >>> with compress_activations(model, bits=2) as compressed:
     ...     model(torch.randn(256, 64)).sum().backward()
-    >>> packed.saved.ratio > 9
+    >>> compressed.saved.ratio > 9
     True
     """
     if hasattr(model, "_orig_mod"):
@@ -161,7 +162,7 @@ class CompressedActivations:
         self.close()
 
     def close(self) -> None:
-        """Take the hooks off the model. What was packed can still be unpacked."""
+        """Take the hooks off the model. What was compressed can still be decompressed."""
         for handle in [*self._handles, *self._watched]:
             handle.remove()
         self._handles, self._watched = [], []
@@ -320,10 +321,10 @@ class CompressedActivations:
         return self._magnitudes.get(weight, 0.0)
 
     def predict(self, sample: Any) -> int:
-        """Return the peak of a step on a sample, in bytes, as packed now. Needs no memory.
+        """Return the peak of a step on a sample, in bytes, as compressed now. Needs no memory.
 
         The step runs on tensors without values. All counts: parameters, gradients, what is
-        unpacked for the op at work. Sizes that depend on values are as last seen.
+        decompressed for the op at work. Sizes that depend on values are as last seen.
 
         Raises
         ------
@@ -367,9 +368,9 @@ class CompressedActivations:
         finally:
             self.active = True
         for _ in range(repeats):
-            for name, packed, exact in zip(names, gradients(), plain, strict=True):
-                if packed is not None and exact is not None:
-                    errors[name].append(packed - exact)
+            for name, compressed, exact in zip(names, gradients(), plain, strict=True):
+                if compressed is not None and exact is not None:
+                    errors[name].append(compressed - exact)
         stacked = {name: torch.stack(each) for name, each in errors.items() if each}
         by_weight = {id(p): name for name, p in names.items()}
         for key, weight in self._weights.items():

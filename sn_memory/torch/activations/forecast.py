@@ -1,6 +1,6 @@
-"""The peak of a step with packed activations, before it runs; and beside what is measured.
+"""The peak of a step with compressed activations, before it runs; and beside what is measured.
 
-What is saved in fewer bytes is not what the peak falls by: some tensor is always unpacked, and
+What is saved in fewer bytes is not what the peak falls by: some tensor is always decompressed, and
 early layers have larger gradients than late ones. So the step itself is run, hooks and second runs
 included, on tensors that have sizes and no values.
 """
@@ -33,35 +33,35 @@ class Compressing(Protocol):
     active: bool
 
 
-def predicted_peak(packed: Compressing, sample: Any) -> int:
+def predicted_peak(compressed: Compressing, sample: Any) -> int:
     """Return the peak of a step on a sample; nothing is allocated."""
-    before = packed.compressor
-    packed.compressor = _BlankCompressor(before)
+    before = compressed.compressor
+    compressed.compressor = _BlankCompressor(before)
     try:
-        return fake_step(packed.model, call_arguments(sample)).peak_bytes
+        return fake_step(compressed.model, call_arguments(sample)).peak_bytes
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise TraceError(
             f"{error.func} makes the course of the model depend on values, so its memory cannot be "
             "told before. Run a step and measure it: verify(sample)."
         ) from error
     finally:
-        packed.compressor = before
+        compressed.compressor = before
 
 
-def peaks(packed: Compressing, sample: Any) -> Peaks:
+def peaks(compressed: Compressing, sample: Any) -> Peaks:
     """Run a step with and without compression, after it was predicted."""
-    model, arguments = packed.model, call_arguments(sample)
-    predicted = predicted_peak(packed, sample)
+    model, arguments = compressed.model, call_arguments(sample)
+    predicted = predicted_peak(compressed, sample)
 
     def measured() -> int:
         with put_back(model, arguments):
             return run_step(model, model, arguments).peak_bytes
 
-    packed.active = False
+    compressed.active = False
     try:
         plain = measured()
     finally:
-        packed.active = True
+        compressed.active = True
     held = [*model.parameters(), *model.buffers()]
     tree_map_only(torch.Tensor, held.append, arguments)
     sizes = {it.untyped_storage()._cdata: it.untyped_storage().nbytes() for it in held}
@@ -69,7 +69,7 @@ def peaks(packed: Compressing, sample: Any) -> Peaks:
 
 
 class _Blank:
-    """What a packed tensor takes, and what it becomes."""
+    """What a compressed tensor takes, and what it becomes."""
 
     fits, variance, nonzero = True, 0.0, 1.0
 
@@ -101,7 +101,7 @@ class _Silent:
 
 
 class _BlankCompressor(Compressor):
-    """Packs tensors without values: into as many bytes as others took."""
+    """Compresses tensors without values: into as many bytes as others took."""
 
     blank = True
 
@@ -109,7 +109,7 @@ class _BlankCompressor(Compressor):
         controller = cast(Controller, _Silent(real.controller))
         super().__init__(controller, real.form, real.seed, real.threads)
 
-    def rounded(self, tensor: torch.Tensor, bits: int, bound: float, form: str) -> Lossy:
+    def rounded(self, tensor: torch.Tensor, bits: int, tolerance: float, form: str) -> Lossy:
         n = tensor.numel()
         return cast(Lossy, _Blank(-(-n * bits // 8) + 6 * -(-n // 256), bits))
 

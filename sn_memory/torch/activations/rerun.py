@@ -1,7 +1,7 @@
-"""Modules that run again in the backward pass, from inputs that wait for it packed.
+"""Modules that run again in the backward pass, from inputs that wait for it compressed.
 
 torch.utils.checkpoint would do the running again. But what it makes anew lies there in plain until
-used, all of a module's at once; here that is packed as well, where it is large. And statistics
+used, all of a module's at once; here that is compressed as well, where it is large. And statistics
 are updated once: the second run sees them as the first did, in copies.
 
 What a first run saves is a promise, nothing more. The first that is asked for lets the module run.
@@ -60,7 +60,7 @@ class _Place(int):
 
 
 class Run:
-    """One run of a module: what it was given, packed, and the state in which it began.
+    """One run of a module: what it was given, compressed, and the state in which it began.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ class Run:
     name, module, forward
         The module, and its own forward pass.
     exact_bytes
-        If what is saved inside takes no more than this in plain, it is not packed.
+        If what is saved inside takes no more than this in plain, it is not compressed.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ from ..errors import ReplayError
 from ..trace.to_graph import Named
 from .joint_graph import Joint
 
-_Steps = list[tuple[str, str]]
+_Actions = list[tuple[str, str]]
 
 
 def partitioned(joint: Joint, named: Named, plan: Plan) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -27,18 +27,18 @@ def partitioned(joint: Joint, named: Named, plan: Plan) -> tuple[fx.GraphModule,
 
     Raises ReplayError for a plan that moves or compresses storages.
     """
-    steps = [(step.action, step.target) for step in plan.steps]
-    other = {action for action, _ in steps} - {"run", "free"}
+    actions = [(action.kind, action.target) for action in plan.actions]
+    other = {kind for kind, _ in actions} - {"run", "free"}
     if other:
         raise ReplayError(
             f"the plan would {', '.join(sorted(other))}; under torch.compile storages are kept or "
-            "recomputed. Plan with the actions keep and recompute, or with backend='graph'."
+            "recomputed. Plan with the techniques keep and recompute, or with backend='graph'."
         )
-    boundary = steps.index(("run", LOSS))
-    after = steps[boundary + 1 :]
+    boundary = actions.index(("run", LOSS))
+    after = actions[boundary + 1 :]
     saved = _handed_over(joint, named, after)
     forward = _Half(joint, named, joint.primals)
-    forward.carry_out(steps[:boundary])
+    forward.carry_out(actions[:boundary])
     described = [SavedForBackwardsAOTOutput(place) for place in range(len(saved))]
     first = forward.module([*joint.outputs, *saved], [*joint.descriptions[0], *described])
     backward = _Half(joint, named, [*saved, *joint.output_gradients])
@@ -46,13 +46,13 @@ def partitioned(joint: Joint, named: Named, plan: Plan) -> tuple[fx.GraphModule,
     return first, backward.module(list(joint.gradients), joint.descriptions[1])
 
 
-def _handed_over(joint: Joint, named: Named, steps: _Steps) -> list[fx.Node]:
+def _handed_over(joint: Joint, named: Named, actions: _Actions) -> list[fx.Node]:
     """Nodes whose storages the backward graph uses before it makes them."""
     captured = joint.captured
     there = {view.storage for view in captured.output_gradients} | set(captured.recording.constants)
     needed: dict[int, None] = {}
-    for action, target in steps:
-        if action == "run":
+    for kind, target in actions:
+        if kind == "run":
             call = captured.recording.calls[named.call_of[target]]
             needed |= dict.fromkeys(it for it in (*call.reads, *call.writes) if it not in there)
             there |= set(call.makes)
@@ -82,9 +82,9 @@ class _Half:
             self.on.setdefault(self.joint.storages[node], set()).add(node)
         return made
 
-    def carry_out(self, steps: _Steps) -> None:
-        for action, target in steps:
-            if action == "free":
+    def carry_out(self, actions: _Actions) -> None:
+        for kind, target in actions:
+            if kind == "free":
                 for node in self.on.pop(self.named.storage_of[target], ()):
                     del self.here[node]
                 continue

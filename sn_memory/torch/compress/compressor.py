@@ -1,4 +1,4 @@
-"""How a tensor is packed, and what a forward pass saved in all."""
+"""How a tensor is compressed, and what a forward pass saved in all."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ class Saved:
     """What one forward pass saved: bytes as autograd would hold them, and as they are held."""
 
     plain_bytes: int
-    packed_bytes: int
+    compressed_bytes: int
     elements: int
 
     @property
     def ratio(self) -> float:
-        """Plain bytes over packed ones."""
-        return self.plain_bytes / max(self.packed_bytes, 1)
+        """Plain bytes over compressed ones."""
+        return self.plain_bytes / max(self.compressed_bytes, 1)
 
     @property
     def saving_bytes(self) -> int:
-        return self.plain_bytes - self.packed_bytes
+        return self.plain_bytes - self.compressed_bytes
 
     def __str__(self) -> str:
         return (
-            f"activations {show_bytes(self.plain_bytes)} -> {show_bytes(self.packed_bytes)}, "
+            f"activations {show_bytes(self.plain_bytes)} -> {show_bytes(self.compressed_bytes)}, "
             f"{self.ratio:.1f} times less"
         )
 
 
 @dataclass
 class Compressor:
-    """What looks at values and packs them; each tensor draws its own random numbers."""
+    """What looks at values and compresses them; each tensor draws its own random numbers."""
 
     controller: Controller
     form: str
     seed: int
     threads: int
-    packed: int = 0
+    drawn: int = 0
     blank = False
     """Whether there are no values, only sizes."""
 
-    def rounded(self, tensor: torch.Tensor, bits: int, bound: float, form: str) -> Lossy:
+    def rounded(self, tensor: torch.Tensor, bits: int, tolerance: float, form: str) -> Lossy:
         """Return the values in these bits."""
-        codec = treatments.codec(bits, bound, form, self.seed, self.threads)
-        self.packed += 1
-        return Lossy(treatments.flat_values(tensor), codec, self.packed - 1)
+        codec = treatments.codec(bits, tolerance, form, self.seed, self.threads)
+        self.drawn += 1
+        return Lossy(treatments.flat_values(tensor), codec, self.drawn - 1)
 
     def holds_two(self, tensor: torch.Tensor, key: str) -> bool:
         """Whether all values are 0 or one other."""

@@ -1,4 +1,4 @@
-"""One forward pass, watched: each tensor that autograd saves gets a name, and is kept packed.
+"""One forward pass, watched: each tensor that autograd saves gets a name, and is kept compressed.
 
 torch offers hooks that pack and unpack saved tensors, but a hook is given a bare tensor: not which
 layer or op saved it. Counting calls (GACT) assigns wrong bits as soon as control flow changes.
@@ -32,7 +32,7 @@ class _Memory:
     nbytes: int
     saved: bool = False
     exact: bool = False
-    packed_bytes: int = 0
+    compressed_bytes: int = 0
     kept: dict[tuple[Any, ...], Lossy] = field(default_factory=dict)
     groups: dict[tuple[Any, ...], str] = field(default_factory=dict)
 
@@ -53,7 +53,7 @@ class Pass:
     Parameters
     ----------
     compressor
-        Packs.
+        Compresses.
     resident, given
         Storages that are there anyway: of the model, and of what it was given.
     path, counts
@@ -63,7 +63,7 @@ class Pass:
     again
         The unit that runs a second time, if this is that.
     exactly
-        Nothing is packed.
+        Nothing is compressed.
     """
 
     def __init__(
@@ -91,7 +91,9 @@ class Pass:
         self._contexts = ExitStack()
 
     def __enter__(self) -> Pass:
-        self._contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
+        self._contexts.enter_context(
+            torch.autograd.graph.saved_tensors_hooks(self._compress, _decompress)
+        )
         self._contexts.enter_context(Calls(self._called))
         return self
 
@@ -112,7 +114,7 @@ class Pass:
     def saved(self) -> Saved:
         """What was saved so far."""
         plain = sum(memory.nbytes for memory in self._memories if memory.saved)
-        held = sum(m.packed_bytes + m.nbytes * m.exact for m in self._memories)
+        held = sum(m.compressed_bytes + m.nbytes * m.exact for m in self._memories)
         return Saved(plain, held, self._elements)
 
     # The op that runs.
@@ -137,11 +139,11 @@ class Pass:
     def _is_innermost(self) -> bool:
         """Whether autograd calls these hooks: no checkpoint of the user's has put in its own."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        return hooks is not None and hooks[0] == self._pack
+        return hooks is not None and hooks[0] == self._compress
 
-    # Packing one tensor.
+    # Compressing one tensor.
 
-    def _pack(self, tensor: torch.Tensor) -> tuple[Kept, Layout]:
+    def _compress(self, tensor: torch.Tensor) -> tuple[Kept, Layout]:
         path = self.path[-1] if self.path else "model"
         call = self._call or Call("", f"{path}/", (), {})
         storage = tensor.untyped_storage()
@@ -189,7 +191,7 @@ class Pass:
         return kept, Layout.of(tensor)
 
     def know(self, tensor: torch.Tensor, kept: Kept) -> None:
-        """Let a tensor be known as packed already, should it be saved."""
+        """Let a tensor be known as compressed already, should it be saved."""
         if isinstance(kept, Lossy):
             self._memory(tensor.untyped_storage()).kept[_where(tensor)] = kept
 
@@ -213,12 +215,12 @@ class Pass:
                 self.controller.observe_other(key, nbytes=memory.nbytes)
             memory.exact = True
         else:
-            memory.packed_bytes += kept.nbytes
+            memory.compressed_bytes += kept.nbytes
             self.controller.observe_other(key, nbytes=kept.nbytes)
         return kept
 
     def _keep(self, tensor: torch.Tensor, call: Call, key: str, memory: _Memory) -> Kept:
-        """Pack a tensor; in a second run that packs nothing, keep it."""
+        """Compress a tensor; in a second run that compresses nothing, keep it."""
         if self._exactly:
             return Exact(tensor)
         kind = self._kind(tensor, call, key)
@@ -245,26 +247,26 @@ class Pass:
         self, tensor: torch.Tensor, call: Call, key: str, memory: _Memory, *, linear: bool
     ) -> Kept:
         bits = self.controller.bits(key, linear=linear)
-        bound, form = self.controller.bound(key), "fixed"
+        tolerance, form = self.controller.tolerance(key), "fixed"
         if self.compressor.form == "paper" and linear:
             exact = self.controller.theory == "exact"
-            bound = self.controller.exact_bound(key) if exact else bound
-            # Until the first refresh there is no bound, and the fixed form does without.
-            form = "paper" if 2.0**-100 <= bound <= 2.0**100 else "fixed"
+            tolerance = self.controller.exact_tolerance(key) if exact else tolerance
+            # Until the first refresh there is no tolerance, and the fixed form does without.
+            form = "paper" if 2.0**-100 <= tolerance <= 2.0**100 else "fixed"
         n, group = tensor.numel(), self.group(tensor, key)
-        if bits is None or bound < 2.0**-100:
+        if bits is None or tolerance < 2.0**-100:
             memory.exact = True
             self.controller.observe(key, n=n, bits=None, variance=0.0, linear=linear, group=group)
             return Exact(tensor)
         kept = memory.kept.get(_where(tensor))
         if kept is None or kept.bits < bits:
-            kept = self.compressor.rounded(tensor, bits, bound, form)
+            kept = self.compressor.rounded(tensor, bits, tolerance, form)
             if not kept.fits:
                 memory.exact = True
                 self.controller.overflowed(key)
                 return Exact(tensor)
             memory.kept[_where(tensor)] = kept
-            memory.packed_bytes += kept.nbytes
+            memory.compressed_bytes += kept.nbytes
         self.controller.observe(
             key, n=n, bits=kept.bits, variance=kept.variance, nonzero=kept.nonzero,
             linear=linear, group=group,
@@ -274,7 +276,7 @@ class Pass:
         return kept
 
 
-def _unpack(saved: tuple[Kept, Layout]) -> torch.Tensor:
+def _decompress(saved: tuple[Kept, Layout]) -> torch.Tensor:
     kept, layout = saved
     return kept.restore(layout)
 

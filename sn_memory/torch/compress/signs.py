@@ -1,7 +1,7 @@
 """A ReLU whose backward pass reads bits.
 
 Hooks of saved tensors give autograd's own backward pass of a ReLU what it asks for: a number per
-element. Unpacked, these are as large as the gradient, and often what a step's peak is made of.
+element. Decompressed, these are as large as the gradient, and often what a step's peak is made of.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Saved tensors in fewer bytes, and back: how each treatment of the policy is carried out.
 
-What is kept lies in one uint8 tensor, so that it is counted as any other storage. Packing and
-unpacking run on the host; a tensor on another device is copied there.
+What is kept lies in one uint8 tensor, so that it is counted as any other storage. Compressing and
+decompressing run on the host; a tensor on another device is copied there.
 """
 
 from __future__ import annotations
@@ -262,12 +262,12 @@ def two_values(values: np.ndarray[Any, Any]) -> float | None:
 
 
 @lru_cache(maxsize=256)
-def codec(bits: int, bound: float, form: str, seed: int, threads: int) -> Any:
+def codec(bits: int, tolerance: float, form: str, seed: int, threads: int) -> Any:
     """Return the codec of these settings."""
     if form == "paper":
-        return sn_compress.codec("bounded", bound=bound, form="paper", measure=False)
+        return sn_compress.codec("bounded", bound=tolerance, form="paper", measure=False)
     return sn_compress.codec(
-        "bounded", bound=bound, bits=bits, seed=seed, threads=threads, measure=False
+        "bounded", bound=tolerance, bits=bits, seed=seed, threads=threads, measure=False
     )
 
 

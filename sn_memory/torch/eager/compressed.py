@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 from ...graph.rewrite import COMPRESS, DECOMPRESS, RESTORED, SMALL, as_run
 from ...plan.plan import Plan
-from ..trace.compressible import Pack, Unpack, reading
+from ..trace.compressible import Compress, Decompress, reading
 from ..trace.record import Call, View, byte_view
 from ..trace.to_graph import Named
 from ..trace.trace import Trace
@@ -28,7 +28,7 @@ def as_planned(traced: Trace, plan: Plan, *, seed: int = 0) -> Trace:
     seed
         Of the rounding; each storage and each step draws other numbers from it.
     """
-    graph = as_run(traced.graph, (step.target for step in plan.steps if step.action == "run"))
+    graph = as_run(traced.graph, (action.target for action in plan.actions if action.kind == "run"))
     if graph is traced.graph:
         return traced
     named, recording = traced.named, traced.captured.recording
@@ -47,9 +47,9 @@ def as_planned(traced: Trace, plan: Plan, *, seed: int = 0) -> Trace:
         device.append(device[storage])
         storage_of[name + SMALL] = small
         call_of[op.name] = len(calls)
-        pack = Pack(form, seed * 2**32 + storage)
+        compress = Compress(form, seed * 2**32 + storage)
         own = replace(form.view, storage=storage)
-        calls.append(_call(pack, own, byte_view(small, form.nbytes), "forward"))
+        calls.append(_call(compress, own, byte_view(small, form.nbytes), "forward"))
         if form.direct:
             direct[storage] = small
             continue
@@ -59,7 +59,7 @@ def as_planned(traced: Trace, plan: Plan, *, seed: int = 0) -> Trace:
         storage_of[name + RESTORED] = again
         call_of[DECOMPRESS + name] = len(calls)
         back = replace(form.view, storage=again)
-        calls.append(_call(Unpack(form), byte_view(small, form.nbytes), back, "backward"))
+        calls.append(_call(Decompress(form), byte_view(small, form.nbytes), back, "backward"))
     by_number = {named.storage_of[name]: form for name, form in traced.forms.items()}
     for at, call in enumerate(recording.calls):
         if call.phase != "backward":
@@ -76,6 +76,7 @@ def as_planned(traced: Trace, plan: Plan, *, seed: int = 0) -> Trace:
             recording=replace(recording, calls=calls, nbytes=nbytes, device=device),
         ),
         traced.forms,
+        traced.layouts,
     )
 
 

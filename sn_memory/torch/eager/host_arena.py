@@ -25,7 +25,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """One stay on the host, in steps of the plan.
+    """One stay on the host, in actions of the plan.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ def needless(host_copies: Sequence[HostCopy], live_bytes: Ints, room_bytes: int)
     host_copies
         Those of a plan.
     live_bytes
-        [steps] on the device, with all host copies made.
+        [actions] on the device, with all host copies made.
     room_bytes
         What may be live: the plan's peak.
 

@@ -1,4 +1,4 @@
-"""Instructions: functions that do one step of a plan on what is held.
+"""Instructions: functions that do one action of a plan on what is held.
 
 Everything that can be known ahead is: which arguments are tensors, how each looks at its storage,
 which results are kept. What is left for the step is to fill in and call.

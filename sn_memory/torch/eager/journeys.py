@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ...check.replay import carry_out
 from ...graph.numbers import Ints
 from ...plan.plan import Plan
+from ...run.loss import LOSS
 from ..trace.captured import Captured
 from ..trace.to_graph import Named
 from .host_arena import HostCopy
@@ -15,7 +17,7 @@ from .host_arena import HostCopy
 
 @dataclass(frozen=True)
 class Journeys:
-    """The host copies of a plan, and per step that is part of one, which."""
+    """The host copies of a plan, and per action that is part of one, which."""
 
     host_copies: list[HostCopy]
     at: dict[int, int]
@@ -26,26 +28,26 @@ def journeys_of(named: Named, captured: Captured, plan: Plan) -> Journeys:
     host_copies: list[HostCopy] = []
     at: dict[int, int] = {}
     away: dict[int, int] = {}
-    for place, (action, target, _) in enumerate(plan.steps):
-        if action not in ("offload", "free", "prefetch"):
+    for place, (kind, target, _) in enumerate(plan.actions):
+        if kind not in ("offload", "free", "prefetch"):
             continue
         storage = named.storage_of[target]
-        if action == "offload":
+        if kind == "offload":
             away[storage] = at[place] = len(host_copies)
             nbytes = captured.recording.nbytes[storage]
-            # Where it is freed and comes back is told by later steps; it may never come back.
-            host_copies.append(HostCopy(storage, place, place, len(plan.steps), nbytes))
-        elif action == "free" and storage in away:
+            # Where it is freed and comes back is told by later actions; it may never come back.
+            host_copies.append(HostCopy(storage, place, place, len(plan.actions), nbytes))
+        elif kind == "free" and storage in away:
             at[place] = away[storage]
             host_copies[away[storage]] = replace(host_copies[away[storage]], freed=place)
-        elif action == "prefetch":
+        elif kind == "prefetch":
             at[place] = host_copy = away.pop(storage)
             host_copies[host_copy] = replace(host_copies[host_copy], end=place)
     return Journeys(host_copies, at)
 
 
 def live_bytes(named: Named, plan: Plan) -> Ints:
-    """Bytes on the device at each step of a plan, with all its host copies made."""
+    """Bytes on the device at each action of a plan, with all its host copies made."""
     graph = named.graph
     size = {
         it.name: int(nbytes) for it, nbytes in zip(graph.storages, graph.arrays.bytes, strict=True)
@@ -53,14 +55,61 @@ def live_bytes(named: Named, plan: Plan) -> Ints:
     outputs = {op.name: op.outputs for op in graph.ops}
     held = {it.name for it in graph.storages if it.resident}
     live, curve = graph.base_bytes, []
-    for action, target, _ in plan.steps:
-        made = set(outputs[target]) if action == "run" else set()
-        if action == "prefetch":
+    for kind, target, _ in plan.actions:
+        made = set(outputs[target]) if kind == "run" else set()
+        if kind == "prefetch":
             made = {target}
         live += sum(size[it] for it in made - held)
         held |= made
         curve.append(live)
-        if action == "free":
+        if kind == "free":
             held.discard(target)
             live -= size[target]
     return np.array(curve, dtype=np.int64)
+
+
+def waiting_bytes(named: Named, plan: Plan) -> tuple[int, int]:
+    """Bytes that a forward pass holds until its backward pass: all, and inputs and outputs of it.
+
+    Those on the host count as well: copies that the peak of one pass has room for are not made.
+    """
+    graph = named.graph
+    size = dict(zip((it.name for it in graph.storages), graph.arrays.bytes.tolist(), strict=True))
+    held = {it.name for it in graph.storages if it.role == "input"}
+    callers = held | set(graph.ops[graph.op_index[LOSS]].inputs)
+    away: set[str] = set()
+    for kind, target, _ in plan.actions:
+        if kind == "run" and target == LOSS:
+            break
+        if kind == "run":
+            held |= set(graph.ops[graph.op_index[target]].outputs)
+        elif kind == "offload":
+            away.add(target)
+        elif kind == "free" and target not in away:
+            held.discard(target)
+        away -= {target} if kind == "prefetch" else set()
+    return sum(size[it] for it in held), sum(size[it] for it in held & callers)
+
+
+def adding_peak_bytes(named: Named, captured: Captured, plan: Plan) -> int:
+    """The peak of a backward pass whose gradients are each added to one that is there, uncounted.
+
+    As `plan` has it, but for gradients of parameters, which go when no later action touches them.
+    """
+    if any(action.kind == "offload" for action in plan.actions):
+        # Copies that the peak has room for are not made, and are on the device instead.
+        return plan.peak_bytes
+    graph, curve = named.graph, carry_out(named.graph, plan).live_bytes.copy()
+    names = {number: name for name, number in named.storage_of.items()}
+    trained = {name for name, _ in captured.parameters}
+    made = {names[view.storage] for name, view in captured.gradients if view and name in trained}
+    last: dict[str, int] = {}
+    for at, (kind, target, _) in enumerate(plan.actions):
+        if kind == "run":
+            op = graph.ops[graph.op_index[target]]
+            last |= dict.fromkeys(made & {*op.inputs, *op.outputs, *op.writes}, at)
+    for storage in graph.storages:
+        # Only those that the plan holds to the end.
+        if storage.keep and storage.name in last:
+            curve[last[storage.name] + 1 :] -= graph.arrays.bytes[graph.storage_index[storage.name]]
+    return int(curve[plan.actions.index(("run", LOSS, 0)) :].max())

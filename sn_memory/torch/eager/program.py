@@ -1,8 +1,10 @@
 """A plan as a program: the recorded calls in the planned order, storages given back where it says.
 
 Checkpointing wrappers and graph partitioners decide what is saved and leave order and lifetimes to
-autograd. Here each step of the plan is one instruction: run a call (again), give a storage back,
+autograd. Here each action of the plan is one instruction: run a call (again), give a storage back,
 move one to the host or back. Nothing else holds a tensor, so what is live is what the plan says.
+
+Over 300 lines: when a gradient is handed over depends on all that is written.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -57,8 +60,8 @@ class Section:
 class Program:
     """The instructions of a plan, before and after the loss.
 
-    Those after it come in sections. A gradient of a parameter is ready when no later step reads or
-    changes it or the parameter: whoever is given it may change both.
+    Those after it come in sections. A gradient of a parameter is ready when no later action reads
+    or changes it or the parameter: whoever is given it may change both.
 
     Parameters
     ----------
@@ -95,6 +98,7 @@ class Program:
         self._device = main_device(captured)
         self._pinned_bytes = named.graph.device.pinned_bytes
         self._arenas: list[HostArena] = []
+        self._memories: WeakSet[Memory] = WeakSet()
         if self._host_copies:
             self._arenas.append(self._arena())
 
@@ -112,19 +116,26 @@ class Program:
         arena = None
         if self._host_copies:
             arena = self._arenas.pop() if self._arenas else self._arena()
-        return Memory(self.storages, arena, self._arenas)
+        memory = Memory(self.storages, arena, self._arenas)
+        self._memories.add(memory)
+        return memory
+
+    @property
+    def waiting(self) -> int:
+        """How many forward passes still wait for their backward pass."""
+        return sum(bool(memory.held) and not memory.begun for memory in self._memories)
 
     def _arena(self) -> HostArena:
         return HostArena(self._host_copies, self._device, pinned_bytes=self._pinned_bytes)
 
 
 class _Writer:
-    """Writes the instructions of a plan, following what is held at each step."""
+    """Writes the instructions of a plan, following what is held at each action."""
 
     def __init__(self, named: Named, captured: Captured, plan: Plan) -> None:
         self.named, self.captured, self.plan = named, captured, plan
         self.calls = captured.recording.calls
-        runs = Counter(step.target for step in plan.steps if step.action == "run")
+        runs = Counter(action.target for action in plan.actions if action.kind == "run")
         self.again = {name for name, count in runs.items() if count > 1}
         self.ran: set[str] = set()
         self.held: set[int] = set(captured.recording.given)
@@ -138,6 +149,8 @@ class _Writer:
         names = {name for name, _ in captured.gradients}
         self.trained = {name: it.storage for name, it in captured.parameters if name in names}
         self.leaves = len(self.trained)
+        # Calls that are autograd's: they add a gradient to one that is there.
+        self.sums = set(captured.summed.values())
         self.ready_at = self.ready()
         # Storages on the host, and those on their way back, with the host copy that brings them.
         self.away: set[int] = set()
@@ -157,13 +170,19 @@ class _Writer:
         sections: list[Section] = []
         outside = {view.storage for view in self.captured.outputs if isinstance(view, View)}
         outside |= {view.storage for view in self.captured.output_gradients}
+        # Gradients whose sum comes next: they go with their section, not before.
+        added: set[int] = set()
         changeable = outside | set(self.captured.recording.given)
-        for at, (action, target, way) in enumerate(self.plan.steps):
-            if action == "run" and target == LOSS:
+        for at, (kind, target, way) in enumerate(self.plan.actions):
+            if kind == "run" and target == LOSS:
                 current = []
                 self.held |= {view.storage for view in self.captured.output_gradients}
                 continue
-            if action == "run":
+            if kind == "run" and self.named.call_of[target] in self.sums:
+                added |= set(self.calls[self.named.call_of[target]].reads)
+            elif kind == "free" and self.named.storage_of[target] in added:
+                pass
+            elif kind == "run":
                 call = self.calls[self.named.call_of[target]]
                 if current is not before:
                     self.read_later |= {*call.reads, *call.writes} & changeable
@@ -171,18 +190,18 @@ class _Writer:
                 current.append(self.run(target, call, way))
             else:
                 storage = self.named.storage_of[target]
-                if storage in outside or action in ("compress", "decompress"):
+                if storage in outside or kind in ("compress", "decompress"):
                     raise ReplayError(
-                        f"the plan would {action} {target!r}, which this back end cannot do: "
+                        f"the plan would {kind} {target!r}, which this back end cannot do: "
                         "outputs and their gradients belong to the caller, and nothing is "
-                        "compressed here. Plan with the actions keep and recompute."
+                        "compressed here. Plan with the techniques keep and recompute."
                     )
-                current += self.move(at, action, storage)
+                current += self.move(at, kind, storage)
             if current is not before and self.ready_at.get(at):
                 sections.append(self.section(current, self.ready_at[at]))
                 current = []
         current += self.arrivals(set(self.arriving))
-        # Gradients that no step of the backward pass touches: views of what is given.
+        # Gradients that no action of the backward pass touches: views of what is given.
         rest = self.ready_at.get(-1, [])
         if rest or not sections:
             sections.append(self.section(current, rest))
@@ -201,14 +220,14 @@ class _Writer:
         )
 
     def ready(self) -> dict[int, list[tuple[int, View]]]:
-        """Per step, the gradients of parameters that no later one needs; -1 where none does."""
+        """Per action, the gradients of parameters that no later one needs; -1 where none does."""
         last: dict[int, int] = {}
         read: dict[int, int] = {}
-        loss = self.plan.steps.index(("run", LOSS, 0))
-        for at, (action, target, _) in enumerate(self.plan.steps):
+        loss = self.plan.actions.index(("run", LOSS, 0))
+        for at, (kind, target, _) in enumerate(self.plan.actions):
             if at <= loss:
                 continue
-            if action == "run":
+            if kind == "run":
                 call = self.calls[self.named.call_of[target]]
                 last |= dict.fromkeys((*call.reads, *call.makes, *call.writes), at)
                 shape = place_of_shape(call)
@@ -224,7 +243,29 @@ class _Writer:
             if view is not None and name in self.trained:
                 at = max(last.get(view.storage, -1), read.get(self.trained[name], -1))
                 found.setdefault(at, []).append((place, view))
-        return found
+        return self.together(found) if self.sums else found
+
+    def together(
+        self, found: dict[int, list[tuple[int, View]]]
+    ) -> dict[int, list[tuple[int, View]]]:
+        """Let gradients that are added one after the other end one section."""
+        grouped: dict[int, list[tuple[int, View]]] = {}
+        waiting: list[tuple[int, View]] = []
+        for at in sorted(found):
+            waiting += found[at]
+            later = at + 1
+            while later < len(self.plan.actions) and later not in found and self.is_quiet(later):
+                later += 1
+            if later not in found or not self.is_quiet(later):
+                grouped[at], waiting = waiting, []
+        return grouped
+
+    def is_quiet(self, at: int) -> bool:
+        """Whether an action only adds to a gradient or lets go."""
+        kind, target, _ = self.plan.actions[at]
+        if kind == "run":
+            return target != LOSS and self.named.call_of[target] in self.sums
+        return kind == "free"
 
     def arrivals(self, storages: set[int]) -> list[Instruction]:
         """Wait for those of these storages that are on their way back."""
@@ -257,10 +298,10 @@ class _Writer:
             way=ways[way].name if ways else None,
         )
 
-    def move(self, at: int, action: str, storage: int) -> list[Instruction]:
+    def move(self, at: int, kind: str, storage: int) -> list[Instruction]:
         host_copy = self.journeys.at.get(at)
         made = host_copy in self.made
-        if action == "free":
+        if kind == "free":
             if host_copy is not None and not made:
                 return []
             self.held.discard(storage)
@@ -270,7 +311,7 @@ class _Writer:
             return [*self.arrivals({storage}), free_storage(storage)]
         if host_copy is None or not made:
             return []
-        if action == "offload":
+        if kind == "offload":
             return [*self.arrivals({storage}), offload_storage(storage, host_copy)]
         self.held.add(storage)
         self.away.discard(storage)

@@ -10,6 +10,7 @@ sees the parameters. One node for all would hold all gradients beside those of e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from ..trace.record import Layouts, View
 from ..trace.to_graph import main_device
 from ..trace.trace import Trace
 from .instructions import Memory
+from .journeys import adding_peak_bytes, waiting_bytes
 from .program import Program
 
 
@@ -67,6 +69,21 @@ class Replay:
     def beside_bytes(self) -> int:
         """The optimizer's state."""
         return self.trace.beside_bytes
+
+    @property
+    def waiting(self) -> int:
+        """How many forward passes of this plan still wait for their backward pass."""
+        return self.program.waiting
+
+    @cached_property
+    def waiting_bytes(self) -> tuple[int, int]:
+        """What each of them holds until then, and what of that the caller has: input and output."""
+        return waiting_bytes(self.trace.named, self.plan)
+
+    @cached_property
+    def adding_peak_bytes(self) -> int:
+        """The peak of a backward pass whose gradients are added to those of another."""
+        return adding_peak_bytes(self.trace.named, self.captured, self.plan)
 
     def run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward pass of a model; returns what it returns."""

@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import ReplayError, innermost_line
 from ..model.compare import differences
-from ..model.step import Measured, device_of, loss_among, put_back, run_step, tensors
+from ..model.sharded import somewhere
+from ..model.step import Measured, around, device_of, loss_among, put_back, run_step, tensors
 from ..trace.record import Layouts
 
 # Differences up to here are those of sums taken in another order: some hundred roundings.
@@ -97,7 +98,8 @@ def tried(
         return Trial(False, {}, remark="the model or the sample has no memory")
 
     noted: Layouts = {}
-    enough = _enough(plain_bytes, device_of(model))
+    # Ranks that share parameters run the same steps.
+    enough = not somewhere(model, not _enough(plain_bytes, device_of(model)))
     try:
         with _noting(step, noted):
             got = _measured(_planned(step, model), model, arguments)
@@ -117,13 +119,15 @@ def tried(
     try:
         expected = _measured(model, model, arguments)
         different = _kept(differences(expected.results, got.results), gradients)
-        if not different:
+        if not somewhere(model, bool(different)):
             return Trial(True, {})
         # Kernels that add in any order differ from themselves.
         again = differences(expected.results, _measured(model, model, arguments).results)
     except torch.OutOfMemoryError:
         return Trial(False, {}, remark="the model's own step does not fit into memory")
     found = _judged(different, _kept(again, gradients), (*model.parameters(), *_results(expected)))
+    if somewhere(model, bool(found.failure)) and not found.failure:
+        return Trial(True, different, failure="on another rank its results are not the model's")
     reasons = _reasons(model, arguments, expected) if isinstance(step, _Replay) else []
     return replace(found, remark="; ".join([found.remark, *reasons]))
 
@@ -182,7 +186,7 @@ def layouts_seen(
     Parameters
     ----------
     first
-        What the first trial noted.
+        What the first trial noted; nothing where there was none.
     model, arguments
         The plain model and the sample.
     planned_with
@@ -190,8 +194,8 @@ def layouts_seen(
     """
     seen: Layouts = {}
     new = first
-    for _ in range(_ROUNDS):
-        if not new.keys() - seen.keys():
+    for done in range(_ROUNDS):
+        if not new.keys() - seen.keys() and (done or first):
             break
         seen, new = {**seen, **new}, {}
         step = planned_with(seen)
@@ -216,6 +220,8 @@ def _noting(step: Any, layouts: Layouts) -> Iterator[None]:
 def _judged(
     different: dict[str, float], alone: dict[str, float], seen: Sequence[torch.Tensor]
 ) -> Trial:
+    if not different:
+        return Trial(True, {})
     worst = max(different, key=lambda name: different[name])
     says = f"{len(different)} results differ, at most {worst} by {different[worst]:.1e} of its size"
     if max(alone.values(), default=0.0) >= different[worst]:
@@ -226,7 +232,7 @@ def _judged(
 
 
 def _planned(step: _Step, model: torch.nn.Module) -> Callable[..., Any]:
-    return lambda *args, **kwargs: step.run(model, args, kwargs)
+    return around(model, step.run)
 
 
 def _measured(forward: Any, model: torch.nn.Module, arguments: Any) -> Measured:

@@ -10,17 +10,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from .contents import OF_TORCH, contents, hooks, plain
+from .kind import Kind
 from .marks import Marks
+from .reads import not_read
+from .sharded import is_elsewhere
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 # How arguments are written: how many by place, and the names of the rest.
@@ -28,62 +29,13 @@ Written = tuple[int, tuple[str, ...]]
 _NUMBERS = (bool, int, float, str, type(None))
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of input; equal kinds take the same plan.
-
-    Parameters
-    ----------
-    arguments
-        Name of each argument that is not left at its default, and its form.
-    casts
-        Kind of device and type, where autocast is on.
-    wanted
-        Per parameter, whether it requires a gradient.
-    sharded
-        Whether some parameter is no plain tensor, as where FSDP2 has sharded a module.
-    settings
-        Per module, names and values of what a forward may read beside tensors it registers.
-    """
-
-    arguments: tuple[tuple[str, Hashable], ...]
-    casts: tuple[Hashable, ...]
-    wanted: tuple[bool, ...]
-    sharded: bool
-    settings: tuple[frozenset[tuple[str, Hashable]], ...]
-
-    def unlike(self, planned: Kind, paths: list[str]) -> list[str]:
-        """What makes it another kind than one that was planned; `paths` names the modules."""
-        mine, theirs = dict(self.arguments), dict(planned.arguments)
-        found = [f"{name} was not given then" for name in mine.keys() - theirs.keys()]
-        found += [f"{name} is missing" for name in theirs.keys() - mine.keys()]
-        found += [
-            f"{name} is {_shown(form, theirs[name])}, and was {_shown(theirs[name], form)}"
-            for name, form in self.arguments
-            if name in theirs and theirs[name] != form
-        ]
-        if self.arguments != planned.arguments and not found:
-            found.append("the inputs come in another order or share memory otherwise")
-        if self.casts != planned.casts:
-            found.append("autocast is otherwise")
-        if self.wanted != planned.wanted:
-            found.append("other parameters require gradients")
-        if self.settings != planned.settings:
-            names = {
-                f"{path}.{name}" if path else name
-                for path, now, then in zip(paths, self.settings, planned.settings, strict=False)
-                for name, _ in now ^ then
-            }
-            told = ", ".join(sorted(names)[:4]) or "other modules"
-            found.append(f"modes and numbers in its modules are otherwise ({told})")
-        return found
-
-
 def kind_of(
     model: torch.nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     noted: tuple[frozenset[str], ...] = (),
+    *,
+    loosely: bool = False,
 ) -> Kind | None:
     """Return the kind of an input; None if an argument cannot be compared.
 
@@ -95,6 +47,8 @@ def kind_of(
         What its forward is given.
     noted
         Per module, the attributes it had when it was planned; see `attributes_of`.
+    loosely
+        Of what cannot be compared, take the type: enough for the bytes a step holds.
     """
     first: dict[int, int] = {}
     arguments, count = [], 0
@@ -102,7 +56,8 @@ def kind_of(
         flat, spec = tree_flatten(value)
         leaves = []
         for leaf in flat:
-            leaves.append(_form(leaf, first, count))
+            form = _form(leaf, first, count)
+            leaves.append(type(leaf) if loosely and not _is_hashable(form) else form)
             count += 1
         arguments.append((name, (str(spec), tuple(leaves))))
     casts = [
@@ -114,18 +69,14 @@ def kind_of(
         tuple(arguments),
         tuple(casts),
         tuple(it.requires_grad for it in model.parameters()),
-        any(is_traceable_wrapper_subclass(it) for it in model.parameters()),
+        any(map(is_elsewhere, model.parameters())),
         tuple(
             _settings(module, names, outermost=module is model)
             for module, names in zip_longest(model.modules(), noted)
             if module is not None
         ),
     )
-    try:
-        hash(kind)
-    except TypeError:
-        return None
-    return kind
+    return kind if _is_hashable(kind) else None
 
 
 def changeable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
@@ -148,8 +99,9 @@ def _by_identity(kind: type) -> bool:
 
 
 def attributes_of(model: torch.nn.Module) -> tuple[frozenset[str], ...]:
-    """Return the names of the attributes of each module."""
-    return tuple(frozenset(module.__dict__) for module in model.modules())
+    """Return the names of the attributes of each module; of the outermost those it may read."""
+    names = [frozenset(module.__dict__) for module in model.modules()]
+    return (names[0] - not_read(model), *names[1:])
 
 
 def as_sampled(model: torch.nn.Module, sample: Written, given: Arguments) -> Arguments:
@@ -258,20 +210,9 @@ def _settings(
     return frozenset(found | {("its hooks", numbers)} if numbers else found)
 
 
-def _shown(form: Any, other: Any) -> str:
-    """Show an argument's form beside another: shapes and types of tensors, values of the rest."""
-    told = [_leaf(it) for it in form[1]]
-    if told == [_leaf(it) for it in other[1]]:
-        told = [_leaf(it, whole=True) for it in form[1]]
-    return " and ".join(told[:3]) + (" and more" if len(told) > 3 else "")
-
-
-def _leaf(leaf: Any, *, whole: bool = False) -> str:
-    if not isinstance(leaf[0], tuple):
-        return str(leaf[1])
-    size, stride, offset, dtype, wanted, same, shared = leaf
-    told = f"{str(dtype).removeprefix('torch.')} of shape {size}"
-    if whole:
-        told += f" (strides {stride} from {offset}, requires_grad {wanted}, the tensor of input "
-        told += f"{same}, memory of input {shared})"
-    return told
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True

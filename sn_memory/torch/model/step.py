@@ -15,16 +15,28 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .guard import outside_autocast
 from .marks import Marks, Values, kept_by
 from .results import tensors_of
+from .sharded import here, shards_put_back
 from .tracker import StorageTracker
 
 # What stands for the forward pass of a model: a planned one, or the model itself.
 Forward = Callable[..., Any]
 Loss = Callable[[Any], torch.Tensor]
+
+
+def gradient_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of gradients that parameters have now; of sharded ones, those held here."""
+    held = (it.grad for it in model.parameters() if it.grad is not None)
+    return sum((it.to_local() if hasattr(it, "to_local") else it).nbytes for it in held)
+
+
+def wanted_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of gradients that parameters may have."""
+    return sum(it.nbytes for it in model.parameters() if it.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,34 @@ class Measured:
     peak_bytes: int
     peak_op: str
     seconds: float
+
+
+def apart(arguments: Any) -> Any:
+    """Return arguments whose tensors are leaves: a step run on them goes back no further."""
+
+    def leaf(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad)
+
+    return tree_map_only(torch.Tensor, leaf, arguments)
+
+
+def around(model: torch.nn.Module, forward: Callable[..., Any]) -> Forward:
+    """Return what calls a model with another forward, which takes model, args and kwargs.
+
+    Hooks of the model run around it as around its own: FSDP2 gathers parameters in one.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = model.__dict__.get("forward")
+        model.__dict__["forward"] = lambda *args, **kwargs: forward(model, args, kwargs)
+        try:
+            return model(*args, **kwargs)
+        finally:
+            model.__dict__.pop("forward")
+            if before is not None:
+                model.__dict__["forward"] = before
+
+    return call
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
@@ -56,6 +96,7 @@ def run_step(
     ignored: Sequence[torch.Tensor] = (),
     count: bool = True,
     loss: Loss | None = None,
+    accumulate: bool = False,
 ) -> Measured:
     """Run forward and backward as users do; count live storages unless told not to.
 
@@ -75,6 +116,8 @@ def run_step(
         Tensors that are there beside the model's, and those that are not counted.
     loss
         Makes the loss of what the model returns; it runs where the forward pass does.
+    accumulate
+        Gradients of parameters are there from the start: zeros.
     """
     args, kwargs = arguments
     device = device_of(model)
@@ -83,6 +126,10 @@ def run_step(
         # Dropped, not filled: others may hold the tensors.
         if leaf.is_leaf:
             leaf.grad = None
+    if accumulate:
+        for leaf in model.parameters():
+            leaf.grad = torch.zeros_like(leaf) if leaf.requires_grad else None
+        known = [*known, *(it.grad for it in model.parameters() if it.grad is not None)]
     tracker = StorageTracker(
         [*model.parameters(), *model.buffers(), *inputs, *known],
         device=device,
@@ -102,9 +149,14 @@ def run_step(
         torch.autograd.backward(ends, output_gradients)
     seconds = _now(device) - began
     results: dict[str, torch.Tensor | None] = {
-        f"output {place}": it for place, it in enumerate(outputs) if isinstance(it, torch.Tensor)
+        f"output {place}": here(it)
+        for place, it in enumerate(outputs)
+        if isinstance(it, torch.Tensor)
     }
-    results |= {f"gradient of {name}": it.grad for name, it in model.named_parameters()}
+    results |= {
+        f"gradient of {name}": None if it.grad is None else here(it.grad)
+        for name, it in model.named_parameters()
+    }
     results |= {
         f"gradient of input {place}": it.grad for place, it in enumerate(inputs) if it.is_leaf
     }
@@ -128,7 +180,7 @@ def put_back(model: torch.nn.Module, inputs: Any) -> Iterator[None]:
     kept = Marks([("arguments", inputs), *(it for module in modules for it in kept_by(module))])
     held = (it for _, before in attributes for it in before.values())
     values = Values((*model.buffers(), *kept.tensors(), *held), leaves)
-    with chance_put_back(), _without_hooks(model):
+    with chance_put_back(), shards_put_back(model) as spared, _without_hooks(model, spared):
         try:
             yield
         finally:
@@ -143,14 +195,14 @@ def put_back(model: torch.nn.Module, inputs: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _without_hooks(model: torch.nn.Module) -> Iterator[None]:
+def _without_hooks(model: torch.nn.Module, spared: set[int]) -> Iterator[None]:
     modules = list(model.modules())
     before = [(module, dict(module._parameters)) for module in modules]
     stand_ins: dict[int, torch.nn.Parameter] = {}
     try:
         for module, parameters in before:
             for name, own in parameters.items():
-                if own is not None:
+                if own is not None and id(own) not in spared:
                     module._parameters[name] = stand_ins.setdefault(id(own), _stand_in(own))
         _tell_recurrent(modules)
         yield

@@ -12,10 +12,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
 from torch.utils._pytree import tree_leaves
 
 from ...graph.numbers import rounded
+from .sharded import pieces
 
 
 class StorageTracker(TorchDispatchMode):
@@ -63,7 +68,9 @@ class StorageTracker(TorchDispatchMode):
         self.device, self.allocator = device, allocator
         self.live_bytes = self.peak_bytes = 0
         self.peak_op = "start"
+        # Per storage that lives: who tells when it is gone; its bytes, and those it counts with.
         self._held: dict[int, weakref.ref[Any]] = {}
+        self._sizes: dict[int, tuple[int, int]] = {}
         self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
         for tensor in known:
             self.meet(tensor)
@@ -77,6 +84,9 @@ class StorageTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            # A tensor made of others (DTensor) runs ops on these, which come by here in turn.
+            return NotImplemented
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor):
@@ -88,19 +98,50 @@ class StorageTracker(TorchDispatchMode):
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes, self.peak_op = self.live_bytes, what
 
+    def __enter__(self) -> Any:
+        self._resize = torch.UntypedStorage.resize_
+        own, tracker = self._resize, self
+
+        def resize_(memory: Any, size: int) -> Any:
+            result = own(memory, size)
+            if memory._cdata in tracker._held or memory.device == (tracker.device or memory.device):
+                tracker._meet(memory)
+                tracker._sample("resize_")
+            return result
+
+        # FSDP2 frees what it gathers, and takes it again, beside all ops.
+        torch.UntypedStorage.resize_ = resize_
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        torch.UntypedStorage.resize_ = self._resize
+        return super().__exit__(*error)
+
     def meet(self, tensor: torch.Tensor) -> None:
-        """Count a tensor from now on, if it was not yet."""
-        if self.device is not None and tensor.device != self.device:
+        """Count a tensor from now on, if it was not yet; again, if it has another size now."""
+        if is_traceable_wrapper_subclass(tensor):
+            for piece in pieces(tensor):
+                self.meet(piece)
             return
-        memory = tensor.untyped_storage()
+        if self.device is None or tensor.device == self.device:
+            self._meet(tensor.untyped_storage())
+
+    def _meet(self, memory: Any) -> None:
         key = memory._cdata
-        if key in self._held or key in self._ignored:
+        if key in self._ignored:
             return
-        size = int(rounded(np.array([memory.nbytes()]), self.allocator)[0])
-        self.live_bytes += size
+        nbytes = memory.nbytes()
+        was, counted = self._sizes.get(key, (-1, 0))
+        if nbytes == was:
+            return
+        size = int(rounded(np.array([nbytes]), self.allocator)[0])
+        self._sizes[key] = (nbytes, size)
+        self.live_bytes += size - counted
+        if key in self._held:
+            return
 
         def gone(_: Any) -> None:
             del self._held[key]
-            self.live_bytes -= size
+            self.live_bytes -= self._sizes.pop(key)[1]
 
         self._held[key] = weakref.ref(memory, gone)

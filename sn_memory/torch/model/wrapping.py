@@ -7,19 +7,28 @@ and text generation choose by these which arguments to pass.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from functools import update_wrapper
+from functools import update_wrapper, wraps
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch._C._dynamo import eval_frame
 
+from ...base.errors import PlanWarning
 from ..errors import TraceError
+from .sharded import stand_for
 
 RECORD = "sn_memory"
 _PLAIN = "_sn_memory_plain_class"
+# By these trainers ask a model of transformers or diffusers to run its layers again.
+_CHECKPOINTING = (
+    "activation_checkpointing_enable",
+    "gradient_checkpointing_enable",
+    "enable_gradient_checkpointing",
+)
 
 
 def planned_class(kind: type[torch.nn.Module], mixin: type) -> type[torch.nn.Module]:
@@ -48,6 +57,8 @@ def planned_class(kind: type[torch.nn.Module], mixin: type) -> type[torch.nn.Mod
         "forward": _dressed(run, kind.forward),
         _PLAIN: kind,
     }
+    asking = (name for name in _CHECKPOINTING if hasattr(kind, name))
+    members |= {name: _left_out(getattr(kind, name)) for name in asking}
     return type(kind.__name__, (mixin, kind), members)
 
 
@@ -74,7 +85,25 @@ def plain_model(model: torch.nn.Module) -> torch.nn.Module:
             it = MethodType(it.__func__, plain)
         if key != RECORD:
             plain.__dict__[key] = it
+    stand_for(plain, model)
     return plain
+
+
+def _left_out(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def enable(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if RECORD not in self.__dict__:
+            return original(self, *args, **kwargs)
+        warnings.warn(
+            f"gradient checkpointing was asked of a planned {type(self).__name__} and left out: "
+            "its plan says what is run again, within its budget. To have it all the same, enable "
+            "it before planning.",
+            PlanWarning,
+            stacklevel=2,
+        )
+        return None
+
+    return enable
 
 
 def _is_compiled() -> bool:

@@ -21,6 +21,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..model.marks import Marks, fingerprint, kept_by
+from ..model.sharded import is_elsewhere, most
 from ..model.step import put_back, tensors
 
 
@@ -32,12 +33,18 @@ class Behaviour:
     ----------
     seconds, saved_bytes
         Of its forward pass; of what it saves beside parameters, buffers and its inputs.
+    given_bytes
+        Of its inputs, beside parameters and buffers: what is saved instead where it runs again.
+    saved_input_bytes
+        Of its inputs that it saves.
     repeatable
         Whether it can be run again.
     """
 
     seconds: float = 0.0
     saved_bytes: int = 0
+    given_bytes: int = 0
+    saved_input_bytes: int = 0
     repeatable: bool = True
 
 
@@ -82,7 +89,7 @@ class Probe:
                 if it is not None
             ]
             attributes = [
-                (module, dict(module.__dict__), Marks(kept_by(module)))
+                (module, dict(module.__dict__), Marks(_kept_by(module)))
                 for module in model.modules()
             ]
             with torch.enable_grad(), self._watched(), saved_tensors_hooks(self._saved, _gone):
@@ -101,11 +108,21 @@ class Probe:
                     self._mark(module)
             self._given.clear()
 
-    def unrepeatable(self, module: torch.nn.Module) -> bool:
-        """Whether running a module again would do otherwise than the first time."""
-        return any(
-            not self.behaviour[it].repeatable for it in module.modules() if it in self.behaviour
-        )
+    def agree(self) -> None:
+        """Let ranks that share the model's parameters see the same of each module."""
+        modules = list(self.model.modules())
+        seen = [self.behaviour.get(it, Behaviour()) for it in modules]
+        told = [
+            (it.seconds, it.saved_bytes, it.given_bytes, it.saved_input_bytes, not it.repeatable)
+            for it in seen
+        ]
+        agreed = most(self.model, [float(number) for numbers in told for number in numbers])
+        for at, module in enumerate(modules):
+            seconds, saved, given, inputs, marked = agreed[5 * at : 5 * at + 5]
+            if module in self.behaviour or marked:
+                self.behaviour[module] = Behaviour(
+                    seconds, int(saved), int(given), int(inputs), not marked
+                )
 
     def _mark(self, module: torch.nn.Module) -> None:
         self.behaviour.setdefault(module, Behaviour()).repeatable = False
@@ -118,14 +135,20 @@ class Probe:
             given = (args, kwargs)
             inputs = [(it, it._version) for it in tensors(given)]
             own = {it.untyped_storage()._cdata for it, _ in inputs}
-            chance, seen = _chance(), fingerprint(given)
+            chance, seen = _chance(), fingerprint(_beside_tensors(args, kwargs))
             self._running.append(_Running(module, time.perf_counter(), chance, seen, inputs, own))
 
         def leave(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
             run = self._running.pop()
             found = self.behaviour.setdefault(module, Behaviour())
             found.seconds += time.perf_counter() - run.began
-            given = (args, kwargs)
+            memories = {it.untyped_storage()._cdata: it for it, _ in run.inputs}
+            found.given_bytes += sum(
+                it.untyped_storage().nbytes()
+                for key, it in memories.items()
+                if key not in self._resident
+            )
+            given = _beside_tensors(args, kwargs)
             changed = any(it._version != version for it, version in run.inputs)
             if changed or _chance() != run.chance or fingerprint(given) != run.seen:
                 found.repeatable = False
@@ -144,15 +167,33 @@ class Probe:
                 hook.remove()
 
     def _saved(self, tensor: torch.Tensor) -> None:
+        if isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
+            # One that FSDP2 has gathered is none of the model's, and freed when it likes.
+            return
         memory = tensor.untyped_storage()
         key, size = memory._cdata, memory.nbytes()
         for run in self._running:
             known = run.counted.get(key)
             # An address counts again when what was there is gone.
-            if key in run.own or key in self._resident or (known and known() is not None):
+            if key in self._resident or (known and known() is not None):
                 continue
             run.counted[key] = weakref.ref(memory)
-            self.behaviour.setdefault(run.module, Behaviour()).saved_bytes += size
+            found = self.behaviour.setdefault(run.module, Behaviour())
+            if key in run.own:
+                found.saved_input_bytes += size
+            else:
+                found.saved_bytes += size
+
+
+def _beside_tensors(args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what is given beside tensors, which would be held to the end of the pass."""
+    return tuple(it for it in (*args, *kwargs.values()) if not isinstance(it, torch.Tensor))
+
+
+def _kept_by(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    # FSDP2 puts gathered parameters in the place of the shards, and leaves a root's there.
+    split = any(it is not None and is_elsewhere(it) for it in module._parameters.values())
+    yield from (it for it in kept_by(module) if not (split and it[0] == "_parameters"))
 
 
 def _gone(_: Any) -> torch.Tensor:

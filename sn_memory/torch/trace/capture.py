@@ -98,8 +98,8 @@ def fake_of(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
     if is_traceable_wrapper_subclass(tensor):
         raise TraceError(
             f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} is a parameter, a buffer or "
-            "an input; only plain tensors can be planned. Plan the model before it is sharded or "
-            "quantised."
+            "an input; only plain tensors can be traced. With backend='modules', or 'auto', a "
+            "sharded model is planned by its modules; plan before it is quantised."
         )
     if tensor.device.type != "meta":
         return mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)

@@ -37,6 +37,13 @@ class Captured:
     only_outside
         The forward pass runs under autocast, and the backward pass, recorded outside of it as torch
         advises, would make other calls inside.
+    numbers
+        Per call, its place before any was put off; empty where none was. Ops are named by it, so
+        that they have the same names at another batch size, where others are put off.
+    earlier
+        Per parameter whose gradient is there when the step begins, as after an earlier micro-batch,
+        its name and the storage of that gradient. The new one is added to it by a call, which in a
+        replay is autograd's.
     """
 
     recording: Recording
@@ -50,3 +57,16 @@ class Captured:
     output_gradients: tuple[View, ...]
     gradients: tuple[tuple[str, View | None], ...]
     only_outside: bool = False
+    numbers: tuple[int, ...] = ()
+    earlier: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def summed(self) -> dict[int, int]:
+        """Per storage of a gradient that is there, the number of the call that adds to it."""
+        there = {storage for _, storage in self.earlier}
+        return {
+            storage: at
+            for at, call in enumerate(self.recording.calls)
+            for storage in call.writes
+            if storage in there
+        }

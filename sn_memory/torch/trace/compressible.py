@@ -221,12 +221,12 @@ def _works(form: Form) -> Iterator[tuple[str, Callable[[], float]]]:
         return values.relu_() if form.kind in ("signed", "signs") else values
 
     def compress() -> float:
-        flat, pack = sample(), Pack(form, 0)
-        return best_seconds(lambda: pack(flat), host)
+        flat, compress = sample(), Compress(form, 0)
+        return best_seconds(lambda: compress(flat), host)
 
     def restore() -> float:
-        small, unpack = Pack(form, 0)(sample()), Unpack(form)
-        return best_seconds(lambda: unpack(small), host)
+        small, decompress = Compress(form, 0)(sample()), Decompress(form)
+        return best_seconds(lambda: decompress(small), host)
 
     yield f"compress {text}", compress
     yield f"restore {text}", restore
@@ -292,7 +292,7 @@ class _Target:
         return f"sn_memory.{self.overloadpacket.__name__}"
 
 
-class Pack(_Target):
+class Compress(_Target):
     """A tensor to its form, in uint8 memory of its own.
 
     Each call rounds with random numbers of its own, the same in each run: those of (seed, count).
@@ -323,12 +323,12 @@ class Pack(_Target):
                 bits = (
                     part if form.kind == "bits" else part != 0 if form.kind == "mask" else part > 0
                 )
-                packed = np.packbits(bits, bitorder="little")
-                memory[grid + start // 8 :][: packed.size] = packed
+                compressed = np.packbits(bits, bitorder="little")
+                memory[grid + start // 8 :][: compressed.size] = compressed
         return small
 
 
-class Unpack(_Target):
+class Decompress(_Target):
     """A form to a tensor."""
 
     def __init__(self, form: Form) -> None:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...base.errors import PlanWarning
+from ..model.sharded import here
 from ..model.tracker import StorageTracker
 from .capture import fake_of
 
@@ -59,7 +60,7 @@ def _of_a_step(model: torch.nn.Module, optimizer: Any) -> OptimizerMemory:
     fakes: dict[int, torch.Tensor] = {}
     twins = []
     for group in groups:
-        fakes |= {id(it): fake_of(mode, it) for it in group["params"] if id(it) not in fakes}
+        fakes |= {id(it): fake_of(mode, here(it)) for it in group["params"] if id(it) not in fakes}
         twins.append({**group, "params": [fakes[id(it)] for it in group["params"]]})
     with mode, _SomeNumber(_LOOKS_PER_PARAMETER * (1 + len(fakes))):
         for fake in fakes.values():

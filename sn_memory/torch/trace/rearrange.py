@@ -9,6 +9,7 @@ result: the same kernels run on the same numbers.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -77,9 +78,58 @@ def put_off(captured: Captured) -> Captured:
                 kept |= reads
         if len(late) == before:
             break
-    now = [call for at, call in enumerate(calls) if at not in late]
-    now += [calls[at] for at in sorted(late)]
-    return replace(captured, recording=replace(recording, calls=now))
+    order = [at for at in range(len(calls)) if at not in late] + sorted(late)
+    now = replace(recording, calls=[calls[at] for at in order])
+    return replace(captured, recording=now, numbers=tuple(order))
+
+
+def accumulated(captured: Captured) -> Captured:
+    """Add each gradient of a parameter to one that is there, and hold it no longer.
+
+    As soon as no other call needs it or the parameter: autograd hands it over then, and a hook may
+    change either. So the call counts as one that changes the parameter, too.
+    """
+    recording = captured.recording
+    calls, last = recording.calls, last_uses(recording)
+    parameters = dict(captured.parameters)
+    read: dict[int, int] = {}
+    for at, call in enumerate(calls):
+        shape = place_of_shape(call)
+        for place, arg in enumerate(call.flat):
+            if _is_view(arg) and place != shape:
+                read[arg.storage] = at
+    nbytes, device, given = list(recording.nbytes), list(recording.device), dict(recording.given)
+    after: dict[int, list[tuple[int, Call]]] = {}
+    earlier = []
+    for place, (name, view) in enumerate(captured.gradients):
+        if view is None or name not in parameters:
+            continue
+        own = parameters[name]
+        there = View(len(nbytes), own.size, own.stride, 0, own.dtype)
+        given[there.storage] = "state"
+        nbytes.append(math.prod(own.size) * own.dtype.itemsize)
+        device.append(recording.device[own.storage])
+        earlier.append((name, there.storage))
+        flat, spec = tree_flatten(((there, view), {}))
+        at = max(last[view.storage], read.get(own.storage, -1), captured.boundary - 1)
+        summed = Call(
+            *(_aten.add_.Tensor, tuple(flat), spec, (there,), ()),
+            writes=(there.storage, own.storage),
+            phase="backward",
+            random=False,
+            scope=name,
+        )
+        after.setdefault(at, []).append((len(calls) + place, summed))
+    made = list(after.get(-1, ()))
+    for at, (number, call) in enumerate(
+        zip(captured.numbers or range(len(calls)), calls, strict=True)
+    ):
+        made += [(number, call), *after.get(at, ())]
+    recording = replace(
+        recording, calls=[call for _, call in made], nbytes=nbytes, device=device, given=given
+    )
+    numbers = tuple(number for number, _ in made)
+    return replace(captured, recording=recording, numbers=numbers, earlier=tuple(earlier))
 
 
 def spared(captured: Captured) -> Captured:

@@ -67,8 +67,10 @@ def to_graph(
         Per storage that has one, its compressed form.
     """
     recording = captured.recording
+    numbers = captured.numbers or range(len(recording.calls))
     ops = [
-        f"{call.scope or call.phase}/{call.name}#{at}" for at, call in enumerate(recording.calls)
+        f"{call.scope or call.phase}/{call.name}#{number}"
+        for number, call in zip(numbers, recording.calls, strict=True)
     ]
     names = _storage_names(captured, ops)
     storages = _storages(captured, names, compressed or {})
@@ -144,6 +146,8 @@ def _storage_names(captured: Captured, ops: list[str]) -> dict[int, str]:
             names.setdefault(given.storage, f"input {place}")
     for number in captured.recording.constants:
         names.setdefault(number, f"constant {number}")
+    for name, number in captured.earlier:
+        names.setdefault(number, f"{name}.grad")
     for place, view in enumerate(captured.output_gradients):
         names.setdefault(view.storage, f"gradient of output {place}")
     for call, op in zip(captured.recording.calls, ops, strict=True):
@@ -158,7 +162,10 @@ def _storages(
     recording, main = captured.recording, main_device(captured)
     gradients = {view.storage for _, view in captured.gradients if view is not None}
     gradients |= {view.storage for view in captured.output_gradients}
-    held = (gradients | _handed_out(captured)) - set(recording.given)
+    # What is added to a gradient that is there is not held beside it.
+    there = {name for name, _ in captured.earlier}
+    added = {view.storage for name, view in captured.gradients if view and name in there}
+    held = ((gradients - added) | _handed_out(captured)) - set(recording.given)
     result = []
     for number in sorted(names):
         role = recording.given.get(number, "gradient" if number in gradients else "activation")

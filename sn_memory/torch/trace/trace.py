@@ -7,7 +7,7 @@ how they become a graph in to_graph.py, where seconds come from in op_seconds.py
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ...activations import Controller
 from ...cost.devices import NOMINAL
 from ...graph.graph import Graph
+from ...graph.liveness import peak
 from ...graph.records import Compressed, Device, Storage
 from ...graph.rewrite import waits
 from ..errors import TraceError
@@ -26,7 +27,7 @@ from .compressible import Form, forms, seconds_of_forms
 from .convolutions import Measure, measured_on, ways_of
 from .op_seconds import measured_device, measured_seconds
 from .optimizer import optimizer_memory
-from .rearrange import put_off, spared, taken_apart
+from .rearrange import accumulated, put_off, spared, taken_apart
 from .record import Layouts
 from .simplify import in_place
 from .to_graph import Named, to_graph
@@ -46,11 +47,14 @@ class Trace:
         The calls behind it.
     forms
         Per storage that may be compressed, by name, how.
+    layouts
+        What it was traced with.
     """
 
     named: Named
     captured: Captured
     forms: Mapping[str, Form] = field(default_factory=dict)
+    layouts: Layouts | None = None
 
     @property
     def graph(self) -> Graph:
@@ -63,11 +67,27 @@ class Trace:
         return sum(it.bytes for it in self.graph.storages if it.name == OPTIMIZER)
 
 
+@dataclass(frozen=True)
+class Given:
+    """A sample as a call has it: arguments by place and by name."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 def call_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return (args, kwargs) of a sample: a tuple is args, a mapping kwargs, the rest one arg.
 
-    A packed sequence is one, though torch made it a tuple.
+    A packed sequence is one, though torch made it a tuple. A list is several samples to `plan`, and
+    refused here.
     """
+    if isinstance(sample, list):
+        raise TypeError(
+            "got a list, which stands for several samples of plan; expected one. A model whose "
+            "first argument is a list takes a tuple: ([...],)."
+        )
+    if isinstance(sample, Given):
+        return sample.args, sample.kwargs
     if isinstance(sample, Mapping):
         return (), dict(sample)
     if isinstance(sample, PackedSequence):
@@ -87,6 +107,7 @@ def trace(
     overlap: bool = False,
     bits: int | Controller | None = None,
     layouts: Layouts | None = None,
+    accumulate: bool = False,
 ) -> Trace:
     """Record a training step of a model as a graph. The model is left as it was.
 
@@ -123,12 +144,16 @@ def trace(
     layouts
         How kernels were seen to lay their results out, where fake tensors say otherwise: what the
         trial of `plan` saw.
+    accumulate
+        Gradients of parameters are there when the step begins, as of earlier micro-batches, and the
+        new ones are added to them one by one. Those that are larger than what they are made of are
+        made last only where that holds less.
 
     Raises
     ------
     TraceError
         For a model whose course depends on values, or that a replay would not do justice to; with
-        `bits`, for one that is not on the CPU, where the packing runs.
+        `bits`, for one that is not on the CPU, where compressing runs.
 
     Examples
     --------
@@ -141,9 +166,9 @@ def trace(
     """
     args, kwargs = call_arguments(sample)
     captured = taken_apart(in_place(capture(model, args, kwargs, layouts)))
-    captured = spared(captured if overlap else put_off(captured))
+    captured = _arranged(captured, overlap=overlap, accumulate=accumulate)
     place = next(iter(model.parameters())).device
-    speeds, seconds = operations(captured, place, profile=profile, device=device)
+    speeds, seconds = _timed(captured, place, profile=profile, device=device)
     ways = None
     if workspaces:
         if workspaces is True and place.type != "cuda":
@@ -161,19 +186,62 @@ def trace(
         device=speeds,
         seconds=seconds,
         allocator=_allocator(place),
-        extra=beside(model, optimizer),
+        extra=(*beside(model, optimizer), *(_left(model, captured) if accumulate else ())),
         ways=ways,
         compressed={it: Compressed(form.nbytes, *costs[it]) for it, form in found.items()},
     )
     number = named.storage_of
-    return Trace(named, captured, {it: found[number[it]] for it in waits(named.graph)})
+    return Trace(named, captured, {it: found[number[it]] for it in waits(named.graph)}, layouts)
+
+
+def _arranged(captured: Captured, *, overlap: bool, accumulate: bool) -> Captured:
+    """Put the backward pass into the order that holds less."""
+    if not accumulate:
+        return spared(captured if overlap else put_off(captured))
+    as_torch = spared(accumulated(captured))
+    if overlap:
+        return as_torch
+    # A gradient that is added to another need not be held; made last, what it is made of is.
+    return min(as_torch, spared(accumulated(put_off(captured))), key=_peak_bytes)
+
+
+def _peak_bytes(captured: Captured) -> int:
+    seconds = [None] * len(captured.recording.calls)
+    return peak(to_graph(captured, name="", device=NOMINAL, seconds=seconds).graph).bytes
+
+
+def _timed(
+    captured: Captured, place: torch.device, *, profile: bool, device: Device | None
+) -> tuple[Device, list[float | None]]:
+    """Return what `operations` does, sums into gradients that are there left to the roofline.
+
+    They may be planned for when there is no memory to time them in, and run once in any plan.
+    """
+    sums = set(captured.summed.values())
+    recording = captured.recording
+    calls = [call for at, call in enumerate(recording.calls) if at not in sums]
+    others = replace(captured, recording=replace(recording, calls=calls), numbers=())
+    speeds, found = operations(others, place, profile=profile, device=device)
+    rest = iter(found)
+    return speeds, [None if at in sums else next(rest) for at in range(len(recording.calls))]
+
+
+def _left(model: torch.nn.Module, captured: Captured) -> tuple[Storage, ...]:
+    """Return gradients that are there and that the step does not add to, as one storage."""
+    counted = {name for name, _ in captured.earlier}
+    held = sum(
+        it.grad.nbytes
+        for name, it in model.named_parameters()
+        if it.grad is not None and name not in counted
+    )
+    return (Storage("gradients that stay as they are", held, "state"),) if held else ()
 
 
 def _forms(captured: Captured, place: torch.device, bits: int | Controller) -> dict[int, Form]:
     if place.type not in ("cpu", "meta"):
         raise TraceError(
-            f"compress packs on the host, and the model is on {place}: it would wait for copies "
-            "there and back. Plan with the action offload."
+            f"compress runs on the host, and the model is on {place}: it would wait for copies "
+            "there and back. Plan with the technique offload."
         )
     if isinstance(bits, int) and bits not in (1, 2, 4, 8):
         raise ValueError(f"got bits {bits!r}, expected 1, 2, 4, 8 or a Controller.")

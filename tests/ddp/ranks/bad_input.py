@@ -270,10 +270,10 @@ def damage_on_the_way():
     """Of a payload that no compiled code reaches: the step ends, the next is an error of all."""
     gather, elsewhere = Collectives.gather, [(module, module.on_host) for module in (payloads, fft)]
 
-    def damaged(collectives, words):
+    def damaged(collectives, words, sizes=None):
         if RANK:
             words[40] ^= 4
-        return gather(collectives, words)
+        return gather(collectives, words, sizes)
 
     for module, _ in elsewhere:  # as a device without CuPy
         module.on_host = lambda values: isinstance(values, np.ndarray)

@@ -35,7 +35,8 @@ def damaged(send):
     """The collective, with one bit of what this rank sends turned over."""
 
     def call(tensor, *args, **options):
-        if options.get("name", "").startswith("sn"):
+        name = options.get("name") or (args[1] if args else "")
+        if name.startswith("sn"):
             tensor = tensor.clone()
             tensor.view(torch.uint8)[-9] ^= 16
         return send(tensor, *args, **options)
@@ -49,7 +50,9 @@ for step in range(1000):
             # In mid-step: what is sent of the bias is on its way, that of the weight is not.
             model.weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
         elif what == "damage":
-            hvd.allgather_async = damaged(hvd.allgather_async)
+            if hvd.size() == 2:
+                hvd.allgather_async = damaged(hvd.allgather_async)
+            hvd.alltoall_async = damaged(hvd.alltoall_async)
             hvd.allreduce_async_ = damaged(hvd.allreduce_async_)
         else:
             hvd.join()

@@ -7,6 +7,7 @@ assertion. Cases of `both` run with the compiled nodes and with the codec's arra
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import horovod.tensorflow as hvd
@@ -16,6 +17,8 @@ import tensorflow as tf
 from tensorflow_sized import PYTHON, assert_equal_ranks, graphs_of, noise, step_of, variables_of
 
 from sn_compress import FFTCompression
+from sn_compress.carry import Gradient
+from sn_compress.engine import Engine
 from sn_compress.schedule import Constant, Warmup
 from sn_compress.tensorflow import alike, kernels
 from sn_compress.tensorflow.keras import DistributedOptimizer
@@ -25,6 +28,7 @@ from sn_compress.tensorflow.tape import memory_of
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "compress"))
 
 from counted import SHAPES
+from test_scattered import carried
 
 FFT = FFTCompression.using(theta=0.9, check_every=0)
 SERVE = kernels.serve
@@ -116,6 +120,54 @@ def compiled_nodes_have_the_bits_of_the_codec():
         assert np.array_equal(mean, codec.decode_mean(payloads))
     saved = memory_of(fft).state_dict()["memory"]["0:w0"]["state"]["arrays"]
     assert np.array_equal(saved[0], states[hvd.rank()][0])
+
+
+def many_ranks_have_the_bits_of_the_engine():
+    """By way of owners: what is averaged, what is kept, and what is counted."""
+    ranks = hvd.size()
+    for compiled in (True, False):
+        kernels.serve = SERVE if compiled else lambda *_: False
+        # Of each library's own FFT the last bit may be another.
+        fft = FFT.using(decay=0.5, **({} if compiled else {"transform": "hadamard"}))
+        variables = variables_of(7)
+        step, settings = gradients_of(variables, fft), fft.settings
+        engines = [Engine(settings, 1, stock="", drops_unused=False) for _ in range(ranks)]
+        names = [f"{at}:w{at}" for at in range(7)]
+        for t in range(5):
+            every = hvd.allgather_object(noise(SIDE, SIDE, seed=t))
+            means = exchanged(
+                engines, [{name: x.reshape(-1).copy() for name in names} for x in every]
+            )
+            found = step(tf.constant(noise(SIDE, SIDE, seed=t)))
+            for name, each in zip(names, found, strict=True):
+                assert np.array_equal(each.numpy().reshape(-1), means[name]), (compiled, t)
+        ops = ["HorovodAlltoall", "HorovodAllgather"] if ranks > 2 else ["HorovodAllgather"]
+        assert python_of(step) == (0, ops), python_of(step)
+        own, mine = memory_of(fft), engines[hvd.rank()]
+        for name in names:
+            assert np.array_equal(own.residual(name), mine.feedback.residual(name))
+        told, wanted = own.report(), mine.report()
+        assert told["payload_bytes"] == wanted["payload_bytes"]
+        assert abs(told["relative_error"] - wanted["relative_error"]) < 1e-6
+    kernels.serve = SERVE
+
+
+def exchanged(engines, values):
+    """A step of all ranks' engines; the means."""
+    rounds = [
+        engine.rounds(
+            [Gradient(name, (SIDE, SIDE), own[name]) for name in own],
+            ranks=len(engines), rank=rank,
+        )
+        for rank, (engine, own) in enumerate(zip(engines, values, strict=True))
+    ]  # fmt: skip
+    asked = [next(each)[0] for each in rounds]
+    while asked:
+        came, asked = carried(asked), []
+        for each, own in zip(rounds, came, strict=True):
+            with suppress(StopIteration):
+                asked.append(each.send([own.copy()])[0])
+    return values[0]
 
 
 def a_graph_goes_on_where_it_was_saved():
@@ -228,7 +280,8 @@ def bare_computes_ffts():
 
 CASES = [
     bare_computes_ffts,
-    steps_without_python, compiled_nodes_have_the_bits_of_the_codec,
+    steps_without_python, many_ranks_have_the_bits_of_the_engine,
+    compiled_nodes_have_the_bits_of_the_codec,
     a_graph_goes_on_where_it_was_saved, theta_that_changes_is_traced_again,
     unlike_ranks_and_settings_without_nodes_go_through_python, keras_fits_without_python,
 ]  # fmt: skip

@@ -96,8 +96,8 @@ def offloadable(graph: Graph, events: list[Event], among: Collection[int]) -> li
         return []
     backward = False
     found: dict[int, None] = {}
-    for action, number, _ in events:
-        if action == "run":
+    for kind, number, _ in events:
+        if kind == "run":
             backward = backward or graph.ops[number].phase != "forward"
             if backward:
                 found.update(dict.fromkeys(s for s in graph.arrays.reads[number] if s in among))
@@ -136,13 +136,13 @@ def _ahead(graph: Graph, events: list[Event], checkpoint: Rule) -> list[Event]:
     result: list[Event] = []
     left: dict[int, int] = {}
     for event in events:
-        if event.action == "prefetch":
+        if event.kind == "prefetch":
             place = len(result)
             while place > left[event.number]:
                 place -= 1
                 before = result[place]
                 if (
-                    before.action == "run"
+                    before.kind == "run"
                     and graph.ops[before.number].phase != "forward"
                     and checkpoint(before.number)
                 ):
@@ -153,6 +153,6 @@ def _ahead(graph: Graph, events: list[Event], checkpoint: Rule) -> list[Event]:
             left = {s: at + (at > place) for s, at in left.items()}
             continue
         result.append(event)
-        if event.action == "offload":
+        if event.kind == "offload":
             left[event.number] = len(result)
     return result

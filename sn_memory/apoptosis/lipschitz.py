@@ -42,10 +42,10 @@ def is_homogeneous(activation: str) -> bool:
     return activation in _HOMOGENEOUS
 
 
-def bound_from_weights(
+def largest_change(
     incoming: Floats, outgoing: Floats, activation: str, second_moment: Floats | None = None
 ) -> tuple[Floats, Floats]:
-    """Bound the change of the output, for each neuron j merged into each neuron i.
+    """Return how much the output changes at most, for each neuron j merged into each neuron i.
 
     Parameters
     ----------
@@ -56,14 +56,14 @@ def bound_from_weights(
     activation
         A key of `LIPSCHITZ`.
     second_moment
-        [inputs, inputs], the mean of x x^T over inputs. None: the bound is then for an input of
-        length one in the direction that is worst.
+        [inputs, inputs], the mean of x x^T over inputs. None: the change is then that of an input
+        of length one in the direction that is worst.
 
     Returns
     -------
-    bound, factor
+    change, factor
         Both [n, n] float64: the root mean square change of the output at most, and the c with which
-        the outgoing weights of j are added to those of i. `bound` is infinite on the diagonal and
+        the outgoing weights of j are added to those of i. `change` is infinite on the diagonal and
         where c would not be above 0.
     """
     _check(activation)
@@ -71,7 +71,7 @@ def bound_from_weights(
     n = len(weights)
     if outgoing.ndim != 2 or outgoing.shape[1] != n:
         raise ValueError(
-            f"bound_from_weights: got outgoing weights of shape {outgoing.shape}, expected "
+            f"largest_change: got outgoing weights of shape {outgoing.shape}, expected "
             f"[outputs, {n}], as there are {n} neurons. Transpose them."
         )
     products = weights @ weights.T
@@ -88,10 +88,10 @@ def bound_from_weights(
         else:
             squared = np.einsum("ik,kl,il->i", apart, second_moment, apart)
             lengths[j] = np.sqrt(np.maximum(squared, 0.0))
-    bound = LIPSCHITZ[activation] * np.linalg.norm(outgoing, axis=0)[:, None] * lengths
-    bound[factor <= 0] = np.inf
-    np.fill_diagonal(bound, np.inf)
-    return bound, factor
+    change = LIPSCHITZ[activation] * np.linalg.norm(outgoing, axis=0)[:, None] * lengths
+    change[factor <= 0] = np.inf
+    np.fill_diagonal(change, np.inf)
+    return change, factor
 
 
 def _check(activation: str) -> None:

@@ -50,15 +50,15 @@ def carry_out(
         Take the fastest way that fits into this at each op; None takes the default way.
     """
     meter = Meter(graph, within_bytes)
-    for (action, number, fresh), dying in zip(events, _deaths(graph, events), strict=True):
+    for (kind, number, fresh), dying in zip(events, _deaths(graph, events), strict=True):
         meter.collect()
-        if action == "run":
+        if kind == "run":
             made = meter.run(number)
             # What came out again and nobody asked for: its last reader has gone before.
             dying += [storage for storage in made if storage not in fresh]
-        elif action == "offload":
+        elif kind == "offload":
             meter.offload(number)
-        elif action == "prefetch":
+        elif kind == "prefetch":
             meter.prefetch(number)
         elif number in meter.dead:
             meter.free(number)
@@ -67,7 +67,7 @@ def carry_out(
     for storage in list(meter.dead):
         meter.free(storage)
     return Plan(
-        steps=tuple(meter.steps),
+        actions=tuple(meter.actions),
         decisions=tuple(_decisions(graph, events, reasons)),
         planner=planner,
         peak_bytes=meter.peak,
@@ -87,22 +87,22 @@ def _deaths(graph: Graph, events: list[Event]) -> list[list[int]]:
     needed = {s for s, held in enumerate((arrays.keep | arrays.resident).tolist()) if held}
     first: dict[int, int] = {}
     for at, event in enumerate(events):
-        if event.action == "run":
+        if event.kind == "run":
             first.setdefault(event.number, at)
     deaths: list[list[int]] = [[] for _ in events]
     for at in range(len(events) - 1, -1, -1):
-        action, number, fresh = events[at]
-        if action == "run":
+        kind, number, fresh = events[at]
+        if kind == "run":
             used = set(arrays.reads[number])
             if first[number] == at:
                 used.update(arrays.releases[number])
             deaths[at] = [s for s in sorted(used | set(fresh)) if s not in needed]
             needed |= used
             needed.difference_update(fresh)
-        elif action == "offload":
+        elif kind == "offload":
             deaths[at] = [] if number in needed else [number]
             needed.add(number)
-        elif action == "prefetch":
+        elif kind == "prefetch":
             needed.discard(number)
     return deaths
 
@@ -115,12 +115,12 @@ def _decisions(
     times: dict[int, int] = {}
     seen: set[int] = set()
     offloaded: set[int] = set()
-    for action, number, fresh in events:
-        if action == "offload":
+    for kind, number, fresh in events:
+        if kind == "offload":
             offloaded.add(number)
-        elif action == "run" and number not in seen:
+        elif kind == "run" and number not in seen:
             seen.add(number)
-        elif action == "run":
+        elif kind == "run":
             for storage in fresh:
                 times[storage] = times.get(storage, 0) + 1
                 share = arrays.seconds[number][0] / len(fresh)
@@ -134,7 +134,7 @@ def _decisions(
             wire = sum(size / lane + device.transfer_latency_s for lane in lanes if lane)
             yield Decision(record.name, "offload", reason, size, wire)
         elif number in times:
-            action = "recompute" if times[number] == 1 else "recompute_each"
-            yield Decision(record.name, action, reason, size, cost[number])
+            technique = "recompute" if times[number] == 1 else "recompute_each"
+            yield Decision(record.name, technique, reason, size, cost[number])
         else:
             yield Decision(record.name, "keep", "held to its last use")

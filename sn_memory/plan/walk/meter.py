@@ -1,9 +1,9 @@
-"""Clocks and bytes of a plan while its steps are noted, one after the other."""
+"""Clocks and bytes of a plan while its actions are noted, one after the other."""
 
 from __future__ import annotations
 
 from ...graph.graph import Graph
-from ..plan import Step
+from ..plan import Action
 
 
 class Meter:
@@ -25,7 +25,7 @@ class Meter:
     def __init__(self, graph: Graph, within_bytes: int | None = None) -> None:
         self.graph, self.within_bytes = graph, within_bytes
         self.sizes: list[int] = graph.arrays.bytes.tolist()
-        self.steps: list[Step] = []
+        self.actions: list[Action] = []
         self.there: set[int] = set()
         self.dead: set[int] = set()
         # When a storage can be read; when its copy on the host is, or will be, complete.
@@ -43,7 +43,7 @@ class Meter:
         self.there.update(made)
         self.live += sum(self.sizes[s] for s in made)
         way = self._way(op, twice)
-        self.steps.append(Step("run", self.graph.ops[op].name, way))
+        self.actions.append(Action("run", self.graph.ops[op].name, way))
         self._reach(self.live + twice + arrays.workspace_bytes[op][way])
         start = max([self.compute, *(self.ready.get(s, 0.0) for s in arrays.reads[op])])
         self.compute = start + arrays.seconds[op][way]
@@ -107,8 +107,8 @@ class Meter:
         wire = self.sizes[storage] / device.to_device_bytes_per_s
         self.ready[storage] = self.up = start + device.transfer_latency_s + wire
 
-    def _note(self, action: str, storage: int) -> None:
-        self.steps.append(Step(action, self.graph.storages[storage].name))
+    def _note(self, kind: str, storage: int) -> None:
+        self.actions.append(Action(kind, self.graph.storages[storage].name))
 
     def _reach(self, live: int) -> None:
         self.peak = max(self.peak, live)

@@ -22,7 +22,7 @@ class Event(NamedTuple):
     `offload`, `prefetch` a storage; `settle`: its device copy must be gone now.
     """
 
-    action: str
+    kind: str
     number: int
     fresh: tuple[int, ...] = ()
 

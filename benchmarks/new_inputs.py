@@ -1,0 +1,148 @@
+"""Sequences of eight lengths in shuffled order: peaks, searches and seconds of first sight.
+
+    python benchmarks/new_inputs.py [--json FILE] [--large]
+
+A small GPT-2 of transformers is trained for sixty steps on made-up tokens, plainly and with plans
+for the shortest and the longest length, or the longest alone. Losses, the last gradients and
+weights are compared; peaks are of live storages (StorageTracker). With `--large`, GPT-2 of 124
+million parameters meets each length once. Seconds are of the clock, one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from machine import commit, machine
+
+from sn_memory.torch import StorageTracker, plan
+
+LENGTHS = (64, 96, 128, 160, 192, 208, 232, 256)
+STEPS = 60
+SIZES: dict[str, dict[str, int]] = {
+    "small": {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 512},
+    "large": {},
+}
+
+
+def gpt2(size: str) -> Any:
+    """Return a GPT-2 of this size, from a fixed state of chance."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_positions=256, use_cache=False, bos_token_id=0, eos_token_id=1, **SIZES[size]
+    )
+    config.loss_type = "ForCausalLM"
+    return transformers.GPT2LMHeadModel(config).train()
+
+
+def batch(length: int, seed: int, rows: int = 4) -> dict[str, torch.Tensor]:
+    """Return made-up tokens, which are their own labels."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 512, (rows, length), generator=generator)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def trained(model: Any) -> dict[str, Any]:
+    """Train for an epoch; return losses, last gradients, weights, peaks and seconds of steps."""
+    order = [LENGTHS[step % len(LENGTHS)] for step in range(STEPS)]
+    random.Random(0).shuffle(order)
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, peaks = [], []
+    began = time.perf_counter()
+    for step, length in enumerate(order):
+        optimizer.zero_grad()
+        given = batch(length, step)
+        with StorageTracker([*model.parameters(), *given.values()]) as tracker:
+            loss = model(**given).loss
+            loss.backward()
+        gradients = [it.grad for it in model.parameters()]
+        optimizer.step()
+        losses.append(loss.item())
+        peaks.append(tracker.peak_bytes)
+    weights = [it.detach() for it in model.parameters()]
+    seconds = time.perf_counter() - began
+    return {
+        "losses": losses,
+        "tensors": [*gradients, *weights],
+        "peaks": peaks,
+        "seconds": seconds,
+    }
+
+
+def rows_of(record: Any) -> list[dict[str, Any]]:
+    """Return what a planned model says of its kinds of input."""
+    return [
+        {"inputs": it.inputs, "how": it.how, "peak": it.peak_bytes, "seconds": round(it.seconds, 3)}
+        for it in record.kinds
+    ]
+
+
+def epoch(name: str, lengths: tuple[int, ...], plain: dict[str, Any]) -> dict[str, Any]:
+    """Train with plans for these lengths and compare."""
+    sample = [batch(it, 0) for it in lengths]
+    model = plan(gpt2("small"), sample, "60%", profile=False, time_limit_s=10)
+    found = trained(model)
+    return {
+        "sample": name,
+        "budget": model.sn_memory.budget_bytes,
+        "most": max(found["peaks"]),
+        "plain": max(plain["peaks"]),
+        "searched": sum(it.how.startswith("planned") for it in model.sn_memory.kinds),
+        "equal": found["losses"] == plain["losses"]
+        and all(map(torch.equal, found["tensors"], plain["tensors"])),
+        "at_sight_s": round(model.sn_memory.planning_s, 2),
+        "seconds": round(found["seconds"], 1),
+        "plain_s": round(plain["seconds"], 1),
+        "kinds": rows_of(model.sn_memory),
+    }
+
+
+def large() -> dict[str, Any]:
+    """GPT-2 as it is, two rows, each length once."""
+    began = time.perf_counter()
+    model = plan(gpt2("large"), batch(256, 0, 2), "70%", profile=False, time_limit_s=20)
+    planned_s = time.perf_counter() - began
+    for length in LENGTHS:
+        model(**batch(length, 1, 2))
+    return {
+        "budget": model.sn_memory.budget_bytes,
+        "planned_s": round(planned_s, 1),
+        "calls": len(model.sn_memory.trace.graph.ops),
+        "kinds": rows_of(model.sn_memory),
+    }
+
+
+def main() -> None:
+    """Print what was found, and write it to a file if asked."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--large", action="store_true")
+    wanted = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    plain = trained(gpt2("small"))
+    found: dict[str, Any] = {
+        "command": "python benchmarks/new_inputs.py --large",
+        "commit": commit(),
+        "machine": machine(),
+        "epochs": [
+            epoch("shortest and longest", (64, 256), plain),
+            epoch("longest", (256,), plain),
+        ],
+    }
+    if wanted.large:
+        found["large"] = large()
+    if wanted.json:
+        wanted.json.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""A kind of input: what a plan is for, how two kinds differ, and how to say so."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of input; equal kinds take the same plan.
+
+    Parameters
+    ----------
+    arguments
+        Name of each argument that is not left at its default, and its form: how it is nested, and
+        of each tensor in it size, strides, offset, type, whether it requires a gradient, and
+        which inputs are the same tensor and the same memory.
+    casts
+        Kind of device and type, where autocast is on.
+    wanted
+        Per parameter, whether it requires a gradient.
+    sharded
+        Whether some parameter lies on several ranks, as where FSDP2 has sharded a module.
+    settings
+        Per module, names and values of what a forward may read beside tensors it registers.
+    """
+
+    arguments: tuple[tuple[str, Any], ...]
+    casts: tuple[Hashable, ...]
+    wanted: tuple[bool, ...]
+    sharded: bool
+    settings: tuple[frozenset[tuple[str, Hashable]], ...]
+
+    @property
+    def wants_gradients(self) -> bool:
+        """Whether there is anything to differentiate by."""
+        leaves = (leaf for _, (_, leaves) in self.arguments for leaf in leaves)
+        return any(self.wanted) or any(_is_tensor(leaf) and leaf[4] for leaf in leaves)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors among the arguments."""
+        leaves = (leaf for _, (_, leaves) in self.arguments for leaf in leaves)
+        return sum(prod(it[0]) * it[3].itemsize for it in leaves if _is_tensor(it))
+
+    def shapes(self) -> str:
+        """Its tensors' shapes, as in "input_ids (4, 128), labels (4, 128)"."""
+        found = [
+            f"{name} {' and '.join(sizes[:3])}{' and more' if len(sizes) > 3 else ''}"
+            for name, (_, leaves) in self.arguments
+            if (sizes := [str(it[0]) for it in leaves if _is_tensor(it)])
+        ]
+        return ", ".join(found) or "no tensor"
+
+    def covers(self, other: Kind) -> bool:
+        """Whether another kind is of the same modes and arguments, and no tensor larger."""
+        if (self.casts, self.wanted, self.sharded) != (other.casts, other.wanted, other.sharded):
+            return False
+        if self.settings != other.settings or len(self.arguments) != len(other.arguments):
+            return False
+        return all(
+            name == its and spec == their_spec and all(map(_holds, leaves, theirs))
+            for (name, (spec, leaves)), (its, (their_spec, theirs)) in zip(
+                self.arguments, other.arguments, strict=True
+            )
+        )
+
+    def unlike(self, planned: Kind, paths: list[str]) -> list[str]:
+        """What makes it another kind than one that was planned; `paths` names the modules."""
+        mine, theirs = dict(self.arguments), dict(planned.arguments)
+        found = [f"{name} was not given then" for name in mine.keys() - theirs.keys()]
+        found += [f"{name} is missing" for name in theirs.keys() - mine.keys()]
+        found += [
+            f"{name} is {_shown(form, theirs[name])}, and was {_shown(theirs[name], form)}"
+            for name, form in self.arguments
+            if name in theirs and theirs[name] != form
+        ]
+        if self.arguments != planned.arguments and not found:
+            found.append("the inputs come in another order or share memory otherwise")
+        if self.casts != planned.casts:
+            found.append("autocast is otherwise")
+        if self.wanted != planned.wanted:
+            found.append("other parameters require gradients")
+        if self.settings != planned.settings:
+            names = {
+                f"{path}.{name}" if path else name
+                for path, now, then in zip(paths, self.settings, planned.settings, strict=False)
+                for name, _ in now ^ then
+            }
+            told = ", ".join(sorted(names)[:4]) or "other modules"
+            found.append(f"modes and numbers in its modules are otherwise ({told})")
+        return found
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, tuple) and isinstance(leaf[0], tuple)
+
+
+def _holds(leaf: Any, other: Any) -> bool:
+    """Whether a tensor's form is that of another, and as large or larger; all else is equal."""
+    if not (_is_tensor(leaf) and _is_tensor(other)):
+        return bool(leaf == other)
+    same = len(leaf[0]) == len(other[0]) and leaf[3:] == other[3:]
+    return same and all(mine >= its for mine, its in zip(leaf[0], other[0], strict=True))
+
+
+def _shown(form: Any, other: Any) -> str:
+    """Show an argument's form beside another: shapes and types of tensors, values of the rest."""
+    told = [_leaf(it) for it in form[1]]
+    if told == [_leaf(it) for it in other[1]]:
+        told = [_leaf(it, whole=True) for it in form[1]]
+    return " and ".join(told[:3]) + (" and more" if len(told) > 3 else "")
+
+
+def _leaf(leaf: Any, *, whole: bool = False) -> str:
+    if not _is_tensor(leaf):
+        return leaf.__name__ if isinstance(leaf, type) else str(leaf[1])
+    size, stride, offset, dtype, wanted, same, shared = leaf
+    told = f"{str(dtype).removeprefix('torch.')} of shape {size}"
+    if whole:
+        told += f" (strides {stride} from {offset}, requires_grad {wanted}, the tensor of input "
+        told += f"{same}, memory of input {shared})"
+    return told

@@ -1,0 +1,227 @@
+"""Models whose parameters lie on several ranks: modules under FSDP2, tensors split over a mesh.
+
+A step that only measures gathers, frees and reduces as any other, so it must leave what FSDP2 keeps
+as it was, in the middle of a forward pass too; and each rank must decide the same, or one waits for
+a collective that the other never calls. FSDP2 keeps what this looks at in names of its own, those
+of torch 2.13.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..errors import TraceError
+
+_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
+_FIRST = "FullyShardedDataParallel"
+# The mark it sets on a flat parameter, of which a module's own may be views.
+_FLAT = "_is_flat_param"
+
+
+def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors that a tensor consists of on this rank; of a plain one itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for name in names:
+        # A DTensor names its mesh as well.
+        if isinstance(part := getattr(tensor, name), torch.Tensor):
+            yield from pieces(part)
+
+
+def here(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor: one split over a mesh has one piece."""
+    held = list(pieces(tensor))
+    return held[0] if len(held) == 1 else tensor
+
+
+def is_elsewhere(parameter: torch.Tensor) -> bool:
+    """Whether a parameter lies on several ranks, or shows a part of a flat one that does."""
+    return is_traceable_wrapper_subclass(parameter) or parameter._base is not None
+
+
+def of_first_fsdp(model: torch.nn.Module) -> bool:
+    """Whether the first FSDP holds parameters of the model: it wraps modules, and flattens."""
+    return any(
+        type(module).__name__ == _FIRST
+        or any(hasattr(it, _FLAT) or hasattr(it._base, _FLAT) for it in module.parameters(False))
+        for module in model.modules()
+    )
+
+
+def first_fsdp_refused() -> TraceError:
+    """Return the refusal of a model that the first FSDP wraps."""
+    return TraceError(
+        "the model is wrapped by FullyShardedDataParallel, torch's first FSDP, which puts flat "
+        "parameters in the place of its own. Shard it by torch.distributed.fsdp.fully_shard, "
+        "after planning or before."
+    )
+
+
+def stand_for(twin: torch.nn.Module, model: torch.nn.Module) -> None:
+    """Let FSDP2 know a module that shares all that another has, and stands in its place."""
+    found = sys.modules.get(_STATE)
+    state = found and found._get_module_fsdp_state(model)
+    if found and state is not None and found._get_module_state(twin) is None:
+        found._insert_module_state(twin, state)
+
+
+def most(model: torch.nn.Module, values: Sequence[float]) -> list[float]:
+    """Return the largest of each value over the ranks that share the model's parameters.
+
+    Where no parameter is split over ranks, the values as they are. A collective: each rank calls
+    it at the same place.
+    """
+    meshes: dict[Any, None] = {}
+    for tensor in (*model.parameters(), *_looked_after(model)):
+        if _is_split(tensor):
+            meshes.setdefault(tensor.device_mesh)  # type: ignore[attr-defined]
+    if not meshes:
+        return list(values)
+    for mesh in meshes:
+        held = torch.tensor(values, dtype=torch.float64, device=mesh.device_type)
+        for group in mesh.get_all_groups():
+            torch.distributed.all_reduce(held, torch.distributed.ReduceOp.MAX, group=group)
+        values = held.tolist()
+    return list(values)
+
+
+def somewhere(model: torch.nn.Module, flag: bool) -> bool:
+    """Whether it holds on any of the ranks that share the model's parameters; as `most`."""
+    return bool(most(model, [float(flag)])[0])
+
+
+@contextmanager
+def shards_put_back(model: torch.nn.Module) -> Iterator[set[int]]:
+    """Put what FSDP2 keeps of the model's modules back as it was; inside, no forward pass runs.
+
+    Gives the identities of the parameters it looks after. These need no stand-ins: gradients reach
+    copies of its own, and hooks on the user's, which it calls, are taken off meanwhile.
+    """
+    states = _states(model)
+    groups = [it for state in states for it in state._fsdp_param_groups]
+    before = _begun_here(states)
+    for group in groups:
+        if group._all_gather_result is not None:  # asked for ahead
+            group.wait_for_unshard()
+    contexts = list({id(it._state_ctx): it._state_ctx for it in states}.values())
+    shared = list({id(it._comm_ctx): it._comm_ctx for it in states}.values())
+    before += [_Fields(it, "_training_state") for it in states]
+    before += [_Fields(it, "_training_state", "_partial_reduce_output") for it in groups]
+    before += [
+        _Fields(it, "iter_forward_root", "post_backward_final_callback_queued") for it in contexts
+    ]
+    lists = [it.post_forward_order for it in shared]
+    lists += [it._post_forward_indices for it in groups]
+    orders = [(it, list(it)) for it in lists]
+    begun = [(it, set(it)) for it in (state._modules_to_run_forward for state in states)]
+    gathered = [it.is_unsharded for it in groups]
+    owned = [it for group in groups for it in group.fsdp_params]
+    sums = [_Fields(it, "unsharded_accumulated_grad") for it in owned]
+    known = _looked_after(model)
+    gradients = [(it, it.grad) for it in known]
+    hooks = [(it, it._post_accumulate_grad_hooks) for it in known]
+    for it, _ in hooks:
+        it._post_accumulate_grad_hooks = None
+    _idle(states, groups, contexts, [*lists, *(it for it, _ in begun)])
+    try:
+        yield {id(it) for it in known}
+    finally:
+        for group, whole in zip(groups, gathered, strict=True):
+            if whole and not group.is_unsharded:
+                group.unshard()
+                group.wait_for_unshard()
+            elif group.is_unsharded and not whole:
+                group.reshard()
+        for fields in (*before, *sums):
+            fields.put_back()
+        for order, items in orders:
+            order[:] = items
+        for waiting, modules in begun:
+            waiting.clear()
+            waiting.update(modules)
+        for tensor, gradient in gradients:
+            tensor.grad = gradient
+        for tensor, held in hooks:
+            tensor._post_accumulate_grad_hooks = held
+
+
+class _Fields:
+    """Some attributes of an object as they are now; one that is missing stays as it will be."""
+
+    def __init__(self, holder: Any, *names: str) -> None:
+        self.holder = holder
+        self.values = {name: getattr(holder, name) for name in names if hasattr(holder, name)}
+
+    def put_back(self) -> None:
+        for name, value in self.values.items():
+            setattr(self.holder, name, value)
+
+
+def _begun_here(states: list[Any]) -> list[_Fields]:
+    """Let states that have not run yet begin, the outermost as roots; return what undoes it.
+
+    A module around the model that is sharded may want to be the root, once it runs.
+    """
+    new = [it for it in states if it._is_root is None]
+    held = ("_is_root", "_state_ctx", "_comm_ctx")
+    before = [_Fields(it, *held) for it in new]
+    before += [
+        _Fields(it, "comm_ctx", "post_forward_mesh_info", "_module_fqn")
+        for state in new
+        for it in state._fsdp_param_groups
+    ]
+    for it in new:
+        it._state_ctx, it._comm_ctx = type(it._state_ctx)(), type(it._comm_ctx)()
+    for it in new:  # modules come before those inside them
+        it._lazy_init()
+    return before
+
+
+def _idle(states: Any, groups: Any, contexts: Any, containers: Any) -> None:
+    """Let all look as between two steps."""
+    for it in states:
+        it._training_state = type(it._training_state).IDLE
+    for it in groups:
+        it._training_state = type(it._training_state).IDLE
+        it._partial_reduce_output = None
+        for parameter in it.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+    for it in contexts:
+        it.iter_forward_root = None
+        it.post_backward_final_callback_queued = False
+    for it in containers:
+        it.clear()
+
+
+def _is_split(tensor: torch.Tensor) -> bool:
+    return is_traceable_wrapper_subclass(tensor) and hasattr(tensor, "device_mesh")
+
+
+def _states(model: torch.nn.Module) -> list[Any]:
+    """Return FSDP2's states of the model's modules, and of those it runs within."""
+    found = sys.modules.get(_STATE)
+    if found is None:
+        return []
+    own = [found._get_module_fsdp_state(it) for it in model.modules()]
+    around = [state for it in own if it is not None for state in (it, *it._state_ctx.all_states)]
+    return list({id(it): it for it in around}.values())
+
+
+def _looked_after(model: torch.nn.Module) -> list[Any]:
+    """Return the parameters of FSDP2's groups: the shards, and the whole ones where there are."""
+    found = []
+    for state in _states(model):
+        for group in state._fsdp_param_groups:
+            for it in group.fsdp_params:
+                found.append(it.sharded_param)
+                with suppress(AttributeError):  # not gathered yet
+                    found.append(it._unsharded_param)
+    return found

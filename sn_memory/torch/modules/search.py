@@ -1,0 +1,236 @@
+"""The search for the modules to run again.
+
+With a sample that fits: a plain step, cuts of the model at three depths, then as many modules kept
+as the budget allows, by bisection; each choice is a step that is run and counted. With an input
+that may not fit: no step but those in which most runs again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from ...base.sizes import parse_bytes
+from ...run.measured_choice import MeasuredPlan, fewest_again, measured_plan
+from ..model.sharded import most
+from ..model.step import Measured, around, put_back, run_step
+from .probe import Probe
+from .rerun import Input, Unit
+
+# Modules are cut into units no deeper than this: deeper ones are mostly single ops.
+_DEPTH = 3
+# A safe cut is chosen before it is measured, so that more depths cost nothing: blocks lie this deep
+# in a model that adapters and a loss are wrapped around.
+_SAFE_DEPTH = 6
+
+
+class Chosen(Protocol):
+    """What runs a model with chosen modules run again."""
+
+    inputs: list[Input] | None
+    beside_bytes: int
+    accumulate: bool
+
+    def choose(self, units: Sequence[Unit]) -> None: ...
+    def run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
+class _OverwrittenError(Exception):
+    """A unit's input is not what it was when the unit ran; autograd would refuse to go on."""
+
+    def __init__(self, unit: str) -> None:
+        super().__init__(unit)
+        self.unit = unit
+
+
+class Search:
+    """Looks for the modules to run again: probes once, then measures choices.
+
+    Parameters
+    ----------
+    step
+        What runs the choices.
+    model, arguments
+        The plain model and a real sample.
+    """
+
+    def __init__(
+        self,
+        step: Chosen,
+        model: torch.nn.Module,
+        arguments: Any,
+    ) -> None:
+        self.step, self.model, self.arguments = step, model, arguments
+        probe = Probe(model, arguments)
+        probe.agree()
+        self.behaviour, self.changed = probe.behaviour, probe.changed
+
+    def plan(self, budget: int | str) -> MeasuredPlan:
+        baseline = self.measured([])
+        budget_bytes = parse_bytes(budget, whole=baseline.peak_bytes)
+        # The smallest of those that ranks sharing parameters were given.
+        budget_bytes = -int(most(self.model, [-budget_bytes])[0])
+        units, best = self.cut(baseline, budget_bytes)
+        again, best = fewest_again(
+            units, best, self.measured, budget_bytes=budget_bytes, how="run again module by module"
+        )
+        self.step.choose(again)
+        return measured_plan(
+            units,
+            again,
+            best,
+            baseline,
+            budget_bytes=budget_bytes,
+            baseline_seconds=baseline.seconds,
+        )
+
+    def safe(self, budget_bytes: int) -> MeasuredPlan:
+        """Return the first cut, of those that promise least, that keeps the budget.
+
+        Where there is room left then, units are kept by what they save, as far as that is sure.
+        """
+        budget_bytes = -int(most(self.model, [-budget_bytes])[0])
+        best: tuple[list[Unit], Measured] | None = None
+        for units in self.safe_cuts():
+            try:
+                units, found = self.without_overwritten(units)
+            except torch.OutOfMemoryError:
+                continue
+            if best is None or found.peak_bytes < best[1].peak_bytes:
+                best = (units, found)
+            if found.peak_bytes <= budget_bytes:
+                break
+        if best is None:
+            raise torch.OutOfMemoryError(
+                "a step of the model does not fit into memory, whichever modules run again"
+            )
+        units, found = best
+        again = self.as_room_allows(units, budget_bytes - found.peak_bytes)
+        if len(again) < len(units):
+            try:
+                kept = self.measured(again)
+            except torch.OutOfMemoryError:
+                kept = found
+            if kept.peak_bytes <= budget_bytes and kept is not found:
+                found = kept
+            else:
+                again = units
+        self.step.choose(again)
+        return self.as_plan(units, again, found, budget_bytes)
+
+    def as_plan(
+        self, units: list[Unit], again: list[Unit], found: Measured, budget_bytes: int
+    ) -> MeasuredPlan:
+        """Return the plan of a safe choice: its own step is the only one there is."""
+        seconds = max(0.0, found.seconds - sum(it.seconds for it in again))
+        return measured_plan(
+            units,
+            again,
+            found,
+            Measured({}, 0, "", 0.0),
+            budget_bytes=budget_bytes,
+            baseline_seconds=seconds,
+        )
+
+    def safe_cuts(self) -> list[list[Unit]]:
+        """Return the cuts at all depths, that with the smallest expected peak first."""
+        cuts: dict[tuple[str, ...], list[Unit]] = {}
+        for depth in range(1, _SAFE_DEPTH + 1):
+            units = list(self.units(depth))
+            cuts.setdefault(tuple(unit.name for unit in units), units)
+        return sorted((it for it in cuts.values() if it), key=self.expected) or [[]]
+
+    def expected(self, units: list[Unit]) -> int:
+        """Return what is saved in a cut when a unit runs again, as far as the probe tells."""
+        does = self.behaviour.get(self.model)
+        inside = sum(it.saved_bytes + it.saved_input_bytes for it in units)
+        outside = max(0, (does.saved_bytes if does else 0) - inside)
+        return outside + sum(it.given_bytes for it in units) + max(it.saved_bytes for it in units)
+
+    def as_room_allows(self, units: list[Unit], room_bytes: int) -> list[Unit]:
+        """Return what still runs again when those whose rerun costs most for a byte are kept."""
+        again = []
+        for unit in sorted(units, key=lambda it: -it.seconds / max(1, it.saved_bytes)):
+            if unit.saved_bytes <= room_bytes:
+                room_bytes -= unit.saved_bytes
+            else:
+                again.append(unit)
+        return again
+
+    def unrepeatable(self, module: torch.nn.Module) -> bool:
+        """Whether running a module again would do otherwise than the first time."""
+        return any(
+            not self.behaviour[it].repeatable for it in module.modules() if it in self.behaviour
+        )
+
+    def cut(self, baseline: Measured, budget_bytes: int) -> tuple[list[Unit], Measured]:
+        """Return the units with the smallest peak when all run again, and that step."""
+        best: tuple[list[Unit], Measured] = ([], baseline)
+        if baseline.peak_bytes <= budget_bytes:
+            return best
+        seen: set[tuple[str, ...]] = set()
+        for depth in range(1, _DEPTH + 1):
+            units, found = self.without_overwritten(list(self.units(depth)))
+            names = tuple(unit.name for unit in units)
+            if units and names not in seen:
+                seen.add(names)
+                if found.peak_bytes < best[1].peak_bytes:
+                    best = (units, found)
+        return best
+
+    def without_overwritten(self, units: list[Unit]) -> tuple[list[Unit], Measured]:
+        """Leave out units whose input is changed in place before they would run again."""
+        while True:
+            try:
+                return units, self.measured(units)
+            except _OverwrittenError as error:
+                units = [it for it in units if it.name != error.unit]
+
+    def units(self, depth: int) -> Iterator[Unit]:
+        """Cut the model into modules of a depth; what cannot be run again is cut further."""
+        paths = {module: name for name, module in reversed(list(self.model.named_modules()))}
+
+        def below(module: torch.nn.Module, depth: int) -> Iterator[torch.nn.Module]:
+            for child in module.children():
+                if child not in self.behaviour:
+                    # A list of modules is no call of its own, and no depth.
+                    yield from below(child, depth)
+                elif (depth > 1 and next(child.children(), None)) or self.unrepeatable(child):
+                    yield from below(child, depth - 1)
+                else:
+                    yield child
+
+        for module in dict.fromkeys(below(self.model, depth)):
+            does, inside = self.behaviour[module], set(module.modules())
+            if does.saved_bytes:
+                changed = tuple(it for it in self.changed if it[0] in inside)
+                inputs = does.given_bytes, does.saved_input_bytes
+                yield Unit(paths[module], changed, does.seconds, does.saved_bytes, *inputs)
+
+    def measured(self, again: Sequence[Unit]) -> Measured:
+        """Run a step of the sample with units run again; put everything back."""
+        self.step.choose(again)
+        planned = around(self.model, self.step.run)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            noted: list[Input] = []
+            self.step.inputs = noted
+            try:
+                outputs = planned(*args, **kwargs)
+                for unit, tensor, version in noted:
+                    if tensor._version != version:
+                        raise _OverwrittenError(unit)
+            finally:
+                # Who runs again holds the list, and what is in it would hold who runs again.
+                noted.clear()
+                self.step.inputs = None
+            return outputs
+
+        with put_back(self.model, self.arguments):
+            found = run_step(forward, self.model, self.arguments, accumulate=self.step.accumulate)
+        # Ranks that share parameters decide by the same numbers, or their collectives would part.
+        peak, seconds = most(self.model, [found.peak_bytes + self.step.beside_bytes, found.seconds])
+        return replace(found, results={}, peak_bytes=int(peak), seconds=seconds)

@@ -1,0 +1,339 @@
+"""A training input of a kind that nobody planned for: what runs, found when it comes.
+
+The plain step is no choice: a plan exists for runs that do not fit. The kind is traced, and of the
+plans there are the fastest that keeps the budget on it is carried over; ops have the same names at
+any size. Where none does, a short search plans it. Where that fails too, modules run again, chosen
+by steps measured on this very input. No collective is issued, but in the
+first step after parameters were sharded: other ranks may see other inputs.
+
+Over 300 lines: one way from an input to a step, whose parts share all that is known of the input.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..base.errors import PlanError, PlanWarning
+from ..base.sizes import show_bytes
+from ..graph.graph import Graph
+from ..plan.plan import BudgetError, Plan
+from ..run.measured_choice import summary
+from .at_once import AT_ONCE, PLANNED, plan_at_once
+from .eager.replay import Replay
+from .eager.trial import layouts_seen
+from .errors import first_line
+from .model.kind import Kind
+from .model.kinds import Arguments, kind_of
+from .model.sharded import first_fsdp_refused, of_first_fsdp
+from .model.step import apart, chance_put_back, tensors
+from .model.wrapping import plain_model
+from .modules.backend import ModuleStep
+from .planned import Planned, PlannedKind
+from .planning import Step, smallest_of_trace
+from .trace.trace import Trace, beside
+
+log = logging.getLogger(__name__)
+
+# Planning while training may take so much of the time, and so many seconds before that counts.
+SHARE = 0.1
+ALLOWED_S = 30.0
+# So many choices of modules are remembered.
+_SAFE = 16
+_LINE = "model = sn_memory.torch.plan(model, [sample, another], budget)"
+
+
+def step_for(
+    model: torch.nn.Module, record: Planned, kind: Kind | None, given: Arguments
+) -> Step | None:
+    """Return what runs for an input that came for the first time.
+
+    None where the model's own forward needs no plan: nothing wants a gradient, or nothing has
+    memory. Warns where what runs is slower than a plan of ops, or above the budget.
+
+    Parameters
+    ----------
+    model, record
+        The planned model and what it carries; the step is kept there.
+    kind, given
+        The input; no kind where an argument cannot be compared.
+
+    Raises
+    ------
+    PlanError
+        With `strict`, if there can be no plan of its ops.
+    BudgetError
+        With `strict`, if no plan keeps the budget.
+    TraceError
+        For a model that the first FSDP wraps.
+    """
+    if of_first_fsdp(model):
+        raise first_fsdp_refused()
+    plain = plain_model(model)
+    like = kind or kind_of(plain, *given, record.noted, loosely=True)
+    assert like is not None
+    held = (*tensors(given), *plain.parameters())
+    if not like.wants_gradients or any(it.is_meta or isinstance(it, FakeTensor) for it in held):
+        return None
+    return _FirstSight(plain, record, kind, like, given).step()
+
+
+def without_free_arenas(step: Step | None) -> None:
+    """Give back the blocks on the host that no pass of a step uses; it makes new ones if it runs.
+
+    So the host holds those of one kind of input, however many there are.
+    """
+    if isinstance(step, Replay):
+        step.program.arenas.clear()
+
+
+class _FirstSight:
+    """An input that came for the first time, and the way to a step for it.
+
+    Parameters
+    ----------
+    plain, record, kind, given
+        As for `step_for`, but the plain model.
+    like
+        Its kind, with types in the place of arguments that cannot be compared.
+    """
+
+    def __init__(
+        self,
+        plain: torch.nn.Module,
+        record: Planned,
+        kind: Kind | None,
+        like: Kind,
+        given: Arguments,
+    ) -> None:
+        self.plain, self.record, self.kind, self.like = plain, record, kind, like
+        self.given = given
+        self.name = type(plain).__name__
+        self.budget_bytes = record.budget_bytes
+        self.how = ""
+        # Where no plan of ops keeps the budget: the error, which says the smallest peak.
+        self.over: BudgetError | None = None
+
+    def step(self) -> Step:
+        """Return what runs, and keep it."""
+        began = time.perf_counter()
+        try:
+            return self.found(began)
+        finally:
+            took = time.perf_counter() - began
+            self.record.planning_s += took
+            self.record.longest_s = max(self.record.longest_s, took)
+
+    def found(self, began: float) -> Step:
+        why, by_ops = self.refusal(), None
+        hurried = not why and not self.record.strict and not self.in_time()
+        if hurried:
+            why = (
+                f"planning new kinds of input has taken {self.record.planning_s:.0f} s, more than "
+                "a tenth of the time since planning"
+            )
+        if not why:
+            try:
+                with _disable_current_modes(), chance_put_back():
+                    by_ops = self.by_ops()
+            except Exception as error:  # noqa: BLE001 - whatever it is, the safe step runs
+                why = f"it cannot be traced: {first_line(error)}"
+        if by_ops is not None and self.over is None:
+            log.info("%s met %s: %s, %s", self.name, self.told(), self.how, summary(by_ops.plan))
+            return self.kept(by_ops, began)
+        if self.over is not None:
+            why = f"no plan of its ops was found that keeps {show_bytes(self.budget_bytes)}"
+        if self.record.strict and self.record.backend != "modules":
+            self.refuse(why)
+        known = self.covering()
+        if known is not None:
+            return known if hurried else self.kept(known, began, "modules run again")
+        return self.by_modules(why, by_ops, began, keep=not hurried)
+
+    def refusal(self) -> str:
+        """Return why there can be no plan of ops, or nothing."""
+        if self.record.backend == "modules":
+            return "the model is planned by modules"
+        if self.kind is None:
+            return "an argument is neither a tensor nor hashable"
+        if self.kind.sharded:
+            return (
+                "parameters of modules inside it were sharded after planning, and a plan of ops "
+                "computes with whole ones"
+            )
+        return ""
+
+    def in_time(self) -> bool:
+        """Whether there is time to plan one more kind."""
+        passed = time.perf_counter() - self.record.began
+        return self.record.planning_s + self.record.longest_s <= ALLOWED_S + SHARE * passed
+
+    def by_ops(self) -> Step:
+        """Return a step whose ops are planned: carried over, or searched for shortly."""
+        record = self.record
+        traced = record.latest_trace
+        speeds = traced.graph.device if traced else None
+        planning = record.planning.at_once(self.budget_bytes, speeds)
+        if record.backend == "compile":
+            return planning.by_compiler(
+                self.plain, self.given, lambda graph: self.plan_of(graph, self.budget_bytes)
+            )
+        before = record.steps.get(self.kind) if self.kind else None
+        seen = dict(before.layouts or {}) if isinstance(before, Replay) else {}
+        if seen:
+            record.laid_out_otherwise = True
+        if record.laid_out_otherwise:
+            seen = layouts_seen(
+                seen,
+                self.plain,
+                apart(self.given),
+                lambda known: planning.replay(
+                    self.plain, self.given, known, smallest_of_trace, False
+                ),
+            )
+        step = planning.by_graph(self.plain, self.given, seen, self.plan_of_trace)
+        # Where a kernel lays out otherwise than traced, it is put right and noted; see `step_for`.
+        step.layouts = {}
+        return step
+
+    def plan_of_trace(self, traced: Trace) -> Plan:
+        own = traced.captured.recording.constants.values()
+        others = self.record.constants_bytes(beside=own)
+        return self.plan_of(traced.graph, self.budget_bytes - others)
+
+    def plan_of(self, graph: Graph, budget_bytes: int) -> Plan:
+        record = self.record
+        plans = [
+            (kind.shapes(), plan)
+            for kind, step in record.steps.items()
+            if isinstance(plan := self.alike(step).plan, Plan)
+            and record.told[kind].how.startswith(PLANNED)
+        ]
+        found = plan_at_once(graph, record.planning, budget_bytes, plans)
+        self.how, self.over = found.how, found.over
+        return found.plan
+
+    def alike(self, step: Step) -> Step:
+        """Return the step that was planned with gradients in place, if a new one is."""
+        return self.record.later.get(step, step) if self.record.planning.accumulate else step
+
+    def covering(self) -> ModuleStep | None:
+        """Return a choice of modules that kept the budget on an input as large or larger.
+
+        Of a sharded model any, once there is one: to measure is collectives, and what is new to
+        one rank may not be to the others. The first time after it was sharded it is, to all.
+        """
+        if self.like.sharded:
+            return next((step for kind, step in self.record.safe if kind.sharded), None)
+        return next((step for kind, step in self.record.safe if kind.covers(self.like)), None)
+
+    def by_modules(self, why: str, by_ops: Step | None, began: float, *, keep: bool) -> Step:
+        """Return the safe step: modules run again, measured on this input."""
+        held = sum(it.bytes for it in beside(self.plain, self.record.planning.optimizer))
+        held += self.record.constants_bytes()
+        # As leaves: where they come from is no part of the step that is measured.
+        args, kwargs = apart(self.given)
+        step: Step = ModuleStep(
+            self.plain,
+            args,
+            kwargs,
+            self.budget_bytes,
+            resident_bytes=held,
+            accumulate=self.record.planning.accumulate,
+            safely=True,
+        )
+        self.how = "modules run again"
+        peak = step.plan.peak_bytes
+        if by_ops is not None and by_ops.plan.peak_bytes < peak > self.budget_bytes:
+            step, peak, self.how = by_ops, by_ops.plan.peak_bytes, AT_ONCE
+        over = peak - self.budget_bytes
+        if over > 0 and self.record.strict:
+            self.over = self.over or BudgetError(
+                "",
+                peak_bytes=peak,
+                budget_bytes=self.budget_bytes,
+                op=getattr(step.plan, "peak_op", ""),
+            )
+            self.refuse(why)
+        if isinstance(step, ModuleStep):
+            self.remember(step)
+        if over > 0:
+            self.warn(
+                f"{self.told()}: no choice was found that keeps {show_bytes(self.budget_bytes)}, "
+                f"and {why}. The smallest runs ({self.how}), {over} bytes above the budget "
+                f"({summary(step.plan)}). Raise the budget or make the input smaller"
+            )
+        elif self.like.sharded and self.record.backend != "modules":
+            self.warn(
+                f"{self.like.shapes()} and is planned by modules from now on, because {why}. "
+                f"Within the budget it had, measured on this step: {summary(step.plan)}. To keep "
+                "the plan, shard the planned model alone, fully_shard(model)"
+            )
+        elif self.record.backend != "modules":
+            self.warn(
+                f"{self.told()}: modules run again ({summary(step.plan)}), which may be slower "
+                f"than a plan of its ops, because {why}. Plan it as well: {_LINE}"
+            )
+        else:
+            log.info("%s met %s: %s, %s", self.name, self.told(), self.how, summary(step.plan))
+        if self.like.sharded:
+            self.record.backend, self.record.latest = "modules", step
+        return self.kept(step, began) if keep else step
+
+    def remember(self, step: ModuleStep) -> None:
+        """Keep a choice of modules for inputs that are no larger."""
+        rest = [it for it in self.record.safe if not self.like.covers(it[0])]
+        if not any(it is step for _, it in rest):
+            self.record.safe = [*rest, (self.like, step)][-_SAFE:]
+
+    def kept(self, step: Step, began: float, how: str = "") -> Step:
+        """Keep a step for its kind, as long as there is room."""
+        record, kind = self.record, self.kind
+        if kind is not None:
+            took = time.perf_counter() - began
+            record.told[kind] = PlannedKind(
+                self.like.shapes(),
+                how or self.how,
+                step.plan.peak_bytes,
+                self.budget_bytes,
+                self.unlike(),
+                took,
+            )
+            record.steps[kind] = step
+            record.written[kind] = (len(self.given[0]), tuple(self.given[1]))
+            record.at_sight[kind] = record.count
+            record.make_room(kind)
+        return step
+
+    def told(self) -> str:
+        """Say what it is, and what is otherwise than in the nearest kind that is known."""
+        unlike = self.unlike()
+        return f"{self.like.shapes()} ({unlike})" if unlike else self.like.shapes()
+
+    def unlike(self) -> str:
+        paths = [path for path, _ in self.plain.named_modules()]
+        others = [self.like.unlike(it, paths) for it in self.record.told if it != self.kind]
+        nearest: list[str] = min(others, key=len) if others else []
+        return "; ".join(nearest)
+
+    def refuse(self, why: str) -> None:
+        """Raise what `strict` asks for."""
+        said = f"strict: {self.name} met {self.told()}, and {why}. "
+        if self.over is not None:
+            raise BudgetError(
+                f"{said}The smallest peak found is {show_bytes(self.over.peak_bytes)}. Raise the "
+                "budget or make the input smaller.",
+                peak_bytes=self.over.peak_bytes,
+                budget_bytes=self.budget_bytes,
+                op=self.over.op,
+                plan=self.over.plan,
+            )
+        raise PlanError(f"{said}Plan it ahead: {_LINE}, or leave strict out.")
+
+    def warn(self, what: str) -> None:
+        warnings.warn(f"{self.name} met {what}.", PlanWarning, stacklevel=11)

@@ -1,0 +1,315 @@
+"""How a model is planned for an input: everything `plan` was told, kept for inputs to come.
+
+The planned model keeps it, so that it can be planned once more when an input of another kind comes.
+
+Over 300 lines: the three back ends share their settings, and a third are records and docstrings.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from ..activations import Controller
+from ..base.errors import PlanWarning
+from ..base.sizes import parse_bytes
+from ..check.replay import carry_out, check_plan
+from ..graph.graph import Graph
+from ..graph.liveness import baseline_seconds, peak
+from ..graph.records import Device, Storage
+from ..plan.api import over_budget, plan_graph
+from ..plan.plan import BudgetError, Plan
+from ..plan.policies import policy
+from ..run.measured_choice import MeasuredPlan
+from .compile.backend import CompiledStep, Settings
+from .eager.compressed import as_planned
+from .eager.replay import Replay
+from .eager.trial import Trial, layouts_seen, tried
+from .errors import TraceError
+from .model.kinds import Arguments, changeable
+from .model.step import chance_put_back, wanted_bytes
+from .modules.backend import ModuleStep
+from .trace.convolutions import Measure
+from .trace.record import Layouts
+from .trace.trace import Given, Trace, beside, trace
+
+# A search while training ends after so many seconds.
+SEARCH_S = 1.0
+
+
+# Gradients of parameters that are there when a step begins.
+EARLIER = "gradients of earlier micro-batches"
+
+
+class Step(Protocol):
+    """What carries the forward pass of a planned model out, for one kind of input."""
+
+    @property
+    def plan(self) -> Plan | MeasuredPlan:
+        """What was decided."""
+
+    @property
+    def trace(self) -> Trace | None:
+        """The graph it was decided on; None where there is none."""
+
+    @property
+    def known(self) -> list[torch.Tensor]:
+        """Tensors it holds between steps, beside the model's; they count as live."""
+
+    @property
+    def ignored(self) -> list[torch.Tensor]:
+        """Tensors it holds that lie on the host."""
+
+    @property
+    def beside_bytes(self) -> int:
+        """What is resident and no part of the step: the optimizer's state."""
+
+    def run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward pass; the rest of the plan happens in the backward pass."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A step that was planned.
+
+    Parameters
+    ----------
+    step
+        What carries it out.
+    backend
+        By which back end.
+    trial
+        What its trial found.
+    laid_out_otherwise
+        Whether kernels laid results out otherwise than traced, so that it was traced again.
+    first
+        What runs in its place where no gradients are there, if it was planned for some.
+    """
+
+    step: Step
+    backend: str
+    trial: Trial
+    laid_out_otherwise: bool = False
+    first: Step | None = None
+
+
+@dataclass(frozen=True)
+class Planning:
+    """How to plan a model for an input; the parameters are those of `plan`.
+
+    `share` is the budget as it was asked for, if that was a percentage.
+    """
+
+    budget: int | str
+    planner: str | Plan
+    techniques: tuple[str, ...]
+    backend: str
+    profile: bool
+    device: Device | None
+    optimizer: Any
+    time_limit_s: float
+    compiler: str
+    overlap: bool
+    workspaces: bool | Measure
+    bits: int | Controller
+    trial: bool
+    accumulate: bool = False
+    share: str = ""
+    historical: bool = True
+
+    @property
+    def compresses(self) -> bool:
+        """Whether values may be kept in few bits, so that gradients are right on average only."""
+        given = isinstance(self.planner, Plan) and self.planner.decided("compress")
+        return "compress" in self.techniques or bool(given)
+
+    def at_once(self, budget_bytes: int, device: Device | None) -> Planning:
+        """Return how to plan while training: a short search, no op timed, no trial.
+
+        device : the speeds that the plans before were made with
+        """
+        return replace(
+            self,
+            budget=budget_bytes,
+            planner="auto" if isinstance(self.planner, Plan) else self.planner,
+            profile=False,
+            device=device,
+            time_limit_s=SEARCH_S,
+            workspaces=False,
+            trial=False,
+            historical=False,
+        )
+
+    def made(self, model: torch.nn.Module, given: Arguments) -> Made:
+        """Plan the plain model for an input; as `plan` tells."""
+        name = "graph" if self.backend == "auto" else self.backend
+        backends: dict[str, Callable[..., Step]] = {
+            "graph": self.by_graph,
+            "compile": self.by_compiler,
+            "modules": self.by_modules,
+        }
+        try:
+            with chance_put_back():
+                return self.in_trial(backends[name](model, given), name, model, given)
+        except (BudgetError, ValueError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if self.backend != "auto" or self.compresses:
+                raise
+            kind_of_error = "" if isinstance(error, TraceError) else f"{type(error).__name__}: "
+            warnings.warn(
+                f"{type(model).__name__} is planned by modules, which saves less than a plan of "
+                f"its ops, because it cannot be traced: {kind_of_error}{error}",
+                PlanWarning,
+                stacklevel=3,
+            )
+            return self.in_trial(self.by_modules(model, given), "modules", model, given)
+
+    def like(self, step: Step, model: torch.nn.Module, given: Arguments) -> Step:
+        """Plan by the back end of a step that was tried; what its trial saw holds for this too."""
+        if isinstance(step, Replay):
+            seen = step.trace.layouts or {}
+            return self.replay(model, given, seen, self.planned_trace, self.profile)
+        if isinstance(step, CompiledStep):
+            return self.by_compiler(model, given)
+        return self.by_modules(model, given)
+
+    def by_graph(
+        self,
+        model: torch.nn.Module,
+        given: Arguments,
+        layouts: Layouts | None = None,
+        planned: Callable[[Trace], Plan] | None = None,
+    ) -> Replay:
+        """Return a step that replays the recorded calls."""
+        unseen = changeable(*given)
+        if unseen:
+            raise TraceError(
+                f"an argument is a {', '.join(unseen)}: what it holds could change from step to "
+                "step, and a replay would not see it. Pass the tensors and numbers in it."
+            )
+        return self.replay(model, given, layouts or {}, planned or self.planned_trace, self.profile)
+
+    def by_compiler(
+        self,
+        model: torch.nn.Module,
+        given: Arguments,
+        planned: Callable[[Graph], Plan] | None = None,
+    ) -> CompiledStep:
+        """Return a step that torch.compile made."""
+        held = beside(model, self.optimizer)
+        if self.accumulate:
+            # All that are new come at the end, when the graph returns, beside those.
+            held += (Storage(EARLIER, wanted_bytes(model), "state"),)
+        settings = Settings(planned or self.planned, self.profile, self.device, held, self.compiler)
+        return CompiledStep(model, *given, settings)
+
+    def by_modules(self, model: torch.nn.Module, given: Arguments) -> ModuleStep:
+        """Return a step in which modules run again."""
+        held = sum(it.bytes for it in beside(model, self.optimizer))
+        return ModuleStep(
+            model, *given, self.budget, resident_bytes=held, accumulate=self.accumulate
+        )
+
+    def planned(self, graph: Graph) -> Plan:
+        """Return a plan of a graph."""
+        if isinstance(self.planner, Plan):
+            return within(graph, self.planner, self.budget)
+        made = plan_graph(
+            graph,
+            self.budget,
+            planner=self.planner,
+            techniques=self.techniques,
+            time_limit_s=self.time_limit_s,
+            historical=self.historical,
+        )
+        check_plan(graph, made)
+        return made
+
+    def planned_trace(self, traced: Trace) -> Plan:
+        """Return a plan of what was traced."""
+        return self.planned(traced.graph)
+
+    def replay(
+        self,
+        model: torch.nn.Module,
+        given: Arguments,
+        layouts: Layouts,
+        planned: Callable[[Trace], Plan],
+        profile: bool,
+    ) -> Replay:
+        """Return a step that replays what is traced with such layouts, planned so."""
+        traced = trace(
+            model,
+            Given(*given),
+            profile=profile,
+            device=self.device,
+            optimizer=self.optimizer,
+            workspaces=self.workspaces,
+            overlap=self.overlap,
+            bits=self.bits if self.compresses else None,
+            layouts=layouts,
+            accumulate=self.accumulate,
+        )
+        made = planned(traced)
+        return Replay(as_planned(traced, made), made)
+
+    def in_trial(self, step: Step, backend: str, model: torch.nn.Module, given: Arguments) -> Made:
+        """Try a step on its input; trace and plan it again where kernels lay out otherwise."""
+        if not self.trial or isinstance(step, CompiledStep):
+            remark = "no trial was asked for, or compiled"
+            return Made(step, backend, Trial(False, {}, remark=remark))
+
+        def found() -> Trial:
+            need = step.plan.baseline_peak_bytes
+            return tried(step, model, given, plain_bytes=need, gradients=not self.compresses)
+
+        result = found()
+        otherwise = bool(result.layouts)
+        if otherwise:
+            seen = layouts_seen(
+                result.layouts,
+                model,
+                given,
+                lambda known: self.replay(model, given, known, smallest_of_trace, False),
+            )
+            step = self.replay(model, given, seen, self.planned_trace, self.profile)
+            result = found()
+        if result.failure or result.layouts:
+            reason = result.failure or f"kernels lay out otherwise {next(iter(result.layouts))}"
+            raise TraceError(f"a step with the plan, tried on the sample, failed: {reason}")
+        return Made(step, backend, result, otherwise)
+
+
+def smallest(graph: Graph) -> Plan:
+    """Return a plan that needs little memory and is found at once."""
+    return policy("superneurons_memory")(graph, budget_bytes=None)
+
+
+def smallest_of_trace(traced: Trace) -> Plan:
+    """Return such a plan of what was traced."""
+    return smallest(traced.graph)
+
+
+def within(graph: Graph, made: Plan, budget: int | str) -> Plan:
+    """Return a plan made before, if it is one of this graph and keeps the budget."""
+    found = carry_out(graph, made)
+    allowed = parse_bytes(budget, whole=peak(graph).bytes)
+    # Op seconds may have been measured anew since; its bound holds for the old ones.
+    made = replace(
+        made,
+        budget_bytes=allowed,
+        peak_bytes=found.peak_bytes,
+        seconds=found.seconds,
+        baseline_seconds=baseline_seconds(graph),
+        lower_bound_seconds=0.0,
+    )
+    if made.peak_bytes > allowed:
+        raise over_budget(
+            graph, made, allowed, what="the plan passed in", instead="pass a planner's name"
+        )
+    return made

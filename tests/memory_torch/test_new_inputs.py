@@ -1,0 +1,482 @@
+"""Inputs that nobody planned for, while training: within the budget at first sight, and equal."""
+
+import copy
+import logging
+import pickle
+import random
+import warnings
+
+import pytest
+import torch
+from small_models import Everything, images, mlp
+from torch import nn
+
+from sn_memory import BudgetError, Device, PlanError
+from sn_memory.torch import PlanWarning, StorageTracker, new_inputs, plan, planned, trace, verify
+from sn_memory.torch import at_once as searches
+
+SETTINGS = {"profile": False, "planner": "greedy", "backend": "graph"}
+
+
+def rows(count, seed=0):
+    return torch.randn(count, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def stepped(model, *args):
+    """Run one step as users do, counted; return output, gradients, buffers, and the peak."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(7)
+    tracker = StorageTracker([*model.parameters(), *model.buffers(), *args])
+    with tracker:
+        out = model(*args)
+    gradient = torch.sin(torch.arange(out.numel()).float()).view_as(out).to(out.dtype)
+    tracker.meet(gradient)
+    with tracker:
+        out.backward(gradient)
+    gradients = [it.grad.clone() for it in model.parameters() if it.grad is not None]
+    buffers = [it.clone() for it in model.buffers()]
+    return [out.detach(), *gradients, *buffers, torch.get_rng_state()], tracker.peak_bytes
+
+
+def kept(model, budgeted, *args):
+    """Whether a planned step is the model's own to the bit, and within the budget; three times."""
+    for _ in range(3):
+        expected, _ = stepped(model, *args)
+        found, peak = stepped(budgeted, *args)
+        assert all(map(torch.equal, found, expected))
+        assert peak <= budgeted.sn_memory.budget_bytes
+    return True
+
+
+@pytest.fixture
+def quiet():
+    """No warning is given."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.fixture
+def searched(monkeypatch):
+    """The searches for plans while training."""
+    found = []
+    own = searches.Planning.planned
+    monkeypatch.setattr(
+        searches.Planning, "planned", lambda it, graph: found.append(graph) or own(it, graph)
+    )
+    return found
+
+
+def test_the_last_batch_of_an_epoch_is_smaller(quiet, searched):
+    model = mlp(6)
+    budgeted = plan(copy.deepcopy(model), rows(64), "75%", **SETTINGS)
+    searched.clear()
+    assert kept(model, budgeted, rows(9))
+    assert budgeted.sn_memory.kinds[-1].how == "nothing runs again"
+    assert not searched
+
+
+def test_a_new_batch_size_takes_the_plan_there_is(quiet, searched, caplog):
+    model = mlp(6)
+    budgeted = plan(copy.deepcopy(model), rows(64), "75%", **SETTINGS)
+    searched.clear()
+    with caplog.at_level(logging.INFO, "sn_memory.torch"):
+        assert kept(model, budgeted, rows(60))
+    found = budgeted.sn_memory.kinds[-1]
+    assert (found.inputs, found.how) == (
+        "input (60, 32)",
+        "carried over from the plan of input (64, 32)",
+    )
+    assert verify(budgeted, rows(60)).measured_peak_bytes == found.peak_bytes
+    assert caplog.text.count("met input (60, 32)") == 1
+    assert not searched
+
+
+def test_what_no_plan_is_small_enough_for_is_planned_at_once(quiet, searched):
+    model = mlp(6)
+    budgeted = plan(copy.deepcopy(model), rows(48), "100%", **SETTINGS)
+    searched.clear()
+    assert kept(model, budgeted, rows(52))
+    assert budgeted.sn_memory.kinds[-1].how == "planned at once"
+    assert len(searched) == 1
+    # Now there are two plans.
+    assert kept(model, budgeted, rows(51))
+    assert budgeted.sn_memory.kinds[-1].how.startswith("carried over from the plan of")
+    assert len(searched) == 1
+
+
+def gpt2():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=64, n_positions=64, n_embd=16, n_layer=2, n_head=2, use_cache=False
+    )
+    config.loss_type = "ForCausalLM"
+    return transformers.GPT2LMHeadModel(config).train()
+
+
+def tokens(length, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(2, 64, (4, length), generator=generator)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def epoch(model, lengths):
+    """Train on sequences of these lengths; return losses, last gradients, and the peaks."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, peaks = [], []
+    for step, length in enumerate(lengths):
+        optimizer.zero_grad()
+        batch = tokens(length, step)
+        with StorageTracker([*model.parameters(), *batch.values()]) as tracker:
+            loss = model(**batch).loss
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        peaks.append(tracker.peak_bytes)
+    return losses, [it.grad for it in model.parameters()], peaks
+
+
+@pytest.mark.parametrize("samples", [(16, 64), (64,)])
+def test_sequences_of_eight_lengths(samples, quiet, searched):
+    lengths = [16, 24, 32, 40, 48, 52, 60, 64, 16, 48, 60, 64]
+    random.Random(0).shuffle(lengths)
+    losses, gradients, plain = epoch(gpt2(), lengths)
+    sample = [tokens(it) for it in samples] if len(samples) > 1 else tokens(*samples)
+    budgeted = plan(gpt2(), sample, "60%", **SETTINGS)
+    mine = epoch(budgeted, lengths)
+    assert mine[0] == losses
+    assert all(map(torch.equal, mine[1], gradients))
+    assert max(mine[2]) <= budgeted.sn_memory.budget_bytes < max(plain)
+    assert len(searched) == len(samples)
+    assert {it.how for it in budgeted.sn_memory.kinds} == {
+        "planned",
+        "nothing runs again",
+        "carried over from the plan of input_ids (4, 64), labels (4, 64)",
+    }
+
+
+def test_several_samples_and_the_largest_says_what_percent_is():
+    model = mlp(6)
+    both = plan(model, [rows(8), rows(64)], "75%", **SETTINGS)
+    large = plan(model, rows(64), "75%", **SETTINGS)
+    assert both.sn_memory.budget_bytes == large.sn_memory.budget_bytes
+    assert [it.how for it in both.sn_memory.kinds] == ["planned", "planned"]
+    assert both.sn_memory.plan.peak_bytes == large.sn_memory.plan.peak_bytes
+    for count in (8, 64):
+        assert verify(both, rows(count)).equal
+    with pytest.raises(ValueError, match="empty list"):
+        plan(model, [], "75%", **SETTINGS)
+    with pytest.raises(TypeError, match="several samples"):
+        trace(model, [rows(8)])
+
+
+def test_autocast_switched_on(quiet):
+    model = mlp(6)
+    budgeted = plan(copy.deepcopy(model), rows(256), "80%", **SETTINGS)
+    found = []
+    for it in (model, budgeted):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = it(rows(256))
+        assert out.dtype == torch.bfloat16
+        out.float().square().sum().backward()
+        found.append([out.detach(), *(leaf.grad for leaf in it.parameters())])
+    assert all(map(torch.equal, *found))
+    kind = budgeted.sn_memory.kinds[-1]
+    assert kind.unlike == "autocast is otherwise"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert verify(budgeted, rows(256)).measured_peak_bytes == kind.peak_bytes
+    assert kind.peak_bytes <= budgeted.sn_memory.budget_bytes
+
+
+def test_evaluation_mode_with_gradients(quiet):
+    model = Everything()
+    budgeted = plan(copy.deepcopy(model), images(), "70%", **SETTINGS)
+    model.eval()
+    budgeted.eval()
+    assert kept(model, budgeted, images())
+    assert "training" in budgeted.sn_memory.kinds[-1].unlike
+    before = len(budgeted.sn_memory.kinds)
+    with torch.no_grad():
+        small = images(2, 8)
+        assert torch.equal(budgeted(small), model(small))
+    assert len(budgeted.sn_memory.kinds) == before
+
+
+def test_where_nothing_wants_a_gradient_nothing_is_planned():
+    budgeted = plan(mlp(3), rows(8), "100%", **SETTINGS)
+    budgeted.requires_grad_(False)
+    assert budgeted(rows(4)).grad_fn is None
+    assert len(budgeted.sn_memory.kinds) == 1
+    assert budgeted(rows(4).requires_grad_()).grad_fn is not None
+    assert len(budgeted.sn_memory.kinds) == 2
+
+
+def test_another_dropout_rate(quiet):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5)) for _ in range(6)))
+    budgeted = plan(copy.deepcopy(model), rows(64), "80%", **SETTINGS)
+    for it in (model, budgeted):
+        it[2][1].p = 0.2
+    assert kept(model, budgeted, rows(64))
+    assert budgeted.sn_memory.kinds[-1].how.startswith("carried over")
+
+
+class LooksAtMany(nn.Module):
+    """Looks at a value where there are many rows, and so cannot be traced for these."""
+
+    def __init__(self, many=64):
+        super().__init__()
+        self.blocks, self.many = mlp(6), many
+
+    def forward(self, x):
+        if len(x) > self.many and x.sum().item() > 1e9:
+            x = -x
+        return self.blocks(x)
+
+
+@pytest.fixture
+def looking():
+    model = LooksAtMany()
+    return model, plan(copy.deepcopy(model), rows(64), "100%", **SETTINGS)
+
+
+def test_what_cannot_be_traced_runs_modules_again(looking):
+    model, budgeted = looking
+    with pytest.warns(
+        PlanWarning, match=r"x \(80, 32\).*modules run again.*cannot be traced.*plan\("
+    ):
+        found, peak = stepped(budgeted, rows(80))
+    # The step that found the choice, and those that looked for it: none is the plain one.
+    expected, plain = stepped(model, rows(80))
+    assert peak <= budgeted.sn_memory.budget_bytes < plain
+    assert all(map(torch.equal, found, expected))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert kept(model, budgeted, rows(80))
+        first = budgeted.sn_memory.running
+        # No larger than what was measured: nothing is measured.
+        assert kept(model, budgeted, rows(70))
+    assert budgeted.sn_memory.running is first
+    budgeted.zero_grad()
+    with pytest.warns(PlanWarning, match=r"\(84, 32\)"):
+        budgeted(rows(84))
+    assert budgeted.sn_memory.running is not first
+    assert kept(model, budgeted, rows(84))
+
+
+def test_the_safe_step_of_a_model_inside_another(looking):
+    """What is measured ends at its inputs: what made these is run backward once, by its own."""
+    _, budgeted = looking
+    outer, twin = nn.Linear(32, 32), nn.Linear(32, 32)
+    twin.load_state_dict(outer.state_dict())
+    copied = copy.deepcopy(budgeted)
+    with pytest.warns(PlanWarning, match="modules run again"):
+        out = budgeted(outer(rows(80)))
+    out.sum().backward()
+    copied(twin(rows(80))).sum().backward()
+    for mine, plain in (
+        *zip(outer.parameters(), twin.parameters(), strict=True),
+        *zip(budgeted.parameters(), copied.parameters(), strict=True),
+    ):
+        assert torch.equal(mine.grad, plain.grad)
+
+
+def test_torch_compiles_plans_for_new_inputs_too(quiet):
+    torch._dynamo.reset()
+    model = mlp(4)
+    settings = {"backend": "compile", "compiler": "eager", "profile": False, "planner": "greedy"}
+    budgeted = plan(copy.deepcopy(model), rows(64), "80%", **settings)
+    for count, how in ((60, "carried over from the plan of"), (9, "nothing runs again")):
+        assert kept(model, budgeted, rows(count))
+        assert budgeted.sn_memory.kinds[-1].how.startswith(how)
+
+
+def test_a_plan_that_was_passed_in_is_carried_over(quiet):
+    model = mlp(6)
+    settings = {"profile": False, "backend": "graph"}
+    made = plan(mlp(6), rows(64), "75%", planner="greedy", **settings).sn_memory.plan
+    budgeted = plan(copy.deepcopy(model), rows(64), "75%", planner=made, **settings)
+    assert kept(model, budgeted, rows(60))
+    assert budgeted.sn_memory.kinds[-1].how.startswith("carried over")
+    # Of another size it is no plan, and another is found.
+    assert kept(model, budgeted, rows(67))
+    assert budgeted.sn_memory.kinds[-1].how == "planned at once"
+
+
+def test_an_argument_that_cannot_be_compared():
+    class Names(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = mlp(6)
+
+        def forward(self, x, names=None):
+            return self.blocks(x) * (2 if names else 1)
+
+    model = Names()
+    budgeted = plan(copy.deepcopy(model), rows(64), "80%", **SETTINGS)
+    with pytest.warns(PlanWarning, match="neither a tensor nor hashable"):
+        budgeted(rows(64), {"a"}).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        budgeted.zero_grad()
+        budgeted(rows(60), {"a", "b"}).sum().backward()
+    model(rows(60), {"a"}).sum().backward()
+    for mine, plain in zip(budgeted.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine.grad, plain.grad)
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_a_budget_that_cannot_be_kept(looking, traced):
+    _, budgeted = looking
+    if traced:
+        budgeted = plan(mlp(6), rows(64), "100%", **SETTINGS)
+    budget = budgeted.sn_memory.budget_bytes
+    with pytest.warns(PlanWarning, match=r"\(512, 32\).*bytes above the budget") as said:
+        _, peak = stepped(budgeted, rows(512))
+    (text,) = (str(it.message) for it in said)
+    told = budgeted.sn_memory.kinds[-1].peak_bytes
+    assert f"{told - budget} bytes above" in text
+    assert stepped(budgeted, rows(512))[1] == told <= peak
+
+
+def test_strict(looking):
+    _, budgeted = looking
+    strict = plan(budgeted, rows(64), "100%", strict=True, **SETTINGS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        strict(rows(9)).sum().backward()
+        with pytest.raises(PlanError, match=r"x \(80, 32\).*cannot be traced.*\[sample, another\]"):
+            strict(rows(80))
+        own = plan(mlp(6), rows(64), "100%", strict=True, **SETTINGS)
+        with pytest.raises(BudgetError, match=r"\(512, 32\).*smallest peak found") as refusal:
+            own(rows(512))
+    assert refusal.value.peak_bytes > refusal.value.budget_bytes == own.sn_memory.budget_bytes
+    by_modules = plan(mlp(6), rows(64), "90%", backend="modules", strict=True)
+    by_modules(rows(66)).sum().backward()
+    with pytest.raises(BudgetError, match=r"\(512, 32\)"):
+        by_modules(rows(512))
+
+
+def test_larger_inputs_are_measured_again_by_modules(quiet):
+    """Today's budget was kept on the sample alone."""
+    model = mlp(6)
+    budgeted = plan(copy.deepcopy(model), rows(64), "100%", backend="modules")
+    assert not budgeted.sn_memory.plan.decided("recompute")
+    assert kept(model, budgeted, rows(80))
+    assert budgeted.sn_memory.running.plan.decided("recompute")
+
+
+def test_where_planning_takes_too_long_modules_run_again(monkeypatch):
+    model = mlp(6)
+    budgeted = plan(copy.deepcopy(model), rows(64), "100%", **SETTINGS)
+    monkeypatch.setattr(new_inputs, "ALLOWED_S", -100.0)
+    with pytest.warns(PlanWarning, match="a tenth of the time"):
+        budgeted(rows(66)).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert kept(model, budgeted, rows(65))
+    # Not for good: when there is time again, it is planned.
+    assert len(budgeted.sn_memory.kinds) == 1
+    monkeypatch.undo()
+    assert kept(model, budgeted, rows(65))
+    assert budgeted.sn_memory.kinds[-1].how == "planned at once"
+
+
+def test_many_kinds_are_not_kept_for_ever(monkeypatch, quiet):
+    monkeypatch.setattr(planned, "KINDS", 4)
+    budgeted = plan(mlp(2), rows(64), "100%", **SETTINGS)
+    record = budgeted.sn_memory
+    for count in range(1, 10):
+        budgeted(rows(count))
+        budgeted(rows(1))
+        assert len(record.steps) == len(record.kinds) == len(record.written) <= 5
+    # The sample's, the one used all along, and the last three.
+    counts = {1, 7, 8, 9, 64}
+    assert {it.inputs for it in record.kinds} == {f"input ({it}, 32)" for it in counts}
+
+
+class Weighted(nn.Module):
+    """Has a constant of as many numbers as there are rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = mlp(2)
+
+    def forward(self, x):
+        return self.blocks(x) * torch.tensor([[1.0 + row] for row in range(len(x))])
+
+
+def test_what_other_kinds_hold_counts(quiet):
+    model, largest = Weighted(), rows(600)
+    budgeted = plan(copy.deepcopy(model), largest, "101%", **SETTINGS)
+    record = budgeted.sn_memory
+    for count in range(500, 520):
+        budgeted(rows(count)).sum().backward()
+        held = [it for step in record.steps.values() for it in step.known]
+        memory = {it.untyped_storage()._cdata: it.untyped_storage().nbytes() for it in held}
+        peak = record.latest.plan.peak_bytes + sum(memory.values())
+        peak -= sum(it.untyped_storage().nbytes() for it in record.latest.known)
+        assert peak <= record.budget_bytes
+    assert 2 < len(record.kinds) < 20
+
+
+def test_blocks_on_the_host_are_those_of_one_kind():
+    link = Device("fast link", 1e9, 1e9, 1e12, 1e12, 0.0)
+    settings = {"techniques": ("keep", "offload"), "device": link, "profile": False}
+    budgeted = plan(mlp(8), rows(64), "75%", **settings)
+    for count in (64, 60, 62, 64):
+        budgeted.zero_grad()
+        budgeted(rows(count)).sum().backward()
+        with_blocks = [it for it in budgeted.sn_memory.steps.values() if it.program.arenas]
+        assert with_blocks == [budgeted.sn_memory.running]
+        found = verify(budgeted, rows(count))
+        assert found.equal
+        assert found.measured_peak_bytes <= budgeted.sn_memory.budget_bytes
+    assert len(budgeted.sn_memory.kinds) == 3
+
+
+def test_copies_and_pickles_are_plain():
+    budgeted = plan(mlp(3), rows(8), "100%", **SETTINGS)
+    budgeted(rows(5)).sum().backward()
+    for made in (copy.deepcopy(budgeted), pickle.loads(pickle.dumps(budgeted))):
+        assert type(made) is nn.Sequential
+        assert "sn_memory" not in made.__dict__
+        made(rows(7)).sum().backward()
+
+
+class LaidOutOtherwise(nn.Module):
+    """Its kernel lays the result out otherwise than fake tensors say."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(12, 12), nn.Linear(12, 12)
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        if x.shape[0] % 2 == 0:
+            x = x.transpose(2, 3).contiguous().transpose(2, 3)
+        return self.last(nn.functional.elu(x))
+
+
+@pytest.mark.parametrize("sampled", [4, 5])
+def test_kernels_that_lay_out_otherwise(sampled):
+    """Seen in the trial of the sample, or only with the new kind: it is traced as it lies then."""
+    model = LaidOutOtherwise()
+    budgeted = plan(
+        copy.deepcopy(model), torch.randn(sampled, 6, 10, 12), "200%", profile=False, time_limit_s=1
+    )
+    assert budgeted.sn_memory.backend == "graph"
+    assert budgeted.sn_memory.laid_out_otherwise == (sampled == 4)
+    for batch in (2, 3, 6, 2):
+        assert kept(model, budgeted, torch.randn(batch, 6, 10, 12))
+    assert budgeted.sn_memory.laid_out_otherwise
+    assert not any(it.layouts for it in budgeted.sn_memory.steps.values())
+
+
+def test_a_model_of_one_more_kind_keeps_what_was_asked_for():
+    """Those that came while training are planned again: the budget may be another."""
+    budgeted = plan(mlp(6), rows(64), "100%", **SETTINGS)
+    budgeted(rows(9))
+    other = plan(budgeted, rows(48), "90%", **SETTINGS)
+    assert [it.inputs for it in other.sn_memory.kinds] == ["input (64, 32)", "input (48, 32)"]
