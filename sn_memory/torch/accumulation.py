@@ -130,7 +130,8 @@ def _with_gradients(model: torch.nn.Module, record: Planned, step: Step, given: 
         smallest = f" The smallest peak found is {show_bytes(least.peak_bytes)}." if least else ""
         text = (
             f"a training step of {plain_class(type(model)).__name__} finds gradients of "
-            f"{show_bytes(held)}, as of an earlier micro-batch: with them it takes "
+            f"{show_bytes(held)}, of an earlier micro-batch, or of the step before where they are "
+            "dropped after the forward pass, as by Lightning: with them it takes "
             f"{show_bytes(need)}, and the budget is {show_bytes(budget_bytes)}.{smallest} Plan for "
             f"them: sn_memory.torch.plan(model, sample, {line}, accumulate=True)."
         )

@@ -20,7 +20,7 @@ from sn_compress import (
     report,
 )
 from sn_compress.compression import settings_of
-from sn_compress.report import Traffic
+from sn_compress.report import Told, Traffic
 from sn_compress.schedule import Constant, Warmup
 
 ALL = (FFTCompression, LowRankCompression, AutoCompression)
@@ -178,13 +178,13 @@ def test_traffic_counts_steps_by_the_return_of_a_name():
     for _ in range(3):
         for name in ("a", "b"):
             payload = codec.encode(rng.standard_normal(8192, dtype=np.float32))
-            traffic.payload(name, 8192, payload, extra=4)
+            traffic.payload(name, 8192, Told.of([payload]))
         traffic.plain("bias", 10, 40)
     report = traffic.report()
     assert report["steps"] == 3
     assert report["tensors"] == 2
     assert report["dense_bytes"] == 4 * (2 * 8192 + 10)
-    assert report["payload_bytes"] == 2 * (codec.payload_bytes(8192) + 4) + 40
+    assert report["payload_bytes"] == 2 * codec.payload_bytes(8192) + 40
     # White noise, the tenth of the bins with the largest magnitude: section 7 of the facts
     # derives 33.0 % of the energy for complex bins, so sqrt(0.67) remains.
     assert report["relative_error"] == pytest.approx(0.67**0.5, abs=0.02)
@@ -204,7 +204,7 @@ def test_traffic_says_what_travels_how(caplog):
                 else:
                     traffic.shared(name, 100, 20, 1.0, 0.5, way=way)
             traffic.plain("bias", 10, 40)
-            traffic.payload("kernel", 4096, payload, extra=4)
+            traffic.payload("kernel", 4096, Told.of([payload]))
         found = {way: traffic.report()[way] for way in report.WAYS}
         assert found == {"low_rank": 2, "rows": 1, "frequencies": 1, "whole": 1, "plain": 1}
     assert [record.getMessage() for record in caplog.records] == [

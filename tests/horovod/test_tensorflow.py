@@ -75,6 +75,12 @@ def test_a_rank_that_is_gone_ends_the_run_with_an_error(horovodrun, how):
     assert run.stdout.count("reached step 5") == 3, run.stdout
     assert "all steps done" not in run.stdout
     # The survivors learn it in their own step, not only from the launcher's signal.
-    told = ("Horovod has been shut down", "HorovodInternalError", "another rank called hvd.join()")
+    # Which one depends on timing; with an all-to-all Horovod itself fails on a rank that has joined.
+    told = (
+        "Horovod has been shut down",
+        "HorovodInternalError",
+        "another rank called hvd.join()",
+        "Connection closed by peer",
+    )
     assert any(text in run.stdout for text in told), run.stdout
     assert time.monotonic() - start < 100
