@@ -75,7 +75,7 @@ def test_a_rank_that_is_gone_ends_the_run_with_an_error(horovodrun, how):
     assert run.stdout.count("reached step 5") == 3, run.stdout
     assert "all steps done" not in run.stdout
     # The survivors learn it in their own step, not only from the launcher's signal.
-    # Which one depends on timing; with an all-to-all Horovod itself fails on a rank that has joined.
+    # Which one depends on timing; in an all-to-all Horovod fails on a rank that has joined.
     told = (
         "Horovod has been shut down",
         "HorovodInternalError",
