@@ -86,11 +86,9 @@ def routes_of(scripts: list[Script], *, free: bool) -> list[Route]:
     routes = []
     for script in scripts:
         codec_s = tuple(0.0 if free else seconds for seconds in script.codec_s)
-        collective = script.rounds[0][0]
         # What is fused with what is told by the method; which one it is does not matter here.
-        fused: Method = "gather" if collective == "allgather" else "shared"
-        sizes = tuple(size for _, size in script.sent)
-        routes.append(Route(fused, collective, sizes, codec_s))  # type: ignore[arg-type]
+        fused: Method = "shared" if script.rounds[0][0] == "allreduce" else "gather"
+        routes.append(Route(fused, tuple(script.sent), codec_s))  # type: ignore[arg-type]
     return routes
 
 

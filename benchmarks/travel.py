@@ -65,7 +65,9 @@ def _record_one(method: Method, name: str, values: np.ndarray, ranks: int) -> Sc
         script.codec_s.append(time.process_time() - start)
         array = request.array
         script.rounds.append((request.kind, array.size, array.dtype.str))
-        if request.kind == "allgather":
+        if request.alike is not None:
+            answer = request.alike()
+        elif request.kind == "allgather":
             answer = np.tile(array, ranks)
         else:
             answer = array * array.dtype.type(ranks)
@@ -166,7 +168,9 @@ class Travel:
         done = [trip for trip in self._away if self.hvd.poll(trip.handle)]
         for trip in done:
             self._away.remove(trip)
-            trip.answer = self.hvd.synchronize(trip.handle).numpy()
+            answer = self.hvd.synchronize(trip.handle)
+            # An all-to-all also says how much came of each rank.
+            trip.answer = (answer[0] if isinstance(answer, tuple) else answer).numpy()
             self.stamps.append(Stamp("link", trip.name, trip.asked, time.perf_counter()))
             self._ready.append(trip)
         if not self._ready:
@@ -193,6 +197,16 @@ class Travel:
         self.sent.append((request.kind, request.array.nbytes))
         if request.kind == "allgather":
             trip.handle = self.hvd.allgather_async(wire, name=key)
+        elif request.kind == "alltoall":
+            splits = request.sizes or self._evenly(wire.numel())
+            trip.handle = self.hvd.alltoall_async(wire, torch.tensor(splits), name=key)
         else:
             trip.handle = self.hvd.allreduce_async_(wire, name=key, op=self.hvd.Sum)
         self._away.append(trip)
+
+    def _evenly(self, elements: int) -> list[int]:
+        """How a played all-to-all is divided among the others, whoever owns what."""
+        others = self.hvd.size() - 1
+        splits = [elements * (at + 1) // others - elements * at // others for at in range(others)]
+        splits.insert(self.hvd.rank(), 0)
+        return splits

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -24,19 +25,33 @@ import torch
 
 import sn_compress
 from sn_compress import FFTCompression, LowRankCompression
+from sn_compress.carry import Gradient
 from sn_compress.codecs.gather import mean_of_gathered, on_wire
+from sn_compress.engine import Engine
 from sn_compress.ops.directions import first_factor
+from sn_compress.scattered import Shares, shares_of
 from sn_compress.settings import Settings
 
+KINDS = {"gather": "allgather", "alltoall": "alltoall"}  # of the engine, of Horovod
 SMALLEST = 1024  # elements; below, rivals send a tensor plain, as ours do
 
 
 @dataclass
 class Request:
-    """An array of this rank's, and what is to become of it."""
+    """An array of this rank's, and what is to become of it.
 
-    kind: str  # "allreduce" or "allgather"
+    Attributes
+    ----------
+    kind : "allreduce", "allgather" or "alltoall"
+    sizes : for an all-to-all, how much of the array each rank is to have
+    alike : what a recording is answered, where it is not the sum or all of equal arrays: what this
+        rank would get if all had the same gradient; made when called, as no rank makes it all
+    """
+
+    kind: str
     array: np.ndarray
+    sizes: tuple[int, ...] = ()
+    alike: Callable[[], np.ndarray] | None = None
 
 
 Exchange = Generator[Request, np.ndarray, np.ndarray]
@@ -143,10 +158,37 @@ def shared(ranks: int, settings: Settings) -> Method:
     return exchange
 
 
-def gather(ranks: int, settings: Settings) -> Method:
-    """Ours by all-gather, the paper's way."""
-    codec = settings.codec(threads=1)
-    return coded(ranks, lambda shape: codec, feedback=settings.feedback, decay=settings.decay)
+def frequencies(ranks: int, settings: Settings, rank: int) -> Method:
+    """Ours by payloads: gathered, or by way of the blocks' owners."""
+    engine, dense = Engine(settings, 1, stock="Horovod"), plain(ranks)
+
+    def exchange(name: str, shape: tuple[int, ...], values: np.ndarray) -> Exchange:
+        if not settings.compresses(shape):
+            return (yield from dense(name, shape, values))
+        shares = shares_of(engine.codec, (values.size,), ranks) if settings.scatter else None
+        before, came = values.copy(), None
+        rounds = engine.rounds([Gradient(name, shape, values)], ranks=ranks, rank=rank)
+        while True:
+            try:
+                (carry,) = rounds.send(came)
+            except StopIteration:
+                return values
+            alike = partial(_alike, shares, before, rank, carry.kind) if shares else None
+            kind, splits = KINDS[carry.kind], tuple(carry.to_ranks(rank))
+            answer = yield Request(kind, carry.words, splits if kind == "alltoall" else (), alike)
+            came = [answer]
+
+    return exchange
+
+
+def _alike(shares: Shares, values: np.ndarray, rank: int, kind: str) -> np.ndarray:
+    """What comes to a rank in a round if all have this gradient, and no memories."""
+    if kind == "alltoall":
+        codec, pieces, times = shares.parts, shares.pieces[rank], len(shares.pieces) - 1
+    else:
+        codec, pieces, times = shares.means, tuple(it for own in shares.pieces for it in own), 1
+    made = [codec.encode(values[it.start : it.stop]).buffer for it in pieces]
+    return np.concatenate([np.zeros(0, np.uint8), *made] * times)
 
 
 def _named(name: str, *, shaped: bool = False, **settings: Any) -> Callable[..., Any]:
@@ -185,8 +227,8 @@ def method(name: str, *, ranks: int, rank: int = 0, ratio: float = 100.0) -> Met
         "demo": lambda: coded(
             ranks, _named("demo", preset="paper", shaped=True), feedback=True, decay=1.0
         ),
-        "paper": lambda: gather(ranks, PAPER),
-        "gather": lambda: gather(ranks, GATHER),
+        "paper": lambda: frequencies(ranks, PAPER, rank),
+        "gather": lambda: frequencies(ranks, GATHER, rank),
         "shared": lambda: shared(ranks, shared_settings(ratio)),
     }
     return table[name]()

@@ -1,9 +1,10 @@
 """When does compression pay: seconds of a step from bytes, a link, a codec and the backward pass.
 
-A ratio of 100 is no speed-up of 100: a gather hands every rank all payloads, every collective costs
-latency, and the codec takes its own time. This is the alpha-beta model of all three (Hockney 1994;
-rings as in Thakur, Rabenseifner, Gropp 2005), with tensors on their way as a small schedule of two
-resources, the link and the codec, beside the backward pass. docs/cost.md derives the formulas.
+A ratio of 100 is no speed-up of 100: what a rank brings is not what it receives, every collective
+costs latency, and the codec takes its own time. This is the alpha-beta model of all three (Hockney
+1994; rings as in Thakur, Rabenseifner, Gropp 2005), with tensors on their way as a small schedule
+of two resources, the link and the codec, beside the backward pass. docs/cost.md derives the
+formulas.
 
 Pure arithmetic: what is measured comes in as numbers, `predict.py` and `tuning.py` bring it.
 """
@@ -22,7 +23,8 @@ from ..errors import CompressError
 FUSED_BYTES = 128 * 2**20  # Horovod puts tensors together up to this size by default
 BACKWARD = 2 / 3  # of a step's computing: two products where the forward pass has one
 Method = Literal["plain", "fp16", "shared", "gather"]
-Collective = Literal["allreduce", "allgather"]
+Collective = Literal["allreduce", "allgather", "alltoall"]
+Rounds = tuple[tuple[Collective, int], ...]
 
 
 @dataclass(frozen=True)
@@ -61,26 +63,29 @@ class Route:
     Attributes
     ----------
     method : tensors of one method are fused with each other
-    collective : of every round
-    sent : bytes this rank puts in, round by round
+    rounds : of each the collective, and the bytes this rank puts in
     codec_s : seconds of this rank's codec before the first round, between rounds, after the last
     """
 
     method: Method
-    collective: Collective
-    sent: tuple[int, ...]
+    rounds: Rounds
     codec_s: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if len(self.codec_s) != len(self.sent) + 1:
+        if len(self.codec_s) != len(self.rounds) + 1:
             raise CompressError(
-                f"Route: {len(self.codec_s)} codec times for {len(self.sent)} rounds; expected one "
-                "more than rounds"
+                f"Route: {len(self.codec_s)} codec times for {len(self.rounds)} rounds; expected "
+                "one more than rounds"
             )
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes this rank puts in."""
+        return sum(size for _, size in self.rounds)
 
     def wire_bytes(self, ranks: int) -> float:
         """Bytes that leave this rank, and as many reach it."""
-        return sum(wire_bytes(self.collective, size, ranks) for size in self.sent)
+        return sum(wire_bytes(collective, size, ranks) for collective, size in self.rounds)
 
 
 @dataclass(frozen=True)
@@ -116,19 +121,21 @@ class Step:
 
 
 def wire_bytes(collective: Collective, size: float, ranks: int) -> float:
-    """Bytes that leave a rank in a ring to which it brings `size` bytes.
+    """Bytes that leave a rank which brings `size` bytes.
 
-    >>> wire_bytes("allreduce", 800, 8), wire_bytes("allgather", 800, 8)
-    (1400.0, 5600)
+    To an all-to-all it brings what is for others, each its own.
+
+    >>> [wire_bytes(kind, 800, 8) for kind in ("allreduce", "allgather", "alltoall")]
+    [1400.0, 5600, 800]
     """
-    if collective == "allgather":
-        return (ranks - 1) * size
-    return 2 * (ranks - 1) / ranks * size
+    if collective == "allreduce":
+        return 2 * (ranks - 1) / ranks * size
+    return (ranks - 1) * size if collective == "allgather" else size
 
 
 def latency_s(collective: Collective, ranks: int, link: Link) -> float:
     """Seconds of a collective of no bytes."""
-    messages = (ranks - 1) * (1 if collective == "allgather" else 2)
+    messages = (ranks - 1) * (2 if collective == "allreduce" else 1)
     return link.operation_s + messages * link.latency_s if ranks > 1 else 0.0
 
 
@@ -145,8 +152,8 @@ def latencies_s(routes: Sequence[Route], ranks: int, link: Link) -> float:
     """
     rounds: dict[tuple[str, int, Collective], int] = {}
     for route in routes:
-        for number, size in enumerate(route.sent):
-            key = route.method, number, route.collective
+        for number, (collective, size) in enumerate(route.rounds):
+            key = route.method, number, collective
             rounds[key] = rounds.get(key, 0) + size
     return sum(
         math.ceil(size / FUSED_BYTES) * latency_s(collective, ranks, link)
@@ -185,7 +192,7 @@ def step(
         route = routes[count - 1 - place]
         if stage % 2:
             what: Literal["codec", "link"] = "link"
-            moved = wire_bytes(route.collective, route.sent[stage // 2], ranks)
+            moved = wire_bytes(*route.rounds[stage // 2], ranks)
             seconds = moved / link.bytes_per_s
         else:
             what, seconds = "codec", route.codec_s[stage // 2]
@@ -194,7 +201,7 @@ def step(
         if seconds:
             free[what] = end
             events.append(Event(what, count - 1 - place, start, end))
-        if stage + 1 < len(route.sent) + len(route.codec_s):
+        if stage + 1 < len(route.rounds) + len(route.codec_s):
             heapq.heappush(waiting, (end, place, stage + 1))
     # Fusion decides which tensor waits for a latency; the sum of all is what no overlap hides.
     latencies = latencies_s(routes, ranks, link)
@@ -205,7 +212,7 @@ def step(
         codec_s=sum(sum(route.codec_s) for route in routes),
         exchange_s=latencies + moved / link.bytes_per_s,
         wire_bytes=moved,
-        sent_bytes=sum(sum(route.sent) for route in routes),
+        sent_bytes=sum(route.sent_bytes for route in routes),
         events=tuple(sorted(events, key=lambda event: event.start)),
     )
 

@@ -14,17 +14,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 import numpy as np
 
 from ..codecs.gather import wire_bytes
 from ..errors import CompressError
 from ..ops.matrices import cut
+from ..scattered import Shares, shares_of
 from ..settings import CompressionName, Settings
 from ..sums.choose import MOST, Curve, allocate, budget, words_of
 from ..text_table import text_table
 from .accuracy import advice
-from .cost import Link, Method, Route, Step, break_even, choose, step
+from .cost import Link, Method, Rounds, Route, Step, break_even, choose, step
 from .layers import Layer
 from .rates import FREE, Rates
 
@@ -99,11 +101,15 @@ class Prediction:
 
     def _received(self) -> dict[CompressionName, float]:
         """Received bytes of plain's all-reduce over those of each compression."""
-        # An all-reduce hands on what a rank sent twice, a gather brings it from each other rank.
-        shared, gather = self.row("shared").ratio, 2 * self.row("gather").ratio / self.ranks
+        shared, gather = (self._received_by(method) for method in ("shared", "gather"))
         return {
             "LowRankCompression": shared, "AutoCompression": shared, "FFTCompression": gather,
         }  # fmt: skip
+
+    def _received_by(self, method: str) -> float:
+        plain, ours = (self.row(name).step.wire_bytes for name in ("plain", method))
+        # One rank receives nothing.
+        return plain / ours if ours else self.row(method).ratio
 
 
 _HEAD = (
@@ -129,28 +135,64 @@ def routes_of(
 ) -> list[Route]:
     """How each tensor of a model travels by one method, in bytes and seconds of codec."""
     if method == "plain":
-        return [Route("plain", "allreduce", (4 * t.elements,), (0.0, 0.0)) for t in layers]
+        return [_plain(tensor) for tensor in layers]
     if method == "fp16":
         half = rates.cast_s / 2
         return [
-            Route("fp16", "allreduce", (2 * t.elements,), (half * t.elements, half * t.elements))
+            Route("fp16", (("allreduce", 2 * t.elements),), (half * t.elements, half * t.elements))
             for t in layers
         ]
     if method == "shared":
         return _shared(layers, ranks, settings, rates)
     if method != "gather":
         raise CompressError(f"method={method!r}; expected one of {', '.join(METHODS)}")
+    return _payloads(layers, ranks, settings, rates)
+
+
+def _plain(tensor: Layer) -> Route:
+    return Route("plain", (("allreduce", 4 * tensor.elements),), (0.0, 0.0))
+
+
+def _payloads(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Rates) -> list[Route]:
+    """Gathered, or by way of the blocks' owners as `scattered.py` has it: of an average rank."""
     codec = settings.codec(threads=1)
+    sizes = tuple(it.elements for it in layers if settings.compresses(it.shape))
+    shares = shares_of(codec, sizes, ranks) if settings.scatter and sizes else None
+    owned = iter(_bytes_by_owners(shares, len(sizes)) if shares else ())
     routes = []
     for tensor in layers:
-        n = tensor.elements
         if not settings.compresses(tensor.shape):
-            routes.append(Route("plain", "allreduce", (4 * n,), (0.0, 0.0)))
+            routes.append(_plain(tensor))
             continue
-        after = n * (rates.decode_s + ranks * rates.add_s)
-        size = wire_bytes(codec.payload_bytes(n)) + _TOKEN_BYTES
-        routes.append(Route("gather", "allgather", (size,), (n * rates.encode_s, after)))
+        n = tensor.elements
+        if shares is None:
+            size = wire_bytes(codec.payload_bytes(n)) + _TOKEN_BYTES
+            after = n * (rates.decode_s + ranks * rates.add_s)
+            routes.append(Route("gather", (("allgather", size),), (n * rates.encode_s, after)))
+            continue
+        parts, means = next(owned)
+        # Its own piece, an equal part of all, a rank encodes once: as a mean.
+        read = rates.decode_s + (ranks - 1) * rates.add_s
+        times = (
+            n * rates.encode_s * (ranks - 1) / ranks,
+            n * (read + rates.encode_s) / ranks,
+            n * (rates.decode_s + rates.add_s),
+        )
+        rounds: Rounds = (("alltoall", parts + _TOKEN_BYTES), ("allgather", means))
+        routes.append(Route("gather", rounds, times))
     return routes
+
+
+def _bytes_by_owners(shares: Shares, tensors: int) -> list[tuple[int, int]]:
+    """Of each tensor what an average rank sends to the owners, and what it makes as one of them."""
+    ranks, parts, means = len(shares.pieces), [0] * tensors, [0] * tensors
+    for piece in (it for own in shares.pieces for it in own):
+        parts[piece.tensor] += shares.parts.payload_bytes(piece.elements)
+        means[piece.tensor] += shares.means.payload_bytes(piece.elements)
+    return [
+        (ceil(sent * (ranks - 1) / ranks), ceil(made / ranks))
+        for sent, made in zip(parts, means, strict=True)
+    ]
 
 
 def _shared(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Rates) -> list[Route]:
@@ -165,10 +207,10 @@ def _shared(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Rate
     routes = []
     for tensor in layers:
         if tensor.name not in chosen:
-            routes.append(Route("plain", "allreduce", (4 * tensor.elements,), (0.0, 0.0)))
+            routes.append(_plain(tensor))
             continue
         rank, n = chosen[tensor.name], tensor.elements
-        sent = tuple(4 * words for words in words_of(curves[tensor.name].shape, rank, ranks))
+        words = words_of(curves[tensor.name].shape, rank, ranks)
         if rank == 0:
             half = n * rates.whole_s / 2
             times: tuple[float, ...] = (half, half)
@@ -176,7 +218,7 @@ def _shared(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Rate
             # Of four products with the factors, one is before the rounds and one between them.
             quarter = n * (rates.pass_s + rank * rates.column_s) / 4
             times = (quarter, quarter, 2 * quarter)
-        routes.append(Route("shared", "allreduce", sent, times))
+        routes.append(Route("shared", tuple(("allreduce", 4 * it) for it in words), times))
     return routes
 
 
@@ -195,7 +237,8 @@ def predict(
     Parameters
     ----------
     layers : the parameters, in the order of the forward pass
-    settings : of FFTCompression (gather) and LowRankCompression (shared); None: the defaults
+    settings : of FFTCompression (gather; among three ranks or more by way of the blocks' owners)
+        and LowRankCompression (shared); None: the defaults
     rates : seconds of the codec, from `measure_rates`; by default it takes none, which is what
         bytes alone would give
     """

@@ -72,7 +72,7 @@ def measure_rates(
         # The least of several: other programs make a run slower, never faster.
         return min(_seconds(run, clock) for _ in range(repeat)) / values.size
 
-    say("timing the codec of the gather exchange")
+    say("timing the codec of payloads")
     codec = settings.codec(threads=threads)
     state = codec.new_state(values.size) if settings.feedback else None
     payload = codec.encode(values, state=state)

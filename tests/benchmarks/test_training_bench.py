@@ -33,25 +33,33 @@ def namespaces():
         pytest.skip(reason)
 
 
-def together(name, vectors, steps=1):
-    """The means all ranks get of a tensor of SHAPE, step by step, and every request of rank 0."""
+def carried(asked):
+    """What each rank gets of the requests of all."""
+    kind, arrays = asked[0].kind, [request.array for request in asked]
+    if kind != "alltoall":
+        answer = np.concatenate(arrays) if kind == "allgather" else np.sum(arrays, axis=0)
+        return [answer.copy() for _ in asked]
+    cut = [np.split(it.array, np.cumsum(it.sizes)[:-1]) for it in asked]
+    return [np.concatenate([sent[rank] for sent in cut]) for rank in range(RANKS)]
+
+
+def together(name, vectors, steps=1, shape=SHAPE):
+    """The means all ranks get of a tensor, step by step, and every request of rank 0."""
     ways = [wire_methods.method(name, ranks=RANKS, rank=r, ratio=8.0) for r in range(RANKS)]
     means, requests = [], []
     for _ in range(steps):
-        trips = [way("w", SHAPE, v.copy()) for way, v in zip(ways, vectors, strict=True)]
-        answer, ended = None, []
+        trips = [way("w", shape, v.copy()) for way, v in zip(ways, vectors, strict=True)]
+        answers, ended = [None] * RANKS, []
         while not ended:
             asked = []
-            for trip in trips:
+            for trip, answer in zip(trips, answers, strict=True):
                 try:
-                    asked.append(trip.send(None if answer is None else answer.copy()))
+                    asked.append(trip.send(answer))
                 except StopIteration as end:
                     ended.append(end.value)
             if not ended:
                 requests.append(asked[0])
-                arrays = [request.array for request in asked]
-                gathers = asked[0].kind == "allgather"
-                answer = np.concatenate(arrays) if gathers else np.sum(arrays, axis=0)
+                answers = carried(asked)
         assert len(ended) == RANKS
         for other in ended[1:]:
             np.testing.assert_array_equal(ended[0], other)
@@ -94,14 +102,17 @@ def test_powersgd_sends_two_factors_of_float32():
 
 @pytest.mark.parametrize("name", ["plain", "qsgd", "powersgd", "shared", "gather"])
 def test_a_recording_plays_the_same_requests(name):
-    layers = [Layer("w", SHAPE)]
+    # Of several blocks, so that each rank has its own.
+    shape = (4 * SHAPE[0], SHAPE[1]) if name == "gather" else SHAPE
+    layers = [Layer("w", shape)]
     scripts = training_runs.scripts_of(layers, name, RANKS, ratio=8.0)
     values = training_runs.gradient(layers[0], 0).reshape(-1)
     steps = 3 if name == "shared" else 1
-    _, requests = together(name, [values] * RANKS, steps)
+    _, requests = together(name, [values] * RANKS, steps, shape)
     rounds = scripts[0].rounds
     last = [(r.kind, r.array.size, r.array.dtype.str) for r in requests[-len(rounds) :]]
     assert rounds == last
+    assert (rounds[0][0] == "alltoall") == (name == "gather")
     trip = travel.play(scripts[0], free=True)
     played = [next(trip)]
     played += [trip.send(None) for _ in rounds[1:]]
