@@ -126,7 +126,7 @@ def _bare_fft(shapes: Shapes, ranks: int, ratio: float, **settings: Any) -> Exch
 
     keep = _KEEPS[max(0, bisect(_KEEPS, budget, key=received) - 1)]
     chosen = FFTCompression.using(theta=1 - keep, **settings).settings
-    engines = [Engine(chosen, 1, stock="the study") for _ in range(ranks)]
+    engines = [Engine(chosen, 1, stock="the study", tuner=None) for _ in range(ranks)]
     return {name: Frequencies(engines, name, shape) for name, shape in shapes.items()}
 
 

@@ -27,6 +27,7 @@ from sn_compress import FFTCompression, LowRankCompression
 from sn_compress.codecs.gather import mean_of_gathered, on_wire
 from sn_compress.ops.directions import first_factor
 from sn_compress.settings import Settings
+from sn_compress.sums.session import SharedExchange
 
 SMALLEST = 1024  # elements; below, rivals send a tensor plain, as ours do
 
@@ -121,7 +122,7 @@ def powersgd(ranks: int, *, rank: int) -> Method:
 
 def shared(ranks: int, settings: Settings) -> Method:
     """Ours over all-reduces of low-bit words; dense at first, as in training."""
-    session, dense = settings.shared(), plain(ranks)
+    session, dense = SharedExchange(**settings.shared), plain(ranks)
 
     def exchange(name: str, shape: tuple[int, ...], values: np.ndarray) -> Exchange:
         if not session.takes(name, shape):

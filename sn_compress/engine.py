@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -25,7 +25,6 @@ from .carry import Carry, Gradient, Rounds, Sorted
 from .codecs.base import Floats
 from .feedback import ErrorFeedback
 from .owed import Owed
-from .prediction.tuning import Tuner
 from .report import Told, Traffic
 from .sameness import Sameness
 from .scattered import shares_of
@@ -38,6 +37,38 @@ _log = logging.getLogger(__name__)
 _STEP = "step"  # what theta is counted by: all tensors have the same
 
 
+class Chooser(Protocol):
+    """What says of each tensor of AutoCompression how it travels: a `prediction.tuning.Tuner`."""
+
+    def method(self, name: str, shape: Sequence[int]) -> str:
+        """How the next gradient of a tensor travels, the same on every rank: "plain", or not."""
+
+    def report(self) -> dict[str, float]:
+        """What was measured and chosen last."""
+
+    @property
+    def idle_steps(self) -> int:
+        """Steps from the next one on that need not ask."""
+
+    def pass_by(self, steps: int) -> None:
+        """Take note of steps that have not asked."""
+
+
+class MakesChooser(Protocol):
+    """`prediction.tuning.Tuner`, called with the first gradient."""
+
+    def __call__(
+        self,
+        settings: Settings,
+        *,
+        ranks: int,
+        total: Total,
+        methods: Sequence[Literal["gather", "shared"]],
+        plain: str,
+    ) -> Chooser:
+        """For one optimizer; `plain` is what the framework's own way is called in the log."""
+
+
 class Engine:
     """What belongs to one optimizer on one rank.
 
@@ -46,6 +77,7 @@ class Engine:
     settings : the user's
     threads : of the codec, where the settings leave it open
     stock : what the framework's own way is called in the log
+    tuner : makes what measures and chooses for AutoCompression; None: all is compressed
     scaler : the loss scaler, if there is one: whatever has get_scale(). Gradients arrive multiplied
         by its scale. A scale smaller than before says that the last step was skipped, on all ranks
         alike: it is taken back. A changed one changes the memories. Costs a second copy of them
@@ -55,7 +87,6 @@ class Engine:
         a gradient of zeros, and its memory waits; where means of all are kept, it travels
     pauses : rounds ask for nothing, once, before what may wait for a device: the rim goes on when
         the backward pass is over
-    tunes : whether AutoCompression may measure and choose
 
     Attributes
     ----------
@@ -69,26 +100,26 @@ class Engine:
         threads: int,
         *,
         stock: str,
+        tuner: MakesChooser | None,
         scaler: Any = None,
         find_unused: bool = False,
         drops_unused: bool = True,
         pauses: bool = False,
-        tunes: bool = True,
     ) -> None:
         self.settings = settings
         self.theta = ThetaInTime(settings, threads)
         self.codec = settings.codec(threads)  # of the step under way
         self.feedback = ErrorFeedback(self.codec, decay=settings.decay)
-        self.shared = settings.shared()
+        self.shared = SharedExchange(**settings.shared)
         self.owed = Owed()  # of tensors that the tuner lets travel plain
         self.traffic = Traffic()
         self.sameness = Sameness(settings.check_every)
-        self.tuner: Tuner | None = None
+        self.tuner: Chooser | None = None
         self.agreed: int | None = None
         self.scale: float | None = None  # the unit of the memories
         self.lost = 0.0, 0.0  # energy and error of this step on this rank, if theta follows them
         self._stock, self._find_unused, self._drops_unused = stock, find_unused, drops_unused
-        self._tunes = tunes and settings.tune
+        self._make_tuner = tuner if settings.tune else None
         self._sums = Sums(
             self.shared, self.traffic, find_unused=find_unused, drops_unused=drops_unused,
             pauses=pauses,
@@ -214,11 +245,11 @@ class Engine:
     def _gives_up(self, gradient: Gradient, ranks: int, total: Total) -> bool:
         """Whether the tuner has this tensor travel plain; what is owed of it goes along."""
         name, values = gradient.name, gradient.values
-        if not self._tunes or name is None:
+        if self._make_tuner is None or name is None:
             return False
         if self.tuner is None:
             methods = (self.settings.exchange,)
-            self.tuner = Tuner(
+            self.tuner = self._make_tuner(
                 self.settings, ranks=ranks, total=total, methods=methods, plain=self._stock
             )
         plain = self.tuner.method(name, gradient.shape) == "plain"

@@ -77,7 +77,7 @@ class AutoCodec(Codec):
     @classmethod
     def like(cls, *, shape: Sequence[int] | None = None, **settings: Any) -> AutoCodec:
         """The AutoCodec whose payloads are as large as those of FFTCodec(**settings)."""
-        fixed = FFTCodec(**{**settings, "transform": "fft"})
+        fixed = FFTCodec(**settings)
         return cls(ratio=4 * 2**20 / (fixed.payload_bytes(2**20) - HEADER_BYTES), shape=shape)
 
     def __repr__(self) -> str:

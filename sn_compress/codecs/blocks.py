@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..ops.record import Layout
-from ..ops.spectrum import Floats
+from ..ops.layout import Layout
+
+Floats = npt.NDArray[np.float32]
 
 CHUNK = 1 << 18  # elements worked on at a time: 1 MiB, inside a core's second-level cache
 _SMALLEST = 32

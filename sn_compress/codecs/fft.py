@@ -31,7 +31,8 @@ from ..arrays import like_of, on_cuda, on_host
 from ..errors import CompressError, PayloadError
 from ..ops import long_record, quantize, select, spectrum
 from ..ops.blockwise import decode_blocks, encode_blocks
-from ..ops.record import Layout, Tally, Values
+from ..ops.layout import Layout, Values
+from ..ops.record import Tally
 from . import _device, batched
 from .base import HEADER_BYTES, Bytes, Codec, Floats, Payload, as_vector
 from .blocks import Section, cut
@@ -64,10 +65,9 @@ class FFTCodec(Codec):
         `Payload.saturated`
     half : cast the input to float16 first, as the paper does
     transform : "fft", "dct", "hadamard", "identity" (plain top-k), or "axes", a DCT over the
-        tensor's axes `axes` before plain top-k: for kernels over height and width. With "auto"
-        the result is an AutoCodec whose payloads are as large as those of "fft" would be.
-    shape, axes : the tensor's shape and the axes transformed, for transform="axes"; "auto" takes
-        the shape, and leaves `threads` unused
+        tensor's axes `axes` before plain top-k: for kernels over height and width. Which is best
+        for a tensor, `AutoCodec` tries
+    shape, axes : the tensor's shape and the axes transformed, for transform="axes"
     threads : threads for encode and decode; no effect on the result
 
     Examples
@@ -81,13 +81,6 @@ class FFTCodec(Codec):
     """
 
     codec_id = 1
-
-    def __new__(cls, **settings: Any) -> Any:
-        if settings.get("transform") == "auto":
-            from .auto import AutoCodec  # builds on this class
-
-            return AutoCodec.like(**settings)
-        return super().__new__(cls)
 
     def __init__(
         self,

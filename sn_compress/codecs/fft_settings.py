@@ -10,9 +10,9 @@ import numpy as np
 
 from ..errors import CompressError
 from ..ops import quantize
-from ..ops.record import Values
+from ..ops.layout import Values
 
-TransformName = Literal["fft", "dct", "hadamard", "identity", "axes", "auto"]
+TransformName = Literal["fft", "dct", "hadamard", "identity", "axes"]
 Positions = Literal["elias-fano", "bitmap"]
 _POSITIONS = get_args(Positions)
 _VALUES = get_args(Values)

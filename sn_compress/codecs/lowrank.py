@@ -22,10 +22,11 @@ import numpy.typing as npt
 
 from ..errors import CompressError, PayloadError
 from ..ops.directions import directions, first_factor
+from ..ops.layout import NON_FINITE, Layout, Values
 from ..ops.matrices import cut
 from ..ops.pack import Words
 from ..ops.quantize import check_format
-from ..ops.record import NON_FINITE, Layout, Values, decode_records, encode_records
+from ..ops.record import decode_records, encode_records
 from .base import (
     HEADER_BYTES,
     Bytes,

@@ -12,8 +12,9 @@ import numpy as np
 
 from .. import _native
 from . import fourier, spans, spectrum
+from .layout import Layout
 from .pack import Words
-from .record import Layout, Tally, decode_records, encode_records, numbers, refuse
+from .record import Tally, decode_records, encode_records, numbers, refuse
 from .spectrum import Floats
 
 

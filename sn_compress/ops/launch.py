@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from .._cuda import Program
 from ..errors import CompressError
-from . import checksum, pack, spans
-from .record import Layout
+from . import checksum, spans
+from .layout import Layout, low_bits
 
 TRANSFORMS = ("fft", "dct", "hadamard", "identity", "spectrum")
 VALUES = ("range", "fp16", "sign", "2bit")
@@ -163,7 +163,7 @@ class Format:
         settings["values"] = VALUES.index(self.values)
         settings["code_bits"], settings["mantissa"] = self.code_bits, self.mantissa
         settings["positions"] = POSITIONS.index(self.positions)
-        settings["low"] = pack.low_bits(self.kept, self.bins)
+        settings["low"] = low_bits(self.kept, self.bins)
         settings["top"] = -1 if top is None else top
         settings["factor"], settings["ranks"] = factor, ranks
         settings["powers"] = powers(device)

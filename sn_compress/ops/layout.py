@@ -1,4 +1,4 @@
-"""What fixes the bits of a record, see record.py; apart from it, as values.py needs it too."""
+"""What fixes the bits of a record, see record.py: known before there is a value."""
 
 from __future__ import annotations
 
@@ -6,9 +6,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from . import pack
-
 Values = Literal["range", "fp16", "sign", "2bit"]
+
+NON_FINITE = 0x7FC0
+"""The upper half of a float32 NaN: the head of a block that has NaN or Inf."""
+
+
+def low_bits(k: int, f: int) -> int:
+    """The l of Elias-Fano for k of f positions."""
+    return (f // k).bit_length() - 1 if k else 0
+
+
+def upper_bits(k: int, f: int) -> int:
+    """Length of the Elias-Fano map for k of f positions."""
+    return k + ((f - 1) >> low_bits(k, f)) + 1
 
 
 @dataclass(frozen=True)
@@ -55,4 +66,4 @@ class Layout:
             return 0
         if self.positions == "bitmap":
             return f
-        return k * pack.low_bits(k, f) + pack.upper_bits(k, f)
+        return k * low_bits(k, f) + upper_bits(k, f)

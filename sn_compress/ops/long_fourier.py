@@ -26,8 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _native
-from . import fourier
-from .fourier import Floats, Parts, minus, plus, times
+from .butterflies import LONGEST, Floats, Parts, butterfly, minus, plus, times
 
 Doubles = npt.NDArray[np.float64]
 
@@ -66,7 +65,7 @@ class Split(NamedTuple):
 
 def fits(length: int) -> bool:
     """Whether these functions take vectors of this length; shorter ones are fourier.py's."""
-    return length > fourier.LONGEST and length % 2 == 0 and _smooth(length)
+    return length > LONGEST and length % 2 == 0 and _smooth(length)
 
 
 def _smooth(n: int) -> bool:
@@ -335,7 +334,7 @@ def _dft(z: list[Parts]) -> list[Parts]:
         return _dft3(*z)
     if len(z) == 5:
         return _dft5(*z)
-    return fourier.butterfly(z)
+    return butterfly(z)
 
 
 def _dft3(a: Parts, b: Parts, c: Parts) -> list[Parts]:

@@ -13,20 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import PayloadError
+from .layout import low_bits, upper_bits
 from .select import Positions
 
 Words = npt.NDArray[np.uint32]
 Bits = npt.NDArray[np.uint8]
-
-
-def low_bits(k: int, f: int) -> int:
-    """The l of Elias-Fano for k of f positions."""
-    return (f // k).bit_length() - 1 if k else 0
-
-
-def upper_bits(k: int, f: int) -> int:
-    """Length of the Elias-Fano map for k of f positions."""
-    return k + ((f - 1) >> low_bits(k, f)) + 1
 
 
 def codes_to_bits(codes: npt.NDArray[np.uint16] | Words, bits: int) -> Bits:

@@ -20,12 +20,9 @@ import numpy as np
 from .. import _native
 from ..errors import PayloadError
 from . import pack, select
-from .layout import Layout as Layout
-from .layout import Values as Values
+from .layout import NON_FINITE, Layout, Values, low_bits
 from .spectrum import Floats, energy
 from .values import decode_values, encode_values
-
-NON_FINITE = 0x7FC0  # the upper half of a float32 NaN
 
 
 class Tally(NamedTuple):
@@ -183,5 +180,5 @@ def _find(stream: pack.Bits, layout: Layout) -> select.Positions:
         return np.broadcast_to(np.arange(f, dtype=np.uint32), (len(stream), f))
     if layout.positions == "bitmap":
         return pack.read_bitmap(stream[:, at : at + f], k)
-    split, end = at + k * pack.low_bits(k, f), at + layout.position_bits
+    split, end = at + k * low_bits(k, f), at + layout.position_bits
     return pack.read_elias_fano(stream[:, at:split], stream[:, split:end], k, f)

@@ -17,9 +17,7 @@ from ..arrays import top as largest_of_rows
 from ..errors import CompressError
 from . import bit_fields
 from .bit_fields import Fields
-from .layout import Layout
-from .pack import low_bits, upper_bits
-from .record import NON_FINITE
+from .layout import NON_FINITE, Layout, low_bits, upper_bits
 from .select import MAX_FINITE
 
 _POSITION = 2**32 - 1  # room for a position below what it is sorted by

@@ -14,8 +14,8 @@ import numpy as np
 
 from .._cuda import Program
 from ..errors import CompressError
-from . import pack
 from .launch import DTYPES, Device, Format, Struct
+from .layout import upper_bits
 
 _THREADS, _CHUNK, _STATE_BYTES = 256, 4096, 4 * (8 + 2048)
 _WHOLE = np.dtype(
@@ -84,7 +84,7 @@ def decode_whole(
 ) -> None:
     """Add weight * the values of the records at `ranks`, in order, to coefs."""
     run = _Run(device, form, vector, form.settings(device, factor=weight, ranks=len(ranks)))
-    bits = form.bins if form.positions == "bitmap" else pack.upper_bits(form.kept, form.bins)
+    bits = form.bins if form.positions == "bitmap" else upper_bits(form.kept, form.bins)
     for rank, words in enumerate(ranks):
         run("begin_decode", 1, 1, words)
         if form.positions != "all":
@@ -97,7 +97,7 @@ def decode_whole(
 
 
 def _most_chunks(form: Format) -> int:
-    bits = max(form.bins, pack.upper_bits(form.kept, form.bins))
+    bits = max(form.bins, upper_bits(form.kept, form.bins))
     return -(-bits // _CHUNK)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from ..arrays import device_of, join, like_of, namespace, turned
 from ..errors import CompressError
 from ..ops.orthonormal import Orthonormal, most
-from ..ops.products import outer, subtract_outer, times_columns, times_rows
+from ..ops.products import exact_outer, outer, subtract_outer, times_columns, times_rows
 from ..ops.scales import integers, shifted
 from .base import Array, Outcome, Part, Send, State, Step, Summed, cut_up, joined
 from .columns import Columns, numbers
@@ -204,25 +204,3 @@ def _rounded(factors: Sequence[Array], bits: int) -> Array:
     """[size]: their directions as integers."""
     xp = namespace(factors[0])
     return join([xp.reshape(integers(it, bits)[0], (-1,)) for it in factors])
-
-
-def exact_outer(
-    left: Sequence[Array], right: Sequence[Array], outs: Sequence[Array] | None
-) -> list[Array]:
-    """See `outer`; one order of sums and one rounding, for ranks of unlike hardware."""
-    into = outs or [None] * len(left)
-    return [_exact_product(turned(a), b, out) for a, b, out in zip(left, right, into, strict=True)]
-
-
-def _exact_product(left: Array, right: Array, out: Array | None) -> Array:
-    """Left @ right with one order of sums and one rounding, for ranks of unlike hardware."""
-    xp = namespace(left)
-    left, right = xp.astype(left, xp.float64), xp.astype(right, xp.float64)
-    total = left[:, :1] * right[:1, :]
-    for place in range(1, right.shape[0]):
-        total = total + left[:, place : place + 1] * right[place : place + 1, :]
-    total = xp.astype(total, xp.float32)
-    if out is None:
-        return total
-    out[...] = total
-    return out

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 from ..arrays import Array, device_of, namespace, products, put
 from ..ops.kernels import Kernels, waves
-from ..ops.products import outer, subtract_outer, times_columns, times_rows
+from ..ops.products import exact_outer, outer, subtract_outer, times_columns, times_rows
 from ..ops.scales import covering, units
 from .base import State
-from .low_rank import exact_outer
 
 _NEWS = 5 / 16  # weight of the last time in the average of what a direction brought
 _TINY, _HUGE = 2.0**-126, 2.0**127  # of float32

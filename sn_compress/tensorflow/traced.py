@@ -71,7 +71,7 @@ class Traced:
         """Forget all variables and what was dropped of them: for models that are gone."""
         with self._lock:
             self.feedback = ErrorFeedback(self.codec, decay=self.settings.decay)
-            self.shared = self.settings.shared()
+            self.shared = SharedExchange(**self.settings.shared)
             self.owed = Owed()  # of tensors that the tuner lets travel plain
             self.theta = ThetaInTime(self.settings, self._threads)
             self._lost: dict[str | None, tuple[float, float]] = {}  # energy, error; since asked

@@ -30,7 +30,7 @@ from ..buckets import GROUP
 from ..carry import Gradient
 from ..codecs import saving
 from ..compression import Compression, settings_of
-from ..engine import Engine
+from ..engine import Chooser, Engine
 from ..errors import CompressError
 from ..feedback import ErrorFeedback
 from ..prediction.tuning import Tuner
@@ -80,7 +80,7 @@ class CompressionState:
         self.settings.refuse_overlap("torch's DistributedDataParallel")
         self.settings.refuse_wait("torch's DistributedDataParallel")
         self.engine = Engine(
-            self.settings, torch.get_num_threads(), stock="DDP", scaler=scaler,
+            self.settings, torch.get_num_threads(), stock="DDP", tuner=Tuner, scaler=scaler,
             find_unused=find_unused_parameters,
         )  # fmt: skip
         self.feedback, self.shared = self.engine.feedback, self.engine.shared
@@ -106,12 +106,12 @@ class CompressionState:
         return self.engine.exchange
 
     @property
-    def tuner(self) -> Tuner | None:
+    def tuner(self) -> Chooser | None:
         """Of AutoCompression, from the first gradient on."""
         return self.engine.tuner
 
     @tuner.setter
-    def tuner(self, tuner: Tuner) -> None:
+    def tuner(self, tuner: Chooser) -> None:
         self.engine.tuner = tuner
 
     def report(self) -> dict[str, float]:

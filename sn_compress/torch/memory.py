@@ -11,6 +11,7 @@ import torch
 from ..buckets import Buckets
 from ..engine import Engine
 from ..errors import CompressError
+from ..prediction.tuning import Tuner
 from ..settings import Settings
 from .aside import Aside
 from .pending import Pending
@@ -33,7 +34,7 @@ class Memory:
             settings,
             torch.get_num_threads(),
             stock="Horovod",
-            tunes=not alone,
+            tuner=None if alone else Tuner,
             drops_unused=False,
             pauses=True,
         )

@@ -24,6 +24,7 @@ from sn_compress.prediction.layers import MODELS, Layer, layers
 from sn_compress.prediction.predict import METHODS, routes_of
 from sn_compress.prediction.rates import FREE, Rates, fit_link, measure_rates
 from sn_compress.settings import Settings
+from sn_compress.sums.session import SharedExchange
 
 LINK = Link(1.25e9, latency_s=20e-6, operation_s=1e-3)
 SOME = Rates(1e-9, 1e-9, 1e-10, 2e-9, 1e-10, 1e-8, 1e-9)
@@ -208,7 +209,6 @@ def test_a_link_is_found_again_from_two_times(bytes_per_s, latency, ranks):
 
 def test_sizes_are_those_of_the_real_exchange():
     """A trained session sends, in all, what the model says, whatever ranks it chose."""
-    from sn_compress.sums.session import SharedExchange
 
     model = [
         Layer("a", (256, 512)),
@@ -217,7 +217,7 @@ def test_sizes_are_those_of_the_real_exchange():
         Layer("d", (16, 9)),
     ]
     chosen = LowRankCompression.using(ratio=40.0, warmup=1).settings
-    session = chosen.shared()
+    session = SharedExchange(**chosen.shared)
     assert isinstance(session, SharedExchange)
     rng = np.random.default_rng(0)
     ranks = 8

@@ -498,8 +498,8 @@ def test_a_session_chooses_and_saves_and_goes_on_bit_by_bit():
 
 
 def test_auto_compression_has_frequencies_and_low_rank_has_not():
-    assert AutoCompression.settings.shared().frequencies
-    assert not LowRankCompression.settings.shared().frequencies
+    assert AutoCompression.settings.shared["frequencies"]
+    assert not LowRankCompression.settings.shared["frequencies"]
 
 
 @pytest.mark.parametrize("graph", [False, True])

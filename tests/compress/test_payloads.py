@@ -29,7 +29,9 @@ def elsewhere(monkeypatch):
 
 
 def engines(compression=WAY, **options):
-    return [Engine(compression.settings, 1, stock="DDP", **options) for _ in range(RANKS)]
+    return [
+        Engine(compression.settings, 1, stock="DDP", tuner=None, **options) for _ in range(RANKS)
+    ]
 
 
 def tensors(seed, dtype=torch.float32):

@@ -28,7 +28,7 @@ class Scaler:
 
 
 def engines(ranks, way=WAY, **options):
-    return [Engine(way.settings, 1, stock="DDP", **options) for _ in range(ranks)]
+    return [Engine(way.settings, 1, stock="DDP", tuner=None, **options) for _ in range(ranks)]
 
 
 def noise(ranks, seed, shapes=SHAPES):

@@ -8,7 +8,6 @@ import ast
 import graphlib
 import subprocess
 import sys
-from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -61,11 +60,6 @@ LAYERS = (
     ("sn_compress.compression",),
     ("sn_compress.torch", "sn_compress.tensorflow"),
 )
-# An import inside a function that goes up all the same, with the reason.
-HIDDEN = {
-    # FFTCodec(transform="auto") is an AutoCodec, which tries FFTCodecs.
-    ("sn_compress.codecs.fft", "sn_compress.codecs.auto"),
-}
 # What a room of sn_compress may name of the frameworks, and no other file of it any of them.
 ROOMS = {
     "torch": ("torch", "horovod.torch"),
@@ -310,18 +304,16 @@ def test_the_judges_share_nothing_with_the_planner():
         assert not {name for name in ours if not is_of(name, (*CHECK_MAY_IMPORT, judge))}
 
 
-def circle(package: str = "", hidden: Collection[tuple[str, str]] = (), **which: bool) -> list[str]:
+def circle(package: str = "", **which: bool) -> list[str]:
     """Return modules that import each other in a circle, [] if none do.
 
-    hidden : pairs of modules whose import does not count; `which` is for imports
+    which : for imports
     """
     graph = {
         name: {own_module(target) for target in imports(path, **which)} - {None, name}
         for name, path in MODULES.items()
         if name.startswith(package)
     }
-    for name, target in hidden:
-        graph[name].remove(target)
     try:
         tuple(graphlib.TopologicalSorter(graph).static_order())
     except graphlib.CycleError as error:
@@ -336,7 +328,7 @@ def test_no_cycles():
 def test_no_cycles_in_functions_or_for_type_checkers_either():
     # What is loaded by a name in a table (the rims by compression.py, a codec by the registry) is
     # not seen here: there nothing else could be, as the user decides what is loaded.
-    assert not circle("sn_compress", HIDDEN, for_checkers=True)
+    assert not circle("sn_compress.", for_checkers=True)
     assert not circle("sn_memory.", for_checkers=True)
 
 
