@@ -20,7 +20,8 @@ import numpy.typing as npt
 from .._cuda import Program
 from ..errors import CompressError
 from . import checksum, spans
-from .layout import Layout, low_bits
+from .elias_fano import low_bits
+from .layout import Layout
 
 TRANSFORMS = ("fft", "dct", "hadamard", "identity", "spectrum")
 VALUES = ("range", "fp16", "sign", "2bit")

@@ -6,20 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from .elias_fano import low_bits, upper_bits
+
 Values = Literal["range", "fp16", "sign", "2bit"]
 
 NON_FINITE = 0x7FC0
 """The upper half of a float32 NaN: the head of a block that has NaN or Inf."""
-
-
-def low_bits(k: int, f: int) -> int:
-    """The l of Elias-Fano for k of f positions."""
-    return (f // k).bit_length() - 1 if k else 0
-
-
-def upper_bits(k: int, f: int) -> int:
-    """Length of the Elias-Fano map for k of f positions."""
-    return k + ((f - 1) >> low_bits(k, f)) + 1
 
 
 @dataclass(frozen=True)

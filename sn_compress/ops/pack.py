@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import PayloadError
-from .layout import low_bits, upper_bits
+from .elias_fano import low_bits, upper_bits
 from .select import Positions
 
 Words = npt.NDArray[np.uint32]

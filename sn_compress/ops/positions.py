@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..arrays import bits_of, device_of, namespace
-from .layout import low_bits, upper_bits
+from .elias_fano import low_bits, upper_bits
 
 Array = Any  # of NumPy, torch or CuPy
 

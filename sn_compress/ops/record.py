@@ -20,7 +20,8 @@ import numpy as np
 from .. import _native
 from ..errors import PayloadError
 from . import pack, select
-from .layout import NON_FINITE, Layout, Values, low_bits
+from .elias_fano import low_bits
+from .layout import NON_FINITE, Layout, Values
 from .spectrum import Floats, energy
 from .values import decode_values, encode_values
 

@@ -17,7 +17,8 @@ from ..arrays import top as largest_of_rows
 from ..errors import CompressError
 from . import bit_fields
 from .bit_fields import Fields
-from .layout import NON_FINITE, Layout, low_bits, upper_bits
+from .elias_fano import low_bits, upper_bits
+from .layout import NON_FINITE, Layout
 from .select import MAX_FINITE
 
 _POSITION = 2**32 - 1  # room for a position below what it is sorted by

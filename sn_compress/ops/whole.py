@@ -14,8 +14,8 @@ import numpy as np
 
 from .._cuda import Program
 from ..errors import CompressError
+from .elias_fano import upper_bits
 from .launch import DTYPES, Device, Format, Struct
-from .layout import upper_bits
 
 _THREADS, _CHUNK, _STATE_BYTES = 256, 4096, 4 * (8 + 2048)
 _WHOLE = np.dtype(
