@@ -25,7 +25,7 @@ import torch
 import sn_compress
 from sn_compress import FFTCompression, LowRankCompression
 from sn_compress.codecs.gather import mean_of_gathered, on_wire
-from sn_compress.ops.directions import first_factor
+from sn_compress.ops.linear.directions import first_factor
 from sn_compress.settings import Settings
 from sn_compress.sums.session import SharedExchange
 

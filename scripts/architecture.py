@@ -30,8 +30,8 @@ WAYS = {
         "feedback.py",
         "sums/session.py",
         "sums/choose.py",
-        "codecs/fft.py",
-        "ops/transforms.py",
+        "codecs/frequency/fft.py",
+        "ops/spectra/transforms.py",
         "arrays.py",
     ),
     "sn_memory": (

@@ -10,10 +10,10 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, TypedDict, Union, get_args, get_origin, get_type_hints
 
-from ._waiting import WAIT_S
-from .agreement import said_of
-from .codecs.fft import PAPER, FFTCodec
-from .errors import CompressError
+from .base._waiting import WAIT_S
+from .base.agreement import said_of
+from .base.errors import CompressError
+from .codecs.frequency.fft import PAPER, FFTCodec
 from .schedule import Constant, Schedule
 from .sums.limits import check_settings, is_large
 

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..base.errors import CompressError
+from ..base.text_table import text_table
 from ..codecs.gather import wire_bytes
-from ..errors import CompressError
-from ..ops.matrices import cut
+from ..ops.linear.matrices import cut
 from ..settings import CompressionName, Settings
 from ..sums.choose import MOST, Curve, allocate, budget, words_of
-from ..text_table import text_table
 from .accuracy import advice
 from .cost import Link, Method, Route, Step, break_even, choose, step
 from .layers import Layer

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
-from ..errors import CompressError
+from ..base.errors import CompressError
 
 # Elements of a vector, such as a bias or the weights of a norm, from which on it is compressed. A
 # vector has no low rank, models have many small ones, and all together they are little: travelling

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ..arrays import to_host
+from ..devices.arrays import to_host
 from .choose import Curve, Size, allocate, better, budget, with_frequencies
 from .tensor import Tensor
 

@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .. import saved
-from ..arrays import like_of, namespace, on_host, steady, to_host
+from ..base import saved
+from ..base.errors import CompressError
+from ..base.saved import reading
 from ..codecs.base import MAX_ELEMENTS, Floats
-from ..errors import CompressError
-from ..saved import reading
-from .base import Array
+from ..devices.arrays import like_of, namespace, on_host, steady, to_host
 from .choose import decode_sizes, encode_sizes
 from .limits import check_settings, is_large
+from .parts.base import Array
 from .proposal import propose
 from .summable import Verdict, exchange
 from .tensor import Tensor

@@ -11,10 +11,11 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from .. import __version__, hardware
-from ..agreement import Said, agree, alike, question
-from ..names import relative
-from ..sameness import Sameness, digest
+from .. import __version__
+from ..base.agreement import Said, agree, alike, question
+from ..base.names import relative
+from ..base.sameness import Sameness, digest
+from ..engine import hardware
 from ..settings import Settings
 
 _DO = (

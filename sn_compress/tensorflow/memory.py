@@ -1,4 +1,7 @@
-"""What belongs to one compression in TensorFlow: kept between steps, whichever form a graph has."""
+"""What belongs to one compression in TensorFlow: kept between steps, whichever form a graph has.
+
+Over 300 lines: graphs come in three forms, and each reads and writes the same state.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,17 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from ..agreement import Said
+from ..base.agreement import Said
 from ..compression import settings_of
-from ..feedback import ErrorFeedback
-from ..owed import Owed
+from ..engine.feedback import ErrorFeedback
+from ..engine.owed import Owed
 from ..prediction.tuning import Tuner
 from ..settings import Settings
 from ..sums.session import SharedExchange
 from .alike import agree_at_trace, elastic, total, unlike_in_hardware, unlike_in_nodes
-from .gathered import GatheredBucket, serves, way_back
-from .sized import LEAST, Sized, SizedBucket
-from .summed import SummedBucket, until_dense
+from .nodes.gathered import GatheredBucket, serves, way_back
+from .nodes.sized import LEAST, Sized, SizedBucket
+from .nodes.summed import SummedBucket, until_dense
 from .traced import Traced, say_saturated
 from .tracing import forget, functions_of
 from .tuned import Tensor, Tuned, mean_over, refuse_untraced, untraced

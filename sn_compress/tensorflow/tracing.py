@@ -20,7 +20,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 
-from ..errors import CompressError
+from ..base.errors import CompressError
 
 _MODULE = "horovod.tensorflow"
 _TRACER, _TRACER_MODULE = "func_graph_from_py_func", "tensorflow.python.framework.func_graph"

@@ -16,7 +16,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from ..errors import CompressError
+from ..base.errors import CompressError
 from .alike import elastic
 
 

@@ -25,22 +25,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .. import engine_state
-from ..buckets import GROUP
-from ..carry import Gradient
+from ..base.errors import CompressError
+from ..base.saved import held, reading
 from ..codecs import saving
 from ..compression import Compression, settings_of
-from ..engine import Chooser, Engine
-from ..errors import CompressError
-from ..feedback import ErrorFeedback
+from ..engine import engine_state
+from ..engine.buckets import GROUP
+from ..engine.carry import Gradient
+from ..engine.engine import Chooser, Engine
+from ..engine.feedback import ErrorFeedback
 from ..prediction.tuning import Tuner
-from ..saved import held, reading
 from ..sums.session import SharedExchange
-from .collectives import Collectives
 from .digests import digest
-from .given import Names, check_flag, check_scaler
-from .layout import Part as Part
-from .layout import changes_of, layout_of, parts_of, said_of
+from .under_ddp.collectives import Collectives
+from .under_ddp.given import Names, check_flag, check_scaler
+from .under_ddp.layout import Part as Part
+from .under_ddp.layout import changes_of, layout_of, parts_of, said_of
 
 _OVER = object()
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from samples import ENERGY, U, examples, random, specials, transform_error, vectors
 
 from sn_compress import CompressError, FFTCodec, Payload, PayloadError
-from sn_compress.codecs.auto import AutoCodec
-from sn_compress.codecs.lowrank import LowRankCodec
+from sn_compress.codecs.auto.auto import AutoCodec
+from sn_compress.codecs.factors.lowrank import LowRankCodec
 
 SHAPE = (64, 96)
 N = 64 * 96

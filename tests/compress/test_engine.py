@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from sn_compress import AutoCompression, CompressError, FFTCompression, LowRankCompression, summed
-from sn_compress.carry import Gradient
-from sn_compress.engine import Engine
-from sn_compress.engine_state import load_state_dict, state_dict
+from sn_compress import AutoCompression, CompressError, FFTCompression, LowRankCompression
+from sn_compress.engine import summed
+from sn_compress.engine.carry import Gradient
+from sn_compress.engine.engine import Engine
+from sn_compress.engine.engine_state import load_state_dict, state_dict
 from sn_compress.prediction.tuning import Tuner
 from sn_compress.schedule import EnergyBudget
 

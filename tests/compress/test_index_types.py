@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from sn_compress import CompressError, FFTCodec, Payload, codec
-from sn_compress.codecs import fft
 from sn_compress.codecs.base import HEADER_BYTES, MAX_ELEMENTS
+from sn_compress.codecs.frequency import fft
 from sn_compress.codecs.registry import CODECS
-from sn_compress.ops import buckets, codes, indexed, launch, record, seal, whole
+from sn_compress.ops.cuda import launch, seal, whole
+from sn_compress.ops.quantizers import buckets, codes, indexed
+from sn_compress.ops.records import record
 
 ROWS, COLUMNS = 2**17 + 1, 2**16 + 1  # their product is above 2**33
 SHAPE = (ROWS, COLUMNS)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from samples import examples
 
 from sn_compress import PayloadError
-from sn_compress.ops import pack
-from sn_compress.ops.record import Layout, decode_records
+from sn_compress.ops.records import pack
+from sn_compress.ops.records.record import Layout, decode_records
 
 
 def as_integer(bits: np.ndarray) -> int:

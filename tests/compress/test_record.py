@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from samples import ENERGY, TINY, edges, examples, layouts, support_mask, weights
 
 from sn_compress import PayloadError
-from sn_compress.ops.record import (
+from sn_compress.ops.records.record import (
     NON_FINITE,
     Layout,
     decode_records,

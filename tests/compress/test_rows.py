@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from sn_compress.errors import CompressError
-from sn_compress.ops import indexed, pack, positions
+from sn_compress.base.errors import CompressError
+from sn_compress.ops.quantizers import indexed
+from sn_compress.ops.records import pack
+from sn_compress.ops.words import positions
 from sn_compress.sums.bucket import Bucket
-from sn_compress.sums.rows import Rows
+from sn_compress.sums.parts.rows import Rows
 
 LIBRARIES = [lambda array: np.array(array), lambda array: torch.from_numpy(np.array(array))]
 SHAPES = {

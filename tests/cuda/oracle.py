@@ -1,7 +1,7 @@
 """What a record holds, in NumPy, from the formulas of ops/: the oracle of the kernels.
 
 It knows both kinds of coefficients (complex bins, real ones) and every value coder, whatever
-`ops/record.py` is asked for; `test_fused.py` holds it to `ops/record.py` where both can answer.
+`ops/records/record.py` is asked for; `test_fused.py` holds it to that where both can answer.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import zlib
 
 import numpy as np
 
-from sn_compress.ops import checksum as sums
-from sn_compress.ops import pack, quantize
-from sn_compress.ops.launch import Format
+from sn_compress.ops.cuda.launch import Format
+from sn_compress.ops.records import pack, quantize
+from sn_compress.ops.words import checksum as sums
 
 MAX_FINITE, NON_FINITE = 0x7F7FFFFF, 0x7FC0
 

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FRAMEWORKS = {"torch", "tensorflow", "keras", "horovod", "tf_keras"}
 # CuPy is no framework of the user's: the GPU back end may name it, and nothing else in the core.
-CUPY_FILES = {"sn_compress/_cuda.py"}
+CUPY_FILES = {"sn_compress/devices/_cuda.py"}
 PACKAGES = [name for name in ("sn_compress", "sn_memory") if (ROOT / name).is_dir()]
 FILES = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
 START_LIMIT_S = 0.3
@@ -25,24 +25,29 @@ MOST_FILES = 15  # of a room
 # rims -> engine -> prediction -> settings -> sums, feedback, schedule -> codecs -> ops -> back ends
 LAYERS = (
     (
-        "sn_compress.errors",
-        "sn_compress.names",
-        "sn_compress._sources",
-        "sn_compress._waiting",
-        "sn_compress.text_table",
+        "sn_compress.base.errors",
+        "sn_compress.base.names",
+        "sn_compress.devices._sources",
+        "sn_compress.base._waiting",
+        "sn_compress.base.text_table",
     ),
-    ("sn_compress.saved", "sn_compress.agreement"),
-    ("sn_compress.sameness",),
-    ("sn_compress._native", "sn_compress._cuda", "sn_compress.arrays"),
+    ("sn_compress.base.saved", "sn_compress.base.agreement"),
+    ("sn_compress.base.sameness",),
+    ("sn_compress.devices._native", "sn_compress.devices._cuda", "sn_compress.devices.arrays"),
     ("sn_compress.ops",),
     ("sn_compress.codecs.base",),
     ("sn_compress.codecs",),
     ("sn_compress.sums",),
-    ("sn_compress.feedback", "sn_compress.owed", "sn_compress.schedule", "sn_compress.report"),
+    (
+        "sn_compress.engine.feedback",
+        "sn_compress.engine.owed",
+        "sn_compress.schedule",
+        "sn_compress.report",
+    ),
     ("sn_compress._backends",),
-    ("sn_compress.gossip", "sn_compress.hardware"),
+    ("sn_compress.gossip", "sn_compress.engine.hardware"),
     ("sn_compress.settings",),
-    ("sn_compress.theta",),
+    ("sn_compress.engine.theta",),
     (
         "sn_compress.prediction.accuracy",
         "sn_compress.prediction.cost",
@@ -52,11 +57,11 @@ LAYERS = (
     ("sn_compress.prediction.predict",),
     ("sn_compress.prediction.tuning",),
     ("sn_compress.prediction", "sn_compress.__main__"),
-    ("sn_compress.buckets", "sn_compress.carry"),
-    ("sn_compress.payloads",),
-    ("sn_compress.summed", "sn_compress.scattered"),
-    ("sn_compress.engine",),
-    ("sn_compress.engine_state",),
+    ("sn_compress.engine.buckets", "sn_compress.engine.carry"),
+    ("sn_compress.engine.payloads",),
+    ("sn_compress.engine.summed", "sn_compress.engine.scattered"),
+    ("sn_compress.engine.engine",),
+    ("sn_compress.engine.engine_state",),
     ("sn_compress.compression",),
     ("sn_compress.torch", "sn_compress.tensorflow"),
 )

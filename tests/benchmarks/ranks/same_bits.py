@@ -16,7 +16,7 @@ from nets import NETS
 from simulated import Frequencies, Plain, Shared, exchange_gradients, rank_gradients
 
 from sn_compress import FFTCompression, LowRankCompression
-from sn_compress.engine import Engine
+from sn_compress.engine.engine import Engine
 from sn_compress.sums.session import SharedExchange
 
 BATCH, STEPS = 4, 8

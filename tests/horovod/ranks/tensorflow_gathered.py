@@ -17,13 +17,13 @@ import tensorflow as tf
 from tensorflow_sized import PYTHON, assert_equal_ranks, graphs_of, noise, step_of, variables_of
 
 from sn_compress import FFTCompression
-from sn_compress.carry import Gradient
-from sn_compress.engine import Engine
+from sn_compress.engine.carry import Gradient
+from sn_compress.engine.engine import Engine
 from sn_compress.schedule import Constant, Warmup
-from sn_compress.tensorflow import kernels
 from sn_compress.tensorflow import memory as memory_module
 from sn_compress.tensorflow.keras import DistributedOptimizer
 from sn_compress.tensorflow.keras import memory_of as memory_of_optimizer
+from sn_compress.tensorflow.nodes import kernels
 from sn_compress.tensorflow.tape import memory_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "compress"))
