@@ -13,7 +13,8 @@ from spans_by_hand import spans_joined, spans_parted
 
 from sn_compress import FFTCodec
 from sn_compress.ops.records import pack
-from sn_compress.ops.records.record import Layout
+from sn_compress.ops.records.layout import Layout
+from sn_compress.ops.words import elias_fano
 
 SIZES = (0, 1, 31, 32, 33, 63, 1000, 4095, 4096, 4097, 2**20 + 1)
 U = 2.0**-24  # unit roundoff of float32
@@ -170,7 +171,7 @@ def read_support(words: np.ndarray, layout: Layout) -> np.ndarray:
         return np.tile(np.arange(f), (len(words), 1))
     if layout.positions == "bitmap":
         return pack.read_bitmap(stream[:, :f], k).astype(np.int64)
-    low = k * pack.low_bits(k, f)
+    low = k * elias_fano.low_bits(k, f)
     uppers = stream[:, low : layout.position_bits]
     return pack.read_elias_fano(stream[:, :low], uppers, k, f).astype(np.int64)
 

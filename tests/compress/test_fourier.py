@@ -10,7 +10,7 @@ from spans_by_hand import spans_joined, spans_parted
 
 from sn_compress import FFTCodec, PayloadError
 from sn_compress.ops.records.blockwise import decode_blocks, encode_blocks
-from sn_compress.ops.records.record import Layout
+from sn_compress.ops.records.layout import Layout
 from sn_compress.ops.spectra import fourier, spectrum
 
 BLOCKS = [2**power for power in range(5, 17)]

@@ -12,7 +12,8 @@ from test_fourier import equal
 from sn_compress import FFTCodec, PayloadError
 from sn_compress.codecs.frequency.fft import PAPER
 from sn_compress.ops.records import long_record
-from sn_compress.ops.records.record import Layout, decode_records
+from sn_compress.ops.records.layout import Layout
+from sn_compress.ops.records.record import decode_records
 from sn_compress.ops.spectra import long_fourier
 
 # Between them: every radix, odd heights, columns that do not fill their last tile.

@@ -1,8 +1,8 @@
 """Long rows of small integers to bytes and back: b bits each, or five trits to a byte.
 
 `ops/records/pack.py` packs the short records of blocks into words; here a whole vector's codes lie
-side by side, the first in the lowest bits. Five three-valued codes fit a byte (3**5 = 243), which makes
-1.6 bits each, where whole bits take 2; the information in them is at most log2(3) = 1.585.
+side by side, the first in the lowest bits. Five three-valued codes fit a byte (3**5 = 243), which
+makes 1.6 bits each, where whole bits take 2; the information in them is at most log2(3) = 1.585.
 """
 
 from __future__ import annotations
