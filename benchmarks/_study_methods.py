@@ -19,10 +19,10 @@ from simulated import Exchange, Frequencies, Gather, Plain, PowerSGD, Shared
 import sn_compress
 from sn_compress import FFTCompression
 from sn_compress.codecs.base import HEADER_BYTES, Codec, Payload
-from sn_compress.codecs.dgc import DGCCodec
-from sn_compress.codecs.fft import FFTCodec
-from sn_compress.engine import Engine
-from sn_compress.scattered import shares_of
+from sn_compress.codecs.frequency.fft import FFTCodec
+from sn_compress.codecs.sparse.dgc import DGCCodec
+from sn_compress.engine.engine import Engine
+from sn_compress.engine.scattered import shares_of
 from sn_compress.schedule import Constant, Diminishing, EnergyBudget, Schedule, Warmup, learner
 from sn_compress.sums.session import SharedExchange
 
@@ -126,7 +126,7 @@ def _bare_fft(shapes: Shapes, ranks: int, ratio: float, **settings: Any) -> Exch
 
     keep = _KEEPS[max(0, bisect(_KEEPS, budget, key=received) - 1)]
     chosen = FFTCompression.using(theta=1 - keep, **settings).settings
-    engines = [Engine(chosen, 1, stock="the study") for _ in range(ranks)]
+    engines = [Engine(chosen, 1, stock="the study", tuner=None) for _ in range(ranks)]
     return {name: Frequencies(engines, name, shape) for name, shape in shapes.items()}
 
 

@@ -28,9 +28,9 @@ import scipy.fft
 from machine import commit, machine
 
 from sn_compress import FFTCodec, backends
-from sn_compress.codecs.fft import PAPER
-from sn_compress.ops import long_fourier
-from sn_compress.text_table import text_table
+from sn_compress.base.text_table import text_table
+from sn_compress.codecs.frequency.fft import PAPER
+from sn_compress.ops.spectra import long_fourier
 
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("fft theta 0.98", {"theta": 0.98}),

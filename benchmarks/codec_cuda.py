@@ -21,8 +21,8 @@ import numpy as np
 from machine import commit
 
 from sn_compress import FFTCodec
-from sn_compress.codecs import _device
-from sn_compress.text_table import text_table
+from sn_compress.base.text_table import text_table
+from sn_compress.codecs.frequency import _device
 
 SETTINGS: list[tuple[str, dict[str, Any], str, int]] = [
     # name, settings, dtype of the memory, ranks decoded

@@ -22,7 +22,7 @@ from torch import nn
 from training_rows import save
 
 import sn_memory.torch
-from sn_compress.text_table import text_table
+from sn_compress.base.text_table import text_table
 from sn_memory import BudgetError
 
 FIRST, DEPTHS, WIDTH, SIDE, BATCH = 8, (16, 24, 32, 48, 64), 16, 16, 16

@@ -20,7 +20,7 @@ from gradients import load
 from machine import commit, machine
 
 import sn_compress
-from sn_compress.text_table import text_table
+from sn_compress.base.text_table import text_table
 
 METHODS: list[tuple[str, str | None, dict[str, Any]]] = [
     ("auto", None, {"ratio": 100}),

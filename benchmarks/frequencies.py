@@ -22,12 +22,12 @@ import torch
 from nets import NETS, UNSEEN_NETS, fashion_mnist
 from simulated import Floats, rank_gradients, sum_in_order
 
-from sn_compress.ops.kernels import kernels_of
-from sn_compress.ops.matrices import cut
-from sn_compress.sums.base import Part
+from sn_compress.ops.linear.kernels import kernels_of
+from sn_compress.ops.linear.matrices import cut
 from sn_compress.sums.bucket import Bucket
-from sn_compress.sums.frequencies import Frequencies
-from sn_compress.sums.low_rank import LowRank
+from sn_compress.sums.parts.base import Part
+from sn_compress.sums.parts.frequencies import Frequencies
+from sn_compress.sums.parts.low_rank import LowRank
 
 RANKS, BATCH = 8, 8
 BEFORE = 100  # steps

@@ -23,7 +23,7 @@ from gradients import RUN, load
 from machine import commit, machine
 
 import sn_compress
-from sn_compress.text_table import text_table
+from sn_compress.base.text_table import text_table
 
 RIVALS: list[tuple[str, str | None, dict[str, Any]]] = [
     ("fft", "paper", {"theta": 0.9}),

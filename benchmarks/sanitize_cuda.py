@@ -10,8 +10,8 @@ import cupy
 import numpy as np
 
 from sn_compress import FFTCodec
-from sn_compress.codecs import _device
 from sn_compress.codecs.base import Payload
+from sn_compress.codecs.frequency import _device
 
 SETTINGS = [
     {},

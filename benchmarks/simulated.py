@@ -21,12 +21,12 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from sn_compress.carry import Carry, Gradient
 from sn_compress.codecs.base import HEADER_BYTES, Codec, Payload
+from sn_compress.codecs.factors.powersgd import powersgd_allreduce
 from sn_compress.codecs.gather import mean_of_gathered, on_wire
-from sn_compress.codecs.powersgd import powersgd_allreduce
-from sn_compress.engine import Engine
-from sn_compress.feedback import ErrorFeedback
+from sn_compress.engine.carry import Carry, Gradient
+from sn_compress.engine.engine import Engine
+from sn_compress.engine.feedback import ErrorFeedback
 from sn_compress.sums.session import SharedExchange
 
 Floats = npt.NDArray[np.float32]

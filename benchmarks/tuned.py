@@ -29,7 +29,7 @@ from pairs import line_of, paired
 from torch import nn
 
 from sn_compress import AutoCompression
-from sn_compress.torch.memory import memory_of
+from sn_compress.torch.under_horovod.memory import memory_of
 
 PAIRS, STEPS, BATCH, LEARN = 9, 60, 32, 80
 

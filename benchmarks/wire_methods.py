@@ -25,12 +25,13 @@ import torch
 
 import sn_compress
 from sn_compress import FFTCompression, LowRankCompression
-from sn_compress.carry import Gradient
 from sn_compress.codecs.gather import mean_of_gathered, on_wire
-from sn_compress.engine import Engine
-from sn_compress.ops.directions import first_factor
-from sn_compress.scattered import Shares, shares_of
+from sn_compress.engine.carry import Gradient
+from sn_compress.engine.engine import Engine
+from sn_compress.engine.scattered import Shares, shares_of
+from sn_compress.ops.linear.directions import first_factor
 from sn_compress.settings import Settings
+from sn_compress.sums.session import SharedExchange
 
 KINDS = {"gather": "allgather", "alltoall": "alltoall"}  # of the engine, of Horovod
 SMALLEST = 1024  # elements; below, rivals send a tensor plain, as ours do
@@ -136,7 +137,7 @@ def powersgd(ranks: int, *, rank: int) -> Method:
 
 def shared(ranks: int, settings: Settings) -> Method:
     """Ours over all-reduces of low-bit words; dense at first, as in training."""
-    session, dense = settings.shared(), plain(ranks)
+    session, dense = SharedExchange(**settings.shared), plain(ranks)
 
     def exchange(name: str, shape: tuple[int, ...], values: np.ndarray) -> Exchange:
         if not session.takes(name, shape):

@@ -21,7 +21,7 @@ import torch
 from runner import Target, main
 
 from sn_compress import CompressError, ErrorFeedback, FFTCodec, LowRankCompression, codec
-from sn_compress.codecs.auto import AutoCodec
+from sn_compress.codecs.auto.auto import AutoCodec
 from sn_compress.gossip.differences import Differences
 from sn_compress.gossip.ring import Ring
 from sn_compress.sums.session import SharedExchange

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ._backends import backends as backends
+    from .base.errors import CompressError as CompressError
+    from .base.errors import MissingExtra as MissingExtra
+    from .base.errors import PayloadError as PayloadError
+    from .base.errors import SaturationWarning as SaturationWarning
     from .codecs.base import Codec as Codec
     from .codecs.base import Payload as Payload
-    from .codecs.fft import FFTCodec as FFTCodec
+    from .codecs.frequency.fft import FFTCodec as FFTCodec
     from .codecs.registry import codec as codec
     from .codecs.registry import presets as presets
     from .compression import AutoCompression as AutoCompression
     from .compression import FFTCompression as FFTCompression
     from .compression import LowRankCompression as LowRankCompression
-    from .errors import CompressError as CompressError
-    from .errors import MissingExtra as MissingExtra
-    from .errors import PayloadError as PayloadError
-    from .errors import SaturationWarning as SaturationWarning
-    from .feedback import ErrorFeedback as ErrorFeedback
-    from .ops.quantize import RangeFloat as RangeFloat
+    from .engine.feedback import ErrorFeedback as ErrorFeedback
+    from .ops.records.quantize import RangeFloat as RangeFloat
     from .prediction.cost import Link as Link
     from .prediction.predict import predict as predict
     from .prediction.rates import measure_rates as measure_rates
@@ -34,17 +34,17 @@ __version__ = "0.1.0"
 _HOME = {
     "AutoCompression": ".compression",
     "Codec": ".codecs.base",
-    "CompressError": ".errors",
-    "ErrorFeedback": ".feedback",
-    "FFTCodec": ".codecs.fft",
+    "CompressError": ".base.errors",
+    "ErrorFeedback": ".engine.feedback",
+    "FFTCodec": ".codecs.frequency.fft",
     "FFTCompression": ".compression",
     "Link": ".prediction.cost",
     "LowRankCompression": ".compression",
-    "MissingExtra": ".errors",
+    "MissingExtra": ".base.errors",
     "Payload": ".codecs.base",
-    "PayloadError": ".errors",
-    "RangeFloat": ".ops.quantize",
-    "SaturationWarning": ".errors",
+    "PayloadError": ".base.errors",
+    "RangeFloat": ".ops.records.quantize",
+    "SaturationWarning": ".base.errors",
     "backends": "._backends",
     "codec": ".codecs.registry",
     "measure_rates": ".prediction.rates",

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from .errors import CompressError
+from .base.errors import CompressError
 from .prediction.cost import Link
 from .prediction.layers import MODELS, layers
 from .prediction.predict import METHODS, Prediction, predict

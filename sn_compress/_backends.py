@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from . import _cuda, _native
 from .codecs.registry import CODECS
+from .devices import _cuda, _native
 
 
 def backends() -> dict[str, str]:

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from .errors import CompressError
-from .saved import count, reading
+from .base.errors import CompressError
+from .base.saved import count, reading
 
 _RUNGS_PER_HALVING = 4
 

@@ -10,13 +10,12 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, TypedDict, Union, get_args, get_origin, get_type_hints
 
-from ._waiting import WAIT_S
-from .agreement import said_of
-from .codecs.fft import PAPER, FFTCodec
-from .errors import CompressError
+from .base._waiting import WAIT_S
+from .base.agreement import said_of
+from .base.errors import CompressError
+from .codecs.frequency.fft import PAPER, FFTCodec
 from .schedule import Constant, Schedule
-from .sums.proposal import is_large
-from .sums.session import SharedExchange
+from .sums.limits import check_settings, is_large
 
 CompressionName = Literal["FFTCompression", "LowRankCompression", "AutoCompression"]
 
@@ -122,7 +121,7 @@ class Settings:
         if "span" not in changes and not settings._has_spans():
             settings = replace(settings, span=None)
         settings.codec(threads=1)  # legal settings or an error here, not in mid-training
-        settings.shared()
+        check_settings(settings.ratio, settings.warmup, settings.every)
         if settings.min_elements < 1 or not 0 < settings.decay <= 1:
             raise CompressError(
                 f"min_elements={settings.min_elements!r}, decay={settings.decay!r}; expected at "
@@ -205,10 +204,11 @@ class Settings:
         chosen = {name: getattr(self, name) for name in _CODEC} | {"theta": theta}
         return FFTCodec(**chosen, threads=self.threads or threads)
 
-    def shared(self) -> SharedExchange:
-        """The shared exchange of these settings, for one optimizer."""
+    @property
+    def shared(self) -> dict[str, Any]:
+        """What a SharedExchange is made with, by keyword."""
         chosen = {name: getattr(self, name) for name in _SHARED}
-        return SharedExchange(**chosen, frequencies=self.compression == "AutoCompression")
+        return {**chosen, "frequencies": self.compression == "AutoCompression"}
 
 
 @cache

@@ -5,7 +5,7 @@
 #include "transform.cuh"
 
 #if !defined(SN_BLOCK) || !defined(SN_SPAN) || !defined(SN_THREADS) || !defined(SN_TRANSFORM)
-#error "compile with -DSN_BLOCK=4096 -DSN_SPAN=64 -DSN_THREADS=256 -DSN_TRANSFORM=0, see ops/launch.py"
+#error "compile with -DSN_BLOCK=4096 -DSN_SPAN=64 -DSN_THREADS=256 -DSN_TRANSFORM=0; see launch.py"
 #endif
 
 namespace sn {

@@ -52,7 +52,7 @@ struct Place {
 };
 
 // Grid of a group: the finest that holds it, with zero on it if the group has one; see choose() in
-// ops/groups.py for the reasons.
+// ops/quantizers/groups.py for the reasons.
 Place choose(float low, float high, bool zero, int levels, float cap) {
   const float top = static_cast<float>(levels);
   const bool both = low < 0 && high > 0;

@@ -1,4 +1,5 @@
-// Groups of floats on a grid of 2, 4, 16 or 256 points, rounded at random: see ops/groups.py.
+// Groups of floats on a grid of 2, 4, 16 or 256 points, rounded at random:
+// see ops/quantizers/groups.py.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // Python's door to long transforms and their records. Sizes are checked here; the callers
-// (ops/long_fourier.py, ops/long_record.py) have checked dtypes and settings.
+// (ops/spectra/long_fourier.py, ops/records/long_record.py) have checked dtypes and settings.
 #include "door.h"
 
 #include <memory>
@@ -10,8 +10,8 @@
 namespace sn {
 namespace {
 
-// How a vector is split, as ops/long_fourier.py says it: (height, width, roots of the height,
-// roots of the width, turns).
+// How a vector is split, as ops/spectra/long_fourier.py says it: (height, width, roots of the
+// height, roots of the width, turns).
 struct SplitArgument {
   Buffer height_roots, width_roots, turns;
   Split split;
@@ -224,13 +224,16 @@ PyObject* decode(PyObject*, PyObject* args) {
 }  // namespace
 
 PyMethodDef long_methods[] = {
-    {"long_forward_columns", forward_columns, METH_VARARGS, "See sn_compress.ops.long_fourier."},
-    {"long_forward_rows", forward_rows, METH_VARARGS, "See sn_compress.ops.long_fourier."},
-    {"long_inverse_rows", inverse_rows, METH_VARARGS, "See sn_compress.ops.long_fourier."},
-    {"long_inverse_columns", inverse_columns, METH_VARARGS, "See sn_compress.ops.long_fourier."},
-    {"long_natural_order", natural_order, METH_VARARGS, "See sn_compress.ops.long_fourier."},
-    {"long_encode", encode, METH_VARARGS, "See sn_compress.ops.long_record.encode_long."},
-    {"long_decode", decode, METH_VARARGS, "See sn_compress.ops.long_record.decode_long."},
+    {"long_forward_columns", forward_columns, METH_VARARGS,
+     "See sn_compress.ops.spectra.long_fourier."},
+    {"long_forward_rows", forward_rows, METH_VARARGS, "See sn_compress.ops.spectra.long_fourier."},
+    {"long_inverse_rows", inverse_rows, METH_VARARGS, "See sn_compress.ops.spectra.long_fourier."},
+    {"long_inverse_columns", inverse_columns, METH_VARARGS,
+     "See sn_compress.ops.spectra.long_fourier."},
+    {"long_natural_order", natural_order, METH_VARARGS,
+     "See sn_compress.ops.spectra.long_fourier."},
+    {"long_encode", encode, METH_VARARGS, "See sn_compress.ops.records.long_record.encode_long."},
+    {"long_decode", decode, METH_VARARGS, "See sn_compress.ops.records.long_record.decode_long."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace sn

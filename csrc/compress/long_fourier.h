@@ -1,5 +1,5 @@
 // Real FFT of one long vector, split in two dimensions so that its passes stay in the cache.
-// Twin: ops/long_fourier.py, where the formulas are.
+// Twin: ops/spectra/long_fourier.py, where the formulas are.
 //
 // The vector is a matrix of `height` rows and `width` columns. Transforms of its columns, a turn
 // of each element, transforms of the rows: each of these takes sixteen side by side, which fill a
@@ -18,11 +18,11 @@ namespace sn {
 
 constexpr int64_t kSide = 16;          // transforms side by side
 constexpr int64_t kCell = 2 * kSide;   // floats of a cell; columns of a tile of columns
-constexpr int64_t kFineTurns = 64;     // ops/long_fourier.py: FINE
+constexpr int64_t kFineTurns = 64;     // ops/spectra/long_fourier.py: FINE
 
 struct Split {
   int64_t height, width;       // both at least 32, width even
-  const float* height_roots;   // [roots_of(height)], ops/long_fourier.py makes them
+  const float* height_roots;   // [roots_of(height)], ops/spectra/long_fourier.py makes them
   const float* width_roots;    // [roots_of(width)]
   const double* turns;         // [4, width], there as well
 

@@ -1,5 +1,5 @@
 // Python's door to the C++ back end: sn_compress._core. Arrays come as contiguous buffers, their
-// sizes are checked here; the caller (ops/record.py) has checked the settings.
+// sizes are checked here; the caller (ops/records/record.py) has checked the settings.
 #include "door.h"
 
 #include <memory>
@@ -19,7 +19,7 @@ namespace {
 
 using sn::Buffer;
 
-// The layout's numbers, in the order of `numbers` in ops/record.py.
+// The layout's numbers, in the order of `numbers` in ops/records/record.py.
 struct LayoutArguments {
   long long block, parts, kept, words;
   int values, code_bits, mantissa, bitmap;
@@ -291,14 +291,16 @@ PyObject* unpack_groups(PyObject*, PyObject* args) {
 }
 
 PyMethodDef methods[] = {
-    {"pack_groups", pack_groups, METH_VARARGS, "See sn_compress.ops.groups.pack."},
-    {"unpack_groups", unpack_groups, METH_VARARGS, "See sn_compress.ops.groups.unpack."},
-    {"encode_records", encode, METH_VARARGS, "See sn_compress.ops.record.encode_records."},
-    {"decode_records", decode, METH_VARARGS, "See sn_compress.ops.record.decode_records."},
-    {"encode_blocks", encode_blocks, METH_VARARGS, "See sn_compress.ops.blockwise.encode_blocks."},
-    {"decode_blocks", decode_blocks, METH_VARARGS, "See sn_compress.ops.blockwise.decode_blocks."},
-    {"fourier", fourier, METH_VARARGS, "See sn_compress.ops.fourier."},
-    {"hadamard", hadamard, METH_VARARGS, "See sn_compress.ops.spectrum.hadamard."},
+    {"pack_groups", pack_groups, METH_VARARGS, "See sn_compress.ops.quantizers.groups.pack."},
+    {"unpack_groups", unpack_groups, METH_VARARGS, "See sn_compress.ops.quantizers.groups.unpack."},
+    {"encode_records", encode, METH_VARARGS, "See sn_compress.ops.records.record.encode_records."},
+    {"decode_records", decode, METH_VARARGS, "See sn_compress.ops.records.record.decode_records."},
+    {"encode_blocks", encode_blocks, METH_VARARGS,
+     "See sn_compress.ops.records.blockwise.encode_blocks."},
+    {"decode_blocks", decode_blocks, METH_VARARGS,
+     "See sn_compress.ops.records.blockwise.decode_blocks."},
+    {"fourier", fourier, METH_VARARGS, "See sn_compress.ops.spectra.fourier."},
+    {"hadamard", hadamard, METH_VARARGS, "See sn_compress.ops.spectra.spectrum.hadamard."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_core", "C++ back end of sn_compress.ops.", -1,

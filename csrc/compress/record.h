@@ -1,4 +1,4 @@
-// One record per block; the format and the NumPy twin are in ops/record.py.
+// One record per block; the format and the NumPy twin are in ops/records/record.py.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@ namespace sn {
 
 constexpr uint32_t kNonFinite = 0x7FC0;
 
-enum class Values { range, half, sign, two_bit };  // the order of ops/record.py
+enum class Values { range, half, sign, two_bit };  // the order of ops/records/record.py
 
 struct Layout {
   int64_t block, parts, kept, words;

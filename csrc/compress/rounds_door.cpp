@@ -16,7 +16,7 @@ namespace sn {
 namespace {
 
 constexpr int64_t kHead = 2;               // words: ranks without numbers, checksum
-constexpr int64_t kPrime = (1 << 20) - 3;  // see ops/word_sum.py
+constexpr int64_t kPrime = (1 << 20) - 3;  // see ops/words/word_sum.py
 constexpr int64_t kChunk = 1 << 18;        // elements whose squares are summed by themselves
 constexpr int64_t kCount = 1 << 20;        // in a column's word, above the exponents' sum
 constexpr int64_t kMaxRanks = 2047;

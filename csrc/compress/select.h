@@ -1,4 +1,5 @@
-// Which bins stay: the k of largest magnitude, ties to the lower position. Twin: ops/select.py.
+// Which bins stay: the k of largest magnitude, ties to the lower position.
+// Twin: ops/records/select.py.
 #pragma once
 
 #include <cstdint>

@@ -3,9 +3,10 @@
 // The real FFT is a complex one of N/2 points (Stockham, radix 8, one small radix at the end) and
 // a step that separates even and odd elements. The DCT-II is that FFT on reordered elements
 // (Makhoul 1980), turned by an eighth of a period at most. A block may be cut into spans of L reals
-// with FFTs of their own, side by side; ops/spans.py says how their bins lie. Every thread holds
-// eight complex points in registers; a pass goes through shared memory once, with two barriers.
-// Fused multiply-adds are written out, contraction is off: the host and every GPU round alike.
+// with FFTs of their own, side by side; ops/spectra/spans.py says how their bins lie. Every thread
+// holds eight complex points in registers; a pass goes through shared memory once, with two
+// barriers. Fused multiply-adds are written out, contraction is off: the host and every GPU round
+// alike.
 //
 // Element i lies at slot(i): two floats of padding after sixteen spread strides of a power of two
 // over the banks.
@@ -76,7 +77,7 @@ SN_UNROLL
 }
 
 // Twiddle factors come in the order the passes use them, so that neighbouring threads read
-// neighbouring words: ops/launch.py, twiddles().
+// neighbouring words: ops/cuda/launch.py, twiddles().
 template <int N, int T, int L = N>
 class RealFft {
  public:
@@ -252,7 +253,7 @@ SN_UNROLL
 };
 
 // Walsh-Hadamard transform in place, strides upwards: the same additions in the same order as
-// ops/spectrum.py, hence the same bits.
+// ops/spectra/spectrum.py, hence the same bits.
 template <int N, int T, int Stride = 1>
 SN_DEVICE void hadamard(const Block<T>& block, float* data, float scale) {
   if constexpr (Stride < N) {

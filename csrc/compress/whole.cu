@@ -1,6 +1,6 @@
 // One record over a whole vector, around cuFFT: the coefficients are in device memory, and thread
-// blocks of 256 go over them in chunks. Twin: ops/record.py. No sort and no wait for the host: the
-// threshold is found by three histograms of 11, 10 and 10 bits, and stays on the device.
+// blocks of 256 go over them in chunks. Twin: ops/records/record.py. No sort and no wait for the
+// host: the threshold is found by three histograms of 11, 10 and 10 bits, and stays on the device.
 //
 // encode: begin, add_memory, (histogram, choose) x 3, count_marks, offsets, pack, sum_words
 // decode: for each rank begin_decode, count_ones_in, offsets, list_positions, check_order,

@@ -4,6 +4,8 @@ A payload is 32 bytes of header and a body. The size of the body follows from th
 settings and the number of elements alone, never from the data: Horovod's response cache and
 NCCL's all-gather both punish sizes that change from step to step. `docs/format.md` lists the
 bytes; `tests/golden/` keeps old ones readable.
+
+Over 300 lines: most say what a codec promises, and check what comes from a file or a peer.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .. import saved as saved_
-from ..errors import CompressError, PayloadError
-from ..ops import checksum as sums
+from ..base import saved as saved_
+from ..base.errors import CompressError, PayloadError
+from ..ops.words import checksum as sums
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]

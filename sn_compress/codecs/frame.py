@@ -11,17 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import CompressError, PayloadError
-from .base import (
-    ALIGN,
-    HEADER_BYTES,
-    SETTINGS_BYTES,
-    Bytes,
-    Codec,
-    Floats,
-    Payload,
-    as_vector,
-)
+from ..base.errors import CompressError, PayloadError
+from .base import ALIGN, HEADER_BYTES, SETTINGS_BYTES, Bytes, Codec, Floats, Payload, as_vector
 
 # Short of the length from which a BLAS starts threads for a dot product.
 _PIECE = 1 << 13

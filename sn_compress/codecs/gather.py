@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..errors import PayloadError
+from ..base.errors import PayloadError
 from .base import Bytes, Codec, Floats, Payload
 
 # NCCL and Horovod's fusion buffer copy aligned blocks several times faster (Horovod PR 3727).

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from ..errors import CompressError
+from ..base.errors import CompressError
 from .base import Codec
 
 
@@ -37,13 +37,13 @@ class Entry:
 _GRACE = "sands-lab/grace fd3a7f4, grace_dl/torch"
 
 CODECS: dict[str, Entry] = {
-    "auto": Entry(".auto", "AutoCodec"),
-    "dct": Entry(".fft", "FFTCodec", {"transform": "dct"}, kernels=True),
-    "hadamard": Entry(".fft", "FFTCodec", {"transform": "hadamard"}, kernels=True),
-    "axes": Entry(".fft", "FFTCodec", {"transform": "axes"}, kernels=True),
-    "lowrank": Entry(".lowrank", "LowRankCodec"),
+    "auto": Entry(".auto.auto", "AutoCodec"),
+    "dct": Entry(".frequency.fft", "FFTCodec", {"transform": "dct"}, kernels=True),
+    "hadamard": Entry(".frequency.fft", "FFTCodec", {"transform": "hadamard"}, kernels=True),
+    "axes": Entry(".frequency.fft", "FFTCodec", {"transform": "axes"}, kernels=True),
+    "lowrank": Entry(".factors.lowrank", "LowRankCodec"),
     "fft": Entry(
-        ".fft",
+        ".frequency.fft",
         "FFTCodec",
         kernels=True,
         presets={
@@ -54,7 +54,7 @@ CODECS: dict[str, Entry] = {
         },
     ),
     "topk": Entry(
-        ".topk",
+        ".sparse.topk",
         "TopKCodec",
         presets={
             "grace": Preset(
@@ -75,7 +75,7 @@ CODECS: dict[str, Entry] = {
         },
     ),
     "qsgd": Entry(
-        ".qsgd",
+        ".quantizers.qsgd",
         "QSGDCodec",
         presets={
             "grace": Preset(
@@ -91,7 +91,7 @@ CODECS: dict[str, Entry] = {
         },
     ),
     "terngrad": Entry(
-        ".terngrad",
+        ".quantizers.terngrad",
         "TernGradCodec",
         presets={
             "grace": Preset(
@@ -104,7 +104,7 @@ CODECS: dict[str, Entry] = {
         },
     ),
     "dgc": Entry(
-        ".dgc",
+        ".sparse.dgc",
         "DGCCodec",
         presets={
             "grace": Preset(
@@ -119,7 +119,7 @@ CODECS: dict[str, Entry] = {
         },
     ),
     "onebit": Entry(
-        ".onebit",
+        ".quantizers.onebit",
         "OneBitCodec",
         presets={
             "grace": Preset({"bucket": None, "packing": "bytes"}, f"{_GRACE}/compressor/onebit.py"),
@@ -130,7 +130,7 @@ CODECS: dict[str, Entry] = {
         },
     ),
     "powersgd": Entry(
-        ".powersgd",
+        ".factors.powersgd",
         "PowerSGDCodec",
         presets={
             "torch": Preset(
@@ -141,7 +141,7 @@ CODECS: dict[str, Entry] = {
         },
     ),
     "bounded": Entry(
-        ".bounded",
+        ".quantizers.bounded",
         "BoundedCodec",
         presets={
             "actnn": Preset(
@@ -150,10 +150,10 @@ CODECS: dict[str, Entry] = {
             ),
         },
     ),
-    "fp16": Entry(".cast", "CastCodec", {"dtype": "fp16"}),
-    "bf16": Entry(".cast", "CastCodec", {"dtype": "bf16"}),
+    "fp16": Entry(".quantizers.cast", "CastCodec", {"dtype": "fp16"}),
+    "bf16": Entry(".quantizers.cast", "CastCodec", {"dtype": "bf16"}),
     "demo": Entry(
-        ".demo",
+        ".sparse.demo",
         "DeMoCodec",
         presets={
             "paper": Preset(

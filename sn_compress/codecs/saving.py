@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CompressError
+from ..base.errors import CompressError
 from .base import MAX_ELEMENTS, Codec, Floats, saved_item
 from .registry import by_class
 

@@ -13,8 +13,8 @@ from dataclasses import replace
 from functools import cache, wraps
 from typing import Any, TypeVar
 
-from .. import _cuda
-from ..arrays import on_cuda
+from ..devices import _cuda
+from ..devices.arrays import on_cuda
 from .base import Codec, Payload
 from .registry import CODECS
 

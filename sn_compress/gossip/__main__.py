@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ..errors import CompressError
+from ..base.errors import CompressError
 from .mixing import spectral_gap
 from .simulate import Curve, simulate, table
 from .topology import NAMES, Topology, topology

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..base.errors import CompressError, PayloadError
+from ..base.saved import count, floats, held, reading
 from ..codecs.base import Bytes, Codec, Floats, Payload
-from ..errors import CompressError, PayloadError
-from ..saved import count, floats, held, reading
 
 SMALLEST = 1024  # elements; smaller tensors travel as they are
 # Factor on the mixing weight; Koloskova et al. 2019 call it the consensus step size. Copies lag

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..base.errors import CompressError, PayloadError
+from ..base.saved import count, held, reading
 from ..codecs.base import Bytes
-from ..errors import CompressError, PayloadError
-from ..saved import count, held, reading
 
 Array = npt.NDArray[Any]
 

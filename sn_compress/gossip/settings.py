@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import CompressError
+from ..base.errors import CompressError
 from .topology import Topology
 from .topology import topology as make_topology
 

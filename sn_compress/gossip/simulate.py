@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import CompressError
-from ..text_table import text_table
+from ..base.errors import CompressError
+from ..base.text_table import text_table
 from .mixing import consensus_distance
 from .topology import Topology
 

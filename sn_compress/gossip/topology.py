@@ -23,7 +23,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import CompressError
+from ..base.errors import CompressError
 
 NAMES = ("dissemination", "exponential", "hypercube", "ring", "exact")
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ..errors import CompressError
+from ..base.errors import CompressError
 
 FUSED_BYTES = 128 * 2**20  # Horovod puts tensors together up to this size by default
 BACKWARD = 2 / 3  # of a step's computing: two products where the forward pass has one

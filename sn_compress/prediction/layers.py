@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
-from ..errors import CompressError
+from ..base.errors import CompressError
 
 
 @dataclass(frozen=True)

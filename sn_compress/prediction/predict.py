@@ -18,13 +18,13 @@ from math import ceil
 
 import numpy as np
 
+from ..base.errors import CompressError
+from ..base.text_table import text_table
 from ..codecs.gather import wire_bytes
-from ..errors import CompressError
-from ..ops.matrices import cut
-from ..scattered import Shares, shares_of
+from ..engine.scattered import Shares, shares_of
+from ..ops.linear.matrices import cut
 from ..settings import CompressionName, Settings
 from ..sums.choose import MOST, Curve, allocate, budget, words_of
-from ..text_table import text_table
 from .accuracy import advice
 from .cost import Link, Method, Rounds, Route, Step, break_even, choose, step
 from .layers import Layer

@@ -13,12 +13,12 @@ from functools import partial
 
 import numpy as np
 
+from ..base.errors import CompressError
 from ..codecs.base import Floats
-from ..errors import CompressError
 from ..settings import Settings
-from ..sums.low_rank import LowRank
+from ..sums.parts.low_rank import LowRank
+from ..sums.parts.whole import Whole
 from ..sums.summable import Summable, exchange
-from ..sums.whole import Whole
 from .cost import Link, wire_bytes
 
 _SIDE = 1024  # the timed runs take a matrix of this many rows and columns

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import CompressError
+from ..base.errors import CompressError
 from ..settings import Settings
 from .cost import Link, Method, Route, choose, step
 from .layers import Layer

@@ -1,1 +1,4 @@
-"""What an all-reduce may add up: parts of a bucket. Imports ops and arrays."""
+"""What an all-reduce may add up: buckets of parts, their rounds, what of each tensor travels.
+
+May import `sums/parts`, `codecs/base.py`, `ops`, `devices` and `base`.
+"""

@@ -11,10 +11,10 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..arrays import namespace
-from ..errors import CompressError
-from ..ops.word_sum import PRIME, word_sum
-from .base import Array, Outcome, Part, State, Step, Summed
+from ..base.errors import CompressError
+from ..devices.arrays import namespace
+from ..ops.words.word_sum import PRIME, word_sum
+from .parts.base import Array, Outcome, Part, State, Step, Summed
 
 HEAD = 2  # words
 

@@ -5,6 +5,8 @@ of rank one as on one whose is not. Directions are bought here one by one, alway
 catches the largest share of its tensor's energy per word, until the budget is spent. A matrix
 whose energy lies in few rows, as that of an embedding does, sells rows in place of directions; a
 convolution's tensor whose energy lies in few frequencies of its kernels, directions of these.
+
+Over 300 lines: what a direction of each way is worth, and the one choice between all of them.
 """
 
 from __future__ import annotations
@@ -20,20 +22,20 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from ..base.errors import CompressError, PayloadError
 from ..codecs.base import Floats
-from ..errors import CompressError, PayloadError
-from ..ops.digits import Digits
-from ..ops.directions import directions, first_factor
-from ..ops.kernels import kernels_of, waves
-from ..ops.matrices import cut
-from ..ops.positions import slot_words
-from ..ops.word_sum import PRIME, word_sum
-from .base import Part
+from ..ops.linear.directions import directions, first_factor
+from ..ops.linear.kernels import kernels_of, waves
+from ..ops.linear.matrices import cut
+from ..ops.words.digits import Digits
+from ..ops.words.positions import slot_words
+from ..ops.words.word_sum import PRIME, word_sum
 from .bucket import HEAD
-from .frequencies import Frequencies
-from .low_rank import LowRank
-from .rows import Rows
-from .whole import Whole
+from .parts.base import Part
+from .parts.frequencies import Frequencies
+from .parts.low_rank import LowRank
+from .parts.rows import Rows
+from .parts.whole import Whole
 
 Words = npt.NDArray[np.int32]
 Way = Literal["low_rank", "rows", "frequencies"]

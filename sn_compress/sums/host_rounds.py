@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from .. import _native
-from ..arrays import host_threads, to_host
-from ..ops.products import kernel
-from ..ops.scales import COVERED, LOWEST, unit_table
-from .base import Array, Part
+from ..devices import _native
+from ..devices.arrays import host_threads, to_host
+from ..ops.linear.products import kernel
+from ..ops.words.scales import COVERED, LOWEST, unit_table
 from .bucket import HEAD, Bucket, Result, wrong_size
-from .columns import Columns
-from .low_rank import LowRank
+from .parts.base import Array, Part
+from .parts.columns import Columns
+from .parts.low_rank import LowRank
 
 
 class HostRounds:

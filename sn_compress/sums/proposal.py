@@ -1,32 +1,15 @@
-"""Which tensors are worth compressing, and what a rank proposes to send of each."""
+"""What a rank proposes to send of each tensor."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping
 
 import numpy as np
 
-from ..arrays import to_host
+from ..devices.arrays import to_host
 from .choose import Curve, Size, allocate, better, budget, with_frequencies
 from .tensor import Tensor
-
-# Elements of a vector, such as a bias or the weights of a norm, from which on it is compressed. A
-# vector has no low rank, models have many small ones, and all together they are little: travelling
-# plain with the others costs less than what would be saved.
-VECTOR = 2**16
-
-
-def is_large(shape: Sequence[int], min_elements: int) -> bool:
-    """Whether a tensor is worth compressing: the rule of every class and every seam."""
-    return _is_large(tuple(shape), min_elements)
-
-
-@lru_cache(maxsize=4096)
-def _is_large(shape: tuple[int, ...], min_elements: int) -> bool:
-    is_vector = sum(side > 1 for side in shape) <= 1
-    return math.prod(shape) >= (max(VECTOR, min_elements) if is_vector else min_elements)
 
 
 def propose(

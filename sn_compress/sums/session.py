@@ -18,14 +18,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .. import saved
-from ..arrays import like_of, namespace, on_host, steady, to_host
+from ..base import saved
+from ..base.errors import CompressError
+from ..base.saved import reading
 from ..codecs.base import MAX_ELEMENTS, Floats
-from ..errors import CompressError
-from ..saved import reading
-from .base import Array
+from ..devices.arrays import like_of, namespace, on_host, steady, to_host
 from .choose import decode_sizes, encode_sizes
-from .proposal import is_large, propose
+from .limits import check_settings, is_large
+from .parts.base import Array
+from .proposal import propose
 from .summable import Verdict, exchange
 from .tensor import Tensor
 
@@ -43,7 +44,7 @@ class SharedExchange:
         included; where even rank one for every matrix is more, that is what is sent
     warmup : dense steps at the start, at least 1
     every : steps from one dense step to the next after that
-    min_elements : tensors below it are not taken, and no vectors below `proposal.VECTOR`
+    min_elements : tensors below it are not taken, and no vectors below `limits.VECTOR`
     feedback, decay : whether what was not sent is remembered, and the factor on it
     frequencies : whether convolutions may travel by frequencies of their kernels
     """
@@ -59,11 +60,7 @@ class SharedExchange:
         decay: float = 1.0,
         frequencies: bool = False,
     ) -> None:
-        if not ratio > 1 or warmup < 1 or every < 1:
-            raise CompressError(
-                f"ratio={ratio!r}, warmup={warmup!r}, every={every!r}; expected a ratio above 1 "
-                "and at least one step each"
-            )
+        check_settings(ratio, warmup, every)
         self.ratio, self.warmup, self.every = ratio, warmup, every
         self.min_elements = min_elements
         self.exact = False  # ranks have unlike hardware

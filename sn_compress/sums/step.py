@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from ..arrays import either, namespace, steady
-from ..errors import CompressError
-from ..ops.remember import remembered
-from .base import Array, Part, State
+from ..base.errors import CompressError
+from ..devices.arrays import either, namespace, steady
+from ..ops.linear.remember import remembered
 from .bucket import Bucket, Result
+from .parts.base import Array, Part, State
 
 
 @dataclass(frozen=True)

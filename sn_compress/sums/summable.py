@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Later, like_of, namespace, to_host
-from ..errors import CompressError, PayloadError
-from ..ops.remember import remembered
-from ..saved import floats, reading
-from .base import Array, Part, State
+from ..base.errors import CompressError, PayloadError
+from ..base.saved import floats, reading
+from ..devices.arrays import Later, like_of, namespace, to_host
+from ..ops.linear.remember import remembered
 from .bucket import Bucket
 from .host_rounds import rounds_for
+from .parts.base import Array, Part, State
 from .step import bucket_of, check, steadily, summed
 
 _QUARTERS = 4  # of an octave: the steps of scales

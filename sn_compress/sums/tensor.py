@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from .. import saved
-from ..arrays import Array, to_host
-from ..errors import CompressError
+from ..base import saved
+from ..base.errors import CompressError
+from ..devices.arrays import Array, to_host
 from .choose import WAYS, Size, largest
 from .summable import Summable
 

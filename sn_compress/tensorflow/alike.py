@@ -5,19 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from .. import __version__, hardware
-from ..agreement import Said, agree, alike, question
-from ..codecs.fft import FFTCodec
-from ..names import relative
-from ..sameness import Sameness, digest
-from .gathered import way_back
-from .traced import Traced
+from .. import __version__
+from ..base.agreement import Said, agree, alike, question
+from ..base.names import relative
+from ..base.sameness import Sameness, digest
+from ..engine import hardware
+from ..settings import Settings
 
 _DO = (
     "Give all ranks the same model and variables in the same order, as many optimizers, and the "
@@ -75,11 +74,13 @@ def unlike_in_hardware(process_set: Any, count: Callable[[int], None] | None = N
 
 
 def unlike_in_nodes(
-    process_set: Any, codec: FFTCodec, count: Callable[[int], None] | None = None
+    process_set: Any, said: str, count: Callable[[int], None] | None = None
 ) -> bool:
-    """Whether nodes of a graph decode payloads to other bits on other ranks; all ranks ask."""
-    mine = [("decoding", way_back(codec))]
-    return not alike(total(process_set, count, "sn.nodes", question(mine)))
+    """Whether nodes of a graph decode payloads to other bits on other ranks; all ranks ask.
+
+    said : what ranks have to say alike for that, see `gathered.way_back`
+    """
+    return not alike(total(process_set, count, "sn.nodes", question([("decoding", said)])))
 
 
 def total(process_set: Any, count: Callable[[int], None] | None, name: str, words: Any) -> Any:
@@ -90,10 +91,21 @@ def total(process_set: Any, count: Callable[[int], None] | None, name: str, word
     return hvd.allreduce(wire, op=hvd.Sum, name=name, process_set=process_set).numpy()
 
 
+class Counts(Protocol):
+    """Whose steps are compared: a Memory."""
+
+    @property
+    def settings(self) -> Settings:
+        """The user's."""
+
+    def count_beside(self, nbytes: int) -> None:
+        """Count what is no gradient."""
+
+
 def compared(
     due: Any,
     variables: Sequence[Any],
-    memory: Traced,
+    memory: Counts,
     process_set: Any,
     find: Callable[[], Any],
     before: Any = None,

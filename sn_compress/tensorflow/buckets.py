@@ -19,7 +19,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from ..buckets import Buckets
+from ..engine.buckets import Buckets
 from .alike import elastic
 from .memory import Memory
 from .tracing import Call

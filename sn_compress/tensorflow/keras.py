@@ -22,16 +22,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from ..base.errors import CompressError
+from ..base.names import relative
 from ..compression import Compression
-from ..errors import CompressError
-from ..names import relative
-from .alike import (
-    agree_at_trace,
-    as_variables,
-    compared,
-    said_of_compression,
-    said_of_variables,
-)
+from .alike import agree_at_trace, as_variables, compared, said_of_compression, said_of_variables
 from .buckets import Plain
 from .memory import Memory
 from .memory import memory_of as _memory_of_compression

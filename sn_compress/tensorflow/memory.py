@@ -1,4 +1,7 @@
-"""What belongs to one compression in TensorFlow: kept between steps, whichever form a graph has."""
+"""What belongs to one compression in TensorFlow: kept between steps, whichever form a graph has.
+
+Over 300 lines: graphs come in three forms, and each reads and writes the same state.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +10,27 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from ..agreement import Said
+from ..base.agreement import Said
 from ..compression import settings_of
-from ..feedback import ErrorFeedback
-from ..owed import Owed
+from ..engine.feedback import ErrorFeedback
+from ..engine.owed import Owed
 from ..prediction.tuning import Tuner
 from ..settings import Settings
 from ..sums.session import SharedExchange
-from .alike import agree_at_trace, elastic, unlike_in_hardware, unlike_in_nodes
-from .gathered import GatheredBucket, serves
-from .sized import LEAST, Sized, SizedBucket
-from .summed import SummedBucket, until_dense
+from .alike import agree_at_trace, elastic, total, unlike_in_hardware, unlike_in_nodes
+from .nodes.gathered import GatheredBucket, serves, way_back
+from .nodes.sized import LEAST, Sized, SizedBucket
+from .nodes.summed import SummedBucket, until_dense
 from .traced import Traced, say_saturated
 from .tracing import forget, functions_of
-from .tuned import Tensor, Tuned, mean_over, new_tuner, refuse_untraced, untraced
+from .tuned import Tensor, Tuned, mean_over, refuse_untraced, untraced
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +72,7 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
             self.asked.add(key)
             if self.settings.exchange == "shared":
                 self.shared.exact |= unlike_in_hardware(process_set, self.count_beside)
-            elif unlike_in_nodes(process_set, self.codec, self.count_beside):
+            elif unlike_in_nodes(process_set, way_back(self.codec), self.count_beside):
                 self._unlike = True
                 _log.warning(
                     "ranks decode frequencies with other bits in TensorFlow's graphs: payloads are "
@@ -83,7 +86,12 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
         """
         refuse_untraced()
         if self.tuner is None:
-            self.tuner = new_tuner(self.settings, process_set, self.count_beside)
+            self.tuner = Tuner(
+                self.settings,
+                ranks=process_set.size(),
+                total=partial(total, process_set, self.count_beside),
+                methods=(self.settings.exchange,),
+            )
         if self._tuned_set is None:
             self._tuned_set = process_set.process_set_id
         if self._tuned_set != process_set.process_set_id:

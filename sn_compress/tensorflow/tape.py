@@ -23,19 +23,13 @@ import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from tensorflow.python.ops.control_flow_v2_func_graphs import CondBranchFuncGraph
 
+from ..base.errors import CompressError
 from ..compression import settings_of
-from ..errors import CompressError
 from ..settings import Settings
-from .alike import (
-    as_variables,
-    compared,
-    elastic,
-    said_of_compression,
-    said_of_variables,
-)
+from .alike import as_variables, compared, elastic, said_of_compression, said_of_variables
 from .buckets import Bucket, Mean, Plain, cut, means_of, wire_type
 from .memory import Memory, memory_at, memory_of
-from .sized import Collectives, Sized
+from .nodes.sized import Collectives, Sized
 from .traced import NO_VARIABLE
 from .tracing import Call, find_call, passed
 from .tuned import Tensor, Tuned, asking, refuse_untraced, untraced, with_owed

@@ -21,19 +21,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..base.errors import CompressError, PayloadError
+from ..base.sameness import Sameness
+from ..base.saved import arrays_of, reading
 from ..codecs.base import Bytes, Floats
-from ..codecs.fft import FFTCodec
+from ..codecs.frequency.fft import FFTCodec
 from ..codecs.gather import mean_of_gathered
-from ..errors import CompressError, PayloadError
-from ..feedback import ErrorFeedback
-from ..owed import Owed
+from ..engine.feedback import ErrorFeedback
+from ..engine.owed import Owed
+from ..engine.theta import ThetaInTime, squares
 from ..report import Told, Traffic
-from ..sameness import Sameness
-from ..saved import arrays_of, reading
 from ..settings import Settings
 from ..sums.bucket import HEAD
 from ..sums.session import SharedExchange
-from ..theta import ThetaInTime, squares
 
 Words = npt.NDArray[np.int32]
 
@@ -71,7 +71,7 @@ class Traced:
         """Forget all variables and what was dropped of them: for models that are gone."""
         with self._lock:
             self.feedback = ErrorFeedback(self.codec, decay=self.settings.decay)
-            self.shared = self.settings.shared()
+            self.shared = SharedExchange(**self.settings.shared)
             self.owed = Owed()  # of tensors that the tuner lets travel plain
             self.theta = ThetaInTime(self.settings, self._threads)
             self._lost: dict[str | None, tuple[float, float]] = {}  # energy, error; since asked

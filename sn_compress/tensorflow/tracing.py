@@ -1,10 +1,10 @@
 """Who called `compress` while TensorFlow traced: which gradient, which operation.
 
-As in torch/caller.py, the answer is read from the local variables of Horovod's own functions, those
-of release 0.28.1. Two things differ. AutoGraph rewrites these functions ("tf__allreduce" for
-"allreduce") and puts frames of its own between them, so all frames above are looked at. And a
-traced gradient has no name: it is known by its place among the gradients of one call, whose
-variables Horovod's function holds beside them.
+As in torch/under_horovod/caller.py, the answer is read from the local variables of Horovod's own
+functions, those of release 0.28.1. Two things differ. AutoGraph rewrites these functions
+("tf__allreduce" for "allreduce") and puts frames of its own between them, so all frames above are
+looked at. And a traced gradient has no name: it is known by its place among the gradients of one
+call, whose variables Horovod's function holds beside them.
 
 The functions being traced are found among the frames as well: what they have traced is forgotten
 when the next step is to be another graph.
@@ -20,7 +20,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 
-from ..errors import CompressError
+from ..base.errors import CompressError
 
 _MODULE = "horovod.tensorflow"
 _TRACER, _TRACER_MODULE = "func_graph_from_py_func", "tensorflow.python.framework.func_graph"

@@ -10,17 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from ..errors import CompressError
-from ..prediction.tuning import Tuner
-from ..settings import Settings
-from .alike import elastic, total
+from ..base.errors import CompressError
+from .alike import elastic
 
 
 @dataclass(frozen=True)
@@ -50,16 +47,6 @@ class Tuned:
         """Of those that travel plain name, elements and bytes."""
         found = [(name, self.tensors[name]) for name in sorted(self.plain)]
         return [(name, it.elements, it.nbytes) for name, it in found]
-
-
-def new_tuner(settings: Settings, process_set: Any, count: Callable[[int], None]) -> Tuner:
-    """The tuner of the ranks of a process set; `count` is told the bytes that it sends."""
-    return Tuner(
-        settings,
-        ranks=process_set.size(),
-        total=partial(total, process_set, count),
-        methods=(settings.exchange,),
-    )
 
 
 def refuse_untraced(functions: bool = True) -> None:

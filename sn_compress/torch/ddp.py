@@ -25,22 +25,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .. import engine_state
-from ..buckets import GROUP
-from ..carry import Gradient
+from ..base.errors import CompressError
+from ..base.saved import held, reading
 from ..codecs import saving
 from ..compression import Compression, settings_of
-from ..engine import Engine
-from ..errors import CompressError
-from ..feedback import ErrorFeedback
+from ..engine import engine_state
+from ..engine.buckets import GROUP
+from ..engine.carry import Gradient
+from ..engine.engine import Chooser, Engine
+from ..engine.feedback import ErrorFeedback
 from ..prediction.tuning import Tuner
-from ..saved import held, reading
 from ..sums.session import SharedExchange
-from .collectives import Collectives
 from .digests import digest
-from .given import Names, check_flag, check_scaler
-from .layout import Part as Part
-from .layout import changes_of, layout_of, parts_of, said_of
+from .under_ddp.collectives import Collectives
+from .under_ddp.given import Names, check_flag, check_scaler
+from .under_ddp.layout import Part as Part
+from .under_ddp.layout import changes_of, layout_of, parts_of, said_of
 
 _OVER = object()
 
@@ -80,7 +80,7 @@ class CompressionState:
         self.settings.refuse_overlap("torch's DistributedDataParallel")
         self.settings.refuse_wait("torch's DistributedDataParallel")
         self.engine = Engine(
-            self.settings, torch.get_num_threads(), stock="DDP", scaler=scaler,
+            self.settings, torch.get_num_threads(), stock="DDP", tuner=Tuner, scaler=scaler,
             find_unused=find_unused_parameters,
         )  # fmt: skip
         self.feedback, self.shared = self.engine.feedback, self.engine.shared
@@ -106,12 +106,12 @@ class CompressionState:
         return self.engine.exchange
 
     @property
-    def tuner(self) -> Tuner | None:
+    def tuner(self) -> Chooser | None:
         """Of AutoCompression, from the first gradient on."""
         return self.engine.tuner
 
     @tuner.setter
-    def tuner(self, tuner: Tuner) -> None:
+    def tuner(self, tuner: Chooser) -> None:
         self.engine.tuner = tuner
 
     def report(self) -> dict[str, float]:

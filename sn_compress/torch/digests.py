@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from ..sameness import weigh, weights
+from ..base.sameness import weigh, weights
 
 
 def digest(tensor: torch.Tensor) -> str:

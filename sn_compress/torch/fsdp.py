@@ -27,8 +27,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from ..base.errors import CompressError
 from ..compression import Compression
-from ..errors import CompressError
 from .ddp import CompressionState, Part
 
 

@@ -18,13 +18,19 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from ..buckets import Buckets
-from ..carry import Gradient
-from ..errors import CompressError
+from ..base.errors import CompressError
+from ..engine.buckets import Buckets
+from ..engine.carry import Gradient
 from ..settings import Settings
-from .alike import Checked, agree_on_calls, agree_on_optimizers, alike_in_hardware, total
-from .caller import Caller, find_caller, sparse_gradient
-from .horovod_state import (
+from .under_horovod.alike import (
+    Checked,
+    agree_on_calls,
+    agree_on_optimizers,
+    alike_in_hardware,
+    total,
+)
+from .under_horovod.caller import Caller, find_caller, sparse_gradient
+from .under_horovod.horovod_state import (
     Elastic,
     load_state_dict,
     residuals,
@@ -32,10 +38,10 @@ from .horovod_state import (
     state_dict,
     synchronize,
 )
-from .in_flight import Cast, Fused, InRounds, Reducer, Shown, begin, complete, rounds
-from .memory import Memory, memory_of
-from .pending import Pending
-from .submission import Submission, send_plain, stand_in, wire_type
+from .under_horovod.in_flight import Cast, Fused, InRounds, Reducer, Shown, begin, complete, rounds
+from .under_horovod.memory import Memory, memory_of
+from .under_horovod.pending import Pending
+from .under_horovod.submission import Submission, send_plain, stand_in, wire_type
 
 __all__ = [
     "Elastic", "compress", "count_sparse", "load_state_dict", "report", "residuals", "restart",

@@ -31,7 +31,7 @@ def test_powersgd_of_the_mean_is_powersgd_of_the_ranks(simulated):
 
     Twenty steps of correlated gradients, so that memories and the warm start matter.
     """
-    from sn_compress.codecs.powersgd import powersgd_allreduce
+    from sn_compress.codecs.factors.powersgd import powersgd_allreduce
 
     rng = np.random.default_rng(0)
     shape, rank, ranks = (24, 40), 2, 4

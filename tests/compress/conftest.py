@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sn_compress import _native
+from sn_compress.devices import _native
 
 # pytest imports test files by path, so samples.py and fuzz.py beside them need saying, and
 # spans_by_hand.py above.

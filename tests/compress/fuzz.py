@@ -118,9 +118,9 @@ def damage(rng: np.random.Generator, seeds: list[bytes], *, sealed: float = 0.8)
 def codecs() -> list[object]:
     """The targets: at least one of every codec."""
     from sn_compress import FFTCodec
-    from sn_compress.codecs.auto import AutoCodec
-    from sn_compress.codecs.bounded import BoundedCodec
-    from sn_compress.codecs.lowrank import LowRankCodec
+    from sn_compress.codecs.auto.auto import AutoCodec
+    from sn_compress.codecs.factors.lowrank import LowRankCodec
+    from sn_compress.codecs.quantizers.bounded import BoundedCodec
 
     rest = FFTCodec(theta=0.9, block=64, transform="identity", values="sign")
     return [
@@ -212,7 +212,7 @@ def main() -> None:
     if len(sys.argv) > 3:
         spec = importlib.util.spec_from_file_location("sn_compress._core", sys.argv[3])
         sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    from sn_compress import _native
+    from sn_compress.devices import _native
 
     start = time.perf_counter()
     seen = attack(count, seed)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from sn_compress import sameness
-from sn_compress.agreement import agree, alike, question, said_of
-from sn_compress.errors import CompressError
-from sn_compress.names import relative
-from sn_compress.sameness import Sameness, digest
+from sn_compress.base import sameness
+from sn_compress.base.agreement import agree, alike, question, said_of
+from sn_compress.base.errors import CompressError
+from sn_compress.base.names import relative
+from sn_compress.base.sameness import Sameness, digest
 
 
 def on_ranks(ranks, work, joined=()):

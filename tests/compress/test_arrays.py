@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sn_compress.arrays import Constant, like_of
+from sn_compress.devices.arrays import Constant, like_of
 
 torch = pytest.importorskip("torch")
 

@@ -21,13 +21,14 @@ from test_sums import Launches, resnet50
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from sn_compress import CompressError, FFTCodec, PayloadError
-from sn_compress.codecs import batched
 from sn_compress.codecs.base import Payload
-from sn_compress.ops import bit_fields, record
-from sn_compress.ops.checksum import crc
-from sn_compress.ops.crc import RUN, Checksums
-from sn_compress.ops.record_arrays import Records
-from sn_compress.ops.transforms import OverAxes, Transform
+from sn_compress.codecs.frequency import batched
+from sn_compress.ops.records import record
+from sn_compress.ops.records.record_arrays import Records
+from sn_compress.ops.spectra.transforms import OverAxes, Transform
+from sn_compress.ops.words import bit_fields
+from sn_compress.ops.words.checksum import crc
+from sn_compress.ops.words.crc import RUN, Checksums
 
 SIZES = (0, 1, 31, 32, 33, 63, 1000, 4097, 2**16 + 1)
 LIBRARIES = {"numpy": np.copy, "torch": lambda array: torch.from_numpy(array.copy())}

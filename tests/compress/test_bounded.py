@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from samples import random, vectors
 
 from sn_compress import CompressError, Payload, PayloadError, codec
-from sn_compress.ops.checksum import crc
+from sn_compress.ops.words.checksum import crc
 
 FORMS = st.one_of(
     st.builds(

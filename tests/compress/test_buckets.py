@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sn_compress.ops import buckets
+from sn_compress.ops.quantizers import buckets
 
 
 def test_buckets_keep_their_order_and_the_last_is_short():

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from sn_compress.ops import chance
+from sn_compress.ops.quantizers import chance
 
 
 def test_chance_depends_on_seed_step_and_position_only():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sn_compress.errors import CompressError, PayloadError
+from sn_compress.base.errors import CompressError, PayloadError
 from sn_compress.sums import proposal
 from sn_compress.sums.bucket import Bucket
 from sn_compress.sums.choose import (
@@ -17,10 +17,10 @@ from sn_compress.sums.choose import (
     encode_sizes,
     words_of,
 )
-from sn_compress.sums.low_rank import LowRank
-from sn_compress.sums.rows import Rows
+from sn_compress.sums.parts.low_rank import LowRank
+from sn_compress.sums.parts.rows import Rows
+from sn_compress.sums.parts.whole import Whole
 from sn_compress.sums.session import SharedExchange
-from sn_compress.sums.whole import Whole
 
 SIZES = {
     "table": Size((800, 32), 5, "rows"),

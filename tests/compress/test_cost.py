@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sn_compress import CompressError, FFTCompression, Link, LowRankCompression, predict
 from sn_compress.codecs.gather import on_wire
+from sn_compress.engine.scattered import shares_of
 from sn_compress.prediction.cost import (
     FUSED_BYTES,
     Route,
@@ -23,8 +24,8 @@ from sn_compress.prediction.cost import (
 from sn_compress.prediction.layers import MODELS, Layer, layers
 from sn_compress.prediction.predict import METHODS, routes_of
 from sn_compress.prediction.rates import FREE, Rates, fit_link, measure_rates
-from sn_compress.scattered import shares_of
 from sn_compress.settings import Settings
+from sn_compress.sums.session import SharedExchange
 
 LINK = Link(1.25e9, latency_s=20e-6, operation_s=1e-3)
 SOME = Rates(1e-9, 1e-9, 1e-10, 2e-9, 1e-10, 1e-8, 1e-9)
@@ -213,7 +214,6 @@ def test_a_link_is_found_again_from_two_times(bytes_per_s, latency, ranks):
 
 def test_sizes_are_those_of_the_real_exchange():
     """A trained session sends, in all, what the model says, whatever ranks it chose."""
-    from sn_compress.sums.session import SharedExchange
 
     model = [
         Layer("a", (256, 512)),
@@ -222,7 +222,7 @@ def test_sizes_are_those_of_the_real_exchange():
         Layer("d", (16, 9)),
     ]
     chosen = LowRankCompression.using(ratio=40.0, warmup=1).settings
-    session = chosen.shared()
+    session = SharedExchange(**chosen.shared)
     assert isinstance(session, SharedExchange)
     rng = np.random.default_rng(0)
     ranks = 8

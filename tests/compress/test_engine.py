@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from sn_compress import AutoCompression, CompressError, FFTCompression, LowRankCompression, summed
-from sn_compress.carry import Gradient
-from sn_compress.engine import Engine
-from sn_compress.engine_state import load_state_dict, state_dict
+from sn_compress import AutoCompression, CompressError, FFTCompression, LowRankCompression
+from sn_compress.engine import summed
+from sn_compress.engine.carry import Gradient
+from sn_compress.engine.engine import Engine
+from sn_compress.engine.engine_state import load_state_dict, state_dict
+from sn_compress.prediction.tuning import Tuner
 from sn_compress.schedule import EnergyBudget
 
 RANKS = 2
@@ -38,7 +40,9 @@ class Chosen:
 
 
 def engines(compression, **options):
-    return [Engine(compression.settings, 1, stock="DDP", **options) for _ in range(RANKS)]
+    return [
+        Engine(compression.settings, 1, stock="DDP", tuner=Tuner, **options) for _ in range(RANKS)
+    ]
 
 
 def twice(name, words):
@@ -349,14 +353,16 @@ def test_what_is_no_float_travels_plain():
         way = engine.sort(nameless, ranks=1, total=twice)
         gather = compression.settings.exchange == "gather"
         assert (way.coded if gather else way.plain) == nameless
-    changing = Engine(FFTCompression.using(theta=EnergyBudget(lost=0.1)).settings, 1, stock="DDP")
+    changing = Engine(
+        FFTCompression.using(theta=EnergyBudget(lost=0.1)).settings, 1, stock="DDP", tuner=Tuner
+    )
     with pytest.raises(CompressError, match="without a name"):
         changing.sort(nameless, ranks=1, total=twice)
 
 
 def test_ranks_that_differ_are_told():
     settings = WAYS["sums"].settings
-    (engine,) = [Engine(settings, 1, stock="DDP")]
+    (engine,) = [Engine(settings, 1, stock="DDP", tuner=Tuner)]
     like, asked = np.zeros(1, np.float32), []
 
     def alike(name, words):

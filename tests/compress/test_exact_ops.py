@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sn_compress.errors import CompressError
-from sn_compress.ops import scales
-from sn_compress.ops.digits import MAX_RANKS, Digits
-from sn_compress.ops.orthonormal import Orthonormal, most, orthonormal
-from sn_compress.ops.remember import remember
-from sn_compress.ops.word_sum import PRIME, word_sum
-from sn_compress.sums.columns import Columns
+from sn_compress.base.errors import CompressError
+from sn_compress.ops.linear.orthonormal import Orthonormal, most, orthonormal
+from sn_compress.ops.linear.remember import remember
+from sn_compress.ops.words import scales
+from sn_compress.ops.words.digits import MAX_RANKS, Digits
+from sn_compress.ops.words.word_sum import PRIME, word_sum
+from sn_compress.sums.parts.columns import Columns
 
 SIZES = [0, 1, 31, 32, 33, 63, 1000]
 

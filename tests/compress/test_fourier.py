@@ -9,9 +9,9 @@ from samples import ENERGY, U, fft_error, layouts, random
 from spans_by_hand import spans_joined, spans_parted
 
 from sn_compress import FFTCodec, PayloadError
-from sn_compress.ops import fourier, spectrum
-from sn_compress.ops.blockwise import decode_blocks, encode_blocks
-from sn_compress.ops.record import Layout
+from sn_compress.ops.records.blockwise import decode_blocks, encode_blocks
+from sn_compress.ops.records.layout import Layout
+from sn_compress.ops.spectra import fourier, spectrum
 
 BLOCKS = [2**power for power in range(5, 17)]
 CUTS = [(64, 32), (256, 64), (4096, 32), (4096, 64), (4096, 1024), (8192, 4096), (2**17, 64)]
@@ -156,7 +156,7 @@ def both(core, monkeypatch, layout: Layout, x, memory, decay=0.9, top=None, span
     """Encode on both back ends: words, memories and tallies."""
     runs = []
     for module in (core, None):
-        monkeypatch.setattr("sn_compress._native.core", lambda module=module: module)
+        monkeypatch.setattr("sn_compress.devices._native.core", lambda module=module: module)
         words = np.full((len(x), layout.words), 0xFFFFFFFF, np.uint32)  # poison
         kept = None if memory is None else memory.copy()
         tally = encode_blocks("fft", x, kept, words, layout, decay, top, span)
@@ -178,7 +178,7 @@ def test_encode_and_decode_blocks_agree(core, monkeypatch, layout, span):
         np.testing.assert_allclose(fast[2][1:], slow[2][1:], rtol=ENERGY, atol=0)
         outs = []
         for module in (core, None):
-            monkeypatch.setattr("sn_compress._native.core", lambda module=module: module)
+            monkeypatch.setattr("sn_compress.devices._native.core", lambda module=module: module)
             out = np.full(x.shape, np.nan, np.float32)
             records = [fast[0], fast[0][::-1].copy(), fast[0]]
             decode_blocks("fft", records, out, layout, 1 / 3, span)
@@ -199,7 +199,7 @@ def test_a_damaged_record_is_named(backend):
 
 
 def test_encode_blocks_checks_sizes(core, monkeypatch):
-    monkeypatch.setattr("sn_compress._native.core", lambda: core)
+    monkeypatch.setattr("sn_compress.devices._native.core", lambda: core)
     layout = Layout(64, 4, "range", 8, 3, "elias-fano")
     x, words = np.zeros((3, 64), np.float32), np.zeros((3, layout.words), np.uint32)
     for values, memory, out in (

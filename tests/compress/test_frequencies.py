@@ -9,11 +9,11 @@ from scipy.fft import dctn, idctn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from sn_compress import AutoCompression, LowRankCompression
-from sn_compress.errors import CompressError
-from sn_compress.ops.kernels import kernels_of, waves
+from sn_compress.base.errors import CompressError
+from sn_compress.ops.linear.kernels import kernels_of, waves
 from sn_compress.sums.bucket import HEAD, Bucket
 from sn_compress.sums.choose import Curve, Size, with_frequencies, words_of
-from sn_compress.sums.frequencies import Frequencies
+from sn_compress.sums.parts.frequencies import Frequencies
 from sn_compress.sums.session import SharedExchange
 from sn_compress.sums.step import bucket_of, step
 
@@ -498,14 +498,13 @@ def test_a_session_chooses_and_saves_and_goes_on_bit_by_bit():
 
 
 def test_auto_compression_has_frequencies_and_low_rank_has_not():
-    assert AutoCompression.settings.shared().frequencies
-    assert not LowRankCompression.settings.shared().frequencies
+    assert AutoCompression.settings.shared["frequencies"]
+    assert not LowRankCompression.settings.shared["frequencies"]
 
 
 @pytest.mark.parametrize("graph", [False, True])
 def test_tensorflow_shares_every_bit(graph):
     tf = pytest.importorskip("tensorflow")
-    import sn_compress.tensorflow.namespace  # noqa: F401 - it makes tensors known
 
     rng, ranks = np.random.default_rng(12), 2
     bucket, _ = bucket_of((part_of(TORCH), part_of(KERAS)))

@@ -11,10 +11,10 @@ import scipy.fft
 from samples import exact_inverse, transform_error
 
 from sn_compress import FFTCodec, Payload
-from sn_compress.codecs.auto import AutoCodec
-from sn_compress.codecs.lowrank import LowRankCodec
+from sn_compress.codecs.auto.auto import AutoCodec
+from sn_compress.codecs.factors.lowrank import LowRankCodec
 from sn_compress.codecs.registry import CODECS
-from sn_compress.ops.record import encode_records
+from sn_compress.ops.records.record import encode_records
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 ALL = json.loads((GOLDEN / "payloads.json").read_text("utf-8"))

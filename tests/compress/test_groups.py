@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from sn_compress import _native
-from sn_compress.ops import groups
+from sn_compress.devices import _native
+from sn_compress.ops.quantizers import groups
 
 SIZES = (0, 1, 31, 32, 33, 63, 1000, 2**20 + 1)
 KEY = (0x12345678, 0x9ABCDEF0)

@@ -7,13 +7,13 @@ import sys
 import numpy as np
 import pytest
 
-from sn_compress.hardware import said
-from sn_compress.ops.products import kernel
+from sn_compress.engine.hardware import said
+from sn_compress.ops.linear.products import kernel
 
 PROGRAM = """
 import sys
 import numpy as np
-from sn_compress.hardware import said
+from sn_compress.engine.hardware import said
 print(said(np.zeros(1, np.float32)))
 """
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from sn_compress import _native
-from sn_compress.arrays import host_view, steady
-from sn_compress.ops import products, remember
-from sn_compress.ops.orthonormal import Orthonormal
-from sn_compress.sums.columns import Columns, numbers
+from sn_compress.devices import _native
+from sn_compress.devices.arrays import host_view, steady
+from sn_compress.ops.linear import products, remember
+from sn_compress.ops.linear.orthonormal import Orthonormal
+from sn_compress.sums.parts.columns import Columns, numbers
 
 SIDES = [(1, 1), (31, 32), (33, 63), (4, 1000), (1000, 5), (130, 257)]
 DIRECTIONS = [1, 2, 7, 16, 33]

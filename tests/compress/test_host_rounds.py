@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from sn_compress import PayloadError, _native
-from sn_compress.ops.word_sum import word_sum
+from sn_compress import PayloadError
+from sn_compress.devices import _native
+from sn_compress.ops.words.word_sum import word_sum
 from sn_compress.sums import summable
 from sn_compress.sums.host_rounds import rounds_for
-from sn_compress.sums.low_rank import LowRank
+from sn_compress.sums.parts.low_rank import LowRank
 from sn_compress.sums.summable import Summable, exchange
 
 SHAPES = [(10, 128), (33, 300), (64, 31), (7, 5), (1, 1)]

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 from sn_compress import CompressError, FFTCodec, Payload, codec
-from sn_compress.codecs import fft
 from sn_compress.codecs.base import HEADER_BYTES, MAX_ELEMENTS
+from sn_compress.codecs.frequency import fft
 from sn_compress.codecs.registry import CODECS
-from sn_compress.ops import buckets, codes, indexed, launch, record, seal, whole
+from sn_compress.ops.cuda import launch, seal, whole
+from sn_compress.ops.quantizers import buckets, codes, indexed
+from sn_compress.ops.records import record
+from sn_compress.ops.records.layout import Layout
 
 ROWS, COLUMNS = 2**17 + 1, 2**16 + 1  # their product is above 2**33
 SHAPE = (ROWS, COLUMNS)
@@ -144,7 +147,7 @@ def test_the_extension_takes_sizes_beyond_32_bits(core, frugal, parts, positions
     """No rows, so no memory: the numbers are read, and compared with the sizes of the buffers."""
     bins = fft.MOST_BINS
     block = 2 * (bins - 1) if parts == 2 else bins
-    layout = record.Layout(block, bins // 100, "range", 8, 3, positions, parts)
+    layout = Layout(block, bins // 100, "range", 8, 3, positions, parts)
     assert layout.bins == bins
     words = np.zeros((0, layout.words), np.uint32)
     floats = np.zeros((0, layout.bins * parts), np.float32)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from sn_compress import PayloadError
-from sn_compress.ops import indexed, select
+from sn_compress.ops.quantizers import indexed
+from sn_compress.ops.records import select
 
 
 @pytest.mark.parametrize("k", [1, 7, 40])

@@ -10,9 +10,11 @@ from samples import ENERGY, fft_error, random
 from test_fourier import equal
 
 from sn_compress import FFTCodec, PayloadError
-from sn_compress.codecs.fft import PAPER
-from sn_compress.ops import long_fourier, long_record
-from sn_compress.ops.record import Layout, decode_records
+from sn_compress.codecs.frequency.fft import PAPER
+from sn_compress.ops.records import long_record
+from sn_compress.ops.records.layout import Layout
+from sn_compress.ops.records.record import decode_records
+from sn_compress.ops.spectra import long_fourier
 
 # Between them: every radix, odd heights, columns that do not fill their last tile.
 LENGTHS = {2**17: (512, 256), 2 * 3**10: (243, 486), 10**5: (625, 160), 5**7 * 2: (625, 250)}
@@ -23,7 +25,7 @@ LENGTH = 10**5
 def on(core, monkeypatch):
     """Choose the back end."""
     return lambda fast: monkeypatch.setattr(
-        "sn_compress._native.core", lambda: core if fast else None
+        "sn_compress.devices._native.core", lambda: core if fast else None
     )
 
 

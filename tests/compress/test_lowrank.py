@@ -8,9 +8,9 @@ import pytest
 from samples import ENERGY, U, random, specials
 
 from sn_compress import CompressError, FFTCodec, Payload, PayloadError
-from sn_compress.codecs.lowrank import LowRankCodec
-from sn_compress.ops.directions import directions, first_factor
-from sn_compress.ops.matrices import cut
+from sn_compress.codecs.factors.lowrank import LowRankCodec
+from sn_compress.ops.linear.directions import directions, first_factor
+from sn_compress.ops.linear.matrices import cut
 
 REST = FFTCodec(theta=0.95, transform="identity", block=256, bits=4, mantissa=1)
 CODECS = [

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sn_compress import Link, LowRankCompression, PayloadError, predict
-from sn_compress.codecs.lowrank import LowRankCodec
-from sn_compress.ops.matrices import cut
+from sn_compress.codecs.factors.lowrank import LowRankCodec
+from sn_compress.ops.linear.matrices import cut
 from sn_compress.prediction.layers import keras_layout, layers
 
 

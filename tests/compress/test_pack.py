@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from samples import examples
 
 from sn_compress import PayloadError
-from sn_compress.ops import pack
-from sn_compress.ops.record import Layout, decode_records
+from sn_compress.ops.records import pack
+from sn_compress.ops.records.layout import Layout
+from sn_compress.ops.records.record import decode_records
+from sn_compress.ops.words import elias_fano
 
 
 def as_integer(bits: np.ndarray) -> int:
@@ -38,8 +40,8 @@ def test_codes_round_trip(bits, count):
 def check_support(positions: np.ndarray, f: int) -> None:
     k = positions.shape[1]
     lows, uppers = pack.elias_fano(positions, f)
-    assert lows.shape[1] == k * pack.low_bits(k, f)
-    assert uppers.shape[1] == pack.upper_bits(k, f)
+    assert lows.shape[1] == k * elias_fano.low_bits(k, f)
+    assert uppers.shape[1] == elias_fano.upper_bits(k, f)
     np.testing.assert_array_equal(pack.read_elias_fano(lows, uppers, k, f), positions)
     bitmap = pack.bitmap(positions, f)
     assert bitmap.shape[1] == f
@@ -67,14 +69,14 @@ def test_any_support(f, data):
 @given(st.integers(1, 2**40), st.data())
 def test_size_of_elias_fano(f, data):
     k = data.draw(st.integers(1, min(f, 2**30)))
-    low = pack.low_bits(k, f)
+    low = elias_fano.low_bits(k, f)
     assert low == math.floor(math.log2(f // k)) or f // k >= 2**48  # log2 is exact enough below
     # 2**low <= f / k < 2**(low + 1), so the map has k ones and fewer than 2 k + 1 zeros.
-    assert pack.upper_bits(k, f) == k + ((f - 1) // 2**low) + 1 <= 3 * k + 1
+    assert elias_fano.upper_bits(k, f) == k + ((f - 1) // 2**low) + 1 <= 3 * k + 1
 
 
 def test_promised_bits_a_position():
-    bits = 41 * pack.low_bits(41, 2049) + pack.upper_bits(41, 2049)
+    bits = 41 * elias_fano.low_bits(41, 2049) + elias_fano.upper_bits(41, 2049)
     assert round(bits / 41, 1) == 7.6
 
 
@@ -113,7 +115,7 @@ def test_damaged_bitmap(backend, parts, change):
 def test_every_single_damage_to_elias_fano_is_seen_or_harmless(backend, parts):
     # 3 of 33 bins: 3 low bits each, a map of 8 bits. Any map is tried with any low bits.
     layout = Layout(64 if parts == 2 else 33, 3, "range", 8, 3, "elias-fano", parts)
-    lows, uppers = pack.low_bits(3, 33), pack.upper_bits(3, 33)
+    lows, uppers = elias_fano.low_bits(3, 33), elias_fano.upper_bits(3, 33)
     assert (lows, uppers) == (3, 8)
     for upper in range(1 << uppers):
         ones = [i for i in range(uppers) if upper >> i & 1]
@@ -135,7 +137,7 @@ def test_words_are_counted_as_promised():
     for k, f, code_bits in itertools.product((1, 2, 5, 17), (17, 33, 45), (4, 7, 16)):
         for positions, bits in (
             ("bitmap", f),
-            ("elias-fano", k * pack.low_bits(k, f) + pack.upper_bits(k, f)),
+            ("elias-fano", k * elias_fano.low_bits(k, f) + elias_fano.upper_bits(k, f)),
         ):
             bits = 0 if k == f else bits  # where all travel, nothing says which
             for block, parts in ((2 * (f - 1), 2), (f, 1)):

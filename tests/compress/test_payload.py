@@ -17,8 +17,8 @@ from samples import SIZES, codecs, examples, fft_error, random, transform_error
 from sn_compress import FFTCodec, Payload, PayloadError
 from sn_compress.codecs.base import MAX_ELEMENTS
 from sn_compress.codecs.gather import mean_of_gathered
-from sn_compress.ops import checksum as sums
-from sn_compress.ops.record import decode_records
+from sn_compress.ops.records.record import decode_records
+from sn_compress.ops.words import checksum as sums
 
 FORMAT = Path(__file__).resolve().parents[2] / "docs" / "format.md"
 

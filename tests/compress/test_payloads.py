@@ -10,11 +10,12 @@ import pytest
 import torch
 from test_engine import RANKS, SHAPES, Scaler, noise, twice
 
-from sn_compress import FFTCompression, PayloadError, payloads
-from sn_compress.carry import Gradient
-from sn_compress.codecs import fft
-from sn_compress.engine import Engine
-from sn_compress.engine_state import load_state_dict, state_dict
+from sn_compress import FFTCompression, PayloadError
+from sn_compress.codecs.frequency import fft
+from sn_compress.engine import payloads
+from sn_compress.engine.carry import Gradient
+from sn_compress.engine.engine import Engine
+from sn_compress.engine.engine_state import load_state_dict, state_dict
 from sn_compress.schedule import EnergyBudget
 
 NAMES = ("wide", "kernel", "count")  # a bias travels plain
@@ -29,7 +30,9 @@ def elsewhere(monkeypatch):
 
 
 def engines(compression=WAY, **options):
-    return [Engine(compression.settings, 1, stock="DDP", **options) for _ in range(RANKS)]
+    return [
+        Engine(compression.settings, 1, stock="DDP", tuner=None, **options) for _ in range(RANKS)
+    ]
 
 
 def tensors(seed, dtype=torch.float32):

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
-from sn_compress.torch.pending import Pending
+from sn_compress.torch.under_horovod.pending import Pending
 
 
 class Wire:

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from samples import ENERGY, TINY, edges, examples, layouts, support_mask, weights
 
 from sn_compress import PayloadError
-from sn_compress.ops.record import (
-    NON_FINITE,
-    Layout,
+from sn_compress.ops.records.layout import NON_FINITE, Layout
+from sn_compress.ops.records.record import (
     decode_records,
     decode_twin,
     encode_records,

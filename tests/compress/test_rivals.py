@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from sn_compress import Payload, PayloadError, codec
-from sn_compress.codecs.cast import to_bf16
-from sn_compress.codecs.demo import largest_divisor
-from sn_compress.codecs.dgc import warmup_theta
-from sn_compress.codecs.powersgd import powersgd_allreduce
-from sn_compress.ops import chance
+from sn_compress.codecs.factors.powersgd import powersgd_allreduce
+from sn_compress.codecs.quantizers.cast import to_bf16
+from sn_compress.codecs.sparse.demo import largest_divisor
+from sn_compress.codecs.sparse.dgc import warmup_theta
+from sn_compress.ops.quantizers import chance
 
 U = 2.0**-24
 

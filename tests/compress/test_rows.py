@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from sn_compress.errors import CompressError
-from sn_compress.ops import indexed, pack, positions
+from sn_compress.base.errors import CompressError
+from sn_compress.ops.quantizers import indexed
+from sn_compress.ops.records import pack
+from sn_compress.ops.words import elias_fano, positions
 from sn_compress.sums.bucket import Bucket
-from sn_compress.sums.rows import Rows
+from sn_compress.sums.parts.rows import Rows
 
 LIBRARIES = [lambda array: np.array(array), lambda array: torch.from_numpy(np.array(array))]
 SHAPES = {
@@ -370,7 +372,7 @@ def test_the_words_are_few():
     """Positions take as many as in Elias-Fano form, values a byte each, and a scale."""
     for (rows, columns), size, ranks in (((30000, 64), 40, 8), ((1000, 8), 3, 2)):
         (words,) = Bucket([Rows([(rows, columns)], [size])]).words(ranks)
-        bits_ = size * pack.low_bits(size, rows) + pack.upper_bits(size, rows)
+        bits_ = size * elias_fano.low_bits(size, rows) + elias_fano.upper_bits(size, rows)
         assert words == 2 + 1 + size * ranks * columns / 4 + ranks * math.ceil(bits_ / 32)
 
 

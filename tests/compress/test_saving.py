@@ -10,7 +10,7 @@ import pytest
 from samples import random
 
 from sn_compress import CompressError, ErrorFeedback, FFTCodec, codec
-from sn_compress.codecs.auto import AutoState
+from sn_compress.codecs.auto.auto import AutoState
 from sn_compress.codecs.registry import CODECS
 
 SHAPES = {"a": (40, 25), "b": (9, 7)}

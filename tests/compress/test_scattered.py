@@ -8,13 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies
 
-from sn_compress import FFTCodec, FFTCompression, PayloadError, payloads
-from sn_compress.carry import Gradient
-from sn_compress.codecs import fft
+from sn_compress import FFTCodec, FFTCompression, PayloadError
 from sn_compress.codecs.base import HEADER_BYTES
-from sn_compress.engine import Engine
-from sn_compress.engine_state import load_state_dict, state_dict
-from sn_compress.scattered import shares_of
+from sn_compress.codecs.frequency import fft
+from sn_compress.engine import payloads
+from sn_compress.engine.carry import Gradient
+from sn_compress.engine.engine import Engine
+from sn_compress.engine.engine_state import load_state_dict, state_dict
+from sn_compress.engine.scattered import shares_of
 
 SHAPES = {"wide": (300, 300), "kernel": (16, 8, 3, 3), "square": (64, 64), "rows": (9000, 3)}
 WAY = FFTCompression.using(theta=0.9, min_elements=1)
@@ -28,7 +29,7 @@ class Scaler:
 
 
 def engines(ranks, way=WAY, **options):
-    return [Engine(way.settings, 1, stock="DDP", **options) for _ in range(ranks)]
+    return [Engine(way.settings, 1, stock="DDP", tuner=None, **options) for _ in range(ranks)]
 
 
 def noise(ranks, seed, shapes=SHAPES):

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sn_compress import CompressError, FFTCodec
+from sn_compress.engine.theta import ThetaInTime
 from sn_compress.schedule import Constant, Diminishing, EnergyBudget, Warmup, on_ladder
 from sn_compress.settings import Settings
-from sn_compress.theta import ThetaInTime
 
 
 @given(st.floats(0, 0.9999))

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import examples, read_support
 
-from sn_compress.ops import select
-from sn_compress.ops.record import Layout, encode_records
+from sn_compress.ops.records import select
+from sn_compress.ops.records.layout import Layout
+from sn_compress.ops.records.record import encode_records
 
 
 def chosen(bins: np.ndarray, k: int) -> np.ndarray:

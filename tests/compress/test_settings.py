@@ -7,13 +7,14 @@ from hypothesis import strategies as st
 from samples import codecs, examples, random
 
 from sn_compress import CompressError, FFTCodec, Payload, PayloadError
-from sn_compress.codecs.fft import PAPER
+from sn_compress.codecs.frequency.fft import PAPER
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"theta": 1}, "theta=1; expected a fraction from 0"),
+        ({"transform": "auto"}, "transform='auto'; expected fft or dct"),
         ({"theta": -0.1}, "theta=-0.1; expected a fraction"),
         ({"theta": float("nan")}, "theta=nan; expected"),
         ({"block": 0}, "block=0; expected a power of two from 32"),

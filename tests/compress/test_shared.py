@@ -7,10 +7,10 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
-from sn_compress.errors import CompressError, PayloadError
+from sn_compress.base.errors import CompressError, PayloadError
 from sn_compress.sums.choose import Curve, Size, allocate, words_of
-from sn_compress.sums.low_rank import LowRank
-from sn_compress.sums.rows import Rows
+from sn_compress.sums.parts.low_rank import LowRank
+from sn_compress.sums.parts.rows import Rows
 from sn_compress.sums.session import SharedExchange
 from sn_compress.sums.summable import Summable, exchange
 

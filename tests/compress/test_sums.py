@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sn_compress import _native
-from sn_compress.arrays import steady
-from sn_compress.buckets import Buckets
+from sn_compress.devices import _native
+from sn_compress.devices.arrays import steady
+from sn_compress.engine.buckets import Buckets
 from sn_compress.sums.bucket import Bucket
-from sn_compress.sums.low_rank import LowRank
-from sn_compress.sums.rows import Rows
+from sn_compress.sums.parts.low_rank import LowRank
+from sn_compress.sums.parts.rows import Rows
+from sn_compress.sums.parts.whole import Whole
 from sn_compress.sums.summable import Summable, exchange
-from sn_compress.sums.whole import Whole
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = {"numpy": np.asarray, "torch": torch.from_numpy}
@@ -207,8 +207,8 @@ def launches(shapes):
 MIX = """
 import hashlib, numpy as np
 from sn_compress.sums.bucket import Bucket
-from sn_compress.sums.low_rank import LowRank
-from sn_compress.sums.whole import Whole
+from sn_compress.sums.parts.low_rank import LowRank
+from sn_compress.sums.parts.whole import Whole
 
 parts = Bucket([LowRank([(200, 301), (64, 500)], [6, 9]), Whole([(3, 70)])])
 rng = np.random.default_rng(0)

@@ -12,20 +12,20 @@ import pytest
 
 tf = pytest.importorskip("tensorflow")
 
-from sn_compress import arrays  # noqa: E402
-from sn_compress.errors import CompressError  # noqa: E402
-from sn_compress.ops import scales  # noqa: E402
-from sn_compress.ops.digits import Digits  # noqa: E402
-from sn_compress.ops.orthonormal import Orthonormal  # noqa: E402
-from sn_compress.ops.positions import largest, orders, told, write  # noqa: E402
-from sn_compress.ops.word_sum import word_sum  # noqa: E402
+from sn_compress.base.errors import CompressError  # noqa: E402
+from sn_compress.devices import arrays  # noqa: E402
+from sn_compress.ops.linear.orthonormal import Orthonormal  # noqa: E402
+from sn_compress.ops.words import scales  # noqa: E402
+from sn_compress.ops.words.digits import Digits  # noqa: E402
+from sn_compress.ops.words.positions import largest, orders, told, write  # noqa: E402
+from sn_compress.ops.words.word_sum import word_sum  # noqa: E402
 from sn_compress.sums.bucket import Bucket  # noqa: E402
-from sn_compress.sums.columns import Columns  # noqa: E402
-from sn_compress.sums.low_rank import LowRank  # noqa: E402
-from sn_compress.sums.rows import Rows  # noqa: E402
+from sn_compress.sums.parts.columns import Columns  # noqa: E402
+from sn_compress.sums.parts.low_rank import LowRank  # noqa: E402
+from sn_compress.sums.parts.rows import Rows  # noqa: E402
+from sn_compress.sums.parts.whole import Whole  # noqa: E402
 from sn_compress.sums.step import bucket_of, step  # noqa: E402
-from sn_compress.sums.whole import Whole  # noqa: E402
-from sn_compress.tensorflow import namespace as space  # noqa: E402
+from sn_compress.tensorflow.nodes import namespace as space  # noqa: E402
 
 RANKS = 2
 GRAPHS = ["graph", "xla"]

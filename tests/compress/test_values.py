@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import TINY, examples, specials
 
-from sn_compress.ops import pack, values
-from sn_compress.ops.record import Layout, decode_records, encode_records
+from sn_compress.ops.records import pack, values
+from sn_compress.ops.records.layout import Layout
+from sn_compress.ops.records.record import decode_records, encode_records
 
 LARGEST = float(np.finfo(np.float32).max)
 

@@ -16,7 +16,7 @@ import scipy.fft
 import torch
 from host import Host
 
-from sn_compress import _cuda
+from sn_compress.devices import _cuda
 
 
 class FakeDevice(contextlib.AbstractContextManager):

@@ -1,7 +1,7 @@
 """What a record holds, in NumPy, from the formulas of ops/: the oracle of the kernels.
 
 It knows both kinds of coefficients (complex bins, real ones) and every value coder, whatever
-`ops/record.py` is asked for; `test_fused.py` holds it to `ops/record.py` where both can answer.
+`ops/records/record.py` is asked for; `test_fused.py` holds it to that where both can answer.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import zlib
 
 import numpy as np
 
-from sn_compress.ops import checksum as sums
-from sn_compress.ops import pack, quantize
-from sn_compress.ops.launch import Format
+from sn_compress.ops.cuda.launch import Format
+from sn_compress.ops.records import pack, quantize
+from sn_compress.ops.words import checksum as sums
+from sn_compress.ops.words import elias_fano
 
 MAX_FINITE, NON_FINITE = 0x7F7FFFFF, 0x7FC0
 
@@ -35,7 +36,7 @@ def make_format(
     if positions == "all":
         kept = bins
     place = {
-        "elias-fano": kept * pack.low_bits(kept, bins) + pack.upper_bits(kept, bins),
+        "elias-fano": kept * elias_fano.low_bits(kept, bins) + elias_fano.upper_bits(kept, bins),
         "bitmap": bins,
         "all": 0,
     }[positions]
@@ -106,8 +107,8 @@ def decode(words: np.ndarray, form: Format) -> np.ndarray:
     elif form.positions == "all":
         positions = np.tile(np.arange(f), (len(stream), 1))
     else:
-        split = at + k * pack.low_bits(k, f)
-        uppers = stream[:, split : split + pack.upper_bits(k, f)]
+        split = at + k * elias_fano.low_bits(k, f)
+        uppers = stream[:, split : split + elias_fano.upper_bits(k, f)]
         positions = pack.read_elias_fano(stream[:, at:split], uppers, k, f)
     codes = pack.bits_to_codes(stream[:, head:at], form.code_bits).astype(np.uint16)
     index = (positions.astype(np.int64)[:, :, None] * parts + np.arange(parts)).reshape(-1, count)

@@ -15,7 +15,7 @@ import test_whole
 from fused_case import decode, encode, samples
 from host import SANITIZE, Host, address
 
-from sn_compress.ops import seal, whole
+from sn_compress.ops.cuda import seal, whole
 
 
 def fused() -> None:

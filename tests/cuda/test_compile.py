@@ -8,11 +8,11 @@ import re
 import nvrtc
 import pytest
 
-from sn_compress import _cuda
-from sn_compress._cuda import Program
-from sn_compress._sources import source
-from sn_compress.ops import seal
-from sn_compress.ops.launch import Format
+from sn_compress.devices import _cuda
+from sn_compress.devices._cuda import Program
+from sn_compress.devices._sources import source
+from sn_compress.ops.cuda import seal
+from sn_compress.ops.cuda.launch import Format
 
 ARCHITECTURES = ["compute_75", "sm_75", "compute_80", "sm_80", "compute_90", "sm_90",
                  "compute_100", "sm_100"]  # fmt: skip

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from fake import FakeArray, FakeCuda, FakeDevice, fake, gpu, tensor  # noqa: F401
 
-from sn_compress import ErrorFeedback, FFTCodec, payloads
-from sn_compress.carry import Gradient
-from sn_compress.codecs import _device
+from sn_compress import ErrorFeedback, FFTCodec
+from sn_compress.base.errors import CompressError, PayloadError
 from sn_compress.codecs.base import Payload
-from sn_compress.errors import CompressError, PayloadError
+from sn_compress.codecs.frequency import _device
+from sn_compress.engine import payloads
+from sn_compress.engine.carry import Gradient
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 

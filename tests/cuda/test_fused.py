@@ -14,9 +14,11 @@ from fused_case import decode, encode, samples
 from host import ORDERS, Host, address
 from spans_by_hand import spans_joined, spans_parted
 
-from sn_compress.errors import CompressError
-from sn_compress.ops import launch, record
-from sn_compress.ops.launch import Format, Piece
+from sn_compress.base.errors import CompressError
+from sn_compress.ops.cuda import launch
+from sn_compress.ops.cuda.launch import Format, Piece
+from sn_compress.ops.records import record
+from sn_compress.ops.records.layout import Layout
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
@@ -66,7 +68,7 @@ def test_oracle_is_the_format_of_record_py() -> None:
         transform = "spectrum" if parts == 2 else "identity"
         place = "bitmap" if theta else "all"
         form = oracle.make_format(128, transform, theta, values, positions=place)
-        layout = record.Layout(128, form.kept, values, 8, 3, "bitmap", parts)
+        layout = Layout(128, form.kept, values, 8, 3, "bitmap", parts)
         assert dataclasses.replace(form, mantissa=0) == dataclasses.replace(
             Format.of(layout, transform), mantissa=0
         )

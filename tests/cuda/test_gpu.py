@@ -13,13 +13,13 @@ from fused_case import samples
 from host import Host
 
 from sn_compress import ErrorFeedback, FFTCodec
-from sn_compress import _cuda as cuda
 from sn_compress import codec as make_codec
-from sn_compress.codecs import _device
+from sn_compress.base.errors import PayloadError
 from sn_compress.codecs.base import Payload
-from sn_compress.errors import PayloadError
-from sn_compress.ops import launch
-from sn_compress.ops.launch import Piece
+from sn_compress.codecs.frequency import _device
+from sn_compress.devices import _cuda as cuda
+from sn_compress.ops.cuda import launch
+from sn_compress.ops.cuda.launch import Piece
 
 pytestmark = pytest.mark.gpu("cupy")
 

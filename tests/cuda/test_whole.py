@@ -10,9 +10,9 @@ import pytest
 from fused_case import samples
 from host import ORDERS, Host, address
 
-from sn_compress.errors import CompressError
-from sn_compress.ops import whole
-from sn_compress.ops.launch import Format
+from sn_compress.base.errors import CompressError
+from sn_compress.ops.cuda import whole
+from sn_compress.ops.cuda.launch import Format
 
 
 def encode(

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from sn_compress import CompressError, FFTCompression
 from sn_compress.schedule import Diminishing, EnergyBudget, Warmup, learner
 from sn_compress.tensorflow.traced import Traced
-from sn_compress.torch import collectives as rim
 from sn_compress.torch.ddp import CompressionState, Part
+from sn_compress.torch.under_ddp import collectives as rim
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "compress"))
 

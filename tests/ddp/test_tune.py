@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from sn_compress import AutoCompression, CompressError
-from sn_compress.owed import Owed
+from sn_compress.engine.owed import Owed
 from sn_compress.torch.ddp import CompressionState, Part
 
 RANKS = Path(__file__).parent / "ranks"

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from sn_compress import Codec, FFTCodec, Payload, codec
-from sn_compress.ops.record import decode_records
+from sn_compress.ops.records.record import decode_records
 
 HERE = Path(__file__).resolve().parent
 # Name, number of elements, settings, elements that are not finite.

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from sn_compress.errors import CompressError
+from sn_compress.base.errors import CompressError
 from sn_compress.gossip import topology
 from sn_compress.gossip.__main__ import main
 from sn_compress.gossip.simulate import SCHEMES, simulate

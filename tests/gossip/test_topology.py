@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sn_compress.errors import CompressError
+from sn_compress.base.errors import CompressError
 from sn_compress.gossip import (
     NAMES,
     Meeting,

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from sn_compress.torch.aside import Aside
+from sn_compress.torch.under_horovod.aside import Aside
 
 NAMES = ("a", "b", "c")
 

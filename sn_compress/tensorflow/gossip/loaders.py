@@ -14,7 +14,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from ...errors import CompressError
+from ...base.errors import CompressError
 from ...gossip.names import prefix
 from ...gossip.ring import Ring
 

@@ -23,8 +23,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
+from ...base.errors import CompressError
 from ...codecs.base import Codec
-from ...errors import CompressError
 from ...gossip.differences import PULL, Shape
 from ...gossip.settings import check, graph_of
 from ...gossip.topology import Topology

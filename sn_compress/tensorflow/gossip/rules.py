@@ -13,7 +13,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from ...agreement import agree, plain
+from ...base.agreement import agree, plain
 from ...codecs.base import Codec
 from ...gossip import sketch
 from ...gossip.differences import Differences, Shape

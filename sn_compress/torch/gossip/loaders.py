@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ...errors import CompressError
+from ...base.errors import CompressError
+from ...base.saved import held, reading
 from ...gossip.ring import Ring
 from ...gossip.topology import Partner
-from ...saved import held, reading
 from .peers import find_peers
 
 

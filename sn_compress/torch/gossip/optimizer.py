@@ -21,12 +21,12 @@ from typing import Any, Literal
 
 import torch
 
+from ...base.errors import CompressError
+from ...base.saved import held, reading
 from ...codecs.base import Codec
-from ...errors import CompressError
 from ...gossip.differences import PULL, Shape
 from ...gossip.settings import check, graph_of
 from ...gossip.topology import Topology
-from ...saved import held, reading
 from .peers import find_peers
 from .rules import Gossip
 

@@ -17,8 +17,8 @@ from weakref import WeakSet
 
 import torch
 
-from ..._waiting import WAIT_S, result_of, waited
-from ...errors import CompressError
+from ...base._waiting import WAIT_S, result_of, waited
+from ...base.errors import CompressError
 from ...gossip.names import prefix
 from ...gossip.topology import Partner
 

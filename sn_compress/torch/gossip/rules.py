@@ -1,6 +1,6 @@
 """The rules of sn_compress.torch.gossip: what is mixed with what, and when it is sent.
 
-One file of this length: the rules for weights and for gradients, exact averages and checkpoints
+Over 300 lines: the rules for weights and for gradients, exact averages and checkpoints
 share what is under way in a step.
 """
 
@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from ...agreement import plain
+from ...base.agreement import plain
+from ...base.errors import CompressError
+from ...base.saved import count, held, reading
 from ...codecs.base import Codec
-from ...errors import CompressError
 from ...gossip.differences import Differences, Shape
 from ...gossip.topology import Topology
-from ...saved import count, held, reading
 from .buckets import Bucket, split
 from .messages import Messages
 from .peers import Peers

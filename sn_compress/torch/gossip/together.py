@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ... import __version__
-from ...agreement import Said, agree, alike, difference, question
-from ...errors import CompressError
+from ...base.agreement import Said, agree, alike, difference, question
+from ...base.errors import CompressError
 from ...gossip import sketch
 from ..digests import digest
 from .buckets import Bucket

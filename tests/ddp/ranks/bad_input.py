@@ -16,11 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from sn_compress import AutoCompression, FFTCompression, LowRankCompression, payloads
-from sn_compress.codecs import fft
-from sn_compress.torch.collectives import Collectives
+from sn_compress import AutoCompression, FFTCompression, LowRankCompression
+from sn_compress.codecs.frequency import fft
+from sn_compress.engine import payloads
 from sn_compress.torch.ddp import CompressionState, compression_hook
 from sn_compress.torch.fsdp import compress_replicas
+from sn_compress.torch.under_ddp.collectives import Collectives
 
 RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 LONGEST = 20.0  # s that a case may take on a busy machine; a wait for the other rank ends at 40

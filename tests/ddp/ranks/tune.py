@@ -22,7 +22,7 @@ from sn_compress.prediction.cost import choose
 from sn_compress.prediction.rates import FREE
 from sn_compress.torch.ddp import CompressionState, compression_hook
 from sn_compress.torch.fsdp import compress_replicas
-from sn_compress.torch.given import Names
+from sn_compress.torch.under_ddp.given import Names
 
 RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 STEPS = 40

@@ -12,7 +12,7 @@ from torch import nn
 
 from sn_compress import AutoCompression, CompressError, FFTCompression, LowRankCompression
 from sn_compress.schedule import Constant, EnergyBudget, Warmup
-from sn_compress.torch.memory import memory_of
+from sn_compress.torch.under_horovod.memory import memory_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "compress"))
 

@@ -33,7 +33,7 @@ optimizer = hvd.DistributedOptimizer(
 
 def memories():
     """This rank's memory of the weight, by whichever exchange."""
-    from sn_compress.torch.memory import memory_of
+    from sn_compress.torch.under_horovod.memory import memory_of
 
     return torch.from_numpy(memory_of(optimizer).engine.exchange.residual("weight"))
 

@@ -17,12 +17,13 @@ import tensorflow as tf
 from tensorflow_sized import PYTHON, assert_equal_ranks, graphs_of, noise, step_of, variables_of
 
 from sn_compress import FFTCompression
-from sn_compress.carry import Gradient
-from sn_compress.engine import Engine
+from sn_compress.engine.carry import Gradient
+from sn_compress.engine.engine import Engine
 from sn_compress.schedule import Constant, Warmup
-from sn_compress.tensorflow import alike, kernels
+from sn_compress.tensorflow import memory as memory_module
 from sn_compress.tensorflow.keras import DistributedOptimizer
 from sn_compress.tensorflow.keras import memory_of as memory_of_optimizer
+from sn_compress.tensorflow.nodes import kernels
 from sn_compress.tensorflow.tape import memory_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "compress"))
@@ -131,7 +132,9 @@ def many_ranks_have_the_bits_of_the_engine():
         fft = FFT.using(decay=0.5, **({} if compiled else {"transform": "hadamard"}))
         variables = variables_of(7)
         step, settings = gradients_of(variables, fft), fft.settings
-        engines = [Engine(settings, 1, stock="", drops_unused=False) for _ in range(ranks)]
+        engines = [
+            Engine(settings, 1, stock="", tuner=None, drops_unused=False) for _ in range(ranks)
+        ]
         names = [f"{at}:w{at}" for at in range(7)]
         for t in range(5):
             every = hvd.allgather_object(noise(SIDE, SIDE, seed=t))
@@ -226,12 +229,12 @@ def theta_that_changes_is_traced_again():
 
 def unlike_ranks_and_settings_without_nodes_go_through_python():
     """They stay equal."""
-    kernels.serve, way_back = (lambda *_: False), alike.way_back
-    alike.way_back = lambda codec: str(hvd.rank())
+    kernels.serve, way_back = (lambda *_: False), memory_module.way_back
+    memory_module.way_back = lambda codec: str(hvd.rank())
     try:
         assert train(FFT) > 0
     finally:
-        alike.way_back = way_back
+        memory_module.way_back = way_back
     assert train(FFT.using(values="fp16")) > 0, "the array code has no halves"
     kernels.serve = SERVE
     assert train(FFT.using(values="fp16")) == 0

@@ -14,8 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from sn_compress import CompressError, FFTCompression
-from sn_compress.tensorflow.gathered import GatheredBucket
 from sn_compress.tensorflow.keras import DistributedOptimizer, memory_of
+from sn_compress.tensorflow.nodes.gathered import GatheredBucket
 from sn_compress.tensorflow.tape import memory_of as memory_of_tape
 
 sys.path.append(str(Path(__file__).parents[2]))

@@ -12,7 +12,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from sn_compress import LowRankCompression, hardware
+from sn_compress import LowRankCompression
+from sn_compress.engine import hardware
 from sn_compress.tensorflow.keras import DistributedOptimizer
 from sn_compress.tensorflow.keras import memory_of as memory_of_optimizer
 from sn_compress.tensorflow.tape import memory_of

@@ -12,7 +12,7 @@ from torch import nn
 
 from sn_compress import AutoCompression, CompressError, FFTCompression, LowRankCompression
 from sn_compress.torch import horovod as rim
-from sn_compress.torch.memory import memory_of
+from sn_compress.torch.under_horovod.memory import memory_of
 
 RATIO = {"ratio": 8, "warmup": 2, "check_every": 5}
 SHARED = LowRankCompression.using(**RATIO)

@@ -12,7 +12,7 @@ import sn_compress.prediction.tuning as tuning
 from sn_compress import AutoCompression
 from sn_compress.prediction.rates import FREE
 from sn_compress.torch import horovod as rim
-from sn_compress.torch.memory import memory_of
+from sn_compress.torch.under_horovod.memory import memory_of
 
 STEPS = 40
 lines = []

@@ -1,0 +1,313 @@
+"""Error feedback: what one step dropped is added to the next.
+
+A sparsifier without memory loses the small coefficients for good. With it, they add up until
+they are large enough to travel, and any contraction converges (Stich, Cordonnier, Jaggi 2018;
+Karimireddy et al. 2019).
+
+Over 300 lines: of each memory, how it is used, taken back, scaled, saved, loaded and averaged.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..base.errors import CompressError
+from ..base.saved import held, reading
+from ..codecs import saving
+from ..codecs.base import Codec, Payload, as_vector
+from ..devices import _cuda
+from ..devices.arrays import on_cuda
+
+_FORMAT = 2
+
+
+class ErrorFeedback:
+    """A codec and, per name, the memory of what it dropped.
+
+    Parameters
+    ----------
+    codec : the codec that encodes all tensors; or, for codecs bound to a shape, a function from a
+        tensor's name to its codec, called once for each name
+    decay : factor on the memory before it is added, in (0, 1]; 1 keeps everything
+
+    Attributes
+    ----------
+    undoable : keep what `undo` needs, a copy of every memory; False at first
+
+    Examples
+    --------
+    >>> from sn_compress import FFTCodec, codec
+    >>> feedback = ErrorFeedback(FFTCodec(theta=0.9))
+    >>> payload = feedback.encode("layer.weight", np.ones(5000, np.float32))
+
+    >>> shapes = {"layer.weight": (50, 100), "out.weight": (10, 50)}
+    >>> feedback = ErrorFeedback(lambda name: codec("lowrank", shape=shapes[name]))
+    >>> payload = feedback.encode("out.weight", np.ones(500, np.float32))
+    >>> feedback.codec_of("out.weight").decode(payload).shape
+    (500,)
+    """
+
+    def __init__(self, codec: Codec | Callable[[str], Codec], *, decay: float = 1.0) -> None:
+        if not 0 < decay <= 1:
+            raise CompressError(
+                f"decay={decay!r}; expected above 0 and at most 1 (1 forgets nothing)"
+            )
+        self.decay = decay
+        self._codec_for = (lambda name: codec) if isinstance(codec, Codec) else codec
+        self._codecs: dict[str, Codec] = {}
+        # Elements and state; None for a codec's that remembered nothing, made when it is needed.
+        self._memory: dict[str, tuple[int, Any]] = {}
+        self.undoable = False
+        self._before: dict[str, tuple[int, Any]] = {}
+
+    def codec_of(self, name: str) -> Codec:
+        """The codec that encodes `name`: the one to decode its payloads with."""
+        if name not in self._codecs:
+            self._codecs[name] = self._codec_for(name)
+        return self._codecs[name]
+
+    def encode(self, name: str, values: npt.ArrayLike, *, codec: Codec | None = None) -> Payload:
+        """Encode `values` plus the memory of `name`, and remember what was lost.
+
+        codec : for this step only, in place of the one of `name`; of the same basis, such as an
+            FFTCodec of another theta
+        Raises CompressError if `name` was used with another number of elements.
+        """
+        own = self.codec_of(name)
+        codec = codec or own
+        if (type(codec), codec.basis) != (type(own), own.basis):
+            raise CompressError(
+                f"{name!r} is remembered for {own!r}; expected it, or one whose "
+                f"memory is of the same kind; got {codec!r}"
+            )
+        array: Any = values if on_cuda(values) else as_vector(values)
+        n, memory = self._find(name, array)
+        before = (n, copy.deepcopy(memory)) if self.undoable else None
+        payload = codec.encode(array, state=memory, decay=self.decay)
+        self._keep(name, n, memory, before)
+        return payload
+
+    def memory_of(self, name: str, like: Any) -> Any:
+        """The codec's state for `name`, placed for the vector `like`; encoding updates it in place.
+
+        Raises CompressError if `name` was used with another number of elements.
+        """
+        n, memory = self._find(name, like)
+        self._keep(name, n, memory, (n, copy.deepcopy(memory)) if self.undoable else None)
+        return memory
+
+    def replace(self, name: str, memory: Any) -> None:
+        """Put another state of the codec in the place of that of `name`, which there is."""
+        self._memory[name] = self._memory[name][0], memory
+
+    def _find(self, name: str, like: Any) -> tuple[int, Any]:
+        codec = self.codec_of(name)
+        size = _cuda.view(like).elements if _cuda.takes(like) else int(like.shape[0])
+        n, memory = self._memory.get(name) or (size, None)
+        if n != size:
+            raise CompressError(
+                f"{name!r} has {size} elements; its memory has {n}. Names must be unique "
+                "and shapes constant; call forget(name) after changing a layer."
+            )
+        if memory is None:
+            memory = codec.new_state(size)
+        return n, codec.place_state(memory, like)
+
+    def _keep(self, name: str, n: int, memory: Any, before: tuple[int, Any] | None) -> None:
+        self._memory[name] = n, memory
+        if before is not None:
+            self._before[name] = before
+
+    def residual(self, name: str) -> npt.NDArray[np.float32]:
+        """What has been dropped so far for `name` and not been sent, [n] float32."""
+        if name not in self._memory:
+            raise CompressError(f"nothing was encoded for {name!r}; known: {sorted(self._memory)}")
+        n, memory = self._memory[name]
+        if memory is None:
+            return np.zeros(n, np.float32)
+        return self.codec_of(name).state_to_values(memory, n)
+
+    def remembers(self, name: str) -> bool:
+        """Whether anything was encoded for `name`."""
+        return name in self._memory
+
+    def undo(self) -> None:
+        """Take the last encoding of each name back, as a loss scaler does that skips a step."""
+        self._memory.update(self._before)
+        self._before.clear()
+
+    def settle(self) -> None:
+        """Keep what was encoded so far: `undo` takes back what comes after."""
+        self._before.clear()
+
+    def rescale(self, factor: float) -> None:
+        """Multiply all memories, as when a loss scaler has changed its scale."""
+        for name, (n, memory) in self._memory.items():
+            if memory is None:
+                continue
+            self._set(name, n, self.residual(name) * np.float32(factor))
+
+    def _set(self, name: str, n: int, residual: npt.NDArray[np.float32]) -> None:
+        codec = self.codec_of(name)
+        self._memory[name] = n, codec.values_to_state(residual)
+
+    def change(self, name: str, function: Callable[[Any], Any]) -> None:
+        """Put function(residual), [n] float32, in the place of a memory; nothing without one."""
+        if self.remembers(name):
+            self._set(name, self._memory[name][0], function(self.residual(name)))
+
+    def sizes(self, state: dict[str, Any]) -> dict[str, int]:
+        """Elements of each memory in a saved state, by name."""
+        return {name: saving.elements(entry) for name, entry in state["memory"].items()}
+
+    def take_over(
+        self, state: dict[str, Any], residuals: Mapping[str, npt.NDArray[np.float32]]
+    ) -> None:
+        """Load another rank's state, with these residuals, [n] each, in place of its own."""
+        self.load_state_dict(state)
+        for name, residual in residuals.items():
+            self._set(name, residual.size, residual)
+
+    def restart(self, residuals: Mapping[str, npt.NDArray[np.float32]]) -> None:
+        """Forget all names but what was dropped of these; shapes may be others from now on."""
+        self._memory.clear()
+        self._before.clear()
+        self._codecs.clear()
+        for name, residual in residuals.items():
+            self._set(name, residual.size, residual.reshape(-1))
+
+    def release(self, name: str) -> npt.NDArray[np.float32]:
+        """The memory of `name` times decay, [n] float32, which now travels elsewhere."""
+        residual = self.residual(name) * np.float32(self.decay)
+        n, memory = self._memory.pop(name)
+        if self.undoable:
+            self._before[name] = n, memory
+        return residual
+
+    def forget(self, name: str) -> None:
+        """Drop the memory and the codec of `name`; no error if there are none."""
+        self._memory.pop(name, None)
+        self._codecs.pop(name, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on bit by bit, as arrays, numbers and strings.
+
+        It differs from rank to rank: save one per rank.
+        """
+        memory = {
+            name: saving.save(self.codec_of(name), state, n)
+            for name, (n, state) in self._memory.items()
+            if state is not None
+        }
+        return {"format": _FORMAT, "memory": memory}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a saved state; nothing changes if it does not fit.
+
+        Saved with another codec or other settings, the memory is taken over as the vector it
+        stands for. States of format 1, of an FFTCodec, are read as well.
+        """
+        with reading("the saved memories"):
+            self._memory = self._read(state)
+
+    def kept(self) -> dict[str, tuple[int, Any]]:
+        """What loading replaces, for `put_back` where something else could not be loaded."""
+        return self._memory
+
+    def put_back(self, kept: dict[str, tuple[int, Any]]) -> None:
+        """As before loading."""
+        self._memory = kept
+
+    def _read(self, state: dict[str, Any]) -> dict[str, tuple[int, Any]]:
+        held(state)
+        read = {1: _entries_1, 2: _entries}.get(
+            state.get("format", 0) if isinstance(state, dict) else 0
+        )
+        if read is None:
+            raise CompressError(
+                f"not a state of format 1 or {_FORMAT}: {type(state).__name__}; expected what "
+                "state_dict() returned, unchanged"
+            )
+        known, found = dict(self._codecs), {}
+        try:
+            for name, entry in read(state).items():
+                found[name] = self._load(name, entry)
+        except BaseException:
+            self._codecs = known  # those of names that there may not be
+            raise
+        return found
+
+    def load_mean(self, states: Sequence[dict[str, Any]]) -> None:
+        """Take over the mean of states saved on several ranks; nothing changes if one does not fit.
+
+        For another number of ranks: when every new rank starts with it, the mean over the ranks of
+        what is still to be sent is what it was. A name that a rank does not have counts as zero.
+        """
+        if not states:
+            raise CompressError("the mean of no states; expected those of all ranks")
+        total: dict[str, npt.NDArray[np.float64]] = {}
+        for state in states:
+            rank = ErrorFeedback(self._codec_for)
+            rank.load_state_dict(state)
+            for name, (_, memory) in rank._memory.items():
+                if memory is None:
+                    continue
+                residual = rank.residual(name).astype(np.float64)
+                if name in total and total[name].shape != residual.shape:
+                    raise CompressError(
+                        f"{name!r} has {residual.size} elements in one state and "
+                        f"{total[name].size} in another; expected those of one run"
+                    )
+                total[name] = total[name] + residual if name in total else residual
+        self._memory = {
+            name: (
+                sum_.size,
+                self.codec_of(name).values_to_state((sum_ / len(states)).astype("f4")),
+            )
+            for name, sum_ in total.items()
+        }
+
+    def _load(self, name: str, entry: dict[str, Any]) -> tuple[int, Any]:
+        if not isinstance(name, str):
+            raise CompressError(f"a saved memory is of {name!r}; expected a name")
+        try:
+            codec = self.codec_of(name)
+        except LookupError as error:
+            raise CompressError(
+                f"the saved state has a memory of {name!r}, for which there is no codec ({error}). "
+                "Take it out of the state's memory, or give it a codec."
+            ) from error
+        try:
+            return saving.elements(entry), saving.load(codec, entry)
+        except CompressError as error:
+            raise CompressError(f"memory of {name!r} cannot be loaded: {error}") from error
+
+
+def _entries(state: dict[str, Any]) -> dict[str, Any]:
+    """The memories of format 2 by name."""
+    memory = state.get("memory")
+    if not isinstance(memory, dict):
+        raise CompressError(
+            "the saved state has no memory by name; expected what state_dict() returned, unchanged"
+        )
+    return memory
+
+
+def _entries_1(state: dict[str, Any]) -> dict[str, Any]:
+    """Those of format 1, where all were of one FFTCodec, as those of format 2."""
+    return {
+        name: {
+            "codec": "FFTCodec",
+            **({"basis": state["basis"]} if "basis" in state else {}),
+            **({"n": entry["n"]} if "n" in entry else {}),
+            "state": {"arrays": entry["coefficients"]} if "coefficients" in entry else entry,
+        }
+        if isinstance(entry, dict)
+        else entry
+        for name, entry in _entries(state).items()
+    }

@@ -1,0 +1,126 @@
+"""Buckets of the sized form whose payloads are gathered: the frequencies of FFTCompression.
+
+As long as theta stays, payloads are as large at every step. Horovod's all-gather is in the graph
+between nodes that encode and nodes that decode (`payload_nodes.py`), or two collectives where there
+are many ranks (`scattered.py`). Memories are variables, in coefficients as the codec keeps them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ...base.sameness import digest
+from ...codecs.frequency import batched
+from ...codecs.frequency.fft import FFTCodec
+from ...engine.feedback import ErrorFeedback
+from ...engine.scattered import Shares, shares_of
+from ...engine.theta import ThetaInTime
+from ...ops.spectra import transforms
+from ...report import Ran
+from . import kernels, scattered
+from .payload_nodes import PayloadNodes, arrived
+from .sized import Collectives, variable
+
+
+def serves(codec: FFTCodec, sizes: Sequence[int]) -> bool:
+    """Whether there are nodes for a codec and vectors of so many elements."""
+    return kernels.serve(codec, sizes) or batched.serves(codec)
+
+
+def way_back(codec: FFTCodec) -> str:
+    """What ranks have to say alike to decode alike: all but the transform is exact arithmetic."""
+    block = codec.block or 4096
+    if kernels.serve(codec, [block]) or not serves(codec, [block]):
+        return "as on a host"
+    within = "identity" if codec.transform == "axes" else codec.transform
+    parts = block + 2 if within == "fft" else block
+    bins = np.random.default_rng(0).standard_normal((1, parts)).astype(np.float32)
+    return digest(
+        transforms.Transform(within, block, codec.span).inverse(tf.constant(bins)).numpy()
+    )
+
+
+class GatheredBucket:
+    """Tensors whose payloads travel together, and what this rank has not sent of them.
+
+    theta : counts the steps of each tensor; all have the same theta now
+    feedback : keeps the memories between forms; None to remember nothing
+    tensors : names and elements
+    scatter : whether payloads go to owners where that brings a rank fewer bytes
+    """
+
+    def __init__(
+        self,
+        theta: ThetaInTime,
+        feedback: ErrorFeedback | None,
+        tensors: Mapping[str, int],
+        *,
+        scatter: bool = False,
+    ) -> None:
+        self._theta, self._feedback, self._scatter = theta, feedback, scatter
+        self.names, self._sizes = tuple(tensors), list(tensors.values())
+        self._codec = theta.codec_of(self.names[0])
+        self._began = [theta.step_of(name) for name in self.names]
+        self._traced = False
+        self._shares: Shares | None = None
+        self._rank = 0
+        self._memories = None if feedback is None else self._borrowed(feedback)
+
+    def _borrowed(self, feedback: ErrorFeedback) -> list[list[Any]]:
+        found = []
+        for name, n in zip(self.names, self._sizes, strict=True):
+            state = feedback.memory_of(name, np.broadcast_to(np.float32(0), (n,)))
+            found.append([variable(part) for part in state])
+            # Not twice in memory; `read` brings it back.
+            feedback.replace(name, [np.broadcast_to(np.float32(0), part.shape) for part in state])
+        return found
+
+    def step(self, number: int, vectors: Sequence[Any], by: Collectives) -> tuple[list[Any], Any]:
+        """See SizedBucket."""
+        self._traced = True
+        memories, decay = None, 1.0
+        if self._memories is not None and self._feedback is not None:
+            memories = [[part.read_value() for part in own] for own in self._memories]
+            decay = self._feedback.decay
+        nodes = PayloadNodes(self._codec, self._sizes, decay)
+        self._shares, self._rank = None, by.rank
+        if self._scatter:
+            self._shares = shares_of(self._codec, tuple(self._sizes), by.ranks)
+        if self._shares is None:
+            words, left, told = nodes.encode(vectors, memories)
+            came = arrived(by.gather(words, number), [int(words.shape[0])] * by.ranks)
+            means = nodes.decode(tf.reshape(came, [by.ranks, -1]), self._sizes)
+        else:
+            for_owners = PayloadNodes(self._shares.parts, self._sizes, decay)
+            means, left, told = scattered.step(
+                for_owners, nodes, self._shares, vectors, memories, number, by
+            )
+        with tf.control_dependencies(means):
+            for own, parts in zip(self._memories or (), left, strict=True):
+                for part, value in zip(own, parts, strict=True):
+                    part.assign(value)
+        return means, told
+
+    def read(self, steps: int) -> None:
+        """See SizedBucket."""
+        if self._memories is not None and self._feedback is not None:
+            for name, own in zip(self.names, self._memories, strict=True):
+                self._feedback.replace(name, [part.numpy() for part in own])
+        for name, first in zip(self.names, self._began, strict=True):
+            self._theta.go_to(name, first + steps)
+
+    def ran(self, steps: int) -> list[Ran]:
+        """See SizedBucket."""
+        if not self._traced:
+            return []
+        sent = list(map(self._codec.payload_bytes, self._sizes))
+        if self._shares is not None:
+            sent = self._shares.sent(self._rank, len(sent))
+        return [
+            Ran(name, n, 4 * n, nbytes, "frequencies", steps)
+            for name, n, nbytes in zip(self.names, self._sizes, sent, strict=True)
+        ]

@@ -1,0 +1,123 @@
+"""Buckets of the sized form whose words are summed: low rank, rows and whole tensors.
+
+The generator of `sums/step.py` is driven while TensorFlow traces, with Horovod's all-reduce between
+two of its words.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ...devices.arrays import to_host
+from ...report import Ran
+from ...sums.bucket import HEAD
+from ...sums.session import SharedExchange
+from ...sums.step import bucket_of, step
+from ...sums.summable import Summable
+from . import namespace as _namespace  # noqa: F401 - it makes tensors known to the core
+from .sized import Collectives, variable
+
+_DAMAGED = (
+    "PayloadError: the summed words do not have the sum of their checksums: they were damaged on "
+    "the way, or ranks run with different settings. If it happens again, suspect memory or the "
+    "network."
+)
+
+
+class SummedBucket:
+    """What ranks share of tensors that travel together, and what this rank has not sent of them."""
+
+    def __init__(self, exchange: SharedExchange, names: Sequence[str]) -> None:
+        self._of, self.names = exchange, tuple(names)
+        summables = self.summables()
+        self.bucket, self.order = bucket_of(tuple(one.part for one in summables))
+        own = [summables[at] for at in self.order]
+        state = self.bucket.join([_hosted(one.state) for one in own])
+        self.state = {name: variable(it) for name, it in state.items()}
+        self.memories = [variable(to_host(one.memory)) for one in own]
+        for one in own:  # not twice in memory; `read` brings it back
+            one.replace(np.broadcast_to(np.float32(0), (one.n,)))
+        self._began = [exchange.tensors[name].step for name in names]
+        self._until = until_dense(exchange, names)
+        self._sent: list[int] = []  # words in each round, known when traced
+        self._ranks = 1
+
+    def summables(self) -> list[Summable]:
+        """Those of the exchange, in the order of the names."""
+        found = [self._of.tensors[name].summable for name in self.names]
+        return [one for one in found if one is not None]
+
+    def step(self, number: int, vectors: Sequence[Any], by: Collectives) -> tuple[list[Any], Any]:
+        """See SizedBucket."""
+        self._ranks = by.ranks
+        rounds = step(
+            self.bucket,
+            {name: it.read_value() for name, it in self.state.items()},
+            [it.read_value() for it in self.memories],
+            [vectors[at] for at in self.order],
+            ranks=by.ranks,
+            rank=by.rank,
+            decay=self._of.decay,
+            exact=self._of.exact,
+        )
+        total, self._sent = None, []
+        while True:
+            try:
+                words = rounds.send(total)  # type: ignore[arg-type]
+            except StopIteration as end:
+                made = end.value
+                break
+            self._sent.append(words.shape[0])
+            total = by.total(words, number, len(self._sent))
+            total.set_shape(words.shape)
+        sound = tf.debugging.Assert(made.numbers[1] == 0, [_DAMAGED])
+        with tf.control_dependencies([sound]):
+            for name, own in self.state.items():
+                own.assign(made.state[name])
+            for own, memory in zip(self.memories, made.memories, strict=True):
+                own.assign(memory)
+            placed = dict(zip(self.order, made.means, strict=True))
+            energy, sent = tf.unstack(made.numbers[2:])
+            told = tf.stack([energy, tf.maximum(energy - sent, 0), tf.zeros_like(energy)])
+            return [tf.identity(placed[at]) for at in range(len(vectors))], told
+
+    def read(self, steps: int) -> None:
+        """See SizedBucket."""
+        summables = self.summables()
+        state = {name: it.numpy() for name, it in self.state.items()}
+        pieces = zip(self.order, self.bucket.split(state), self.memories, strict=True)
+        for at, own, memory in pieces:
+            summables[at].replace(memory.numpy())
+            summables[at].state = own
+        for name, first in zip(self.names, self._began, strict=True):
+            self._of.tensors[name].step = first + min(steps, self._until)
+
+    def ran(self, steps: int) -> list[Ran]:
+        """See SizedBucket; the first tensor has what none has alone, the heads."""
+        if not self._sent:
+            return []
+        own = [sum(each - HEAD for each in one.words(self._ranks)) for one in self.summables()]
+        own[0] = sum(self._sent) - sum(own[1:])
+        found = []
+        for name, words in zip(self.names, own, strict=True):
+            n = math.prod(self._of.tensors[name].shape)
+            found.append(Ran(name, n, 4 * n, 4 * words, self._of.way(name), steps))
+        return found
+
+
+def until_dense(exchange: SharedExchange, names: Iterable[str]) -> int:
+    """Steps until the next dense one of these tensors; 0 unless all have sizes."""
+    found = [exchange.tensors.get(name) for name in names]
+    if any(it is None or it.summable is None for it in found):
+        return 0
+    every = exchange.every
+    return min((every - 1 - (it.step - exchange.warmup)) % every for it in found if it is not None)
+
+
+def _hosted(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: to_host(value) for name, value in state.items()}

@@ -1,0 +1,161 @@
+"""Optimizers of Horovod's torch: what ranks agree on at the first gradient, and compare later."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from ... import __version__
+from ...base._waiting import result_of
+from ...base.agreement import Said, agree, alike, plain, question
+from ...devices.arrays import quickest
+from ...engine.hardware import said
+from ...settings import Settings
+from ..digests import digest
+from .in_flight import complete
+from .memory import Memory
+
+_DO = (
+    "Give all ranks the same model, the same named_parameters in the same order, as many "
+    "optimizers, and the same arguments."
+)
+_OPTIONS = ("op", "backward_passes_per_step", "gradient_predivide_factor", "sparse_as_dense")
+
+
+def total(memory: Memory, process_set: Any, name: str, words: Any) -> Any:
+    """The sum over the ranks, at once; counted as what is sent beside the gradients."""
+    memory.engine.traffic.beside(words.nbytes)
+    wire = torch.from_numpy(words.copy())
+    handle = hvd.allreduce_async(wire, name=name, op=hvd.Sum, process_set=process_set)
+    return result_of(hvd, handle, limit_s=memory.settings.wait_s, what=name).numpy()
+
+
+def agree_on_optimizers(memory: Memory, process_set: Any, new: Callable[[Any], bool]) -> list[Any]:
+    """Raise CompressError, on all ranks, unless they have the same optimizers; those are returned.
+
+    Asked when the first of them sends its first gradient. Horovod tells nobody of an optimizer that
+    is made, so those alive are looked for; one that is garbage may be alive on some ranks only.
+
+    new : whether an optimizer is to be looked at; others have agreed before
+    """
+    found = list(filter(new, _optimizers(process_set)))
+    ask = partial(total, memory, process_set)
+    if not alike(ask("sn.agree", question(_said(found)))):
+        gc.collect()
+        found = list(filter(new, _optimizers(process_set)))
+        _agree(memory, process_set, _said(found))
+    return found
+
+
+def agree_on_calls(memory: Memory, process_set: Any) -> None:
+    """The same for plain hvd.allreduce, at the first call of these settings."""
+    _agree(memory, process_set, [("calls of", "hvd.allreduce"), *_said_of(memory.settings)])
+
+
+def alike_in_hardware(memory: Memory, process_set: Any, device: torch.device) -> bool:
+    """Whether all ranks compute products with the same bits; asked where sums carry factors."""
+    mine = question(said(quickest(torch.zeros(1, device=device))))
+    return alike(total(memory, process_set, "sn.hardware", mine))
+
+
+def _agree(memory: Memory, process_set: Any, said: Said) -> None:
+    agree(
+        said, total=partial(total, memory, process_set), rank=process_set.rank(),
+        ranks=process_set.size(), name="sn.agree", do=_DO,
+    )  # fmt: skip
+
+
+def _optimizers(process_set: Any) -> list[Any]:
+    # By its type: to ask some objects for their class makes them import things.
+    kinds = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+    return [
+        each
+        for each in kinds
+        if isinstance(getattr(getattr(each, "_compression", None), "settings", None), Settings)
+        # That of Adasum has none, and is refused at its own first gradient.
+        and hasattr(each, "process_set")
+        and each.process_set.process_set_id == process_set.process_set_id
+    ]
+
+
+def _said(optimizers: list[Any]) -> Said:
+    every = sorted(map(_said_of_one, optimizers))  # made in the same order, found in any
+    named = [
+        (f"optimizer {number}'s {what}" if len(every) > 1 else what, value)
+        for number, said in enumerate(every)
+        for what, value in said
+    ]
+    return [("number of optimizers", str(len(every))), *named]
+
+
+def _said_of_one(optimizer: Any) -> list[tuple[str, str]]:
+    names, groups = optimizer._parameter_names, optimizer._groups
+    if isinstance(groups, list):
+        groups = [[names.get(parameter) for parameter in group] for group in groups]
+    reduced = [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter in optimizer._requires_update
+    ]
+    tensors = (
+        (f"tensor {place}", f"{names[p]!r} {tuple(p.shape)} {p.dtype}")
+        for place, p in enumerate(reduced)
+    )
+    options = ((option, plain(getattr(optimizer, option))) for option in _OPTIONS)
+    return [*_said_of(optimizer._compression.settings), *options, ("groups", str(groups)), *tensors]
+
+
+def _said_of(settings: Settings) -> list[tuple[str, str]]:
+    return [*settings.said(), ("version of sn_compress", __version__)]
+
+
+@dataclass
+class Checked:
+    """The first gradient of a step in which parameters are compared, and their digests' sum.
+
+    The sum travels beside the gradients; who comes here has begun all of them.
+    """
+
+    memory: Memory
+    optimizer: Any
+    said: Said
+    step: int
+    handle: int
+    inner: Any  # what is to be done with the gradient, or None
+
+    @classmethod
+    def begin(cls, memory: Memory, optimizer: Any, inner: Any) -> Checked:
+        """Send the digest of the parameters that the step begins with."""
+        said = [
+            (name, digest(parameter))
+            for parameter, name in optimizer._parameter_names.items()
+            if parameter in optimizer._requires_update
+        ]
+        words = question(said)
+        memory.engine.traffic.beside(words.nbytes)
+        handle = hvd.allreduce_async(
+            torch.from_numpy(words), name="sn.same." + said[0][0], op=hvd.Sum,
+            process_set=optimizer.process_set,
+        )  # fmt: skip
+        return cls(memory, optimizer, said, memory.engine.sameness.steps - 1, handle, inner)
+
+    def finish(self, reduced: Any) -> Any:
+        """Called by Horovod; raises CompressError on every rank if parameters differ."""
+        memory, sets = self.memory, self.optimizer.process_set
+        what = f"the digest of the parameters at step {self.step}"
+        asked = result_of(hvd, self.handle, limit_s=memory.settings.wait_s, what=what)
+        if not alike(asked.numpy()):
+            complete(memory, sets)  # another rank may wait for our words before it comes here
+            raise memory.engine.sameness.apart(
+                self.step, self.said, total=partial(total, memory, sets), rank=sets.rank(),
+                ranks=sets.size(),
+            )  # fmt: skip
+        memory.engine.sameness.found(self.step)
+        return reduced if self.inner is None else self.inner.finish(reduced)

@@ -1,0 +1,242 @@
+"""A gradient on its way in Horovod's torch: `finish` makes of it what p.grad becomes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from ...base._waiting import result_of
+from ...base.errors import CompressError, PayloadError
+from ...engine.carry import Carry, Gradient
+from .memory import Memory
+from .streams import SideStream
+
+
+@dataclass
+class Cast:
+    """A small tensor that went uncompressed in a type Horovod can reduce."""
+
+    dtype: torch.dtype
+
+    def finish(self, reduced: torch.Tensor) -> torch.Tensor:
+        return reduced.to(self.dtype)
+
+
+@dataclass
+class Shown:
+    """A gradient on its way uncompressed, of whose mean the engine takes note."""
+
+    memory: Memory
+    name: str
+    factor: float  # from the mean to what was asked for
+    dtype: torch.dtype
+
+    def finish(self, reduced: torch.Tensor) -> torch.Tensor:
+        self.memory.comes_back()
+        self.memory.engine.learn(self.name, reduced.detach().float() / self.factor)
+        return reduced.to(self.dtype)
+
+
+@dataclass
+class InRounds:
+    """A gradient on its way in the rounds of its bucket."""
+
+    gradient: Gradient  # whose values become the mean
+    tensor: torch.Tensor  # of which they are, or are a copy
+    factor: float
+    complete: Callable[[], object]  # of all that is on its way
+    result: torch.Tensor | None = None
+
+    def finish(self, token: torch.Tensor) -> torch.Tensor:
+        self.complete()  # also where all has arrived already: the step has come to its end
+        assert self.result is not None
+        return self.result.mul_(self.factor) if self.factor != 1.0 else self.result
+
+    def end(self) -> None:
+        """The mean has come."""
+        mean = self.gradient.values.view(self.tensor.shape)
+        in_place = mean.data_ptr() == self.tensor.data_ptr()
+        self.result = self.tensor if in_place else torch.empty_like(self.tensor).copy_(mean)
+
+
+@dataclass
+class Fused:
+    """A small gradient on its way uncompressed, in one vector with the others of its bucket."""
+
+    tensor: torch.Tensor  # which becomes the mean
+    kind: torch.dtype  # that it travels in
+    send: Callable[[torch.Tensor, str], int]  # as Horovod's optimizer would send it by itself
+    complete: Callable[[], object]
+
+    def finish(self, token: torch.Tensor) -> torch.Tensor:
+        self.complete()
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A Carry of the rim's own: a vector of gradients that travel uncompressed, [n]."""
+
+    words: torch.Tensor
+    send: Callable[[torch.Tensor, str], int]
+    kind: str = "plain"
+
+
+Rounds = Generator[Sequence[Carry | Plain], list[Any], None]
+
+
+@dataclass(frozen=True)
+class Reducer:
+    """Horovod's collectives on the ranks of a process set, where the words are.
+
+    named : False leaves the names to Horovod
+    """
+
+    process_set: Any
+    limit_s: float
+    side: SideStream
+    device: torch.device
+    named: bool = True
+
+    def beside(self) -> AbstractContextManager[None]:
+        return self.side.on(self.device)
+
+    def start(self, name: str, carries: Sequence[Carry | Plain]) -> list[tuple[str, int]]:
+        return [
+            (name, self._send(carry, f"{name}.{place}" if place else name))
+            for place, carry in enumerate(carries)
+        ]
+
+    def _send(self, carry: Carry | Plain, name: str) -> Any:
+        if isinstance(carry, Plain):
+            return carry.send(carry.words, f"{name}.{carry.words.dtype}")
+        called = name if self.named else None
+        if carry.kind == "gather":
+            return hvd.allgather_async(carry.words, name=called, process_set=self.process_set)
+        if carry.kind == "alltoall":
+            splits = torch.tensor(carry.to_ranks(self.process_set.rank()), dtype=torch.int32)
+            return hvd.alltoall_async(carry.words, splits, called, process_set=self.process_set)
+        return hvd.allreduce_async_(
+            carry.words, name=called, op=hvd.Sum, process_set=self.process_set
+        )
+
+    def arrived(self, handles: list[tuple[str, int]]) -> bool:
+        """Never of no handles: what is done then is for the end of the step."""
+        return bool(handles) and all(hvd.poll(handle) for _, handle in handles)
+
+    def wait(self, handles: list[tuple[str, int]]) -> list[Any]:
+        return [self._result(name, handle) for name, handle in handles]
+
+    def _result(self, name: str, handle: int) -> Any:
+        try:
+            result = result_of(hvd, handle, limit_s=self.limit_s, what=name)
+            # An all-to-all also says how much came of each rank.
+            return result[0] if isinstance(result, tuple) else result
+        except hvd.mpi_ops.HorovodInternalError as error:
+            if "join" in str(error).lower():
+                raise _has_joined(name) from error
+            error.add_note(f"while waiting for {name}; a rank has ended, or called hvd.join()")
+            raise
+
+
+def rounds(memory: Memory, members: Sequence[InRounds | Fused], process_set: Any) -> Rounds:
+    """Those of gradients that travel together: what is plain goes beside the first one."""
+    coded = [member for member in members if isinstance(member, InRounds)]
+    small: dict[torch.dtype, list[Fused]] = {}
+    for member in members:
+        if isinstance(member, Fused):
+            small.setdefault(member.kind, []).append(member)
+    opened = _coded(memory, coded, process_set) if coded else None
+    asked = [] if opened is None else next(opened)
+    came = yield [*asked, *(Plain(_joined(it, kind), it[0].send) for kind, it in small.items())]
+    means, came = came[len(asked) :], came[: len(asked)]
+    if opened is not None:
+        with suppress(StopIteration):
+            while True:
+                came = yield opened.send(came)
+    for fused, mean in zip(small.values(), means, strict=True):
+        pieces = mean.split([it.tensor.numel() for it in fused])
+        for member, piece in zip(fused, pieces, strict=True):
+            member.tensor.copy_(piece.view(member.tensor.shape))
+
+
+def _joined(members: Sequence[Fused], kind: torch.dtype) -> torch.Tensor:
+    return torch.cat([member.tensor.reshape(-1).to(kind) for member in members])
+
+
+def _coded(memory: Memory, members: Sequence[InRounds], process_set: Any) -> Rounds:
+    """Those of gradients that are compressed."""
+    gradients = [member.gradient for member in members]
+    ranks = process_set.size()
+    memory.begins(str(gradient.name) for gradient in gradients)
+    opened = memory.engine.rounds(gradients, ranks=ranks, rank=process_set.rank())
+    asked: list[Carry] | None = next(opened)
+    while asked is not None:
+        came = yield asked
+        try:
+            asked = opened.send(came)
+        except StopIteration:
+            asked = None
+        except PayloadError as error:
+            # Once the gather is in its response cache, Horovod runs it without asking and puts
+            # zeros in the place of a rank that has joined.
+            pairs = zip(came, asked, strict=True)
+            parts = [part for pair in pairs for part in _parts_of(*pair, ranks)]
+            if not all(part.any() for part in parts if part.numel()):
+                raise _has_joined(str(gradients[0].name)) from error
+            raise
+    for member in members:
+        member.end()
+
+
+def _parts_of(came: torch.Tensor, carry: Carry, ranks: int) -> Sequence[torch.Tensor]:
+    """What each rank has brought to a gather."""
+    if carry.kind != "gather":
+        return []
+    return came.split(list(carry.sizes or [came.numel() // ranks] * ranks))
+
+
+def _has_joined(name: str) -> CompressError:
+    error: CompressError = CompressError(
+        f"{name}: another rank called hvd.join(), after which Horovod gathers nothing. "
+        "Give all ranks equally many batches (drop_last=True), or train without compression."
+    )
+    return error
+
+
+def begin(memory: Memory, number: int, process_set: Any) -> None:
+    """Start what was filed in a bucket."""
+    assert memory.buckets is not None
+    members = [member for _, member in memory.buckets.take(number)]
+    device = members[0].tensor.device
+    beside = memory.settings.overlap and device.type == "cpu"
+    wire = Reducer(process_set, memory.settings.wait_s, memory.side, device)
+    key = memory.wire_name(f"{number}.{memory.buckets.members[number][0]}")
+    opens = partial(rounds, memory, members, process_set)
+    memory.pending.begin(key, opens, wire, encoding_thread() if beside else None)
+
+
+def complete(memory: Memory, process_set: Any) -> None:
+    """Take a step to its end: what was held back by tensors that nobody was asked about, too."""
+    if memory.buckets is not None:
+        for number in memory.buckets.rest():
+            begin(memory, number, process_set)
+    memory.complete()
+
+
+@cache
+def encoding_thread() -> ThreadPoolExecutor:
+    """The one in which buckets of all optimizers are encoded."""
+    return ThreadPoolExecutor(1, thread_name_prefix="sn_compress-encode")
+
+
+# Threads do not survive a fork; the child makes its own.
+os.register_at_fork(after_in_child=encoding_thread.cache_clear)
