@@ -181,9 +181,11 @@ def test_progress_is_told():
     told = []
     graph = training_chain(6)
     (budget,) = budgets(graph, 0.6)
-    plan_graph(graph, budget, time_limit_s=1, progress=lambda what, best: told.append((what, best)))
-    assert told
-    assert told[-1][1] is not None
+    plan_graph(graph, budget, time_limit_s=5, progress=told.append)
+    assert {it.stage for it in told} == {"search"}
+    assert all(it.done >= 0 and it.total == pytest.approx(5) for it in told)
+    assert [it.seconds for it in told] == sorted(it.seconds for it in told)
+    assert "best" in told[-1].note
 
 
 def test_a_simulation_holds_what_it_is_told_to_hold():
