@@ -22,8 +22,10 @@ from ..graph.graph import Graph
 from ..graph.liveness import peak
 from . import policies
 from .auto import Auto
+from .buffers import peak_action
 from .compress import Compressing
 from .plan import BudgetError, Plan
+from .refusal import placed, refused
 
 TECHNIQUES = ("keep", "recompute", "offload")
 ALL_TECHNIQUES = (*TECHNIQUES, "compress")
@@ -150,11 +152,8 @@ def over_budget(
 
     what, instead : what needs it, and what else one may do
     """
-    return BudgetError(
-        f"{what} needs {show_bytes(plan.peak_bytes)}; the budget is "
-        f"{show_bytes(budget_bytes)}. Raise the budget, or {instead}.",
-        peak_bytes=plan.peak_bytes,
-        budget_bytes=budget_bytes,
-        op=graph.ops[peak(graph).op].name,
-        plan=plan,
-    )
+    first = peak_action(graph, plan)
+    later = (action.target for action in plan.actions[first:] if action.kind == "run")
+    op = next(later, graph.ops[-1].name)
+    text = f"{what} needs {show_bytes(plan.peak_bytes)}, set by {placed(graph, op)}"
+    return refused(text, graph, plan, budget_bytes, op=op, instead=instead)

@@ -23,6 +23,7 @@ from .bound import smallest_peak
 from .buffers import peak_action
 from .emit import decisions_of, emit
 from .plan import BudgetError, Plan
+from .refusal import placed, refused
 from .search.archive import Candidate
 from .search.exact import solve as solve_exactly
 from .search.search import Search
@@ -216,23 +217,16 @@ class Auto:
         size, name = least.peak_bytes, self.peak_op(least)
         if self.small and not self.search.offload:
             floor, op = size, name
+        where = placed(self.graph, name)
         if size <= floor:
-            text = f"no plan has a peak below {show_bytes(size)}, set by {name!r}"
+            text = f"no plan has a peak below {show_bytes(size)}, set by {where}"
         else:
             how = "found" if ended else f"found in {self.limit_s:g} s, when the search was cut,"
             text = (
-                f"the smallest peak {how} is {show_bytes(size)}, set by {name!r}; no plan can go "
+                f"the smallest peak {how} is {show_bytes(size)}, set by {where}; no plan can go "
                 f"below {show_bytes(floor)}, what {op!r} works on"
             )
-        return BudgetError(
-            f"{text}. The budget is {show_bytes(budget_bytes)}. Raise the budget, or make the "
-            "batch smaller.",
-            peak_bytes=size,
-            budget_bytes=budget_bytes,
-            op=name,
-            plan=least,
-            floor_bytes=floor,
-        )
+        return refused(text, self.graph, least, budget_bytes, op=name, floor_bytes=floor)
 
     def peak_op(self, plan: Plan) -> str:
         """Return the op that runs at the peak of a plan, or next after it."""

@@ -27,6 +27,7 @@ from ..graph.rewrite import RESTORED, SMALL, waits, with_compressed
 from .answers import answers
 from .buffers import peak_action
 from .plan import BudgetError, Decision, Plan
+from .refusal import placed, refused
 
 # How far from the graph's own peak to the budget the greedy walk goes; all the way, first.
 TARGETS = (1.0, 0.5, 0.8, 0.25)
@@ -254,17 +255,12 @@ class Compressing:
         later = (action.target for action in plan.actions[first:] if action.kind == "run")
         op = next(later, self.graph.ops[-1].name)
         floor, name = self.floor[0], self.graph.ops[self.floor[1]].name
-        return BudgetError(
+        text = (
             f"the smallest peak found, with {len(chosen)} storages compressed, is "
-            f"{show_bytes(plan.peak_bytes)}, set by {op!r}; no plan can go below "
-            f"{show_bytes(floor)}, what {name!r} works on. The budget is "
-            f"{show_bytes(budget_bytes)}. Raise the budget, or make the batch smaller.",
-            peak_bytes=plan.peak_bytes,
-            budget_bytes=budget_bytes,
-            op=op,
-            plan=plan,
-            floor_bytes=floor,
+            f"{show_bytes(plan.peak_bytes)}, set by {placed(self.graph, op)}; no plan can go below "
+            f"{show_bytes(floor)}, what {name!r} works on"
         )
+        return refused(text, self.graph, plan, budget_bytes, op=op, floor_bytes=floor)
 
     def working_set(self) -> tuple[int, int]:
         """The most that one op works on, with what is resident, and the op: no plan goes below.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from ..base.lines import decided_line, peak_line, seconds_line
 from ..base.sizes import show_bytes
 from ..plan.plan import BudgetError, Plan
 
@@ -32,7 +33,7 @@ class Choice:
     seconds: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MeasuredPlan:
     """Which parts are run again, and what that was measured to need on the sample.
 
@@ -58,6 +59,16 @@ class MeasuredPlan:
     seconds: float
     baseline_seconds: float
     peak_op: str
+
+    def __repr__(self) -> str:
+        return "\n".join(
+            (
+                "Plan by measured steps",
+                peak_line(self.budget_bytes, self.baseline_peak_bytes, self.peak_bytes),
+                decided_line(((it.technique, it.saved_bytes) for it in self.choices), "parts"),
+                seconds_line(self.baseline_seconds, self.seconds),
+            )
+        )
 
     def decided(self, technique: str) -> tuple[str, ...]:
         """Return the names of the parts with this technique."""
