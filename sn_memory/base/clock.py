@@ -63,6 +63,48 @@ def cut_at(deadline: float) -> Iterator[None]:
         meter.end = before
 
 
+class Shared:
+    """Seconds on the wall that stages of planning share: timing ops, and searches.
+
+    Parameters
+    ----------
+    limit_s
+        Of all together.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s, self.spent_s = limit_s, 0.0
+
+    @property
+    def left_s(self) -> float:
+        """What is left; a tenth at least, for a search that comes when all is spent."""
+        return max(self.limit_s - self.spent_s, self.limit_s / 10)
+
+
+_SHARED: ContextVar[Shared | None] = ContextVar("sn_memory.shared", default=None)
+
+
+@contextmanager
+def sharing(limit_s: float) -> Iterator[None]:
+    """Let all stages inside share so many seconds."""
+    token = _SHARED.set(Shared(limit_s))
+    try:
+        yield
+    finally:
+        _SHARED.reset(token)
+
+
+@contextmanager
+def stage() -> Iterator[float]:
+    """Yield the seconds that a stage may take, and count them; outside of `sharing`, inf."""
+    shared, began = _SHARED.get(), time.perf_counter()
+    try:
+        yield math.inf if shared is None else shared.left_s
+    finally:
+        if shared is not None:
+            shared.spent_s += time.perf_counter() - began
+
+
 def now() -> float:
     """Return the seconds on the wall, or what was counted so far in place of them."""
     meter = _METER.get()

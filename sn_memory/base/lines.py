@@ -1,10 +1,22 @@
-"""The lines by which plans of both kinds show themselves."""
+"""The lines by which plans of both kinds show themselves, and seconds as people write them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from .sizes import show_bytes
+
+
+def show_seconds(seconds: float) -> str:
+    """Return a time for people.
+
+    >>> show_seconds(0.0123), show_seconds(0)
+    ('12.3 ms', '0 s')
+    """
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.2g} us" if seconds else "0 s"
 
 
 def peak_line(budget_bytes: int | None, before: int, after: int) -> str:
@@ -44,8 +56,9 @@ def seconds_line(before: float, after: float) -> str:
     """Return seconds of a step without the plan and with it.
 
     >>> seconds_line(0.1, 0.11)
-    '0.1 s a step -> 0.11 s (+10.0 %)'
+    'a step takes 100 ms -> 110 ms (+10.0 %)'
     """
     if not before:
-        return f"{after:.4g} s a step"
-    return f"{before:.4g} s a step -> {after:.4g} s ({100 * (after / before - 1):+.1f} %)"
+        return f"a step takes {show_seconds(after)}"
+    extra = f"{100 * (after / before - 1):+.1f} %"
+    return f"a step takes {show_seconds(before)} -> {show_seconds(after)} ({extra})"

@@ -173,8 +173,8 @@ class BudgetError(RuntimeError):
     module
         The path of the module that `op` belongs to; empty where its name does not tell.
     percent
-        Of the unplanned peak, the fewest whole percent that `plan` keeps; None without a plan, and
-        where nothing is saved.
+        The budget of fewest whole percent of the unplanned peak that can be had; None where that
+        peak is not known, or nothing is saved.
     """
 
     def __init__(
@@ -187,6 +187,7 @@ class BudgetError(RuntimeError):
         plan: Plan | None = None,
         floor_bytes: int | None = None,
         module: str = "",
+        percent: int | None = None,
     ) -> None:
         super().__init__(message)
         self.peak_bytes = peak_bytes
@@ -195,8 +196,12 @@ class BudgetError(RuntimeError):
         self.plan = plan
         self.floor_bytes = floor_bytes
         self.module = module
-        whole = plan.baseline_peak_bytes if plan else 0
-        self.percent = -(-100 * self.peak_bytes // whole) if self.peak_bytes < whole else None
+        self.percent = percent
+
+
+def percent_kept(peak_bytes: int, whole_bytes: int) -> int | None:
+    """Return the fewest whole percent of a peak that keep another; None where it is no smaller."""
+    return -(-100 * peak_bytes // whole_bytes) if peak_bytes < whole_bytes else None
 
 
 _NUMBERS: Final = (

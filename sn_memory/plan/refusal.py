@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..base.sizes import show_bytes
 from ..graph.graph import Graph
 from ..graph.places import module_of
-from .plan import BudgetError, Plan
+from .plan import BudgetError, Plan, percent_kept
 
 
 def placed(graph: Graph, op: str) -> str:
@@ -47,6 +47,7 @@ def refused(
         plan=plan,
         floor_bytes=floor_bytes,
         module=module_of(graph, op),
+        percent=percent_kept(plan.peak_bytes, plan.baseline_peak_bytes),
     )
     share = f', or "{error.percent}%" of the unplanned peak' if error.percent else ""
     error.args = (

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Final
 
+from ..base.lines import show_seconds
 from ..base.sizes import show_bytes
 from .figure import figure
-from .tables import Replayed, comparison, owner_groups, show_seconds, technique_totals, top_owners
+from .tables import Replayed, comparison, owner_groups, technique_totals, top_owners
 
 # A browser draws a few thousand rows; nobody reads more.
 _ROWS: Final = 2000

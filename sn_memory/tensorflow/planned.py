@@ -178,6 +178,16 @@ def check_techniques(techniques: Sequence[str]) -> None:
         )
 
 
+def check_deterministic(deterministic: bool, *, profile: bool, backend: str) -> None:
+    """Raise ValueError for what measures seconds, where the plan is to be the same anywhere."""
+    if deterministic and (profile or backend == "layers"):
+        got = "profile=True" if profile else "backend='layers'"
+        raise ValueError(
+            f"got deterministic=True with {got}, which measures seconds: they differ from run to "
+            "run. Pass profile=False, a device whose speeds are to count, and another back end."
+        )
+
+
 def _differentiable(program: Program, given: list[Any], variables: Sequence[Any]) -> list[Any]:
     """Put the planned passes into the graph; the tape sees one op with one gradient."""
     captured = program.captured
