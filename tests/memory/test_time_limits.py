@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -156,6 +157,28 @@ def test_other_threads_run_while_the_planner_anneals():
             (0.003, 1e-5), tries=20_000, seed=0, recompute=True,
         )  # fmt: skip
     assert ticks.seen > 3
+
+
+@needs_core
+def test_counted_work_in_cpp_can_be_interrupted():
+    """It asks no clock, but lets Ctrl-C in."""
+    shape = holes(resnet(2, 50).graph(), lean=True)
+    budget = (peak(shape.graph).bytes + shape.graph.base_bytes) // 2
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            compiled(shape).anneal(
+                shape.natural(), [False] * shape.count, budget, 2**60, (0.0, 0.0, 0.0, -1),
+                (0.003, 1e-5), tries=2**40, seed=0, recompute=True,
+            )  # fmt: skip
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def wide(width, seed=0):

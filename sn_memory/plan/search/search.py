@@ -226,7 +226,7 @@ class Search:
         tries = 1 + self.first_tries // 4
         until = max(self.deadline, now() + LEAST_S)
         self.anneal(start, budget_bytes, tries, FRESH, 0, deadline=until)
-        if self.recompute:
+        if self.recompute and not self.late:
             self.attempt(self.shape.natural(), budget_bytes, "greedy")
             self.from_chain(budget_bytes)
         self.annealed(budget_bytes, 0.0)
@@ -321,6 +321,8 @@ class Search:
         The table rounds up and adds peaks that do not meet, so what it calls a larger budget often
         fits; which one is found by bisection on the true peak.
         """
+        if self.late:
+            return
         low, high = budget_bytes, self.archive.items[0].peak_bytes
         first: list[int] | None = None
         for _ in range(8):
