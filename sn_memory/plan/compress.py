@@ -6,9 +6,9 @@ tried first and with half the time limit, so that allowing compression never giv
 than that much time without it.
 The others come from a greedy walk down the peak: where the most bytes are live, compress what waits
 there and frees the most bytes per second of compressing, until the curve is below a target; what it
-leaves above the budget is for that planner to rebuild. Each target has its turn on any machine,
-however slow: the walk that goes furthest often leaves no plan at all, as what is decompressed takes
-room as well. Then, as long as the limit lasts, members are exchanged: what is rebuilt dearly joins,
+leaves above the budget is for that planner to rebuild. Each target has half of the time that is
+left: the walk that goes furthest often leaves no plan at all, as what is decompressed takes room as
+well. Then, as long as the limit lasts, members are exchanged: what is rebuilt dearly joins,
 what costs more than it is worth leaves.
 """
 
@@ -61,8 +61,8 @@ class Compressing:
     planner
         Makes the planner of one graph: `Auto`.
     graph, techniques, time_limit_s
-        As for it. For each budget, the empty set has half of the time, and each walk a
-        32nd of it, also where the ones before took all.
+        As for it. For each budget, the empty set has half of the time, each walk half of what is
+        left then.
 
     Raises
     ------
@@ -113,10 +113,12 @@ class Compressing:
             end -= self.limit_s * TO_REFUSE
         whole = peak(self.graph).bytes
         for share in TARGETS:
+            if now() > end:
+                break
             walked = self.greedy(whole - int((whole - budget_bytes) * share))
             self.attempt(walked, budget_bytes, self.part(end))
         for chosen in self.sets(budget_bytes):
-            if now() > end and self.best(budget_bytes) is not None:
+            if now() > end:
                 break
             self.attempt(chosen, budget_bytes, self.part(end))
 
