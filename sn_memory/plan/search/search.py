@@ -321,7 +321,7 @@ class Search:
         The table rounds up and adds peaks that do not meet, so what it calls a larger budget often
         fits; which one is found by bisection on the true peak.
         """
-        if self.late:
+        if now() > self.deadline:
             return
         low, high = budget_bytes, self.archive.items[0].peak_bytes
         first: list[int] | None = None
