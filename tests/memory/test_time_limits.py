@@ -316,7 +316,7 @@ def test_counted_work_gives_the_same_plan_whatever_the_clock(monkeypatch, share)
 
 
 def test_the_clock_on_the_wall_is_the_rule(monkeypatch):
-    """The twin of the test above: a clock that is ten million times too fast ends the search at once."""
+    """The twin of the test above: a clock ten million times too fast ends the search at once."""
     graph = resnet(4, 50).graph()
     (budget,) = shares(graph, 0.4)
     real, began = time.perf_counter, time.perf_counter()
