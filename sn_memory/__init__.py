@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .base.errors import MissingExtra as MissingExtra
     from .base.errors import PackError as PackError
     from .base.errors import PlanError as PlanError
+    from .base.progress import Progress as Progress
     from .check.packing import check_packing as check_packing
     from .check.replay import Replay as Replay
     from .check.replay import check_plan as check_plan
@@ -50,6 +51,7 @@ _HOME = {
     "Packing": ".pool.pack",
     "Plan": ".plan.plan",
     "PlanError": ".base.errors",
+    "Progress": ".base.progress",
     "Replay": ".check.replay",
     "Action": ".plan.plan",
     "Storage": ".graph.records",

@@ -1,6 +1,8 @@
 #include "bindings.h"
 
+#include <algorithm>
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <new>
 
@@ -152,12 +154,17 @@ PyObject* bytes_of(const Values& values) {
                                    static_cast<Py_ssize_t>(values.size() * sizeof(values[0])));
 }
 
-// Work without the interpreter lock, as long as this lives. `late` takes the lock for a moment now
-// and then to ask a Python callable, which also lets Ctrl-C in; an exception in it ends the work too,
-// and is raised afterwards.
+// Work without the interpreter lock, as long as this lives. It ends by a Python callable, for which
+// `late` takes the lock for a moment now and then; or, given a whole number, when so many units of
+// work are done, whatever the clock. Both let Ctrl-C in; an exception ends the work too, and is
+// raised afterwards.
 class Unlocked {
  public:
-  explicit Unlocked(PyObject* callable) : callable_(callable), thread_(PyEval_SaveThread()) {}
+  Unlocked(PyObject* until, const Simulation& simulation) : until_(until), work_(simulation.work) {
+    counts_ = PyLong_Check(until) != 0;
+    if (counts_) end_ = work_ + std::min(PyLong_AsLongLong(until), kMost - work_);
+    thread_ = PyEval_SaveThread();
+  }
   ~Unlocked() { PyEval_RestoreThread(thread_); }
   Unlocked(const Unlocked&) = delete;
   Unlocked& operator=(const Unlocked&) = delete;
@@ -168,12 +175,17 @@ class Unlocked {
 
  private:
   bool ask() {
+    if (counts_ && work_ >= end_) return true;
     const auto now = std::chrono::steady_clock::now();
     if (late_ || (asked_ && now - last_ < kBetween)) return late_;
     PyEval_RestoreThread(thread_);
-    PyObject* answer = PyObject_CallNoArgs(callable_);
-    late_ = !answer || PyObject_IsTrue(answer) != 0;
-    Py_XDECREF(answer);
+    if (counts_) {
+      late_ = PyErr_CheckSignals() != 0;
+    } else {
+      PyObject* answer = PyObject_CallNoArgs(until_);
+      late_ = !answer || PyObject_IsTrue(answer) != 0;
+      Py_XDECREF(answer);
+    }
     thread_ = PyEval_SaveThread();
     asked_ = true;
     last_ = std::chrono::steady_clock::now();
@@ -182,9 +194,12 @@ class Unlocked {
 
   // With another thread at work the lock is handed over only after some milliseconds.
   static constexpr std::chrono::milliseconds kBetween{20};
-  PyObject* callable_;
+  static constexpr long long kMost = INT64_MAX;
+  PyObject* until_;
+  const int64_t& work_;
+  int64_t end_ = 0;
   PyThreadState* thread_;
-  bool asked_ = false, late_ = false;
+  bool counts_ = false, asked_ = false, late_ = false;
   std::chrono::steady_clock::time_point last_;
 };
 
@@ -289,13 +304,15 @@ PyObject* fit_choice(PyObject*, PyObject* args) {
       return nullptr;
     }
     bool found;
+    const int64_t before = bench->simulation->work;
     {
-      Unlocked work(late);
+      Unlocked work(late, *bench->simulation);
       found = fit(bench->tables, *bench->simulation, choice, moves, factors, budget, dear, rounds,
                   work.late());
     }
     if (PyErr_Occurred() || !write_choice(choice_arg, choice)) return nullptr;
-    return PyBool_FromLong(found);
+    return Py_BuildValue("(NL)", PyBool_FromLong(found),
+                         static_cast<long long>(bench->simulation->work - before));
   });
 }
 
@@ -319,13 +336,14 @@ PyObject* trim_choice(PyObject*, PyObject* args) {
         !read_moves(moves_arg, bench->tables, &moves) || !listed.take(order_arg) ||
         !listed.indices(&order, bench->tables.holes()))
       return nullptr;
+    const int64_t before = bench->simulation->work;
     {
-      Unlocked work(late);
+      Unlocked work(late, *bench->simulation);
       trim(bench->tables, *bench->simulation, choice, moves, order, budget, filtered != 0,
            work.late());
     }
     if (PyErr_Occurred() || !write_choice(choice_arg, choice)) return nullptr;
-    Py_RETURN_NONE;
+    return PyLong_FromLongLong(bench->simulation->work - before);
   });
 }
 
@@ -359,14 +377,15 @@ PyObject* anneal_choice(PyObject*, PyObject* args) {
     settings.tries = tries;
     settings.seed = seed;
     settings.recompute = recompute != 0;
+    const int64_t before = bench->simulation->work;
     {
-      Unlocked work(late);
+      Unlocked work(late, *bench->simulation);
       anneal(bench->tables, *bench->simulation, lanes, settings, choice, moved, work.late());
     }
     Choice flags(moved.begin(), moved.end());
     if (PyErr_Occurred() || !write_choice(choice_arg, choice) || !write_choice(moved_arg, flags))
       return nullptr;
-    Py_RETURN_NONE;
+    return PyLong_FromLongLong(bench->simulation->work - before);
   });
 }
 

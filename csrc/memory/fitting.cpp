@@ -47,6 +47,7 @@ class Presence {
       missing_.pop_back();
       if (!t_.rebuildable[here]) return kNever;
       for (int32_t op : t_.chain[here]) {
+        ++looks;
         if (op >= at) break;
         if (again_[op] >= at) continue;
         if (t_.expires[op] < at) return kNever;
@@ -61,6 +62,8 @@ class Presence {
     }
     return total;
   }
+
+  int64_t looks = 0;
 
  private:
   const Tables& t_;
@@ -175,11 +178,14 @@ class Fitter {
       rows_[kept++].price = factors_.empty() ? price : price * factors_[row.hole];
     }
     rows_.resize(kept);
+    schedule_.work += presence_.looks;
+    presence_.looks = 0;
     return pick(choice, last_over, late);
   }
 
   bool pick(const Choice& choice, int32_t last_over, const Late& late) {
     while (!rows_.empty()) {
+      schedule_.work += static_cast<int64_t>(rows_.size()) + t_.ops();
       if (late()) return false;
       size_t best = rows_.size();
       double least = kNever;
@@ -259,6 +265,7 @@ void trim(const Tables& t, Simulation& simulation, Choice& choice, const std::ve
   note();
   for (int32_t hole : order) {
     if (late()) return;
+    ++simulation.work;
     if (filtered) {
       int32_t from = t.start[hole] + 1;
       if (back[hole] > from) {

@@ -84,6 +84,7 @@ bool Simulation::run(const Choice& choice, const std::vector<Move>& moves) {
     back_[move.back].clear();
     move_of_[move.hole] = -1;
   }
+  work += t_.ops() + static_cast<int64_t>(ops.size());
   if (!possible) return false;
   auto end = static_cast<int32_t>(ops.size()) - 1;
   for (int32_t s = 0; s < t_.storages(); ++s)

@@ -72,6 +72,9 @@ class Simulation {
   std::vector<HostCopy> host_copies;
   double seconds = 0;
   int64_t peak() const;
+  // What was done so far, in ops carried out; looks at a table count as well. It depends on what was
+  // asked alone, so that a search can end by it on any machine alike.
+  int64_t work = 0;
 
  private:
   bool closure(int32_t op);

@@ -46,7 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("-o", "--output", help="where the plan goes; without it only a summary")
     plan.add_argument("--planner", default="auto", help="auto, or a historical planner")
     plan.add_argument("--techniques", default=",".join(TECHNIQUES), help="what auto may do")
-    plan.add_argument("--time-limit", type=float, default=60.0, help="CPU seconds (default 60)")
+    plan.add_argument("--time-limit", type=float, default=60.0, help="seconds (default 60)")
+    plan.add_argument("--deterministic", action="store_true", help="count work in place of seconds")
     plan.add_argument("--quiet", action="store_true", help="no progress on standard error")
     plan.set_defaults(command=_plan)
     check = commands.add_parser("check", help="replay a plan")
@@ -60,18 +61,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _plan(options: argparse.Namespace) -> str:
     graph = Graph.from_json(options.graph)
-
-    def progress(origin: str, seconds: float | None) -> None:
-        best = "nothing yet" if seconds is None else f"best {seconds:.6g} s"
-        sys.stderr.write(f"{origin}: {best}\n")
-
     plan = plan_graph(
         graph,
         options.budget,
         planner=options.planner,
         techniques=[technique.strip() for technique in options.techniques.split(",")],
         time_limit_s=options.time_limit,
-        progress=None if options.quiet else progress,
+        deterministic=options.deterministic,
+        progress=not options.quiet,
     )
     if options.output is not None:
         plan.to_json(options.output)

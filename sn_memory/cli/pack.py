@@ -17,7 +17,7 @@ def add_pack(commands: Any) -> None:
     pack.add_argument("buffers", help="CSV file: id,lower,upper,size and perhaps alignment")
     pack.add_argument("--capacity", help='bytes, or "1MiB"; without it as few as can be found')
     pack.add_argument("-o", "--output", help="where the same rows go, with their offsets")
-    pack.add_argument("--time-limit", type=float, default=60.0, help="CPU seconds (default 60)")
+    pack.add_argument("--time-limit", type=float, default=60.0, help="seconds (default 60)")
     pack.set_defaults(command=_pack)
 
 

@@ -8,15 +8,25 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
-from typing import Any
+import time
+import warnings
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, TypeVar
 
+from ..base.clock import stage
+from ..base.errors import PlanWarning
+from ..base.progress import say
 from .measured import TimesFile
 
 log = logging.getLogger(__name__)
 
 _RUNS = 3
 _ENOUGH_S = 0.1
+# Of the time that planning has, what timing ops may take.
+_PART = 0.5
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 
 
 class OpTimes:
@@ -71,6 +81,30 @@ def quickest(work: Callable[[], object], clock: Callable[[], float]) -> float:
         if spent > _ENOUGH_S:
             break
     return best
+
+
+def while_time_lasts(works: Mapping[K, Callable[[], V]]) -> dict[K, V]:
+    """Carry out what times ops, each said as progress, for half the seconds planning has.
+
+    Returns what was carried out. A warning says how many were not, so that a roofline stands in.
+    """
+    found: dict[K, V] = {}
+    with stage() as left_s:
+        end = time.perf_counter() + left_s * _PART
+        for key, work in works.items():
+            if time.perf_counter() > end:
+                break
+            say("time ops", len(found), len(works))
+            found[key] = work()
+    if len(found) < len(works):
+        warnings.warn(
+            f"{len(works) - len(found)} of {len(works)} kinds of op were not timed within half of "
+            "the time limit; a roofline stands in for their seconds. Plan again, which goes on "
+            "where this ended, or raise time_limit_s.",
+            PlanWarning,
+            stacklevel=2,
+        )
+    return found
 
 
 def plain_name(text: str) -> str:

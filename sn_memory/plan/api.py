@@ -10,19 +10,22 @@ tells how.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
-from ..base.clock import now
+from ..base.clock import counting, now
 from ..base.errors import PlanError
+from ..base.progress import Wanted, speaking
 from ..base.sizes import parse_bytes, show_bytes
 from ..graph.graph import Graph
 from ..graph.liveness import peak
 from . import policies
 from .auto import Auto
+from .buffers import peak_action
 from .compress import Compressing
 from .plan import BudgetError, Plan
-from .search.search import Progress
+from .refusal import placed, refused
 
 TECHNIQUES = ("keep", "recompute", "offload")
 ALL_TECHNIQUES = (*TECHNIQUES, "compress")
@@ -35,7 +38,8 @@ def plan_graph(
     planner: str = "auto",
     techniques: Sequence[str] = TECHNIQUES,
     time_limit_s: float = 60.0,
-    progress: Progress | None = None,
+    deterministic: bool = False,
+    progress: Wanted = False,
     historical: bool = True,
 ) -> Plan:
     """Plan a graph within a budget.
@@ -52,15 +56,21 @@ def plan_graph(
     techniques
         What `auto` may do: `keep` always, `recompute`, `offload` (where the device states transfer
         speeds), and, not by default as it loses bits, `compress` (where storages state a compressed
-        form). With it planning takes up to twice as long, and is never slower than without.
+        form). The search without it has half of the time then.
     time_limit_s
-        After this many seconds of work `auto` answers with the best it has. The CPU time of the
-        calling thread counts, so plans do not depend on what else the machine does.
+        After this many seconds on the wall `auto` answers with the best it has, to a tenth of
+        them: all its stages share them. A search that ends by itself is the same on any machine;
+        one that is cut depends on the machine and its load. A named planner takes what it takes.
+    deterministic
+        Count work in place of seconds: `time_limit_s` is then so many times 20 million units, of
+        which an op carried out on paper is one. The same graph gets the same plan on a slow machine
+        and on a fast one, whatever the load, with the same versions of this package and of SciPy
+        and the compiled extension on both or on neither. `solve_s` of the plan is counted as well.
     progress
-        Called with a line of text and the best seconds so far (or None) after each attempt.
+        True writes to standard error how far it is: a bar on a terminal, else lines. None does so
+        on a terminal only. A function takes a `Progress` at each attempt. False is silent.
     historical
-        Whether `auto` also asks every planner of the literature, whatever time that takes: seconds
-        for a thousand ops. Without, `time_limit_s` holds for larger graphs as well.
+        Whether `auto` also asks every planner of the literature, for half of the time at most.
 
     Returns
     -------
@@ -82,6 +92,7 @@ def plan_graph(
         planner=planner,
         techniques=techniques,
         time_limit_s=time_limit_s,
+        deterministic=deterministic,
         progress=progress,
         historical=historical,
     )[0]
@@ -94,7 +105,8 @@ def plan_front(
     planner: str = "auto",
     techniques: Sequence[str] = TECHNIQUES,
     time_limit_s: float = 60.0,
-    progress: Progress | None = None,
+    deterministic: bool = False,
+    progress: Wanted = False,
     historical: bool = True,
 ) -> list[Plan]:
     """Plan a graph for several budgets; the plans are monotone in the budget, in time and in peak.
@@ -112,12 +124,14 @@ def plan_front(
         raise PlanError(f"got time_limit_s {time_limit_s!r}, expected a number above 0.")
     whole = peak(graph).bytes
     sizes = [parse_bytes(budget, whole=whole) for budget in budgets]
-    if planner != "auto":
-        return [_named(graph, planner, size) for size in sizes]
-    auto = partial(Auto, historical=historical)
-    if "compress" in techniques:
-        return Compressing(auto, graph, techniques, time_limit_s, progress).front(sizes)
-    return auto(graph, techniques, time_limit_s, progress).front(sizes)
+    spoken = nullcontext() if progress is False else speaking(progress)
+    with counting(deterministic), spoken:
+        if planner != "auto":
+            return [_named(graph, planner, size) for size in sizes]
+        auto = partial(Auto, historical=historical)
+        if "compress" in techniques:
+            return Compressing(auto, graph, techniques, time_limit_s).front(sizes)
+        return auto(graph, techniques, time_limit_s).front(sizes)
 
 
 def _named(graph: Graph, planner: str, budget_bytes: int) -> Plan:
@@ -138,11 +152,8 @@ def over_budget(
 
     what, instead : what needs it, and what else one may do
     """
-    return BudgetError(
-        f"{what} needs {show_bytes(plan.peak_bytes)}; the budget is "
-        f"{show_bytes(budget_bytes)}. Raise the budget, or {instead}.",
-        peak_bytes=plan.peak_bytes,
-        budget_bytes=budget_bytes,
-        op=graph.ops[peak(graph).op].name,
-        plan=plan,
-    )
+    first = peak_action(graph, plan)
+    later = (action.target for action in plan.actions[first:] if action.kind == "run")
+    op = next(later, graph.ops[-1].name)
+    text = f"{what} needs {show_bytes(plan.peak_bytes)}, set by {placed(graph, op)}"
+    return refused(text, graph, plan, budget_bytes, op=op, instead=instead)

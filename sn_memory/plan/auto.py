@@ -1,7 +1,8 @@
 """The `auto` planner: a search of our own, and the plans of all others as candidates.
 
 Very small graphs are solved exactly. For the others every planner of the literature has its turn
-first, whatever time it takes, so that `auto` is not slower than any of them on any machine.
+first, so that `auto` is not slower than any of them. Exact solving, those planners, the search, and
+what it takes to say no share one deadline: see `Auto.look` for their parts.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..base.clock import now
+from ..base.clock import OutOfTime, cut_at, now
+from ..base.progress import say
 from ..base.sizes import show_bytes
 from ..graph.graph import Graph
 from ..graph.holes import holes
@@ -21,13 +23,17 @@ from .bound import smallest_peak
 from .buffers import peak_action
 from .emit import decisions_of, emit
 from .plan import BudgetError, Plan
+from .refusal import placed, refused
 from .search.archive import Candidate
 from .search.exact import solve as solve_exactly
-from .search.search import Progress, Search
+from .search.search import Search
 
 log = logging.getLogger(__name__)
 
 EXACT_OPS = 10
+# Of the time limit: what exact solving may take, and the planners of the literature of the rest;
+# and what is left to find the smallest peak, as long as no plan keeps the budget.
+PART, TO_REFUSE = 0.5, 0.2
 
 
 class Auto:
@@ -40,11 +46,9 @@ class Auto:
     techniques
         `keep`, `recompute`, `offload`, or some of them.
     time_limit_s
-        CPU seconds for each budget.
-    progress
-        See `planner.plan_graph`.
+        Seconds of `clock.now` for each budget, of the first one from here on.
     historical
-        Whether the planners of the literature have their turn, whatever time it takes.
+        Whether the planners of the literature have their turn.
     """
 
     def __init__(
@@ -52,17 +56,20 @@ class Auto:
         graph: Graph,
         techniques: Sequence[str],
         time_limit_s: float,
-        progress: Progress | None,
         *,
         historical: bool = True,
     ) -> None:
         self.graph, self.limit_s, self.historical = graph, time_limit_s, historical
+        # When the budget that is looked at began, if it has, and when its time is over.
+        self.began: float | None = now()
+        self.end = self.began + time_limit_s
+        # Whether planners of the literature did not get to their end.
+        self.cut = False
         self.search = Search(
             holes(graph, lean=True),
             offload="offload" in techniques,
             recompute="recompute" in techniques,
-            deadline=now() + time_limit_s,
-            progress=progress,
+            deadline=self.end,
         )
         self.plans: list[Plan] = []
         # Whether exact solving has given up, so that it proves nothing.
@@ -74,16 +81,19 @@ class Auto:
 
     def look(self, budget_bytes: int) -> None:
         """Fill the archives with what can be found for a budget."""
-        began = now()
-        if self.exactly(budget_bytes, began + self.limit_s / 2) and not self.search.offload:
+        began = now() if self.began is None else self.began
+        self.began, self.end = None, began + self.limit_s
+        self.search.began = began
+        if self.exactly(budget_bytes, began + self.limit_s * PART) and not self.search.offload:
             return
-        spent = now() - began
         if self.floor[0] > budget_bytes:
             return
-        self.from_policies(budget_bytes)
-        self.search.deadline = now() + self.limit_s - spent
+        self.from_policies(budget_bytes, now() + (self.end - now()) * PART)
         within = [plan for plan in self.plans if plan.peak_bytes <= budget_bytes]
         best = min(within, key=lambda plan: plan.seconds, default=None)
+        known = best is not None or self.search.archive.best(budget_bytes) is not None
+        self.search.deadline = self.end - (0 if known else self.limit_s * TO_REFUSE)
+        self.search.end = self.end
         if best is not None and best.planner != "exact" and self.search.recompute:
             self.search.from_plan(best, budget_bytes)
         self.search.solve(budget_bytes)
@@ -124,20 +134,24 @@ class Auto:
         )
         return True
 
-    def from_policies(self, budget_bytes: int) -> None:
+    def from_policies(self, budget_bytes: int, deadline: float) -> None:
         """Take the plans of the historical planners in, those that keep the budget.
 
-        All of them, whatever time they take, so that `auto` is not slower than any of them on any
-        machine: seconds for a thousand ops, a minute for twenty thousand.
+        All of them take seconds for a thousand ops, half a minute for thirteen thousand.
         """
         own = self.search.archive.best(budget_bytes)
         if not self.historical or (own is not None and own.origin == "keep"):
             return
         for name in policies.names():
+            say("search", now() - self.search.began, self.limit_s, name)
             try:
-                plan = policies.policy(name)(self.graph, budget_bytes=budget_bytes)
+                with cut_at(deadline):
+                    plan = policies.policy(name)(self.graph, budget_bytes=budget_bytes)
             except BudgetError:
                 continue
+            except OutOfTime:
+                self.cut = True
+                return
             if self.allowed(plan):
                 self.plans.append(plan)
 
@@ -190,35 +204,29 @@ class Auto:
 
     def refusal(self, budget_bytes: int) -> BudgetError:
         """Return the error that says what the smallest peak is, as far as it can be found."""
-        self.search.deadline = now() + self.limit_s
+        # After a front of budgets, those after the first have no part of the time left for this.
+        end = max(self.end, now() + self.limit_s * TO_REFUSE)
+        self.search.deadline = self.search.end = end
         floor, op = self.floor[0], self.graph.ops[self.floor[1]].name
-        # Whatever the time limit: these take seconds, and find the same on every machine.
         if self.search.recompute:
-            self.from_policies(floor)
-        ended = self.shrink(max(budget_bytes, floor))
+            self.from_policies(floor, (now() + end) / 2)
+        ended = self.shrink(max(budget_bytes, floor)) and not self.cut
         smallest = self.search.archive.smallest()
         found = self.emitted(self.search.archive.equipped(smallest, smallest.peak_bytes), None)
         least = min([found, *self.plans], key=lambda plan: (plan.peak_bytes, plan.seconds))
         size, name = least.peak_bytes, self.peak_op(least)
         if self.small and not self.search.offload:
             floor, op = size, name
+        where = placed(self.graph, name)
         if size <= floor:
-            text = f"no plan has a peak below {show_bytes(size)}, set by {name!r}"
+            text = f"no plan has a peak below {show_bytes(size)}, set by {where}"
         else:
             how = "found" if ended else f"found in {self.limit_s:g} s, when the search was cut,"
             text = (
-                f"the smallest peak {how} is {show_bytes(size)}, set by {name!r}; no plan can go "
+                f"the smallest peak {how} is {show_bytes(size)}, set by {where}; no plan can go "
                 f"below {show_bytes(floor)}, what {op!r} works on"
             )
-        return BudgetError(
-            f"{text}. The budget is {show_bytes(budget_bytes)}. Raise the budget, or make the "
-            "batch smaller.",
-            peak_bytes=size,
-            budget_bytes=budget_bytes,
-            op=name,
-            plan=least,
-            floor_bytes=floor,
-        )
+        return refused(text, self.graph, least, budget_bytes, op=name, floor_bytes=floor)
 
     def peak_op(self, plan: Plan) -> str:
         """Return the op that runs at the peak of a plan, or next after it."""

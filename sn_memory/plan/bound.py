@@ -12,13 +12,18 @@ The bound is the best over a few moments.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from ..base.clock import counts_work, now, spend, units
 from ..graph.holes import Holes
 from ..graph.liveness import live_bytes
+
+# Units of work: to write an entry of the matrix, and a row in a pivot.
+ROW, PIVOT = 20, 1
 
 
 @dataclass(frozen=True)
@@ -88,13 +93,16 @@ def relax(
     offload: bool,
     recompute: bool = True,
     lanes: float = 1.0,
-    time_limit_s: float = 30.0,
+    deadline: float = math.inf,
 ) -> Relaxed | None:
     """Solve the relaxation at one op; None if it has no solution or no time.
 
     No solution means that no plan keeps the budget. With `lanes` below 1 the transfers have only
-    that part of their speed: no bound then, but a start with fewer waits.
+    that part of their speed: no bound then, but a start with fewer waits. `deadline` is a moment
+    of `clock.now()`.
     """
+    if now() > deadline:
+        return None
     from scipy.optimize import linprog
     from scipy.sparse import csr_matrix
 
@@ -162,14 +170,16 @@ def relax(
     cost = np.zeros(total + 1)
     cost[total] = 1.0
     matrix = csr_matrix((values, (rows, columns)), shape=(len(limits), total + 1))
+    spend(ROW * len(values))
     answer = linprog(
         cost,
         A_ub=matrix,
         b_ub=np.array(limits),
         bounds=np.column_stack([low, high]),
         method="highs",
-        options={"time_limit": time_limit_s},
+        options=_limit(deadline, len(limits)),
     )
+    spend(PIVOT * len(limits) * answer.nit)
     if answer.status != 0:
         return None
     solution = answer.x
@@ -179,6 +189,14 @@ def relax(
         {storage: float(solution[number]) for storage, number in place.items()},
         {storage: float(solution[moved + number]) for storage, number in place.items()},
     )
+
+
+def _limit(deadline: float, rows: int) -> dict[str, float]:
+    """Return what ends a linear program of so many rows: seconds, or counted pivots."""
+    left = deadline - now()
+    if counts_work():
+        return {"maxiter": min(units(left) // (PIVOT * rows), 2**31 - 1)}
+    return {"time_limit": max(left, 0.0)}
 
 
 def _again(holes: Holes, op: int) -> bool:

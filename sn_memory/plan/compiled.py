@@ -14,10 +14,13 @@ from typing import Any
 import numpy as np
 
 from ..base import native
+from ..base.clock import spend
 from ..graph.holes import Holes
 from ..graph.numbers import Ints
 
 Moves = Mapping[int, tuple[int, int]]
+# When a search is to end: what says so, or units of work.
+Until = Callable[[], bool] | int
 # Runs, the op before which each happens, intervals, live bytes, host copies, seconds: see Schedule.
 Simulated = tuple[
     list[int],
@@ -87,7 +90,7 @@ class Compiled:
         self,
         choice: Sequence[int],
         budget_bytes: int,
-        late: Callable[[], bool],
+        late: Until,
         moves: Moves | None,
         rounds: int,
         factors: Sequence[float],
@@ -95,9 +98,10 @@ class Compiled:
         """Return the choice that `greedy.fit` finds."""
         held = _column(choice)
         weights = np.array(factors, np.float64)
-        found = self._core.fit(
+        found, work = self._core.fit(
             self._tables, held, _moves(moves), weights, budget_bytes, self._dear, rounds, late
         )
+        spend(work)
         return held.tolist() if found else None
 
     def trim(
@@ -105,16 +109,17 @@ class Compiled:
         choice: Sequence[int],
         order: Sequence[int],
         budget_bytes: int,
-        late: Callable[[], bool],
+        late: Until,
         moves: Moves | None,
         *,
         filtered: bool,
     ) -> list[int]:
         """Return the choice that `greedy.trim` ends with, holes tried in this order."""
         held = _column(choice)
-        self._core.trim(
+        work = self._core.trim(
             self._tables, held, _moves(moves), _column(order), budget_bytes, filtered, late
         )
+        spend(work)
         return list(held.tolist())
 
     def anneal(
@@ -122,7 +127,7 @@ class Compiled:
         choice: Sequence[int],
         moved: Sequence[bool],
         budget_bytes: int,
-        late: Callable[[], bool],
+        late: Until,
         lanes: tuple[float, float, float, int],
         heat: tuple[float, float],
         *,
@@ -132,9 +137,10 @@ class Compiled:
     ) -> tuple[list[int], list[bool]]:
         """Return the choice, and per hole whether it is moved, that `anneal.anneal` ends with."""
         held, away = _column(choice), _column(moved)
-        self._core.anneal(
+        work = self._core.anneal(
             self._tables, held, away, budget_bytes, tries, seed, recompute, lanes, heat, late
         )
+        spend(work)
         return held.tolist(), [bool(it) for it in away.tolist()]
 
 

@@ -2,12 +2,13 @@
 
 A set S turns the graph into one where the members of S wait in their compressed form
 (`rewrite.py`), and a planner (`Auto`) then keeps, rebuilds and offloads as ever. The empty set is
-tried first and with the whole time limit, so that allowing compression never gives a slower plan.
+tried first and with half the time limit, so that allowing compression never gives a slower plan
+than that much time without it.
 The others come from a greedy walk down the peak: where the most bytes are live, compress what waits
 there and frees the most bytes per second of compressing, until the curve is below a target; what it
-leaves above the budget is for that planner to rebuild. Each target has its turn on any machine,
-however slow: the walk that goes furthest often leaves no plan at all, as what is decompressed takes
-room as well. Then, as long as the limit lasts, members are exchanged: what is rebuilt dearly joins,
+leaves above the budget is for that planner to rebuild. Each target has half of the time that is
+left: the walk that goes furthest often leaves no plan at all, as what is decompressed takes room as
+well. Then, as long as the limit lasts, members are exchanged: what is rebuilt dearly joins,
 what costs more than it is worth leaves.
 """
 
@@ -26,13 +27,15 @@ from ..graph.rewrite import RESTORED, SMALL, waits, with_compressed
 from .answers import answers
 from .buffers import peak_action
 from .plan import BudgetError, Decision, Plan
+from .refusal import placed, refused
 
 # How far from the graph's own peak to the budget the greedy walk goes; all the way, first.
 TARGETS = (1.0, 0.5, 0.8, 0.25)
 ROUNDS = 6
+# Of the time limit, what is left to find the smallest peak as long as no plan keeps the budget.
+TO_REFUSE = 0.25
 
 Chosen = frozenset[str]
-Progress = Callable[[str, float | None], None]
 
 
 class Planner(Protocol):
@@ -57,9 +60,9 @@ class Compressing:
     ----------
     planner
         Makes the planner of one graph: `Auto`.
-    graph, techniques, time_limit_s, progress
-        As for it. The sets together have `time_limit_s` once more for each budget, and each
-        walk has an eighth of it where the ones before took all.
+    graph, techniques, time_limit_s
+        As for it. For each budget, the empty set has half of the time, each walk half of what is
+        left then.
 
     Raises
     ------
@@ -69,14 +72,14 @@ class Compressing:
 
     def __init__(
         self,
-        planner: Callable[[Graph, Sequence[str], float, Progress | None], Planner],
+        planner: Callable[[Graph, Sequence[str], float], Planner],
         graph: Graph,
         techniques: Sequence[str],
         time_limit_s: float,
-        progress: Progress | None,
     ) -> None:
         self.planner = planner
-        self.graph, self.limit_s, self.progress = graph, time_limit_s, progress
+        self.graph, self.limit_s = graph, time_limit_s
+        self.began: float | None = now()
         self.techniques = [technique for technique in techniques if technique != "compress"]
         self.waits = waits(graph)
         self.saves: dict[str, int] = {}
@@ -101,22 +104,27 @@ class Compressing:
 
     def look(self, budget_bytes: int) -> None:
         """Try the empty set, each walk's and, as long as the limit lasts, others."""
-        self.attempt(frozenset(), budget_bytes, self.limit_s)
+        began = now() if self.began is None else self.began
+        self.began, end = None, began + self.limit_s
+        self.attempt(frozenset(), budget_bytes, self.limit_s / 2)
         if self.floor[0] > budget_bytes:
             return
-        end = now() + self.limit_s
+        if self.best(budget_bytes) is None:
+            end -= self.limit_s * TO_REFUSE
         whole = peak(self.graph).bytes
         for share in TARGETS:
+            if now() > end:
+                break
             walked = self.greedy(whole - int((whole - budget_bytes) * share))
             self.attempt(walked, budget_bytes, self.part(end))
         for chosen in self.sets(budget_bytes):
-            if now() > end and self.best(budget_bytes) is not None:
+            if now() > end:
                 break
             self.attempt(chosen, budget_bytes, self.part(end))
 
     def part(self, end: float) -> float:
-        """Seconds for the next set: half of what is left, and an eighth of the limit at least."""
-        return max(end - now(), self.limit_s / 4) / 2
+        """Seconds for the next set: half of what is left, and a 32nd of the limit at least."""
+        return max(end - now(), self.limit_s / 16) / 2
 
     def sets(self, budget_bytes: int) -> Iterator[Chosen]:
         """The sets worth an attempt after the walks; later ones start from what was found."""
@@ -177,7 +185,7 @@ class Compressing:
             least = sum(min(ways) for ways in graph.arrays.seconds)
             if known is not None and least >= known[1].seconds:
                 return
-            self.autos[chosen] = self.planner(graph, self.techniques, limit_s, self.progress)
+            self.autos[chosen] = self.planner(graph, self.techniques, limit_s)
         auto = self.autos[chosen]
         auto.limit_s = limit_s
         auto.look(budget_bytes)
@@ -233,10 +241,13 @@ class Compressing:
 
     def refusal(self, budget_bytes: int) -> BudgetError:
         """Return the error that says what the smallest peak found is."""
-        self.attempt(frozenset(self.saves), max(budget_bytes, self.floor[0]), self.limit_s)
+        part = self.limit_s * TO_REFUSE
+        self.attempt(frozenset(self.saves), max(budget_bytes, self.floor[0]), part / 2)
         plans: list[tuple[Plan, Chosen]] = []
         for chosen in (frozenset(), frozenset(self.saves), self.greedy(budget_bytes)):
             if chosen in self.autos:
+                # Of that a planner spends a fifth to say no.
+                self.autos[chosen].limit_s = part
                 error = self.autos[chosen].refusal(budget_bytes)
                 assert error.plan is not None
                 plans.append((error.plan, chosen))
@@ -246,17 +257,12 @@ class Compressing:
         later = (action.target for action in plan.actions[first:] if action.kind == "run")
         op = next(later, self.graph.ops[-1].name)
         floor, name = self.floor[0], self.graph.ops[self.floor[1]].name
-        return BudgetError(
+        text = (
             f"the smallest peak found, with {len(chosen)} storages compressed, is "
-            f"{show_bytes(plan.peak_bytes)}, set by {op!r}; no plan can go below "
-            f"{show_bytes(floor)}, what {name!r} works on. The budget is "
-            f"{show_bytes(budget_bytes)}. Raise the budget, or make the batch smaller.",
-            peak_bytes=plan.peak_bytes,
-            budget_bytes=budget_bytes,
-            op=op,
-            plan=plan,
-            floor_bytes=floor,
+            f"{show_bytes(plan.peak_bytes)}, set by {placed(self.graph, op)}; no plan can go below "
+            f"{show_bytes(floor)}, what {name!r} works on"
         )
+        return refused(text, self.graph, plan, budget_bytes, op=op, floor_bytes=floor)
 
     def working_set(self) -> tuple[int, int]:
         """The most that one op works on, with what is resident, and the op: no plan goes below.

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 from ..base.errors import PlanError
 from ..base.fields import Fields, is_text, load, show
 from ..base.limits import is_count
+from ..base.lines import decided_line, peak_line, seconds_line
 
 FORMAT: Final = "sn_memory.plan.v1"
 KINDS: Final = ("run", "free", "offload", "prefetch", "compress", "decompress")
@@ -62,7 +63,7 @@ class Decision:
     cost_s: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """Actions that carry a graph out within a peak, with predictions and a bound.
 
@@ -102,6 +103,18 @@ class Plan:
     seconds_sources: Mapping[str, int] = field(default_factory=dict)
     solve_s: float = 0.0
     graph_name: str = ""
+
+    def __repr__(self) -> str:
+        gap = f", {100 * self.gap:.1f} % above the bound" if self.lower_bound_seconds else ""
+        return "\n".join(
+            (
+                f"Plan of {self.graph_name or 'a graph'} by {self.planner}, {len(self.actions)} "
+                f"actions, found in {self.solve_s:.2g} s",
+                peak_line(self.budget_bytes, self.baseline_peak_bytes, self.peak_bytes),
+                decided_line(((it.technique, it.bytes) for it in self.decisions), "storages"),
+                f"{seconds_line(self.baseline_seconds, self.seconds)}{gap}",
+            )
+        )
 
     @property
     def gap(self) -> float:
@@ -157,6 +170,11 @@ class BudgetError(RuntimeError):
     floor_bytes
         No plan has a smaller peak than this; equal to `peak_bytes` where that is proven to be the
         smallest. None where the raiser has proven nothing.
+    module
+        The path of the module that `op` belongs to; empty where its name does not tell.
+    percent
+        The budget of fewest whole percent of the unplanned peak that can be had; None where that
+        peak is not known, or nothing is saved.
     """
 
     def __init__(
@@ -168,6 +186,8 @@ class BudgetError(RuntimeError):
         op: str,
         plan: Plan | None = None,
         floor_bytes: int | None = None,
+        module: str = "",
+        percent: int | None = None,
     ) -> None:
         super().__init__(message)
         self.peak_bytes = peak_bytes
@@ -175,6 +195,13 @@ class BudgetError(RuntimeError):
         self.op = op
         self.plan = plan
         self.floor_bytes = floor_bytes
+        self.module = module
+        self.percent = percent
+
+
+def percent_kept(peak_bytes: int, whole_bytes: int) -> int | None:
+    """Return the fewest whole percent of a peak that keep another; None where it is no smaller."""
+    return -(-100 * peak_bytes // whole_bytes) if peak_bytes < whole_bytes else None
 
 
 _NUMBERS: Final = (

@@ -23,11 +23,15 @@ from dataclasses import replace
 
 import numpy as np
 
+from ..base.clock import spend
 from ..cost.offload import windows
 from ..cost.schedule import HostCopy, Impossible, Schedule
 from ..graph.holes import KEEP, Holes
 from ..graph.numbers import Ints
 from .compiled import compiled
+
+# Units of work an op, most of them to bring what was found to Python.
+AROUND = 10
 
 
 def simulate(
@@ -43,6 +47,7 @@ def simulate(
     Raises Impossible if a rebuild would have to run an op whose inputs have changed since, or would
     need what cannot be made again.
     """
+    spend(AROUND * len(holes.graph.ops))
     native = compiled(holes)
     if native is None:
         return simulate_in_python(holes, choice, moves)

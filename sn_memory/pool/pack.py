@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ..base.clock import now
+from ..base.clock import counting, now, spend
 from ..base.errors import CapacityError, PackError
 from .greedy import RULES, first_fit, order_by
 from .problem import Ints, Problem, read_problem
@@ -31,6 +31,9 @@ _SEARCHABLE_PAIRS: Final = 4_000_000
 # a second in Python.
 _SLICE: Final = 64
 _WORK: Final = 20_000
+# Units of work of a decision, and of a buffer that first fit puts somewhere.
+_DECISION: Final = 300
+_PUT: Final = 20
 # A run ends after 500 decisions and this many for each buffer; every few runs the limit grows.
 _RUN: Final = 5
 _GROWTH: Final = 1.5
@@ -51,7 +54,7 @@ class Packing:
     lower_bound
         No packing is lower.
     seconds
-        CPU seconds it took.
+        Seconds it took, counted as the time limit is.
     """
 
     offsets: tuple[int, ...]
@@ -70,6 +73,7 @@ def pack(
     capacity: int | None = None,
     *,
     time_limit_s: float = 10.0,
+    deterministic: bool = False,
 ) -> list[int]:
     """Return an offset for each buffer, so that no two that are alive together overlap.
 
@@ -81,9 +85,11 @@ def pack(
     capacity
         Bytes of the arena. None: as few as can be found in the time.
     time_limit_s
-        Seconds in all, of the CPU time of the calling thread, as everywhere in sn_memory: what is
-        found does not depend on what else the machine does. The first greedy rule is carried to its
-        end whatever they are.
+        Seconds in all, on the wall, as everywhere in sn_memory. The first greedy rule is carried to
+        its end whatever they are.
+    deterministic
+        Count work in place of seconds, as `plan_graph` does: what is found is the same on any
+        machine, whatever its load.
 
     Raises
     ------
@@ -100,7 +106,8 @@ def pack(
     >>> pack([(0, 2, 4), (1, 3, 4), (2, 4, 4)], capacity=8)
     [0, 4, 0]
     """
-    return list(arrange(buffers, capacity, time_limit_s=time_limit_s).offsets)
+    found = arrange(buffers, capacity, time_limit_s=time_limit_s, deterministic=deterministic)
+    return list(found.offsets)
 
 
 def arrange(
@@ -108,6 +115,7 @@ def arrange(
     capacity: int | None = None,
     *,
     time_limit_s: float = 10.0,
+    deterministic: bool = False,
 ) -> Packing:
     """Return what `pack` returns together with its height and the lower bound.
 
@@ -123,8 +131,12 @@ def arrange(
         raise PackError(f"got time_limit_s={time_limit_s!r}, expected seconds, 0 or more.")
     if capacity is not None and capacity < 0:
         raise PackError(f"got capacity={capacity!r}, expected bytes, 0 or more.")
+    with counting(deterministic):
+        return _arranged(read_problem(buffers), capacity, time_limit_s)
+
+
+def _arranged(problem: Problem, capacity: int | None, time_limit_s: float) -> Packing:
     began = now()
-    problem = read_problem(buffers)
     # Empty buffers lie anywhere; what is left is packed part by part.
     full = np.flatnonzero(problem.size)
     solid = problem.only(full)
@@ -178,7 +190,11 @@ class _Part:
             self._runs += 1
             verdict = Verdict.UNFINISHED
             while verdict is Verdict.UNFINISHED and decisions > search.spent and now() < deadline:
-                verdict = search.run(_SLICE - search.spent % _SLICE, _WORK)
+                before, slice_ = search.spent, _SLICE - search.spent % _SLICE
+                verdict = search.run(slice_, _WORK)
+                # Cut within a decision, it has done all that a slice may do.
+                made = search.spent - before
+                spend(_WORK if made < slice_ else _DECISION * made)
             effort -= search.spent
             # Weights fade, so that what hindered the last runs counts most.
             self._weights = UNIT + (search.weights() - UNIT) // 2
@@ -223,6 +239,7 @@ def _best_greedy(problem: Problem, bound: int, deadline: float) -> tuple[Ints, i
     best: tuple[Ints, int] | None = None
     for rule in RULES:
         offsets = first_fit(problem, order_by(problem, rule))
+        spend(_PUT * len(problem))
         height = int((offsets + problem.size).max())
         if best is None or height < best[1]:
             best = offsets, height

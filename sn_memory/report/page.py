@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Final
 
+from ..base.lines import show_seconds
 from ..base.sizes import show_bytes
 from .figure import figure
-from .tables import Replayed, comparison, owner_groups, show_seconds, technique_totals, top_owners
+from .tables import Replayed, comparison, owner_groups, technique_totals, top_owners
 
 # A browser draws a few thousand rows; nobody reads more.
 _ROWS: Final = 2000
@@ -31,9 +32,6 @@ td.number, th.number { text-align: right; white-space: nowrap; }
 
 def page(report: Replayed) -> str:
     """Return the page; raises MissingExtra without matplotlib."""
-    picture = io.BytesIO()
-    figure(report).savefig(picture, format="png", dpi=150)
-    source = base64.b64encode(picture.getvalue()).decode("ascii")
     plan = report.plan
     budget = "no budget" if plan.budget_bytes is None else f"budget {show_bytes(plan.budget_bytes)}"
     facts = (
@@ -45,7 +43,7 @@ def page(report: Replayed) -> str:
     parts = [
         f"<h1>{escape(report.headline)}</h1>",
         f"<p>{escape(facts)}</p>",
-        f'<img alt="{escape(report.headline)}" src="data:image/png;base64,{source}">',
+        picture(report),
         '<div class="pair">',
         *(_owners(report, word) for word in ("before", "after")),
         "</div>",
@@ -69,6 +67,14 @@ def page(report: Replayed) -> str:
         f"<title>{escape(report.headline)}</title>\n<style>{_STYLE}</style>\n</head>\n"
         f"<body>\n{body}\n</body>\n</html>\n"
     )
+
+
+def picture(report: Replayed) -> str:
+    """Return the picture as an element of HTML that holds it; raises MissingExtra."""
+    drawn = io.BytesIO()
+    figure(report).savefig(drawn, format="png", dpi=150)
+    source = base64.b64encode(drawn.getvalue()).decode("ascii")
+    return f'<img alt="{escape(report.headline)}" src="data:image/png;base64,{source}">'
 
 
 def _owners(report: Replayed, word: str) -> str:

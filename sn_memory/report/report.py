@@ -21,7 +21,7 @@ from ..graph.liveness import live_bytes, peak
 from ..graph.rewrite import as_run
 from ..plan.plan import Plan
 from .figure import figure
-from .page import page
+from .page import page, picture
 from .tables import (
     SECOND,
     SMALL,
@@ -58,6 +58,14 @@ class Report(Replayed):
     def write_png(self, path: str | os.PathLike[str]) -> None:
         """Draw memory over time, the peak's owners and the comparison; needs matplotlib."""
         figure(self).savefig(path, format="png", dpi=130)
+
+    def html(self) -> str:
+        """Return what `write_html` writes."""
+        return page(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the picture."""
+        return picture(self)
 
     def write_html(self, path: str | os.PathLike[str]) -> None:
         """Write one page with pictures and tables; it loads nothing. Needs matplotlib."""

@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ..base.lines import show_seconds
 from ..base.sizes import show_bytes
 from ..graph.graph import Graph
 from ..plan.plan import Decision, Plan
@@ -90,18 +91,6 @@ def comparison(report: Replayed) -> list[tuple[str, ...]]:
             )
         )
     return rows
-
-
-def show_seconds(seconds: float) -> str:
-    """Return a time for people.
-
-    >>> show_seconds(0.0123), show_seconds(0)
-    ('12.3 ms', '0 s')
-    """
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e6:.2g} us" if seconds else "0 s"
 
 
 def top_owners(curve: Curve, most: int = _OWNERS) -> list[tuple[str, int]]:

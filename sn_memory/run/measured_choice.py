@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from ..base.lines import decided_line, peak_line, seconds_line
 from ..base.sizes import show_bytes
-from ..plan.plan import BudgetError, Plan
+from ..plan.plan import BudgetError, Plan, percent_kept
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Choice:
     seconds: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MeasuredPlan:
     """Which parts are run again, and what that was measured to need on the sample.
 
@@ -58,6 +59,16 @@ class MeasuredPlan:
     seconds: float
     baseline_seconds: float
     peak_op: str
+
+    def __repr__(self) -> str:
+        return "\n".join(
+            (
+                "Plan by measured steps",
+                peak_line(self.budget_bytes, self.baseline_peak_bytes, self.peak_bytes),
+                decided_line(((it.technique, it.saved_bytes) for it in self.choices), "parts"),
+                seconds_line(self.baseline_seconds, self.seconds),
+            )
+        )
 
     def decided(self, technique: str) -> tuple[str, ...]:
         """Return the names of the parts with this technique."""
@@ -94,6 +105,7 @@ def fewest_again(
     measured: Callable[[Sequence[P]], S],
     *,
     budget_bytes: int,
+    baseline_bytes: int,
     how: str,
 ) -> tuple[list[P], S]:
     """Return the parts to run again within a budget, and that step.
@@ -106,6 +118,8 @@ def fewest_again(
         All that may run again, and the step in which all do.
     measured
         Measures a step in which these parts run again.
+    baseline_bytes
+        The peak without the plan.
     how
         What was tried, as an error begins.
 
@@ -115,13 +129,17 @@ def fewest_again(
         If even the smallest step is above the budget.
     """
     if smallest.peak_bytes > budget_bytes:
+        percent = percent_kept(smallest.peak_bytes, baseline_bytes)
+        share = f', or "{percent}%" of the unplanned peak' if percent else ""
         raise BudgetError(
             f"{how}, the model needs {show_bytes(smallest.peak_bytes)} on the "
-            f"sample; the budget is {show_bytes(budget_bytes)}. Raise the budget, make the "
-            "batch smaller, or change the model so that it can be traced.",
+            f"sample; the budget is {show_bytes(budget_bytes)}. The nearest that can be had is "
+            f"{smallest.peak_bytes} bytes{share}. Raise the budget, make the batch smaller, or "
+            "change the model so that it can be traced.",
             peak_bytes=smallest.peak_bytes,
             budget_bytes=budget_bytes,
             op=smallest.peak_op,
+            percent=percent,
         )
     order = sorted(parts, key=lambda it: -it.seconds / max(1, it.saved_bytes))
     best, low, high = smallest, 0, len(order) + 1

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from html import escape
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar, overload
 
-from ..base.errors import PlanError
+from ..base.errors import MissingExtra, PlanError
 from ..graph.graph import Graph
 from ..report.report import report
+
+# Kinds of input that are named; there may be dozens.
+_SHOWN: Final = 3
 
 
 class Traced(Protocol):
@@ -50,6 +54,43 @@ class PlannedRecord(ABC, Generic[T]):
             )
         return self.latest_trace
 
-    def report(self, path: str | Path) -> None:
-        """Write one HTML page with pictures and tables; needs matplotlib and a trace."""
-        report(self.trace.graph, self.plan).write_html(path)
+    @property
+    @abstractmethod
+    def planned_inputs(self) -> list[str]:
+        """The kinds of input that have a plan: names and shapes of their tensors."""
+
+    def __repr__(self) -> str:
+        inputs = self.planned_inputs
+        shown = "; ".join(inputs[:_SHOWN])
+        if len(inputs) > _SHOWN:
+            shown += f"; and {len(inputs) - _SHOWN} more"
+        planned = f"planned for {len(inputs)}: {shown}" if inputs else "planned for no input"
+        return f"{self.plan!r}\nback end {self.backend}, {planned}"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: these lines, and the picture of the report."""
+        if self.latest_trace is None:
+            picture = ""
+        else:
+            try:
+                picture = report(self.trace.graph, self.plan)._repr_html_()
+            except MissingExtra as missing:
+                picture = f"<p>{escape(str(missing))}</p>"
+        return f"<pre>{escape(repr(self))}</pre>{picture}"
+
+    @overload
+    def report(self, path: None = None) -> str: ...
+
+    @overload
+    def report(self, path: str | Path) -> None: ...
+
+    def report(self, path: str | Path | None = None) -> str | None:
+        """Write one HTML page with pictures and tables, or return it where no path is given.
+
+        Needs matplotlib and a trace.
+        """
+        made = report(self.trace.graph, self.plan)
+        if path is None:
+            return made.html()
+        made.write_html(path)
+        return None

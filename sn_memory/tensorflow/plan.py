@@ -14,7 +14,9 @@ from typing import Any
 
 import keras
 
+from ..base.clock import sharing, stage
 from ..base.errors import PlanWarning
+from ..base.progress import Wanted, say, speaking
 from ..check.replay import check_plan
 from ..graph.records import Device
 from ..plan.api import plan_graph
@@ -25,7 +27,15 @@ from .eager.trial import left_alone, try_model
 from .errors import TraceError, first_line
 from .model.settings import settings_of, steady
 from .modules.backend import LayerStep
-from .planned import RECORD, Planned, PlannedCall, check_techniques, plain_model, signature
+from .planned import (
+    RECORD,
+    Planned,
+    PlannedCall,
+    check_deterministic,
+    check_techniques,
+    plain_model,
+    signature,
+)
 from .trace.model import check_model, twin_of
 from .trace.trace import main_device, optimizer_bytes, trace, uncounted
 
@@ -46,6 +56,8 @@ def plan(
     device: Device | None = None,
     optimizer: Any = None,
     time_limit_s: float = 60.0,
+    deterministic: bool = False,
+    progress: Wanted = None,
 ) -> Any:
     """Return a Keras model as one that trains within a budget of bytes, with the same gradients.
 
@@ -60,8 +72,11 @@ def plan(
     budget
         The most live bytes: a number, "6GiB", or "60%" of the unplanned peak. Variables, gradients
         and the input count.
-    planner, techniques, time_limit_s
+    planner, techniques
         As in `sn_memory.plan_graph`; `offload` is not among the techniques here.
+    time_limit_s
+        Seconds on the wall, kept to a tenth, that timing ops and searching share; timing has half
+        of them at most. Tracing and the trial come on top; so do steps that `layers` measures.
     backend
         `graph` runs the traced ops one by one as planned. `layers` runs chosen layers again in the
         backward pass; it takes any model and a real sample, on which it measures. `auto` is
@@ -70,6 +85,14 @@ def plan(
         As in `trace`.
     optimizer
         A Keras optimizer; its state counts as well.
+    deterministic
+        Count work in place of seconds, as `plan_graph` does: the same plan on any machine. With
+        `profile=False` and not with `layers`, whose seconds are measured; `auto` does not fall back
+        to them.
+    progress
+        None writes to standard error how far planning is, where that is a terminal: a bar if tqdm
+        is installed, else lines. True writes in any case, False never. A function takes a
+        `sn_memory.Progress` each time.
 
     Returns
     -------
@@ -115,6 +138,7 @@ def plan(
     if backend not in BACKENDS:
         raise ValueError(f"got backend {backend!r}, expected one of {', '.join(BACKENDS)}.")
     check_techniques(techniques)
+    check_deterministic(deterministic, profile=profile, backend=backend)
     before: Planned | None = model.__dict__.get(RECORD)
     plain = plain_model(model)
     check_model(plain)
@@ -122,6 +146,7 @@ def plan(
     def by_graph() -> Any:
         then = settings_of(plain)
         with _as_trace_error():
+            say("trace", 0, 1)
             traced = trace(plain, sample, profile=profile, device=device, optimizer=optimizer)
             held = steady(then, settings_of(plain))
         unknown = uncounted(traced.named)
@@ -129,9 +154,15 @@ def plan(
             raise TraceError(f"{unknown}, and layers are measured")
         if unknown:
             warnings.warn(f"The peak may be higher: {unknown}.", PlanWarning, stacklevel=3)
-        made = plan_graph(
-            traced.graph, budget, planner=planner, techniques=techniques, time_limit_s=time_limit_s
-        )
+        with stage() as left_s:
+            made = plan_graph(
+                traced.graph,
+                budget,
+                planner=planner,
+                techniques=techniques,
+                time_limit_s=time_limit_s if deterministic else left_s,
+                deterministic=deterministic,
+            )
         check_plan(traced.graph, made)
         with _as_trace_error():
             program = Program(traced.captured, traced.named, made)
@@ -140,6 +171,7 @@ def plan(
             program.settings = held
             programs = {**(before.programs if before else {}), signature(traced): program}
             layers = before.layers if before else None
+            say("trial", 0, 1)
             twin = _twin(plain, Planned("graph", traced, made, programs, layers))
             try_model(
                 plain,
@@ -170,8 +202,8 @@ def plan(
         )
         return twin
 
-    with left_alone(plain):
-        if backend == "graph":
+    with left_alone(plain), speaking(progress), sharing(time_limit_s):
+        if backend == "graph" or deterministic:
             twin = by_graph()
         elif backend == "layers":
             twin = by_layers()

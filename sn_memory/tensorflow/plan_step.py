@@ -6,12 +6,14 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from ..base.clock import sharing, stage
 from ..base.errors import PlanWarning
+from ..base.progress import Wanted, say, speaking
 from ..check.replay import check_plan
 from ..graph.records import Device
 from ..plan.api import plan_graph
 from .errors import TraceError, first_line
-from .planned import check_techniques
+from .planned import check_deterministic, check_techniques
 from .planned_step import PlannedStep
 from .trace.trace import trace, uncounted
 
@@ -26,6 +28,8 @@ def plan_step(
     profile: bool = True,
     device: Device | None = None,
     time_limit_s: float = 60.0,
+    deterministic: bool = False,
+    progress: Wanted = None,
 ) -> PlannedStep:
     """Return a training step that keeps a budget of bytes and does the same.
 
@@ -36,7 +40,7 @@ def plan_step(
         that is to be planned too.
     sample
         Its arguments: a tuple of tensors, arrays or tf.TensorSpec, or a single one.
-    budget, planner, techniques, profile, device, time_limit_s
+    budget, planner, techniques, profile, device, time_limit_s, deterministic, progress
         As in `plan`. The state of optimizers is among the step's variables, so it counts.
 
     Returns
@@ -71,6 +75,7 @@ def plan_step(
     True
     """
     check_techniques(techniques)
+    check_deterministic(deterministic, profile=profile, backend="graph")
     if getattr(step, "_jit_compile", None):
         raise TraceError(
             "the step is compiled by XLA (jit_compile=True), which schedules by itself. Plan it "
@@ -78,13 +83,21 @@ def plan_step(
         )
     if isinstance(step, PlannedStep):
         step = step.plain
-    traced = trace(step, sample, profile=profile, device=device)
+    with speaking(progress), sharing(time_limit_s):
+        say("trace", 0, 1)
+        traced = trace(step, sample, profile=profile, device=device)
+        with stage() as left_s:
+            made = plan_graph(
+                traced.graph,
+                budget,
+                planner=planner,
+                techniques=techniques,
+                time_limit_s=time_limit_s if deterministic else left_s,
+                deterministic=deterministic,
+            )
     unknown = uncounted(traced.named)
     if unknown:
         warnings.warn(f"The peak may be higher: {unknown}.", PlanWarning, stacklevel=2)
-    made = plan_graph(
-        traced.graph, budget, planner=planner, techniques=techniques, time_limit_s=time_limit_s
-    )
     check_plan(traced.graph, made)
     planned = PlannedStep(step, traced, made)
     try:

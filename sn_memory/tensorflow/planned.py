@@ -28,7 +28,7 @@ from .trace.trace import Trace
 RECORD = "sn_memory"
 
 
-@dataclass
+@dataclass(repr=False)
 class Planned(PlannedRecord[Trace]):
     """What a planned model or step carries as `sn_memory`.
 
@@ -56,6 +56,14 @@ class Planned(PlannedRecord[Trace]):
     @property
     def plan(self) -> Any:
         return self.made
+
+    @property
+    def planned_inputs(self) -> list[str]:
+        if self.layers is not None:
+            return ["any"]
+        # The only one of a step function has no key: it takes arguments like its sample's alone.
+        keys = [key[0] if isinstance(key, tuple) else None for key in self.programs]
+        return ["as its sample" if it is None else describe(it) for it in keys]
 
     @property
     def latest_trace(self) -> Trace | None:
@@ -167,6 +175,16 @@ def check_techniques(techniques: Sequence[str]) -> None:
         raise ValueError(
             'got the technique "offload", expected "keep" and "recompute": under TensorFlow '
             "nothing is moved to the host."
+        )
+
+
+def check_deterministic(deterministic: bool, *, profile: bool, backend: str) -> None:
+    """Raise ValueError for what measures seconds, where the plan is to be the same anywhere."""
+    if deterministic and (profile or backend == "layers"):
+        got = "profile=True" if profile else "backend='layers'"
+        raise ValueError(
+            f"got deterministic=True with {got}, which measures seconds: they differ from run to "
+            "run. Pass profile=False, a device whose speeds are to count, and another back end."
         )
 
 

@@ -19,6 +19,7 @@ from dataclasses import replace
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..base.clock import sharing
 from ..base.errors import PlanWarning
 from ..base.sizes import parse_bytes, show_bytes
 from ..plan.plan import BudgetError, Plan
@@ -36,6 +37,11 @@ def planned_for_both(planning: Planning, model: torch.nn.Module, given: Argument
 
     The step for none is `made.first`; it is None where only the other is to be had.
     """
+    with sharing(planning.time_limit_s):
+        return _for_both(planning, model, given)
+
+
+def _for_both(planning: Planning, model: torch.nn.Module, given: Arguments) -> Made:
     made = planning.made(model, given)
     if not planning.accumulate or isinstance(planning.planner, Plan):
         return made
@@ -122,7 +128,7 @@ def _with_gradients(model: torch.nn.Module, record: Planned, step: Step, given: 
         if step.trace is not None and any(record.steps[it] is step for it in record.at_sight):
             # As it was planned itself: nothing is timed, and the search is short.
             planning = planning.at_once(budget_bytes, step.trace.graph.device)
-        with _disable_current_modes():
+        with _disable_current_modes(), sharing(planning.time_limit_s):
             made, least = _planned_with(planning, budget_bytes, step, plain_model(model), given)
         need = made.plan.peak_bytes
         line = repr(planning.share) if planning.share else str(least and least.peak_bytes)

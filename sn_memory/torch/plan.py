@@ -2,6 +2,8 @@
 
 What changes is its forward (planned_forward.py). The model passed in stays as it is; both share
 parameters, buffers and modules. How it is planned for an input is in planning.py.
+
+Over 300 lines: half of them are what `plan` says of its arguments.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 
 from ..activations import Controller
 from ..base.errors import PlanWarning
+from ..base.progress import Wanted, speaking
 from ..base.sizes import parse_bytes
 from ..graph.records import Device
 from ..plan.plan import Plan
@@ -59,6 +62,8 @@ def plan(
     trial: bool = True,
     accumulate: bool = False,
     strict: bool = False,
+    deterministic: bool = False,
+    progress: Wanted = None,
 ) -> torch.nn.Module:
     """Return the model as one that trains within a budget of bytes, with the same gradients.
 
@@ -76,7 +81,11 @@ def plan(
     budget
         The most live bytes: a number, "6GiB", or "60%" of the unplanned peak, of several samples
         that of the largest. Parameters, buffers, gradients and the input count.
-    planner, techniques, time_limit_s
+    time_limit_s
+        Seconds on the wall, kept to a tenth, that timing ops and searching share, for each sample;
+        timing has half of them at most. Recording and the trial come on top. Steps that `modules`
+        measures take what they take.
+    planner, techniques
         As in `sn_memory.plan_graph`. In place of a planner's name, a plan of
         `trace` with the same settings: made by the command line, or what BudgetError carries as
         the smallest that was found. The technique `offload` moves storages to the host; `compress`,
@@ -115,6 +124,14 @@ def plan(
     strict
         Raise PlanError or BudgetError, when an input of another kind comes, where a warning would
         say that what runs is slower than a plan of its ops, or above the budget.
+    deterministic
+        Count work in place of seconds, as `plan_graph` does: the same plan on a slow and on a fast
+        machine, whatever its load. With `profile=False` and not with `modules`, whose seconds are
+        measured; `auto` does not fall back to them.
+    progress
+        None writes to standard error how far planning is, where that is a terminal: a bar if tqdm
+        is installed, else lines. True writes in any case, False never. A function takes a
+        `sn_memory.Progress` each time.
 
     Returns
     -------
@@ -151,6 +168,12 @@ def plan(
         raise ValueError(f"got backend {backend!r}, expected one of {', '.join(BACKENDS)}.")
     if compiler not in COMPILERS:
         raise ValueError(f"got compiler {compiler!r}, expected one of {', '.join(COMPILERS)}.")
+    if deterministic and (profile or backend == "modules"):
+        got = "profile=True" if profile else "backend='modules'"
+        raise ValueError(
+            f"got deterministic=True with {got}, which measures seconds: they differ from run to "
+            "run. Pass profile=False, a device whose speeds are to count, and another back end."
+        )
     planning = Planning(
         budget=budget,
         planner=planner,
@@ -166,6 +189,7 @@ def plan(
         bits=bits,
         trial=trial,
         accumulate=accumulate,
+        deterministic=deterministic,
         share=budget if isinstance(budget, str) and budget.strip().endswith("%") else "",
     )
     if planning.compresses and backend not in ("auto", "graph"):
@@ -178,7 +202,8 @@ def plan(
     samples = sorted(_kinds(plain, sample, noted), key=lambda it: -it[0].nbytes)
     found: list[tuple[Kind, Arguments, Made]] = []
     for kind, given in samples:
-        made = planned_for_both(planning, plain, given)
+        with speaking(progress):
+            made = planned_for_both(planning, plain, given)
         found.append((kind, given, made))
         planning = replace(planning, budget=_budget_bytes(planning, made))
         if made.trial.different:

@@ -51,7 +51,7 @@ class PlannedKind:
     seconds: float = 0.0
 
 
-@dataclass
+@dataclass(repr=False)
 class Planned(PlannedRecord[Trace]):
     """What a planned model carries as `model.sn_memory`.
 
@@ -121,6 +121,10 @@ class Planned(PlannedRecord[Trace]):
     @property
     def latest_trace(self) -> Trace | None:
         return self.latest.trace
+
+    @property
+    def planned_inputs(self) -> list[str]:
+        return [it.inputs for it in self.told.values()]
 
     @property
     def kinds(self) -> list[PlannedKind]:

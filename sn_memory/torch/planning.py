@@ -15,7 +15,9 @@ from typing import Any, Protocol
 import torch
 
 from ..activations import Controller
+from ..base.clock import stage
 from ..base.errors import PlanWarning
+from ..base.progress import say
 from ..base.sizes import parse_bytes
 from ..check.replay import carry_out, check_plan
 from ..graph.graph import Graph
@@ -118,6 +120,7 @@ class Planning:
     bits: int | Controller
     trial: bool
     accumulate: bool = False
+    deterministic: bool = False
     share: str = ""
     historical: bool = True
 
@@ -158,7 +161,8 @@ class Planning:
         except (BudgetError, ValueError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            if self.backend != "auto" or self.compresses:
+            # Modules are chosen by what was measured.
+            if self.backend != "auto" or self.compresses or self.deterministic:
                 raise
             kind_of_error = "" if isinstance(error, TraceError) else f"{type(error).__name__}: "
             warnings.warn(
@@ -219,14 +223,18 @@ class Planning:
         """Return a plan of a graph."""
         if isinstance(self.planner, Plan):
             return within(graph, self.planner, self.budget)
-        made = plan_graph(
-            graph,
-            self.budget,
-            planner=self.planner,
-            techniques=self.techniques,
-            time_limit_s=self.time_limit_s,
-            historical=self.historical,
-        )
+        with stage() as left_s:
+            # Counted work does not mix with seconds that stages before took.
+            limit_s = self.time_limit_s if self.deterministic else min(left_s, self.time_limit_s)
+            made = plan_graph(
+                graph,
+                self.budget,
+                planner=self.planner,
+                techniques=self.techniques,
+                time_limit_s=limit_s,
+                deterministic=self.deterministic,
+                historical=self.historical,
+            )
         check_plan(graph, made)
         return made
 
@@ -243,6 +251,7 @@ class Planning:
         profile: bool,
     ) -> Replay:
         """Return a step that replays what is traced with such layouts, planned so."""
+        say("trace", 0, 1)
         traced = trace(
             model,
             Given(*given),
@@ -265,6 +274,7 @@ class Planning:
             return Made(step, backend, Trial(False, {}, remark=remark))
 
         def found() -> Trial:
+            say("trial", 0, 1)
             need = step.plan.baseline_peak_bytes
             return tried(step, model, given, plain_bytes=need, gradients=not self.compresses)
 

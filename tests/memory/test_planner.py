@@ -31,10 +31,10 @@ def test_small_graphs_are_planned_optimally():
             if math.isinf(best):
                 refused += 1
                 with pytest.raises(BudgetError):
-                    plan_graph(graph, budget, techniques=RECOMPUTE, time_limit_s=1)
+                    plan_graph(graph, budget, techniques=RECOMPUTE, time_limit_s=30)
                 continue
             planned += 1
-            plan = plan_graph(graph, budget, techniques=RECOMPUTE, time_limit_s=1)
+            plan = plan_graph(graph, budget, techniques=RECOMPUTE, time_limit_s=30)
             assert plan.seconds == pytest.approx(best, rel=1e-12), f"seed {seed}"
             assert plan.gap == pytest.approx(0, abs=1e-9)
             check_plan(graph, plan)
@@ -49,7 +49,7 @@ def test_refusals_of_small_graphs_name_the_smallest_peak():
         if math.isfinite(optimum(graph, budget)):
             continue
         with pytest.raises(BudgetError) as caught:
-            plan_graph(graph, budget, techniques=RECOMPUTE, time_limit_s=1)
+            plan_graph(graph, budget, techniques=RECOMPUTE, time_limit_s=30)
         error = caught.value
         assert error.budget_bytes == budget
         assert error.op in graph.op_index
@@ -87,7 +87,9 @@ def test_plans_are_accepted_and_within_the_budget(techniques):
         graph = random_graph(seed, most_ops=25, plain=seed % 2 == 0)
         for budget in budgets(graph, 0.7, 0.85):
             try:
-                plan = plan_graph(graph, budget, techniques=techniques, time_limit_s=0.5)
+                plan = plan_graph(
+                    graph, budget, techniques=techniques, time_limit_s=0.1, deterministic=True
+                )
             except BudgetError:
                 continue
             made += 1
@@ -115,7 +117,7 @@ def test_the_bound_is_below_every_plan():
 def test_auto_is_never_slower_than_a_named_planner():
     graph = resnet(batch=2, depth=50).graph()
     for budget in budgets(graph, 0.6, 0.4):
-        auto = plan_graph(graph, budget, time_limit_s=2)
+        auto = plan_graph(graph, budget, time_limit_s=1, deterministic=True)
         check_plan(graph, auto)
         for name in names():
             try:
@@ -130,7 +132,9 @@ def test_auto_is_never_slower_than_a_named_planner():
 def test_fronts_are_monotone():
     graph = training_chain(10)
     shares = [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3]
-    plans = plan_front(graph, budgets(graph, *shares), techniques=RECOMPUTE, time_limit_s=0.5)
+    plans = plan_front(
+        graph, budgets(graph, *shares), techniques=RECOMPUTE, time_limit_s=0.5, deterministic=True
+    )
     for more, less in itertools.pairwise(plans):
         assert more.seconds <= less.seconds
         assert more.peak_bytes >= less.peak_bytes
@@ -143,7 +147,7 @@ def test_half_memory_is_planned_close_to_the_bound():
         transformer(batch=32, layers=4, length=256, words=1000).graph(),
     ):
         (budget,) = budgets(graph, 0.5)
-        plan = plan_graph(graph, budget, techniques=RECOMPUTE, time_limit_s=2)
+        plan = plan_graph(graph, budget, techniques=RECOMPUTE, time_limit_s=2, deterministic=True)
         check_plan(graph, plan)
         assert plan.gap < 0.05
 
@@ -151,7 +155,7 @@ def test_half_memory_is_planned_close_to_the_bound():
 def test_cheap_ops_are_rebuilt_first():
     graph = training_chain(8)
     (budget,) = budgets(graph, 0.75)
-    plan = plan_graph(graph, budget, techniques=RECOMPUTE, time_limit_s=1)
+    plan = plan_graph(graph, budget, techniques=RECOMPUTE, time_limit_s=1, deterministic=True)
     rebuilt = plan.decided("recompute")
     assert rebuilt
     assert all(name.startswith("a") for name in rebuilt)
@@ -181,9 +185,11 @@ def test_progress_is_told():
     told = []
     graph = training_chain(6)
     (budget,) = budgets(graph, 0.6)
-    plan_graph(graph, budget, time_limit_s=1, progress=lambda what, best: told.append((what, best)))
-    assert told
-    assert told[-1][1] is not None
+    plan_graph(graph, budget, time_limit_s=5, progress=told.append)
+    assert {it.stage for it in told} == {"search"}
+    assert all(it.done >= 0 and it.total == pytest.approx(5) for it in told)
+    assert [it.seconds for it in told] == sorted(it.seconds for it in told)
+    assert "best" in told[-1].note
 
 
 def test_a_simulation_holds_what_it_is_told_to_hold():

@@ -73,7 +73,7 @@ def measured(run):
 def test_a_planned_step_keeps_its_budget_and_its_bits():
     model = network()
     step, x = step_of(model, built("adam", model)), images()
-    planned = rim.plan_step(step, x, "60%", time_limit_s=2)
+    planned = rim.plan_step(step, x, "60%", time_limit_s=20)
     result = rim.verify(planned, x)
     assert result.equal, str(result)
     assert reruns(planned.sn_memory) > 0
@@ -93,7 +93,7 @@ def test_fit_of_a_planned_model_is_fit():
         model = network()
         if planned:
             plain, sample = model, tf.TensorSpec((BATCH, SIDE, SIDE, 3))
-            model = rim.plan(model, sample, "60%", time_limit_s=2)
+            model = rim.plan(model, sample, "60%", time_limit_s=20)
             assert type(model).__name__ == type(plain).__name__
             assert isinstance(model, keras.Sequential)
             assert reruns(model.sn_memory) > 0
@@ -113,7 +113,7 @@ def test_fit_of_a_planned_model_is_fit():
 
 def test_a_custom_loop_with_a_planned_model_uses_less():
     model, x = network(), images()
-    planned = rim.plan(model, x, "55%", time_limit_s=2)
+    planned = rim.plan(model, x, "55%", time_limit_s=20)
     steps = [step_of(it, built("sgd", it)) for it in (model, planned)]
     plain_bytes, planned_bytes = (measured(lambda step=step: step(x)) for step in steps)
     assert planned_bytes < 0.7 * plain_bytes
@@ -132,7 +132,7 @@ def test_rebuilds_add_no_error_to_what_tensorflow_does_with_the_same_ops(policy)
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=64.0)
     step, x = step_of(model, built(optimizer, model)), images()
     whole = rim.plan_step(step, x, "100%", profile=False)
-    small = rim.plan_step(step, x, "65%", profile=False, time_limit_s=2)
+    small = rim.plan_step(step, x, "65%", profile=False, time_limit_s=2, deterministic=True)
     assert reruns(small.sn_memory) > 0
     before = [it.numpy() for it in model.variables]
     after = []
@@ -162,7 +162,9 @@ def test_stateful_random_ops_are_never_run_twice():
             loss = tf.reduce_sum(h)
         return tape.gradient(loss, weights)
 
-    planned = rim.plan_step(step, tf.ones((512, 256)), "85%", profile=False, time_limit_s=2)
+    planned = rim.plan_step(
+        step, tf.ones((512, 256)), "85%", profile=False, time_limit_s=2, deterministic=True
+    )
     ops = {op.name: op for op in planned.sn_memory.trace.graph.ops}
     runs = [it.target for it in planned.sn_memory.plan.actions if it.kind == "run"]
     drawing = [name for name in runs if ops[name].random]
@@ -240,7 +242,7 @@ def test_horovods_tape_and_our_keras_optimizer(wrapped):
         optimizer.apply(gradients, model.trainable_variables)
         return loss
 
-    planned = rim.plan_step(step, x, "65%", profile=False, time_limit_s=2)
+    planned = rim.plan_step(step, x, "65%", profile=False, time_limit_s=2, deterministic=True)
     assert reruns(planned.sn_memory) > 0
     assert rim.verify(planned, x).equal
 
@@ -249,7 +251,7 @@ def test_a_budget_too_small_says_what_is_needed_and_changes_nothing():
     model = network()
     before = [it.numpy() for it in model.variables]
     with pytest.raises(BudgetError, match="smallest peak") as error:
-        rim.plan(model, images(), "1MiB", profile=False, time_limit_s=2)
+        rim.plan(model, images(), "1MiB", profile=False, time_limit_s=2, deterministic=True)
     assert error.value.peak_bytes > 2**20
     assert type(model) is keras.Sequential
     assert not hasattr(model, "sn_memory")

@@ -4,9 +4,9 @@
 
 It may ignore the budget, must not raise where its method simply finds nothing (then it returns
 the plan of least peak it has), and its plans pass `check_plan`.
-`plan_graph(..., planner="auto")` takes all of them as candidates, so it is never slower than any of
-them at the same peak. To add one: a module here, its name in `_FUNCTIONS`; what they share is
-in `plan/walk/`.
+`plan_graph(..., planner="auto")` takes all of them as candidates, so with time for all it is never
+slower than any of them at the same peak. To add one: a module here, its name in `_FUNCTIONS`; what
+they share is in `plan/walk/`.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from contextlib import suppress
 
 import numpy as np
 
+from ...base.clock import spend
 from ...graph.graph import Graph
 from ..plan import Plan
 from ..walk.carry import carry_out, choose
@@ -29,6 +30,8 @@ from .union_find import Groups
 _EXACT = 2000
 # Beyond this many runs per op DTR thrashes, and the budget counts as too small for it.
 _MOST_RUNS = 10
+# Units of work to look for what to evict, and to run an op.
+EVICTION, RUN = 4000, 100
 
 
 def dtr(graph: Graph, *, budget_bytes: int | None) -> Plan:
@@ -113,6 +116,7 @@ class _Online:
     def execute(self, op: int, target: int | None) -> None:
         """Make room and run."""
         arrays = self.graph.arrays
+        spend(RUN)
         self.runs += 1
         fresh = tuple(s for s in arrays.outputs[op] if not self.held[s])
         wanted = sum(self.sizes[s] for s in arrays.outputs[op]) + arrays.workspace_bytes[op][0]
@@ -136,6 +140,7 @@ class _Online:
 
     def least(self) -> int:
         """Return the candidate of least h."""
+        spend(EVICTION)
         ready = self.held & self.droppable & (self.pins == 0) & (self.complete_after < self.at)
         free = np.flatnonzero(ready)
         if not free.size:

@@ -12,6 +12,7 @@ import math
 
 import numpy as np
 
+from ...base.clock import spend
 from ...graph.graph import Graph
 from ..plan import Plan
 from ..walk.carry import carry_out
@@ -56,6 +57,7 @@ def _best_sets(graph: Graph, origin: Origins) -> list[frozenset[int]]:
     best = np.zeros(capacity + 1)
     taken = np.zeros((len(items), capacity + 1), bool)
     for row, (grains, seconds) in enumerate(zip(weight, worth, strict=True)):
+        spend(capacity)
         with_it = best[: capacity + 1 - grains] + seconds
         taken[row, grains:] = with_it > best[grains:]
         best[grains:] = np.maximum(best[grains:], with_it)

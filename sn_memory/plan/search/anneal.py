@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...base.clock import after
+from ...base.clock import after, late_or_units
 from ...graph.holes import KEEP, Holes
 from ...graph.numbers import Ints
 from ..compiled import compiled
@@ -59,10 +59,9 @@ def anneal(holes: Holes, start: Mixed, rules: Rules, *, deadline: float) -> Mixe
 
     None where the last word cannot be carried out, which the start can.
     """
-    late = after(deadline)
     native = compiled(holes)
     if native is None:
-        choice, moved = _Annealer(holes, start, rules).run(late)
+        choice, moved = _Annealer(holes, start, rules).run(after(deadline))
         return carried(holes, choice, moved)
     device = holes.graph.device
     lanes = (0.0, 0.0, 0.0)
@@ -72,8 +71,8 @@ def anneal(holes: Holes, start: Mixed, rules: Rules, *, deadline: float) -> Mixe
     pinned = -1 if device.pinned_bytes is None else device.pinned_bytes
     away = [hole in start.moved for hole in range(holes.count)]
     choice, flags = native.anneal(
-        start.choice, away, rules.budget_bytes, late, (*lanes, pinned), (rules.warm, COLD),
-        tries=rules.tries, seed=rules.seed, recompute=rules.recompute,
+        start.choice, away, rules.budget_bytes, late_or_units(deadline), (*lanes, pinned),
+        (rules.warm, COLD), tries=rules.tries, seed=rules.seed, recompute=rules.recompute,
     )  # fmt: skip
     return carried(holes, choice, [hole for hole, flag in enumerate(flags) if flag])
 

@@ -55,7 +55,7 @@ def options(block: Block, *, deadline: float, points: int = 8) -> list[Option]:
         if now() > deadline:
             break
         room = least + (held - least) * point // points
-        relaxed = relax(shape, rest, base + incoming + room, offload=False)
+        relaxed = relax(shape, rest, base + incoming + room, offload=False, deadline=deadline)
         if relaxed is None:
             continue
         choice = list(natural)

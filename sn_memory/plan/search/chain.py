@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...base.clock import now, spend
 from ...graph.holes import KEEP, Holes
 from ...graph.numbers import Floats
 from .block_options import Option, options
 from .blocks import Block, signature, split
 
 UNITS = 400
+# Units of work to look at one way over all budgets.
+WAY = 60
 
 
 class Chain:
@@ -33,11 +36,11 @@ class Chain:
         The holes of the graph.
     most_bytes
         Budgets above this need no chain: the peak of the graph as it stands.
-    deadline
-        For finding options.
+    deadline, end
+        For finding options, and for the table: where it is not full by then, there is none.
     """
 
-    def __init__(self, shape: Holes, most_bytes: int, *, deadline: float) -> None:
+    def __init__(self, shape: Holes, most_bytes: int, *, deadline: float, end: float) -> None:
         self.shape = shape
         self.blocks = split(shape)
         self.base = shape.graph.base_bytes
@@ -52,8 +55,8 @@ class Chain:
         self.turn_holes = _turn_holes(shape, self.blocks)
         self.crossing: dict[int, list[int]] = {}
         self.table: dict[tuple[int, int], Floats] = {}
-        if self.blocks:
-            self._fill()
+        if self.blocks and not self._filled(end):
+            self.blocks = []
 
     def _units(self, size: int) -> int:
         return -(-max(0, size) // self.unit)
@@ -70,16 +73,20 @@ class Chain:
             ]
         return self.crossing[cut][first]
 
-    def _fill(self) -> None:
+    def _filled(self, end: float) -> bool:
+        """Fill the table; False if time is over before."""
         count = len(self.blocks)
         forward = np.cumsum([0.0, *(block.forward_s for block in self.blocks)])
         for length in range(1, count + 1):
             for i in range(count - length + 1):
+                if now() > end:
+                    return False
                 j = i + length - 1
                 best = np.full(UNITS + 1, np.inf)
                 for value, _, _ in self._ways(i, j, forward):
                     np.minimum(best, value, out=best)
                 self.table[i, j] = best
+        return True
 
     def _ways(self, i: int, j: int, forward: Floats) -> list[tuple[Floats, str, int]]:
         """Return E(i, j) by each way: its values, and `option` or `cut` with its number."""
@@ -105,6 +112,7 @@ class Chain:
             value += self.table[i, k - 1]
             value[: self._units(rise)] = np.inf
             found.append((value, "cut", k))
+        spend(WAY * len(found))
         return found
 
     def extra_seconds(self, budget_bytes: int) -> float:

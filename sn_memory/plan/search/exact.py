@@ -20,13 +20,15 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, count, product
 
-from ...base.clock import now
+from ...base.clock import now, spend
 from ...graph.graph import Graph
 from ..plan import Action
 
 # Looks at moves before the clock is asked at all, so that very small graphs are solved in any time,
 # and between two questions.
 _FREE, _BETWEEN = 5_000, 64
+# Units of work a look.
+_LOOK = 600
 
 # A state: ops done, and what is present, one bit for each version of each storage.
 State = tuple[int, int]
@@ -68,6 +70,8 @@ def solve(
             raise MemoryError(f"more than {most_states} states for {last} ops")
         for seconds, after, actions, live in space.moves(done, held):
             looks += 1
+            if looks % _BETWEEN == 0:
+                spend(_LOOK * _BETWEEN)
             if looks > _FREE and looks % _BETWEEN == 0 and now() > deadline:
                 raise TimeoutError(f"no optimal plan of {last} ops was found in time")
             spent = cost + seconds

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...base.clock import after, now
+from ...base.clock import late_or_units, now
 from ...cost.recompute import Presence
 from ...cost.schedule import Impossible, Schedule
 from ...graph.holes import KEEP, Holes
@@ -59,7 +59,7 @@ def fit(
             holes, choice, budget_bytes,
             deadline=deadline, moves=moves, rounds=rounds, factors=factors,
         )  # fmt: skip
-    found = native.fit(choice, budget_bytes, after(deadline), moves, rounds, factors)
+    found = native.fit(choice, budget_bytes, late_or_units(deadline), moves, rounds, factors)
     return None if found is None else (found, simulate(holes, found, moves))
 
 
@@ -217,7 +217,8 @@ def trim(
             holes, choice, schedule, order, budget_bytes,
             deadline=deadline, moves=moves, filtered=filtered,
         )  # fmt: skip
-    found = native.trim(choice, order, budget_bytes, after(deadline), moves, filtered=filtered)
+    until = late_or_units(deadline)
+    found = native.trim(choice, order, budget_bytes, until, moves, filtered=filtered)
     return found, simulate(holes, found, moves)
 
 

@@ -9,11 +9,11 @@ Longer than most files: the ways share one clock, one archive and one state of w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 
 from ...base.clock import now
+from ...base.progress import is_heard, say
 from ...cost.schedule import Impossible, Schedule
 from ...graph.holes import Holes
 from ..bound import Relaxed, moments, relax
@@ -41,8 +41,8 @@ ROUND, ALL_ROUNDS, LONGEST = 8_000_000, 64_000_000, 50_000
 WARM, FRESH, COOL = 1e-3, 3e-3, 3e-4
 # A round that gains less than this part of the seconds is one without gain.
 GAIN = 5e-4
-
-Progress = Callable[[str, float | None], None]
+# However late it is, the smallest peak is looked for so long.
+LEAST_S = 0.1
 
 
 class Search:
@@ -57,9 +57,8 @@ class Search:
     recompute
         Whether ops may run twice.
     deadline
-        Moment of `clock.now()` after which no new attempt starts.
-    progress
-        Called with a line of text and the seconds of the best candidate so far, after each attempt.
+        Moment of `clock.now()` at which it ends. There may be a later one, `end`, for a search that
+        has found a plan within the budget.
     """
 
     def __init__(
@@ -69,18 +68,13 @@ class Search:
         offload: bool,
         recompute: bool,
         deadline: float,
-        progress: Progress | None = None,
     ) -> None:
-        self.shape, self.deadline, self.progress = shape, deadline, progress
+        self.shape, self.deadline, self.end = shape, deadline, deadline
+        self.began = now()
         self.recompute = recompute
         self.offload = offload and shape.graph.device.can_offload
         self.archive = Archive(shape)
         self.bounds: dict[tuple[int, int], Relaxed | None] = {}
-
-    @property
-    def patience_s(self) -> float:
-        """Limit of one linear program: it counts the clock on the wall, so it must not decide."""
-        return 10 * max(1.0, self.deadline - now())
 
     @property
     def late(self) -> bool:
@@ -108,14 +102,17 @@ class Search:
         """Return the relaxation at an op, solved once per budget."""
         key = (at, budget_bytes)
         if key not in self.bounds:
-            self.bounds[key] = relax(
+            found = relax(
                 self.shape,
                 at,
                 budget_bytes,
                 offload=self.offload,
                 recompute=self.recompute,
-                time_limit_s=self.patience_s,
+                deadline=self.deadline,
             )
+            if found is None and self.late:
+                return None  # for want of time, perhaps
+            self.bounds[key] = found
         return self.bounds[key]
 
     def attempt(self, choice: Sequence[int], budget_bytes: int, origin: str) -> None:
@@ -138,9 +135,19 @@ class Search:
         self.report(origin, budget_bytes)
 
     def report(self, origin: str, budget_bytes: int) -> None:
+        """Say what was found; with a plan within the budget there is time until the end."""
+        if self.deadline < self.end and self.archive.best(budget_bytes) is not None:
+            self.deadline = self.end
+        if not is_heard():
+            return
         best = self.archive.best(budget_bytes)
-        if self.progress is not None:
-            self.progress(origin, None if best is None else best.seconds)
+        natural = self.archive.items[0].seconds
+        if best is None:
+            note = f"{origin}: nothing within the budget yet"
+        else:
+            note = f"{origin}: best {best.seconds:.4g} s a step"
+            note += f" ({best.seconds / natural - 1:+.1%})" if natural else ""
+        say("search", now() - self.began, self.deadline - self.began, note)
 
     def solve(self, budget_bytes: int) -> Candidate | None:
         """Look for a fast candidate within a budget, by all ways; return the best."""
@@ -211,14 +218,15 @@ class Search:
     def least(self, budget_bytes: int) -> None:
         """Look for the smallest peak, down to a budget.
 
-        One short annealing comes whatever the clock says, so that something is always found.
+        One short annealing comes first, however late it is, so that something is found.
         """
         if not self.recompute and not self.offload:
             return
         start = self.archive.smallest()
         tries = 1 + self.first_tries // 4
-        self.anneal(start, budget_bytes, tries, FRESH, 0, deadline=math.inf)
-        if self.recompute:
+        until = max(self.deadline, now() + LEAST_S)
+        self.anneal(start, budget_bytes, tries, FRESH, 0, deadline=until)
+        if self.recompute and not self.late:
             self.attempt(self.shape.natural(), budget_bytes, "greedy")
             self.from_chain(budget_bytes)
         self.annealed(budget_bytes, 0.0)
@@ -278,7 +286,7 @@ class Search:
                 offload=True,
                 recompute=self.recompute,
                 lanes=lanes,
-                time_limit_s=self.patience_s,
+                deadline=self.deadline,
             )
             start = None
             if relaxed is not None:
@@ -304,7 +312,8 @@ class Search:
     def chain(self) -> Chain:
         """The blocks of the graph and their table, made at first need."""
         half = now() + (self.deadline - now()) / 2
-        return Chain(self.shape, self.archive.items[0].peak_bytes, deadline=half)
+        most = self.archive.items[0].peak_bytes
+        return Chain(self.shape, most, deadline=half, end=self.deadline)
 
     def from_chain(self, budget_bytes: int) -> None:
         """Start from the chain's checkpoints, for the largest table budget that really fits.
@@ -312,6 +321,8 @@ class Search:
         The table rounds up and adds peaks that do not meet, so what it calls a larger budget often
         fits; which one is found by bisection on the true peak.
         """
+        if now() > self.deadline:
+            return
         low, high = budget_bytes, self.archive.items[0].peak_bytes
         first: list[int] | None = None
         for _ in range(8):
@@ -343,7 +354,7 @@ class Search:
         at = moments(self.shape, 1)[0]
         base = self.shape.graph.base_bytes
         room = base + int((budget_bytes - base) * share)
-        relaxed = relax(self.shape, at, room, offload=False)
+        relaxed = relax(self.shape, at, room, offload=False, deadline=self.deadline)
         if relaxed is None:
             return
         choice = start_from_relaxed(self.shape, relaxed)

@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from ...base.clock import spend
 from ...graph.graph import Graph
 from ...graph.liveness import baseline_seconds, peak
 from ..plan import Decision, Plan
 from .meter import Meter
 from .walk import Event
+
+# Units of work to carry an event out.
+EVENT = 100
 
 
 def choose(plans: Iterable[Plan], budget_bytes: int | None) -> Plan:
@@ -51,6 +55,7 @@ def carry_out(
     """
     meter = Meter(graph, within_bytes)
     for (kind, number, fresh), dying in zip(events, _deaths(graph, events), strict=True):
+        spend(EVENT)
         meter.collect()
         if kind == "run":
             made = meter.run(number)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...base.clock import spend, spent_units
 from ...graph.graph import Graph
 from ..plan import Plan
 
@@ -24,7 +25,8 @@ class _Scored:
 
 
 # By policy and id of the graph; an entry goes with its graph, before the id can come again.
-_SCORED: dict[tuple[str, int], list[_Scored]] = {}
+# With the work it took, which counts each time: what is counted depends on the problem alone.
+_SCORED: dict[tuple[str, int], tuple[list[_Scored], int]] = {}
 
 
 def from_menu(
@@ -46,12 +48,15 @@ def from_menu(
     key = (policy, id(graph))
     if key not in _SCORED:
         scored: list[_Scored] = []
+        before = spent_units()
         for recipe in dict.fromkeys(recipes()):
             plan = cook(recipe)
             scored.append(_Scored(recipe, plan.peak_bytes, plan.seconds))
-        _SCORED[key] = scored
+        _SCORED[key] = scored, spent_units() - before
         weakref.finalize(graph, _SCORED.pop, key, None)
-    found = _SCORED[key]
+    else:
+        spend(_SCORED[key][1])
+    found = _SCORED[key][0]
     fitting = [it for it in found if budget_bytes is not None and it.peak_bytes <= budget_bytes]
     if not fitting:
         least = min(found, key=lambda it: (it.peak_bytes, it.seconds))

@@ -11,8 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ...base.clock import spend
 from ...graph.graph import Graph
 from .origins import Origins, origins
+
+# Units of work to note a run.
+RUN = 100
 
 
 class Event(NamedTuple):
@@ -51,6 +55,7 @@ class Walk:
 
     def run(self, op: int) -> None:
         """Run an op of the graph for the first time; what it reads must be there."""
+        spend(RUN)
         outputs = self.graph.arrays.outputs[op]
         self.events.append(Event("run", op, outputs))
         self.there.update(outputs)
@@ -97,6 +102,7 @@ class Walk:
         self.events.append(Event("settle", storage))
 
     def _again(self, storage: int, op: int) -> list[int]:
+        spend(RUN)
         outputs = self.graph.arrays.outputs[op]
         for other in outputs:
             # Making what is on the host a second time would leave two versions of the truth.

@@ -127,7 +127,12 @@ class _Search:
         budget_bytes = parse_bytes(budget, whole=baseline.peak_bytes)
         units, best = self.cut(baseline, budget_bytes)
         chosen, best = fewest_again(
-            units, best, self.measured, budget_bytes=budget_bytes, how="with layers run again"
+            units,
+            best,
+            self.measured,
+            budget_bytes=budget_bytes,
+            baseline_bytes=baseline.peak_bytes,
+            how="with layers run again",
         )
         self.step.sections = tuple(it.section for it in chosen)
         seconds = sum(

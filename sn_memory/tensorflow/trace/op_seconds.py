@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from tensorflow.python.eager import context, execute
 from tensorflow.python.framework import config
 
 from ...cost.measured import is_seconds
-from ...cost.op_times import OpTimes, plain_name, quickest
+from ...cost.op_times import OpTimes, plain_name, quickest, while_time_lasts
 from ...graph.records import Device
 from ..model.allocations import MARK, Allocations
 from ..model.memory import has_statistics
@@ -41,7 +42,8 @@ class MeasuredCosts(OpTimes):
         self.device = device
 
     def __call__(self, node: Node) -> Cost:
-        seconds, space = self.table[self._key(node)]
+        # What there was no time for is left to the roofline.
+        seconds, space = self.table.get(self._key(node), (None, 0))
         return seconds, int(space or 0)
 
     def measure(self, nodes: Iterable[Node]) -> None:
@@ -51,7 +53,9 @@ class MeasuredCosts(OpTimes):
             return
         # One trace for all: each one opened says so on the screen.
         with Allocations(self.device) if has_statistics(self.device) else nullcontext() as found:
-            timed = {key: _seconds(op, self.device, MARK + key) for key, op in missing.items()}
+            timed = while_time_lasts(
+                {key: partial(_seconds, op, self.device, MARK + key) for key, op in missing.items()}
+            )
         scratch = found.scratch_bytes if found else {}
         for key, seconds in timed.items():
             self.table[key] = [seconds, scratch.get(MARK + key, 0)]

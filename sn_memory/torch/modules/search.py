@@ -75,7 +75,12 @@ class Search:
         budget_bytes = -int(most(self.model, [-budget_bytes])[0])
         units, best = self.cut(baseline, budget_bytes)
         again, best = fewest_again(
-            units, best, self.measured, budget_bytes=budget_bytes, how="run again module by module"
+            units,
+            best,
+            self.measured,
+            budget_bytes=budget_bytes,
+            baseline_bytes=baseline.peak_bytes,
+            how="run again module by module",
         )
         self.step.choose(again)
         return measured_plan(

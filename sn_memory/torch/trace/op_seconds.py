@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...cost.measured import is_seconds
-from ...cost.op_times import OpTimes, plain_name, quickest
+from ...cost.op_times import OpTimes, plain_name, quickest, while_time_lasts
 from ...graph.records import Device
 from .record import Call, Recording, View
 from .timeable import timeable
@@ -37,14 +37,16 @@ def cached_seconds(
     works: Sequence[tuple[str, Callable[[], float | None]]], device: torch.device
 ) -> list[float | None]:
     """Return seconds per (signature, function that measures them), from the file where it can."""
-    times, result = OpTimes(cache_name(device), is_seconds, circumstances()), []
-    for text, measure in works:
-        key = times.key(text)
-        if key not in times.table:
-            times.table[key] = measure()
-        result.append(times.table[key])
+    times = OpTimes(cache_name(device), is_seconds, circumstances())
+    keys = [times.key(text) for text, _ in works]
+    missing = {
+        key: measure
+        for key, (_, measure) in zip(keys, works, strict=True)
+        if key not in times.table
+    }
+    times.table.update(while_time_lasts(missing))
     times.save(device)
-    return result
+    return [times.table.get(key) for key in keys]
 
 
 def circumstances() -> str:

@@ -65,7 +65,9 @@ def stepped(*, planned, compression=FFT):
     x, y = data()
     if planned:
         sample = (tf.TensorSpec((BATCH, WIDTH)), tf.TensorSpec((BATCH,), tf.int64))
-        step = sn_memory.tensorflow.plan_step(step, sample, "85%", profile=False, time_limit_s=2)
+        step = sn_memory.tensorflow.plan_step(
+            step, sample, "85%", profile=False, time_limit_s=2, deterministic=True
+        )
         assert_rebuilds(step)
     for at in range(0, len(x), BATCH):
         step(tf.constant(x[at : at + BATCH]), tf.constant(y[at : at + BATCH]))
@@ -85,7 +87,9 @@ def fitted(*, planned):
     model = model_of()
     if planned:
         sample = tf.TensorSpec((BATCH, WIDTH))
-        model = sn_memory.tensorflow.plan(model, sample, "85%", profile=False, time_limit_s=2)
+        model = sn_memory.tensorflow.plan(
+            model, sample, "85%", profile=False, time_limit_s=2, deterministic=True
+        )
         assert_rebuilds(model)
     optimizer = DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9), compression=FFT)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

@@ -1,0 +1,178 @@
+"""What planning says while it is at work: a bar on a terminal, records for programs, or nothing.
+
+Planning may take a minute, and a program that says nothing for a minute looks as if it hung. On a
+terminal tqdm draws a bar, where it is installed; else there are plain lines, no more than one in
+two seconds for a stage, and the first says why. Where nobody looks on (standard error is a file or
+a pipe) nothing is written, unless it is asked for.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final
+
+BETWEEN_S: Final = 2.0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far planning is.
+
+    Parameters
+    ----------
+    stage
+        `trace`, `time ops`, `search` or `trial`.
+    done, total
+        Of the stage: ops timed, and how many there are; of the search, what it has spent of its
+        time limit, in seconds. It may end long before. 0 and 1 for what has no parts.
+    seconds
+        On the wall since planning began.
+    note
+        What was found last, for people; it may be empty.
+    """
+
+    stage: str
+    done: float
+    total: float
+    seconds: float
+    note: str = ""
+
+
+# What callers pass: None for a terminal only, False, True, or what takes the records.
+Wanted = bool | Callable[[Progress], object] | None
+
+
+class _Silent:
+    """Where nobody listens."""
+
+    def show(self, it: Progress) -> None:
+        """Say nothing."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+_OUT: ContextVar[tuple[_Silent | _Bar | _Lines | _Program, float]] = ContextVar(
+    "sn_memory.progress", default=(_Silent(), 0.0)
+)
+
+
+def say(stage: str, done: float, total: float, note: str = "") -> None:
+    """Say how far planning is; the parameters are those of Progress."""
+    out, began = _OUT.get()
+    if not isinstance(out, _Silent):
+        out.show(Progress(stage, done, total, time.perf_counter() - began, note))
+
+
+def is_heard() -> bool:
+    """Whether somebody listens: notes may cost time to make."""
+    return not isinstance(_OUT.get()[0], _Silent)
+
+
+@contextmanager
+def speaking(wanted: Wanted) -> Iterator[None]:
+    """Let `say` be heard in the way that is wanted, by all that is called inside.
+
+    Raises TypeError for what is neither a bool, None nor callable.
+    """
+    out: _Silent | _Bar | _Lines | _Program
+    if wanted is False or (wanted is None and not sys.stderr.isatty()):
+        out = _Silent()
+    elif wanted is True or wanted is None:
+        out = _shown()
+    elif callable(wanted):
+        out = _Program(wanted)
+    else:
+        raise TypeError(
+            f"got progress {wanted!r}, expected False, True, None, or a function of a Progress."
+        )
+    token = _OUT.set((out, time.perf_counter()))
+    try:
+        yield
+    finally:
+        _OUT.reset(token)
+        out.close()
+
+
+@dataclass(frozen=True)
+class _Program:
+    """What a caller passed."""
+
+    show: Callable[[Progress], object]
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _shown() -> _Bar | _Lines:
+    if not sys.stderr.isatty():
+        return _Lines("")
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return _Lines(
+            "sn_memory: tqdm is not installed, so progress comes as lines. "
+            "For a bar: pip install 'superneurons[progress]'"
+        )
+    return _Bar(tqdm)
+
+
+class _Bar:
+    """A bar for each stage, which goes when the stage is over."""
+
+    def __init__(self, kind: Any) -> None:
+        self.kind, self.stage = kind, ""
+        self.bar: Any = None
+
+    def show(self, it: Progress) -> None:
+        if it.stage != self.stage or self.bar is None:
+            self.close()
+            self.stage = it.stage
+            # Of seconds and of ops alike; what has no parts shows how long it takes.
+            form = "sn_memory {desc}: {bar} {elapsed} {postfix}"
+            self.bar = self.kind(
+                total=it.total, desc=it.stage, file=sys.stderr, leave=False, bar_format=form
+            )
+        self.bar.total = it.total
+        self.bar.n = min(it.done, it.total)
+        self.bar.set_postfix_str(it.note, refresh=True)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+        self.bar = None
+
+
+class _Lines:
+    """A line when a stage begins, every two seconds of it, and at its end."""
+
+    def __init__(self, first: str) -> None:
+        self.first, self.stage, self.last = first, "", 0.0
+        self.unsaid: Progress | None = None
+
+    def show(self, it: Progress) -> None:
+        if it.stage == self.stage and it.seconds - self.last < BETWEEN_S:
+            self.unsaid = it
+            return
+        if it.stage != self.stage:
+            self.close()
+        if self.first:
+            sys.stderr.write(f"{self.first}\n")
+        self.first, self.stage, self.last, self.unsaid = "", it.stage, it.seconds, None
+        self.write(it)
+
+    def write(self, it: Progress) -> None:
+        note = f": {it.note}" if it.note else ""
+        sys.stderr.write(
+            f"sn_memory: {it.seconds:.1f} s, {it.stage} {it.done:.3g} of {it.total:.3g}{note}\n"
+        )
+
+    def close(self) -> None:
+        if self.unsaid is not None:
+            self.write(self.unsaid)
+        self.unsaid = None
