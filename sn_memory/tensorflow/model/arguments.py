@@ -96,6 +96,14 @@ def describe(key: Hashable) -> str:
     return ", ".join(parts) or "nothing"
 
 
+def is_open(key: Hashable) -> bool:
+    """Whether a tensor of a call has a size that is not known yet."""
+    return any(
+        isinstance(kind, tuple) and None in kind
+        for _, kind, _ in key  # type: ignore[attr-defined]
+    )
+
+
 def _is_default(value: Any, default: Any) -> bool:
     return value is default or (
         isinstance(value, SIMPLE) and type(value) is type(default) and value == default
