@@ -220,12 +220,18 @@ class _FirstSight:
 
     def by_layers(self, why: str, program: Program | None, *, keep: bool) -> Program | LayerStep:
         """Return the safe step: layers run again, measured on made-up values."""
-        step: Program | LayerStep = self.layers()
-        self.how = AGAIN
-        peak_bytes = step.plan.peak_bytes
-        if program is not None and program.plan.peak_bytes < peak_bytes > self.budget_bytes:
-            step, peak_bytes, self.how = program, program.plan.peak_bytes, "planned at once"
-        over = peak_bytes - self.budget_bytes
+        step: Program | LayerStep
+        try:
+            step, how = self.layers(), AGAIN
+        except TraceError as error:
+            if program is None:
+                raise
+            log.info("%s: %s", self.name, error)
+            step, how = program, self.how
+        if program is not None and program.plan.peak_bytes < step.plan.peak_bytes:
+            step, how = program, self.how
+        self.how = how
+        over = step.plan.peak_bytes - self.budget_bytes
         if over > 0:
             self.warn(
                 f"{self.call}: no choice was found that keeps {show_bytes(self.budget_bytes)}, and "

@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 from keras.src.backend.common.stateless_scope import in_stateless_scope  # has no public name
+from tensorflow.python.framework import ops as framework_ops
 from tensorflow.python.ops import control_flow_util
 
 from ..base.errors import PlanError, PlanWarning
@@ -105,6 +106,9 @@ def _differentiable(program: Program, given: list[Any], variables: Sequence[Any]
     """Put the planned passes into the graph; the tape sees one op with one gradient."""
     captured = program.captured
     wanted = [it.value for it in variables]
+    # TensorFlow keeps the gradient of each op that has one of its own under a name, for good, and
+    # with it both graphs. What comes after the forward pass is put there once only.
+    registered: list[str] = []
 
     @tf.custom_gradient
     def passes(*_: Any) -> Any:
@@ -117,9 +121,13 @@ def _differentiable(program: Program, given: list[Any], variables: Sequence[Any]
         def backward(*incoming: Any) -> Any:
             emission.backward([incoming[place] for place in places])
             found = iter([emission.need(value) for value in captured.outputs[count:]])
+            for name in registered:
+                framework_ops.gradient_registry._registry.pop(name, None)
             return [next(found) if there else None for there in program.has_gradient]
 
         return outs, backward
 
     results = passes(*[tf.convert_to_tensor(it) for it in wanted])
-    return list(results) if isinstance(results, list | tuple) else [results]
+    found = list(results) if isinstance(results, list | tuple) else [results]
+    registered += {it.op.get_attr("_gradient_op_type").decode() for it in found}
+    return found

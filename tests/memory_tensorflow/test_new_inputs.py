@@ -1,7 +1,9 @@
 """Inputs that nobody planned for, while training: within the budget at first sight, and equal."""
 
+import gc
 import logging
 import warnings
+import weakref
 
 import keras
 import numpy as np
@@ -341,12 +343,17 @@ def test_kinds_that_were_not_used_for_long_go(quiet, monkeypatch):
         monkeypatch.setattr(it, "KINDS", 2)
     budgeted = rim.plan(mlp(2), rows(512), "100%", **SETTINGS)
     budgeted.compile(keras.optimizers.SGD(0.0), "mse")
+    ran = []
     for count in (512, 500, 490, 480):
         budgeted.train_on_batch(rows(count), rows(count, 1))
+        ran.append(weakref.ref(budgeted.sn_memory.running))
     shapes = [it.inputs.partition("[")[2].partition(",")[0] for it in budgeted.sn_memory.kinds]
     assert shapes == ["512", "490", "480"]
     assert len(budgeted.sn_memory.programs) == 3
     assert len(budgeted.train_function.functions) == 2
+    gc.collect()
+    # With the graphs it was made of and put into.
+    assert [it() is None for it in ran] == [False, True, False, False]
 
 
 def test_beyond_a_share_of_time_layers_run_again(monkeypatch):

@@ -193,7 +193,10 @@ class _Search:
             units = [it for at in stretches for it in self.divided(*at, whole // _PARTS[-1])]
             best = _NONE
         if not units:
-            raise TraceError("none of its layers can be run again")
+            if any(it.left_bytes > 0 for it in self.probe.behaviour.values()) or not counts:
+                raise TraceError("none of its layers can be run again")
+            # Whatever they leave is too small to be seen.
+            best = self.measured([])
         chosen = units
         if counts and best.peak_bytes <= budget_bytes:
             chosen, best = fewest_again(
