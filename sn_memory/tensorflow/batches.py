@@ -73,7 +73,8 @@ class ByKind:
         function = self.functions.pop(kind, None)
         if function is None:
             record: Planned = self.model.__dict__[RECORD]
-            if not record.time.left():
+            strict = record.planning is not None and record.planning.strict
+            if not strict and not record.time.left():
                 return self.any
             function = self.made()
             self.model.train_function = self

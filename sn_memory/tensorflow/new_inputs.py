@@ -13,7 +13,6 @@ import logging
 import time
 import warnings
 from collections.abc import Hashable
-from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
@@ -27,7 +26,7 @@ from ..run.measured_choice import summary
 from .eager.program import Program
 from .eager.trial import left_alone
 from .errors import TraceError, as_it_is, first_line
-from .model.arguments import describe, is_open
+from .model.arguments import Call, describe, is_open
 from .model.outside import run_outside
 from .model.settings import changed, settings_of, steady
 from .modules.backend import LayerStep
@@ -40,23 +39,6 @@ log = logging.getLogger(__name__)
 
 _LINE = "model = sn_memory.tensorflow.plan(model, [sample, another], budget)"
 AGAIN = "layers run again"
-
-
-@dataclass
-class Call:
-    """A call of a model: its arguments, what tells it from others, and its tensors.
-
-    `why` says why it has no key.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    key: Hashable = None
-    tensors: list[Any] = field(default_factory=list)
-    why: str = ""
-
-    def __str__(self) -> str:
-        return self.why or describe(self.key)
 
 
 def step_for(model: Any, record: Planned, call: Call) -> Program | LayerStep | None:

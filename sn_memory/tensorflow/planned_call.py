@@ -20,9 +20,9 @@ from ..base.errors import PlanError, PlanWarning
 from .batches import ByKind
 from .eager.program import Emission, Program
 from .errors import TraceError, as_it_is
-from .model.arguments import call_of, refilled
+from .model.arguments import Call, call_of, refilled
 from .modules.backend import LayerStep
-from .new_inputs import Call, step_for
+from .new_inputs import step_for
 from .planned import RECORD, Planned
 
 

@@ -1,8 +1,6 @@
 """How a model is planned for an input: everything `plan` was told, kept for inputs to come.
 
 The planned model keeps it, so that it can be planned once more when an input of another kind comes.
-
-Over 300 lines: the three back ends share their settings, and a third are records and docstrings.
 """
 
 from __future__ import annotations

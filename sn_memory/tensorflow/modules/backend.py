@@ -24,7 +24,8 @@ from ..model.allocations import Allocations
 from ..model.compare import put_back
 from ..model.memory import has_statistics
 from ..trace.model import model_step, twin_of
-from .probe import Probe
+from .made_up import SHARE, fewer_rows, made_up
+from .probe import Probe, bytes_of
 from .rerun import run_again
 from .sections import Chain, Item, Section, run_in_sections
 
@@ -32,8 +33,6 @@ log = logging.getLogger(__name__)
 
 # Models in models are opened no further than this: deeper layers are mostly single ops.
 _DEPTH = 3
-# What a sample that may not fit is divided by to be watched.
-_ROWS = 4
 # Into how many sections what the model leaves for the backward pass is divided.
 _PARTS = (4, 8, 16)
 
@@ -99,7 +98,7 @@ class LayerStep:
     ) -> None:
         args = sample if isinstance(sample, tuple) else (sample,)
         if safely:
-            args = tf.nest.map_structure(_made_up, args)
+            args = tf.nest.map_structure(made_up, args)
         if any(isinstance(it, tf.TensorSpec) for it in tf.nest.flatten(args)):
             raise TraceError(
                 "planning by layers runs the model, and the sample is a tf.TensorSpec. Pass a "
@@ -107,7 +106,7 @@ class LayerStep:
             )
         args = tf.nest.map_structure(tf.convert_to_tensor, args)
         given = [*model.variables, *tf.nest.flatten(args)]
-        self.base_bytes = resident_bytes + sum(_bytes(it) for it in given)
+        self.base_bytes = resident_bytes + sum(bytes_of(it) for it in given)
         self.sections: tuple[Section, ...] = ()
         with put_back(model.variables), left_alone(model):
             search = _Search(self, model, args, device, safely=safely)
@@ -170,7 +169,7 @@ class _Search:
 
     def of_few_rows(self) -> Probe:
         """Watch a quarter of the rows, or all where those leave nothing to be seen."""
-        args = _quarter(self.args)
+        args = fewer_rows(self.args)
         if args is not None:
             try:
                 probe = Probe(self.model, args, self.device)
@@ -178,7 +177,7 @@ class _Search:
                 log.info("a quarter of the rows is no sample: %s", error)
             else:
                 if any(it.left_bytes > 0 for it in probe.behaviour.values()):
-                    self.scale = _ROWS
+                    self.scale = SHARE
                     return probe
         return Probe(self.model, self.args, self.device)
 
@@ -299,27 +298,3 @@ class _Search:
             op = found.holders[0].op if found.holders else "the variables"
             peaks.append(_Measured(self.step.base_bytes + found.peak_bytes, op))
         return max(peaks, key=lambda it: it.peak_bytes)
-
-
-def _made_up(leaf: Any) -> Any:
-    """Return values for a tf.TensorSpec: numbers drawn at random, zeros or True."""
-    if not isinstance(leaf, tf.TensorSpec):
-        return leaf
-    if leaf.dtype.is_floating:
-        return tf.random.stateless_normal(leaf.shape, (1, 2), dtype=leaf.dtype)
-    return tf.cast(tf.fill(leaf.shape, leaf.dtype == tf.bool), leaf.dtype)
-
-
-def _quarter(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Return a quarter of the rows, where all tensors have equally many."""
-    rows = {it.shape[0] if it.shape.rank else 0 for it in tf.nest.flatten(args)}
-    count = rows.pop() if len(rows) == 1 else 0
-    if count < _ROWS:
-        return None
-    few: tuple[Any, ...] = tf.nest.map_structure(lambda it: it[: count // _ROWS], args)
-    return few
-
-
-def _bytes(value: Any) -> int:
-    count = tf.TensorShape(value.shape).num_elements() or 0
-    return int(count) * int(tf.as_dtype(value.dtype).size)

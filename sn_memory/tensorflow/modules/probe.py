@@ -148,7 +148,7 @@ class Probe:
         found.seconds += time.perf_counter() - began
         found.calls += 1
         flat = [it for it in tf.nest.flatten(results) if isinstance(it, tf.Tensor)]
-        found.result_bytes = tuple(_bytes(it) for it in flat)
+        found.result_bytes = tuple(bytes_of(it) for it in flat)
         return results
 
     def _by_results(self, model: Any, args: tuple[Any, ...]) -> None:
@@ -212,8 +212,10 @@ def _updates(scope: Any) -> dict[int, Any]:
     return dict(scope.state_mapping)
 
 
-def _bytes(tensor: Any) -> int:
-    return int(tensor.shape.num_elements()) * int(tensor.dtype.size)
+def bytes_of(value: Any) -> int:
+    """Bytes of a tensor or variable."""
+    count = tf.TensorShape(value.shape).num_elements() or 0
+    return int(count) * int(tf.as_dtype(value.dtype).size)
 
 
 def _attributes(operation: Any) -> list[dict[str, Any]]:
