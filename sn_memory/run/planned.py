@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any, Final, Generic, Protocol, TypeVar, overload
@@ -23,6 +24,35 @@ class Traced(Protocol):
 
 
 T = TypeVar("T", bound=Traced)
+
+
+@dataclass(frozen=True)
+class PlannedKind:
+    """A kind of input that the model has a plan for.
+
+    Parameters
+    ----------
+    inputs
+        Names and shapes of its tensors.
+    how
+        `planned` by `plan`. At first sight: `nothing runs again`, `carried over from the plan of`
+        another kind, `planned at once`, or `modules run again` (TensorFlow: layers).
+    peak_bytes
+        Predicted; measured where modules run again; 0 where neither could be.
+    budget_bytes
+        What was to be kept.
+    unlike
+        What was otherwise than in the nearest kind that was known; nothing if `plan` was asked.
+    seconds
+        What planning it took, at first sight.
+    """
+
+    inputs: str
+    how: str
+    peak_bytes: int
+    budget_bytes: int
+    unlike: str = ""
+    seconds: float = 0.0
 
 
 class PlannedRecord(ABC, Generic[T]):

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from ..base.clock import sharing, stage
 from ..base.errors import PlanWarning
@@ -21,8 +22,8 @@ from ..check.replay import check_plan
 from ..graph.records import Device
 from ..plan.api import plan_graph
 from ..plan.plan import BudgetError
+from ..run.at_once import PLANNED
 from ..run.measured_choice import summary
-from .eager.program import Program
 from .eager.trial import left_alone, try_model
 from .errors import TraceError, first_line
 from .model.settings import settings_of, steady
@@ -30,13 +31,15 @@ from .modules.backend import LayerStep
 from .planned import (
     RECORD,
     Planned,
-    PlannedCall,
     check_deterministic,
     check_techniques,
+    kind_of,
     plain_model,
-    signature,
+    planned_kind,
 )
-from .trace.model import check_model, twin_of
+from .planned_call import PlannedCall
+from .planning import Planning, put_together
+from .trace.model import call_arguments, check_model, twin_of
 from .trace.trace import main_device, optimizer_bytes, trace, uncounted
 
 log = logging.getLogger(__name__)
@@ -58,6 +61,7 @@ def plan(
     time_limit_s: float = 60.0,
     deterministic: bool = False,
     progress: Wanted = None,
+    strict: bool = False,
 ) -> Any:
     """Return a Keras model as one that trains within a budget of bytes, with the same gradients.
 
@@ -67,11 +71,13 @@ def plan(
         Built, not necessarily compiled. It stays as it is. One that is planned already keeps its
         plans for other inputs.
     sample
-        An input like those of training, as in `trace`. Other shapes or types run without the plan;
-        a warning says so once for each.
+        An input like those of training, as in `trace`. Or a list of such inputs, each planned for:
+        the smallest and the largest, say. An input of another kind (shapes, types, flags, rates)
+        gets a plan when it comes: of the plans there are the fastest that keeps the budget, or a
+        new one, or layers that run again.
     budget
-        The most live bytes: a number, "6GiB", or "60%" of the unplanned peak. Variables, gradients
-        and the input count.
+        The most live bytes: a number, "6GiB", or "60%" of the unplanned peak, of several samples
+        that of the largest. Variables, gradients and the input count.
     planner, techniques
         As in `sn_memory.plan_graph`; `offload` is not among the techniques here.
     time_limit_s
@@ -93,11 +99,14 @@ def plan(
         None writes to standard error how far planning is, where that is a terminal: a bar if tqdm
         is installed, else lines. True writes in any case, False never. A function takes a
         `sn_memory.Progress` each time.
+    strict
+        Raise PlanError or BudgetError, when a call comes, where a warning would say that what runs
+        is slower than a plan of its ops, above the budget, or the model's own.
 
     Returns
     -------
     A model of the same class that shares variables and layers with `model`. Its `sn_memory` tells
-    back end, trace and plan and writes the report.
+    back end, trace and plan, the `kinds` of input by now, and writes the report.
 
     Raises
     ------
@@ -116,6 +125,10 @@ def plan(
     False here. Called eagerly, outside of any tf.function, the model runs plainly and warns: eager
     TensorFlow holds all arguments of what it calls.
 
+    `fit` and `train_on_batch` put each kind of batch into a function of its own, so that its shape
+    is known when it is planned. In a tf.function that leaves sizes open (reduce_retracing, an
+    input_signature with None), layers run again.
+
     Examples
     --------
     >>> import keras
@@ -130,6 +143,9 @@ def plan(
     >>> planned.sn_memory.plan.peak_bytes <= 0.8 * planned.sn_memory.plan.baseline_peak_bytes
     True
     """
+    settings = {key: it for key, it in locals().items() if key not in ("model", "sample", "budget")}
+    if isinstance(sample, list):
+        return _for_several(model, sample, budget, settings)
     if not isinstance(model, keras.Model):
         raise TypeError(
             f"got a {type(model).__name__}, expected a Keras model. For a step function there is "
@@ -165,14 +181,17 @@ def plan(
             )
         check_plan(traced.graph, made)
         with _as_trace_error():
-            program = Program(traced.captured, traced.named, made)
-            program.has_gradient = tuple(it is not None for it in traced.structure["gradients"])
-            program.results = traced.structure["results"]
-            program.settings = held
-            programs = {**(before.programs if before else {}), signature(traced): program}
-            layers = before.layers if before else None
+            program = put_together(traced, made, held)
+            record = Planned("graph", traced, made)
+            record.take_over(before)
+            kind = kind_of(traced.structure["key"], traced.structure["variables"])
+            record.keep(
+                kind,
+                program,
+                planned_kind(traced.structure["key"], PLANNED, made, record.budget_bytes),
+            )
+            twin = _twin(plain, record)
             say("trial", 0, 1)
-            twin = _twin(plain, Planned("graph", traced, made, programs, layers))
             try_model(
                 plain,
                 twin,
@@ -188,8 +207,10 @@ def plan(
     def by_layers() -> Any:
         held = 0 if optimizer is None else optimizer_bytes(plain, optimizer)
         step = LayerStep(plain, sample, budget, device=main_device(), resident_bytes=held)
-        programs = dict(before.programs) if before else {}
-        twin = _twin(plain, Planned("layers", None, step.plan, programs, step))
+        record = Planned("layers", None, step.plan)
+        record.take_over(before)
+        record.layers = step
+        twin = _twin(plain, record)
         try_model(
             plain,
             twin,
@@ -210,8 +231,37 @@ def plan(
         else:
             twin = _first_that_works(type(plain).__name__, by_graph, by_layers)
     record = twin.__dict__[RECORD]
+    # Not before: what comes otherwise than planned is a failure of the trial.
+    record.planning = Planning(
+        planner, tuple(techniques), strict, deterministic, call_arguments(sample)
+    )
     log.info("%s planned by %s: %s", type(plain).__name__, record.backend, summary(record.plan))
     return twin
+
+
+def _for_several(
+    model: Any, samples: list[Any], budget: int | str, settings: dict[str, Any]
+) -> Any:
+    """Plan for the largest sample first, whose own step percent are of, and then for the others."""
+    if not samples:
+        raise ValueError("got an empty list of samples, expected at least one.")
+    largest, *others = sorted(samples, key=_elements, reverse=True)
+    planned = plan(model, largest, budget, **settings)
+    first: Planned = planned.__dict__[RECORD]
+    if first.traced is None:
+        # Smaller inputs take the same layers.
+        return planned
+    for sample in others:
+        planned = plan(planned, sample, first.budget_bytes, **settings)
+    record: Planned = planned.__dict__[RECORD]
+    record.backend, record.traced, record.made = first.backend, first.traced, first.made
+    record.planning = first.planning
+    return planned
+
+
+def _elements(sample: Any) -> int:
+    leaves = tf.nest.flatten(call_arguments(sample))
+    return sum(int(it.shape.num_elements() or 0) for it in leaves if hasattr(it, "shape"))
 
 
 def _first_that_works(name: str, by_graph: Callable[[], Any], by_layers: Callable[[], Any]) -> Any:

@@ -1,31 +1,22 @@
-"""What a planned Keras model carries, and does otherwise than its class.
-
-In training, inside a tf.function as `fit` makes it, its forward and backward pass are the planned
-ones (program.py); else it is the model's own.
-"""
+"""What a planned Keras model carries as `model.sn_memory`: programs, and what is told of them."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import tensorflow as tf
-from keras.src.backend.common.stateless_scope import in_stateless_scope  # has no public name
-from tensorflow.python.eager import record
-from tensorflow.python.ops import control_flow_util
-
-from ..base.errors import PlanWarning
-from ..run.planned import PlannedRecord
-from .eager.program import Emission, Program
-from .errors import TraceError
-from .model.arguments import call_of, describe, refilled
-from .model.settings import changed, settings_of
+from ..run.at_once import TimeToPlan
+from ..run.planned import PlannedKind, PlannedRecord
+from .eager.program import Program
+from .model.arguments import describe
 from .modules.backend import LayerStep
+from .planning import Planning
 from .trace.trace import Trace
 
 RECORD = "sn_memory"
+# Of the kinds that come while training so many are kept.
+KINDS = 32
 
 
 @dataclass(repr=False)
@@ -37,13 +28,30 @@ class Planned(PlannedRecord[Trace]):
     backend
         What carries the plan out: `graph` or `layers`.
     traced, made
-        What was planned last, and how; with `layers`, there is no trace.
+        What `plan` planned last, and how, of several samples the largest; with `layers`, there is
+        no trace.
     programs
         The planned steps, per kind of input.
     layers
-        What runs layers again, for any input that no program is for.
+        What runs layers again, for any input, if `plan` chose these.
     refused
-        Kinds of input that were run plainly; each is warned about once.
+        Why calls were run plainly; each is warned about once.
+    planning
+        How the model was planned last; None of a step, and before `plan` is done.
+    told
+        Per kind of input, how it was planned; see `kinds`.
+    at_sight
+        Of the kinds, those that came while training, with the number of the last trace of each.
+    again
+        Choices of layers for kinds of input that no program is for.
+    measured
+        Choices of layers, each with the shapes it was measured on.
+    time
+        What planning at first sight took, and may take.
+    count
+        How often the model was put into a function.
+    running
+        What was put into a function last.
     """
 
     backend: str
@@ -52,6 +60,14 @@ class Planned(PlannedRecord[Trace]):
     programs: dict[Hashable, Program] = field(default_factory=dict)
     layers: LayerStep | None = None
     refused: set[Hashable] = field(default_factory=set)
+    planning: Planning | None = None
+    told: dict[Hashable, PlannedKind] = field(default_factory=dict)
+    at_sight: dict[Hashable, int] = field(default_factory=dict)
+    again: dict[Hashable, LayerStep] = field(default_factory=dict)
+    measured: list[tuple[Any, LayerStep]] = field(default_factory=list)
+    time: TimeToPlan = field(default_factory=TimeToPlan)
+    count: int = 0
+    running: Program | LayerStep | None = None
 
     @property
     def plan(self) -> Any:
@@ -61,103 +77,63 @@ class Planned(PlannedRecord[Trace]):
     def planned_inputs(self) -> list[str]:
         if self.layers is not None:
             return ["any"]
-        # The only one of a step function has no key: it takes arguments like its sample's alone.
-        keys = [key[0] if isinstance(key, tuple) else None for key in self.programs]
-        return ["as its sample" if it is None else describe(it) for it in keys]
+        # Of a step function nothing is told: it takes arguments like its sample's alone.
+        return [it.inputs for it in self.told.values()] or ["as its sample"]
 
     @property
     def latest_trace(self) -> Trace | None:
         return self.traced
 
+    @property
+    def kinds(self) -> list[PlannedKind]:
+        """The kinds of input that have a plan by now: what they are, how it came, its peak."""
+        return list(self.told.values())
 
-def signature(traced: Trace) -> Hashable:
+    @property
+    def budget_bytes(self) -> int:
+        """The budget, for every kind of input."""
+        return int(self.made.budget_bytes)
+
+    def take_over(self, before: Planned | None) -> None:
+        """Keep what was planned for other inputs when it was asked for; the rest is made again."""
+        if before is not None:
+            asked = [it for it in before.programs if it not in before.at_sight]
+            self.programs |= {it: before.programs[it] for it in asked}
+            self.told |= {it: before.told[it] for it in asked}
+            self.layers = before.layers
+
+    def keep(self, kind: Hashable, step: Program | LayerStep, told: PlannedKind) -> None:
+        """Keep what runs for a kind of input."""
+        self.forget(kind)
+        if isinstance(step, Program):
+            self.programs[kind] = step
+        else:
+            self.again[kind] = step
+        self.told[kind] = told
+
+    def keep_at_sight(self, kind: Hashable, step: Program | LayerStep, told: PlannedKind) -> None:
+        """Keep it as long as there is room: those that were not used for longest go."""
+        self.keep(kind, step, told)
+        self.at_sight[kind] = self.count
+        while len(self.at_sight) > KINDS:
+            self.forget(min(self.at_sight, key=lambda it: self.at_sight[it]))
+
+    def forget(self, kind: Hashable) -> None:
+        """Let a kind of input go."""
+        for held in (self.programs, self.again, self.told, self.at_sight):
+            held.pop(kind, None)  # type: ignore[attr-defined]
+
+
+def planned_kind(
+    call: Hashable, how: str, plan: Any, budget_bytes: int, seconds: float = 0.0
+) -> PlannedKind:
+    """Return what is told of a kind of input: the key of its call, and its plan."""
+    return PlannedKind(describe(call), how, plan.peak_bytes, budget_bytes, seconds=seconds)
+
+
+def kind_of(call: Hashable, variables: Sequence[Any]) -> Hashable:
     """What a plan of a model depends on: the arguments of its `call`, and what trains."""
-    return _key(traced.structure["key"], traced.structure["variables"])
-
-
-def _key(call: Hashable, variables: Sequence[Any]) -> Hashable:
     return call, tuple(id(it) for it in variables)
-
-
-class PlannedCall:
-    """What a planned Keras model does otherwise than its class."""
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        training = kwargs.get("training")
-        if training is None:
-            training = getattr(self._get_call_context(), "training", None)  # type: ignore[attr-defined]
-        program: Program | LayerStep | None = None
-        given: list[Any] = []
-        if training is True:
-            program, given = self._program(args, kwargs)
-        plainly = super().call  # type: ignore[misc]
-        if program is None:
-            return plainly(*args, **kwargs)
-        if isinstance(program, LayerStep):
-            return program.run(self, plainly, args, kwargs)
-        outs = _differentiable(program, given, self.trainable_variables)  # type: ignore[attr-defined]
-        return refilled(program.results, outs)
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        # Keras' "auto" would choose XLA, which orders ops by itself.
-        if kwargs.get("jit_compile", "auto") == "auto":
-            kwargs["jit_compile"] = False
-        super().compile(*args, **kwargs)  # type: ignore[misc]
-
-    def _program(self, args: Any, kwargs: Any) -> tuple[Program | LayerStep | None, list[Any]]:
-        """Return what runs a call, if anything planned does, and its tensors."""
-        planned: Planned = self.__dict__[RECORD]
-        program: Program | LayerStep | None = None
-        given: list[Any] = []
-        what = ""
-        try:
-            key, given = call_of(self._call_signature, args, kwargs)  # type: ignore[attr-defined]
-            what = f"its input is {describe(key)}, or its trainable variables are others, than"
-            if not tf.executing_eagerly():
-                program = planned.programs.get(_key(key, self.trainable_variables))  # type: ignore[attr-defined]
-        except TraceError as error:
-            what = f"{error} That is not what"
-        if program is None:
-            # Running layers again is right for any input; the budget was kept on the sample.
-            program = planned.layers
-        why = self._why_not(given, program, what)
-        if why is None and isinstance(program, Program):
-            other = changed(program.settings, settings_of(self))
-            if other is not None:
-                why = f"{other} when it was planned; plan it again"
-        if why is None:
-            return program, given
-        if why not in planned.refused:
-            planned.refused.add(why)
-            warnings.warn(
-                f"a training step of {type(self).__name__} runs without its plan: {why}.",
-                PlanWarning,
-                stacklevel=2,
-            )
-        return None, given
-
-    @staticmethod
-    def _why_not(
-        given: Sequence[Any], program: Program | LayerStep | None, what: str
-    ) -> str | None:
-        if tf.executing_eagerly():
-            return "it was called eagerly; put the training step into a tf.function"
-        if program is None:
-            return (
-                f"{what} it was planned with. Drop the last partial batch (drop_remainder=True), "
-                "or plan it for these too: model = sn_memory.tensorflow.plan(model, sample, budget)"
-            )
-        if control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
-            return "it is compiled by XLA, which schedules by itself; pass jit_compile=False"
-        if isinstance(program, LayerStep):
-            stateless = "it is called in Keras' stateless scope, which is gone in the backward pass"
-            return stateless if in_stateless_scope() else None
-        if record.should_record_backprop([it for it in given if it.dtype.is_floating]):
-            return (
-                "a gradient of its input is wanted, as where it is part of another model. Plan the "
-                "whole model, or the step: sn_memory.tensorflow.plan_step"
-            )
-        return None
 
 
 def plain_model(model: Any) -> Any:
@@ -186,27 +162,3 @@ def check_deterministic(deterministic: bool, *, profile: bool, backend: str) -> 
             f"got deterministic=True with {got}, which measures seconds: they differ from run to "
             "run. Pass profile=False, a device whose speeds are to count, and another back end."
         )
-
-
-def _differentiable(program: Program, given: list[Any], variables: Sequence[Any]) -> list[Any]:
-    """Put the planned passes into the graph; the tape sees one op with one gradient."""
-    captured = program.captured
-    wanted = [it.value for it in variables]
-
-    @tf.custom_gradient
-    def passes(*_: Any) -> Any:
-        emission = Emission(program, given)
-        emission.forward()
-        count = len(captured.outputs) - len(captured.gradients)
-        outs = [emission.need(value) for value in captured.outputs[:count]]
-        places = [captured.outputs.index(value) for value in captured.targets]
-
-        def backward(*incoming: Any) -> Any:
-            emission.backward([incoming[place] for place in places])
-            found = iter([emission.need(value) for value in captured.outputs[count:]])
-            return [next(found) if there else None for there in program.has_gradient]
-
-        return outs, backward
-
-    results = passes(*[tf.convert_to_tensor(it) for it in wanted])
-    return list(results) if isinstance(results, list | tuple) else [results]

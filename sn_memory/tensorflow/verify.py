@@ -14,6 +14,7 @@ from ..check.replay import check_plan
 from ..run.verification import Verification
 from .eager.trial import as_tensor, asked, compute_dtypes
 from .model.compare import Results, different, nudged, put_back, relative_error, results_of, unit_of
+from .modules.backend import LayerStep
 from .planned import RECORD, Planned, plain_model
 from .planned_step import PlannedStep
 from .trace.model import model_step
@@ -31,7 +32,7 @@ def verify(model: Any, sample: Any) -> Verification:
     model
         Made by `plan` or `plan_step`.
     sample
-        A real input like the one it was planned for.
+        A real input of a kind that it was planned for; any other is planned for at once.
 
     Raises
     ------
@@ -62,19 +63,22 @@ def verify(model: Any, sample: Any) -> Verification:
         error = relative_error(expected, got, lambda: _nudged(runs[0], variables, unit), unit)
         unplanned, measured = (asked(run, variables) for run in runs)
         seconds = [min(_seconds(run, variables) for _ in range(2)) for run in runs]
-    if record.layers is not None and record.traced is None:
-        base, peak_op = record.layers.base_bytes, record.plan.peak_op
+    # What the step above was put together from.
+    runs_it = record.running or record.programs[None]
+    made: Any = runs_it.plan
+    if isinstance(runs_it, LayerStep):
+        base, peak_op = runs_it.base_bytes, made.peak_op
     else:
-        graph = record.trace.graph
+        graph = runs_it.named.graph
         base = graph.base_bytes
-        peak_op = record.plan.actions[check_plan(graph, record.plan).peak_action].target
+        peak_op = made.actions[check_plan(graph, made).peak_action].target
     return Verification(
-        predicted_peak_bytes=record.plan.peak_bytes,
+        predicted_peak_bytes=made.peak_bytes,
         measured_peak_bytes=base + measured.peak_bytes,
         unplanned_peak_bytes=base + unplanned.peak_bytes,
         allocated_peak_bytes=base + measured.allocated_peak_bytes,
         peak_op=peak_op,
-        predicted_s=record.plan.seconds,
+        predicted_s=made.seconds,
         measured_s=seconds[1],
         unplanned_s=seconds[0],
         different=different(expected, got),

@@ -2,13 +2,14 @@
 
 from ..base.errors import PlanWarning
 from ..run.estimate import Estimate
+from ..run.planned import PlannedKind
 from ..run.verification import Verification
 from .activations.compress import CompressedActivations, Peaks, Saved, compress_activations
 from .errors import ReplayError, TraceError
 from .estimate import estimate
 from .model.tracker import StorageTracker
 from .plan import plan
-from .planned import Planned, PlannedKind
+from .planned import Planned
 from .trace.trace import Trace, trace
 from .verify import verify
 

@@ -23,8 +23,9 @@ from ..base.errors import PlanError, PlanWarning
 from ..base.sizes import show_bytes
 from ..graph.graph import Graph
 from ..plan.plan import BudgetError, Plan
+from ..run.at_once import AT_ONCE, PLANNED, plan_at_once
 from ..run.measured_choice import summary
-from .at_once import AT_ONCE, PLANNED, plan_at_once
+from ..run.planned import PlannedKind
 from .eager.replay import Replay
 from .eager.trial import layouts_seen
 from .errors import first_line
@@ -34,15 +35,12 @@ from .model.sharded import first_fsdp_refused, of_first_fsdp
 from .model.step import apart, chance_put_back, tensors
 from .model.wrapping import plain_model
 from .modules.backend import ModuleStep
-from .planned import Planned, PlannedKind
+from .planned import Planned
 from .planning import Step, smallest_of_trace
 from .trace.trace import Trace, beside
 
 log = logging.getLogger(__name__)
 
-# Planning while training may take so much of the time, and so many seconds before that counts.
-SHARE = 0.1
-ALLOWED_S = 30.0
 # So many choices of modules are remembered.
 _SAFE = 16
 _LINE = "model = sn_memory.torch.plan(model, [sample, another], budget)"
@@ -125,18 +123,13 @@ class _FirstSight:
         try:
             return self.found(began)
         finally:
-            took = time.perf_counter() - began
-            self.record.planning_s += took
-            self.record.longest_s = max(self.record.longest_s, took)
+            self.record.time.took(time.perf_counter() - began)
 
     def found(self, began: float) -> Step:
         why, by_ops = self.refusal(), None
-        hurried = not why and not self.record.strict and not self.in_time()
+        hurried = not why and not self.record.strict and not self.record.time.left()
         if hurried:
-            why = (
-                f"planning new kinds of input has taken {self.record.planning_s:.0f} s, more than "
-                "a tenth of the time since planning"
-            )
+            why = str(self.record.time)
         if not why:
             try:
                 with _disable_current_modes(), chance_put_back():
@@ -167,11 +160,6 @@ class _FirstSight:
                 "computes with whole ones"
             )
         return ""
-
-    def in_time(self) -> bool:
-        """Whether there is time to plan one more kind."""
-        passed = time.perf_counter() - self.record.began
-        return self.record.planning_s + self.record.longest_s <= ALLOWED_S + SHARE * passed
 
     def by_ops(self) -> Step:
         """Return a step whose ops are planned: carried over, or searched for shortly."""
@@ -214,7 +202,8 @@ class _FirstSight:
             if isinstance(plan := self.alike(step).plan, Plan)
             and record.told[kind].how.startswith(PLANNED)
         ]
-        found = plan_at_once(graph, record.planning, budget_bytes, plans)
+        search = record.planning.at_once(budget_bytes, None).planned
+        found = plan_at_once(graph, search, budget_bytes, plans)
         self.how, self.over = found.how, found.over
         return found.plan
 

@@ -23,6 +23,7 @@ from ..base.sizes import parse_bytes
 from ..graph.records import Device
 from ..plan.plan import Plan
 from ..run.measured_choice import summary
+from ..run.planned import PlannedKind
 from .accumulation import planned_for_both
 from .compile.backend import COMPILERS
 from .errors import TraceError
@@ -31,7 +32,7 @@ from .model.kinds import Arguments, attributes_of, kind_of
 from .model.sharded import first_fsdp_refused, of_first_fsdp, stand_for
 from .model.wrapping import RECORD, bare, plain_model, planned_class
 from .modules.backend import ModuleStep
-from .planned import Planned, PlannedKind
+from .planned import Planned
 from .planned_forward import PlannedForward
 from .planning import Made, Planning
 from .trace.convolutions import Measure

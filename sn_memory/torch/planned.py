@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import torch
 
 from ..base.sizes import parse_bytes
-from ..run.planned import PlannedRecord
+from ..run.at_once import TimeToPlan
+from ..run.planned import PlannedKind, PlannedRecord
 from .eager.trial import Trial
 from .model.kind import Kind
 from .model.kinds import Written
@@ -20,35 +20,6 @@ from .trace.trace import Trace
 
 # Of the kinds that come while training so many steps are kept.
 KINDS = 64
-
-
-@dataclass(frozen=True)
-class PlannedKind:
-    """A kind of input that the model has a plan for.
-
-    Parameters
-    ----------
-    inputs
-        Names and shapes of its tensors.
-    how
-        `planned` by `plan`. At first sight: `nothing runs again`, `carried over from the plan of`
-        another kind, `planned at once`, or `modules run again`.
-    peak_bytes
-        Predicted; measured where modules run again; 0 where neither could be.
-    budget_bytes
-        What was to be kept.
-    unlike
-        What was otherwise than in the nearest kind that was known; nothing if `plan` was asked.
-    seconds
-        What planning it took, at first sight.
-    """
-
-    inputs: str
-    how: str
-    peak_bytes: int
-    budget_bytes: int
-    unlike: str = ""
-    seconds: float = 0.0
 
 
 @dataclass(repr=False)
@@ -81,8 +52,8 @@ class Planned(PlannedRecord[Trace]):
         Of the kinds, those that came while training, with the number of the last step of each.
     safe
         Choices of modules that were measured on an input, each with its kind.
-    began, planning_s, longest_s
-        When the record was made; the seconds that planning at first sight took since, and most.
+    time
+        What planning at first sight took, and may take.
     count
         Steps so far.
     running
@@ -105,9 +76,7 @@ class Planned(PlannedRecord[Trace]):
     told: dict[Kind, PlannedKind] = field(default_factory=dict)
     at_sight: dict[Kind, int] = field(default_factory=dict)
     safe: list[tuple[Kind, ModuleStep]] = field(default_factory=list)
-    began: float = field(default_factory=time.perf_counter)
-    planning_s: float = 0.0
-    longest_s: float = 0.0
+    time: TimeToPlan = field(default_factory=TimeToPlan)
     count: int = 0
     running: Step | None = None
     later: dict[Step, Step] = field(default_factory=dict)

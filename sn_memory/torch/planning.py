@@ -1,8 +1,6 @@
 """How a model is planned for an input: everything `plan` was told, kept for inputs to come.
 
 The planned model keeps it, so that it can be planned once more when an input of another kind comes.
-
-Over 300 lines: the three back ends share their settings, and a third are records and docstrings.
 """
 
 from __future__ import annotations
@@ -18,14 +16,12 @@ from ..activations import Controller
 from ..base.clock import stage
 from ..base.errors import PlanWarning
 from ..base.progress import say
-from ..base.sizes import parse_bytes
-from ..check.replay import carry_out, check_plan
+from ..check.replay import check_plan
 from ..graph.graph import Graph
-from ..graph.liveness import baseline_seconds, peak
 from ..graph.records import Device, Storage
-from ..plan.api import over_budget, plan_graph
+from ..plan.api import plan_graph
 from ..plan.plan import BudgetError, Plan
-from ..plan.policies import policy
+from ..run.at_once import SEARCH_S, smallest, within
 from ..run.measured_choice import MeasuredPlan
 from .compile.backend import CompiledStep, Settings
 from .eager.compressed import as_planned
@@ -38,10 +34,6 @@ from .modules.backend import ModuleStep
 from .trace.convolutions import Measure
 from .trace.record import Layouts
 from .trace.trace import Given, Trace, beside, trace
-
-# A search while training ends after so many seconds.
-SEARCH_S = 1.0
-
 
 # Gradients of parameters that are there when a step begins.
 EARLIER = "gradients of earlier micro-batches"
@@ -295,31 +287,6 @@ class Planning:
         return Made(step, backend, result, otherwise)
 
 
-def smallest(graph: Graph) -> Plan:
-    """Return a plan that needs little memory and is found at once."""
-    return policy("superneurons_memory")(graph, budget_bytes=None)
-
-
 def smallest_of_trace(traced: Trace) -> Plan:
     """Return such a plan of what was traced."""
     return smallest(traced.graph)
-
-
-def within(graph: Graph, made: Plan, budget: int | str) -> Plan:
-    """Return a plan made before, if it is one of this graph and keeps the budget."""
-    found = carry_out(graph, made)
-    allowed = parse_bytes(budget, whole=peak(graph).bytes)
-    # Op seconds may have been measured anew since; its bound holds for the old ones.
-    made = replace(
-        made,
-        budget_bytes=allowed,
-        peak_bytes=found.peak_bytes,
-        seconds=found.seconds,
-        baseline_seconds=baseline_seconds(graph),
-        lower_bound_seconds=0.0,
-    )
-    if made.peak_bytes > allowed:
-        raise over_budget(
-            graph, made, allowed, what="the plan passed in", instead="pass a planner's name"
-        )
-    return made

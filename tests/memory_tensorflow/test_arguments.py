@@ -75,10 +75,11 @@ def pair():
 )
 def test_other_arguments_are_another_call(pair, args, kwargs, known):
     model, planned = pair
-    planned.sn_memory.refused.clear()
     (plain, got), warned = both(model, planned, *args, **kwargs)
     np.testing.assert_array_equal(got, plain)
-    assert warned is not known
+    assert not warned
+    sample = next(iter(planned.sn_memory.programs.values()))
+    assert (planned.sn_memory.running is sample) == known
 
 
 def _rate(model):
@@ -114,13 +115,15 @@ def _lora(model):
 )
 def test_settings_changed_after_planning_are_noticed(change):
     model = told()
-    planned = rim.plan(model, X, "100%", profile=False, backend="graph")
+    planned = rim.plan(model, X, "1MiB", profile=False, backend="graph")
     # Attributes of the model itself are the planned one's own; layers are shared.
     change(planned)
     model.factor = planned.factor
     (plain, got), warned = both(model, planned, X)
-    np.testing.assert_array_equal(got, plain)
-    assert warned
+    # TensorFlow merges ops of the plain step: sums of 32 numbers of about 1 in another order.
+    np.testing.assert_allclose(got, plain, rtol=0, atol=32 * 2**-24)
+    assert not warned
+    assert planned.sn_memory.kinds[-1].how == "nothing runs again"
 
 
 def test_the_signature_is_the_models(pair):

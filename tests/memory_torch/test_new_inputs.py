@@ -12,8 +12,8 @@ from small_models import Everything, images, mlp
 from torch import nn
 
 from sn_memory import BudgetError, Device, PlanError
-from sn_memory.torch import PlanWarning, StorageTracker, new_inputs, plan, planned, trace, verify
-from sn_memory.torch import at_once as searches
+from sn_memory.run import at_once
+from sn_memory.torch import PlanWarning, StorageTracker, plan, planned, planning, trace, verify
 
 SETTINGS = {"profile": False, "planner": "greedy", "backend": "graph"}
 
@@ -60,9 +60,9 @@ def quiet():
 def searched(monkeypatch):
     """The searches for plans while training."""
     found = []
-    own = searches.Planning.planned
+    own = planning.Planning.planned
     monkeypatch.setattr(
-        searches.Planning, "planned", lambda it, graph: found.append(graph) or own(it, graph)
+        planning.Planning, "planned", lambda it, graph: found.append(graph) or own(it, graph)
     )
     return found
 
@@ -370,7 +370,7 @@ def test_larger_inputs_are_measured_again_by_modules(quiet):
 def test_where_planning_takes_too_long_modules_run_again(monkeypatch):
     model = mlp(6)
     budgeted = plan(copy.deepcopy(model), rows(64), "100%", **SETTINGS)
-    monkeypatch.setattr(new_inputs, "ALLOWED_S", -100.0)
+    monkeypatch.setattr(at_once, "ALLOWED_S", -100.0)
     with pytest.warns(PlanWarning, match="a tenth of the time"):
         budgeted(rows(66)).sum().backward()
     with warnings.catch_warnings():

@@ -41,7 +41,7 @@ class Program:
     """
 
     def __init__(self, captured: Captured, named: Named, plan: Plan) -> None:
-        self.captured, self.named = captured, named
+        self.captured, self.named, self.plan = captured, named, plan
         self.actions = [action for action in plan.actions if action.kind in ("run", "free")]
         if len(self.actions) < len(plan.actions):
             raise PlanError(
@@ -216,10 +216,11 @@ class Emission:
             # One by one: what the others pass on may be gone, as the input of SiLU is.
             self.made[value] = self.need(node.inputs[node.outputs.index(value)])
             return self.made[value]
-        if node.op.type in kernels.SHAPES:
-            # Known from the trace; what has that shape may be gone.
-            tensor = self.captured.tensors[value]
-            self.made[value] = tf.constant(kernels.constant(tensor), tensor.dtype)
+        tensor = self.captured.tensors[value]
+        known = kernels.constant(tensor) if node.op.type in kernels.SHAPES else None
+        if known is not None:
+            # What has that shape may be gone.
+            self.made[value] = tf.constant(known, tensor.dtype)
             return self.made[value]
         inputs = [self.need(it) for it in node.inputs]
         # A view takes no memory, so it may come at any time; a read, once the last change is done.

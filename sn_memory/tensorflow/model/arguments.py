@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Final
 
@@ -20,6 +21,23 @@ SIMPLE: Final = (
     bool, int, float, complex, str, bytes, type(None), type, tf.DType, FunctionType,
     BuiltinFunctionType,
 )  # fmt: skip
+
+
+@dataclass
+class Call:
+    """A call of a model: its arguments, what tells it from others, and its tensors.
+
+    `why` says why it has no key.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    key: Hashable = None
+    tensors: list[Any] = field(default_factory=list)
+    why: str = ""
+
+    def __str__(self) -> str:
+        return self.why or describe(self.key)
 
 
 def call_of(
@@ -94,6 +112,14 @@ def describe(key: Hashable) -> str:
         what = f"{value}{list(kind)}" if isinstance(kind, tuple) else repr(value)
         parts.append(f"{'.'.join(map(str, path))}={what}")
     return ", ".join(parts) or "nothing"
+
+
+def is_open(key: Hashable) -> bool:
+    """Whether a tensor of a call has a size that is not known yet."""
+    return any(
+        isinstance(kind, tuple) and None in kind
+        for _, kind, _ in key  # type: ignore[attr-defined]
+    )
 
 
 def _is_default(value: Any, default: Any) -> bool:

@@ -8,6 +8,7 @@ without keyword arguments, chooses by size of the output, and nobody checks what
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,10 +22,14 @@ from ..eager.trial import left_alone
 from ..errors import TraceError
 from ..model.allocations import Allocations
 from ..model.compare import put_back
+from ..model.memory import has_statistics
 from ..trace.model import model_step, twin_of
-from .probe import Probe
+from .made_up import SHARE, fewer_rows, made_up
+from .probe import Probe, bytes_of
 from .rerun import run_again
 from .sections import Chain, Item, Section, run_in_sections
+
+log = logging.getLogger(__name__)
 
 # Models in models are opened no further than this: deeper layers are mostly single ops.
 _DEPTH = 3
@@ -49,6 +54,10 @@ class _Measured:
     peak_op: str
 
 
+# No step was measured.
+_NONE = _Measured(0, "")
+
+
 class LayerStep:
     """A model whose chosen layers run again in the backward pass.
 
@@ -62,13 +71,19 @@ class LayerStep:
         Whose memory is planned.
     resident_bytes
         What counts beside the step: the optimizer's state.
+    safely
+        The sample may not fit without a plan: values are made up for it, what layers leave is
+        watched on a quarter of its rows where they show it, and no step is run in which nothing
+        runs again. If no choice keeps the budget, that with the smallest peak is taken. Where the
+        device's allocator does not count, all of the finest cut runs again, unmeasured.
 
     Raises
     ------
     TraceError
-        If the sample has no memory, or the device's allocator does not count.
+        If the sample has no memory, or the device's allocator does not count; `safely`, if nothing
+        can be run again.
     BudgetError
-        If no choice of layers keeps the budget on the sample.
+        If no choice of layers keeps the budget on the sample; not if `safely`.
     """
 
     def __init__(
@@ -79,8 +94,11 @@ class LayerStep:
         *,
         device: str,
         resident_bytes: int = 0,
+        safely: bool = False,
     ) -> None:
         args = sample if isinstance(sample, tuple) else (sample,)
+        if safely:
+            args = tf.nest.map_structure(made_up, args)
         if any(isinstance(it, tf.TensorSpec) for it in tf.nest.flatten(args)):
             raise TraceError(
                 "planning by layers runs the model, and the sample is a tf.TensorSpec. Pass a "
@@ -88,11 +106,11 @@ class LayerStep:
             )
         args = tf.nest.map_structure(tf.convert_to_tensor, args)
         given = [*model.variables, *tf.nest.flatten(args)]
-        self.base_bytes = resident_bytes + sum(_bytes(it) for it in given)
+        self.base_bytes = resident_bytes + sum(bytes_of(it) for it in given)
         self.sections: tuple[Section, ...] = ()
         with put_back(model.variables), left_alone(model):
-            search = _Search(self, model, args, device)
-            self.plan = search.plan(budget)
+            search = _Search(self, model, args, device, safely=safely)
+            self.plan = search.safe(int(budget)) if safely else search.plan(budget)
 
     def run(self, model: Any, call: Any, args: Any, kwargs: Any) -> Any:
         """Run a model's own call, with the chosen sections run again later."""
@@ -115,12 +133,22 @@ class _InSections:
 class _Search:
     """Looks for the layers to run again: probes once, then measures choices."""
 
-    def __init__(self, step: LayerStep, model: Any, args: tuple[Any, ...], device: str) -> None:
+    def __init__(
+        self,
+        step: LayerStep,
+        model: Any,
+        args: tuple[Any, ...],
+        device: str,
+        *,
+        safely: bool,
+    ) -> None:
         self.step, self.args, self.device = step, args, device
         self.twin = twin_of(model, _InSections)
         self.twin.__dict__["_sn_memory_step"] = step
-        self.probe = Probe(model, args, device)
         self.model = model
+        # Bytes of the sample for one of what was watched.
+        self.scale = 1
+        self.probe = self.of_few_rows() if safely else Probe(model, args, device)
 
     def plan(self, budget: int | str) -> MeasuredPlan:
         baseline = self.measured([])
@@ -135,24 +163,66 @@ class _Search:
             how="with layers run again",
         )
         self.step.sections = tuple(it.section for it in chosen)
-        seconds = sum(
-            self.probe.behaviour[it].seconds
-            for chain in self.probe.chains[self.model]
-            for it in chain.items
-        )
         return measured_plan(
             units,
             chosen,
             best,
             baseline,
             budget_bytes=budget_bytes,
-            baseline_seconds=seconds,
+            baseline_seconds=self.seconds(),
         )
 
-    def cut(self, baseline: _Measured, budget_bytes: int) -> tuple[list[_Unit], _Measured]:
+    def of_few_rows(self) -> Probe:
+        """Watch a quarter of the rows, or all where those leave nothing to be seen."""
+        args = fewer_rows(self.args)
+        if args is not None:
+            try:
+                probe = Probe(self.model, args, self.device)
+            except Exception as error:  # noqa: BLE001 - whatever it is, other rows are no sample
+                log.info("a quarter of the rows is no sample: %s", error)
+            else:
+                if any(it.left_bytes > 0 for it in probe.behaviour.values()):
+                    self.scale = SHARE
+                    return probe
+        return Probe(self.model, self.args, self.device)
+
+    def safe(self, budget_bytes: int) -> MeasuredPlan:
+        """Return a choice found without a step in which nothing runs again."""
+        counts = has_statistics(self.device)
+        if counts:
+            units, best = self.cut(None, budget_bytes)
+        else:
+            stretches = list(self.stretches(self.model, _DEPTH))
+            whole = sum(self.probe.left_bytes(*it) for it in stretches)
+            units = [it for at in stretches for it in self.divided(*at, whole // _PARTS[-1])]
+            best = _NONE
+        if not units:
+            if any(it.left_bytes > 0 for it in self.probe.behaviour.values()) or not counts:
+                raise TraceError("none of its layers can be run again")
+            # Whatever they leave is too small to be seen.
+            best = self.measured([])
+        chosen = units
+        if counts and best.peak_bytes <= budget_bytes:
+            chosen, best = fewest_again(
+                units, best, self.measured, budget_bytes=budget_bytes, how="with layers run again"
+            )
+        self.step.sections = tuple(it.section for it in chosen)
+        return measured_plan(
+            units, chosen, best, _NONE, budget_bytes=budget_bytes, baseline_seconds=self.seconds()
+        )
+
+    def seconds(self) -> float:
+        """Seconds of the forward pass, as watched."""
+        return sum(
+            self.probe.behaviour[it].seconds
+            for chain in self.probe.chains[self.model]
+            for it in chain.items
+        )
+
+    def cut(self, baseline: _Measured | None, budget_bytes: int) -> tuple[list[_Unit], _Measured]:
         """Return the units with the smallest peak when all run again, and that step."""
-        best: tuple[list[_Unit], _Measured] = ([], baseline)
-        if baseline.peak_bytes <= budget_bytes:
+        best: tuple[list[_Unit], _Measured] = ([], baseline or _NONE)
+        if baseline is not None and baseline.peak_bytes <= budget_bytes:
             return best
         seen: set[tuple[tuple[Item, ...], ...]] = set()
         for depth in range(1, _DEPTH + 1):
@@ -169,7 +239,7 @@ class _Search:
                     continue
                 seen.add(items)
                 found = self.measured(units)
-                if found.peak_bytes < best[1].peak_bytes:
+                if best[1] is _NONE or found.peak_bytes < best[1].peak_bytes:
                     best = (units, found)
         return best
 
@@ -219,7 +289,7 @@ class _Search:
         left = self.probe.left_bytes(chain, items)
         if left > 0:
             section = Section(chain, items, tuple(changed.values()))
-            yield _Unit(section, left, sum(it.seconds for it in found))
+            yield _Unit(section, self.scale * left, sum(it.seconds for it in found))
 
     def measured(self, units: Sequence[_Unit]) -> _Measured:
         """Count a step of the sample with units run again; the worse of two steps."""
@@ -233,8 +303,3 @@ class _Search:
             op = found.holders[0].op if found.holders else "the variables"
             peaks.append(_Measured(self.step.base_bytes + found.peak_bytes, op))
         return max(peaks, key=lambda it: it.peak_bytes)
-
-
-def _bytes(value: Any) -> int:
-    count = tf.TensorShape(value.shape).num_elements() or 0
-    return int(count) * int(tf.as_dtype(value.dtype).size)

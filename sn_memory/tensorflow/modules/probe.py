@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from ..model.allocations import MARK, Allocations
 from ..model.arguments import closed
+from ..model.memory import has_statistics
 from ..trace import kernels
 from .sections import Chain, Item, chains_of, crossing, watched
 
@@ -119,19 +120,16 @@ class Probe:
             marks[name] = item
             with tf.profiler.experimental.Trace(f"{name} begins"):
                 pass
-            began = time.perf_counter()
-            results = call()
-            found = self.behaviour[item]
-            found.seconds += time.perf_counter() - began
-            found.calls += 1
-            flat = [it for it in tf.nest.flatten(results) if isinstance(it, tf.Tensor)]
-            found.result_bytes = tuple(_bytes(it) for it in flat)
+            results = self._called(item, call)
             with tf.profiler.experimental.Trace(name):
                 pass
             return results
 
         # Once before: kernels are loaded, and what a layer sets once is set.
         model(*args, training=True)
+        if not has_statistics(device):
+            self._by_results(model, args)
+            return
         with watched(self._all, around), Allocations(device) as found:
             with tf.GradientTape() as tape:
                 results = model(*args, training=True)
@@ -141,6 +139,34 @@ class Probe:
             mine = self.behaviour[item]
             mine.left_bytes += end - begin - sum(mine.result_bytes)
             self.held[item] = end
+
+    def _called(self, item: Item, call: Callable[[], Any]) -> Any:
+        """Call, and note what that took and what came of it."""
+        began = time.perf_counter()
+        results = call()
+        found = self.behaviour[item]
+        found.seconds += time.perf_counter() - began
+        found.calls += 1
+        flat = [it for it in tf.nest.flatten(results) if isinstance(it, tf.Tensor)]
+        found.result_bytes = tuple(bytes_of(it) for it in flat)
+        return results
+
+    def _by_results(self, model: Any, args: tuple[Any, ...]) -> None:
+        """Take results for what items leave: nothing else is told where no allocator counts."""
+        held = 0
+
+        def around(item: Item, call: Callable[[], Any]) -> Any:
+            nonlocal held
+            results = self._called(item, call)
+            found = self.behaviour[item]
+            found.left_bytes += sum(found.result_bytes)
+            # As much again is left beside the results.
+            held += 2 * sum(found.result_bytes)
+            self.held[item] = held
+            return results
+
+        with watched(self._all, around):
+            model(*args, training=True)
 
     def _trace(self, model: Any, args: tuple[Any, ...]) -> None:
         layers = [it for it in self.chains if isinstance(it, keras.layers.Layer)]
@@ -186,8 +212,10 @@ def _updates(scope: Any) -> dict[int, Any]:
     return dict(scope.state_mapping)
 
 
-def _bytes(tensor: Any) -> int:
-    return int(tensor.shape.num_elements()) * int(tensor.dtype.size)
+def bytes_of(value: Any) -> int:
+    """Bytes of a tensor or variable."""
+    count = tf.TensorShape(value.shape).num_elements() or 0
+    return int(count) * int(tf.as_dtype(value.dtype).size)
 
 
 def _attributes(operation: Any) -> list[dict[str, Any]]:

@@ -18,8 +18,21 @@ from .capture import Captured, TapeLog, flat
 
 
 def call_arguments(sample: Any) -> tuple[Any, ...]:
-    """Return the positional arguments of a sample, as tensor specifications where they can be."""
+    """Return the positional arguments of a sample, as tensor specifications where they can be.
+
+    A list is several samples to `plan`, and refused here.
+    """
+    if isinstance(sample, list):
+        raise TypeError(
+            "got a list, which stands for several samples of plan; expected one. A model whose "
+            "first argument is a list takes a tuple: ([...],)."
+        )
     args = sample if isinstance(sample, tuple) else (sample,)
+    return as_specs(args)
+
+
+def as_specs(arguments: Any) -> Any:
+    """Return a structure with tensor specifications in the place of tensors and arrays."""
 
     def spec(leaf: Any) -> Any:
         if isinstance(leaf, tf.TensorSpec | tf.Variable):
@@ -30,8 +43,7 @@ def call_arguments(sample: Any) -> tuple[Any, ...]:
             return tf.TensorSpec(leaf.shape, tf.as_dtype(leaf.dtype))
         return leaf
 
-    made: tuple[Any, ...] = tf.nest.map_structure(spec, args)
-    return made
+    return tf.nest.map_structure(spec, arguments)
 
 
 def twin_of(model: Any, mixin: type) -> Any:
@@ -80,7 +92,9 @@ class _Listening:
         return results
 
 
-def capture_model(model: Any, args: tuple[Any, ...]) -> tuple[Captured, dict[str, Any]]:
+def capture_model(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> tuple[Captured, dict[str, Any]]:
     """Trace a Keras model in training; returns the step and what was seen at its `call`."""
     check_model(model)
     twin = twin_of(model, _Listening)
@@ -88,12 +102,14 @@ def capture_model(model: Any, args: tuple[Any, ...]) -> tuple[Captured, dict[str
     twin.__dict__["_sn_memory_seen"] = seen
     log = TapeLog()
 
-    def called(*inputs: Any) -> Any:
-        return twin(*inputs, training=True)
+    def called(*inputs: Any, **named: Any) -> Any:
+        return twin(*inputs, **named, training=True)
 
     try:
         with log.listening():
-            concrete = tf.function(called, autograph=False).get_concrete_function(*args)
+            concrete = tf.function(called, autograph=False).get_concrete_function(
+                *args, **(kwargs or {})
+            )
     except TraceError as error:
         raise TraceError(first_line(error)) from error
     except Exception as error:  # whatever the model's own code raises
@@ -123,13 +139,13 @@ def model_step(model: Any) -> Any:
     """A step of a model: its outputs and all gradients, given fixed gradients of the outputs."""
 
     @tf.function(autograph=False)
-    def step(*args: Any) -> Any:
+    def step(*args: Any, **kwargs: Any) -> Any:
         variables = [it.value for it in model.trainable_variables]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(variables)
             outs = [
                 it
-                for it in tf.nest.flatten(model(*args, training=True))
+                for it in tf.nest.flatten(model(*args, **kwargs, training=True))
                 if isinstance(it, tf.Tensor) and it.dtype.is_floating
             ]
         incoming = [

@@ -9,9 +9,10 @@ roofline, without workspace.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from tensorflow.python.framework import config
 
 from ...cost.measured import is_seconds
 from ...cost.op_times import OpTimes, plain_name, quickest, while_time_lasts
+from ...graph.graph import Graph
 from ...graph.records import Device
 from ..model.allocations import MARK, Allocations
 from ..model.memory import has_statistics
@@ -67,6 +69,31 @@ class MeasuredCosts(OpTimes):
 def unmeasured(node: Node) -> Cost:
     """Leave a node to the roofline."""
     return None, 0
+
+
+def costs_as_in(graph: Graph, nodes: Mapping[str, Node]) -> Callable[[Node], Cost]:
+    """Return costs of nodes after those of ops of the same names in another graph.
+
+    They are as much more or less as a node reads and makes elements; a node of another name is left
+    to the roofline.
+
+    nodes : those of the other graph's ops, by name
+    """
+    ops = {op.name: op for op in graph.ops if op.name in nodes}
+
+    def cost(node: Node) -> Cost:
+        op = ops.get(node.name)
+        if op is None:
+            return None, 0
+        share = _elements(node.op) / max(1, _elements(nodes[node.name].op))
+        space = op.workspaces[0].bytes if op.workspaces else 0
+        return None if op.seconds is None else op.seconds * share, math.ceil(space * share)
+
+    return cost
+
+
+def _elements(op: Any) -> int:
+    return sum(int(it.shape.num_elements() or 0) for it in (*op.inputs, *op.outputs))
 
 
 def is_cost(value: Any) -> bool:

@@ -20,7 +20,7 @@ from ...graph.graph import Graph
 from ...graph.records import Device, Storage
 from .capture import Captured, capture_step, flat
 from .model import call_arguments, capture_model
-from .op_seconds import MeasuredCosts, measured_device, unmeasured
+from .op_seconds import MeasuredCosts, costs_as_in, measured_device, unmeasured
 from .rearrange import updates_first
 from .to_graph import Costs, Named, to_graph
 
@@ -122,6 +122,32 @@ def trace(
         costs.measure(captured.nodes[at] for at in named.node_of.values())
         costs.save(place)
         named = graph_of(costs)
+    return Trace(named, captured, structure)
+
+
+def trace_like(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before: Trace) -> Trace:
+    """Record a training step of a model that was traced before, for other arguments; no op is run.
+
+    Ops of one model have the same names at any batch size and length: seconds and workspaces are
+    those of the trace before, as much more or less as there are elements.
+
+    Parameters
+    ----------
+    args, kwargs
+        Of the model's call, with tf.TensorSpec in the place of tensors.
+    before
+        Its device and what counts beside a step are taken over.
+    """
+    captured, structure = capture_model(model, args, kwargs)
+    nodes = {name: before.captured.nodes[at] for name, at in before.named.node_of.items()}
+    named = to_graph(
+        captured,
+        name=model.name,
+        device=before.graph.device,
+        costs=costs_as_in(before.graph, nodes),
+        allocator="tensorflow",
+        extra=[it for it in before.graph.storages if it.name == OPTIMIZER],
+    )
     return Trace(named, captured, structure)
 
 

@@ -6,16 +6,25 @@ new graph as it stands; what it needs there is known when it has been carried ou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..base.errors import PlanError
+from ..base.sizes import parse_bytes
+from ..check.replay import carry_out
 from ..graph.graph import Graph
+from ..graph.liveness import baseline_seconds, peak
+from ..plan.api import over_budget
 from ..plan.emit import decisions_of
 from ..plan.plan import BudgetError, Plan
 from ..plan.policies import policy
-from .planning import Planning, smallest, within
 
+# A search while training ends after so many seconds.
+SEARCH_S = 1.0
+# Planning while training may take so much of the time, and so many seconds before that counts.
+SHARE = 0.1
+ALLOWED_S = 30.0
 # How a kind of input was planned; the last two by a search.
 NOTHING_AGAIN = "nothing runs again"
 CARRIED_OVER = "carried over from the plan of"
@@ -33,7 +42,10 @@ class PlanAtOnce:
 
 
 def plan_at_once(
-    graph: Graph, planning: Planning, budget_bytes: int, plans: Sequence[tuple[str, Plan]]
+    graph: Graph,
+    search: Callable[[Graph], Plan],
+    budget_bytes: int,
+    plans: Sequence[tuple[str, Plan]],
 ) -> PlanAtOnce:
     """Plan a graph at once.
 
@@ -41,8 +53,8 @@ def plan_at_once(
     ----------
     graph
         A step of the model on a new input.
-    planning
-        How the model was planned.
+    search
+        Plans a graph within these bytes, in about SEARCH_S.
     budget_bytes
         The most live bytes; where no plan keeps it, that with the smallest peak is returned.
     plans
@@ -57,7 +69,7 @@ def plan_at_once(
         name, plan = min(kept, key=lambda it: it[1].seconds)
         return PlanAtOnce(plan, f"{CARRIED_OVER} {name}")
     try:
-        plan = planning.at_once(budget_bytes, None).planned(graph)
+        plan = search(graph)
     except BudgetError as error:
         return PlanAtOnce(error.plan or smallest(graph), AT_ONCE, error)
     return PlanAtOnce(plan, AT_ONCE)
@@ -78,3 +90,58 @@ def carried_over(graph: Graph, made: Plan, budget_bytes: int) -> Plan | None:
     if not found.decided("compress"):
         found = replace(found, decisions=decisions_of(graph, actions))
     return found
+
+
+def smallest(graph: Graph) -> Plan:
+    """Return a plan that needs little memory and is found at once."""
+    return policy("superneurons_memory")(graph, budget_bytes=None)
+
+
+def within(graph: Graph, made: Plan, budget: int | str) -> Plan:
+    """Return a plan made before, if it is one of this graph and keeps the budget."""
+    found = carry_out(graph, made)
+    allowed = parse_bytes(budget, whole=peak(graph).bytes)
+    # Op seconds may have been measured anew since; its bound holds for the old ones.
+    made = replace(
+        made,
+        budget_bytes=allowed,
+        peak_bytes=found.peak_bytes,
+        seconds=found.seconds,
+        baseline_seconds=baseline_seconds(graph),
+        lower_bound_seconds=0.0,
+    )
+    if made.peak_bytes > allowed:
+        raise over_budget(
+            graph, made, allowed, what="the plan passed in", instead="pass a planner's name"
+        )
+    return made
+
+
+class TimeToPlan:
+    """Seconds that planning at first sight took since a model was planned, and whether more may.
+
+    Attributes
+    ----------
+    planning_s, longest_s
+        What it took in all, and most.
+    """
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+        self.planning_s = self.longest_s = 0.0
+
+    def took(self, seconds: float) -> None:
+        """Count one more."""
+        self.planning_s += seconds
+        self.longest_s = max(self.longest_s, seconds)
+
+    def left(self) -> bool:
+        """Whether there is time to plan one more kind, as long as the longest took."""
+        passed = time.perf_counter() - self.began
+        return self.planning_s + self.longest_s <= ALLOWED_S + SHARE * passed
+
+    def __str__(self) -> str:
+        return (
+            f"planning new kinds of input has taken {self.planning_s:.0f} s, more than a tenth of "
+            "the time since planning"
+        )
