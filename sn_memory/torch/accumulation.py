@@ -13,7 +13,7 @@ than the budget a warning says by how much.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -48,7 +48,12 @@ def planned_for_both(planning: Planning, model: torch.nn.Module, given: Argument
         return made
 
 
-def fitting(model: torch.nn.Module, step: Step, given: Arguments) -> Step:
+def fitting(
+    model: torch.nn.Module,
+    step: Step,
+    given: Arguments,
+    parameters: Sequence[torch.nn.Parameter],
+) -> Step:
     """Return the step to run in place of one that was planned: another where gradients are there.
 
     Parameters
@@ -59,9 +64,11 @@ def fitting(model: torch.nn.Module, step: Step, given: Arguments) -> Step:
         The step planned for its input.
     given
         The input, as the sample was written.
+    parameters
+        The model's.
     """
     record: Planned = model.__dict__[RECORD]
-    if any(it.grad is not None for it in model.parameters()):
+    if any(it.grad is not None for it in parameters):
         step = _with_gradients(model, record, step, given)
     if not record.told_of_several:
         every = {*record.steps.values(), *record.later.values()}
