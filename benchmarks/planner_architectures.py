@@ -1,14 +1,21 @@
 """Architectures of other people's libraries under a plan: right, or refused with a reason.
 
-    python benchmarks/planner_architectures.py [--json FILE] [--only NAME ...] [--quick]
+    OMP_NUM_THREADS=1 python benchmarks/planner_architectures.py [--json FILE] [--only NAME ...]
+        [--resume] [--quick]
 
-Each network of architectures.py, in a process of its own, is planned for a share of its activation
-memory: parameters, gradients, buffers and input, and SHARE of what the model's own step holds
-beside them. Then it is trained one step, with the plan and without, from the same state on other
-values than the sample's: loss and gradients are compared bit by bit. `sn_memory.torch.verify` gives
-the peaks. `chosen` is what carries the plan out; `refused` means that `plan` raised, and
-`reason` is what it said; `crashed` that the process ended otherwise. `--quick` plans for a second,
-without timing ops. All on one thread of the CPU.
+Each network of architectures.py is planned by each back end, `compile` with its eager compiler. The
+budget is what the model's own step takes with `torch.utils.checkpoint` around its blocks, as its
+library switches it on; as that drops the cache of keys and values, so do the others. For a network
+without such a switch, and where it saves nothing, the budget is parameters, gradients, buffers and
+input, and SHARE of what the step holds beside them. Then it is trained one step, with the plan and
+without, from the same state on other values than the sample's: loss and gradients are compared bit
+by bit. `sn_memory.torch.verify` gives the peaks. `plan_s` and the `step_s` are CPU seconds on one
+thread, those of steps the median of steps that take turns.
+
+`chosen` is what carries the plan out; `refused` means that `plan` raised, and `reason` is what it
+said; `crashed` that the process ended otherwise. `fake` counts the fake tensors that were left in
+the model, its gradients and what it returned. `--quick` plans for a second, without timing ops.
+With `--resume` rows that are in the file stay. Two processes at a time, each for an architecture.
 """
 
 from __future__ import annotations
@@ -19,9 +26,13 @@ import json
 import logging
 import random
 import re
+import statistics
 import subprocess
 import sys
+import time
 import warnings
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +41,23 @@ import torch
 from accuracy import save
 from architectures import ARCHITECTURES, Sample, loss_of
 from machine import commit, machine
+from torch._subclasses.fake_tensor import FakeTensor
 
 import sn_memory.torch
 from sn_memory import BudgetError
 from sn_memory.base.errors import PlanWarning
 from sn_memory.torch.model.compare import differences
+from sn_memory.torch.model.marks import Marks, kept_by
+from sn_memory.torch.model.results import tensors_of
 from sn_memory.torch.model.step import put_back, run_step
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "torch_memory.md"
+MARKS = ("<!-- architectures:start -->", "<!-- architectures:end -->")
+RESULTS = ROOT / "benchmarks" / "results" / "planner_architectures.json"
+BACKENDS = ("graph", "modules", "compile")
 SHARE = 0.7
+STEPS = 9
 LIMIT_S = 600
 
 
@@ -71,33 +90,140 @@ def budget_of(model: torch.nn.Module, sample: Sample, share: float) -> tuple[int
     return whole, fixed + int(share * (whole - fixed))
 
 
-def row_of(name: str, *, share: float = SHARE, **settings: Any) -> dict[str, Any]:
-    """Plan an architecture and train a step of it; return the row of the table."""
+def built(name: str, *, cache: bool = True) -> torch.nn.Module:
+    """Return an architecture, the same each time; without its cache of keys and values if asked."""
     seed(0)
-    model, sample = ARCHITECTURES[name].model(), ARCHITECTURES[name].sample()
-    whole, budget = budget_of(model, sample, share)
-    row = {"architecture": name, "share": share, "plain_bytes": whole, "budget_bytes": budget}
+    model = ARCHITECTURES[name].model()
+    config = getattr(model, "config", None)
+    if not cache and hasattr(config, "use_cache"):
+        config.use_cache = False
+    return model
+
+
+def checkpointed(name: str) -> torch.nn.Module | None:
+    """Return the architecture with its library's checkpointing; None if it has none."""
+    model = built(name, cache=False)
+    if getattr(model, "supports_gradient_checkpointing", False):
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    elif getattr(model, "_supports_gradient_checkpointing", False):
+        model.enable_gradient_checkpointing()  # type: ignore[operator]
+    else:
+        return None
+    return model
+
+
+def step_seconds(models: list[torch.nn.Module], sample: Sample, steps: int) -> list[float]:
+    """CPU seconds of a training step of each model, the median of steps that take turns."""
+    taken: list[list[float]] = [[] for _ in models]
+    # The first steps make what later ones have: buffers, functions, states of kernels.
+    for step in range(2 + steps):
+        for model, runs in zip(models, taken, strict=True):
+            model.zero_grad(set_to_none=True)
+            seed(2)
+            began = time.process_time()
+            loss_of(model(**sample)).backward()
+            if step >= 2:
+                runs.append(time.process_time() - began)
+    return [statistics.median(runs) for runs in taken]
+
+
+def fake_tensors(model: torch.nn.Module, results: Iterable[Any]) -> int:
+    """Count the fake tensors in a model's modules and among the results of its steps."""
+    held = [*Marks(it for module in model.modules() for it in kept_by(module)).tensors()]
+    held += [it for module in model.modules() for it in module.__dict__.values()]
+    held += [*model.parameters(), *model.buffers(), *results]
+    return sum(isinstance(it, FakeTensor) for it in held)
+
+
+def row_of(
+    name: str,
+    backend: str = "auto",
+    *,
+    budget: int | None = None,
+    cache: bool = True,
+    steps: int = 0,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Plan an architecture and train a step of it; return the row of the table.
+
+    Parameters
+    ----------
+    name, backend
+        Of the architecture, and how its plan is carried out.
+    budget
+        Bytes; without, SHARE of the activations.
+    cache
+        Whether it returns a cache of keys and values, as is the default of some.
+    steps
+        How many steps are timed.
+    settings
+        Of `plan`.
+    """
+    model, sample = built(name, cache=cache), ARCHITECTURES[name].sample()
+    whole, share = budget_of(model, sample, SHARE)
+    budget = budget or share
+    row = {
+        "architecture": name,
+        "backend": backend,
+        "plain_bytes": whole,
+        "budget_bytes": budget,
+    }
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", PlanWarning)
+        began = time.process_time()
         try:
-            planned = sn_memory.torch.plan(model, sample, budget, **settings)
+            planned = sn_memory.torch.plan(model, sample, budget, backend=backend, **settings)
         except (BudgetError, sn_memory.torch.TraceError) as error:
             reasons = [*_plan_warnings(said), f"{type(error).__name__}: {error}"]
             return row | {"chosen": "refused", "reason": _short(" ".join(reasons))}
+        plan_s = time.process_time() - began
         verified = sn_memory.torch.verify(planned, sample, loss=loss_of)
         other, state = ARCHITECTURES[name].sample(), copy.deepcopy(model.state_dict())
         expected = trained(model, other)
         model.load_state_dict(state)
-        different = differences(expected, trained(planned, other))
-    return row | {
-        "chosen": planned.sn_memory.backend,
-        "predicted_bytes": verified.predicted_peak_bytes,
-        "measured_bytes": verified.measured_peak_bytes,
-        "different": len(different),
-        "of": len(expected),
-        "difference": max(different.values(), default=0.0),
-        "reason": _short(" ".join(_plan_warnings(said))),
-    }
+        got = trained(planned, other)
+        different = differences(expected, got)
+        # With gradients in place another plan would be made.
+        planned.zero_grad(set_to_none=True)
+        row |= {
+            "chosen": planned.sn_memory.backend,
+            "plan_s": round(plan_s, 2),
+            "predicted_bytes": verified.predicted_peak_bytes,
+            "measured_bytes": verified.measured_peak_bytes,
+            "different": len(different),
+            "of": len(expected),
+            "difference": max(different.values(), default=0.0),
+            "fake": fake_tensors(planned, [*got.values(), *tensors_of(planned(**other), model)]),
+        }
+        if steps:
+            wrapped = checkpointed(name)
+            models = [model, planned] if wrapped is None else [model, planned, wrapped]
+            taken = step_seconds(models, sample, steps)
+            names = ("plain", "planned", "checkpoint")
+            row |= {
+                f"{it}_step_s": round(found, 6) for it, found in zip(names, taken, strict=False)
+            }
+    return row | {"reason": _short(" ".join(_plan_warnings(said)))}
+
+
+def rows_of(name: str, **settings: Any) -> Iterator[dict[str, Any]]:
+    """Return the rows of an architecture, one for each back end, timed."""
+    wrapped = checkpointed(name)
+    least: int | None = None
+    budget: int | None = None
+    if wrapped is not None:
+        sample = ARCHITECTURES[name].sample()
+        least, _ = budget_of(wrapped, sample, SHARE)
+        own, _ = budget_of(built(name, cache=False), sample, SHARE)
+        budget = least if least < own else None
+    for backend in BACKENDS:
+        more = {"compiler": "eager"} if backend == "compile" else {}
+        try:
+            row = row_of(name, backend, budget=budget, cache=False, steps=STEPS, **settings, **more)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the row
+            reason = _short(f"{type(error).__name__}: {error}")
+            row = {"architecture": name, "backend": backend, "chosen": "crashed", "reason": reason}
+        yield row | {"checkpoint_bytes": least}
 
 
 def _plan_warnings(said: list[warnings.WarningMessage]) -> list[str]:
@@ -109,53 +235,94 @@ def _short(text: str) -> str:
     return re.sub(r"[^\s(]*site-packages/", "", " ".join(text.split()))
 
 
-def in_a_process(name: str, quick: bool) -> dict[str, Any]:
-    """Return the row of an architecture, made in a process of its own."""
-    command = [sys.executable, __file__, "--row", name, *(["--quick"] if quick else [])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    if done.returncode:
+def in_a_process(name: str, quick: bool) -> list[dict[str, Any]]:
+    """Return the rows of an architecture, made in a process of its own."""
+    command = [sys.executable, __file__, "--rows", name, *(["--quick"] if quick else [])]
+    ended = "it was stopped after its time"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        said = done.stdout
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        reason = f"the process ended with {done.returncode}: {last}"
-        return {"architecture": name, "share": SHARE, "chosen": "crashed", "reason": reason}
-    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return row
+        ended = f"the process ended with {done.returncode}: {last}"
+    except subprocess.TimeoutExpired as error:
+        said = error.stdout.decode() if isinstance(error.stdout, bytes) else ""
+    rows = [json.loads(line) for line in said.splitlines() if line.startswith('{"arch')]
+    made = {it["backend"] for it in rows}
+    return rows + [
+        {"architecture": name, "backend": it, "chosen": "crashed", "reason": ended}
+        for it in BACKENDS
+        if it not in made
+    ]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return rows as a Markdown table."""
-    head = "architecture | by | own, KiB | budget | predicted | measured | differ | at most"
-    lines = [f"| {head} |", "| --- " * 8 + "|"]
+    head = "architecture | by | planned, s | own, KiB | budget | predicted | measured | step / own"
+    head += " | step / checkpoint | differ | at most | fake"
+    lines = [f"| {head} |", "| --- " * (head.count("|") + 1) + "|"]
     for row in rows:
-        cells = [row["architecture"], row["chosen"]]
+        by = row["backend"] if row["chosen"] == row["backend"] else row["chosen"]
+        if row["chosen"] in ("refused", "crashed"):
+            by = f"{row['backend']}: {row['chosen']}"
+        cells = [row["architecture"], by, f"{row['plan_s']:.1f}" if "plan_s" in row else ""]
         sizes = (row.get(f"{it}_bytes") for it in ("plain", "budget", "predicted", "measured"))
         cells += ["" if it is None else f"{it / 1024:,.0f}" for it in sizes]
-        differ = f"{row['different']} of {row['of']}" if "of" in row else ""
-        cells += [differ, f"{row['difference']:.0e}" if row.get("different") else ""]
+        for than in ("plain", "checkpoint"):
+            taken = row.get(f"{than}_step_s")
+            cells.append(f"{row['planned_step_s'] / taken:.2f}" if taken else "")
+        if row.get("checkpoint_bytes") is None:
+            cells[-1] = "no blocks"
+        elif cells[-1] and row["checkpoint_bytes"] != row["budget_bytes"]:
+            cells[-1] += " (saves nothing)"
+        cells.append(f"{row['different']} of {row['of']}" if "of" in row else "")
+        cells.append(f"{row['difference']:.0e}" if row.get("different") else "")
+        cells.append(str(row.get("fake", "")))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
+def write_page(rows: list[dict[str, Any]]) -> None:
+    """Put the table between its marks on the page."""
+    text = PAGE.read_text()
+    before, rest = text.split(MARKS[0])
+    after = rest.split(MARKS[1])[1]
+    PAGE.write_text(f"{before}{MARKS[0]}\n{table(rows)}\n{MARKS[1]}{after}")
+
+
 def main() -> None:
-    """Read the command line; make the rows, or one of them."""
+    """Read the command line; make the rows, or those of one architecture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    default = ROOT / "benchmarks" / "results" / "planner_architectures.json"
-    parser.add_argument("--json", type=Path, default=default)
+    parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--only", nargs="+", choices=list(ARCHITECTURES), default=[])
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--row", choices=list(ARCHITECTURES), help="this row alone, as JSON")
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--rows", choices=list(ARCHITECTURES), help="these alone, as JSON")
     args = parser.parse_args()
-    if args.row:
-        logging.getLogger("transformers").setLevel(logging.ERROR)
+    if args.rows:
+        for library in ("transformers", "diffusers"):
+            logging.getLogger(library).setLevel(logging.ERROR)
         torch.set_num_threads(1)
-        quick = {"profile": False, "time_limit_s": 1.0} if args.quick else {"time_limit_s": 10.0}
-        print(json.dumps(row_of(args.row, **quick)))
+        quick = {"profile": False, "time_limit_s": 1.0} if args.quick else {"time_limit_s": 5.0}
+        for row in rows_of(args.rows, **quick):
+            print(json.dumps(row), flush=True)
         return
     about = {"commit": commit(), "machine": machine(), "torch": torch.__version__}
-    rows = []
-    for name in args.only or ARCHITECTURES:
-        rows.append(in_a_process(name, args.quick) | about)
-        print(table(rows[-1:]).splitlines()[-1], rows[-1]["reason"][:300], flush=True)
-        save(args.json, rows)
+    kept = json.loads(args.json.read_text()) if args.resume and args.json.exists() else []
+    found = {(it["architecture"], it["backend"]): it for it in kept}
+    missing = [
+        name
+        for name in args.only or ARCHITECTURES
+        if args.only or any((name, backend) not in found for backend in BACKENDS)
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        for rows in pool.map(lambda name: in_a_process(name, args.quick), missing):
+            for row in rows:
+                found[row["architecture"], row["backend"]] = row | about
+                print(table([row]).splitlines()[-1], row["reason"][:300], flush=True)
+            order = ((name, backend) for name in ARCHITECTURES for backend in BACKENDS)
+            save(args.json, [found[key] for key in order if key in found])
+    if args.json == RESULTS:
+        write_page(json.loads(RESULTS.read_text()))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ than the budget a warning says by how much.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -54,7 +54,12 @@ def _for_both(planning: Planning, model: torch.nn.Module, given: Arguments) -> M
         return made
 
 
-def fitting(model: torch.nn.Module, step: Step, given: Arguments) -> Step:
+def fitting(
+    model: torch.nn.Module,
+    step: Step,
+    given: Arguments,
+    parameters: Sequence[torch.nn.Parameter],
+) -> Step:
     """Return the step to run in place of one that was planned: another where gradients are there.
 
     Parameters
@@ -65,9 +70,11 @@ def fitting(model: torch.nn.Module, step: Step, given: Arguments) -> Step:
         The step planned for its input.
     given
         The input, as the sample was written.
+    parameters
+        The model's.
     """
     record: Planned = model.__dict__[RECORD]
-    if any(it.grad is not None for it in model.parameters()):
+    if any(it.grad is not None for it in parameters):
         step = _with_gradients(model, record, step, given)
     if not record.told_of_several:
         every = {*record.steps.values(), *record.later.values()}

@@ -14,6 +14,7 @@ from ..run.planned import PlannedKind, PlannedRecord
 from .eager.trial import Trial
 from .model.kind import Kind
 from .model.kinds import Written
+from .model.recent import Recent
 from .modules.backend import ModuleStep
 from .planning import Planning, Step
 from .trace.trace import Trace
@@ -62,6 +63,8 @@ class Planned(PlannedRecord[Trace]):
         Per step, the one that runs in its place where gradients of parameters are there already.
     told_of_several
         Whether a warning said that several forward passes before one backward break the budget.
+    recent
+        The kinds of the inputs that came last.
     """
 
     backend: str
@@ -81,6 +84,7 @@ class Planned(PlannedRecord[Trace]):
     running: Step | None = None
     later: dict[Step, Step] = field(default_factory=dict)
     told_of_several: bool = False
+    recent: Recent = field(default_factory=Recent, repr=False)
 
     @property
     def plan(self) -> Any:

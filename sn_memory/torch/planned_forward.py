@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from .accumulation import fitting
-from .model.kinds import as_sampled, kind_of
+from .eager.replay import Replay
+from .model.kinds import as_sampled
 from .model.wrapping import RECORD, bare, plain_model
 from .new_inputs import step_for, without_free_arenas
 from .planned import Planned
@@ -28,7 +29,12 @@ class PlannedForward:
         if not torch.is_grad_enabled():
             return plain(self, *args, **kwargs)
         record: Planned = self.__dict__[RECORD]
-        kind = kind_of(self, args, kwargs, record.noted)  # type: ignore[arg-type]
+        kind, parameters, buffers = record.recent.glance(
+            self,  # type: ignore[arg-type]
+            (args, kwargs),
+            record.noted,
+            record.steps,
+        )
         step = None if kind is None else record.steps.get(kind)
         if step is None or getattr(step, "layouts", None):
             step = step_for(self, record, kind, (args, kwargs))  # type: ignore[arg-type]
@@ -41,10 +47,12 @@ class PlannedForward:
             sample = record.written.get(kind)
             if sample is not None:
                 args, kwargs = as_sampled(self, sample, (args, kwargs))  # type: ignore[arg-type]
-        step = fitting(self, step, (args, kwargs))  # type: ignore[arg-type]
+        step = fitting(self, step, (args, kwargs), parameters)  # type: ignore[arg-type]
         if record.running is not step:
             without_free_arenas(record.running)
             record.running = step
+        if isinstance(step, Replay):
+            return step.run_on(parameters, buffers, (args, kwargs))
         return step.run(self, args, kwargs)  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -7,7 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
-from planner_architectures import row_of, table
+import torch
+from architectures import ARCHITECTURES
+from planner_architectures import BACKENDS, fake_tensors, row_of, table
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -76,7 +79,38 @@ def test_refused(name):
     assert REFUSED[name] in found["reason"]
 
 
+# Of each back end a cell or two; GPT-2 warns in its forward pass, by a logger.
+CELLS = [("GPT-2", "compile"), ("ViT", "compile"), ("ViT", "modules"), ("DiT", "graph")]
+
+
+@pytest.mark.parametrize(("name", "backend"), CELLS)
+def test_cells(name, backend):
+    more = {"compiler": "eager"} if backend == "compile" else {}
+    found = row_of(*(name, backend), cache=False, steps=2, profile=False, time_limit_s=0.5, **more)
+    assert found["chosen"] == backend, found["reason"]
+    assert found["different"] == found["fake"] == 0, found
+    assert 0 <= found["measured_bytes"] <= found["budget_bytes"] * 1.02
+    assert min(found[f"{it}_step_s"] for it in ("plain", "planned", "checkpoint")) > 0
+
+
+def test_fake_tensors_are_found_where_they_are_left():
+    model = torch.nn.Linear(2, 2)
+    with FakeTensorMode():
+        left = torch.empty(2)
+    assert fake_tensors(model, []) == 0
+    assert fake_tensors(model, [left]) == 1
+    model.seen = [{"last": left}]
+    assert fake_tensors(model, []) == 1
+    model.seen, model.last = [], left
+    assert fake_tensors(model, []) == 1
+
+
 def test_the_page_has_the_table():
     rows = json.loads((ROOT / "benchmarks/results/planner_architectures.json").read_text())
-    assert {it["architecture"] for it in rows} == {*BY_GRAPH, *BY_MODULES, *REFUSED}
+    made = [(it["architecture"], it["backend"]) for it in rows]
+    assert made == [(name, backend) for name in ARCHITECTURES for backend in BACKENDS]
     assert table(rows) in (ROOT / "docs/torch_memory.md").read_text()
+    assert not [it for it in rows if it["chosen"] == "crashed"]
+    assert not any(it.get("fake") for it in rows)
+    # More than rounding is a wrong gradient.
+    assert max(it.get("difference", 0) for it in rows) < 1e-6

@@ -22,6 +22,7 @@ from sn_memory.torch import plan, trace, verify
 from sn_memory.torch.eager import host_arena
 from sn_memory.torch.eager.host_arena import HostArena, HostCopy
 from sn_memory.torch.eager.replay import Replay
+from sn_memory.torch.eager.written import Row, written
 from sn_memory.torch.model.step import run_step
 from sn_memory.torch.trace.record import View
 
@@ -172,17 +173,20 @@ def test_a_step_that_ends_early_leaves_no_copy_behind(lanes, where):
     replay = Replay(traced, replace(random_moves(traced, base, 3, share=1.0), peak_bytes=0))
     mine, plain = copy.deepcopy(model), copy.deepcopy(model)
     expected = run(plain, plain, sample)
-    parts = {"forward": [replay.program.forward], "between": [[]]}
-    parts["backward"] = [it.instructions for it in replay.program.backward]
-    for part in parts[where]:
-        for place in range(0, len(part) + 1, 4):
+    rows = {"forward": [replay.program.forward], "between": [Row([])]}
+    rows["backward"] = [it.row for it in replay.program.backward]
+    for row in rows[where]:
+        for place in range(0, len(row.instructions) + 1, 4):
             if where == "between":
                 replay.run(mine, (sample,), {})
             else:
-                part.insert(place, boom)
-                with pytest.raises(HookError):
-                    run(lambda x: replay.run(mine, (x,), {}), mine, sample)
-                part.pop(place)
+                row.instructions.insert(place, boom)
+                for function in (None, written(row.instructions)):
+                    row.function = function
+                    with pytest.raises(HookError):
+                        run(lambda x: replay.run(mine, (x,), {}), mine, sample)
+                row.instructions.pop(place)
+                row.function = None
             assert not made[0].faults, place
             assert not made[0].under_way(), place
             got = run(lambda x: replay.run(mine, (x,), {}), mine, sample)

@@ -9,6 +9,7 @@ plan says; inductor fuses and reorders what they hold, so there the plan is what
 from __future__ import annotations
 
 import importlib
+import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from ..trace.trace import Trace, operations
 from .joint_graph import joint_of
 from .partition import partitioned
 
+# What a forward pass calls of a logger; names of libraries' own go on, as `warning_once`.
+_LOGS = ("debug", "info", "warn", "error", "exception", "critical", "log")
 COMPILERS = ("inductor", "eager")
 _HOOKS = {
     "eager": (
@@ -136,8 +139,18 @@ class CompiledStep:
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile now, so that what cannot be planned or does not fit is told now."""
+        # Libraries warn from within a forward pass; that is no reason not to take it whole.
+        logs = {
+            it
+            for it in vars(logging.Logger).values()
+            if callable(it) and getattr(it, "__name__", "").startswith(_LOGS)
+        }
+        left_out = torch._dynamo.config.ignore_logging_functions | logs
         try:
-            with torch.enable_grad():
+            with (
+                torch.enable_grad(),
+                torch._dynamo.config.patch(ignore_logging_functions=left_out),
+            ):
                 self.compiled(*args, **kwargs)
         except _Ready:
             self._latest()

@@ -1,7 +1,8 @@
-"""Instructions: functions that do one action of a plan on what is held.
+"""Instructions: what does one action of a plan on what is held.
 
 Everything that can be known ahead is: which arguments are tensors, how each looks at its storage,
-which results are kept. What is left for the step is to fill in and call.
+which results are kept. What is left for the step is to fill in and call. As they stand here calls
+are checked for how their results lie; `written.py` has what runs once that is known.
 """
 
 from __future__ import annotations
@@ -58,19 +59,22 @@ class Memory:
         if arena is not None:
             arena.settle()
             self._arenas.append(arena)
-        self.held, self.chance = [], {}
+        # A frame that an exception keeps has the same list.
+        self.held.clear()
+        self.chance.clear()
 
     def __del__(self) -> None:
         self.clear()
 
 
-def free_storage(storage: int) -> Instruction:
-    """Return the instruction that gives a storage back."""
+class FreeStorage:
+    """The instruction that gives a storage back."""
 
-    def free(memory: Memory) -> None:
-        memory.held[storage] = None
+    def __init__(self, storage: int) -> None:
+        self.storage = storage
 
-    return free
+    def __call__(self, memory: Memory) -> None:
+        memory.held[self.storage] = None
 
 
 def offload_storage(storage: int, host_copy: int) -> Instruction:
@@ -116,50 +120,108 @@ def await_storage(host_copy: int) -> Instruction:
     return arrived
 
 
-def run_call(
-    call: Call,
-    forms: dict[int, View],
-    results: Sequence[tuple[int, View, bool]],
-    *,
-    number: int,
-    again: bool,
-    replayed: bool,
-    device: torch.device,
-    way: str | None = None,
-) -> Instruction:
-    """Return the instruction that runs a call.
+class Take:
+    """Takes a view of what is held.
 
-    results : place among the flat results, View, and whether it is to be held
-    replayed : it draws random numbers, and the plan runs it more than once
-    way : how to carry it out; None where there is no choice
+    Parameters
+    ----------
+    view
+        What to take.
+    form
+        How the tensor that is held looks at the same storage.
     """
-    target = call.target if way is None else _in_way(call.target, way)
-    if call.target is LAYER and call.outputs[-1] is not None:
-        target = in_training(target)
-    arguments = _arguments(call, forms, without=statistics(call) if again else ())
 
-    def run(memory: Memory) -> None:
-        args, kwargs = arguments(memory.held)
-        if replayed and again:
-            now = _chance(device)
-            _set_chance(device, memory.chance[number])
-            result = target(*args, **kwargs)
-            _set_chance(device, now)
+    def __init__(self, view: View, form: View) -> None:
+        self.view = view
+        self.whole, self.other_type = view == form, view.dtype != form.dtype
+
+    def __call__(self, held: list[Any]) -> torch.Tensor:
+        view, base = self.view, held[self.view.storage]
+        if self.whole:
+            return base
+        if self.other_type:
+            empty = torch.empty(0, dtype=view.dtype, device=base.device)
+            return empty.set_(base.untyped_storage(), view.offset, view.size, view.stride)
+        return base.as_strided(view.size, view.stride, view.offset)
+
+
+class RunCall:
+    """The instruction that runs a call, and sees to it that its results look as traced.
+
+    Parameters
+    ----------
+    call
+        What to run.
+    forms
+        How each storage looks where it is held.
+    results
+        Place among the flat results, View, and whether it is to be held.
+    number
+        The call's.
+    again
+        It has run before.
+    replayed
+        It draws random numbers, and the plan runs it more than once.
+    device
+        Whose random numbers these are.
+    way
+        How to carry it out; None where there is no choice.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        forms: dict[int, View],
+        results: Sequence[tuple[int, View, bool]],
+        *,
+        number: int,
+        again: bool,
+        replayed: bool,
+        device: torch.device,
+        way: str | None = None,
+    ) -> None:
+        self.call, self.results, self.number, self.device = call, results, number, device
+        self.again, self.replayed = again, replayed
+        target = call.target if way is None else _in_way(call.target, way)
+        if call.target is LAYER and call.outputs[-1] is not None:
+            target = in_training(target)
+        self.target: Callable[..., Any] = target
+        without = statistics(call) if again else ()
+        # Flat, with a Take in the place of each tensor.
+        self.arguments = [
+            None
+            if place in without
+            else Take(arg, forms[arg.storage])
+            if isinstance(arg, View)
+            else arg
+            for place, arg in enumerate(call.flat)
+        ]
+
+    def __call__(self, memory: Memory) -> None:
+        held = memory.held
+        flat = [it(held) if isinstance(it, Take) else it for it in self.arguments]
+        args, kwargs = tree_unflatten(flat, self.call.spec)
+        # Else it would hold what the call may be the last to need.
+        del flat
+        if self.replayed and self.again:
+            now = chance(self.device)
+            set_chance(self.device, memory.chance[self.number])
+            result = self.target(*args, **kwargs)
+            set_chance(self.device, now)
         else:
-            if replayed:
-                memory.chance[number] = _chance(device)
-            result = target(*args, **kwargs)
-        if not results:
+            if self.replayed:
+                memory.chance[self.number] = chance(self.device)
+            result = self.target(*args, **kwargs)
+        if not self.results:
             return
-        flat = (result,) if isinstance(result, torch.Tensor) else tree_flatten(result)[0]
-        for place, view, fresh in results:
-            tensor = flat[place]
+        found = (result,) if isinstance(result, torch.Tensor) else tree_flatten(result)[0]
+        for place, view, fresh in self.results:
+            tensor = found[place]
             if tensor is None or not view.shows(tensor):
-                tensor = _as_traced(call, view, tensor, flat, memory.layouts if fresh else None)
+                layouts = memory.layouts if fresh else None
+                tensor = _as_traced(self.call, view, tensor, found, layouts)
             if fresh:
-                memory.held[view.storage] = tensor
-
-    return run
+                held[view.storage] = tensor
 
 
 def _as_traced(
@@ -200,73 +262,15 @@ def _in_way(target: Any, way: str) -> Callable[..., Any]:
     return run
 
 
-def _arguments(
-    call: Call, forms: dict[int, View], *, without: tuple[int, ...]
-) -> Callable[[list[Any]], tuple[list[Any], dict[str, Any]]]:
-    """Return the function that fills a call's arguments from what is held."""
-    flat = [None if place in without else arg for place, arg in enumerate(call.flat)]
-    args, kwargs = tree_unflatten(flat, call.spec)
-    args = list(args)
-    plain = all(isinstance(arg, View) or not _has_view(arg) for arg in (*args, *kwargs.values()))
-    if plain:
-        places = [
-            (place, take(arg, forms[arg.storage]))
-            for place, arg in enumerate(args)
-            if isinstance(arg, View)
-        ]
-        keys = [
-            (key, take(arg, forms[arg.storage]))
-            for key, arg in kwargs.items()
-            if isinstance(arg, View)
-        ]
-
-        def fill(held: list[Any]) -> tuple[list[Any], dict[str, Any]]:
-            filled = args.copy()
-            for place, take in places:
-                filled[place] = take(held)
-            return filled, {**kwargs, **{key: take(held) for key, take in keys}} if keys else kwargs
-
-        return fill
-    takes = [take(arg, forms[arg.storage]) if isinstance(arg, View) else None for arg in flat]
-    spec = call.spec
-
-    def fill_nested(held: list[Any]) -> tuple[list[Any], dict[str, Any]]:
-        values = [
-            arg if take is None else take(held) for arg, take in zip(flat, takes, strict=True)
-        ]
-        made: tuple[list[Any], dict[str, Any]] = tree_unflatten(values, spec)
-        return made
-
-    return fill_nested
-
-
-def take(view: View, form: View) -> Callable[[list[Any]], torch.Tensor]:
-    """Return the function that takes a view of what is held in a form."""
-    storage, size, stride, offset = view.storage, view.size, view.stride, view.offset
-    if view == form:
-        return lambda held: held[storage]
-    if view.dtype == form.dtype:
-        return lambda held: held[storage].as_strided(size, stride, offset)
-
-    def other_type(held: list[Any]) -> torch.Tensor:
-        base = held[storage]
-        empty = torch.empty(0, dtype=view.dtype, device=base.device)
-        return empty.set_(base.untyped_storage(), offset, size, stride)
-
-    return other_type
-
-
-def _has_view(value: Any) -> bool:
-    return any(isinstance(leaf, View) for leaf in tree_flatten(value)[0])
-
-
-def _chance(device: torch.device) -> torch.Tensor:
+def chance(device: torch.device) -> torch.Tensor:
+    """Return the state of a device's random number generator."""
     if device.type == "cuda":
         return torch.cuda.get_rng_state(device)
     return torch.get_rng_state()
 
 
-def _set_chance(device: torch.device, state: torch.Tensor) -> None:
+def set_chance(device: torch.device, state: torch.Tensor) -> None:
+    """Set the state of a device's random number generator."""
     if device.type == "cuda":
         torch.cuda.set_rng_state(state, device)
     else:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...check.replay import carry_out
 from ...graph.numbers import Ints
 from ...plan.plan import Plan
 from ...run.loss import LOSS
@@ -89,27 +88,3 @@ def waiting_bytes(named: Named, plan: Plan) -> tuple[int, int]:
             held.discard(target)
         away -= {target} if kind == "prefetch" else set()
     return sum(size[it] for it in held), sum(size[it] for it in held & callers)
-
-
-def adding_peak_bytes(named: Named, captured: Captured, plan: Plan) -> int:
-    """The peak of a backward pass whose gradients are each added to one that is there, uncounted.
-
-    As `plan` has it, but for gradients of parameters, which go when no later action touches them.
-    """
-    if any(action.kind == "offload" for action in plan.actions):
-        # Copies that the peak has room for are not made, and are on the device instead.
-        return plan.peak_bytes
-    graph, curve = named.graph, carry_out(named.graph, plan).live_bytes.copy()
-    names = {number: name for name, number in named.storage_of.items()}
-    trained = {name for name, _ in captured.parameters}
-    made = {names[view.storage] for name, view in captured.gradients if view and name in trained}
-    last: dict[str, int] = {}
-    for at, (kind, target, _) in enumerate(plan.actions):
-        if kind == "run":
-            op = graph.ops[graph.op_index[target]]
-            last |= dict.fromkeys(made & {*op.inputs, *op.outputs, *op.writes}, at)
-    for storage in graph.storages:
-        # Only those that the plan holds to the end.
-        if storage.keep and storage.name in last:
-            curve[last[storage.name] + 1 :] -= graph.arrays.bytes[graph.storage_index[storage.name]]
-    return int(curve[plan.actions.index(("run", LOSS, 0)) :].max())

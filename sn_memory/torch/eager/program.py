@@ -10,12 +10,10 @@ Over 300 lines: when a gradient is handed over depends on all that is written.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 from weakref import WeakSet
 
-import torch
+import numpy as np
 
 from ...plan.plan import Plan
 from ...run.loss import LOSS
@@ -26,17 +24,23 @@ from ..trace.record import Call, View, form_of
 from ..trace.to_graph import Named, main_device
 from .host_arena import HostArena, needless
 from .instructions import (
+    FreeStorage,
     Instruction,
     Memory,
+    RunCall,
+    Take,
     await_storage,
-    free_storage,
     leave_device,
     offload_storage,
     prefetch_storage,
-    run_call,
-    take,
 )
 from .journeys import journeys_of, live_bytes
+from .written import Row
+
+# A section costs as much as tens of small calls. So it ends with gradients of so many bytes, or, of
+# a small net, with such a part of them all. DistributedDataParallel sends a mebibyte at least.
+GROUP_BYTES = 1 << 18
+GROUPS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +49,15 @@ class Section:
 
     Parameters
     ----------
-    instructions
-        In order.
+    row
+        Its instructions.
     ready
         Numbers of those gradients, what takes them, and the storages they are then gone from.
     """
 
-    instructions: list[Instruction]
+    row: Row
     ready: list[int]
-    takes: list[Callable[[list[Any]], torch.Tensor]]
+    takes: list[Take]
     storages: list[int]
 
 
@@ -79,7 +83,8 @@ class Program:
     def __init__(self, named: Named, captured: Captured, plan: Plan) -> None:
         writer = _Writer(named, captured, plan)
         self.storages = len(captured.recording.nbytes)
-        self.forward, self.backward = writer.instructions()
+        before, self.backward = writer.instructions()
+        self.forward = Row(before)
         # Storages that the backward pass reads and somebody else could change in between.
         self.read_later = sorted(writer.read_later)
         self.forms = writer.forms
@@ -87,6 +92,8 @@ class Program:
         self.gradients = [
             None if view is None else self.taken(view) for _, view in captured.gradients
         ]
+        # The peak of a backward pass whose gradients are added to those of another, uncounted.
+        self.adding_peak_bytes = writer.adding_peak_bytes
         # How many of them are of parameters.
         self.leaves = writer.leaves
         self.journeys = writer.journeys
@@ -102,9 +109,9 @@ class Program:
         if self._host_copies:
             self._arenas.append(self._arena())
 
-    def taken(self, view: View) -> Callable[[list[Any]], torch.Tensor]:
-        """Return the function that takes a view of what is held."""
-        return take(view, self.forms[view.storage])
+    def taken(self, view: View) -> Take:
+        """Return what takes a view of what is held."""
+        return Take(view, self.forms[view.storage])
 
     @property
     def arenas(self) -> list[HostArena]:
@@ -142,8 +149,10 @@ class _Writer:
         self.forms: dict[int, View] = {}
         self.read_later: set[int] = set()
         self.journeys = journeys_of(named, captured, plan)
+        self.loss = plan.actions.index(("run", LOSS, 0))
+        self.live = live_bytes(named, plan)
         self.made = set(range(len(self.journeys.host_copies))) - needless(
-            self.journeys.host_copies, live_bytes(named, plan), plan.peak_bytes
+            self.journeys.host_copies, self.live, plan.peak_bytes
         )
         # Parameters come first among the gradients, by the same names; the rest are of inputs.
         names = {name for name, _ in captured.gradients}
@@ -206,16 +215,16 @@ class _Writer:
         if rest or not sections:
             sections.append(self.section(current, rest))
         else:
-            sections[-1].instructions.extend(current)
+            sections[-1].row.instructions.extend(current)
         return before, sections
 
     def section(self, current: list[Instruction], ready: list[tuple[int, View]]) -> Section:
         """Return the section that ends with these gradients."""
         current += self.arrivals({view.storage for _, view in ready})
         return Section(
-            current,
+            Row(current),
             [place for place, _ in ready],
-            [take(view, self.forms[view.storage]) for _, view in ready],
+            [Take(view, self.forms[view.storage]) for _, view in ready],
             [view.storage for _, view in ready],
         )
 
@@ -223,9 +232,8 @@ class _Writer:
         """Per action, the gradients of parameters that no later one needs; -1 where none does."""
         last: dict[int, int] = {}
         read: dict[int, int] = {}
-        loss = self.plan.actions.index(("run", LOSS, 0))
         for at, (kind, target, _) in enumerate(self.plan.actions):
-            if at <= loss:
+            if at <= self.loss:
                 continue
             if kind == "run":
                 call = self.calls[self.named.call_of[target]]
@@ -243,29 +251,55 @@ class _Writer:
             if view is not None and name in self.trained:
                 at = max(last.get(view.storage, -1), read.get(self.trained[name], -1))
                 found.setdefault(at, []).append((place, view))
-        return self.together(found) if self.sums else found
+        return self.in_groups(found)
 
-    def together(
+    def in_groups(
         self, found: dict[int, list[tuple[int, View]]]
     ) -> dict[int, list[tuple[int, View]]]:
-        """Let gradients that are added one after the other end one section."""
-        grouped: dict[int, list[tuple[int, View]]] = {}
+        """Let small gradients wait for those that are ready next, and end one section.
+
+        As far as there is room for them below the peak where each is added to one that is there.
+        """
+        nbytes = self.captured.recording.nbytes
+        each = {view.storage: at for at in sorted(found) if at >= 0 for _, view in found[at]}
+        gone = self.gone(each)
+        curve = self.live.copy()
+        if not self.sums:
+            for storage, at in gone.items():
+                curve[at + 1 :] -= nbytes[storage]
+        peak = self.adding_peak_bytes = int(curve[self.loss :].max())
+        if self.journeys.host_copies:
+            # Copies that the peak has room for are not made, and are on the device instead.
+            self.adding_peak_bytes = self.plan.peak_bytes
+            return found
+        enough = min(sum(map(nbytes.__getitem__, each)) // GROUPS, GROUP_BYTES)
+        grouped = {-1: found[-1]} if -1 in found else {}
         waiting: list[tuple[int, View]] = []
-        for at in sorted(found):
+        ends = sorted(found.keys() - {-1})
+        for at, following in zip(ends, [*ends[1:], 0], strict=False):
             waiting += found[at]
-            later = at + 1
-            while later < len(self.plan.actions) and later not in found and self.is_quiet(later):
-                later += 1
-            if later not in found or not self.is_quiet(later):
+            held = {view.storage for _, view in waiting}
+            wait = np.zeros(max(following - at, 0), dtype=np.int64)
+            for it in held:
+                wait[max(gone[it] - at, 0) :] += nbytes[it]
+            many = sum(nbytes[it] for it in held) >= enough
+            if at == ends[-1] or many or (curve[at + 1 : following + 1] + wait > peak).any():
                 grouped[at], waiting = waiting, []
         return grouped
 
-    def is_quiet(self, at: int) -> bool:
-        """Whether an action only adds to a gradient or lets go."""
-        kind, target, _ = self.plan.actions[at]
-        if kind == "run":
-            return target != LOSS and self.named.call_of[target] in self.sums
-        return kind == "free"
+    def gone(self, ready: dict[int, int]) -> dict[int, int]:
+        """Return after which action the storage of each gradient is gone; given when it is ready.
+
+        That is when it has been handed over, or, where the plan adds it, when the plan frees it.
+        """
+        if not self.sums:
+            return ready
+        freed = {
+            self.named.storage_of[target]: at
+            for at, (kind, target, _) in enumerate(self.plan.actions)
+            if kind == "free"
+        }
+        return {it: freed.get(it, len(self.plan.actions)) for it in ready}
 
     def arrivals(self, storages: set[int]) -> list[Instruction]:
         """Wait for those of these storages that are on their way back."""
@@ -286,7 +320,7 @@ class _Writer:
             results.append((place, view, fresh))
         touched = (*call.makes, *call.writes)
         ways = self.named.graph.ops[self.named.graph.op_index[name]].workspaces
-        return run_call(
+        return RunCall(
             call,
             self.forms,
             results,
@@ -308,7 +342,7 @@ class _Writer:
             if host_copy is not None:
                 self.away.add(storage)
                 return [leave_device(storage, host_copy)]
-            return [*self.arrivals({storage}), free_storage(storage)]
+            return [*self.arrivals({storage}), FreeStorage(storage)]
         if host_copy is None or not made:
             return []
         if kind == "offload":

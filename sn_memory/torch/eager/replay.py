@@ -9,7 +9,8 @@ sees the parameters. One node for all would hold all gradients beside those of e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -24,7 +25,8 @@ from ..trace.record import Layouts, View
 from ..trace.to_graph import main_device
 from ..trace.trace import Trace
 from .instructions import Memory
-from .journeys import adding_peak_bytes, waiting_bytes
+from .journeys import waiting_bytes
+from .like import like
 from .program import Program
 
 
@@ -54,6 +56,13 @@ class Replay:
         ]
         self._given = [view for _, view in (*captured.parameters, *captured.buffers)]
         self._given += [view for view in captured.inputs if view is not None]
+        self._held_as_given = [
+            (view.storage, at)
+            for at, view in enumerate(self._given)
+            if view == self.program.forms[view.storage]
+        ]
+        # Whether a step is given tensors like those of the one before.
+        self._given_as_planned: Callable[[Sequence[torch.Tensor]], bool] | None = None
 
     @property
     def known(self) -> list[torch.Tensor]:
@@ -80,22 +89,32 @@ class Replay:
         """What each of them holds until then, and what of that the caller has: input and output."""
         return waiting_bytes(self.trace.named, self.plan)
 
-    @cached_property
+    @property
     def adding_peak_bytes(self) -> int:
         """The peak of a backward pass whose gradients are added to those of another."""
-        return adding_peak_bytes(self.trace.named, self.captured, self.plan)
+        return self.program.adding_peak_bytes
 
     def run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward pass of a model; returns what it returns."""
-        tensors = [it for it in tree_leaves((args, kwargs)) if isinstance(it, torch.Tensor)]
-        parameters = list(model.parameters())
-        given = [*parameters, *model.buffers(), *tensors]
-        leaves = {id(it): it for it in parameters if it.requires_grad}
-        others = {id(it): it for it in tensors if it.requires_grad and id(it) not in leaves}
-        wanted = [*leaves.values(), *others.values()]
-        memory = self.start(given)
+        return self.run_on(list(model.parameters()), list(model.buffers()), (args, kwargs))
+
+    def run_on(
+        self,
+        parameters: list[torch.nn.Parameter],
+        buffers: list[torch.Tensor],
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    ) -> Any:
+        """Run the forward pass of the model that these are of; returns what it returns."""
+        tensors = [it for it in tree_leaves(arguments) if isinstance(it, torch.Tensor)]
+        wanted: list[torch.Tensor] = [it for it in parameters if it.requires_grad]
+        follow: list[torch.Tensor] = []
+        if any(it.requires_grad for it in tensors):
+            leaves = set(map(id, wanted))
+            others = {id(it): it for it in tensors if it.requires_grad and id(it) not in leaves}
+            follow = list(others.values())
+            wanted += follow
+        memory = self.start([*parameters, *buffers, *tensors])
         sections = self.program.backward
-        follow = list(others.values())
         for at in range(len(sections) - 1, 0, -1):
             ready = [wanted[place] for place in sections[at].ready]
             follow = [_Section.apply(self, memory, at, *ready, *follow)]
@@ -106,22 +125,24 @@ class Replay:
         assert self.captured.output_form is not None
         return self.captured.output_form.filled(flat)
 
-    def section(self, memory: Memory, at: int) -> list[torch.Tensor | None]:
+    def section(
+        self, memory: Memory, at: int, token: torch.Tensor | None
+    ) -> list[torch.Tensor | None]:
         """Run a section of the backward pass; return its gradients, with the last those of inputs.
 
-        With any other, the last item is the token's.
+        With any other, the last item is the token's: the token that came, or a new one.
         """
         section = self.program.backward[at]
         try:
             with _as_recorded(self.device):
-                for instruction in section.instructions:
-                    instruction(memory)
+                section.row.run(memory)
                 gradients: list[torch.Tensor | None] = [take(memory.held) for take in section.takes]
                 # Nobody else holds them, so they become `.grad` and are not copied.
                 for storage in section.storages:
                     memory.held[storage] = None
                 if at < len(self.program.backward) - 1:
-                    return [*gradients, torch.empty(0, device=self.device)]
+                    gradients.append(torch.empty(0, device=self.device) if token is None else token)
+                    return gradients
                 gradients += [
                     None if take is None else take(memory.held)
                     for take in self.program.gradients[self.program.leaves :]
@@ -136,20 +157,26 @@ class Replay:
         """Return memory with what is given in its place."""
         memory = self.program.memory()
         memory.layouts = self.layouts
-        for view, tensor in zip(self._given, given, strict=True):
-            place = self.captured.recording.device[view.storage]
-            if not view.shows(tensor) or tensor.device != place:
-                raise ReplayError(
-                    f"a parameter, buffer or input has size {tuple(tensor.size())}, stride "
-                    f"{tensor.stride()}, type {tensor.dtype} and device {tensor.device}; planned "
-                    f"were {view.size}, {view.stride}, {view.dtype} and {place}. Plan the model as "
-                    "it is now."
-                )
-            if view == self.program.forms[view.storage]:
-                memory.held[view.storage] = tensor
+        if self._given_as_planned is None or not self._given_as_planned(given):
+            for view, tensor in zip(self._given, given, strict=True):
+                place = self.captured.recording.device[view.storage]
+                if not view.shows(tensor) or tensor.device != place:
+                    raise ReplayError(
+                        f"a parameter, buffer or input has size {tuple(tensor.size())}, stride "
+                        f"{tensor.stride()}, type {tensor.dtype} and device {tensor.device}; "
+                        f"planned were {view.size}, {view.stride}, {view.dtype} and {place}. Plan "
+                        "the model as it is now."
+                    )
+            self._given_as_planned = like(given)
+        held = memory.held
+        for storage, at in self._held_as_given:
+            held[storage] = given[at]
         for storage, tensor in self.captured.recording.constants.items():
-            memory.held[storage] = tensor
+            held[storage] = tensor
         return memory
+
+
+_NOTHING = nullcontext()
 
 
 class _Planned(torch.autograd.Function):
@@ -159,8 +186,7 @@ class _Planned(torch.autograd.Function):
     def forward(ctx: Any, replay: Replay, memory: Memory, *wanted: torch.Tensor) -> Any:
         try:
             with _as_recorded(replay.device):
-                for instruction in replay.program.forward:
-                    instruction(memory)
+                replay.program.forward.run(memory)
                 # Another tensor on the same storage: what is held here must not hold this node.
                 results = tuple(take(memory.held).detach() for take in replay.program.results)
         except BaseException:
@@ -204,7 +230,7 @@ class _Planned(torch.autograd.Function):
             for view in captured.output_gradients:
                 memory.held[view.storage] = _as_planned(view, arrived.pop(0), replay.device)
         del arrived
-        return None, None, *replay.section(memory, 0)
+        return None, None, *replay.section(memory, 0, None)
 
 
 class _Section(torch.autograd.Function):
@@ -218,9 +244,16 @@ class _Section(torch.autograd.Function):
         return torch.empty(0, device=replay.device)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, token: torch.Tensor) -> Any:
-        return None, None, None, *ctx.replay.section(ctx.memory, ctx.at)
+        # That costs three microseconds, and matters only where gradients of gradients are wanted.
+        if torch.is_grad_enabled():
+            return _once(ctx, token)
+        return None, None, None, *ctx.replay.section(ctx.memory, ctx.at, token)
+
+
+@once_differentiable
+def _once(ctx: Any, token: torch.Tensor) -> Any:
+    return None, None, None, *ctx.replay.section(ctx.memory, ctx.at, None)
 
 
 def _versions(program: Program, memory: Memory) -> list[int]:
@@ -241,6 +274,8 @@ def _as_planned(
     return made.zero_() if output_gradient is None else made.copy_(output_gradient)
 
 
-def _as_recorded(device: torch.device) -> Any:
+def _as_recorded(device: torch.device) -> AbstractContextManager[Any]:
     """Casts of autocast are among the recorded calls; they must not be cast again."""
-    return torch.autocast(device.type, enabled=False)
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return _NOTHING

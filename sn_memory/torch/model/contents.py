@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (Mapping, list, tuple, Set, deque)
 # Deeper or larger ones are compared by identity and size: they are looked at in each step.
 _DEPTH = 6
 _LARGE = 1000
 # torch's own notes in a module: tensors, modules, hooks, and of what kind these are.
 OF_TORCH = frozenset(torch.nn.Module().__dict__) - {"training"}
-_HOOKS = (
+HOOKS = (
     "_forward_pre_hooks",
     "_forward_hooks",
     "_backward_pre_hooks",
@@ -39,7 +39,7 @@ def contents(value: Any, *, depth: int = 0) -> Hashable | None:
     """
     if isinstance(value, torch.Tensor):
         return id(value)
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return plain(value)
     if not isinstance(value, _CONTAINERS):
         return id(value) if depth else None
@@ -62,7 +62,7 @@ def hooks(module: torch.nn.Module) -> tuple[int, ...]:
     """
     return tuple(
         number
-        for slot in _HOOKS
+        for slot in HOOKS
         for number, hook in getattr(module, slot).items()
         if getattr(hook, "__module__", "") != "transformers.utils.output_capturing"
     )

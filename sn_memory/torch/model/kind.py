@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -33,6 +34,14 @@ class Kind:
     wanted: tuple[bool, ...]
     sharded: bool
     settings: tuple[frozenset[tuple[str, Hashable]], ...]
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # It is looked up in each step, and has an item for each module.
+        return hash((self.arguments, self.casts, self.wanted, self.sharded, self.settings))
 
     @property
     def wants_gradients(self) -> bool:

@@ -56,7 +56,7 @@ def kind_of(
         flat, spec = tree_flatten(value)
         leaves = []
         for leaf in flat:
-            form = _form(leaf, first, count)
+            form = form_of_leaf(leaf, first, count)
             leaves.append(type(leaf) if loosely and not _is_hashable(form) else form)
             count += 1
         arguments.append((name, (str(spec), tuple(leaves))))
@@ -171,7 +171,18 @@ def _is(value: Any, default: Any) -> bool:
     return value is default or (isinstance(default, _NUMBERS) and plain(value) == plain(default))
 
 
-def _form(leaf: Any, first: dict[int, int], place: int) -> Hashable:
+def form_of_leaf(leaf: Any, first: dict[int, int], place: int) -> Hashable:
+    """Return what of a leaf among the arguments makes the kind.
+
+    Parameters
+    ----------
+    leaf
+        The leaf.
+    first
+        Per tensor and per memory that was seen, the place where it was first; added to here.
+    place
+        The leaf's own.
+    """
     if not isinstance(leaf, torch.Tensor):
         return plain(leaf)
     # Which inputs are the same tensor, or share memory, is part of the trace.
@@ -193,11 +204,11 @@ def _settings(
 
     A dropout rate that is changed between steps is in the recorded calls with its old value, and
     so is a number in a dict or a list. An attribute that is new since, and stands in for none of
-    the class, no forward asked for then. Hooks are part of what was recorded, but for those of the
-    outermost module, which run around its forward.
+    the class, no forward asked for then. Classes of modules and hooks are part of what was
+    recorded, but for those of the outermost: a planned one has another, and hooks run around it.
     """
-    kind = type(module)
-    found = {
+    kind: Any = type(module)
+    found: set[tuple[str, Hashable]] = {
         (name, held)
         for name, value in module.__dict__.items()
         if name not in OF_TORCH
@@ -206,7 +217,10 @@ def _settings(
         and (held := contents(value)) is not None
         and (noted is None or name in noted or hasattr(kind, name))
     }
-    numbers = () if outermost else hooks(module)
+    if outermost:
+        return frozenset(found)
+    numbers = hooks(module)
+    found.add(("its class", kind))
     return frozenset(found | {("its hooks", numbers)} if numbers else found)
 
 

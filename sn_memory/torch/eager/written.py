@@ -1,0 +1,164 @@
+"""Instructions in a row, written out as one function in Python.
+
+Kernels on little data take a microsecond. A loop over instructions that each fill in arguments,
+call and look at the results takes several times that. So instructions run one by one, checked, the
+first time. Once results have shown that they lie as traced, they do so for good: the forms of all
+arguments are the same in each step. From then on the row runs as a function of assignments,
+
+    h[7] = f2(h[4], view(h[1], c3, c4, 0))
+    h[4] = None
+
+where `h` is what is held, `f2` an overload of an op and the rest are constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves, tree_unflatten
+
+from .instructions import FreeStorage, Instruction, Memory, RunCall, Take, chance, set_chance
+
+
+class Row:
+    """Instructions in a row.
+
+    Parameters
+    ----------
+    instructions
+        In order.
+
+    Attributes
+    ----------
+    is_checked
+        Whether results were seen to lie as traced.
+    function
+        What runs from then on; written by the next run.
+    """
+
+    def __init__(self, instructions: list[Instruction]) -> None:
+        self.instructions = instructions
+        self.is_checked = False
+        self.function: Callable[[Memory], None] | None = None
+
+    def run(self, memory: Memory) -> None:
+        """Do all of it on what is held."""
+        if self.function is not None:
+            self.function(memory)
+            return
+        if self.is_checked:
+            self.function = written(self.instructions)
+            self.function(memory)
+            return
+        for instruction in self.instructions:
+            instruction(memory)
+        # Results that were put right are to be so again.
+        self.is_checked = not memory.layouts
+
+
+def written(instructions: Sequence[Instruction]) -> Callable[[Memory], None]:
+    """Return one function that does what these do, without looking at results."""
+    writer = _Writer()
+    for kind, row in groupby(instructions, key=type):
+        if kind is FreeStorage:
+            writer.free([it for it in row if isinstance(it, FreeStorage)])
+            continue
+        for instruction in row:
+            if isinstance(instruction, RunCall):
+                writer.call(instruction)
+            else:
+                writer.lines.append(f"{writer.name('i', instruction)}(memory)")
+    return writer.function()
+
+
+class _Writer:
+    """Writes the lines, and gives names to what they speak of."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = ["h = memory.held"]
+        self.names: dict[str, Any] = {
+            "view": torch.as_strided,
+            "leaves": tree_leaves,
+            "chance": chance,
+            "set_chance": set_chance,
+        }
+        self._known: dict[int, str] = {}
+
+    def function(self) -> Callable[[Memory], None]:
+        source = "def run(memory):\n" + "".join(f"    {line}\n" for line in self.lines)
+        exec(compile(source, "<planned step>", "exec"), self.names)
+        made: Callable[[Memory], None] = self.names.pop("run")
+        return made
+
+    def name(self, letter: str, value: Any) -> str:
+        """Return the name of a value, a new one if it has none yet."""
+        known = self._known.get(id(value))
+        if known is None:
+            known = self._known[id(value)] = f"{letter}{len(self._known)}"
+            self.names[known] = value
+        return known
+
+    def free(self, row: list[FreeStorage]) -> None:
+        self.lines.append(" = ".join([*(f"h[{it.storage}]" for it in row), "None"]))
+
+    def call(self, it: RunCall) -> None:
+        # Of an overload, what its own __call__ calls.
+        target = it.target._op if isinstance(it.target, OpOverload) else it.target
+        args, kwargs = tree_unflatten(it.arguments, it.call.spec)
+        given = [self.argument(arg) for arg in args]
+        given += [f"{key}={self.argument(arg)}" for key, arg in kwargs.items()]
+        call = f"{self.name('f', target)}({', '.join(given)})"
+        device = self.name("c", it.device) if it.replayed else ""
+        if it.replayed and it.again:
+            self.lines.append(f"now = chance({device})")
+            self.lines.append(f"set_chance({device}, memory.chance[{it.number}])")
+        elif it.replayed:
+            self.lines.append(f"memory.chance[{it.number}] = chance({device})")
+        self.results(call, _returns(it.call.target), it)
+        if it.replayed and it.again:
+            self.lines.append(f"set_chance({device}, now)")
+
+    def results(self, call: str, returns: str, it: RunCall) -> None:
+        """Write a call, and where those of its results go that are held."""
+        kept = [(place, view.storage) for place, view, fresh in it.results if fresh]
+        if not kept:
+            self.lines.append(call)
+        elif returns == "one":
+            self.lines.append(f"h[{kept[0][1]}] = {call}")
+        else:
+            self.lines.append(f"r = {call}" if returns == "several" else f"r = leaves({call})")
+            self.lines += [f"h[{storage}] = r[{place}]" for place, storage in kept]
+            self.lines.append("r = None")
+
+    def argument(self, value: Any) -> str:
+        if isinstance(value, Take):
+            return self.taken(value)
+        if isinstance(value, bool | int | None):
+            return repr(value)
+        if isinstance(value, list | tuple) and any(isinstance(it, Take) for it in value):
+            inside = "".join(f"{self.argument(it)}, " for it in value)
+            return f"[{inside}]" if isinstance(value, list) else f"({inside})"
+        return self.name("c", value)
+
+    def taken(self, take: Take) -> str:
+        view, base = take.view, f"h[{take.view.storage}]"
+        if take.whole:
+            return base
+        if take.other_type:
+            return f"{self.name('t', take)}(h)"
+        form = f"{self.name('c', view.size)}, {self.name('c', view.stride)}, {view.offset}"
+        return f"view({base}, {form})"
+
+
+def _returns(target: Any) -> str:
+    """Return how many flat results a call has: "one", "several", or "nested" in lists."""
+    if not isinstance(target, OpOverload):
+        return "one"
+    kinds = [str(it.type) for it in target._schema.returns]
+    if kinds == ["Tensor"]:
+        return "one"
+    return "several" if len(kinds) == 1 or not any("List" in it for it in kinds) else "nested"

@@ -1,0 +1,194 @@
+"""The kind of an input, known at a glance while the model is as it was in the step before.
+
+To make out a kind, all that a forward may read from each module is gone through (`kinds.py`): some
+forty microseconds a module, in each step. Hardly ever has any of it changed. So here are the
+attributes as they were, of all modules in one list; where they are the same objects still, and
+lists and mappings among them hold the same, an input of the same form is of the same kind.
+
+Of tensors and objects the address and the type are compared, so that none is kept alive by this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from itertools import chain
+from operator import is_, itemgetter
+from typing import Any, NamedTuple
+
+import torch
+
+from .contents import HOOKS, OF_TORCH, PLAIN, contents, plain
+from .guard import casting
+from .kind import Kind
+from .kinds import Arguments, form_of_leaf, kind_of
+
+# So many inputs of other forms are known at a glance.
+_INPUTS = 256
+_SLOTS = ("_parameters", "_buffers", "_modules")
+_LEAVES = {bool, int, float, str, type(None)}
+
+
+class Glance(NamedTuple):
+    """What a step needs to know of its model and input.
+
+    kind : None if an argument cannot be compared
+    """
+
+    kind: Kind | None
+    parameters: list[torch.nn.Parameter]
+    buffers: list[torch.Tensor]
+
+
+class Recent:
+    """The kinds of the inputs that came since the model last changed."""
+
+    def __init__(self) -> None:
+        self._seen: _Seen | None = None
+        self._kinds: dict[Hashable, Kind] = {}
+
+    def glance(
+        self,
+        model: torch.nn.Module,
+        arguments: Arguments,
+        noted: tuple[frozenset[str], ...],
+        known: Iterable[Kind],
+    ) -> Glance:
+        """Return the kind of an input, and what the model has.
+
+        Parameters
+        ----------
+        model, arguments, noted
+            As for `kinds.kind_of`.
+        known
+            Kinds of which one is returned as it stands here if it is this.
+        """
+        form = _form(*arguments)
+        held = self._seen.held(model) if self._seen else None
+        if held is None:
+            self._seen = _Seen(model, noted[0])
+            self._kinds.clear()
+        elif form in self._kinds:
+            assert self._seen is not None
+            return Glance(self._kinds[form], *self._seen.tensors(held))
+        kind = kind_of(model, *arguments, noted)
+        if kind is not None and form is not None:
+            if len(self._kinds) == _INPUTS:
+                self._kinds.clear()
+            self._kinds[form] = kind = next((it for it in known if it == kind), kind)
+        return Glance(kind, list(model.parameters()), list(model.buffers()))
+
+
+class _Seen:
+    """The attributes of a model's modules as they were.
+
+    The model itself is not held, only what is in it: it holds who holds this.
+    """
+
+    def __init__(self, model: torch.nn.Module, noted: frozenset[str]) -> None:
+        inside = list(model.modules())[1:]
+        self._noted = noted
+        self._dicts = [it.__dict__ for it in inside]
+        self._slots = [getattr(it, slot) for it in (model, *inside) for slot in _SLOTS]
+        # Hooks of the outermost module run around its forward.
+        hooks = [getattr(it, slot) for it in inside for slot in HOOKS]
+        self._sized = [*self._dicts, *self._slots, *hooks]
+        self._lengths = [*map(len, self._sized)]
+        # No name is new as long as there are as many and these are there.
+        self._named = [*self._slots, *filter(None, hooks)]
+        own = self._own(model)
+        self._names = [*own, *chain.from_iterable(self._named)]
+        # Held, so that none of their addresses is given to another; all else is not.
+        self._lasting: list[Any] = []
+        self._getters: list[tuple[Callable[[Any], Any], dict[str, Any]]] = []
+        self._others: list[tuple[dict[str, Any], str, Hashable]] = []
+        for attributes in self._dicts:
+            lasting = [name for name in attributes if _lasts(name, attributes[name])]
+            self._getters.append((itemgetter(*lasting), attributes))
+            self._lasting += itemgetter(*lasting)(attributes)
+            self._others += [
+                (attributes, name, _told(value))
+                for name, value in attributes.items()
+                if name not in lasting and name not in OF_TORCH
+            ]
+        self._own_told = [*map(_told, own.values())]
+        held = self._held()
+        self._ids = [*map(id, held)]
+        place = {id(it): at for at, it in reversed([*enumerate(held)])}
+        self._parameters = [place[id(it)] for it in model.parameters()]
+        self._buffers = [place[id(it)] for it in model.buffers()]
+        self._wanted = [it.requires_grad for it in model.parameters()]
+
+    def held(self, model: torch.nn.Module) -> list[Any] | None:
+        """Return all parameters, buffers and modules, if all is as it was."""
+        if [*map(len, self._sized)] != self._lengths:
+            return None
+        own = self._own(model)
+        if [*own, *chain.from_iterable(self._named)] != self._names:
+            return None
+        if [*map(_told, own.values())] != self._own_told:
+            return None
+        held = self._held()
+        if [*map(id, held)] != self._ids:
+            return None
+        if [held[at].requires_grad for at in self._parameters] != self._wanted:
+            return None
+        try:
+            lasting = chain.from_iterable([getter(it) for getter, it in self._getters])
+            if not all(map(is_, lasting, self._lasting)):
+                return None
+            if any(_told(it[name]) != told for it, name, told in self._others):
+                return None
+        except KeyError:
+            return None
+        return held
+
+    def tensors(self, held: list[Any]) -> tuple[list[torch.nn.Parameter], list[torch.Tensor]]:
+        """Return parameters and buffers of what is held."""
+        return [held[at] for at in self._parameters], [held[at] for at in self._buffers]
+
+    def _own(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Return the attributes that count of the outermost module; of the others all do."""
+        kind = type(model)
+        return {
+            name: value
+            for name, value in model.__dict__.items()
+            if name in self._noted or name in _SLOTS or hasattr(kind, name)
+        }
+
+    def _held(self) -> list[Any]:
+        return [*chain.from_iterable(map(dict.values, self._slots))]
+
+
+def _lasts(name: str, value: Any) -> bool:
+    """Whether an attribute is a number or the like, or where torch has hooks and parameters."""
+    return name in _SLOTS or name in HOOKS or (isinstance(value, PLAIN) and name not in OF_TORCH)
+
+
+def _told(value: Any) -> Hashable:
+    """Return what an attribute is compared by: what it holds, or which object it is."""
+    held = contents(value)
+    return (type(value), id(value)) if held is None else held
+
+
+def _form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
+    """Return the form of arguments as they are written; None for one of another class."""
+    forms: list[Hashable] = [tuple(kwargs), *casting()]
+    first: dict[int, int] = {}
+    if casting():
+        forms += [torch.get_autocast_dtype(it) for it in casting()]
+    waiting: list[Any] = [args, *kwargs.values()]
+    for it in waiting:
+        kind = type(it)
+        if isinstance(it, torch.Tensor):
+            forms.append(form_of_leaf(it, first, len(forms)))
+        elif kind in _LEAVES:
+            forms.append(plain(it))
+        elif kind is list or kind is tuple:
+            forms.append((kind, len(it)))
+            waiting += it
+        elif kind is dict:
+            forms.append((kind, *it))
+            waiting += it.values()
+        else:
+            return None
+    return tuple(forms)

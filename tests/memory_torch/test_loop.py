@@ -1,0 +1,180 @@
+"""The way to the calls of a planned step: known kinds at a glance, rows written out, groups."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from loop_seconds import rows_of
+from small_models import Everything, images, mlp
+
+from sn_memory.torch import plan
+from sn_memory.torch.errors import ReplayError
+from sn_memory.torch.model import recent
+
+SETTINGS = {"profile": False, "planner": "greedy"}
+
+
+@pytest.fixture
+def made_out(monkeypatch):
+    """How often a kind was made out from all that the modules have."""
+    times = []
+    own = recent.kind_of
+    monkeypatch.setattr(recent, "kind_of", lambda *given: times.append(1) or own(*given))
+    return times
+
+
+def rows(count=64):
+    return torch.randn(count, 32)
+
+
+class Rated(torch.nn.Module):
+    """A rate, a number in a list, and an object that is no setting."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(32, 32)
+        self.rate, self.scales, self.other = 0.5, [2.0], object()
+
+    def forward(self, x):
+        return self.linear(x) * self.rate * self.scales[0]
+
+
+class Outer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Rated()
+        self.last = torch.nn.Tanh()
+
+    def forward(self, x):
+        return self.last(self.inner(x))
+
+
+def step(model, x):
+    for it in model.parameters():
+        it.grad = None
+    loss = model(x).square().sum()
+    loss.backward()
+    return [loss.detach(), *(it.grad for it in model.parameters())]
+
+
+def test_a_kind_is_made_out_once(made_out):
+    planned = plan(Outer(), rows(), "100%", **SETTINGS)
+    for _ in range(3):
+        step(planned, rows())
+    assert len(made_out) == 1
+    step(planned, rows(16))
+    step(planned, rows(16))
+    step(planned, rows())
+    assert len(made_out) == 2
+
+
+CHANGES = {
+    "a rate": lambda it: setattr(it.inner, "rate", 0.25),
+    "a number in a list": lambda it: it.inner.scales.__setitem__(0, 3.0),
+    "another list": lambda it: setattr(it.inner, "scales", [4.0]),
+    "a mode": lambda it: it.inner.eval(),
+    "a hook": lambda it: it.inner.register_forward_hook(lambda *_: None),
+    "a parameter that wants none": lambda it: it.inner.linear.bias.requires_grad_(False),
+    "another module": lambda it: setattr(it, "last", torch.nn.Sigmoid()),
+    "no bias": lambda it: setattr(it.inner.linear, "bias", None),
+    "a whole number": lambda it: setattr(it.inner, "rate", 1),
+    "an object that is now a number": lambda it: setattr(it.inner, "other", 0.5),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_changes_is_seen(change, made_out):
+    model = Outer()
+    planned = plan(model, rows(), "100%", **SETTINGS)
+    x = rows()
+    step(planned, x)
+    change(model)
+    got = step(planned, x)
+    assert len(made_out) == 2
+    expected = step(copy.deepcopy(model), x)
+    for mine, plain in zip(got, expected, strict=True):
+        assert (mine is None and plain is None) or torch.equal(mine, plain)
+
+
+def test_numbers_that_come_and_go_are_not_mistaken(made_out):
+    """A number may lie where one lay that is gone."""
+    model = Outer()
+    planned = plan(model, rows(), "100%", **SETTINGS)
+    x = rows()
+    for number in range(1, 9):
+        model.inner.rate = number / 8
+        expected = step(copy.deepcopy(model), x)
+        assert all(map(torch.equal, step(planned, x), expected)), number
+    assert len(made_out) == 8
+
+
+def test_autocast_is_another_kind(made_out):
+    planned = plan(Outer(), rows(), "100%", **SETTINGS)
+    step(planned, rows())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = planned(rows())
+    assert len(made_out) == 2
+    out.float().sum().backward()
+
+
+def test_nothing_is_kept_alive():
+    planned = plan(Outer(), rows(), "100%", **SETTINGS)
+    step(planned, rows())
+    old = weakref.ref(planned.inner.linear.weight)
+    planned.inner.linear.weight = torch.nn.Parameter(torch.zeros(32, 32))
+    assert old() is None
+    model = weakref.ref(planned)
+    gc.disable()
+    try:
+        del planned
+        assert model() is None
+    finally:
+        gc.enable()
+
+
+def test_a_parameter_of_another_type_is_refused():
+    planned = plan(Outer(), rows(), "100%", **SETTINGS)
+    step(planned, rows())
+    planned.zero_grad(set_to_none=True)
+    weight = planned.inner.linear.weight
+    for other in (weight.data.half(), weight.data.t(), weight.data[:16]):
+        kept, weight.data = weight.data, other
+        with pytest.raises(ReplayError, match="a parameter, buffer or input has size"):
+            planned(rows())
+        weight.data = kept
+    step(planned, rows())
+
+
+def test_written_out_is_as_checked():
+    """Dropout that is made again, batch norm, views: the same bits, and buffers changed once."""
+    model = Everything()
+    planned = plan(copy.deepcopy(model), images(), "65%", **SETTINGS)
+    assert planned.sn_memory.plan.decided("recompute")
+    program = planned.sn_memory.latest.program
+    for count in range(4):
+        torch.manual_seed(count)
+        got = step(planned, images())
+        torch.manual_seed(count)
+        expected = step(model, images())
+        assert all(map(torch.equal, got, expected))
+        buffers = zip(planned.buffers(), model.buffers(), strict=True)
+        assert all(torch.equal(mine, plain) for mine, plain in buffers)
+    assert program.forward.function is not None
+    assert all(it.row.function is not None for it in program.backward)
+
+
+def test_small_gradients_end_few_sections():
+    planned = plan(mlp(40), rows(), "100%", **SETTINGS)
+    sections = planned.sn_memory.latest.program.backward
+    assert 4 <= len(sections) <= 9
+    handed = [place for it in sections for place in it.ready]
+    assert sorted(handed) == list(range(len([*planned.parameters()])))
+
+
+def test_the_benchmark_runs():
+    for row in rows_of("linear", 8, 3, time_limit_s=0.5):
+        assert row["equal"]
+        assert row["made"] >= row["calls"] > 40
+        assert min(row["own_us"], row["planned_us"], row["before_us"]) > 0
