@@ -161,7 +161,7 @@ def shared(ranks: int, settings: Settings) -> Method:
 
 def frequencies(ranks: int, settings: Settings, rank: int) -> Method:
     """Ours by payloads: gathered, or by way of the blocks' owners."""
-    engine, dense = Engine(settings, 1, stock="Horovod"), plain(ranks)
+    engine, dense = Engine(settings, 1, stock="Horovod", tuner=None), plain(ranks)
 
     def exchange(name: str, shape: tuple[int, ...], values: np.ndarray) -> Exchange:
         if not settings.compresses(shape):

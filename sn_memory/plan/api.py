@@ -17,15 +17,14 @@ from functools import partial
 from ..base.clock import counting, now
 from ..base.errors import PlanError
 from ..base.progress import Wanted, speaking
-from ..base.sizes import parse_bytes, show_bytes
+from ..base.sizes import parse_bytes
 from ..graph.graph import Graph
 from ..graph.liveness import peak
 from . import policies
 from .auto import Auto
-from .buffers import peak_action
 from .compress import Compressing
-from .plan import BudgetError, Plan
-from .refusal import placed, refused
+from .plan import Plan
+from .refusal import over_budget
 
 TECHNIQUES = ("keep", "recompute", "offload")
 ALL_TECHNIQUES = (*TECHNIQUES, "compress")
@@ -143,17 +142,3 @@ def _named(graph: Graph, planner: str, budget_bytes: int) -> Plan:
             graph, plan, budget_bytes, what=planner, instead="take the planner 'auto'"
         )
     return replace(plan, budget_bytes=budget_bytes, solve_s=now() - began)
-
-
-def over_budget(
-    graph: Graph, plan: Plan, budget_bytes: int, *, what: str, instead: str
-) -> BudgetError:
-    """Return the error for a plan that needs more than the budget.
-
-    what, instead : what needs it, and what else one may do
-    """
-    first = peak_action(graph, plan)
-    later = (action.target for action in plan.actions[first:] if action.kind == "run")
-    op = next(later, graph.ops[-1].name)
-    text = f"{what} needs {show_bytes(plan.peak_bytes)}, set by {placed(graph, op)}"
-    return refused(text, graph, plan, budget_bytes, op=op, instead=instead)

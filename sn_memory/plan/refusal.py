@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..base.sizes import show_bytes
 from ..graph.graph import Graph
 from ..graph.places import module_of
+from .buffers import peak_action
 from .plan import BudgetError, Plan, percent_kept
 
 
@@ -56,3 +57,17 @@ def refused(
         f"or {instead}.",
     )
     return error
+
+
+def over_budget(
+    graph: Graph, plan: Plan, budget_bytes: int, *, what: str, instead: str
+) -> BudgetError:
+    """Return the error for a plan that needs more than the budget.
+
+    what, instead : what needs it, and what else one may do
+    """
+    first = peak_action(graph, plan)
+    later = (action.target for action in plan.actions[first:] if action.kind == "run")
+    op = next(later, graph.ops[-1].name)
+    text = f"{what} needs {show_bytes(plan.peak_bytes)}, set by {placed(graph, op)}"
+    return refused(text, graph, plan, budget_bytes, op=op, instead=instead)

@@ -15,10 +15,10 @@ from ..base.sizes import parse_bytes
 from ..check.replay import carry_out
 from ..graph.graph import Graph
 from ..graph.liveness import baseline_seconds, peak
-from ..plan.api import over_budget
 from ..plan.emit import decisions_of
 from ..plan.plan import BudgetError, Plan
 from ..plan.policies import policy
+from ..plan.refusal import over_budget
 
 # A search while training ends after so many seconds.
 SEARCH_S = 1.0

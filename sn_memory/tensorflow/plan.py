@@ -2,6 +2,8 @@
 
 What changes is its `call` (planned.py). The model passed in stays as it is; both share layers and
 variables.
+
+Over 300 lines: half of them are what `plan` says of its arguments.
 """
 
 from __future__ import annotations
@@ -233,7 +235,7 @@ def plan(
     record = twin.__dict__[RECORD]
     # Not before: what comes otherwise than planned is a failure of the trial.
     record.planning = Planning(
-        planner, tuple(techniques), strict, deterministic, call_arguments(sample)
+        planner, tuple(techniques), strict, deterministic, call_arguments(sample), plan_graph
     )
     log.info("%s planned by %s: %s", type(plain).__name__, record.backend, summary(record.plan))
     return twin

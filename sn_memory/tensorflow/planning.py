@@ -11,7 +11,6 @@ from typing import Any
 
 from ..check.replay import check_plan
 from ..graph.graph import Graph
-from ..plan.api import plan_graph
 from ..plan.plan import Plan
 from ..run.at_once import SEARCH_S
 from .eager.program import Program
@@ -24,7 +23,8 @@ class Planning:
     """How to plan a model for an input; the parameters are those of `plan`.
 
     `sample` is what it was planned for, with tf.TensorSpec in the place of tensors; of several, the
-    largest.
+    largest. `plan_graph` is the one of `sn_memory`, handed in: what carries plans out need not know
+    how they are found.
     """
 
     planner: str
@@ -32,12 +32,13 @@ class Planning:
     strict: bool
     deterministic: bool
     sample: tuple[Any, ...]
+    plan_graph: Callable[..., Plan]
 
     def search(self, budget_bytes: int) -> Callable[[Graph], Plan]:
         """Return what plans a graph within a budget, in about SEARCH_S."""
 
         def planned(graph: Graph) -> Plan:
-            made = plan_graph(
+            made = self.plan_graph(
                 graph,
                 budget_bytes,
                 planner=self.planner,

@@ -21,6 +21,7 @@ from ..base.errors import PlanWarning
 from ..base.progress import Wanted, speaking
 from ..base.sizes import parse_bytes
 from ..graph.records import Device
+from ..plan.api import plan_graph
 from ..plan.plan import Plan
 from ..run.measured_choice import summary
 from ..run.planned import PlannedKind
@@ -189,6 +190,7 @@ def plan(
         workspaces=workspaces,
         bits=bits,
         trial=trial,
+        plan_graph=plan_graph,
         accumulate=accumulate,
         deterministic=deterministic,
         share=budget if isinstance(budget, str) and budget.strip().endswith("%") else "",

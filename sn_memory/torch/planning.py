@@ -19,7 +19,6 @@ from ..base.progress import say
 from ..check.replay import check_plan
 from ..graph.graph import Graph
 from ..graph.records import Device, Storage
-from ..plan.api import plan_graph
 from ..plan.plan import BudgetError, Plan
 from ..run.at_once import SEARCH_S, smallest, within
 from ..run.measured_choice import MeasuredPlan
@@ -95,7 +94,8 @@ class Made:
 class Planning:
     """How to plan a model for an input; the parameters are those of `plan`.
 
-    `share` is the budget as it was asked for, if that was a percentage.
+    `share` is the budget as it was asked for, if that was a percentage. `plan_graph` is the one of
+    `sn_memory`, handed in: what carries plans out need not know how they are found.
     """
 
     budget: int | str
@@ -111,6 +111,7 @@ class Planning:
     workspaces: bool | Measure
     bits: int | Controller
     trial: bool
+    plan_graph: Callable[..., Plan]
     accumulate: bool = False
     deterministic: bool = False
     share: str = ""
@@ -218,7 +219,7 @@ class Planning:
         with stage() as left_s:
             # Counted work does not mix with seconds that stages before took.
             limit_s = self.time_limit_s if self.deterministic else min(left_s, self.time_limit_s)
-            made = plan_graph(
+            made = self.plan_graph(
                 graph,
                 self.budget,
                 planner=self.planner,

@@ -15,13 +15,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ...activations import Controller
 from ...cost.devices import NOMINAL_BYTES_PER_S
 from ...graph.records import Device
 from ..compress import treatments
@@ -99,7 +98,14 @@ class Form:
         return self.grid_bytes + bit_bytes + (4 if self.kind == "mask" else 0)
 
 
-def forms(recording: Recording, bits: int | Controller) -> dict[int, Form]:
+class Widths(Protocol):
+    """What chooses the bits of each tensor: a `sn_memory.activations.Controller`."""
+
+    def bits(self, key: str, *, linear: bool = True) -> int | None:
+        """Return the bits of a tensor; None: keep it as it is."""
+
+
+def forms(recording: Recording, bits: int | Widths) -> dict[int, Form]:
     """Return the storages whose readers in the backward pass all bear it, and their forms."""
     makers: dict[int, View] = {}
     needs: dict[int, set[str]] = {}
@@ -269,7 +275,7 @@ def _key(call: Call) -> str | None:
     return f"{call.scope or 'model'}/linear/0" if call.name in ("addmm", "mm") else None
 
 
-def _bits(bits: int | Controller, keys: list[str], linear: bool) -> int | None:
+def _bits(bits: int | Widths, keys: list[str], linear: bool) -> int | None:
     """Bits of a storage; None for one that the controller wants exact."""
     if isinstance(bits, int):
         return bits if linear else max(bits, _NONLINEAR_BITS)

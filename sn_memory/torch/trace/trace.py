@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from ...activations import Controller
 from ...cost.devices import NOMINAL
 from ...graph.graph import Graph
 from ...graph.liveness import peak
@@ -23,7 +22,7 @@ from ..errors import TraceError
 from ..model.step import chance_put_back
 from .capture import capture
 from .captured import Captured
-from .compressible import Form, forms, seconds_of_forms
+from .compressible import Form, Widths, forms, seconds_of_forms
 from .convolutions import Measure, measured_on, ways_of
 from .op_seconds import measured_device, measured_seconds
 from .optimizer import optimizer_memory
@@ -105,7 +104,7 @@ def trace(
     optimizer: Any = None,
     workspaces: bool | Measure = False,
     overlap: bool = False,
-    bits: int | Controller | None = None,
+    bits: int | Widths | None = None,
     layouts: Layouts | None = None,
     accumulate: bool = False,
 ) -> Trace:
@@ -237,7 +236,7 @@ def _left(model: torch.nn.Module, captured: Captured) -> tuple[Storage, ...]:
     return (Storage("gradients that stay as they are", held, "state"),) if held else ()
 
 
-def _forms(captured: Captured, place: torch.device, bits: int | Controller) -> dict[int, Form]:
+def _forms(captured: Captured, place: torch.device, bits: int | Widths) -> dict[int, Form]:
     if place.type not in ("cpu", "meta"):
         raise TraceError(
             f"compress runs on the host, and the model is on {place}: it would wait for copies "
