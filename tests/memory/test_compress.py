@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from graphs import resnet
-from random_graphs import random_graph, training_chain
+from random_graphs import compressible, random_graph, training_chain
 
 from sn_memory import (
     BudgetError,
@@ -24,25 +24,6 @@ from sn_memory.graph.liveness import baseline_seconds, peak
 from sn_memory.graph.rewrite import as_run, waits, with_compressed
 
 RECOMPUTE = ("keep", "recompute")
-
-
-def compressible(graph, *, ratio=4, speed=100.0, roles=("activation",)):
-    """The graph with a form of each activation, compressed and decompressed at bytes / s."""
-    return Graph(
-        [
-            replace(
-                it, compressed=Compressed(it.bytes // ratio, it.bytes / speed, it.bytes / speed)
-            )
-            if it.role in roles and not it.keep
-            else it
-            for it in graph.storages
-        ],
-        graph.ops,
-        name=graph.name,
-        device=graph.device,
-        allocator=graph.allocator,
-        aliases=graph.aliases,
-    )
 
 
 def smallest(graph, techniques):

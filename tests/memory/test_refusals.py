@@ -1,8 +1,7 @@
 """What BudgetError says: where the peak is, which budget can be had, and the plan for it."""
 
 import pytest
-from random_graphs import training_chain
-from test_compress import compressible
+from random_graphs import compressible, training_chain
 
 from sn_memory import BudgetError, Graph, Op, Storage, check_plan, plan_graph
 from sn_memory.graph.liveness import peak
