@@ -14,6 +14,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 TENSORFLOW ?= tensorflow-cpu==2.21.0
 CONSTRAINTS ?= requirements/ci.txt
+# Tests that start ranks take turns in one of them.
+TEST_WORKERS ?= 2
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -34,7 +36,7 @@ demo: $(STAMPS)/horovod $(STAMPS)/extension data
 
 test: $(STAMPS)/horovod $(STAMPS)/extension
 	-@$(BIN)/python scripts/fetch_fashion_mnist.py
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 check: $(STAMPS)/packages
 	$(BIN)/ruff check .

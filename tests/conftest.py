@@ -17,6 +17,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "SN_TEST_RANKS"
+# Folders whose tests start ranks, and measure or count them: one worker runs them in turn.
+OF_RANKS = frozenset({"ddp", "horovod", "benchmarks", "docs", "examples", "gossip"})
 
 
 @dataclass(frozen=True)
@@ -147,9 +149,17 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", "timeout(seconds): heeded by pytest-timeout only")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests where what they ask for is missing, and say what."""
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Group tests for `-n 2 --dist loadgroup`, and skip GPU tests where what they need is missing.
+
+    A file is a group; so are all tests that start ranks, which would take each other's cores.
+    """
     for item in items:
+        if config.pluginmanager.has_plugin("xdist"):
+            path = item.path.relative_to(ROOT / "tests")
+            group = "ranks" if path.parts[0] in OF_RANKS else path.as_posix()
+            item.add_marker(pytest.mark.xdist_group(group))
         for mark in item.iter_markers("gpu"):
             missing = dict.fromkeys(MISSING[need]() for need in mark.args or ("torch",))
             missing.pop("", None)

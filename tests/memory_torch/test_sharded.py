@@ -183,8 +183,9 @@ def ranks(tmp_path_factory):
     return [json.loads(out.splitlines()[-1]) for out, _ in ended]
 
 
-# What all parameters gathered take: Gloo's thread may hold a buffer for a moment longer.
-GATHERED = 6 * (32 * 32 + 32) * 4
+# Gloo's thread may hold a buffer for a moment longer: all parameters gathered, or the sum of a
+# block's results.
+HELD = dict.fromkeys(CASES, 6 * (32 * 32 + 32) * 4) | {"split": 512 * 32 * 4}
 # Per way, what carries out a plan of ops that was made before.
 CARRIED = dict.fromkeys(CASES, "modules") | {"whole": "graph", "whole, resharded": "graph"}
 
@@ -199,7 +200,7 @@ def test_bits_and_peaks(ranks, way, planned):
         assert mine["weights"] == plain["weights"]
         assert mine["again"]
         assert mine["predicted"] <= mine["budget"]
-        assert mine["peak"] <= mine["budget"] + GATHERED
+        assert mine["peak"] <= mine["budget"] + HELD[way]
         assert mine["peak"] < plain["peak"]
         # Each rank runs the same modules again, or their collectives would part.
         assert mine["again"] == ranks[0][way][planned]["again"]
