@@ -17,7 +17,8 @@ What differs is the branching, which is on one buffer at a time:
 
 Which buffer is picked decides between milliseconds and hours, so `pool` restarts the search with
 other orders. Sections that ended a branch gain weight, and `weighted` goes to the heavy ones first.
-One long file, as its twin is, so that the two can be read side by side.
+
+Over 300 lines: one file, as its twin is, so that the two can be read side by side.
 """
 
 from __future__ import annotations

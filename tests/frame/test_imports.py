@@ -20,6 +20,7 @@ PACKAGES = [name for name in ("sn_compress", "sn_memory") if (ROOT / name).is_di
 FILES = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
 START_LIMIT_S = 0.3
 MOST_FILES = 15  # of a room
+MOST_LINES = 300  # of a file that does not say why
 
 # Arrows point one way: a module may import from its own layer or from a lower one. What an import
 # for type checkers or inside a function names counts as well. The rooms of sn_compress, as
@@ -384,6 +385,13 @@ def test_imports_in_functions_and_for_type_checkers_are_seen(tmp_path, monkeypat
     assert set(circle(for_checkers=True)) == set(paths)
     paths["made.two"].write_text("")
     assert floors("made.") == ["made.one", "made.two"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_long_files_say_why(path):
+    source = path.read_text(encoding="utf-8")
+    if len(source.splitlines()) > MOST_LINES:
+        assert f"Over {MOST_LINES} lines: " in (ast.get_docstring(ast.parse(source)) or "")
 
 
 def test_no_utils_drawer():
