@@ -17,7 +17,7 @@ METHOD = {
     "FFTCompression": "fft",
 }
 NETS = {"convolutional net": ("cnn", "sgd"), "transformer": ("transformer", "adam")}
-NETS["residual net"] = ("residual", "sgd")
+NETS |= {"residual net": ("residual", "sgd"), "net of a million parameters": ("wide", "sgd")}
 
 
 def rows():
