@@ -133,9 +133,10 @@ def test_shaped_ddp_trains_every_way_behind_the_link(run, tmp_path):
     plain, ours = json.loads(path.read_text())
     assert [plain["way"], ours["way"]] == ways
     size = 4 * sum(p.numel() for p in Language(32, 1).parameters())
-    # The gradient, the headers of its packets, and what the bucket dropped and is sent again: a
-    # fourth on a busy machine. Counted twice it would be 2.
-    assert size < plain["bytes_per_step"] < 1.6 * size
+    # The gradient, the headers of its packets, and what TCP sends again where the bucket dropped it
+    # or the other end was late: a fourth on a busy machine, two thirds were seen. Counted twice it
+    # would be above 2.
+    assert size < plain["bytes_per_step"] < 2 * size
     assert ours["bytes_per_step"] < plain["bytes_per_step"] / 10
     # At 6.25 MB/s, less what the bucket lets through at once.
     assert plain["step_s"] > (size - 262144) / 6.25e6
