@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-import sn_compress
+from sn_compress.codecs.base import Payload
+from sn_compress.codecs.registry import codec as named_codec
 
 from ...activations import Controller, coverage
 from ...activations.rows import WIDTHS
@@ -38,7 +39,7 @@ class Compressor:
     def __init__(self, controller: Controller, optimizer: Any, seed: int, threads: int) -> None:
         self.controller, self.optimizer = controller, optimizer
         self._codecs: dict[int, Any] = {
-            bits: sn_compress.codec(
+            bits: named_codec(
                 "bounded", bound=float("inf"), bits=bits, seed=seed, threads=threads, measure=False
             )
             for bits in WIDTHS
@@ -77,7 +78,7 @@ class Compressor:
         n = int(np.prod(shape))
         if buffer.size == 4 * n:
             return buffer.view(np.float32).reshape(shape)
-        payload = sn_compress.Payload.from_bytes(buffer)
+        payload = Payload.from_bytes(buffer)
         codec = next(it for it in self._codecs.values() if it.settings == payload.settings)
         return np.asarray(codec.decode(payload).reshape(shape))
 

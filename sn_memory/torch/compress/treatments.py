@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-import sn_compress
+from sn_compress.codecs.registry import codec as named_codec
 
 from ..errors import ReplayError
 from .signs import masked
@@ -265,8 +265,8 @@ def two_values(values: np.ndarray[Any, Any]) -> float | None:
 def codec(bits: int, tolerance: float, form: str, seed: int, threads: int) -> Any:
     """Return the codec of these settings."""
     if form == "paper":
-        return sn_compress.codec("bounded", bound=tolerance, form="paper", measure=False)
-    return sn_compress.codec(
+        return named_codec("bounded", bound=tolerance, form="paper", measure=False)
+    return named_codec(
         "bounded", bound=tolerance, bits=bits, seed=seed, threads=threads, measure=False
     )
 
