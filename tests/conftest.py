@@ -155,8 +155,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     A file is a group; so are all tests that start ranks, which would take each other's cores.
     """
+    is_grouped = config.pluginmanager.has_plugin("xdist")
     for item in items:
-        if config.pluginmanager.has_plugin("xdist"):
+        if is_grouped:
             path = item.path.relative_to(ROOT / "tests")
             group = "ranks" if path.parts[0] in OF_RANKS else path.as_posix()
             item.add_marker(pytest.mark.xdist_group(group))

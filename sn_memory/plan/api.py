@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
-from ..base.clock import counting, now
+from ..base.clock import counting, now, stage
 from ..base.errors import PlanError
 from ..base.progress import Wanted, speaking
 from ..base.sizes import parse_bytes
@@ -124,7 +124,10 @@ def plan_front(
     whole = peak(graph).bytes
     sizes = [parse_bytes(budget, whole=whole) for budget in budgets]
     spoken = nullcontext() if progress is False else speaking(progress)
-    with counting(deterministic), spoken:
+    with stage() as left_s, counting(deterministic), spoken:
+        if not deterministic:
+            # Inside a longer piece of work no more than is left of its seconds.
+            time_limit_s = min(time_limit_s, left_s)
         if planner != "auto":
             return [_named(graph, planner, size) for size in sizes]
         auto = partial(Auto, historical=historical)

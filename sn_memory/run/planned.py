@@ -63,6 +63,8 @@ class PlannedRecord(ABC, Generic[T]):
     """
 
     backend: str
+    # Per kind of input, how it was planned.
+    told: dict[Any, PlannedKind]
 
     @property
     @abstractmethod
@@ -85,9 +87,14 @@ class PlannedRecord(ABC, Generic[T]):
         return self.latest_trace
 
     @property
-    @abstractmethod
+    def kinds(self) -> list[PlannedKind]:
+        """The kinds of input that have a plan by now: what they are, how it came, its peak."""
+        return list(self.told.values())
+
+    @property
     def planned_inputs(self) -> list[str]:
         """The kinds of input that have a plan: names and shapes of their tensors."""
+        return [it.inputs for it in self.kinds]
 
     def __repr__(self) -> str:
         inputs = self.planned_inputs

@@ -17,7 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ..base.clock import sharing, stage
+from ..base.clock import sharing
 from ..base.errors import PlanWarning
 from ..base.progress import Wanted, say, speaking
 from ..check.replay import check_plan
@@ -172,15 +172,14 @@ def plan(
             raise TraceError(f"{unknown}, and layers are measured")
         if unknown:
             warnings.warn(f"The peak may be higher: {unknown}.", PlanWarning, stacklevel=3)
-        with stage() as left_s:
-            made = plan_graph(
-                traced.graph,
-                budget,
-                planner=planner,
-                techniques=techniques,
-                time_limit_s=time_limit_s if deterministic else left_s,
-                deterministic=deterministic,
-            )
+        made = plan_graph(
+            traced.graph,
+            budget,
+            planner=planner,
+            techniques=techniques,
+            time_limit_s=time_limit_s,
+            deterministic=deterministic,
+        )
         check_plan(traced.graph, made)
         with _as_trace_error():
             program = put_together(traced, made, held)

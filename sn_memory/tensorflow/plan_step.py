@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from ..base.clock import sharing, stage
+from ..base.clock import sharing
 from ..base.errors import PlanWarning
 from ..base.progress import Wanted, say, speaking
 from ..check.replay import check_plan
@@ -86,15 +86,14 @@ def plan_step(
     with speaking(progress), sharing(time_limit_s):
         say("trace", 0, 1)
         traced = trace(step, sample, profile=profile, device=device)
-        with stage() as left_s:
-            made = plan_graph(
-                traced.graph,
-                budget,
-                planner=planner,
-                techniques=techniques,
-                time_limit_s=time_limit_s if deterministic else left_s,
-                deterministic=deterministic,
-            )
+        made = plan_graph(
+            traced.graph,
+            budget,
+            planner=planner,
+            techniques=techniques,
+            time_limit_s=time_limit_s,
+            deterministic=deterministic,
+        )
     unknown = uncounted(traced.named)
     if unknown:
         warnings.warn(f"The peak may be higher: {unknown}.", PlanWarning, stacklevel=2)

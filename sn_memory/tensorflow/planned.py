@@ -78,16 +78,11 @@ class Planned(PlannedRecord[Trace]):
         if self.layers is not None:
             return ["any"]
         # Of a step function nothing is told: it takes arguments like its sample's alone.
-        return [it.inputs for it in self.told.values()] or ["as its sample"]
+        return super().planned_inputs or ["as its sample"]
 
     @property
     def latest_trace(self) -> Trace | None:
         return self.traced
-
-    @property
-    def kinds(self) -> list[PlannedKind]:
-        """The kinds of input that have a plan by now: what they are, how it came, its peak."""
-        return list(self.told.values())
 
     @property
     def budget_bytes(self) -> int:

@@ -96,15 +96,6 @@ class Planned(PlannedRecord[Trace]):
         return self.latest.trace
 
     @property
-    def planned_inputs(self) -> list[str]:
-        return [it.inputs for it in self.told.values()]
-
-    @property
-    def kinds(self) -> list[PlannedKind]:
-        """The kinds of input that have a plan by now: what they are, how it came, its peak."""
-        return list(self.told.values())
-
-    @property
     def budget_bytes(self) -> int:
         """The budget, for every kind of input."""
         return parse_bytes(self.planning.budget, whole=self.latest.plan.baseline_peak_bytes)

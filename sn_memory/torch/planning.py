@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 
 from ..activations import Controller
-from ..base.clock import stage
 from ..base.errors import PlanWarning
 from ..base.progress import say
 from ..check.replay import check_plan
@@ -216,18 +215,15 @@ class Planning:
         """Return a plan of a graph."""
         if isinstance(self.planner, Plan):
             return within(graph, self.planner, self.budget)
-        with stage() as left_s:
-            # Counted work does not mix with seconds that stages before took.
-            limit_s = self.time_limit_s if self.deterministic else min(left_s, self.time_limit_s)
-            made = self.plan_graph(
-                graph,
-                self.budget,
-                planner=self.planner,
-                techniques=self.techniques,
-                time_limit_s=limit_s,
-                deterministic=self.deterministic,
-                historical=self.historical,
-            )
+        made = self.plan_graph(
+            graph,
+            self.budget,
+            planner=self.planner,
+            techniques=self.techniques,
+            time_limit_s=self.time_limit_s,
+            deterministic=self.deterministic,
+            historical=self.historical,
+        )
         check_plan(graph, made)
         return made
 
