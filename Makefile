@@ -26,7 +26,7 @@ CSRC := $(wildcard csrc/compress/* csrc/memory/*)
 HOROVOD_SCRIPTS := scripts/build_horovod.py $(wildcard scripts/horovod_*.py)
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo test check bench fuzz gpu gpu-dry clean data
+.PHONY: setup demo test test-changed check bench fuzz gpu gpu-dry clean data
 
 setup: $(STAMPS)/horovod $(STAMPS)/extension
 	-$(BIN)/python scripts/fetch_fashion_mnist.py
@@ -37,6 +37,12 @@ demo: $(STAMPS)/horovod $(STAMPS)/extension data
 test: $(STAMPS)/horovod $(STAMPS)/extension
 	-@$(BIN)/python scripts/fetch_fashion_mnist.py
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
+
+# Of the tests those that what differs from SINCE concerns, by imports.
+SINCE ?= main
+test-changed: $(STAMPS)/horovod $(STAMPS)/extension
+	@files="$$($(BIN)/python scripts/changed_tests.py --since $(SINCE))" && echo "$$files" && \
+	  { test -z "$$files" || $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup $(PYTEST_ARGS) $$files; }
 
 check: $(STAMPS)/packages
 	$(BIN)/ruff check .

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import sys
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,11 +64,17 @@ def modules(package: str) -> dict[str, Path]:
     return found
 
 
+@cache
+def parsed(path: Path) -> tuple[ast.AST, ...]:
+    """Return all nodes of a file's syntax."""
+    return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
     """Return the modules of `known` that a file imports, wherever in it."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in parsed(path):
         wanted: list[str] = []
         if isinstance(node, ast.Import):
             wanted = [alias.name for alias in node.names]

@@ -1,0 +1,140 @@
+"""Which tests does a change concern? Their files, found by imports: `make test-changed` runs them.
+
+    python scripts/changed_tests.py                what differs from main, committed or not
+    python scripts/changed_tests.py --since REF    what differs from another commit
+
+A file concerns a test if the test's file reaches it by imports (those inside functions count), or
+names it in a string, as tests name the scripts that they start. Whatever no Python file can reach,
+C++ or a settings file say, concerns the tests of FURTHER; what is not in that table concerns all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import architecture
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("sn_compress", "sn_memory")
+# Folders whose files import each other by their bare names.
+FLAT = ("benchmarks", "scripts", "fuzz", "tests/compress", "tests/memory", "tests/memory_torch")
+FIXTURES = "conftest"  # without its suffix: this file starts none of them
+# Files that nothing imports, by how their paths begin; the first that fits counts.
+FURTHER: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("csrc/compress", ("tests/compress", "tests/cuda", "tests/ddp", "tests/horovod")),
+    ("csrc/memory", ("tests/memory", "tests/memory_torch", "tests/memory_tensorflow")),
+    ("docs", ("tests/docs", "tests/frame")),
+    ("README.md", ("tests/docs",)),
+    ("CHANGELOG.md", ()),
+    ("CONTRIBUTING.md", ("tests/docs",)),
+    ("examples", ("tests/examples", "tests/docs", "tests/ddp", "tests/memory_torch")),
+    ("benchmarks/results", ("tests/docs", "tests/benchmarks", "tests/frame")),
+    ("tests/golden", ("tests/compress",)),
+    ("tests/data", ("tests/memory",)),
+)
+
+
+def sources() -> dict[str, Path]:
+    """Return all Python files of the project by name: modules dotted, others by their path."""
+    found = {
+        name: path for package in PACKAGES for name, path in architecture.modules(package).items()
+    }
+    for folder in ("tests", "benchmarks", "scripts", "fuzz", "examples"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            found[path.relative_to(ROOT).as_posix()] = path
+    return found
+
+
+def asked(name: str, path: Path, known: dict[str, Path], by_file: dict[str, list[str]]) -> set[str]:
+    """Return the names of the files that one file imports, or starts by name.
+
+    by_file : what is called so in any folder, of the name of a file
+    """
+    found = architecture.imports(name, path, known)
+    here = path.parent.relative_to(ROOT).as_posix()
+    for node in architecture.parsed(path):
+        if isinstance(node, ast.Constant) and str(node.value).endswith(".py"):
+            found.update(by_file.get(Path(str(node.value)).name, ()))
+        bare: list[str] = []
+        if isinstance(node, ast.Import):
+            bare = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            bare = [node.module or ""]
+        places = [f"{folder}/{it}.py" for it in bare for folder in (*FLAT, here)]
+        found.update(it for it in places if it in known)
+    if name.endswith(".py"):
+        folders = Path(name).parents
+        found.update(it for up in folders if (it := f"{up.as_posix()}/{FIXTURES}.py") in known)
+    else:
+        # A package's __init__ runs before what lies in it.
+        parts = name.split(".")
+        found.update(".".join(parts[:end]) for end in range(1, len(parts)))
+    return found - {name}
+
+
+def users_of(known: dict[str, Path]) -> dict[str, set[str]]:
+    """Return for each file the names of those that import or start it."""
+    by_file: dict[str, list[str]] = {}
+    for name, path in known.items():
+        by_file.setdefault(path.name, []).append(name)
+    users: dict[str, set[str]] = {name: set() for name in known}
+    for name, path in known.items():
+        for other in asked(name, path, known, by_file):
+            users[other].add(name)
+    return users
+
+
+def concerned(
+    changed: Iterable[str], known: dict[str, Path], users: dict[str, set[str]]
+) -> list[str]:
+    """Return the test files, or folders of tests, that a change of these paths concerns."""
+    by_path = {path.relative_to(ROOT).as_posix(): name for name, path in known.items()}
+    wanted: set[str] = set()
+    todo: list[str] = []
+    for path in changed:
+        if path in by_path:
+            todo.append(by_path[path])
+        # A Python file that is not there is gone: what imported it has changed as well.
+        elif not path.endswith(".py"):
+            wanted.update(next((it for start, it in FURTHER if path.startswith(start)), ("tests",)))
+    seen = set(todo)
+    while todo:
+        fresh = users[todo.pop()] - seen
+        seen |= fresh
+        todo += fresh
+    wanted.update(it for it in seen if Path(it).name.startswith("test_") and it.endswith(".py"))
+    # A folder that is wanted whole needs none of its files beside it.
+    return sorted(it for it in wanted if not any(it.startswith(f"{other}/") for other in wanted))
+
+
+def changed_since(ref: str) -> list[str]:
+    """Return the paths that differ from a commit, those not yet committed or added included."""
+
+    def git(*args: str) -> list[str]:
+        done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(f"git {args[0]} failed: {done.stderr.strip()}")
+        return done.stdout.splitlines()
+
+    base = git("merge-base", ref, "HEAD")[0]
+    return git("diff", "--name-only", base) + git("ls-files", "--others", "--exclude-standard")
+
+
+def main() -> int:
+    """Print what concerns the change, a line each."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--since", default="main", help="the commit to compare with: main")
+    args = parser.parse_args()
+    known = sources()
+    for line in concerned(changed_since(args.since), known, users_of(known)):
+        print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
