@@ -16,6 +16,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+# TensorFlow reads it when it is loaded. By itself it takes oneDNN on newer processors only, and on
+# a CPU only oneDNN's allocator counts: the planner's tests measure the same on each machine.
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 MARK = "SN_TEST_RANKS"
 # Folders whose tests start ranks, and measure or count them: one worker runs them in turn.
 OF_RANKS = frozenset({"ddp", "horovod", "benchmarks", "docs", "examples", "gossip"})
