@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from random_graphs import random_graph, training_chain
 
+from sn_cli.main import main
 from sn_memory import (
     Action,
     BudgetError,
@@ -27,7 +28,6 @@ from sn_memory import (
 )
 from sn_memory.base.sizes import parse_bytes
 from sn_memory.check.packing import check_packing
-from sn_memory.cli.main import main
 from sn_memory.graph.liveness import peak
 from sn_memory.plan.policies import policy
 from sn_memory.pool.csv import read_csv
@@ -204,8 +204,8 @@ def test_bad_graph_and_plan_texts_are_documented_errors(name, tmp_path, capsys):
         Plan.from_json(text)
     path = tmp_path / "bad.json"
     path.write_text(text)
-    assert main(["check", str(path), str(path)]) == 1
-    assert capsys.readouterr().err.startswith("GraphError: ")
+    assert main(["memory", "check", str(path), str(path)]) == 2
+    assert capsys.readouterr().err.startswith("sn: ")
 
 
 def test_plans_name_the_key_of_what_is_too_much():
@@ -252,8 +252,8 @@ def test_bad_tables_are_pack_errors(tmp_path, capsys, text, message):
     with pytest.raises(PackError, match=message) as caught:
         read_csv(path)
     assert len(str(caught.value)) < 400
-    assert main(["pack", str(path)]) == 1
-    assert capsys.readouterr().err.startswith("PackError: ")
+    assert main(["memory", "pack", str(path)]) == 2
+    assert capsys.readouterr().err.startswith("sn: ")
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_a_file_gets_lines_and_a_terminal_a_bar(screen, monkeypatch):
     if not screen.terminal:
         # The first of a stage, and the last.
         assert [line.split(", ")[1] for line in text.splitlines()] == [
-            "time ops 0 of 3", "time ops 2 of 3", "search 0.5 of 60: greedy: best 1 s a step",
+            "time ops 0 of 3 (0%)", "time ops 2 of 3 (67%", "search 0.5 of 60 (1%",
         ]  # fmt: skip
 
 
