@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,12 @@ SETTINGS: dict[str, Any] = {"granularity": "call", "gradients": "buffers", "inpl
 def texts() -> dict[str, str]:
     """Each graph's file, by its name."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    from graphs import alexnet, resnet, transformer, unet
-
+    made = import_module("graphs")
     networks: dict[str, Callable[[], Any]] = {
-        "alexnet": lambda: alexnet(512, **SETTINGS),
-        "resnet50": lambda: resnet(64, 50, **SETTINGS),
-        "transformer12": lambda: transformer(4, 12, **SETTINGS),
-        "unet": lambda: unet(8, **SETTINGS),
+        "alexnet": lambda: made.alexnet(512, **SETTINGS),
+        "resnet50": lambda: made.resnet(64, 50, **SETTINGS),
+        "transformer12": lambda: made.transformer(4, 12, **SETTINGS),
+        "unet": lambda: made.unet(8, **SETTINGS),
     }
     return {name: make().graph().to_json() for name, make in networks.items()}
 
