@@ -32,7 +32,7 @@ def draw(link, between, memory, path):
 
 def _steps(axes, link):
     longest = max(it["step_s"] for it in link.values())
-    for place, (name, it) in enumerate(link.items()):
+    for place, it in enumerate(link.values()):
         left = 0.0
         for key, colour, _ in PARTS:
             axes.barh(place, 1e3 * it[key], left=1e3 * left, color=colour, height=0.62)

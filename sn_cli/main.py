@@ -34,7 +34,7 @@ _SAID = (CompressError, GraphError, PackError, PlanError, ImportError, ValueErro
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command; the status to exit with."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     try:
         answer = options.run(options)
     except (BudgetError, CapacityError) as error:
@@ -68,18 +68,19 @@ def script() -> None:
     sys.exit(code)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """All commands and their flags."""
+    made = argparse.ArgumentParser(
         prog="sn",
         description="Gradients in fewer bytes on the wire, training in fewer bytes held.",
         epilog=_EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=_versions())
-    groups = parser.add_subparsers(required=True, metavar="compress|memory")
+    made.add_argument("--version", action="version", version=_versions())
+    groups = made.add_subparsers(required=True, metavar="compress|memory")
     add_compress(groups)
     add_memory(groups)
-    return parser
+    return made
 
 
 def _versions() -> str:

@@ -263,6 +263,28 @@ def test_only_rims_name_a_framework(path):
         assert "cupy" not in named
 
 
+@pytest.mark.parametrize(
+    "rim",
+    [
+        "sn_compress.torch.ddp", "sn_compress.torch.horovod", "sn_compress.tensorflow.tape",
+        "sn_compress.tensorflow.keras", "sn_memory.torch", "sn_memory.tensorflow",
+        "sn_memory.apoptosis.torch", "sn_memory.apoptosis.tensorflow",
+    ],
+)  # fmt: skip
+def test_a_rim_without_its_framework_says_what_to_install(rim):
+    framework = "torch" if "torch" in rim else "tensorflow"
+    code = (
+        "import importlib.util as u\n"
+        "real = u.find_spec\n"
+        f"u.find_spec = lambda name, *a: None if name == '{framework}' else real(name, *a)\n"
+        f"try:\n    import {rim}\n"
+        "except ImportError as error:\n    print(type(error).__name__, error)\n"
+    )
+    said = fresh(code)
+    assert said.startswith("MissingExtra"), said
+    assert f"pip install 'superneurons[{framework}]'" in said
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_names_its_own_framework_only(room):
     files = [path for path in FILES if path.is_relative_to(ROOT / "sn_compress" / room)]

@@ -89,8 +89,8 @@ def _captured(
             raise TraceError(
                 f"it raises {type(error).__name__} under fake tensors "
                 f"({innermost_line(error.__traceback__)}): "
-                f"{first_line(error).rstrip('.')}. The sample is {sample_line(args, kwargs)}; is it "
-                "what the model takes?"
+                f"{first_line(error).rstrip('.')}. The sample is {sample_line(args, kwargs)}; is "
+                "it what the model takes?"
             ) from error
 
 
