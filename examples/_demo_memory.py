@@ -76,8 +76,8 @@ def main():
     args = flags.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    images, labels = nets.fashion_mnist("train")
-    images, labels = images[: args.steps * args.batch], labels[: args.steps * args.batch]
+    # A copy of those that are trained on, and the others are gone.
+    images, labels = (it[: args.steps * args.batch].clone() for it in nets.fashion_mnist("train"))
     model = Classifier(args.depth)
     parts = list(zip(images.split(args.batch), labels.split(args.batch), strict=True))
     # The first convolution makes oneDNN's own memory, which is no part of the training.

@@ -23,9 +23,10 @@ import _demo_picture
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = ROOT / "examples"
-sys.path.append(str(ROOT / "benchmarks"))
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "scripts")]
 
-import ddp_ranks  # noqa: E402  (benchmarks/ is no package)
+import ddp_ranks  # noqa: E402  (folders that are no packages)
+import fetch_fashion_mnist  # noqa: E402
 import shaped_links  # noqa: E402
 
 from sn_compress.base.text_table import text_table  # noqa: E402
@@ -157,6 +158,12 @@ def main():
         args.steps, args.planned_steps, args.batch, args.depth = 20, 4, 256, 6
     if args.data:
         os.environ["FASHION_MNIST_DIR"] = args.data
+    try:
+        found = fetch_fashion_mnist.find()
+    except FileNotFoundError as error:
+        raise SystemExit(f"{error}. {fetch_fashion_mnist.HELP}") from None
+    if found is None:
+        raise SystemExit(f"Fashion-MNIST is nowhere. {fetch_fashion_mnist.HELP}")
     args.out.mkdir(parents=True, exist_ok=True)  # before the work, not after it
     print("1. Two ranks behind a slow link", flush=True)
     link, between = behind_a_link(args)
