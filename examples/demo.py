@@ -45,7 +45,7 @@ def behind_a_link(args):
     found = {}
     for name, ratio in (("plain", 0), ("compressed", args.ratio)):
         print(f"   {name}: {args.steps} steps on 2 ranks, over {between}", flush=True)
-        job = {"steps": args.steps, "ratio": ratio, "every": max(1, args.steps // 20)}
+        job = {"steps": args.steps, "ratio": ratio, "every": max(1, args.steps // 12)}
         with nullcontext() if reason else shaped_links.ShapedLinks(2, args.mbit / 1e3) as links:
             script = str(HERE / "_demo_link.py")
             try:
@@ -155,7 +155,7 @@ def main():
     args = flags.parse_args()
     args.few = 3
     if args.quick:
-        args.steps, args.planned_steps, args.batch, args.depth = 20, 4, 256, 6
+        args.steps, args.planned_steps, args.batch, args.depth = 20, 4, 128, 6
     if args.data:
         os.environ["FASHION_MNIST_DIR"] = args.data
     try:
