@@ -283,7 +283,7 @@ def test_verify_follows_the_loss():
 
 
 def test_a_limit_of_the_process_counts_as_memory_that_is_not_there(monkeypatch):
-    """A plain step that ulimit -d forbids is not tried: it would end the planning that avoids it."""
+    """A plain step that ulimit -d forbids is not tried: it would end the planning of it."""
     cpu = torch.device("cpu")
     assert trial._enough(1000, cpu)
     for which in (resource.RLIMIT_DATA, resource.RLIMIT_AS):

@@ -275,9 +275,9 @@ def _left_by_limits() -> float:
     """Bytes that this process may still have by its own limits (ulimit -d, ulimit -v)."""
     left = math.inf
     lines = Path("/proc/self/status").read_text().splitlines()
-    for limit, field in ((resource.RLIMIT_DATA, "VmData:"), (resource.RLIMIT_AS, "VmSize:")):
+    for limit, name in ((resource.RLIMIT_DATA, "VmData:"), (resource.RLIMIT_AS, "VmSize:")):
         most, _ = resource.getrlimit(limit)
-        held = next((int(it.split()[1]) << 10 for it in lines if it.startswith(field)), 0)
+        held = next((int(it.split()[1]) << 10 for it in lines if it.startswith(name)), 0)
         if most != resource.RLIM_INFINITY:
             left = min(left, most - held)
     return left
