@@ -147,7 +147,7 @@ def main():
     flags.add_argument("--steps", type=int, default=300, help="of the first part")
     flags.add_argument("--mbit", type=float, default=100, help="of the link")
     flags.add_argument("--ratio", type=float, default=50, help="how many times fewer bytes")
-    flags.add_argument("--share", type=float, default=0.65, help="of what plain takes, the limit")
+    flags.add_argument("--share", type=float, default=0.55, help="of what plain takes, the limit")
     flags.add_argument("--batch", type=int, default=256, help="of the second part")
     flags.add_argument("--depth", type=int, default=20, help="convolutions of the second part")
     flags.add_argument("--planned-steps", type=int, default=12, help="of the second part")

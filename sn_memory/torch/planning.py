@@ -164,6 +164,8 @@ class Planning:
         except (BudgetError, TraceError, torch.OutOfMemoryError):
             raise
         except Exception as error:
+            if "allocate memory" in str(error):  # the CPU's allocator has no class for it
+                raise
             # Most of all a sample that the model does not take.
             raise TraceError(
                 f"{name} does not run on the sample, {sample_line(*given)}: "

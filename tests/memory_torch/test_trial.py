@@ -297,7 +297,7 @@ def test_a_limit_of_the_process_counts_as_memory_that_is_not_there(monkeypatch):
     ("sample", "told"),
     [
         (torch.zeros(4, 7), r"\[4, 7\] float32"),
-        (torch.zeros(4, 64, dtype=torch.long), r"\[4, 64\] int64"),
+        (torch.zeros(4, 65, dtype=torch.long), r"\[4, 65\] int64"),
         ((torch.zeros(4, 64), 3), r"\[4, 64\] float32, a int"),
     ],
 )
