@@ -56,18 +56,24 @@ def _steps(axes, link):
 
 
 def _learns(axes, link):
-    for (name, it), colour in zip(link.items(), (GREY, ORANGE), strict=True):
+    colours = (GREY, ORANGE)
+    for it, colour in zip(link.values(), colours, strict=True):
         seconds, percent = zip(*it["curve"], strict=True)
         axes.plot(seconds, percent, color=colour, linewidth=3)
         axes.plot(seconds[-1], percent[-1], "o", color=colour, markersize=9)
-        axes.annotate(
-            f"{name}: {percent[-1]:.1f} % in {seconds[-1]:.0f} s",
-            (seconds[-1], percent[-1]), color=colour, fontweight="bold",
-            xytext=(-6, -22) if name == "plain" else (10, -34), textcoords="offset points",
-            ha="right" if name == "plain" else "left",
-        )  # fmt: skip
     axes.set(xlabel="seconds of training", xlim=(0, None))
     axes.set_title("Test accuracy, % (the same steps)", loc="left")
+    said = [f"{name}: {it['accuracy']:.1f} % in {it['total_s']:.0f} s" for name, it in link.items()]
+    _say(axes, zip(said, colours, strict=True), top=0.3)
+
+
+def _say(axes, lines, top):
+    """Coloured lines at the right, from `top` of the panel downwards."""
+    for place, (line, colour) in enumerate(lines):
+        axes.annotate(
+            line, (0.99, top - 0.11 * place), xycoords="axes fraction", ha="right", va="top",
+            color=colour, fontweight="bold",
+        )  # fmt: skip
 
 
 def _holds(axes, memory):
@@ -81,22 +87,19 @@ def _holds(axes, memory):
     limit = memory["limit"] / MIB
     axes.axhline(limit, color="black", linewidth=2)
     axes.set(xlim=(0, end), ylim=(0, 1.32 * memory["top"] / MIB), xlabel="seconds")
-    axes.set_title("A network under a memory limit: MiB of the process", loc="left")
+    axes.set_title("Memory of a network under a limit, MiB", loc="left")
     at = {"color": "black", "fontweight": "bold", "ha": "right"}
     axes.annotate(
         f"the limit, {limit:,.0f} MiB", (end, limit), xytext=(-4, 6), textcoords="offset points",
         **at,
     )  # fmt: skip
     if plain["ended"]:
-        moment, size = plain["curve"][-1] if plain["curve"] else (0.0, memory["limit"])
+        # Where it was when the next tensor was refused.
+        moment, size = max(plain["curve"] or [(0.0, memory["limit"])], key=lambda it: it[1])
         axes.plot(moment, size / MIB, "x", color=ORANGE, markersize=16, markeredgewidth=4)
     text = [
         (f"plain, no limit: {memory['top'] / MIB:,.0f} MiB", GREY),
         ("plain: out of memory" if plain["ended"] else "plain: trained", ORANGE),
         (f"planned: trains, {planned['losses'][0]:.2f} to {planned['losses'][-1]:.2f} loss", GREEN),
     ]
-    for place, (line, colour) in enumerate(text):
-        axes.annotate(
-            line, (0.99, 0.99 - 0.1 * place), xycoords="axes fraction", ha="right", va="top",
-            color=colour, fontweight="bold",
-        )  # fmt: skip
+    _say(axes, text, top=0.99)
