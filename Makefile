@@ -1,5 +1,5 @@
 # make setup   everything into .venv: torch, TensorFlow, this project, and a Horovod built for them
-# make demo    two ranks train Fashion-MNIST, plain and compressed; table and picture at the end
+# make demo    two ranks behind a slow link, and a network under a memory limit: tables, a picture
 # make test    the tests          make check   lint, format, types
 # make gpu     all that a GPU does, proved and measured in ten minutes; downloads nothing
 # make gpu-dry the same script on the CPU, to see that it runs
@@ -31,7 +31,7 @@ HOROVOD_SCRIPTS := scripts/build_horovod.py $(wildcard scripts/horovod_*.py)
 setup: $(STAMPS)/horovod $(STAMPS)/extension
 	-$(BIN)/python scripts/fetch_fashion_mnist.py
 
-demo: $(STAMPS)/horovod $(STAMPS)/extension data
+demo: $(STAMPS)/extension data
 	$(BIN)/python examples/demo.py
 
 test: $(STAMPS)/horovod $(STAMPS)/extension

@@ -90,7 +90,7 @@ def extension(name: str, folder: Path) -> list[Extension]:
 
 def main() -> None:
     """Call setup."""
-    packages = find_packages(include=["sn_compress*", "sn_memory*"])
+    packages = find_packages(include=["sn_cli*", "sn_compress*", "sn_memory*"])
     package_dir = {}
     if sources("*"):
         # Kernels are compiled at first use on the user's machine, so their sources are data of
@@ -102,6 +102,7 @@ def main() -> None:
         packages=packages,
         package_dir=package_dir,
         package_data={
+            "sn_cli": ["py.typed", "graphs/*.json"],
             "sn_compress": ["py.typed"],
             "sn_memory": ["py.typed"],
             "sn_compress._csrc": ["*.cu", "*.cuh", "*.cpp", "*.h", "*.hpp"],

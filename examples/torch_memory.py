@@ -52,6 +52,11 @@ def batches(steps, batch):
         yield images, images[:, 0, :, 4:24:2].mean(1).argmax(1)
 
 
+def step():
+    """For `sn memory estimate` and `export`: a model, its input, its optimizer."""
+    return WithLoss(network()), next(batches(1, 64)), torch.optim.SGD
+
+
 def train(model, steps, batch):
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

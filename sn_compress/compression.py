@@ -107,7 +107,11 @@ class Compression(metaclass=_Shown):
         low_rank, rows, frequencies, whole, plain: tensors by the way they travel, "whole" in digits
         of 16 bits; steps; tensors, elements (compressed ones); dense_bytes (float32, all tensors),
         payload_bytes (this rank's contribution, uncompressed tensors included), both per step;
-        ratio; relative_error, the mean over steps of |dropped| / |gradient + memory|; saturated.
+        ratio, and ratio_after_warmup, of the steps in which something was compressed;
+        relative_error, the mean over steps of |dropped| / |gradient + memory|; saturated.
+        Of torch also codec_s and exchange_s, seconds a step that this rank's threads spent in the
+        codec and waiting for other ranks; the backward pass may hide more of an exchange, and on a
+        GPU the codec is only started in that time.
         Sparse gradients count in both as what travels of them, in float32 and as it is. Beside all
         these other_bytes, so far: to agree at the start, to compare parameters, and to tune.
         Of AutoCompression, as measured last: tuned, 1 when it is decided; tuned_tensors, those that

@@ -47,6 +47,24 @@ class Told:
         )
 
 
+@dataclass
+class _Sums:
+    """Bytes of some steps, uncompressed and sent, and whether anything in them was compressed."""
+
+    steps: int = 0
+    dense: int = 0
+    sent: int = 0
+    compressed: bool = False
+
+    def add(self, other: _Sums) -> None:
+        """Count further steps, if anything was compressed in them."""
+        if other.compressed:
+            self.steps += other.steps
+            self.dense += other.dense
+            self.sent += other.sent
+            self.compressed = True
+
+
 class Traffic:
     """Bytes per step and the relative error, kept per optimizer.
 
@@ -61,6 +79,8 @@ class Traffic:
         self._before = 0  # tensors in the one before
         self._steps = 0
         self._dense_sum = self._sent_sum = 0  # bytes over all steps
+        self._now = _Sums()  # of the step still open
+        self._settled = _Sums()  # of all steps in which something was compressed
         self._energy = self._error = 0.0
         self._relative_sum, self._relative_count = 0.0, 0
         self._saturated = 0
@@ -129,6 +149,14 @@ class Traffic:
         self._sent.clear()
         self._steps += steps
         self._before = len(tensors)
+        self._settled.add(
+            _Sums(
+                steps,
+                sum(it.steps * it.dense for it in tensors),
+                sum(it.steps * it.sent for it in tensors),
+                any(it.way != "plain" for it in tensors),
+            )
+        )
         for it in tensors:
             self._dense_sum += it.steps * it.dense
             self._sent_sum += it.steps * it.sent
@@ -192,6 +220,9 @@ class Traffic:
         self._sent.add(key)
         self._dense_sum += dense
         self._sent_sum += nbytes
+        self._now.dense += dense
+        self._now.sent += nbytes
+        self._now.compressed |= compressed
         self._bytes[key] = elements, dense, nbytes, compressed
 
     def _close_step(self) -> None:
@@ -199,6 +230,8 @@ class Traffic:
             self._relative_sum += math.sqrt(self._error / self._energy)
             self._relative_count += 1
         self._energy = self._error = 0.0
+        self._settled.add(self._now)
+        self._now = _Sums(steps=1)
 
     def _ways_now(self) -> dict[str, int]:
         """Tensors by the way they travel."""
@@ -224,8 +257,15 @@ class Traffic:
         if self._energy > 0 and math.isfinite(self._energy):  # the step still open
             relative_sum, count = relative_sum + math.sqrt(self._error / self._energy), count + 1
         steps = max(self._steps, 1)
-        dense = self._dense_sum / steps + sum(4 * n for n, _ in self._fixed.values())
-        sent = self._sent_sum / steps + sum(nbytes for _, nbytes in self._fixed.values())
+        fixed_dense = sum(4 * n for n, _ in self._fixed.values())
+        fixed_sent = sum(nbytes for _, nbytes in self._fixed.values())
+        dense = self._dense_sum / steps + fixed_dense
+        sent = self._sent_sum / steps + fixed_sent
+        settled = _Sums()
+        settled.add(self._settled)
+        settled.add(self._now)
+        settled_sent = settled.sent + settled.steps * fixed_sent
+        settled_dense = settled.dense + settled.steps * fixed_dense
         compressed = [elements for elements, _, _, small in self._bytes.values() if small]
         return {
             "steps": self._steps,
@@ -234,6 +274,7 @@ class Traffic:
             "dense_bytes": round(dense),
             "payload_bytes": round(sent),
             "ratio": dense / sent if sent else 0.0,
+            "ratio_after_warmup": settled_dense / settled_sent if settled_sent else 0.0,
             "relative_error": relative_sum / count if count else 0.0,
             "saturated": self._saturated,
             "other_bytes": self._beside,

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from .pool.pack import arrange as arrange
     from .pool.pack import pack as pack
 
+__version__ = "0.1.0"
+
 _HOME = {
     "BudgetError": ".plan.plan",
     "CapacityError": ".base.errors",

@@ -8,6 +8,10 @@
 Every message has four parts: what failed, what was got, what was expected, what to do.
 """
 
+from __future__ import annotations
+
+from importlib.util import find_spec
+
 
 class CompressError(ValueError):
     """A setting, tensor or call that cannot be carried out."""
@@ -23,6 +27,14 @@ class PayloadError(CompressError):
 
 class MissingExtra(ImportError):  # noqa: N818 - it is the extra that is missing
     """An optional library is needed and not installed; the message names the extra."""
+
+
+def need(library: str, by: str) -> None:
+    """Raise MissingExtra where a rim is imported without its framework, whose name is the extra."""
+    if find_spec(library) is None:
+        raise MissingExtra(
+            f"{by} needs {library}, which is not installed: pip install 'superneurons[{library}]'"
+        )
 
 
 class SaturationWarning(UserWarning):

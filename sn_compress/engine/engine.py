@@ -33,6 +33,7 @@ from .carry import Carry, Gradient, Rounds, Sorted
 from .feedback import ErrorFeedback
 from .owed import Owed
 from .scattered import shares_of
+from .seconds import Seconds
 from .summed import Sums
 from .theta import ThetaInTime
 
@@ -116,6 +117,7 @@ class Engine:
         self.shared = SharedExchange(**settings.shared)
         self.owed = Owed()  # of tensors that the tuner lets travel plain
         self.traffic = Traffic()
+        self.seconds = Seconds()
         self.sameness = Sameness(settings.check_every)
         self.tuner: Chooser | None = None
         self.agreed: int | None = None
@@ -147,7 +149,8 @@ class Engine:
 
     def report(self) -> dict[str, float]:
         """What this rank sent so far, and what the tuner chose; see Compression.report."""
-        return self.traffic.report() | (self.tuner.report() if self.tuner else {})
+        chosen = self.tuner.report() if self.tuner else {}
+        return self.traffic.report() | self.seconds.report(self.traffic.steps) | chosen
 
     # Before the first step, and between steps
 
@@ -280,6 +283,9 @@ class Engine:
 
         All ranks take the same gradients through their rounds, in the same order.
         """
+        return self.seconds.of_codec(self._rounds(gradients, ranks=ranks, rank=rank))
+
+    def _rounds(self, gradients: Sequence[Gradient], *, ranks: int, rank: int) -> Rounds:
         if self.settings.exchange == "shared":
             return self._sums.rounds(gradients, ranks=ranks, rank=rank)
         codec, shares = self.codec, None

@@ -3,3 +3,7 @@
 May import TensorFlow, Keras, Horovod and all of the core; no other room, and nothing imports it.
 This file loads none of them: every rim here needs Horovod.
 """
+
+from ..base.errors import need
+
+need("tensorflow", "sn_compress.tensorflow")

@@ -3,3 +3,7 @@
 May import torch, Horovod's torch and all of the core; no other room, and nothing imports it. This
 file loads none of them: what needs Horovod is imported by who has it.
 """
+
+from ..base.errors import need
+
+need("torch", "sn_compress.torch")

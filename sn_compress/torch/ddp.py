@@ -85,6 +85,7 @@ class CompressionState:
         )  # fmt: skip
         self.feedback, self.shared = self.engine.feedback, self.engine.shared
         self.traffic = self.engine.traffic
+        self.collectives.waiting = self.engine.seconds.waiting
         self.names = Names(named_parameters)
         self._said: list[tuple[str, str]] | None = None  # of the parameters, in a step that asks
         self.waiting: list[Any] = []  # buckets whose rounds begin with that of a later one

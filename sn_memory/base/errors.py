@@ -12,6 +12,8 @@ Every message has four parts: what failed, what was got, what was expected, what
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 
 class GraphError(ValueError):
     """A graph, or the file it is read from, that says something impossible."""
@@ -58,6 +60,14 @@ class CapacityError(RuntimeError):
 
 class MissingExtra(ImportError):  # noqa: N818 - it is the extra that is missing
     """An optional library is needed and not installed; the message names the extra."""
+
+
+def need(library: str, by: str) -> None:
+    """Raise MissingExtra where a rim is imported without its framework, whose name is the extra."""
+    if find_spec(library) is None:
+        raise MissingExtra(
+            f"{by} needs {library}, which is not installed: pip install 'superneurons[{library}]'"
+        )
 
 
 class PlanWarning(UserWarning):

@@ -26,7 +26,7 @@ class Progress:
     Parameters
     ----------
     stage
-        `trace`, `time ops`, `search` or `trial`.
+        `trace`, `time ops`, `search`, `trial` or `pack`.
     done, total
         Of the stage: ops timed, and how many there are; of the search, what it has spent of its
         time limit, in seconds. It may end long before. 0 and 1 for what has no parts.
@@ -134,7 +134,8 @@ class _Bar:
             self.close()
             self.stage = it.stage
             # Of seconds and of ops alike; what has no parts shows how long it takes.
-            form = "sn_memory {desc}: {bar} {elapsed} {postfix}"
+            parts = "{percentage:3.0f} %|{bar}| {elapsed}, {remaining} left{postfix}"
+            form = "sn_memory {desc}: " + (parts if it.total > 1 else "{bar} {elapsed}{postfix}")
             self.bar = self.kind(
                 total=it.total, desc=it.stage, file=sys.stderr, leave=False, bar_format=form
             )
@@ -152,7 +153,7 @@ class _Lines:
     """A line when a stage begins, every two seconds of it, and at its end."""
 
     def __init__(self, first: str) -> None:
-        self.first, self.stage, self.last = first, "", 0.0
+        self.first, self.stage, self.last, self.began = first, "", 0.0, 0.0
         self.unsaid: Progress | None = None
 
     def show(self, it: Progress) -> None:
@@ -161,6 +162,7 @@ class _Lines:
             return
         if it.stage != self.stage:
             self.close()
+            self.began = it.seconds
         if self.first:
             sys.stderr.write(f"{self.first}\n")
         self.first, self.stage, self.last, self.unsaid = "", it.stage, it.seconds, None
@@ -168,9 +170,17 @@ class _Lines:
 
     def write(self, it: Progress) -> None:
         note = f": {it.note}" if it.note else ""
-        sys.stderr.write(
-            f"sn_memory: {it.seconds:.1f} s, {it.stage} {it.done:.3g} of {it.total:.3g}{note}\n"
-        )
+        far = self.far(it) if it.total > 1 else ""
+        done = f"{it.stage} {it.done:.3g} of {it.total:.3g}{far}"
+        sys.stderr.write(f"sn_memory: {it.seconds:.1f} s, {done}{note}\n")
+
+    def far(self, it: Progress) -> str:
+        """How much of the stage is done, and the time that the rest takes at this rate."""
+        done = min(it.done / it.total, 1.0)
+        # Of a stage that has just begun nothing is known.
+        spent = it.seconds - self.began
+        left = f", {spent * (1 - done) / done:.0f} s left" if done > 0 and spent > 0 else ""
+        return f" ({done:.0%}{left})"
 
     def close(self) -> None:
         if self.unsaid is not None:

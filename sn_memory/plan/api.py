@@ -32,7 +32,7 @@ ALL_TECHNIQUES = (*TECHNIQUES, "compress")
 
 def plan_graph(
     graph: Graph,
-    budget: int | str,
+    budget: float | str,
     *,
     planner: str = "auto",
     techniques: Sequence[str] = TECHNIQUES,
@@ -99,7 +99,7 @@ def plan_graph(
 
 def plan_front(
     graph: Graph,
-    budgets: Sequence[int | str],
+    budgets: Sequence[float | str],
     *,
     planner: str = "auto",
     techniques: Sequence[str] = TECHNIQUES,

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from ..base.clock import counting, now, spend
 from ..base.errors import CapacityError, PackError
+from ..base.progress import say
 from .greedy import RULES, first_fit, order_by
 from .problem import Ints, Problem, read_problem
 from .search import UNIT, Rule, Searcher, Verdict
@@ -141,7 +142,7 @@ def _arranged(problem: Problem, capacity: int | None, time_limit_s: float) -> Pa
     full = np.flatnonzero(problem.size)
     solid = problem.only(full)
     deadline = began + time_limit_s
-    parts = [_Part(solid.only(chosen), chosen, deadline) for chosen in solid.components()]
+    parts = [_Part(solid.only(chosen), chosen, began, deadline) for chosen in solid.components()]
     offsets = np.zeros(len(problem), np.int64)
     if capacity is None:
         _minimise(parts, deadline)
@@ -160,8 +161,8 @@ def _arranged(problem: Problem, capacity: int | None, time_limit_s: float) -> Pa
 class _Part:
     """Buffers connected in time: the best packing so far, the bound, and its searches."""
 
-    def __init__(self, problem: Problem, chosen: Ints, deadline: float) -> None:
-        self.problem, self.chosen = problem, chosen
+    def __init__(self, problem: Problem, chosen: Ints, began: float, deadline: float) -> None:
+        self.problem, self.chosen, self.began = problem, chosen, began
         self.grain = problem.grain
         self.bound = -(-problem.lower_bound // self.grain) * self.grain
         self.offsets, self.height = _best_greedy(problem, self.bound, deadline)
@@ -181,6 +182,8 @@ class _Part:
         self._searcher = self._searcher or Searcher(self.problem)
         at_first = self._runs
         while effort > 0 and now() < deadline:
+            note = f"{self.height} bytes, at least {self.bound}"
+            say("pack", now() - self.began, deadline - self.began, note)
             rule = list(Rule)[self._runs % len(Rule)]
             search = self._searcher.start(
                 capacity, rule, _ranks(self.problem, self._runs // len(Rule)), self._weights

@@ -97,7 +97,7 @@ def smallest(graph: Graph) -> Plan:
     return policy("superneurons_memory")(graph, budget_bytes=None)
 
 
-def within(graph: Graph, made: Plan, budget: int | str) -> Plan:
+def within(graph: Graph, made: Plan, budget: float | str) -> Plan:
     """Return a plan made before, if it is one of this graph and keeps the budget."""
     found = carry_out(graph, made)
     allowed = parse_bytes(budget, whole=peak(graph).bytes)

@@ -49,11 +49,11 @@ class Estimate:
         """The most that is live at any one time."""
         return max(self.step_bytes, self.update_bytes)
 
-    def fits(self, size: int | str) -> bool:
+    def fits(self, size: float | str) -> bool:
         """Whether the step fits into so many bytes, as a number or as "12GiB"."""
         return self.peak_bytes <= parse_bytes(size)
 
-    def largest_batch(self, size: int | str) -> int:
+    def largest_batch(self, size: float | str) -> int:
         """Return the largest batch whose step fits, without a plan; traces a few batches.
 
         Raises BudgetError if not even one sample fits, and ValueError if the sample has no batch.

@@ -1,7 +1,12 @@
 """sn_memory for TensorFlow: training within a budget of bytes, with the same gradients."""
 
+# What is imported below needs the framework: without it, one sentence and no traceback into here.
+# ruff: noqa: E402
+from ..base.errors import PlanWarning, need
+
+need("tensorflow", "sn_memory.tensorflow")
+
 from ..activations import Peaks
-from ..base.errors import PlanWarning
 from ..run.estimate import Estimate
 from ..run.verification import Verification
 from .activations.compress import CompressedActivations, compress_activations

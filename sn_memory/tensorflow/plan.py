@@ -52,7 +52,7 @@ BACKENDS = ("auto", "graph", "layers")
 def plan(
     model: Any,
     sample: Any,
-    budget: int | str,
+    budget: float | str,
     *,
     planner: str = "auto",
     techniques: Sequence[str] = ("keep", "recompute"),
@@ -241,7 +241,7 @@ def plan(
 
 
 def _for_several(
-    model: Any, samples: list[Any], budget: int | str, settings: dict[str, Any]
+    model: Any, samples: list[Any], budget: float | str, settings: dict[str, Any]
 ) -> Any:
     """Plan for the largest sample first, whose own step percent are of, and then for the others."""
     if not samples:
@@ -279,8 +279,8 @@ def _first_that_works(name: str, by_graph: Callable[[], Any], by_layers: Callabl
     except Exception as error:
         raise TraceError(
             f"{name} can be planned neither as a list of ops ({refusal}) nor by layers "
-            f"({first_line(error)}). Plan its training step with "
-            "sn_memory.tensorflow.plan_step, or train it without a plan."
+            f"({first_line(error)}). Pass a sample of the shapes and types it is trained on, plan "
+            "its training step with sn_memory.tensorflow.plan_step, or train it without a plan."
         ) from error
     warnings.warn(
         f"{name} is planned by layers, which saves less than a plan of its ops, because that one "

@@ -21,7 +21,7 @@ from .trace.trace import trace, uncounted
 def plan_step(
     step: Any,
     sample: Any,
-    budget: int | str,
+    budget: float | str,
     *,
     planner: str = "auto",
     techniques: Sequence[str] = ("keep", "recompute"),

@@ -1,6 +1,11 @@
 """sn_memory for torch: a model that trains within a budget of bytes, with the same gradients."""
 
-from ..base.errors import PlanWarning
+# What is imported below needs the framework: without it, one sentence and no traceback into here.
+# ruff: noqa: E402
+from ..base.errors import PlanWarning, need
+
+need("torch", "sn_memory.torch")
+
 from ..run.estimate import Estimate
 from ..run.planned import PlannedKind
 from ..run.verification import Verification

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import traceback
 from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
 
 
 class TraceError(RuntimeError):
@@ -29,6 +33,17 @@ def innermost_line(where: TracebackType | FrameType | None) -> str:
         frames = list(traceback.walk_stack(where))[::-1] if where is not None else []
     lines = [f"{frame.f_code.co_filename}:{line}" for frame, line in frames]
     return next((it for it in reversed(lines) if "/torch/" not in it), "place unknown")
+
+
+def sample_line(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return what a model was given, in words: shapes and types of tensors, types of the rest."""
+
+    def said(it: Any) -> str:
+        if not isinstance(it, torch.Tensor):
+            return f"a {type(it).__name__}"
+        return f"{list(it.shape)} {str(it.dtype).removeprefix('torch.')}"
+
+    return ", ".join(map(said, tree_leaves((args, kwargs)))) or "no arguments"
 
 
 def first_line(error: BaseException) -> str:

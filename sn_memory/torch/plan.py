@@ -19,7 +19,7 @@ import torch
 from ..activations import Controller
 from ..base.errors import PlanWarning
 from ..base.progress import Wanted, speaking
-from ..base.sizes import parse_bytes
+from ..base.sizes import is_part, parse_bytes
 from ..graph.records import Device
 from ..plan.api import plan_graph
 from ..plan.plan import Plan
@@ -48,7 +48,7 @@ _WRAPPERS = ("DistributedDataParallel", "DataParallel")
 def plan(
     model: torch.nn.Module,
     sample: Any,
-    budget: int | str,
+    budget: float | str,
     *,
     planner: str | Plan = "auto",
     techniques: Sequence[str] = ("keep", "recompute"),
@@ -193,7 +193,7 @@ def plan(
         plan_graph=plan_graph,
         accumulate=accumulate,
         deterministic=deterministic,
-        share=budget if isinstance(budget, str) and budget.strip().endswith("%") else "",
+        share=budget if is_part(budget) else "",
     )
     if planning.compresses and backend not in ("auto", "graph"):
         raise ValueError(f"got technique compress with {backend!r}; only 'graph' carries it out.")

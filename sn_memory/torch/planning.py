@@ -25,7 +25,7 @@ from .compile.backend import CompiledStep, Settings
 from .eager.compressed import as_planned
 from .eager.replay import Replay
 from .eager.trial import Trial, layouts_seen, tried
-from .errors import TraceError
+from .errors import TraceError, first_line, sample_line
 from .model.kinds import Arguments, changeable
 from .model.step import chance_put_back, wanted_bytes
 from .modules.backend import ModuleStep
@@ -97,7 +97,7 @@ class Planning:
     `sn_memory`, handed in: what carries plans out need not know how they are found.
     """
 
-    budget: int | str
+    budget: float | str
     planner: str | Plan
     techniques: tuple[str, ...]
     backend: str
@@ -113,7 +113,7 @@ class Planning:
     plan_graph: Callable[..., Plan]
     accumulate: bool = False
     deterministic: bool = False
-    share: str = ""
+    share: float | str = ""
     historical: bool = True
 
     @property
@@ -157,13 +157,27 @@ class Planning:
             if self.backend != "auto" or self.compresses or self.deterministic:
                 raise
             kind_of_error = "" if isinstance(error, TraceError) else f"{type(error).__name__}: "
-            warnings.warn(
-                f"{type(model).__name__} is planned by modules, which saves less than a plan of "
-                f"its ops, because it cannot be traced: {kind_of_error}{error}",
-                PlanWarning,
-                stacklevel=3,
-            )
-            return self.in_trial(self.by_modules(model, given), "modules", model, given)
+            why = f"it cannot be traced: {kind_of_error}{error}"
+        name = type(model).__name__
+        try:
+            step = self.by_modules(model, given)
+        except (BudgetError, TraceError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if "allocate memory" in str(error):  # the CPU's allocator has no class for it
+                raise
+            # Most of all a sample that the model does not take.
+            raise TraceError(
+                f"{name} does not run on the sample, {sample_line(*given)}: "
+                f"{type(error).__name__}: {first_line(error).rstrip('.')}. Pass a sample that "
+                "the model takes, of the shapes and types it is trained on."
+            ) from error
+        warnings.warn(
+            f"{name} is planned by modules, which saves less than a plan of its ops, because {why}",
+            PlanWarning,
+            stacklevel=3,
+        )
+        return self.in_trial(step, "modules", model, given)
 
     def like(self, step: Step, model: torch.nn.Module, given: Arguments) -> Step:
         """Plan by the back end of a step that was tried; what its trial saw holds for this too."""

@@ -149,6 +149,14 @@ def test_all_that_went_in_comes_out_in_time(way):
     assert report["steps"] == 9
     assert report["plain"] == 1
     assert report["ratio"] > (4 if way == "frequencies" else 2)
+    if way == "frequencies":
+        assert report["ratio_after_warmup"] == report["ratio"]
+    else:
+        # Of nine steps three are dense: bytes so far are those and six times what is settled.
+        dense, settled = report["dense_bytes"], report["dense_bytes"] / report["ratio_after_warmup"]
+        assert report["payload_bytes"] == pytest.approx((3 * dense + 6 * settled) / 9, rel=1e-3)
+    assert report["codec_s"] > 0
+    assert report["exchange_s"] == 0  # of the rim, and there is none here
 
 
 def test_vectors_below_64_ki_travel_plain_and_matrices_do_not():

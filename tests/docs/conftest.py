@@ -1,10 +1,13 @@
 """Commands that pages show: do their targets, scripts, flags and extras exist?"""
 
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from sn_cli import main as command_line
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -15,6 +18,15 @@ def check_command():
     return _check_command
 
 
+def _status(arguments):
+    """How the command line takes these; --help and --version end by themselves."""
+    try:
+        command_line.parser().parse_args(arguments)
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
 def _check_command(words):
     """Assert that the targets, scripts, flags and extras of one command exist."""
     if words[:1] == ["make"]:
@@ -22,6 +34,8 @@ def _check_command(words):
         targets = {target for rule in rules for target in rule.split()}
         asked = {word for word in words[1:] if "=" not in word and not word.startswith("-")}
         assert asked <= targets, f"make has no {asked - targets}"
+    if words[:1] == ["sn"]:
+        assert not _status(words[1:]), f"{shlex.join(words)}: no such command or flag"
     if "install" in words:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         for extras in re.findall(r"\.\[([\w,]+)\]", " ".join(words)):

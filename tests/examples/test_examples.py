@@ -124,27 +124,32 @@ def test_missing_data_says_what_to_do(horovodrun, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.horovod
 @pytest.mark.slow
-def test_demo_ends_with_table_and_picture(horovodrun, data, tmp_path):
+def test_demo_ends_with_tables_and_picture(data, tmp_path):
     pytest.importorskip("matplotlib")
     done = run_alone(ROOT / "examples/demo.py", "--quick", "--data", data, "--out", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    row = r"^{} +\d+\.\d\d % +\d+\.\d +[\d,]+ +{} +\d\.\d{{3}}$"
-    assert re.search(row.format("plain Horovod", r"1\.0"), done.stdout, re.MULTILINE)
-    assert re.search(row.format("LowRankCompression", r"[12]\.\d"), done.stdout, re.MULTILINE)
-    assert "not what fewer bytes gain" in done.stdout
+    # Either there is a link, or it says why there is none.
+    shaped = "over a link of 100 Mbit/s" in done.stdout
+    assert shaped or "No link can be shaped here: " in done.stdout
+    numbers = r"(?: +\d+\.\d){5} +"
+    assert re.search(rf"^plain{numbers}1\.0 +\d+\.\d\d$", done.stdout, re.MULTILINE)
+    ratio = re.search(rf"^compressed{numbers}(\d+\.\d) +\d+\.\d\d$", done.stdout, re.MULTILINE)
+    assert float(ratio[1]) > 40
+    # The kernel keeps the limit, of every user: plain fails, and says how; planned trains.
+    assert re.search(r"^plain, limited +\S+ \S+ .*(memory|killed)", done.stdout, re.MULTILINE)
+    assert re.search(r"^planned, limited +\S+ \S+ +\d\.\d{3}  4 steps$", done.stdout, re.MULTILINE)
+    assert "its losses are the same to the bit as without a limit" in done.stdout
     picture = (tmp_path / "demo.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     assert len(picture) > 10_000
 
 
-@pytest.mark.horovod
-def test_demo_passes_on_why_a_rank_failed(horovodrun, tmp_path):
+def test_demo_says_what_is_missing_before_it_begins(tmp_path):
     done = run_alone(ROOT / "examples/demo.py", "--quick", "--data", tmp_path)
     assert done.returncode == 1
-    assert "apt-get install dataset-fashion-mnist" in done.stdout
-    assert "ended with status" in done.stderr
+    assert "train-images-idx3-ubyte.gz" in done.stderr
+    assert "apt-get install dataset-fashion-mnist" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
 
 

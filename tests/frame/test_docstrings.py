@@ -12,7 +12,7 @@ from sn_compress import AutoCompression, FFTCompression, LowRankCompression, set
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(
-    path for name in ("sn_compress", "sn_memory") for path in (ROOT / name).rglob("*.py")
+    path for name in ("sn_cli", "sn_compress", "sn_memory") for path in (ROOT / name).rglob("*.py")
 )
 SECTION = re.compile(r"^Parameters\n-+\n(.*?)(?=^\S[^\n]*\n-{3,}|\Z)", re.DOTALL | re.MULTILINE)
 ENTRY = re.compile(r"^([*\w]+(?:, [*\w]+)*) : ", re.MULTILINE)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FRAMEWORKS = {"torch", "tensorflow", "keras", "horovod", "tf_keras"}
 # CuPy is no framework of the user's: the GPU back end may name it, and nothing else in the core.
 CUPY_FILES = {"sn_compress/devices/_cuda.py"}
-PACKAGES = [name for name in ("sn_compress", "sn_memory") if (ROOT / name).is_dir()]
+PACKAGES = [name for name in ("sn_cli", "sn_compress", "sn_memory") if (ROOT / name).is_dir()]
 FILES = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
 START_LIMIT_S = 0.3
 MOST_FILES = 15  # of a room
@@ -57,7 +57,7 @@ LAYERS = (
     # Before prediction: what measures and chooses is handed to an engine.
     ("sn_compress.engine",),
     ("sn_compress.prediction",),
-    ("sn_compress.compression", "sn_compress.__main__"),
+    ("sn_compress.compression",),
     # The rim of tensorflow.
     ("sn_compress.tensorflow.nodes",),
     ("sn_compress.tensorflow.gossip",),
@@ -83,6 +83,7 @@ ONLY = {
     ),
     "sn_compress.gossip": ("sn_compress.base", "sn_compress.codecs.base"),
 }
+MOST_CLI_FLOORS = 6  # of the command line and the module below it
 MOST_FLOORS = 15  # modules, of both packages, of which each imports the one before
 # What a room of sn_compress may name of the frameworks, and no other file of it any of them.
 ROOMS = {
@@ -126,9 +127,15 @@ MEMORY_LAYERS = (
     ("sn_memory.torch",),
     # Apoptosis knows nothing of plans: NumPy alone, then its rims.
     ("sn_memory.apoptosis.torch", "sn_memory.apoptosis.tensorflow", "sn_memory.apoptosis"),
-    ("sn_memory.cli",),
-    ("sn_memory.__main__",),
 )
+# The command line of both, which neither knows of. It reaches rims by names in a table.
+CLI_LAYERS = (
+    ("sn_cli.command",),
+    ("sn_cli.compress", "sn_cli.memory"),
+    ("sn_cli.main",),
+    ("sn_cli.__main__",),
+)
+OF_PACKAGE = {"sn_cli": CLI_LAYERS, "sn_compress": LAYERS, "sn_memory": MEMORY_LAYERS}
 # What the judges may know: what a graph is, what a plan is, and nothing of who made it.
 CHECK_MAY_IMPORT = ("sn_memory.base", "sn_memory.graph", "sn_memory.plan.plan")
 
@@ -257,6 +264,28 @@ def test_only_rims_name_a_framework(path):
         assert "cupy" not in named
 
 
+@pytest.mark.parametrize(
+    "rim",
+    [
+        "sn_compress.torch.ddp", "sn_compress.torch.horovod", "sn_compress.tensorflow.tape",
+        "sn_compress.tensorflow.keras", "sn_memory.torch", "sn_memory.tensorflow",
+        "sn_memory.apoptosis.torch", "sn_memory.apoptosis.tensorflow",
+    ],
+)  # fmt: skip
+def test_a_rim_without_its_framework_says_what_to_install(rim):
+    framework = "torch" if "torch" in rim else "tensorflow"
+    code = (
+        "import importlib.util as u\n"
+        "real = u.find_spec\n"
+        f"u.find_spec = lambda name, *a: None if name == '{framework}' else real(name, *a)\n"
+        f"try:\n    import {rim}\n"
+        "except ImportError as error:\n    print(type(error).__name__, error)\n"
+    )
+    said = fresh(code)
+    assert said.startswith("MissingExtra"), said
+    assert f"pip install 'superneurons[{framework}]'" in said
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_names_its_own_framework_only(room):
     files = [path for path in FILES if path.is_relative_to(ROOT / "sn_compress" / room)]
@@ -270,9 +299,10 @@ def test_a_room_names_its_own_framework_only(room):
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_sn_compress_never_imports_sn_memory(path):
-    if module_name(path).startswith("sn_compress"):
-        assert not {name for name in imports(path) if name.startswith("sn_memory")}
+def test_packages_point_one_way(path):
+    above = {"sn_compress": ("sn_memory", "sn_cli"), "sn_memory": ("sn_cli",)}
+    theirs = above.get(module_name(path).partition(".")[0], ())
+    assert not {name for name in imports(path) if is_of(name, theirs)}
 
 
 def layer(name: str, layers: tuple[tuple[str, ...], ...] = LAYERS) -> int | None:
@@ -288,7 +318,7 @@ def test_arrows_point_one_way(path):
     package = name.partition(".")[0]
     if name == package:
         return
-    layers = LAYERS if package == "sn_compress" else MEMORY_LAYERS
+    layers = OF_PACKAGE[package]
     mine = layer(name, layers)
     assert mine is not None, f"{name} is in no layer: give it one in this test"
     for target in imports(path, for_checkers=True):
@@ -342,12 +372,13 @@ def circle(package: str = "", **which: bool) -> list[str]:
     return []
 
 
-def floors(package: str = "") -> list[str]:
-    """Return the longest chain of modules of which each imports the next."""
+def floors(package: str = "", but: tuple[str, ...] = ()) -> list[str]:
+    """Return the longest chain of modules of which each imports the next, `but` some packages."""
     # What a file takes from the door of its own package is inside that package.
     graph = {
         name: {it for it in others if not name.startswith(f"{it}.")}
         for name, others in asked(package, for_checkers=True).items()
+        if not is_of(name, but)
     }
     chains: dict[str, list[str]] = {}
     for name in graphlib.TopologicalSorter(graph).static_order():
@@ -368,8 +399,11 @@ def test_no_cycles_in_functions_or_for_type_checkers_either():
 
 
 def test_no_chain_of_imports_is_long():
-    chain = floors()
+    chain = floors(but=("sn_cli",))
     assert len(chain) <= MOST_FLOORS, " > ".join(chain)
+    # The command line stands above both, and is counted down to their doors.
+    chain = floors("sn_cli")
+    assert len(chain) <= MOST_CLI_FLOORS, " > ".join(chain)
 
 
 def test_imports_in_functions_and_for_type_checkers_are_seen(tmp_path, monkeypatch):

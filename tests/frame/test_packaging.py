@@ -1,6 +1,7 @@
 """What a user installs: csrc is in wheel and sdist; without a compiler it installs all the same."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+import sn_compress
+import sn_memory
+from sn_cli.memory.graphs import EXAMPLES
 from sn_compress.devices._sources import source
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,12 +46,31 @@ def test_no_extra_brings_a_framework_that_never_sees_a_gpu():
     assert not [need for needs in extras.values() for need in needs if "-cpu" in need]
 
 
+def test_versions_are_one():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert sn_compress.__version__ == sn_memory.__version__ == project["version"]
+    assert f"\nversion: {project['version']}\n" in (ROOT / "CITATION.cff").read_text()
+    minors = {
+        line.rpartition(" ")[2] for line in project["classifiers"] if re.search(r":: 3\.\d+$", line)
+    }
+    wheels = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["cibuildwheel"]
+    assert wheels["build"].split() == [f"cp{it.replace('.', '')}-*" for it in sorted(minors)]
+
+
+def test_hooks_are_what_make_check_runs():
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    rule = (ROOT / "Makefile").read_text().partition("\ncheck:")[2].partition("\n\n")[0]
+    asked = re.findall(r"\$\(BIN\)/(\w+(?: \w+)?)", rule)
+    assert asked == ["ruff check", "ruff format", "mypy"]
+    assert all(f".venv/bin/{command}" in hooks for command in asked)
+
+
 @pytest.fixture
 def clone(tmp_path):
     """A copy of what packaging reads: builds leave droppings in the folder they run in."""
     tree = tmp_path / "clone"
     tree.mkdir()
-    for name in ("sn_compress", "sn_memory", "csrc"):
+    for name in ("sn_cli", "sn_compress", "sn_memory", "csrc"):
         ignore = shutil.ignore_patterns("*.so", "__pycache__", "_core_missing.txt")
         shutil.copytree(ROOT / name, tree / name, ignore=ignore)
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE"):
@@ -76,7 +99,11 @@ def test_wheel_has_csrc_and_extension(clone, tmp_path):
         archive.extractall(tmp_path / "site")
     for name in NAMES:
         assert f"sn_compress/_csrc/{name}" in names
-    assert "sn_compress/py.typed" in names
+    assert {f"{name}/py.typed" for name in ("sn_cli", "sn_compress", "sn_memory")} <= set(names)
+    assert {f"sn_cli/graphs/{name}.json" for name in EXAMPLES} <= set(names)
+    assert any(name.startswith("sn_memory/_core.") for name in names)
+    scripts = next((tmp_path / "site").glob("*.dist-info/entry_points.txt")).read_text()
+    assert "sn = sn_cli.main:script" in scripts
     assert any(name.startswith("sn_compress/_core.") for name in names)
     assert not [name for name in names if name.startswith(("tests/", "scripts/", "csrc/"))]
     # From the unpacked wheel, away from any clone, the package's own copy is found.
@@ -100,6 +127,8 @@ def test_sdist_has_csrc_and_builds_again(clone, tmp_path):
     tree = next((tmp_path / "unpacked").iterdir())
     for name in NAMES:
         assert (tree / "csrc" / "compress" / name).is_file()
+    for name in EXAMPLES:
+        assert (tree / "sn_cli" / "graphs" / f"{name}.json").is_file()
     with zipfile.ZipFile(build(tree, "wheel")) as archive:
         names = archive.namelist()
     assert any(name.startswith("sn_compress/_core.") for name in names)

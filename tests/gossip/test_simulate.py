@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from sn_cli.main import main
 from sn_compress.base.errors import CompressError
 from sn_compress.gossip import topology
-from sn_compress.gossip.__main__ import main
 from sn_compress.gossip.simulate import SCHEMES, simulate
 
 
@@ -42,21 +42,24 @@ def test_a_worker_of_an_exact_topology_without_noise_is_the_mean():
 
 
 def test_the_command_draws_and_writes(tmp_path, capsys):
-    json_path, png = tmp_path / "curves.json", tmp_path / "curves.png"
-    flags = ["--ranks", "6", "--topology", "exact", "--steps", "30"]
-    assert main(["simulate", *flags, "--json", str(json_path), "--png", str(png)]) == 0
+    png = tmp_path / "curves.png"
+    flags = ["compress", "gossip", "--ranks", "6", "--topology", "exact", "--steps", "30"]
+    assert main([*flags, "--png", str(png)]) == 0
     out, err = capsys.readouterr()
     assert "6 ranks, exact (4 steps a period, exact)" in out
     assert all(scheme in out for scheme in SCHEMES)
-    assert "step 30 of 30" in err
-    rows = json.loads(json_path.read_text())
+    assert "steps 30 of 30 (100%" in err
+    assert main([*flags, "--quiet", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert not err
+    rows = json.loads(out)["curves"]
     assert [row["scheme"] for row in rows] == list(SCHEMES)
     assert len(rows[0]["steps"]) == len(rows[0]["distance"]) == 30
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_cannot_be_simulated_is_said(capsys):
-    assert main(["simulate", "--ranks", "6", "--topology", "hypercube"]) == 2
+    assert main(["compress", "gossip", "--ranks", "6", "--topology", "hypercube"]) == 2
     assert "power of two" in capsys.readouterr().err
     with pytest.raises(CompressError, match="up to 1024"):
         simulate(topology("ring", 1025))

@@ -185,9 +185,27 @@ def test_traffic_counts_steps_by_the_return_of_a_name():
     assert report["tensors"] == 2
     assert report["dense_bytes"] == 4 * (2 * 8192 + 10)
     assert report["payload_bytes"] == 2 * codec.payload_bytes(8192) + 40
+    assert report["ratio_after_warmup"] == report["ratio"]
+    for _ in range(2):  # plain for good, and nothing of it is after the warm-up
+        for name in ("a", "b", "bias"):
+            traffic.plain(name, 10, 40)
+    assert traffic.report()["ratio_after_warmup"] == report["ratio"] > traffic.report()["ratio"]
     # White noise, the tenth of the bins with the largest magnitude: section 7 of the facts
     # derives 33.0 % of the energy for complex bins, so sqrt(0.67) remains.
     assert report["relative_error"] == pytest.approx(0.67**0.5, abs=0.02)
+
+
+def test_traffic_of_graphs_is_settled_where_something_was_compressed():
+    traffic = Traffic()
+    one = report.Ran("a", 100, 400, 400, "plain", 3)
+    traffic.ran(3, [one], (0.0, 0.0))
+    assert traffic.report()["ratio_after_warmup"] == 0
+    small = report.Ran("a", 100, 400, 40, "low_rank", 5)
+    traffic.ran(5, [small, report.Ran("bias", 10, 40, 40, "plain", 5)], (0.0, 0.0))
+    assert traffic.report()["ratio_after_warmup"] == pytest.approx(440 / 80)
+    assert traffic.report()["ratio"] == pytest.approx((3 * 400 + 5 * 440) / (3 * 400 + 5 * 80))
+    traffic.fixed("vector", 10, 40)  # in every step
+    assert traffic.report()["ratio_after_warmup"] == pytest.approx(480 / 120)
 
 
 def test_traffic_says_what_travels_how(caplog):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from random_graphs import random_graph, training_chain
 
+from sn_cli.main import main
 from sn_memory import (
     Action,
     BudgetError,
@@ -25,9 +26,8 @@ from sn_memory import (
     pack,
     plan_graph,
 )
-from sn_memory.base.sizes import parse_bytes
+from sn_memory.base.sizes import is_part, parse_bytes
 from sn_memory.check.packing import check_packing
-from sn_memory.cli.main import main
 from sn_memory.graph.liveness import peak
 from sn_memory.plan.policies import policy
 from sn_memory.pool.csv import read_csv
@@ -204,8 +204,8 @@ def test_bad_graph_and_plan_texts_are_documented_errors(name, tmp_path, capsys):
         Plan.from_json(text)
     path = tmp_path / "bad.json"
     path.write_text(text)
-    assert main(["check", str(path), str(path)]) == 1
-    assert capsys.readouterr().err.startswith("GraphError: ")
+    assert main(["memory", "check", str(path), str(path)]) == 2
+    assert capsys.readouterr().err.startswith("sn: ")
 
 
 def test_plans_name_the_key_of_what_is_too_much():
@@ -252,8 +252,8 @@ def test_bad_tables_are_pack_errors(tmp_path, capsys, text, message):
     with pytest.raises(PackError, match=message) as caught:
         read_csv(path)
     assert len(str(caught.value)) < 400
-    assert main(["pack", str(path)]) == 1
-    assert capsys.readouterr().err.startswith("PackError: ")
+    assert main(["memory", "pack", str(path)]) == 2
+    assert capsys.readouterr().err.startswith("sn: ")
 
 
 @pytest.mark.parametrize(
@@ -299,6 +299,32 @@ def test_sizes_beyond_64_bits_are_refused(size):
         parse_bytes(size)
     with pytest.raises(ValueError, match="got size"):
         plan_graph(training_chain(3), size)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        ("6G", 6 * 2**30), ("6 g", 6 * 2**30), ("1.5M", 3 * 2**19), ("2T", 2**41),
+        ("6GB", 6 * 10**9), (0.6, 600), ("0.6", 600), (".5", 500), ("60%", 600), (1.0, 1000),
+        ("1.0", 1000),
+        (6e9, 6 * 10**9), (2.0, 2), (1, 1), ("1", 1), (np.float64(0.6), 600),
+    ],
+)  # fmt: skip
+def test_sizes_as_people_write_them(size, expected):
+    assert parse_bytes(size, whole=1000) == expected
+
+
+@pytest.mark.parametrize("size", [0.0, -0.5, "1.5", 1.5, "0.0", float("nan"), float("inf"), True])
+def test_what_is_neither_bytes_nor_a_part_is_refused(size):
+    with pytest.raises(ValueError, match="or a part as"):
+        parse_bytes(size, whole=1000)
+
+
+@pytest.mark.parametrize("size", [0.6, "0.6", "60%"])
+def test_a_part_of_nothing_is_refused(size):
+    assert is_part(size)
+    with pytest.raises(ValueError, match="expected bytes or text"):
+        parse_bytes(size)
 
 
 def test_whole_bytes_are_exact():

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sn_cli.main import main
 from sn_memory import CapacityError, PackError, pack
 from sn_memory.base import native
 from sn_memory.check.packing import check_packing
-from sn_memory.cli.main import main
 from sn_memory.pool.csv import read_csv, write_csv
 from sn_memory.pool.greedy import RULES, first_fit, first_fit_python, order_by
 from sn_memory.pool.pack import arrange
@@ -348,11 +348,11 @@ def test_damaged_files_name_the_line(tmp_path, text, message):
 def test_command_packs_a_file(tmp_path, capsys):
     out = tmp_path / "out.csv"
     asked = ["pack", str(FILES[1]), "-o", str(out)]
-    assert main([*asked, "--capacity", "1MiB"]) == 0
+    assert main(["memory", *asked, "--capacity", "1MiB"]) == 0
     assert "170 buffers in 1048576 bytes (1 MiB), no packing is lower" in capsys.readouterr().out
     table = [line.split(",") for line in out.read_text().splitlines()]
     assert table[0] == ["id", "lower", "upper", "size", "offset"]
     rows = [tuple(map(int, row[1:4])) for row in table[1:]]
     assert check_packing(rows, [int(row[4]) for row in table[1:]], CAPACITY) == CAPACITY
-    assert main([*asked, "--capacity", "1000000"]) == 1
-    assert "CapacityError: 170 buffers do not fit" in capsys.readouterr().err
+    assert main(["memory", *asked, "--capacity", "1000000"]) == 1
+    assert "sn: 170 buffers do not fit" in capsys.readouterr().err

@@ -2,13 +2,14 @@
 
 import builtins
 import io
+import re
 import sys
 
 import pytest
 from random_graphs import training_chain
 
 from sn_memory import Progress, plan_graph
-from sn_memory.base.progress import say, speaking
+from sn_memory.base.progress import _Lines, say, speaking
 
 
 class Screen(io.StringIO):
@@ -53,10 +54,21 @@ def test_a_file_gets_lines_and_a_terminal_a_bar(screen, monkeypatch):
     text = screen.getvalue()
     assert ("\r" in text) is screen.terminal
     if not screen.terminal:
-        # The first of a stage, and the last.
-        assert [line.split(", ")[1] for line in text.splitlines()] == [
-            "time ops 0 of 3", "time ops 2 of 3", "search 0.5 of 60: greedy: best 1 s a step",
-        ]  # fmt: skip
+        # The first of a stage, and the last; the time left is told where some has passed.
+        said = [line.split(", ", 1)[1] for line in text.splitlines()]
+        assert len(said) == 3
+        assert said[0] == "time ops 0 of 3 (0%)"
+        assert re.fullmatch(r"time ops 2 of 3 \(67%(, \d+ s left)?\)", said[1])
+        left = r"search 0\.5 of 60 \(1%(, \d+ s left)?\): greedy: best 1 s a step"
+        assert re.fullmatch(left, said[2])
+
+
+def test_the_time_left_is_that_of_the_rest_at_this_rate():
+    lines = _Lines("")
+    lines.began = 10.0  # when the stage began
+    assert lines.far(Progress("search", 15.0, 60.0, 25.0)) == " (25%, 45 s left)"
+    assert lines.far(Progress("time ops", 0, 3, 25.0)) == " (0%)"
+    assert lines.far(Progress("search", 90.0, 60.0, 100.0)) == " (100%, 0 s left)"
 
 
 def test_without_tqdm_a_terminal_gets_lines_and_the_reason(monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sn_cli.main import main
 from sn_memory import (
     Action,
     Compressed,
@@ -23,7 +24,6 @@ from sn_memory import (
     Storage,
     Workspace,
 )
-from sn_memory.cli.main import main
 from sn_memory.plan import policies
 from sn_memory.report.report import report
 from sn_memory.report.tables import owner_groups, show_seconds, top_owners
@@ -233,10 +233,10 @@ def test_command_writes_page_and_picture(tmp_path, capsys):
     RECOMPUTE.to_json(tmp_path / "plan.json")
     files = [str(tmp_path / name) for name in ("graph.json", "plan.json", "r.html", "r.png")]
     asked = ["report", files[0], files[1], "-o", files[2], "--png", files[3]]
-    assert main([*asked, "--against", "liveness,dtr"]) == 0
+    assert main(["memory", *asked, "--against", "liveness,dtr"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("chain: 2.49 KiB")
     assert "liveness" in shown
     assert (tmp_path / "r.html").stat().st_size > (tmp_path / "r.png").stat().st_size > 1000
-    assert main(["report", files[0], files[1], "--against", "nobody"]) == 1
+    assert main(["memory", "report", files[0], files[1], "--against", "nobody"]) == 2
     assert "got planner 'nobody'" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """The trial step of `plan`: what only a real step can tell, and that it leaves no mark."""
 
 import copy
+import resource
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from sn_memory.base.errors import PlanWarning
-from sn_memory.torch import ReplayError, TraceError, plan, verify
+from sn_memory.torch import ReplayError, TraceError, estimate, plan, verify
+from sn_memory.torch.eager import trial
 
 SETTINGS = {"profile": False, "time_limit_s": 2.0}
 
@@ -278,3 +280,30 @@ def test_verify_follows_the_loss():
     found = verify(planned, sample, loss=lambda out: seen.append(1) or out["scores"].sum())
     assert found.equal
     assert len(seen) == 6
+
+
+def test_a_limit_of_the_process_counts_as_memory_that_is_not_there(monkeypatch):
+    """A plain step that ulimit -d forbids is not tried: it would end the planning of it."""
+    cpu = torch.device("cpu")
+    assert trial._enough(1000, cpu)
+    for which in (resource.RLIMIT_DATA, resource.RLIMIT_AS):
+        free = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        limits = {resource.RLIMIT_DATA: free, resource.RLIMIT_AS: free, which: (1, 1)}
+        monkeypatch.setattr(resource, "getrlimit", limits.get)
+        assert not trial._enough(1000, cpu)
+
+
+@pytest.mark.parametrize(
+    ("sample", "told"),
+    [
+        (torch.zeros(4, 7), r"\[4, 7\] float32"),
+        (torch.zeros(4, 65, dtype=torch.long), r"\[4, 65\] int64"),
+        ((torch.zeros(4, 64), 3), r"\[4, 64\] float32, a int"),
+    ],
+)
+def test_a_sample_that_the_model_does_not_take_is_said_with_its_shape(sample, told):
+    model = nn.Sequential(nn.Linear(64, 8), nn.ReLU())
+    with pytest.raises(TraceError, match=f"does not run on the sample, {told}: .*Pass a sample"):
+        plan(model, sample, "80%", **SETTINGS)
+    with pytest.raises(TraceError, match=f"The sample is {told}; is it what"):
+        estimate(model, sample)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,8 @@ class Collectives:
                 "named_parameters=..., scaler=..."
             )
         self.group = group
+        # Around what waits for the others; a state puts its clock here.
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     def ranks(self) -> int:
@@ -72,7 +75,8 @@ class Collectives:
     def total(self, words: npt.NDArray[Any], device: torch.device) -> npt.NDArray[Any]:
         """The sum over the ranks of an array, on this device, at once."""
         total = torch.from_numpy(words.copy()).to(device)
-        self.sum(total).wait()
+        with self.waiting():
+            self.sum(total).wait()
         return np.asarray(total.cpu().numpy())
 
     def averages(
@@ -86,7 +90,8 @@ class Collectives:
         together.div_(self.ranks)  # before the sum, which half precision might not hold
         work = self.sum(together)
         yield
-        work.wait()
+        with self.waiting():
+            work.wait()
         if packed is None:
             means = together.split([view.numel() for view in views])
             for view, mean in zip(views, means, strict=True):
@@ -100,7 +105,8 @@ class Collectives:
             begun = [self._begin(carry) for carry in asked]
             yield
             for work, result in begun:
-                work.wait()
+                with self.waiting():
+                    work.wait()
                 if result.is_cuda:  # made on the stream of the backward pass, read on this one
                     result.record_stream(torch.cuda.current_stream(result.device))
             try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -98,6 +98,7 @@ class Reducer:
     """Horovod's collectives on the ranks of a process set, where the words are.
 
     named : False leaves the names to Horovod
+    waiting : around what waits for the others
     """
 
     process_set: Any
@@ -105,6 +106,7 @@ class Reducer:
     side: SideStream
     device: torch.device
     named: bool = True
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def beside(self) -> AbstractContextManager[None]:
         return self.side.on(self.device)
@@ -133,7 +135,8 @@ class Reducer:
         return bool(handles) and all(hvd.poll(handle) for _, handle in handles)
 
     def wait(self, handles: list[tuple[str, int]]) -> list[Any]:
-        return [self._result(name, handle) for name, handle in handles]
+        with self.waiting():
+            return [self._result(name, handle) for name, handle in handles]
 
     def _result(self, name: str, handle: int) -> Any:
         try:
@@ -218,7 +221,10 @@ def begin(memory: Memory, number: int, process_set: Any) -> None:
     members = [member for _, member in memory.buckets.take(number)]
     device = members[0].tensor.device
     beside = memory.settings.overlap and device.type == "cpu"
-    wire = Reducer(process_set, memory.settings.wait_s, memory.side, device)
+    wire = Reducer(
+        process_set, memory.settings.wait_s, memory.side, device,
+        waiting=memory.engine.seconds.waiting,
+    )  # fmt: skip
     key = memory.wire_name(f"{number}.{memory.buckets.members[number][0]}")
     opens = partial(rounds, memory, members, process_set)
     memory.pending.begin(key, opens, wire, encoding_thread() if beside else None)

@@ -1,5 +1,11 @@
 """Apoptosis for torch: a model and its optimizer shrink together while they train."""
 
+# What is imported below needs the framework: without it, one sentence and no traceback into here.
+# ruff: noqa: E402
+from ...base.errors import need
+
+need("torch", "sn_memory.apoptosis.torch")
+
 from ...run.agreement import AgreementError
 from ..events import Event, Merged
 from .export import rebuild

@@ -200,7 +200,7 @@ def compress_activations(
     model: keras.Model,
     *,
     error: float | None = None,
-    budget: int | str | None = None,
+    budget: float | str | None = None,
     bits: int | None = None,
     optimizer: Any = None,
     every: int = 200,

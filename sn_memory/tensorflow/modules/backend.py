@@ -92,7 +92,7 @@ class LayerStep:
         self,
         model: Any,
         sample: Any,
-        budget: int | str,
+        budget: float | str,
         *,
         device: str,
         resident_bytes: int = 0,
@@ -152,7 +152,7 @@ class _Search:
         self.scale = 1
         self.probe = self.of_few_rows() if safely else Probe(model, args, device)
 
-    def plan(self, budget: int | str) -> MeasuredPlan:
+    def plan(self, budget: float | str) -> MeasuredPlan:
         baseline = self.measured([])
         budget_bytes = parse_bytes(budget, whole=baseline.peak_bytes)
         units, best = self.cut(baseline, budget_bytes)

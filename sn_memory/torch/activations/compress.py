@@ -30,7 +30,7 @@ def compress_activations(
     model: torch.nn.Module,
     *,
     error: float | None = None,
-    budget: int | str | None = None,
+    budget: float | str | None = None,
     bits: int | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     recompute: Literal["auto", "never"] | Sequence[str] = "auto",

@@ -7,6 +7,8 @@ a trace, both from one real step. The model is left as it was.
 
 from __future__ import annotations
 
+import math
+import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -266,7 +268,19 @@ def _enough(nbytes: int, device: torch.device) -> bool:
         free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
         return False
-    return 2 * nbytes < free
+    return 2 * nbytes < min(free, _left_by_limits())
+
+
+def _left_by_limits() -> float:
+    """Bytes that this process may still have by its own limits (ulimit -d, ulimit -v)."""
+    left = math.inf
+    lines = Path("/proc/self/status").read_text().splitlines()
+    for limit, name in ((resource.RLIMIT_DATA, "VmData:"), (resource.RLIMIT_AS, "VmSize:")):
+        most, _ = resource.getrlimit(limit)
+        held = next((int(it.split()[1]) << 10 for it in lines if it.startswith(name)), 0)
+        if most != resource.RLIM_INFINITY:
+            left = min(left, most - held)
+    return left
 
 
 def _what(error: Exception) -> str:

@@ -54,7 +54,7 @@ class ModuleStep:
         model: torch.nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        budget: int | str,
+        budget: float | str,
         *,
         resident_bytes: int = 0,
         accumulate: bool = False,

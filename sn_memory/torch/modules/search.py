@@ -68,7 +68,7 @@ class Search:
         probe.agree()
         self.behaviour, self.changed = probe.behaviour, probe.changed
 
-    def plan(self, budget: int | str) -> MeasuredPlan:
+    def plan(self, budget: float | str) -> MeasuredPlan:
         baseline = self.measured([])
         budget_bytes = parse_bytes(budget, whole=baseline.peak_bytes)
         # The smallest of those that ranks sharing parameters were given.

@@ -24,7 +24,7 @@ from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..errors import TraceError, first_line, innermost_line
+from ..errors import TraceError, first_line, innermost_line, sample_line
 from ..model.guard import as_it_was, casting, changes_what_it_is_given, no_chance, outside_autocast
 from ..model.marks import Marks
 from ..model.results import taken_apart
@@ -89,7 +89,8 @@ def _captured(
             raise TraceError(
                 f"it raises {type(error).__name__} under fake tensors "
                 f"({innermost_line(error.__traceback__)}): "
-                f"{first_line(error)}"
+                f"{first_line(error).rstrip('.')}. The sample is {sample_line(args, kwargs)}; is "
+                "it what the model takes?"
             ) from error
 
 

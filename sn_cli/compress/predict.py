@@ -1,4 +1,4 @@
-"""The command line: `python -m sn_compress predict --model resnet50 --ranks 64 --gbit 10`."""
+"""The command `predict`: seconds of a step by each method, and the link below which it pays."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import asdict
+from typing import Any
 
-from .base.errors import CompressError
-from .prediction.cost import Link
-from .prediction.layers import MODELS, layers
-from .prediction.predict import METHODS, Prediction, predict
-from .prediction.rates import FREE, Rates, measure_rates
-from .settings import Settings
+from sn_compress import Link, measure_rates, predict
+from sn_compress.prediction.layers import MODELS, layers
+from sn_compress.prediction.predict import METHODS, Prediction
+from sn_compress.prediction.rates import FREE, Rates
+from sn_compress.settings import Settings
+
+from ..command import Answer, add_command, picture_file
 
 PLOTTED_RANKS = tuple(2**power for power in range(1, 11))
 # Okabe and Ito's palette; grey is plain Horovod.
@@ -26,21 +28,14 @@ _COLOURS = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; the status to exit with."""
-    args = _parser().parse_args(argv)
-    try:
-        return _predict(args)
-    except CompressError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m sn_compress", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="command")
-    flags = commands.add_parser(
-        "predict", help="seconds of a step by each method, and the link below which it pays"
+def add_predict(commands: Any) -> None:
+    """Add the command to its group."""
+    flags = add_command(
+        commands,
+        "predict",
+        _predict,
+        help="seconds of a step by each method, and the link below which it pays",
+        epilog="example: sn compress predict --model resnet50 --ranks 8 --gbit 1 --overlap",
     )
     flags.add_argument("--model", required=True, choices=sorted(MODELS))
     flags.add_argument("--ranks", type=int, required=True)
@@ -59,12 +54,16 @@ def _parser() -> argparse.ArgumentParser:
         default="measure",
         help="time the codec on one core here, or take no time for it: what bytes alone would give",
     )
-    flags.add_argument("--plot", type=Path, metavar="FILE", help="a picture up to 1,024 ranks")
-    return parser
+    flags.add_argument(
+        "--plot", type=picture_file, metavar="FILE", help="a picture up to 1,024 ranks"
+    )
 
 
-def _predict(args: argparse.Namespace) -> int:
+def _predict(args: argparse.Namespace) -> Answer:
     settings = Settings(compression="LowRankCompression").changed(ratio=args.ratio)
+    # What is wrong is said before anything is timed.
+    link = Link.of_gbit(args.gbit, latency_s=args.latency_us * 1e-6)
+    predict(layers(args.model), ranks=args.ranks, link=link, settings=settings)
     rates = FREE
     if args.codec == "measure":
         rates = measure_rates(
@@ -72,7 +71,6 @@ def _predict(args: argparse.Namespace) -> int:
         )
 
     def at(ranks: int) -> Prediction:
-        link = Link.of_gbit(args.gbit, latency_s=args.latency_us * 1e-6)
         return predict(
             layers(args.model),
             ranks=ranks,
@@ -83,26 +81,50 @@ def _predict(args: argparse.Namespace) -> int:
             overlap=args.overlap,
         )
 
-    sys.stdout.write(f"{args.model}: {at(args.ranks).table()}\n")
-    sys.stdout.write(_codec_line(rates))
+    found = at(args.ranks)
+    text = f"{args.model}: {found.table()}\n{_codec_line(rates)}"
     if args.plot:
         _plot(args, [at(ranks) for ranks in PLOTTED_RANKS])
-        sys.stdout.write(f"{args.plot}: up to {PLOTTED_RANKS[-1]:,} ranks\n")
-    return 0
+        text += f"\n{args.plot}: up to {PLOTTED_RANKS[-1]:,} ranks"
+    return Answer(text, _data(args.model, found, rates))
+
+
+def _data(model: str, found: Prediction, rates: Rates) -> dict[str, Any]:
+    rows = [
+        {
+            "method": row.method,
+            "step_s": row.step.seconds,
+            "speedup": row.speedup,
+            "codec_s": row.step.codec_s,
+            "exchange_s": row.step.exchange_s,
+            "wire_bytes": row.step.wire_bytes,
+            "ratio": row.ratio,
+            "break_even_gbit": row.break_even_gbit,
+            "break_even_fp16_gbit": row.break_even_fp16_gbit,
+            "tensors": row.tensors,
+        }
+        for row in found.rows
+    ]
+    return {
+        "model": model,
+        "elements": found.elements,
+        "ranks": found.ranks,
+        "link": asdict(found.link),
+        "rates": asdict(rates),
+        "methods": rows,
+    }
 
 
 def _codec_line(rates: Rates) -> str:
     if rates == FREE:
-        return "codec: no time is counted for it\n"
+        return "codec: no time is counted for it"
     encode, decode = 4e-9 / rates.encode_s, 4e-9 / (rates.decode_s + rates.add_s)
-    return f"codec: one core of this machine, FFT {encode:.2f} GB/s in, {decode:.2f} GB/s out\n"
+    return f"codec: one core of this machine, FFT {encode:.2f} GB/s in, {decode:.2f} GB/s out"
 
 
 def _plot(args: argparse.Namespace, found: Sequence[Prediction]) -> None:
-    try:
-        import matplotlib as mpl
-    except ModuleNotFoundError as missing:
-        raise CompressError("--plot needs matplotlib: pip install matplotlib") from missing
+    import matplotlib as mpl
+
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -128,7 +150,3 @@ def _plot(args: argparse.Namespace, found: Sequence[Prediction]) -> None:
     axes.legend(frameon=False)
     figure.savefig(args.plot, dpi=110)
     plt.close(figure)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

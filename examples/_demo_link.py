@@ -1,0 +1,80 @@
+"""The demo's first part: two ranks of DDP behind a slow link, plain and compressed.
+
+Started by examples/demo.py once per rank, through benchmarks/ddp_ranks.py. Both ways are the same
+steps on the same images of Fashion-MNIST; only the communication hook differs.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+import ddp_ranks
+import nets
+
+from sn_compress import LowRankCompression
+from sn_compress.torch.ddp import CompressionState, compression_hook
+
+BATCH = 64  # images of a rank and step
+FEW = 2000  # test images along the way; at the end all 10,000
+ALONE = 10  # steps without the other rank, which say what computing takes
+
+
+def network():
+    """Two convolutions and two dense layers: 824,458 parameters, 3.3 MB of gradients a step."""
+    layers = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    layers += [nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(1568, 512), nn.ReLU(), nn.Linear(512, 10))
+
+
+def accuracy(model, images, labels):
+    """Percent of the test images that are told right."""
+    with torch.inference_mode():
+        answers = torch.cat([model(part).argmax(1) for part in images.split(500)])
+    return 100 * (answers == labels).double().mean().item()
+
+
+def work(job):
+    """In a rank: train one way; the seconds are of steps alone, not of looking at the accuracy."""
+    torch.manual_seed(0)
+    images, labels = nets.fashion_mnist("train")
+    test_images, test_labels = nets.fashion_mnist("t10k")
+    model, rank = network(), dist.get_rank()
+    ddp, state = DistributedDataParallel(model), None
+    if job["ratio"]:
+        compression = LowRankCompression.using(ratio=job["ratio"])
+        state = CompressionState(compression, named_parameters=model.named_parameters())
+        ddp.register_comm_hook(state, compression_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    seconds, computing, curve = [], [], []
+    for step in range(job["steps"]):
+        mine = order[(2 * step + rank) * BATCH % (len(images) - BATCH) :][:BATCH]
+        dist.barrier()
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(ddp(images[mine]), labels[mine]).backward()
+        optimizer.step()
+        seconds.append(time.perf_counter() - start)
+        last = step == job["steps"] - 1
+        if rank == 0 and (step % job["every"] == 0 or last):
+            some = len(test_images) if last else FEW
+            told = accuracy(model, test_images[:some], test_labels[:some])
+            curve.append((sum(seconds), told))
+    for _ in range(ALONE):  # nothing is sent, and nothing of it is kept
+        start = time.perf_counter()
+        with ddp.no_sync():
+            nn.functional.cross_entropy(ddp(images[mine]), labels[mine]).backward()
+        computing.append(time.perf_counter() - start)
+    report = state.report() if state else {}
+    return {"seconds": seconds, "computing": computing, "curve": curve, "report": report}
+
+
+if __name__ == "__main__" and not ddp_ranks.as_rank(work):
+    raise SystemExit("this is a part of examples/demo.py; run that")

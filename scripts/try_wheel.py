@@ -1,0 +1,51 @@
+"""Whether what was installed is whole: both extensions, kernels, shipped graphs, the command line.
+
+    python scripts/try_wheel.py
+
+Run it in an environment that has nothing of this project but the wheel, and in no clone: what is
+imported has to be what was installed. Needs no framework.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+
+def main() -> int:
+    """Try everything that packaging could have left out."""
+    here = Path(__file__).resolve().parent
+    import numpy as np
+
+    import sn_compress
+    import sn_memory
+    from sn_compress.devices._sources import source
+    from sn_memory.base import native
+
+    where = {Path(str(package.__file__)).parent.parent for package in (sn_compress, sn_memory)}
+    assert here.parent not in where, f"imported from the clone: {where}"
+    assert sn_compress.backends()["cpu"].startswith("cpp"), sn_compress.backends()
+    assert native.core() is not None, "sn_memory has no compiled extension"
+    assert source("seal.cu").read_bytes()
+    values = np.random.default_rng(0).standard_normal(10_000, dtype=np.float32)
+    codec = sn_compress.codec("fft")
+    assert codec.decode(codec.encode(values)).shape == values.shape
+    with tempfile.TemporaryDirectory() as folder:
+        plan = str(Path(folder, "plan.json"))
+        limits = ["--budget", "90%", "--time-limit", "5", "--quiet", "--json"]
+        for words in (["plan", "alexnet", *limits, "-o", plan], ["check", "alexnet", plan]):
+            made = subprocess.run(
+                [sys.executable, "-m", "sn_cli", "memory", *words], capture_output=True, text=True,
+                cwd=folder,
+            )  # fmt: skip
+            assert made.returncode == 0, made.stderr
+            print(f"sn memory {words[0]}: exit 0")
+    print(json.dumps({"python": sys.version.split()[0], "version": sn_compress.__version__}))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,94 @@
+"""What all commands have in common: answers, exit codes, checked paths, and JSON.
+
+A command returns an Answer. It ends with 0, or with 1 where the answer to what was asked is no: the
+budget cannot be kept, the plan is wrong, the model does not fit. With 2 ends what could not be
+answered: a flag, a path or a file that is wrong, a library that is missing. So a script can tell
+"it does not fit" from "you asked it wrongly".
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+YES, NO, USAGE = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command found.
+
+    Parameters
+    ----------
+    text
+        For people.
+    data
+        The same for programs: what json.dumps takes.
+    yes
+        Whether the answer is yes, or there was no question that could be denied.
+    """
+
+    text: str
+    data: dict[str, Any]
+    yes: bool = True
+
+    def shown(self, *, as_json: bool) -> str:
+        """What goes to standard output."""
+        if not as_json:
+            return self.text
+        return json.dumps({"answer": "yes" if self.yes else "no", **self.data}, indent=1)
+
+
+Run = Callable[[argparse.Namespace], Answer]
+
+
+def add_command(commands: Any, name: str, run: Run, **words: str) -> argparse.ArgumentParser:
+    """Add a command to a group; every one of them takes --json."""
+    made: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=words["help"],
+        description=words.get("description", words["help"].capitalize() + "."),
+        epilog=words.get("epilog"),
+    )
+    made.add_argument("--json", action="store_true", help="answer as JSON on standard output")
+    made.set_defaults(run=run)
+    return made
+
+
+def output_file(text: str) -> str:
+    """A path that can be written: looked at before the work, not after it."""
+    folder = os.path.dirname(text) or "."
+    if "\0" in text:
+        raise argparse.ArgumentTypeError("a path has no zero bytes")
+    if os.path.isdir(text) or text.endswith(os.sep):
+        raise argparse.ArgumentTypeError(f"{text} is a folder; expected the name of a file")
+    if not os.path.isdir(folder):
+        raise argparse.ArgumentTypeError(f"there is no folder {folder}; make it first")
+    if not os.access(text if os.path.exists(text) else folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: no permission")
+    return text
+
+
+def picture_file(text: str) -> str:
+    """A path for a picture: what draws it is looked for before the work, too."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError(
+            "a picture needs matplotlib: pip install 'superneurons[report]'"
+        )
+    if not text.lower().endswith(".png"):
+        raise argparse.ArgumentTypeError(f"{text}: expected a name that ends in .png")
+    return output_file(text)
+
+
+def page_file(text: str) -> str:
+    """A path for a page with pictures in it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError(
+            "a page has pictures, which need matplotlib: pip install 'superneurons[report]'"
+        )
+    return output_file(text)

@@ -1,0 +1,109 @@
+"""`sn`: the groups of commands, and how a command ends.
+
+    sn compress predict --model resnet50 --ranks 8 --gbit 1
+    sn memory plan resnet50 --budget 60% -o plan.json
+
+See command.py for the exit codes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+import sn_compress
+import sn_memory
+from sn_compress import CompressError
+from sn_memory import BudgetError, CapacityError, GraphError, PackError, PlanError
+
+from .command import NO, USAGE, YES
+from .compress import add_compress
+from .memory import add_memory
+
+_EXIT_CODES = """\
+exit codes: 0 done, or yes; 1 the answer is no (over the budget, not a valid plan, does not fit);
+2 no answer (wrong flags, paths or files; a library is missing)"""
+# What says in its message what was wrong with what was given. Errors of packages that are missing
+# are ImportErrors.
+_SAID = (CompressError, GraphError, PackError, PlanError, ImportError, ValueError)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command; the status to exit with."""
+    options = parser().parse_args(arguments)
+    try:
+        answer = options.run(options)
+    except (BudgetError, CapacityError) as error:
+        # Not an error of who asked: what was asked for cannot be had.
+        if options.json:
+            _write(json.dumps({"answer": "no", "why": str(error), **_numbers(error)}, indent=1))
+        return _fail(str(error), NO)
+    except OSError as error:
+        return _fail(_of_file(error), USAGE)
+    except _SAID as error:
+        return _fail(str(error), USAGE)
+    _write(answer.shown(as_json=options.json))
+    return YES if answer.yes else NO
+
+
+def script() -> None:
+    """Run as `sn`, and exit."""
+    try:
+        code = main(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Who reads on has read enough: `sn ... | head`. Python's own last flush must not fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = USAGE
+    except KeyboardInterrupt:
+        code = 130  # what a shell says of a program that was interrupted
+    except Exception:  # noqa: BLE001 - whatever it is, it is no "no"
+        traceback.print_exc()
+        sys.stderr.write("sn: this is a fault of superneurons; please report it.\n")
+        code = USAGE
+    sys.exit(code)
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and their flags."""
+    made = argparse.ArgumentParser(
+        prog="sn",
+        description="Gradients in fewer bytes on the wire, training in fewer bytes held.",
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--version", action="version", version=_versions())
+    groups = made.add_subparsers(required=True, metavar="compress|memory")
+    add_compress(groups)
+    add_memory(groups)
+    return made
+
+
+def _versions() -> str:
+    return f"sn_compress {sn_compress.__version__}, sn_memory {sn_memory.__version__}"
+
+
+def _numbers(error: BudgetError | CapacityError) -> dict[str, object]:
+    kept = {name: value for name, value in vars(error).items() if not name.startswith("_")}
+    return {name: it for name, it in kept.items() if isinstance(it, int | float | str | None)}
+
+
+def _of_file(error: OSError) -> str:
+    """An error of a file in plain words: which, and why."""
+    if error.filename is None or error.strerror is None:
+        return str(error)
+    return f"{error.filename}: {error.strerror}"
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+
+
+def _fail(text: str, code: int) -> int:
+    # A file's name may hold what no terminal shows.
+    sys.stderr.write("sn: " + text.encode(errors="backslashreplace").decode() + "\n")
+    return code

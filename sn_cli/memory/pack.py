@@ -1,0 +1,56 @@
+"""The command `pack`: addresses for the buffers of a CSV file."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from sn_memory import arrange, check_packing
+from sn_memory.base.progress import speaking
+from sn_memory.base.sizes import parse_bytes, show_bytes
+from sn_memory.pool.csv import read_csv, write_csv
+
+from ..command import Answer, add_command, output_file
+
+
+def add_pack(commands: Any) -> None:
+    """Add the command to its group."""
+    it = add_command(
+        commands,
+        "pack",
+        _pack,
+        help="addresses in one arena for buffers with lifetimes",
+        epilog="exit code 1: no packing within --capacity was found; whether there can be one is "
+        "said",
+    )
+    it.add_argument("buffers", help="CSV file: id,lower,upper,size and perhaps alignment")
+    it.add_argument("--capacity", help='bytes, or "1MiB"; without it as few as can be found')
+    it.add_argument(
+        "-o", "--output", type=output_file, help="where the same rows go, with their offsets"
+    )
+    it.add_argument("--time-limit", type=float, default=60.0, help="seconds (default 60)")
+    it.add_argument("--quiet", action="store_true", help="no progress on standard error")
+
+
+def _pack(options: argparse.Namespace) -> Answer:
+    file = read_csv(options.buffers)
+    capacity = None if options.capacity is None else parse_bytes(options.capacity)
+    with speaking(not options.quiet):
+        packing = arrange(file.buffers, capacity, time_limit_s=options.time_limit)
+    check_packing(file.buffers, packing.offsets, capacity)
+    if options.output is not None:
+        write_csv(options.output, file.ids, file.buffers, packing.offsets)
+    above = packing.height / packing.lower_bound - 1 if packing.lower_bound else 0.0
+    best = "no packing is lower" if packing.proved else f"{above:.2%} above the lower bound"
+    data = {
+        "buffers": len(file.buffers),
+        "height_bytes": packing.height,
+        "lower_bound_bytes": packing.lower_bound,
+        "proved": packing.proved,
+        "seconds": packing.seconds,
+    }
+    return Answer(
+        f"{len(file.buffers)} buffers in {packing.height} bytes ({show_bytes(packing.height)}), "
+        f"{best}; {packing.seconds:.2f} s",
+        data,
+    )

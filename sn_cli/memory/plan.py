@@ -1,0 +1,88 @@
+"""The command `plan`: a graph planned within a budget."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from typing import Any
+
+from sn_memory import Plan, plan_graph
+from sn_memory.base.sizes import show_bytes
+from sn_memory.plan.api import TECHNIQUES
+from sn_memory.plan.policies import names
+
+from ..command import Answer, add_command, output_file
+from .graphs import GRAPH_HELP, read_graph
+
+
+def add_plan(commands: Any) -> None:
+    """Add the command to its group."""
+    it = add_command(
+        commands,
+        "plan",
+        _plan,
+        help="plan a graph within a budget of bytes",
+        epilog="exit code 1: no plan keeps the budget; the smallest peak found is said",
+    )
+    it.add_argument("graph", help=GRAPH_HELP)
+    it.add_argument(
+        "--budget", required=True, help='bytes, "4GiB", or "60%%" (0.6) of the graph\'s own peak'
+    )
+    it.add_argument(
+        "-o", "--output", type=output_file, help="where the plan goes; without it only a summary"
+    )
+    it.add_argument("--planner", default="auto", choices=["auto", *names()], help="default: auto")
+    it.add_argument(
+        "--techniques", default=",".join(TECHNIQUES), help="what auto may do (default %(default)s)"
+    )
+    it.add_argument("--time-limit", type=float, default=60.0, help="seconds (default 60)")
+    it.add_argument("--deterministic", action="store_true", help="count work in place of seconds")
+    it.add_argument("--quiet", action="store_true", help="no progress on standard error")
+
+
+def _plan(options: argparse.Namespace) -> Answer:
+    plan = plan_graph(
+        read_graph(options.graph),
+        options.budget,
+        planner=options.planner,
+        techniques=[technique.strip() for technique in options.techniques.split(",")],
+        time_limit_s=options.time_limit,
+        deterministic=options.deterministic,
+        progress=not options.quiet,
+    )
+    if options.output is not None:
+        plan.to_json(options.output)
+    return Answer(_summary(plan), _data(plan))
+
+
+def _summary(plan: Plan) -> str:
+    """What a plan does, in a few lines."""
+    counts = Counter(decision.technique for decision in plan.decisions)
+    done = ", ".join(f"{count} {technique}" for technique, count in sorted(counts.items()))
+    sources = ", ".join(f"{count} {source}" for source, count in plan.seconds_sources.items())
+    return "\n".join(
+        (
+            f"planner   {plan.planner}, {plan.solve_s:.2f} s",
+            f"peak      {show_bytes(plan.baseline_peak_bytes)} -> {show_bytes(plan.peak_bytes)}",
+            f"seconds   {plan.baseline_seconds:.6g} -> {plan.seconds:.6g} ({plan.overhead:+.2%})",
+            f"bound     {plan.lower_bound_seconds:.6g}, gap {plan.gap:.2%}",
+            f"storages  {done}",
+            f"times     {sources}",
+        )
+    )
+
+
+def _data(plan: Plan) -> dict[str, Any]:
+    counts = Counter(decision.technique for decision in plan.decisions)
+    return {
+        "planner": plan.planner,
+        "budget_bytes": plan.budget_bytes,
+        "baseline_peak_bytes": plan.baseline_peak_bytes,
+        "peak_bytes": plan.peak_bytes,
+        "baseline_seconds": plan.baseline_seconds,
+        "seconds": plan.seconds,
+        "lower_bound_seconds": plan.lower_bound_seconds,
+        "solve_s": plan.solve_s,
+        "storages": dict(sorted(counts.items())),
+        "seconds_sources": dict(plan.seconds_sources),
+    }

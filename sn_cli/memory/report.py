@@ -1,0 +1,99 @@
+"""The command `report`: tables on the terminal, a page and a picture in files."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from sn_memory import Graph, Plan, PlanError
+from sn_memory.base.progress import say, speaking
+from sn_memory.plan import policies
+from sn_memory.report.report import Report, report
+
+from ..command import Answer, add_command, page_file, picture_file
+from .graphs import GRAPH_HELP, read_graph
+
+
+def add_report(commands: Any) -> None:
+    """Add the command to its group."""
+    it = add_command(commands, "report", _report, help="tables and pictures of a plan")
+    it.add_argument("graph", help=GRAPH_HELP)
+    it.add_argument("plan", help="plan file")
+    it.add_argument(
+        "-o", "--output", type=page_file, help="HTML page to write; it needs no other file"
+    )
+    it.add_argument("--png", type=picture_file, help="picture to write")
+    it.add_argument(
+        "--against",
+        default="all",
+        help="planners to compare with, for the same budget: names with commas, all (default), or "
+        "none",
+    )
+    it.add_argument("--rows", type=int, default=40, help="decisions on the terminal (default 40)")
+    it.add_argument("--quiet", action="store_true", help="no progress on standard error")
+
+
+def _report(options: argparse.Namespace) -> Answer:
+    names = _names(options.against)
+    graph, plan = read_graph(options.graph), Plan.from_json(options.plan)
+    with speaking(not options.quiet):
+        others = _planned(graph, plan, names)
+    try:
+        made = report(graph, plan, others=others)
+    except PlanError as wrong:
+        return Answer(f"no: {wrong}", {"why": str(wrong)}, yes=False)
+    if options.output is not None:
+        made.write_html(options.output)
+    if options.png is not None:
+        made.write_png(options.png)
+    return Answer(made.text(rows=options.rows).rstrip("\n"), _data(made))
+
+
+def _planned(graph: Graph, plan: Plan, names: list[str]) -> list[Plan]:
+    others = []
+    for number, name in enumerate(names):
+        say("planners", number, len(names), name)
+        others.append(policies.policy(name)(graph, budget_bytes=plan.budget_bytes))
+    return others
+
+
+def _data(made: Report) -> dict[str, Any]:
+    def row(plan: Plan) -> dict[str, Any]:
+        return {
+            "planner": plan.planner,
+            "budget_bytes": plan.budget_bytes,
+            "peak_bytes": plan.peak_bytes,
+            "seconds": plan.seconds,
+            "overhead": plan.overhead,
+        }
+
+    return {
+        "graph": made.graph.name,
+        "before": {"peak_bytes": made.before.peak_bytes, "peak_at": made.before.peak_at},
+        "after": {"peak_bytes": made.after.peak_bytes, "peak_at": made.after.peak_at},
+        "owners": [{"name": name, "bytes": size} for name, size in made.after.owners],
+        "decisions": [
+            {
+                "storage": it.storage,
+                "technique": it.technique,
+                "bytes": it.bytes,
+                "seconds": it.cost_s,
+                "reason": it.reason,
+            }
+            for it in made.decisions
+        ],
+        "plans": [row(plan) for plan in (made.plan, *made.others)],
+    }
+
+
+def _names(against: str) -> list[str]:
+    if against == "none":
+        return []
+    known = policies.names()
+    names = list(known) if against == "all" else [name.strip() for name in against.split(",")]
+    for name in names:
+        if name not in known:
+            raise PlanError(
+                f"--against: got planner {name!r}, expected all, none or of {', '.join(known)}."
+            )
+    return names

@@ -1,4 +1,0 @@
-"""The command line: graphs, plans and buffers as files.
-
-It imports every room but the rims.
-"""

@@ -1,0 +1,303 @@
+"""The command line: one rule of exit codes, sentences for mistakes, the same answers as JSON."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import example_graphs
+import pytest
+
+import sn_compress
+import sn_memory
+from sn_cli import main as command_line
+from sn_cli.main import main
+from sn_cli.memory.graphs import EXAMPLES, read_graph
+from sn_memory import Plan
+from sn_memory.graph.liveness import peak
+from sn_memory.plan.policies import policy
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """A folder to work in, and in it a plan of the example alexnet."""
+    monkeypatch.chdir(tmp_path)
+    policy("liveness")(read_graph("alexnet"), budget_bytes=None).to_json("plan.json")
+    return tmp_path
+
+
+def run(capsys, *words):
+    """(exit code, standard output, standard error) of one command."""
+    try:
+        code = main([str(word) for word in words])
+    except SystemExit as end:  # of argparse
+        code = end.code
+    return code, *capsys.readouterr()
+
+
+def script(tmp_path, text):
+    path = tmp_path / "model.py"
+    path.write_text(text)
+    return path
+
+
+# Answers
+
+
+def test_a_plan_is_found_written_and_checked(files, capsys):
+    words = ["memory", "plan", "alexnet", "--budget", "0.9", "--deterministic", "--quiet"]
+    code, out, err = run(capsys, *words, "--time-limit", "0.5", "-o", "out.json")
+    assert (code, err) == (0, "")
+    assert "gap" in out
+    plan, graph = Plan.from_json("out.json"), read_graph("alexnet")
+    assert plan.peak_bytes <= plan.budget_bytes == int(0.9 * peak(graph).bytes)
+    code, out, _ = run(capsys, "memory", "check", "alexnet", "out.json")
+    assert code == 0
+    assert out.startswith("yes: ")
+    code, out, _ = run(capsys, *words, "--time-limit", "0.5", "--json")
+    found = json.loads(out)
+    assert (found["answer"], found["peak_bytes"]) == ("yes", plan.peak_bytes)
+
+
+def test_no_is_an_answer_and_no_mistake(files, capsys):
+    over = ["memory", "plan", "alexnet", "--budget", "10B", "--planner", "liveness", "--quiet"]
+    code, out, err = run(capsys, *over, "--json")
+    assert code == 1
+    found = json.loads(out)
+    assert found["answer"] == "no"
+    assert found["peak_bytes"] > found["budget_bytes"] == 10
+    assert found["why"] in err
+    wrong = json.loads(Path("plan.json").read_text())
+    wrong["actions"] = wrong["actions"][1:]
+    Path("wrong.json").write_text(json.dumps(wrong))
+    code, out, _ = run(capsys, "memory", "check", "alexnet", "wrong.json")
+    assert code == 1
+    assert out.startswith("no: ")
+    code, out, _ = run(capsys, "memory", "check", "alexnet", "wrong.json", "--json")
+    assert json.loads(out)["answer"] == "no"
+    code, *_ = run(capsys, "memory", "report", "alexnet", "wrong.json", "--against", "none")
+    assert code == 1
+    Path("two.csv").write_text("id,lower,upper,size\na,0,2,4\nb,1,3,4\n")
+    code, _, err = run(capsys, "memory", "pack", "two.csv", "--capacity", "7", "--quiet")
+    assert code == 1
+    assert "proved to be impossible" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["memory", "plan", "nobody", "--budget", "60%"], "examples alexnet"),
+        (["memory", "plan", "alexnet", "--budget", "lots"], 'or a part as "60%"'),
+        (["memory", "plan", "alexnet", "--budget", "60%", "--techniques", "hope"], "'hope'"),
+        (["memory", "plan", "alexnet", "--budget", "60%", "--time-limit", "nan"], "above 0"),
+        (["memory", "check", "alexnet", "none.json"], "none.json: No such file"),
+        (["memory", "report", "alexnet", "plan.json", "--against", "nobody"], "'nobody'"),
+        (["memory", "pack", "none.csv"], "none.csv: No such file"),
+        (["memory", "estimate", "none.py"], "script.py:function"),
+        (["memory", "estimate", "none.py:f"], "no file none.py"),
+        (["compress", "predict", "--model", "resnet50", "--ranks", "0", "--gbit", "1"], "ranks=0"),
+        (["compress", "predict", "--model", "resnet50", "--ranks", "8", "--gbit", "0"], "above 0"),
+        (["compress", "gossip", "--ranks", "6", "--topology", "hypercube"], "power of two"),
+    ],
+)  # fmt: skip
+def test_mistakes_end_with_two_and_one_sentence(files, capsys, words, said):
+    code, out, err = run(capsys, *words)
+    assert (code, out) == (2, "")
+    assert err.startswith("sn: ")
+    assert said in err
+    assert not re.search(r"\w(Error|Exception)\b", err), "no class of Python in what people read"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["memory"],
+        ["memory", "plan", "alexnet"],
+        ["memory", "fly"],
+        ["compress", "predict", "--model", "resnet50", "--ranks", "many", "--gbit", "1"],
+    ],
+)
+def test_usage_is_two(capsys, words):
+    code, out, err = run(capsys, *words)
+    assert (code, out) == (2, "")
+    assert err.startswith("usage: sn")
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [("nowhere/p.json", "no folder nowhere"), (".", "is a folder"), ("p/", "is a folder")],
+)
+def test_where_results_go_is_looked_at_before_the_work(files, capsys, monkeypatch, path, said):
+    def worked(*_, **__):
+        raise AssertionError("the work was begun")
+
+    monkeypatch.setattr("sn_cli.memory.plan.plan_graph", worked)
+    code, _, err = run(capsys, "memory", "plan", "alexnet", "--budget", "1", "-o", path)
+    assert code == 2
+    assert said in err
+    monkeypatch.setattr("sn_cli.compress.predict.measure_rates", worked)
+    asked = ["compress", "predict", "--model", "alexnet", "--ranks", "8", "--gbit", "1", "--plot"]
+    assert run(capsys, *asked, f"{path}/x.png" if path != "." else "x.txt")[0] == 2
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_the_work(files, capsys, monkeypatch):
+    # The superuser may write everywhere, so the question is answered for him.
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    code, _, err = run(capsys, "memory", "plan", "alexnet", "--budget", "1", "-o", "p.json")
+    assert code == 2
+    assert "no permission" in err
+
+
+def test_a_picture_without_matplotlib_is_refused_before_the_work(files, capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for flag in ("-o", "--png"):
+        code, _, err = run(capsys, "memory", "report", "alexnet", "plan.json", flag, "x.png")
+        assert code == 2
+        assert "superneurons[report]" in err
+
+
+def test_a_fault_of_ours_is_no_no(files, monkeypatch, capsys):
+    def broken(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(command_line, "main", broken)
+    with pytest.raises(SystemExit) as end:
+        command_line.script()
+    assert end.value.code == 2
+    err = capsys.readouterr().err
+    assert "ZeroDivisionError" in err  # with its traceback: this one is for us
+    assert "please report" in err
+
+
+# What there is
+
+
+def test_versions_are_those_of_the_project(capsys):
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert sn_compress.__version__ == sn_memory.__version__ == version
+    code, out, _ = run(capsys, "--version")
+    assert code == 0
+    assert out == f"sn_compress {version}, sn_memory {version}\n"
+
+
+def test_shipped_graphs_are_named_and_as_the_script_makes_them(capsys):
+    code, out, _ = run(capsys, "memory", "plan", "--help")
+    assert code == 0
+    shown = " ".join(out.split())
+    assert all(name in shown for name in EXAMPLES)
+    texts = example_graphs.texts()
+    assert set(texts) == set(EXAMPLES)
+    for name, text in texts.items():
+        path = ROOT / "sn_cli" / "graphs" / f"{name}.json"
+        assert path.read_text() == text, "run scripts/example_graphs.py"
+
+
+def test_a_file_goes_before_an_example_of_its_name(files):
+    Path("unet").write_text(Path(ROOT, "sn_cli/graphs/alexnet.json").read_text())
+    assert read_graph("unet").name == read_graph("alexnet").name
+
+
+def test_methods_names_codecs_and_back_ends(capsys):
+    code, out, _ = run(capsys, "compress", "methods", "--json")
+    found = json.loads(out)
+    assert code == 0
+    by_name = {row["name"]: row for row in found["codecs"]}
+    assert "grace" in by_name["topk"]["presets"]
+    assert "transform" in by_name["fft"]["settings"]
+    assert "transform" not in by_name["dct"]["settings"]  # its name sets it
+    assert set(found["backends"]) == {"cpu", "cuda"}
+    _, out, _ = run(capsys, "compress", "methods")
+    assert all(name in out for name in by_name)
+
+
+def test_predict_as_text_and_as_json(capsys, tmp_path):
+    words = ["compress", "predict", "--model", "alexnet", "--ranks", "8", "--gbit", "1"]
+    words += ["--codec", "free"]
+    code, out, _ = run(capsys, *words)
+    assert code == 0
+    assert re.search(r"^plain +\d", out, re.MULTILINE)
+    pytest.importorskip("matplotlib")
+    code, out, _ = run(capsys, *words, "--json", "--plot", tmp_path / "x.png")
+    rows = {row["method"]: row for row in json.loads(out)["methods"]}
+    assert rows["plain"]["speedup"] == 1
+    assert rows["shared"]["speedup"] > 10
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_report_as_json(files, capsys):
+    words = ["memory", "report", "alexnet", "plan.json", "--against", "liveness", "--json"]
+    code, out, err = run(capsys, *words)
+    found = json.loads(out)
+    assert code == 0
+    assert "planners 0 of 1" in err
+    assert found["after"]["peak_bytes"] == sum(owner["bytes"] for owner in found["owners"])
+    assert [row["planner"] for row in found["plans"]] == ["liveness", "liveness"]
+
+
+# Models
+
+
+def test_does_it_fit_and_the_graph_of_a_model(tmp_path, capsys):
+    pytest.importorskip("torch")
+    model = ROOT / "examples" / "torch_memory.py"
+    code, out, _ = run(capsys, "memory", "estimate", f"{model}:step", "--budget", "1G")
+    assert code == 0
+    assert out.splitlines()[-1].startswith("yes: a step holds")
+    code, out, _ = run(capsys, "memory", "estimate", f"{model}:step", "--budget", "1M", "--json")
+    found = json.loads(out)
+    assert code == 1
+    assert not found["fits"]
+    assert found["optimizer_bytes"] == 0  # of SGD without momentum
+    assert found["batch"] == 64
+    out_file = tmp_path / "graph.json"
+    words = ["memory", "export", f"{model}:step", "--times", "computed", "-o", out_file, "--quiet"]
+    code, _, err = run(capsys, *words)
+    assert (code, err) == (0, "")
+    assert read_graph(str(out_file)).ops
+
+
+def test_a_keras_model_fits_or_not(tmp_path, capsys):
+    pytest.importorskip("tensorflow")
+    text = (
+        "import keras, tensorflow as tf\n"
+        "def made():\n"
+        "    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])\n"
+        "    return model, tf.TensorSpec((2, 8)), 'adam'\n"
+    )
+    path = script(tmp_path, text)
+    code, out, _ = run(capsys, "memory", "estimate", f"{path}:made", "--budget", "1k")
+    assert code == 0, out
+    assert run(capsys, "memory", "estimate", f"{path}:made", "--budget", "100")[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def other(): pass\n", "has no function made; it has other"),
+        ("def made(): return 1\n", "returned a int, expected a tuple"),
+        ("def made(): return 1, 2\n", "a int as model"),
+        ("def made(): return 1, 2, 3, 4\n", "expected a tuple"),
+    ],
+)
+def test_a_script_that_gives_no_model_is_told_what_it_gave(tmp_path, capsys, text, said):
+    code, _, err = run(capsys, "memory", "estimate", f"{script(tmp_path, text)}:made")
+    assert code == 2
+    assert said in err
+
+
+def test_the_module_runs_and_says_how_far_it_is(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "sn_cli", "memory", "plan", "alexnet", "--budget", "90%",
+         "--deterministic", "--time-limit", "0.5"],
+        capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert "peak" in done.stdout
+    assert re.search(r"search [\d.]+ of 0.5 \(\d+%", done.stderr), done.stderr
