@@ -217,7 +217,8 @@ def main(argv: list[str]) -> int:
         seconds = "" if row["step_s"] is None else f"{row['step_s']:.4f} s"
         asked = row.get("budget_bytes")
         asked = "" if asked is None else f"{asked / 2**20:9.3f} asked"
-        print(f"{row['model']:12} {row['method']:16} {row.get('setting') or '':>5} {asked} {peak} {seconds}")
+        name = f"{row['model']:12} {row['method']:16} {row.get('setting') or '':>5}"
+        print(f"{name} {asked} {peak} {seconds}")
     return 0
 
 

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from sn_memory import BudgetError, PlanWarning, check_plan, plan_graph
+from sn_memory import BudgetError, check_plan, plan_graph
+from sn_memory.base.errors import PlanWarning
 from sn_memory.graph.graph import Graph
 from sn_memory.plan.plan import Plan
 from sn_memory.torch import TraceError, plan
@@ -50,20 +51,21 @@ class Seen:
 
     def __init__(self, model, sample, shares):
         self.found, self.refused = {}, {}
+        seen = self
 
         def make(graph: Graph, budget: int) -> Plan:
             return plan_graph(graph, budget, techniques=("keep", "recompute"), planner="auto",
                               time_limit_s=5, historical=False)  # fmt: skip
 
         class Planner(inductor.FusedPlanner):
-            def plan(inner, budget, asked):
-                self.planner = inner
+            def plan(self, budget, asked):
+                seen.planner = self
                 for share in shares:
                     try:
-                        self.found[share] = super().plan(share, asked)
+                        seen.found[share] = super().plan(share, asked)
                     except BudgetError as refusal:
-                        self.refused[share] = refusal
-                return inner.plain
+                        seen.refused[share] = refusal
+                return self.plain
 
         def backend(module, inputs):
             asked = inductor.Asked(make, 0, False, None, (), None, "model")
@@ -156,8 +158,10 @@ def test_a_must_save_of_the_user_is_saved():
                 kept, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
                 return kept if product else again
 
-            return checkpoint(self.inner, x, use_reentrant=False,
-                              context_fn=lambda: create_selective_checkpoint_contexts(policy))  # fmt: skip
+            def contexts():
+                return create_selective_checkpoint_contexts(policy)
+
+            return checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts)
 
     torch.manual_seed(0)
     seen = Seen(Tagged(), torch.randn(64, 16), ("95%", "5%"))
@@ -277,10 +281,12 @@ def test_offload_under_compile_is_refused_with_the_reason():
 
 
 def test_other_back_ends_still_refuse_what_was_compiled():
-    with pytest.raises(TraceError, match="given to torch.compile"):
+    with pytest.raises(TraceError, match=r"given to torch\.compile"):
         plan(torch.compile(mlp(2)), torch.randn(4, 32), "90%", backend="graph")
 
 
 def test_a_hash_is_of_the_graphs(residual):
     compilation = residual.planner.compilation
-    assert ground_of(compilation.forward, compilation.backward) == residual.found["80%"].program.ground
+    assert (
+        ground_of(compilation.forward, compilation.backward) == residual.found["80%"].program.ground
+    )

@@ -218,8 +218,8 @@ class CompiledStep:
     def _by_inductor(self, module: fx.GraphModule, inputs: Any) -> Any:
         if not self.on_cpu:
             raise TraceError(
-                "compiler='inductor' plans steps on the CPU: what a kernel reads and writes is read "
-                "in its C++ text, and those of a GPU are written otherwise. Plan with "
+                "compiler='inductor' plans steps on the CPU: what a kernel reads and writes is "
+                "read in its C++ text, and those of a GPU are written otherwise. Plan with "
                 "compiler='eager' or backend='graph'."
             )
         # Not before it is asked for: it needs torch's hooks of 2.13.

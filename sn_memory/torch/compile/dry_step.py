@@ -93,9 +93,7 @@ def dry_step(forward: Lowered, backward: Lowered, outputs: int) -> DryStep:
         elif kind == "gone":
             live -= watch.nbytes[number]
     watch.events[:] = events
-    return DryStep(
-        watch, boundary, given, returned, handed_over, between, gradients, peak
-    )
+    return DryStep(watch, boundary, given, returned, handed_over, between, gradients, peak)
 
 
 def _mode_of(lowered: Lowered) -> FakeTensorMode:
@@ -117,4 +115,3 @@ def _made_anew(like: Any) -> list[Any]:
         flat = storages[key].view(it.dtype)
         made.append(flat.as_strided(it.size(), it.stride(), it.storage_offset()))
     return made
-

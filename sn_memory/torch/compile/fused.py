@@ -21,7 +21,7 @@ from ...base.sizes import parse_bytes
 from ...graph.graph import Graph
 from ...graph.liveness import peak
 from ...graph.records import Device, Storage
-from ...plan.plan import BudgetError, Decision, Plan, percent_kept
+from ...plan.plan import BudgetError, Plan, percent_kept
 from ...plan.policies import policy
 from ...plan.refusal import over_budget
 from ..errors import ReplayError
@@ -29,7 +29,7 @@ from .dry_step import DryStep, dry_step
 from .kernel_graph import KernelGraph, kernel_graph
 from .lowering import Lowered, lowered
 from .partition_fused import Fused
-from .program import Program, end_of, rebuilt, results_of
+from .program import Program, rebuilt, results_of
 
 # Plans that are lowered for one budget.
 _TRIES = 6
@@ -279,5 +279,3 @@ class FusedPlanner:
         if refused is not None:
             error.floor_bytes = None
         return error
-
-

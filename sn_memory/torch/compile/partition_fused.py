@@ -8,7 +8,6 @@ again is written there a second time, of values that are there at that moment.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import fx
@@ -73,9 +72,7 @@ class Fused:
                 node = nodes.get(names.get(name, ""))
                 if node is not None and isinstance(node.meta.get("val"), torch.Tensor):
                     self.nodes_of.setdefault(value, []).append(node)
-        for value, node in zip(
-            (*step.returned, *step.saved), results_of(forward), strict=True
-        ):
+        for value, node in zip((*step.returned, *step.saved), results_of(forward), strict=True):
             if value is not None and isinstance(node, fx.Node):
                 self.nodes_of.setdefault(value, []).append(node)
         for value, node in zip(
@@ -245,4 +242,3 @@ def _after_output_gradients(backward: fx.GraphModule) -> set[fx.Node]:
         elif late & set(node.all_input_nodes):
             late.add(node)
     return late
-

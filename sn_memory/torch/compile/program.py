@@ -132,7 +132,7 @@ def rebuilt(
         raise ReplayError(
             "the graphs that torch.compile made are not those that were planned. Plan again."
         )
-    first, mine = _forward(forward, outputs, program.saved)
+    first = _forward(forward, outputs, program.saved)
     theirs = {it.name: it for it in backward.graph.nodes}
     own = {it.name: it for it in forward.graph.nodes}
     graph = fx.Graph()
@@ -154,9 +154,7 @@ def rebuilt(
     return first, fx.GraphModule(root, graph)
 
 
-def _forward(
-    forward: fx.GraphModule, outputs: int, saved: tuple[str, ...]
-) -> tuple[fx.GraphModule, dict[str, fx.Node]]:
+def _forward(forward: fx.GraphModule, outputs: int, saved: tuple[str, ...]) -> fx.GraphModule:
     graph = fx.Graph()
     here: dict[str, fx.Node] = {}
     for node in forward.graph.nodes:
@@ -164,7 +162,10 @@ def _forward(
             here[node.name] = graph.node_copy(node, lambda it: here[it.name])
     mine = results_of(forward)[:outputs]
     end = graph.output(
-        (*(here[it.name] if isinstance(it, fx.Node) else it for it in mine), *(here[it] for it in saved))
+        (
+            *(here[it.name] if isinstance(it, fx.Node) else it for it in mine),
+            *(here[it] for it in saved),
+        )
     )
     before = end_of(forward)
     end.meta = dict(before.meta)
@@ -173,7 +174,7 @@ def _forward(
         end.meta["desc"] = [*told, *(SavedForBackwardsAOTOutput(at) for at in range(len(saved)))]
     graph.eliminate_dead_code()
     graph.lint()
-    return fx.GraphModule(forward, graph), here
+    return fx.GraphModule(forward, graph)
 
 
 def _root(forward: fx.GraphModule, backward: fx.GraphModule) -> dict[str, Any]:

@@ -158,11 +158,10 @@ class Watch(TorchDispatchMode):
         if not isinstance(made, torch.Tensor):
             return
         storage = self.meet(made)
-        if reused:
-            if storage not in self._fresh:
-                self._before[storage] = self.now[storage]
-                self._value(storage)
-                self._fresh.add(storage)
+        if reused and storage not in self._fresh:
+            self._before[storage] = self.now[storage]
+            self._value(storage)
+            self._fresh.add(storage)
         self.values[self.now[storage]].names.append(name)
 
     def fused(self, kernel: Kernel, args: Sequence[Any]) -> None:
@@ -252,7 +251,7 @@ class Watch(TorchDispatchMode):
         """
         space: dict[str, Any] = {"__name__": "dry"}
         with _kernels_that_do_nothing(self):
-            exec(compile(_followed(text), "<wrapper>", "exec"), space)  # noqa: S102 - Inductor's own text
+            exec(compile(_followed(text), "<wrapper>", "exec"), space)
         for name, made in space.items():
             if isinstance(made, _Fused):
                 made.kernel = replace(made.kernel, name=name)

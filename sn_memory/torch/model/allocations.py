@@ -60,9 +60,9 @@ class AllocationTracker:
     def __enter__(self) -> AllocationTracker:
         # The older of torch's two profilers: its events are in order, and it writes no lines of its
         # own to standard output.
-        torch._C._autograd._enable_profiler_legacy(
-            ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
-        )
+        kind, more = ProfilerState.CPU, _ExperimentalConfig()
+        wanted = ProfilerConfig(kind, False, True, False, False, False, more)
+        torch._C._autograd._enable_profiler_legacy(wanted)
         return self
 
     def __exit__(self, *error: Any) -> None:
