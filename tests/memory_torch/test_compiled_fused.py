@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -144,25 +145,23 @@ def test_a_program_of_other_graphs_is_refused(residual):
         rebuilt(compilation.forward, compilation.backward, compilation.outputs, program)
 
 
+def products_are_saved(ctx, op, *args, **kwargs):
+    product = op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+    return CheckpointPolicy.MUST_SAVE if product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Tagged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Residual(depth=2)
+
+    def forward(self, x):
+        contexts = partial(create_selective_checkpoint_contexts, products_are_saved)
+        return checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts)
+
+
 def test_a_must_save_of_the_user_is_saved():
     """A selective checkpoint whose products must be saved: they are, in each plan."""
-
-    class Tagged(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Residual(depth=2)
-
-        def forward(self, x):
-            def policy(ctx, op, *args, **kwargs):
-                product = op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
-                kept, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
-                return kept if product else again
-
-            def contexts():
-                return create_selective_checkpoint_contexts(policy)
-
-            return checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts)
-
     torch.manual_seed(0)
     seen = Seen(Tagged(), torch.randn(64, 16), ("95%", "5%"))
     compilation = seen.planner.compilation
@@ -207,7 +206,8 @@ def test_a_wrapper_on_paper():
     """Two buffers live beside the input; the third value is in the first one's storage."""
     watch = Watch()
     with torch._subclasses.FakeTensorMode(), watch:
-        given = torch.empty(256)
+        with watch.silent():
+            given = torch.empty(256)
         watch.meet(given)
         results = watch.run(HEAD + WRAPPER, [given])
         held = watch.value(results[0])

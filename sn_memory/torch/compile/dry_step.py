@@ -67,7 +67,8 @@ def dry_step(forward: Lowered, backward: Lowered, outputs: int) -> DryStep:
         return watch.value(it) if isinstance(it, torch.Tensor) else None
 
     with torch.no_grad(), fake, watch:
-        inputs = _made_anew(forward.inputs)
+        with watch.silent():
+            inputs = _made_anew(forward.inputs)
         given = tuple(value(it) for it in inputs)
         results = list(watch.run(forward.text, list(inputs)))
         boundary = len(watch.steps)
@@ -76,7 +77,8 @@ def dry_step(forward: Lowered, backward: Lowered, outputs: int) -> DryStep:
         del results
         returned = tuple(value(it) for it in kept)
         handed_over = tuple(value(it) for it in saved)
-        output_gradients = _made_anew(backward.inputs[len(saved) :])
+        with watch.silent():
+            output_gradients = _made_anew(backward.inputs[len(saved) :])
         between = tuple(it for it in map(value, output_gradients) if it is not None)
         arguments = [*saved, *output_gradients]
         saved.clear()

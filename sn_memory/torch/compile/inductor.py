@@ -179,9 +179,10 @@ def planned(module: fx.GraphModule, inputs: list[Any], asked: Asked) -> Found | 
         )
         raise _Planned(planner.plan(asked.budget, asked.make))
 
-    before = torch._guards.TracingContext.get()
+    # A copy: what is found on the way is not for the compilation that follows.
+    context = copy.copy(torch._guards.TracingContext.get())
     with (
-        torch._guards.tracing(torch._guards.TracingContext(before.fake_mode)),
+        torch._guards.tracing(context),
         functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False),
     ):
         own = copy.deepcopy(module)

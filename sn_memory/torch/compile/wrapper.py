@@ -244,6 +244,15 @@ class Watch(TorchDispatchMode):
             )
         )
 
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Note nothing inside: for tensors that are there, and those that are allocated."""
+        self._silent = True
+        try:
+            yield
+        finally:
+            self._silent = False
+
     def run(self, text: str, inputs: list[Any]) -> Any:
         """Run a wrapper's text on fake tensors; the list of inputs is emptied, as by the real one.
 
@@ -264,11 +273,8 @@ class Watch(TorchDispatchMode):
 
     def _allocator(self, device: str) -> Callable[..., torch.Tensor]:
         def allocate(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-            self._silent = True
-            try:
+            with self.silent():
                 made = torch.empty_strided(size, stride, dtype=dtype, device=device)
-            finally:
-                self._silent = False
             self.meet(made, fresh=True)
             return made
 
