@@ -169,7 +169,7 @@ class _FirstSight:
         planning = record.planning.at_once(self.budget_bytes, speeds)
         if record.backend == "compile":
             return planning.by_compiler(
-                self.plain, self.given, lambda graph: self.plan_of(graph, self.budget_bytes)
+                self.plain, self.given, lambda graph, budget: self.plan_of(graph, int(budget))
             )
         before = record.steps.get(self.kind) if self.kind else None
         seen = dict(before.layouts or {}) if isinstance(before, Replay) else {}

@@ -31,7 +31,7 @@ from .errors import TraceError
 from .model.kind import Kind
 from .model.kinds import Arguments, attributes_of, kind_of
 from .model.sharded import first_fsdp_refused, of_first_fsdp, stand_for
-from .model.wrapping import RECORD, bare, plain_model, planned_class
+from .model.wrapping import RECORD, as_written, bare, is_compiled, plain_model, planned_class
 from .modules.backend import ModuleStep
 from .planned import Planned
 from .planned_forward import PlannedForward
@@ -97,7 +97,9 @@ def plan(
         `graph` runs the recorded calls one by one as planned. `compile` runs the model under
         torch.compile, cut where the plan of its joint graph says. `modules` runs chosen modules
         again in the backward pass; it takes any model, and a real sample, on which it measures.
-        `auto` is `graph`, and `modules` with a warning for a model that cannot be traced.
+        `auto` is `graph`, and `modules` with a warning for a model that cannot be traced; a model
+        that was compiled (`torch.compile(model)`, `model.compile()`) stays compiled, or is planned
+        as any other with a warning that says why.
     profile, device
         As in `trace`.
     optimizer
@@ -197,6 +199,25 @@ def plan(
     )
     if planning.compresses and backend not in ("auto", "graph"):
         raise ValueError(f"got technique compress with {backend!r}; only 'graph' carries it out.")
+    if backend == "compile" and "offload" in techniques:
+        raise ValueError(
+            "got technique offload with backend='compile', where no copy to the host is safe: "
+            "Inductor (torch 2.13) gives the memory of a tensor that is being copied to its next "
+            "buffer, and moves the wait for a copy past readers of it. Plan with 'graph', which "
+            "offloads, or compile with techniques=('keep', 'recompute')."
+        )
+    model, was_compiled = as_written(model, keep=backend in ("auto", "compile"))
+    if was_compiled and backend == "auto" and not planning.compresses:
+        offloads = "offload" in techniques
+        planning = replace(planning, was_compiled=not offloads)
+        if offloads:
+            warnings.warn(
+                f"{type(model).__name__} was compiled and is planned without torch.compile, "
+                "because storages can be moved to the host only there. Leave offload out to keep "
+                "it compiled.",
+                PlanWarning,
+                stacklevel=2,
+            )
     _check_model(model)
     before = model.__dict__.get(RECORD)
     plain = plain_model(model)
@@ -293,11 +314,10 @@ def _check_model(model: torch.nn.Module) -> None:
         )
     if of_first_fsdp(model):
         raise first_fsdp_refused()
-    # Under the second name, model.compile() keeps what stands in for the model's own call.
-    if kind.__name__ == "OptimizedModule" or model.__dict__.get("_compiled_call_impl") is not None:
+    if is_compiled(model):
         raise TraceError(
-            "the model was given to torch.compile, which would run it without the plan. Plan the "
-            "module itself with backend='compile', which compiles it as planned."
+            "the model was given to torch.compile, which would run it without the plan. Plan it "
+            "with backend='compile' or 'auto', which compile it as planned."
         )
     if "forward" in model.__dict__:
         raise TraceError(

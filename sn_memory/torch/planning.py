@@ -115,6 +115,7 @@ class Planning:
     deterministic: bool = False
     share: float | str = ""
     historical: bool = True
+    was_compiled: bool = False
 
     @property
     def compresses(self) -> bool:
@@ -141,6 +142,8 @@ class Planning:
 
     def made(self, model: torch.nn.Module, given: Arguments) -> Made:
         """Plan the plain model for an input; as `plan` tells."""
+        if self.backend == "auto" and self.was_compiled:
+            return self.made_compiled(model, given)
         name = "graph" if self.backend == "auto" else self.backend
         backends: dict[str, Callable[..., Step]] = {
             "graph": self.by_graph,
@@ -179,6 +182,20 @@ class Planning:
         )
         return self.in_trial(step, "modules", model, given)
 
+    def made_compiled(self, model: torch.nn.Module, given: Arguments) -> Made:
+        """Plan a model that was compiled: compiled, or as any other, with the reason."""
+        try:
+            with chance_put_back():
+                return self.in_trial(self.by_compiler(model, given), "compile", model, given)
+        except (BudgetError, TraceError) as error:
+            warnings.warn(
+                f"{type(model).__name__} was compiled and is planned without torch.compile, which "
+                f"is slower, because there is no plan of its compiled step: {error}",
+                PlanWarning,
+                stacklevel=4,
+            )
+        return replace(self, was_compiled=False).made(model, given)
+
     def like(self, step: Step, model: torch.nn.Module, given: Arguments) -> Step:
         """Plan by the back end of a step that was tried; what its trial saw holds for this too."""
         if isinstance(step, Replay):
@@ -208,15 +225,36 @@ class Planning:
         self,
         model: torch.nn.Module,
         given: Arguments,
-        planned: Callable[[Graph], Plan] | None = None,
+        planned: Callable[[Graph, int | str], Plan] | None = None,
     ) -> CompiledStep:
         """Return a step that torch.compile made."""
         held = beside(model, self.optimizer)
         if self.accumulate:
             # All that are new come at the end, when the graph returns, beside those.
             held += (Storage(EARLIER, wanted_bytes(model), "state"),)
-        settings = Settings(planned or self.planned, self.profile, self.device, held, self.compiler)
+        # What is planned by something else than these settings is not kept for later processes.
+        words = None if planned or isinstance(self.planner, Plan) else self.words
+        settings = Settings(
+            planned or self.shortly.planned,
+            self.budget,
+            self.profile,
+            self.device,
+            held,
+            self.compiler,
+            words,
+        )
         return CompiledStep(model, *given, settings)
+
+    @property
+    def words(self) -> str:
+        """What a plan of a graph depends on beside the graph and the budget."""
+        return repr((self.planner, self.techniques, self.time_limit_s, self.deterministic))
+
+    @property
+    def shortly(self) -> Planning:
+        """Return how to search where several searches share the time limit."""
+        several = self.compiler == "inductor"
+        return replace(self, time_limit_s=self.time_limit_s / 4) if several else self
 
     def by_modules(self, model: torch.nn.Module, given: Arguments) -> ModuleStep:
         """Return a step in which modules run again."""
@@ -225,13 +263,14 @@ class Planning:
             model, *given, self.budget, resident_bytes=held, accumulate=self.accumulate
         )
 
-    def planned(self, graph: Graph) -> Plan:
-        """Return a plan of a graph."""
+    def planned(self, graph: Graph, budget: int | str | None = None) -> Plan:
+        """Return a plan of a graph, within this budget or another."""
+        budget = self.budget if budget is None else budget
         if isinstance(self.planner, Plan):
-            return within(graph, self.planner, self.budget)
+            return within(graph, self.planner, budget)
         made = self.plan_graph(
             graph,
-            self.budget,
+            budget,
             planner=self.planner,
             techniques=self.techniques,
             time_limit_s=self.time_limit_s,

@@ -65,6 +65,7 @@ def verify(
                 count=count,
                 loss=loss,
                 accumulate=accumulate,
+                by_allocator=run is model and getattr(step, "by_allocator", False),
             )
 
     expected, got = measured(plain, count=True), measured(model, count=True)

@@ -2,8 +2,9 @@
 
 `activation_memory_budget` with any knapsack solver caps the bytes that are saved, not those that
 are live. So this takes the other hook, the partition function, and writes forward and backward
-graph in the order of a plan. With `compiler="eager"` they run call by call and the peak is what the
-plan says; inductor fuses and reorders what they hold, so there the plan is what it starts from.
+graph in the order of a plan. With `compiler="eager"` they run call by call. Inductor fuses and
+reorders what they hold; there the plan is one of its fused kernels (fused.py), and its peak that of
+what Inductor makes of it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import importlib
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +21,14 @@ from torch import fx
 from torch._functorch import config as functorch_config
 
 from ...check.replay import check_plan
+from ...graph.graph import Graph
 from ...graph.records import Storage
 from ...plan.plan import BudgetError, Plan
 from ..errors import TraceError
-from ..trace.to_graph import main_device, to_graph
+from ..model.step import tensors
+from ..trace.captured import Captured
+from ..trace.record import Recording
+from ..trace.to_graph import Named, main_device, to_graph
 from ..trace.trace import Trace, operations
 from .joint_graph import joint_of
 from .partition import partitioned
@@ -39,6 +44,9 @@ _HOOKS = {
     "inductor": (
         ("torch._inductor.compile_fx", "compile_fx"),
         ("torch._inductor.custom_graph_pass", "CustomPartitionerFn"),
+        ("torch._inductor.graph", "GraphLowering"),
+        ("torch._functorch.config", "force_non_lazy_backward_lowering"),
+        ("torch._functorch.partitioners", "min_cut_rematerialization_partition"),
     ),
 }
 
@@ -49,13 +57,19 @@ class _Ready(Exception):  # noqa: N818 - says that the compiled step is there an
 
 @dataclass(frozen=True)
 class Settings:
-    """What a plan is made with: `make` turns a graph into a plan."""
+    """What a plan is made with.
 
-    make: Callable[[Any], Plan]
+    `make` turns a graph and a budget into a plan, `budget` is the whole step's, and `words` are all
+    that `make` depends on, as text; None where it depends on more.
+    """
+
+    make: Callable[[Graph, int | str], Plan]
+    budget: int | str
     profile: bool
     device: Any
     extra: tuple[Storage, ...]
     compiler: str
+    words: str | None = None
 
 
 class CompiledStep:
@@ -89,8 +103,12 @@ class CompiledStep:
     ) -> None:
         hooks = {name: _hook(module, name) for module, name in _HOOKS[settings.compiler]}
         self.settings = settings
+        self.name_of_model = type(model).__name__
         self.made: tuple[Trace, Plan] | None = None
         self.dry = True
+        known = [*model.parameters(), *model.buffers(), *tensors((args, kwargs))]
+        self.known_bytes = storage_bytes(known)
+        self.on_cpu = all(it.device.type == "cpu" for it in known)
         # A twin: torch.compile leaves a mark on the module it is given.
         twin = object.__new__(type(model))
         twin.__dict__.update(model.__dict__)
@@ -118,6 +136,11 @@ class CompiledStep:
     def ignored(self) -> list[torch.Tensor]:
         """None: nothing is moved to the host."""
         return []
+
+    @property
+    def by_allocator(self) -> bool:
+        """Whether only the allocator sees its buffers: kernels of Inductor on the CPU."""
+        return self.settings.compiler == "inductor" and self.on_cpu
 
     @property
     def beside_bytes(self) -> int:
@@ -176,19 +199,7 @@ class CompiledStep:
                 keep_inference_input_mutations=True,
             )
         else:
-            passes = type(
-                "PlannedPartition",
-                (hooks["CustomPartitionerFn"],),
-                {
-                    "__call__": lambda _, *args, **told: partition(*args, **told),
-                    "uuid": lambda _: None,
-                },
-            )()
-
-            def inner(module: fx.GraphModule, inputs: Any) -> Any:
-                # A plan depends on a budget, so no graph of it may come from a cache.
-                patches = {"custom_partitioner_fn": passes, "force_disable_caches": True}
-                return hooks["compile_fx"](module, inputs, config_patches=patches)
+            inner = self._by_inductor
 
         def backend(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
             # As users call backward: outside of the `with torch.autocast` of the forward pass.
@@ -203,6 +214,35 @@ class CompiledStep:
             return ready
 
         return backend
+
+    def _by_inductor(self, module: fx.GraphModule, inputs: Any) -> Any:
+        if not self.on_cpu:
+            raise TraceError(
+                "compiler='inductor' plans steps on the CPU: what a kernel reads and writes is "
+                "read in its C++ text, and those of a GPU are written otherwise. Plan with "
+                "compiler='eager' or backend='graph'."
+            )
+        # Not before it is asked for: it needs torch's hooks of 2.13.
+        inductor: Any = importlib.import_module(".inductor", __package__)
+        settings = self.settings
+        unused = self.known_bytes - storage_bytes(tensors(list(inputs)))
+        extra = settings.extra
+        if unused > 0:
+            extra = (*extra, Storage("tensors that the step does not use", unused, "state"))
+        asked = inductor.Asked(
+            settings.make,
+            settings.budget,
+            settings.profile,
+            settings.device,
+            extra,
+            settings.words,
+            self.name_of_model,
+        )
+        kept, run = inductor.compiled(module, list(inputs), asked)
+        if kept is not None:
+            check_plan(kept.graph, kept.plan)
+            self.made = _trace_of(kept.graph), kept.plan
+        return run
 
     def _partition(
         self,
@@ -227,10 +267,22 @@ class CompiledStep:
             extra=self.settings.extra,
             replayable=False,
         )
-        plan = self.settings.make(named.graph)
+        plan = self.settings.make(named.graph, self.settings.budget)
         check_plan(named.graph, plan)
         self.made = Trace(named, joint.captured), plan
         return partitioned(joint, named, plan)
+
+
+def storage_bytes(held: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the storages of tensors, each once."""
+    memories = {it.untyped_storage()._cdata: it.untyped_storage().nbytes() for it in held}
+    return sum(memories.values())
+
+
+def _trace_of(graph: Graph) -> Trace:
+    """Return a trace of which there is a graph of kernels alone; its calls are in compiled code."""
+    nothing = Captured(Recording(), 0, (), (), (), (), None, (), (), ())
+    return Trace(Named(graph, {}, {}), nothing)
 
 
 def _hook(module: str, name: str) -> Any:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .allocations import AllocationTracker
 from .guard import outside_autocast
 from .marks import Marks, Values, kept_by
 from .results import tensors_of
@@ -97,6 +98,7 @@ def run_step(
     count: bool = True,
     loss: Loss | None = None,
     accumulate: bool = False,
+    by_allocator: bool = False,
 ) -> Measured:
     """Run forward and backward as users do; count live storages unless told not to.
 
@@ -118,6 +120,8 @@ def run_step(
         Makes the loss of what the model returns; it runs where the forward pass does.
     accumulate
         Gradients of parameters are there from the start: zeros.
+    by_allocator
+        Ask the CPU's allocator, which sees the buffers of compiled code as well.
     """
     args, kwargs = arguments
     device = device_of(model)
@@ -130,12 +134,17 @@ def run_step(
         for leaf in model.parameters():
             leaf.grad = torch.zeros_like(leaf) if leaf.requires_grad else None
         known = [*known, *(it.grad for it in model.parameters() if it.grad is not None)]
-    tracker = StorageTracker(
-        [*model.parameters(), *model.buffers(), *inputs, *known],
-        device=device,
-        allocator="torch" if device.type == "cuda" else "none",
-        ignored=ignored,
-    )
+    there = [*model.parameters(), *model.buffers(), *inputs, *known]
+    tracker: StorageTracker | AllocationTracker
+    if by_allocator:
+        tracker = AllocationTracker(there)
+    else:
+        tracker = StorageTracker(
+            there,
+            device=device,
+            allocator="torch" if device.type == "cuda" else "none",
+            ignored=ignored,
+        )
     began = _now(device)
     with _counted(tracker, count):
         returned = forward(*args, **kwargs)
@@ -240,7 +249,7 @@ def chance_put_back() -> Iterator[None]:
 
 
 @contextmanager
-def _counted(tracker: StorageTracker, count: bool) -> Iterator[None]:
+def _counted(tracker: StorageTracker | AllocationTracker, count: bool) -> Iterator[None]:
     if not count:
         yield
         return

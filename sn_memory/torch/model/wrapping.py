@@ -89,6 +89,31 @@ def plain_model(model: torch.nn.Module) -> torch.nn.Module:
     return plain
 
 
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Whether a model was given to torch.compile, by either of its ways."""
+    # Under the second name, model.compile() keeps what stands in for the model's own call.
+    stand_in = model.__dict__.get("_compiled_call_impl")
+    return type(model).__name__ == "OptimizedModule" or stand_in is not None
+
+
+def as_written(model: torch.nn.Module, *, keep: bool) -> tuple[torch.nn.Module, bool]:
+    """Return the model as it was before torch.compile, and whether that had it.
+
+    The model that was passed in stays compiled. With `keep=False` it is returned as it is.
+    """
+    if not keep or not is_compiled(model):
+        return model, False
+    if type(model).__name__ == "OptimizedModule":
+        model = model.__dict__["_modules"]["_orig_mod"]
+    if model.__dict__.get("_compiled_call_impl") is not None:
+        plain = bare(type(model))
+        plain.__dict__.update(model.__dict__)
+        plain.__dict__["_compiled_call_impl"] = None
+        stand_for(plain, model)
+        model = plain
+    return model, True
+
+
 def _left_out(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def enable(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,292 @@
+"""Inductor's side of the back end: what is planned once, kept in a file, and compiled from it.
+
+First the step is lowered and planned, with no kernel compiled (fused.py). Then it is compiled with
+torch's own caches on: the partition function is plain data, and its hash is that of the plan. A
+later process finds the plan by the hash of the traced model, and torch finds what it compiled.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+from ...cost.devices import NOMINAL
+from ...graph.graph import Graph
+from ...graph.records import Device, Storage
+from ...plan.plan import Plan
+from ..trace.op_seconds import measured_device, measured_seconds
+from ..trace.record import Recording
+from ..trace.to_graph import flops
+from .dry_step import DryStep
+from .fused import Compilation, Costs, Found, FusedPlanner
+from .lowering import lowered
+from .program import Program, rebuilt
+from .wrapper import Step
+
+log = logging.getLogger(__name__)
+
+# Arithmetic of what a fused kernel calls per element, in multiply-adds of a matrix product: the
+# ratios of their seconds to those of `exp` on AVX2, and of `exp` to a product's.
+_FLOPS = {"normalized_rand_cpu": 1500.0, "randn_cpu": 2000.0, "randint64_cpu": 1500.0}
+_FLOPS |= {"erf": 60.0, "erfc": 60.0, "tanh": 40.0, "pow": 60.0, "sin": 30.0, "cos": 30.0}
+_FUNCTION_FLOPS = 20.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a step is planned with.
+
+    Parameters
+    ----------
+    make
+        Plans a graph for so many bytes.
+    budget
+        The most live bytes, or a share of those of torch's own partition.
+    profile, device
+        As in `trace`.
+    extra
+        Resident storages that are no part of the step.
+    words
+        All that the plan depends on beside the model and this, as text; None: it is not kept.
+    name
+        Of the model.
+    """
+
+    make: Callable[[Graph, int], Plan]
+    budget: int | str
+    profile: bool
+    device: Device | None
+    extra: tuple[Storage, ...]
+    words: str | None
+    name: str
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A plan as it is kept: its graph, itself, and its partition; None is torch's own."""
+
+    graph: Graph
+    plan: Plan
+    program: Program | None
+
+
+class PlannedPartition(CustomPartitionerFn):
+    """Cuts a joint graph as a program says. Plain data, so that torch's caches can hash it."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self.data = data
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **told: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Return the forward and the backward graph."""
+        outputs = told["num_fwd_outputs"]
+        first, second = min_cut_rematerialization_partition(gm, joint_inputs, **told)
+        return rebuilt(first, second, outputs, Program.of(self.data))
+
+    def uuid(self) -> str:
+        """Return the hash of the program and of what carries it out."""
+        text = json.dumps(self.data, sort_keys=True)
+        return hashlib.sha256(f"{text} {_version()}".encode()).hexdigest()
+
+
+class _Planned(Exception):  # noqa: N818 - says that the plan is there, and ends the compilation
+    """Planned; raised where the backward graph would be compiled."""
+
+    def __init__(self, found: Found) -> None:
+        super().__init__()
+        self.found = found
+
+
+def compiled(module: fx.GraphModule, inputs: list[Any], asked: Asked) -> tuple[Kept | None, Any]:
+    """Plan a traced model and compile it.
+
+    Parameters
+    ----------
+    module, inputs
+        As torch.compile hands them to a back end.
+
+    Returns
+    -------
+    The plan, None where there is nothing to differentiate; and what runs the model.
+
+    Raises
+    ------
+    BudgetError
+        If no plan keeps the budget.
+    """
+    path = None if asked.words is None else _path(module, inputs, asked)
+    kept = _read(path)
+    if kept is None:
+        found = planned(module, inputs, asked)
+        if found is not None:
+            kept = Kept(found.graph, found.plan, found.program)
+            _write(path, kept)
+    patches: dict[str, Any] = {}
+    if kept is not None and kept.program is not None:
+        data = json.loads(json.dumps(kept.program.data()))
+        patches["custom_partitioner_fn"] = PlannedPartition(data)
+    # The backward graph is compiled now as well: what fails is told when planning.
+    with functorch_config.patch(force_non_lazy_backward_lowering=True):
+        return kept, compile_fx(module, inputs, config_patches=patches)  # type: ignore[arg-type]
+
+
+def planned(module: fx.GraphModule, inputs: list[Any], asked: Asked) -> Found | None:
+    """Plan a traced model; nothing is compiled, and the module stays as it is.
+
+    None where there is nothing to differentiate.
+    """
+    seen: dict[str, Any] = {}
+
+    def inner(graph: fx.GraphModule, given: Sequence[Any], **told: Any) -> Any:
+        context = torch._guards.TracingContext.get()
+        if not told.get("is_backward"):
+            first = lowered(graph, given, told)
+            seen["graph"], seen["given"], seen["told"] = graph, list(given), told
+            if context.output_strides is not None:
+                context.output_strides.extend(first.strides)
+            return lambda *_: None
+        meta = context.fw_metadata
+        assert meta is not None
+        compilation = Compilation(
+            seen["graph"],
+            graph,
+            (seen["given"], list(given)),
+            (seen["told"], told),
+            meta.num_forward,
+            frozenset(meta.static_input_indices or ()),
+        )
+        planner = FusedPlanner(
+            compilation, costs_of(seen["given"], asked), asked.extra, name=asked.name
+        )
+        raise _Planned(planner.plan(asked.budget, asked.make))
+
+    # A copy: what is found on the way is not for the compilation that follows.
+    context = copy.copy(torch._guards.TracingContext.get())
+    with (
+        torch._guards.tracing(context),
+        functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False),
+    ):
+        own = copy.deepcopy(module)
+        try:
+            compile_fx(
+                own,
+                inputs,
+                inner_compile=inner,
+                config_patches={"force_disable_caches": True},
+            )
+        except _Planned as made:
+            return made.found
+    return None
+
+
+def costs_of(inputs: Sequence[Any], asked: Asked) -> Costs:
+    """Return what kernels cost where the inputs are."""
+    place = next(it.device for it in inputs if isinstance(it, torch.Tensor))
+    device = asked.device
+    if device is None:
+        with torch._subclasses.fake_tensor.unset_fake_temporarily():
+            device = measured_device(place) if asked.profile else NOMINAL
+
+    def of(step: DryStep) -> tuple[list[float | None], list[float]]:
+        seconds: list[float | None] = [None] * len(step.watch.steps)
+        if asked.profile:
+            calls = {at: it.call for at, it in enumerate(step.watch.steps) if it.call is not None}
+            sizes = step.watch.nbytes
+            recording = Recording(list(calls.values()), list(sizes), [place] * len(sizes))
+            with torch._subclasses.fake_tensor.unset_fake_temporarily():
+                found = measured_seconds(recording, place)
+            for at, it in zip(calls, found, strict=True):
+                seconds[at] = it
+        return seconds, [_flops(it) for it in step.watch.steps]
+
+    return Costs(device, of)
+
+
+def _flops(step: Step) -> float:
+    if step.call is not None:
+        return flops(step.call)
+    assert step.kernel is not None
+    each = sum(_FLOPS.get(it, _FUNCTION_FLOPS) for it in step.kernel.functions)
+    # A kernel's text has its loop twice where the length is no multiple of a vector's; functions
+    # are then counted twice as well.
+    return each * step.elements
+
+
+def _version() -> str:
+    """Return a hash of this package's part in what is compiled."""
+    here = Path(__file__).parent
+    files = sorted(str(it) for it in here.glob("*.py"))
+    return get_hash_for_files(tuple(files)).hex()
+
+
+def _path(module: fx.GraphModule, inputs: list[Any], asked: Asked) -> Path:
+    """Return where the plan of a traced model is kept: beside what Inductor keeps."""
+    text = hashlib.sha256()
+    for node in module.graph.nodes:
+        text.update(f"{node.op} {node.name} {node.target} {node.args} {node.kwargs}\n".encode())
+    for it in (*inputs, *module.parameters(), *module.buffers()):
+        if isinstance(it, torch.Tensor):
+            form = it.shape, it.stride(), it.dtype, it.device, it.requires_grad
+            text.update(f"{form}\n".encode())
+        else:
+            text.update(f"{it}\n".encode())
+    for value in (
+        *(inductor_config.get_hash(), functorch_config.get_hash(), torch.__version__, _version()),
+        *(torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()),
+        *(torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        *(torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),
+        *(asked.budget, asked.profile, asked.device, asked.extra, asked.words),
+    ):
+        text.update(f"{value!r}\n".encode())
+    return Path(cache_dir()) / "sn_memory" / f"{text.hexdigest()}.json"
+
+
+def _read(path: Path | None) -> Kept | None:
+    """Return what was kept; None where nothing was, or it cannot be read."""
+    if path is None or not path.exists():
+        return None
+    try:
+        data = json.loads(path.read_text())
+        program = data["program"] and Program.of(data["program"])
+        graph, plan = Graph.from_json(data["graph"]), Plan.from_json(data["plan"])
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        log.info("the plan kept in %s is not read (%s); it is made anew", path, error)
+        return None
+    return Kept(graph, plan, program)
+
+
+def _write(path: Path | None, kept: Kept) -> None:
+    if path is None:
+        return
+    program = kept.program.data() if kept.program else None
+    data = {"graph": kept.graph.to_json(), "plan": kept.plan.to_json(), "program": program}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Whole or not at all: other processes may read it now.
+        handle, name = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "w") as file:
+            json.dump(data, file)
+        Path(name).replace(path)
+    except OSError as error:
+        log.info("the plan is not kept: %s", error)
+        with suppress(OSError, UnboundLocalError):
+            Path(name).unlink()

@@ -1,0 +1,292 @@
+"""Plans of Inductor's fused kernels: planned and checked without compiling one."""
+
+import copy
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from small_models import mlp
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from sn_memory import BudgetError, check_plan, plan_graph
+from sn_memory.base.errors import PlanWarning
+from sn_memory.graph.graph import Graph
+from sn_memory.plan.plan import Plan
+from sn_memory.torch import TraceError, plan
+from sn_memory.torch.compile import inductor
+from sn_memory.torch.compile.program import Program, ground_of, rebuilt, results_of
+from sn_memory.torch.compile.wrapper import Watch
+from sn_memory.torch.model.allocations import AllocationTracker
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+
+
+class Residual(nn.Module):
+    """Blocks whose inner activations are four times as wide as what passes between them."""
+
+    def __init__(self, depth=4, width=16):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(),
+                          nn.Linear(4 * width, width))
+            for _ in range(depth)
+        )  # fmt: skip
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+class Seen:
+    """What was planned when torch.compile took a model, for several budgets; nothing compiled."""
+
+    def __init__(self, model, sample, shares):
+        self.found, self.refused = {}, {}
+        seen = self
+
+        def make(graph: Graph, budget: int) -> Plan:
+            return plan_graph(graph, budget, techniques=("keep", "recompute"), planner="auto",
+                              time_limit_s=5, historical=False)  # fmt: skip
+
+        class Planner(inductor.FusedPlanner):
+            def plan(self, budget, asked):
+                seen.planner = self
+                for share in shares:
+                    try:
+                        seen.found[share] = super().plan(share, asked)
+                    except BudgetError as refusal:
+                        seen.refused[share] = refusal
+                return self.plain
+
+        def backend(module, inputs):
+            asked = inductor.Asked(make, 0, False, None, (), None, "model")
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(inductor, "FusedPlanner", Planner)
+                inductor.planned(module, inputs, asked)
+            return module
+
+        torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(sample)
+
+
+@pytest.fixture(scope="module")
+def residual():
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    return Seen(Residual(), torch.randn(64, 16), ("100%", "80%", "60%", "5%"))
+
+
+def test_what_fits_is_left_as_torch_has_it(residual):
+    found = residual.found["100%"]
+    assert found.program is None
+    assert found.plan.peak_bytes == residual.planner.plain.step.peak_bytes
+
+
+@pytest.mark.parametrize("share", ["80%", "60%"])
+def test_the_lowered_step_keeps_the_budget(residual, share):
+    """The promise is of the step as Inductor lowers it, and it is confirmed by the checker."""
+    found = residual.found[share]
+    assert found.step.peak_bytes == found.plan.peak_bytes <= found.plan.budget_bytes
+    assert check_plan(found.graph, found.plan).peak_bytes == found.plan.peak_bytes
+    assert found.plan.decided("recompute")
+    whole = residual.planner.plain.plan
+    assert found.plan.baseline_peak_bytes == whole.peak_bytes > found.plan.peak_bytes
+
+
+def test_less_memory_costs_no_less_time(residual):
+    seconds = [residual.found[it].plan.seconds for it in ("100%", "80%", "60%")]
+    assert seconds == sorted(seconds)
+
+
+def test_what_cannot_be_kept_is_refused_with_the_nearest(residual):
+    refusal = residual.refused["5%"]
+    assert refusal.budget_bytes < refusal.peak_bytes
+    assert "compiled step" in str(refusal)
+
+
+def test_a_program_computes_what_the_partition_does(residual):
+    planner = residual.planner
+    compilation = planner.compilation
+    program = Program.of(residual.found["60%"].program.data())
+    made = rebuilt(compilation.forward, compilation.backward, compilation.outputs, program)
+    torch.manual_seed(1)
+    inputs = [torch.randn_like(it, device="cpu") for it in map(plain, compilation.inputs[0])]
+    tangents = [torch.randn_like(plain(it)) for it in compilation.inputs[1][-1:]]
+    whole = run(compilation.forward, compilation.backward, inputs, tangents, compilation.outputs)
+    mine = run(*made, inputs, tangents, compilation.outputs)
+    for expected, got in zip(whole, mine, strict=True):
+        assert (expected is None and got is None) or torch.equal(expected, got)
+
+
+def plain(fake):
+    """A tensor of a fake one's form."""
+    return torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype)
+
+
+def run(forward, backward, inputs, tangents, outputs):
+    with torch.no_grad():
+        made = list(forward(*inputs))
+        return [*made[:outputs], *backward(*made[outputs:], *tangents)]
+
+
+def test_a_program_of_other_graphs_is_refused(residual):
+    compilation = residual.planner.compilation
+    program = replace(residual.found["60%"].program, ground="another")
+    with pytest.raises(RuntimeError, match="not those that were planned"):
+        rebuilt(compilation.forward, compilation.backward, compilation.outputs, program)
+
+
+def products_are_saved(ctx, op, *args, **kwargs):
+    product = op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+    return CheckpointPolicy.MUST_SAVE if product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Tagged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Residual(depth=2)
+
+    def forward(self, x):
+        contexts = partial(create_selective_checkpoint_contexts, products_are_saved)
+        return checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts)
+
+
+def test_a_must_save_of_the_user_is_saved():
+    """A selective checkpoint whose products must be saved: they are, in each plan."""
+    torch.manual_seed(0)
+    seen = Seen(Tagged(), torch.randn(64, 16), ("95%", "5%"))
+    compilation = seen.planner.compilation
+    tagged = {
+        it.name
+        for it in results_of(compilation.forward)[compilation.outputs :]
+        if it.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
+    }
+    assert tagged
+    for found in seen.found.values():
+        if found.program is not None:
+            assert not {name for kind, name, _ in found.program.lines if kind == "forward"} & tagged
+
+
+WRAPPER = """
+def call(args):
+    a, = args
+    args.clear()
+    buf0 = empty_strided_cpu((256, ), (1, ), torch.float32)
+    first(a, buf0)
+    buf1 = empty_strided_cpu((256, ), (1, ), torch.float32)
+    second(buf0, buf1)
+    buf2 = buf0; del buf0  # reuse
+    third(buf2, buf1)
+    del buf1
+    return (buf2, )
+"""
+HEAD = """
+import torch
+from torch._inductor.async_compile import AsyncCompile
+async_compile = AsyncCompile()
+first = async_compile.cpp_pybinding(['const float*', 'float*'], '''
+extern "C" void kernel(const float* in_ptr0, float* out_ptr0) { x.exp(); }''')
+second = async_compile.cpp_pybinding(['const float*', 'float*'], '''
+extern "C" void kernel(const float* in_ptr0, float* out_ptr0) {}''')
+third = async_compile.cpp_pybinding(['float*', 'const float*'], '''
+extern "C" void kernel(float* in_out_ptr0, const float* in_ptr0) {}''')
+"""
+
+
+def test_a_wrapper_on_paper():
+    """Two buffers live beside the input; the third value is in the first one's storage."""
+    watch = Watch()
+    with torch._subclasses.FakeTensorMode(), watch:
+        with watch.silent():
+            given = torch.empty(256)
+        watch.meet(given)
+        results = watch.run(HEAD + WRAPPER, [given])
+        held = watch.value(results[0])
+    first, second, third = watch.steps
+    assert [it.name for it in watch.steps] == ["first", "second", "third"]
+    assert first.kernel.functions == ("exp",)
+    assert (second.reads, second.makes) == (first.makes, (first.makes[0] + 1,))
+    assert set(third.reads) == {*first.makes, *second.makes}
+    assert third.makes == (held,)
+    storages = [watch.values[it.makes[0]].storage for it in watch.steps]
+    assert storages[0] == storages[2] != storages[1]
+    assert [kind for kind, _ in watch.events].count("new") == 3
+
+
+def test_the_allocator_sees_what_the_dispatcher_does_not():
+    x = torch.zeros(256)
+    allocate = torch._C._dynamo.guards._empty_strided_cpu
+    with AllocationTracker([x]) as tracker:
+        first = allocate((1000,), (1,), torch.float32)
+        del first
+        allocate((500,), (1,), torch.float32)
+    assert (tracker.start_bytes, tracker.peak_bytes, tracker.live_bytes) == (1024, 5024, 1024)
+
+
+def test_what_an_op_takes_for_itself_is_no_storage():
+    x = torch.rand(64, 64)
+    with AllocationTracker([x]) as tracker:
+        made = torch.linalg.inv(x)
+    assert tracker.peak_bytes == x.nbytes + made.nbytes
+    assert tracker.scratch_peak_bytes >= tracker.peak_bytes
+
+
+@pytest.mark.parametrize("way", ["torch.compile", "compile()"])
+def test_what_was_compiled_stays_compiled(way):
+    model, sample = mlp(4), torch.randn(64, 32)
+    given = copy.deepcopy(model)
+    if way == "torch.compile":
+        given = torch.compile(given)
+    else:
+        given.compile()
+    planned = plan(given, sample, "80%", profile=False, planner="greedy", compiler="eager")
+    assert planned.sn_memory.backend == "compile"
+    planned(sample).sum().backward()
+    model(sample).sum().backward()
+    for mine, expected in zip(planned.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine.grad, expected.grad)
+
+
+class Asking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = mlp(4)
+
+    def forward(self, x):
+        x = self.layers(x)
+        return x * 2 if len(repr(x)) > 10**9 else x
+
+
+def test_what_cannot_be_compiled_whole_says_so():
+    given = torch.compile(Asking())
+    with pytest.warns(PlanWarning, match=r"was compiled and is planned without torch\.compile"):
+        planned = plan(given, torch.randn(64, 32), "80%", profile=False, planner="greedy",
+                       compiler="eager", trial=False)  # fmt: skip
+    assert planned.sn_memory.backend in ("graph", "modules")
+
+
+def test_offload_under_compile_is_refused_with_the_reason():
+    with pytest.raises(ValueError, match="no copy to the host is safe"):
+        plan(mlp(2), torch.randn(4, 32), "90%", backend="compile",
+             techniques=("keep", "offload"), profile=False)  # fmt: skip
+
+
+def test_other_back_ends_still_refuse_what_was_compiled():
+    with pytest.raises(TraceError, match=r"given to torch\.compile"):
+        plan(torch.compile(mlp(2)), torch.randn(4, 32), "90%", backend="graph")
+
+
+def test_a_hash_is_of_the_graphs(residual):
+    compilation = residual.planner.compilation
+    assert (
+        ground_of(compilation.forward, compilation.backward) == residual.found["80%"].program.ground
+    )
