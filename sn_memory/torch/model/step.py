@@ -97,6 +97,7 @@ def run_step(
     count: bool = True,
     loss: Loss | None = None,
     accumulate: bool = False,
+    heard: Callable[[int], None] | None = None,
 ) -> Measured:
     """Run forward and backward as users do; count live storages unless told not to.
 
@@ -118,6 +119,8 @@ def run_step(
         Makes the loss of what the model returns; it runs where the forward pass does.
     accumulate
         Gradients of parameters are there from the start: zeros.
+    heard
+        As in StorageTracker.
     """
     args, kwargs = arguments
     device = device_of(model)
@@ -135,6 +138,7 @@ def run_step(
         device=device,
         allocator="torch" if device.type == "cuda" else "none",
         ignored=ignored,
+        heard=heard,
     )
     began = _now(device)
     with _counted(tracker, count):
