@@ -31,7 +31,8 @@ from ..trace.trace import beside, call_arguments
 from .blocks import named, rows
 from .choose import Chooser, Found
 from .contexts import Saved, context_fn
-from .predict import Selection, Step, predicted
+from .predict import Selection, Step, Stretch, predicted
+from .sharded import sharded_peak
 from .watch import Watched, watch
 
 
@@ -64,7 +65,7 @@ class SelectivePolicy:
     smallest_peak_bytes: int
     rerun_s: float
     forward_s: float
-    beside_bytes: int = field(default=0, repr=False)
+    stretches: tuple[Stretch, ...] = field(default=(), repr=False)
 
     @property
     def key(self) -> str:
@@ -99,6 +100,14 @@ class SelectivePolicy:
             wrapped = checkpoint_wrapper(block, context_fn=self.context_fn(path))
             setattr(model.get_submodule(parent), name, wrapped)
         return model
+
+    def sharded_peak_bytes(self, model: torch.nn.Module, ranks: int) -> int:
+        """Return what a rank holds at most where FSDP2 shards each block, and the rest as one.
+
+        model : not yet sharded, and not wrapped. Parameters, gradients and their reduction are of
+        one type. The state of an optimizer is not in it.
+        """
+        return sharded_peak(model, (*self.saved, *self.kept), self.stretches, ranks)
 
     def __repr__(self) -> str:
         calls = sum(len(it) for saved in self.saved.values() for it in saved.values())
@@ -205,7 +214,7 @@ def checkpoint_policy(
         smallest_peak_bytes=smallest.step.peak_bytes + held,
         rerun_s=best.rerun_s,
         forward_s=sum(seconds),
-        beside_bytes=held,
+        stretches=tuple(best.step.stretches),
     )
 
 

@@ -23,11 +23,15 @@ Selection = Mapping[str, Saved | None]
 
 @dataclass
 class Stretch:
-    """A part of a step: from where a block begins (`forward`, or `backward`: its second run)."""
+    """A part of a step: from where a block begins (`forward`, or `backward`: its second run).
+
+    peak_bytes, gradient_bytes : the most live bytes; gradients of parameters there at its start
+    """
 
     path: str
     phase: str
     peak_bytes: int = 0
+    gradient_bytes: int = 0
 
 
 @dataclass
@@ -55,8 +59,19 @@ def predicted(
         now = step.stretches[-1]
         now.peak_bytes = max(now.peak_bytes, live_bytes)
 
+    made = 0
+
+    def accumulated(parameter: torch.Tensor) -> None:
+        nonlocal made
+        made += parameter.nbytes
+
     def begun(path: str, phase: str) -> None:
-        step.stretches.append(Stretch(path, phase))
+        if len(step.stretches) == 1:
+            # Now they are those without values.
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(accumulated)
+        step.stretches.append(Stretch(path, phase, gradient_bytes=made))
 
     with checkpointed(model, saved, begun):
         found = fake_step(model, arguments, known, heard)

@@ -38,6 +38,14 @@ def fake_step(
 
 
 @contextmanager
+def on_fakes(model: torch.nn.Module, arguments: Any) -> Iterator[Any]:
+    """Let a model compute without values inside; gives the arguments as it takes them then."""
+    mode = FakeMode(allow_non_fake_inputs=True)
+    with swapped(model, mode), torch.enable_grad(), mode:
+        yield tree_map_only(torch.Tensor, lambda it: fake_of(mode, it), arguments)
+
+
+@contextmanager
 def swapped(model: torch.nn.Module, mode: FakeMode) -> Iterator[None]:
     """Let parameters and buffers be tensors without values."""
     made: dict[int, torch.Tensor] = {}
