@@ -4,16 +4,16 @@
 
 After pytorch issue 197838: a llama-like model, compiled with `activation_memory_budget`, whose peak
 rises from 275 MB to 1,145 as the budget falls from 0.15 to 0.05. The issue scales layers and length
-together (16/512, 24/768, 32/1024, batch 2, random weights) and states no widths here known; this is
-its shape cut down for two cores: 8 layers, length 128, batch 4, width 64 (`llama/32` of
-planner_torch.py). As in the issue a peak is what a step holds beyond what was there before it; 100 %
-is that of the plain eager step.
+together (16/512, 24/768, 32/1024; batch 2, random weights); its widths are not in its text. Here it
+is cut down for two cores: 8 layers, length 128, batch 4, width 64 (`llama/32` of planner_torch.py).
+As in the issue a peak is what a step holds beyond what was there before it; 100 % is that of the
+plain eager step.
 
-Ways: torch's budget with each of its solvers under aot_eager, our plan of ops (`backend="graph"`), our
-checkpoint policy in eager torch, and, with `--ways ours:compile`, our plan under torch.compile. Where
-ours refuses, the row has the smallest peak that BudgetError names. Op seconds are CPU seconds of the
-calls of a step, each at the least its signature took in any run. Rows in FILE are kept, so a run that
-was cut off goes on.
+Ways: torch's budget with each of its solvers under aot_eager, our plan of ops (`backend="graph"`),
+our checkpoint policy in eager torch, and, with `--ways ours:compile`, our plan under torch.compile.
+Where ours refuses, the row has the smallest peak that BudgetError names. Op seconds are CPU seconds
+of the calls of a step, each at the least its signature took in any run. Rows in FILE are kept, so a
+run that was cut off goes on.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Bench:
             peak, calls = self.step(way, share)
         except BudgetError as error:
             return row | {"refused": True, "smallest_bytes": error.peak_bytes - self.base_bytes}
-        except Exception as error:  # noqa: BLE001 - a solver of torch's that fails is a result too
+        except Exception as error:
             if not way.startswith("torch:"):
                 raise
             return row | {"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}

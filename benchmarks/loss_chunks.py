@@ -2,10 +2,11 @@
 
     python benchmarks/loss_chunks.py [--json FILE] [--quick] [--framework torch|tensorflow]
 
-The end of a language model: `rows` hidden states of width `hidden`, a product with 128 k tokens, cross
-entropy, both passes. Whole and chunked steps alternate; seconds are CPU seconds of the process, medians.
-Peaks are of live storages (torch) or of what TensorFlow's allocator was asked for, with hidden states,
-weight and their gradients; differences are the largest over the largest of the plain value.
+The end of a language model: `rows` hidden states of width `hidden`, a product with 128 k tokens,
+cross entropy, both passes. Whole and chunked steps alternate; seconds are CPU seconds of the
+process, medians. Peaks are of live storages (torch) or of what TensorFlow's allocator gave out,
+with hidden states, weight and their gradients; differences are the largest over the largest of the
+plain value.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ def with_loss_chunks(
     """Return the model to plan, the budget and the number of chunks.
 
     A percentage becomes bytes: it is of the step as it was. With `auto` the step is traced in 1, 2,
-    4, ... chunks; of those that fit without anything else the one of fewest op seconds is taken, and
-    where none does, the one of the smallest peak, which the planner then goes on with.
+    4, ... chunks; of those that fit without anything else the one of fewest op seconds is taken,
+    and where none does, the one of the smallest peak, which the planner then goes on with.
 
     settings : of `trace`
     """

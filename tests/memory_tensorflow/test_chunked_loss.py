@@ -46,8 +46,11 @@ def test_it_is_cross_entropy_of_the_product(chunks, ignored, reduction):
                 losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
                     labels, hidden @ kernel + bias
                 )
-                counted = tf.ones_like(losses) if ignored is None else tf.cast(labels != ignored,
-                                                                               tf.float32)
+                counted = (
+                    tf.ones_like(losses)
+                    if ignored is None
+                    else tf.cast(labels != ignored, tf.float32)
+                )
                 loss = tf.reduce_sum(losses * counted)
                 if reduction == "mean":
                     loss /= tf.reduce_sum(counted)
@@ -101,8 +104,9 @@ def test_a_keras_model_and_its_loss():
     for with_loss in (None, chunk_loss(model, 8)):
         with tf.GradientTape() as tape:
             loss = with_loss((tokens, tokens)) if with_loss else plain(tokens, model(tokens))
-        found.append([loss, *map(tf.convert_to_tensor,
-                                 tape.gradient(loss, model.trainable_variables))])
+        found.append(
+            [loss, *map(tf.convert_to_tensor, tape.gradient(loss, model.trainable_variables))]
+        )
     for one, other in zip(*found, strict=True):
         np.testing.assert_allclose(one, other, **TOLERANCE)
 

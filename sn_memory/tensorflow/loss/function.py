@@ -1,7 +1,8 @@
 """chunked_cross_entropy: the product with the vocabulary and its loss, some rows at a time.
 
-As `sn_memory.torch.chunked_cross_entropy`: the loss of a row needs no other row, and its gradient is
-known up to the factor that arrives, so the logits of some rows are made, used for both, and dropped.
+As `sn_memory.torch.chunked_cross_entropy`: the loss of a row needs no other row, and its gradient
+is known up to the factor that arrives, so the logits of some rows are made, used for both, and
+dropped.
 """
 
 from __future__ import annotations

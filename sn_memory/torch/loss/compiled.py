@@ -1,8 +1,8 @@
 """The loss in chunks under torch.compile: a back end that rewrites the graph it is given.
 
-What Dynamo hands over still has the model's own calls: the last product, what is done to logits, the
-cross entropy. They become one call that does it in chunks, and the rest is up to the back end asked
-for.
+What Dynamo hands over still has the model's own calls: the last product, what is done to logits,
+the cross entropy. They become one call that does it in chunks, and the rest is up to the back end
+asked for.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def chunk_graph(module: fx.GraphModule, chunks: int) -> int:
 
 
 def _chain(node: Any, user: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
-    """Return the product behind a loss and what is done to it on the way, if nobody else sees it."""
+    """Return the product behind a loss and what is done to it, if nobody else sees it."""
     steps: list[fx.Node] = []
     while isinstance(node, fx.Node) and list(node.users) == [user]:
         if node.op == "call_function" and node.target in _PRODUCTS:

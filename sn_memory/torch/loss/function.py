@@ -4,8 +4,8 @@ The logits of a language model are the largest tensor of its step: [rows, vocabu
 their logarithms of probabilities and their gradient. The loss of a row needs no other row. So some
 rows at a time are multiplied, their losses taken and, as the gradient of a sum or mean is known up
 to one factor, their gradients too; then their logits are dropped. The backward pass multiplies by
-the factor that arrives. Nothing runs twice; what is held is the logits of one chunk, the gradient of
-the rows and that of the weight, which the step makes anyway.
+the factor that arrives. Nothing runs twice; what is held is the logits of one chunk, the gradient
+of the rows and that of the weight, which the step makes anyway.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def chunked_cross_entropy(
     Returns
     -------
     Tensor
-        A scalar, or with `none` losses in the form of `target`. Of the type the loss is computed in.
+        A scalar, or with `none` losses in the form of `target`; of the type it is computed in.
 
     Raises
     ------

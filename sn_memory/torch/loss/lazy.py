@@ -173,9 +173,7 @@ class LazyLogits:
     def _then(
         self, step: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
     ) -> LazyLogits:
-        return replace(
-            self, steps=(*self.steps, step), dtype=dtype or self.dtype, _made=None
-        )
+        return replace(self, steps=(*self.steps, step), dtype=dtype or self.dtype, _made=None)
 
     def _of_rows(self, hidden: Tensor) -> LazyLogits:
         return replace(self, hidden=hidden, _made=None)
@@ -234,20 +232,22 @@ class _Deferring(TorchFunctionMode):
         if func in _PRODUCTS:
             at, self.count = self.count, self.count + 1
             if at == self.number:
-                return self._deferred(func, *args, **kwargs)
+                return self._deferred(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _deferred(
-        self, func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None
-    ) -> LazyLogits:
-        if func is not functional.linear:
-            weight = weight.t()
-        kind = input.dtype
-        if torch.is_autocast_enabled(input.device.type):
-            kind = torch.get_autocast_dtype(input.device.type)
-            input, weight = input.to(kind), weight.to(kind)
+    def _deferred(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyLogits:
+        if func is functional.linear:
+            given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+        else:
+            given = dict(zip(("input", "other"), args, strict=False)) | kwargs
+            given["weight"] = given["other"].t()
+        rows, weight, bias = given["input"], given["weight"], given.get("bias")
+        kind = rows.dtype
+        if torch.is_autocast_enabled(rows.device.type):
+            kind = torch.get_autocast_dtype(rows.device.type)
+            rows, weight = rows.to(kind), weight.to(kind)
             bias = None if bias is None else bias.to(kind)
-        return LazyLogits(input, weight, bias, self.chunks, self.end, dtype=kind)
+        return LazyLogits(rows, weight, bias, self.chunks, self.end, dtype=kind)
 
 
 @contextmanager

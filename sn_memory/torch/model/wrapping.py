@@ -115,6 +115,8 @@ def _is_compiled() -> bool:
 
 
 def dressed(run: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that calls run(self, args, kwargs) and looks like another."""
+
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return run(self, args, kwargs)
 

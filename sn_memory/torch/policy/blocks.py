@@ -19,9 +19,7 @@ def rows(model: torch.nn.Module) -> list[tuple[str, ...]]:
     within each other, the outermost make one cut and the innermost another. A model without any is
     cut into its own modules.
     """
-    names = {
-        module: path for path, module in model.named_modules() if module is not model and path
-    }
+    names = {module: path for path, module in model.named_modules() if module is not model and path}
     found = [
         names[module]
         for row in model.modules()

@@ -73,9 +73,7 @@ class Chooser:
             if chosen is not KEPT:
                 block = self.blocks[path]
                 total += sum(self.seconds[at] for at in block.calls)
-                total -= block.times * sum(
-                    self.seconds[block.results[it].call] for it in chosen
-                )
+                total -= block.times * sum(self.seconds[block.results[it].call] for it in chosen)
         return total
 
     def found(self, choice: Choice) -> Found:
@@ -92,18 +90,16 @@ class Chooser:
 
     def within(self, budget_bytes: int) -> Found | None:
         """Return the quickest choice found that keeps a budget; None if none does."""
+        if self.nothing.step.peak_bytes > budget_bytes:
+            return None
         best: Found | None = None
         lowered: defaultdict[tuple[str, str, int], int] = defaultdict(int)
         start = self.nothing
         for _ in range(_ROUNDS):
             rooms = _Rooms(start.step, budget_bytes, lowered)
-            if min(rooms.room, default=0) < 0 and start is self.nothing:
-                # Where even nothing saved is above, saving more cannot help.
-                if start.step.peak_bytes > budget_bytes:
-                    break
             choice = self.filled(start.choice, rooms)
             if choice.chosen == start.choice.chosen:
-                if start.step.peak_bytes <= budget_bytes and _is_better(start, best):
+                if _is_better(start, best):
                     best = start
                 break
             tried = self.found(choice)

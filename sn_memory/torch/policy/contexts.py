@@ -1,11 +1,11 @@
 """The two contexts of a block under a policy: its forward pass, and its second run.
 
-torch's selective checkpointing asks a policy at each op of the forward pass, and looks saved results
-up in the second run by (op, number of the call). Two things it leaves to its users: what a second
-run writes is written twice (statistics of batch norm, counters), and a dropout is one op under
-torch.compile where it is four in eager, so that later calls of the same ops would get other numbers.
-Here writes to what was there before are left out of the second run, and the ops of a dropout do not
-count.
+torch's selective checkpointing asks a policy at each op of the forward pass, and looks saved
+results up in the second run by (op, number of the call). Two things it leaves to its users: what a
+second run writes is written twice (statistics of batch norm, counters), and a dropout is one op
+under torch.compile where it is four in eager, so that later calls of the same ops would get other
+numbers. Here writes to what was there before are left out of the second run, and the ops of a
+dropout do not count.
 """
 
 from __future__ import annotations

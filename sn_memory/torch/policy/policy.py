@@ -243,9 +243,7 @@ def _seconds(
     if device is None:
         device = measured_device(place) if profile else NOMINAL
     found = measured_seconds(recording, place) if profile else [None] * len(recording.calls)
-    return [
-        _roofline(recording, at, device) if it is None else it for at, it in enumerate(found)
-    ]
+    return [_roofline(recording, at, device) if it is None else it for at, it in enumerate(found)]
 
 
 def _roofline(recording: Recording, at: int, device: Device) -> float:
