@@ -199,7 +199,7 @@ torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank
 mesh = init_device_mesh("cpu", (2,))
 torch.manual_seed(0)
 model, sample = mlp(8, 64), torch.randn(1024, 64)
-policy = checkpoint_policy(model, sample, "60%", profile=False)
+policy = checkpoint_policy(model, sample, "80%", profile=False)
 expected = policy.sharded_peak_bytes(model, 2)
 policy.wrap(model)
 for block in model:

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 
 REDUCTIONS: Final = ("mean", "sum", "none")
+_aten = torch.ops.aten
+_SUM = 2  # the number of this reduction in torch
 # What is done to logits element by element between product and loss.
 Elementwise = Callable[[Tensor], Tensor]
 
@@ -178,7 +180,7 @@ class _Together(torch.autograd.Function):
     ) -> Tensor:
         wants_rows, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         grows = torch.empty_like(rows) if wants_rows else None
-        gweight = torch.zeros_like(weight) if wants_weight else None
+        gweight = torch.empty_like(weight) if wants_weight else None
         gbias = torch.zeros_like(bias) if wants_bias and bias is not None else None
         size = max(1, -(-rows.shape[0] // settings.chunks))
         total: Tensor | None = None
@@ -196,13 +198,17 @@ class _Together(torch.autograd.Function):
             total = loss if total is None else total + loss
             if grows is not None:
                 torch.mm(slope, weight, out=grows[begin : begin + size])
-            if gweight is not None:
+            if gweight is not None and begin:
                 gweight.addmm_(slope.t(), some)
+            elif gweight is not None:
+                torch.mm(slope.t(), some, out=gweight)
             if gbias is not None:
                 gbias += slope.sum(0)
             del slope
         if total is None:
             total = rows.new_zeros((), dtype=settings.dtype or rows.dtype)
+            if gweight is not None:
+                gweight.zero_()
         ctx.save_for_backward(grows, gweight, gbias)
         return total if divisor is None else total / divisor
 
@@ -228,25 +234,34 @@ def _with_slope(
 def _of_softmax(
     logits: Tensor, target: Tensor, terms: dict[str, Any], scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The same by the formula: probabilities, less one at the target; in place, so in two blocks.
+    """The same in fewer blocks than autograd holds.
 
-    torch's own kernels compute the same numbers, in four.
+    Without smoothing by the kernels that autograd calls, so that the bits are the same; with it by
+    the formula: probabilities less what is wanted, in the block of their logarithms.
     """
     ignored, smoothing = terms["ignore_index"], terms["label_smoothing"]
     logs = torch.log_softmax(logits, -1)
     del logits
     loss = functional.nll_loss(logs, target, reduction="sum", ignore_index=ignored)
+    if not smoothing:
+        one = torch.ones_like(loss) if scale is None else scale.to(loss.dtype)
+        slope = _aten.nll_loss_backward(
+            one, logs, target, None, _SUM, ignored, torch.zeros_like(loss)
+        )
+        if logs.device.type != "cpu":
+            return loss, _aten._log_softmax_backward_data(slope, logs, -1, logs.dtype)
+        # Row by row, each sum before its row is written: it may be written over.
+        _aten._log_softmax_backward_data.out(slope, logs, -1, logs.dtype, out=slope)
+        return loss, slope
     counted = target != ignored
     each = counted.to(logs.dtype)
-    if smoothing:
-        spread = -(logs.sum(-1) * each).sum() * (smoothing / logs.shape[-1])
-        loss = (1 - smoothing) * loss + spread
+    spread = -(logs.sum(-1) * each).sum() * (smoothing / logs.shape[-1])
+    loss = (1 - smoothing) * loss + spread
     if scale is not None:
         each = each * scale
     each = each[:, None]
     slope = logs.exp_().mul_(each)
-    if smoothing:
-        slope -= each * (smoothing / slope.shape[-1])
+    slope -= each * (smoothing / slope.shape[-1])
     at_target = torch.where(counted, target, 0)[:, None]
     return loss, slope.scatter_add_(-1, at_target, each * (smoothing - 1))
 

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from .function import chunked_cross_entropy
 
+_NUMBERS: Final = (int, float)
 _PRODUCTS: Final = (functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 
@@ -125,12 +126,10 @@ class LazyLogits:
     def __getitem__(self, key: Any) -> Any:
         keys = key if isinstance(key, tuple) else (key,)
         whole = all(it is Ellipsis or isinstance(it, slice | int) for it in keys)
-        named = sum(it is not Ellipsis for it in keys)
-        if len(keys) == self.ndim + (Ellipsis in keys) and keys[-1] == slice(None):
-            named -= 1
-        elif Ellipsis in keys and keys[-1] is not Ellipsis:
-            whole = False
-        if not whole or named >= self.ndim:
+        named = [it for it in keys if it is not Ellipsis]
+        # Whether the last of them is said of the columns.
+        last = len(named) == self.ndim or (len(named) < len(keys) and keys[-1] is not Ellipsis)
+        if not whole or (last and keys[-1] != slice(None)):
             return self.tensor()[key]
         return self._of_rows(self.hidden[key])
 
@@ -166,7 +165,7 @@ class LazyLogits:
         return func(*_made(args), **{key: _made(it) for key, it in kwargs.items()})
 
     def _scalar(self, other: Any, step: Callable[[Tensor], Tensor], name: str) -> Any:
-        if isinstance(other, int | float):
+        if isinstance(other, _NUMBERS):
             return self._then(step)
         return getattr(self.tensor(), name)(_made(other))
 
