@@ -30,9 +30,9 @@ def with_loss_chunks(
 
     settings : of `trace`
     """
-    model = unchunked(model)
     if chunks is None:
         return model, budget, 1
+    model = unchunked(model)
     if chunks != "auto" and (isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1):
         raise ValueError(f"got loss_chunks {chunks!r}, expected a number from 1, 'auto' or None.")
     plain = trace(model, sample, **settings).graph

@@ -20,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from .function import chunked_cross_entropy
 
+# Of its own name, as a method below is called float.
+_Float = float
 _NUMBERS: Final = (int, float)
 _PRODUCTS: Final = (functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
@@ -159,7 +161,11 @@ class LazyLogits:
             found = args[0]._loss(*args[1:], **kwargs)
             if found is not None:
                 return found
-        own = {torch.tanh: cls.tanh, torch.mul: cls.__mul__, torch.div: cls.__truediv__}
+        own: dict[Any, Any] = {
+            torch.tanh: cls.tanh,
+            torch.mul: cls.__mul__,
+            torch.div: cls.__truediv__,
+        }
         if func in own and isinstance(args[0], cls) and not kwargs:
             return own[func](*args)
         return func(*_made(args), **{key: _made(it) for key, it in kwargs.items()})
@@ -185,7 +191,7 @@ class LazyLogits:
         ignore_index: int = -100,
         reduce: Any = None,
         reduction: str = "mean",
-        label_smoothing: float = 0.0,
+        label_smoothing: _Float = 0.0,
     ) -> Tensor | None:
         """Return the loss in chunks; None where it is one of another kind."""
         classes = target.shape == self.shape[:-1] and not target.is_floating_point()
