@@ -1,6 +1,7 @@
 """A loss over a large vocabulary, whole and in chunks: peak, seconds, how far numbers differ.
 
     python benchmarks/loss_chunks.py [--json FILE] [--quick] [--framework torch|tensorflow]
+                                     [--hidden N ...] [--times N]
 
 The end of a language model: `rows` hidden states of width `hidden`, a product with 128 k tokens,
 cross entropy, both passes. Whole and chunked steps alternate; seconds are CPU seconds of the
@@ -129,14 +130,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="a small vocabulary, one turn")
     parser.add_argument("--framework", choices=("torch", "tensorflow"), default="torch")
+    parser.add_argument("--hidden", type=int, nargs="+", default=HIDDEN)
+    parser.add_argument("--times", type=int, default=TIMES)
     args = parser.parse_args(argv)
     make = of_torch if args.framework == "torch" else of_tensorflow
     found: list[dict[str, Any]] = []
     if args.json and args.json.exists():
         found = json.loads(args.json.read_text())
-    for hidden in HIDDEN[:1] if args.quick else HIDDEN:
+    for hidden in args.hidden[:1] if args.quick else args.hidden:
         sizes = (64, 1024) if args.quick else (ROWS, VOCABULARY)
-        rows = make(*sizes, hidden, 1 if args.quick else TIMES)
+        rows = make(*sizes, hidden, 1 if args.quick else args.times)
         whole = rows[0]
         for row in rows:
             row |= {
