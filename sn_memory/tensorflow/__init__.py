@@ -12,6 +12,8 @@ from ..run.verification import Verification
 from .activations.compress import CompressedActivations, compress_activations
 from .errors import TraceError
 from .estimate import estimate
+from .loss.function import chunked_cross_entropy
+from .loss.model import LossInChunks, chunk_loss
 from .model.allocations import Allocations
 from .model.memory import AllocatorPeak
 from .plan import plan
@@ -26,6 +28,7 @@ __all__ = [
     "AllocatorPeak",
     "CompressedActivations",
     "Estimate",
+    "LossInChunks",
     "Peaks",
     "PlanWarning",
     "Planned",
@@ -33,6 +36,8 @@ __all__ = [
     "Trace",
     "TraceError",
     "Verification",
+    "chunk_loss",
+    "chunked_cross_entropy",
     "compress_activations",
     "estimate",
     "plan",

@@ -12,13 +12,18 @@ from ..run.verification import Verification
 from .activations.compress import CompressedActivations, Peaks, Saved, compress_activations
 from .errors import ReplayError, TraceError
 from .estimate import estimate
+from .loss.compiled import ChunkedLossBackend
+from .loss.function import chunked_cross_entropy
+from .loss.model import chunk_loss
 from .model.tracker import StorageTracker
 from .plan import plan
 from .planned import Planned
+from .policy.policy import SelectivePolicy, checkpoint_policy
 from .trace.trace import Trace, trace
 from .verify import verify
 
 __all__ = [
+    "ChunkedLossBackend",
     "CompressedActivations",
     "Estimate",
     "Peaks",
@@ -27,10 +32,14 @@ __all__ = [
     "PlannedKind",
     "ReplayError",
     "Saved",
+    "SelectivePolicy",
     "StorageTracker",
     "Trace",
     "TraceError",
     "Verification",
+    "checkpoint_policy",
+    "chunk_loss",
+    "chunked_cross_entropy",
     "compress_activations",
     "estimate",
     "plan",

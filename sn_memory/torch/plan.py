@@ -28,12 +28,13 @@ from ..run.planned import PlannedKind
 from .accumulation import planned_for_both
 from .compile.backend import COMPILERS
 from .errors import TraceError
+from .loss_chunks import with_loss_chunks
 from .model.kind import Kind
 from .model.kinds import Arguments, attributes_of, kind_of
 from .model.sharded import first_fsdp_refused, of_first_fsdp, stand_for
 from .model.wrapping import RECORD, as_written, bare, is_compiled, plain_model, planned_class
 from .modules.backend import ModuleStep
-from .planned import Planned
+from .planned import Planned, Sampled
 from .planned_forward import PlannedForward
 from .planning import Made, Planning
 from .trace.convolutions import Measure
@@ -63,6 +64,7 @@ def plan(
     bits: int | Controller = 8,
     trial: bool = True,
     accumulate: bool = False,
+    loss_chunks: int | str | None = None,
     strict: bool = False,
     deterministic: bool = False,
     progress: Wanted = None,
@@ -125,6 +127,11 @@ def plan(
         unplanned peak with them, and steps that find none keep the same bytes. Otherwise that is
         planned at the first step that finds some, if the budget has no room for them; a warning
         says so if no plan keeps it.
+    loss_chunks
+        Of a model whose forward returns a cross entropy of its last product: make the product and
+        the loss in so many chunks of rows, forward and backward together, as `chunk_loss` does;
+        logits are then not returned beside the loss, and numbers differ by the order of sums.
+        `auto` takes chunks where the budget asks for them, as many as fit at the fewest seconds.
     strict
         Raise PlanError or BudgetError, when an input of another kind comes, where a warning would
         say that what runs is slower than a plan of its ops, or above the budget.
@@ -220,7 +227,12 @@ def plan(
             )
     _check_model(model)
     before = model.__dict__.get(RECORD)
-    plain = plain_model(model)
+    of_trace = {"profile": profile, "device": device, "optimizer": optimizer}
+    largest = sample[-1] if isinstance(sample, list) and sample else sample
+    plain, budget, chunks = with_loss_chunks(
+        plain_model(model), largest, budget, loss_chunks, of_trace
+    )
+    planning = replace(planning, budget=budget)
     noted = before.noted if before else attributes_of(plain)
     # The largest first: of several samples the budget is of it.
     samples = sorted(_kinds(plain, sample, noted), key=lambda it: -it[0].nbytes)
@@ -242,7 +254,9 @@ def plan(
     twin = bare(planned_class(type(plain), PlannedForward))
     twin.__dict__.update(plain.__dict__)
     stand_for(twin, model)
-    twin.__dict__[RECORD] = _record(planning, found, noted, before, strict=strict)
+    twin.__dict__[RECORD] = record = _record(planning, found, noted, before, strict=strict)
+    record.loss_chunks = chunks
+    record.sampled = Sampled.of(twin, found[0][1])
     return twin
 
 

@@ -2,25 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
+from ..base.errors import PlanError
 from ..base.sizes import parse_bytes
 from ..run.at_once import TimeToPlan
 from ..run.planned import PlannedKind, PlannedRecord
 from .eager.trial import Trial
 from .model.kind import Kind
-from .model.kinds import Written
+from .model.kinds import Arguments, Written
 from .model.recent import Recent
+from .model.wrapping import plain_model
 from .modules.backend import ModuleStep
 from .planning import Planning, Step
-from .trace.trace import Trace
+from .policy.policy import SelectivePolicy, checkpoint_policy
+from .trace.trace import Given, Trace
 
 # Of the kinds that come while training so many steps are kept.
 KINDS = 64
+
+
+@dataclass
+class Sampled:
+    """A planned model, which this does not keep, and the form of a sample, without its memory."""
+
+    model: weakref.ref[torch.nn.Module]
+    form: Any
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, given: Arguments) -> Sampled:
+        """Note a model and its sample."""
+
+        def form(it: torch.Tensor) -> _Form:
+            return _Form(tuple(it.size()), it.stride(), it.dtype, it.device, it.requires_grad)
+
+        return cls(weakref.ref(model), tree_map_only(torch.Tensor, form, given))
+
+    def arguments(self) -> Given:
+        """Return a sample of this form; what it holds is not said."""
+        return Given(*tree_map_only(_Form, _Form.made, self.form))
+
+
+@dataclass(frozen=True)
+class _Form:
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    wanted: bool
+
+    def made(self) -> torch.Tensor:
+        found = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+        return found.requires_grad_(self.wanted)
 
 
 @dataclass(repr=False)
@@ -65,6 +104,10 @@ class Planned(PlannedRecord[Trace]):
         Whether a warning said that several forward passes before one backward break the budget.
     recent
         The kinds of the inputs that came last.
+    sampled
+        The model and the form of the sample that `plan` made last.
+    loss_chunks
+        In how many chunks the last product and its loss are made.
     """
 
     backend: str
@@ -85,6 +128,34 @@ class Planned(PlannedRecord[Trace]):
     later: dict[Step, Step] = field(default_factory=dict)
     told_of_several: bool = False
     recent: Recent = field(default_factory=Recent, repr=False)
+    sampled: Sampled | None = field(default=None, repr=False)
+    loss_chunks: int = 1
+
+    def as_checkpoint_policy(
+        self, blocks: Sequence[str | type | torch.nn.Module] | None = None
+    ) -> SelectivePolicy:
+        """Return a selective-checkpoint policy that keeps the same budget on the same sample.
+
+        For who wants no new executor: `policy.wrap(model)` of the plain model. It is made for
+        torch's own checkpointing, which cannot do what a plan of ops does, so its peak and what
+        it saves are its own; see `checkpoint_policy`, also for `blocks` and errors.
+        """
+        model = None if self.sampled is None else self.sampled.model()
+        if self.sampled is None or model is None:
+            raise PlanError(
+                "the planned model of this record is gone. Keep it, or call "
+                "sn_memory.torch.checkpoint_policy with a model and a sample."
+            )
+        planning = self.planning
+        return checkpoint_policy(
+            plain_model(model),
+            self.sampled.arguments(),
+            self.budget_bytes,
+            blocks=blocks,
+            profile=planning.profile,
+            device=planning.device,
+            optimizer=planning.optimizer,
+        )
 
     @property
     def plan(self) -> Any:

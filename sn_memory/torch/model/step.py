@@ -99,6 +99,7 @@ def run_step(
     loss: Loss | None = None,
     accumulate: bool = False,
     by_allocator: bool = False,
+    heard: Callable[[int], None] | None = None,
 ) -> Measured:
     """Run forward and backward as users do; count live storages unless told not to.
 
@@ -122,6 +123,8 @@ def run_step(
         Gradients of parameters are there from the start: zeros.
     by_allocator
         Ask the CPU's allocator, which sees the buffers of compiled code as well.
+    heard
+        As in StorageTracker.
     """
     args, kwargs = arguments
     device = device_of(model)
@@ -144,6 +147,7 @@ def run_step(
             device=device,
             allocator="torch" if device.type == "cuda" else "none",
             ignored=ignored,
+            heard=heard,
         )
     began = _now(device)
     with _counted(tracker, count):

@@ -7,7 +7,7 @@ sees each storage that a call returns and notes when it dies; what a kernel uses
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,8 @@ class StorageTracker(TorchDispatchMode):
         How sizes are rounded, as in Graph.
     ignored
         Tensors whose storages are never counted.
+    heard
+        Called after each call with the live bytes then.
 
     Attributes
     ----------
@@ -63,9 +65,10 @@ class StorageTracker(TorchDispatchMode):
         device: torch.device | None = None,
         allocator: str = "none",
         ignored: Iterable[torch.Tensor] = (),
+        heard: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__()
-        self.device, self.allocator = device, allocator
+        self.device, self.allocator, self.heard = device, allocator, heard
         self.live_bytes = self.peak_bytes = 0
         self.peak_op = "start"
         # Per storage that lives: who tells when it is gone; its bytes, and those it counts with.
@@ -97,6 +100,8 @@ class StorageTracker(TorchDispatchMode):
     def _sample(self, what: str) -> None:
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes, self.peak_op = self.live_bytes, what
+        if self.heard is not None:
+            self.heard(self.live_bytes)
 
     def __enter__(self) -> Any:
         self._resize = torch.UntypedStorage.resize_

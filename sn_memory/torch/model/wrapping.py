@@ -54,7 +54,7 @@ def planned_class(kind: type[torch.nn.Module], mixin: type) -> type[torch.nn.Mod
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
-        "forward": _dressed(run, kind.forward),
+        "forward": dressed(run, kind.forward),
         _PLAIN: kind,
     }
     asking = (name for name in _CHECKPOINTING if hasattr(kind, name))
@@ -139,7 +139,9 @@ def _is_compiled() -> bool:
     return callable(eval_frame.get_eval_frame_callback())
 
 
-def _dressed(run: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+def dressed(run: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that calls run(self, args, kwargs) and looks like another."""
+
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return run(self, args, kwargs)
 

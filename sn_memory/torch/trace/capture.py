@@ -132,7 +132,7 @@ class _Capture:
         args, kwargs = tree_unflatten(inputs, spec)
         # Its lists and mappings are others than the caller's.
         given = Marks([("arguments", (args, kwargs))])
-        with torch.enable_grad(), self.mode, self.recorder, _scopes(self.model, self.recorder):
+        with torch.enable_grad(), self.mode, self.recorder, scopes(self.model, self.recorder):
             outputs, output_form = taken_apart(self.model.forward(*args, **kwargs), self.model)
             boundary = len(self.recorder.recording.calls)
             if given.changed():
@@ -274,7 +274,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 @contextmanager
-def _scopes(model: torch.nn.Module, recorder: Recorder) -> Iterator[None]:
+def scopes(model: torch.nn.Module, recorder: Recorder) -> Iterator[None]:
     """Tell the recorder which module is running."""
     paths = {id(module): path for path, module in reversed(list(model.named_modules()))}
     stack = [""]

@@ -7,7 +7,7 @@ itself is run, hooks and second runs included, and what is live is counted as in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -24,19 +24,29 @@ def fake_step(
     model: torch.nn.Module,
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
     known: Sequence[torch.Tensor] = (),
+    heard: Callable[[int], None] | None = None,
 ) -> Measured:
     """Run a step of a model on fake tensors; nothing is allocated, and the model is as before.
 
-    arguments : positional and by keyword; known : tensors that are there beside these.
+    arguments : positional and by keyword; known : tensors that are there beside these; heard : as
+    in StorageTracker.
     """
     mode = FakeMode(allow_non_fake_inputs=True)
     arguments = tree_map_only(torch.Tensor, lambda it: fake_of(mode, it), arguments)
-    with as_it_was(model), chance_put_back(), _swapped(model, mode), mode:
-        return run_step(model, model, arguments, known=known)
+    with as_it_was(model), chance_put_back(), swapped(model, mode), mode:
+        return run_step(model, model, arguments, known=known, heard=heard)
 
 
 @contextmanager
-def _swapped(model: torch.nn.Module, mode: FakeMode) -> Iterator[None]:
+def on_fakes(model: torch.nn.Module, arguments: Any) -> Iterator[Any]:
+    """Let a model compute without values inside; gives the arguments as it takes them then."""
+    mode = FakeMode(allow_non_fake_inputs=True)
+    with swapped(model, mode), torch.enable_grad(), mode:
+        yield tree_map_only(torch.Tensor, lambda it: fake_of(mode, it), arguments)
+
+
+@contextmanager
+def swapped(model: torch.nn.Module, mode: FakeMode) -> Iterator[None]:
     """Let parameters and buffers be tensors without values."""
     made: dict[int, torch.Tensor] = {}
     before = []

@@ -1,0 +1,4 @@
+"""The last product and its loss in chunks of rows, forward and backward pass together.
+
+It imports `errors` and the core.
+"""

@@ -1,0 +1,126 @@
+"""chunked_cross_entropy: the product with the vocabulary and its loss, some rows at a time.
+
+As `sn_memory.torch.chunked_cross_entropy`: the loss of a row needs no other row, and its gradient
+is known up to the factor that arrives, so the logits of some rows are made, used for both, and
+dropped.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+
+def chunked_cross_entropy(
+    hidden: Any,
+    kernel: Any,
+    labels: Any,
+    *,
+    bias: Any = None,
+    chunks: int = 8,
+    ignore_class: int | None = None,
+    reduction: str = "mean",
+) -> Any:
+    """Return the sparse cross entropy of `hidden @ kernel + bias` without holding all logits.
+
+    Parameters
+    ----------
+    hidden
+        [..., h] floats; rows are all dimensions but the last.
+    kernel, bias
+        [h, v] and [v], as a Dense layer has them.
+    labels
+        [...] integers, one for each row, in [0, v) or `ignore_class`.
+    chunks
+        Rows are split into so many equal parts; the last may be smaller. They run one after the
+        other. The number of rows must be known when the step is traced.
+    ignore_class
+        Rows of this label count neither in the sum nor in the mean.
+    reduction
+        `mean` over the rows that count, or `sum`.
+
+    Returns
+    -------
+    A scalar of the type of `hidden`.
+
+    Raises
+    ------
+    ValueError
+        For sizes that do not belong together, and a number of rows that is not known.
+
+    Examples
+    --------
+    >>> import tensorflow as tf
+    >>> from sn_memory.tensorflow import chunked_cross_entropy
+    >>> hidden, kernel = tf.random.normal((64, 16)), tf.random.normal((16, 1000))
+    >>> labels = tf.random.uniform((64,), 0, 1000, tf.int32)
+    >>> loss = chunked_cross_entropy(hidden, kernel, labels, chunks=4)
+    >>> plain = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, hidden @ kernel)
+    >>> bool(abs(loss - tf.reduce_mean(plain)) < 1e-5)
+    True
+    """
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"got reduction {reduction!r}, expected mean or sum.")
+    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+        raise ValueError(f"got chunks {chunks!r}, expected a whole number of 1 or more.")
+    hidden, kernel = tf.convert_to_tensor(hidden), tf.convert_to_tensor(kernel)
+    labels = tf.convert_to_tensor(labels)
+    if hidden.shape[-1] != kernel.shape[0] or kernel.shape.rank != 2:
+        raise ValueError(
+            f"got hidden {tuple(hidden.shape)} and kernel {tuple(kernel.shape)}, expected [..., h] "
+            "and [h, v]."
+        )
+    rows = tf.reshape(hidden, (-1, hidden.shape[-1]))
+    wanted = tf.reshape(labels, (-1,))
+    count = rows.shape[0] if rows.shape[0] is not None else wanted.shape[0]
+    if count is None or wanted.shape[0] not in (None, count):
+        raise ValueError(
+            f"got hidden {tuple(hidden.shape)} and labels {tuple(labels.shape)}, expected as many "
+            "labels as rows, and a number that is known. Give the batch a fixed size."
+        )
+    has_bias = bias is not None
+    given = [rows, kernel, *([tf.convert_to_tensor(bias)] if has_bias else [])]
+    size = max(1, -(-count // chunks))
+    if ignore_class is None:
+        counted = tf.ones_like(wanted, rows.dtype)
+    else:
+        counted = tf.cast(wanted != ignore_class, rows.dtype)
+        wanted = tf.where(wanted == ignore_class, tf.zeros_like(wanted), wanted)
+    # How much the loss of each row counts.
+    each = counted / tf.reduce_sum(counted) if reduction == "mean" else counted
+
+    @tf.custom_gradient
+    def together(*given: Any) -> Any:
+        rows, kernel = given[:2]
+        total = tf.zeros((), rows.dtype)
+        of_rows = []
+        of_kernel = tf.zeros_like(kernel)
+        of_bias = tf.zeros_like(given[2]) if has_bias else None
+        before: list[Any] = []
+        for begin in range(0, count, size):
+            # One after the other: else TensorFlow makes the logits of several at a time.
+            with tf.control_dependencies(before):
+                some = tf.identity(rows[begin : begin + size])
+                target, share = wanted[begin : begin + size], each[begin : begin + size]
+                logits = tf.matmul(some, kernel)
+                if has_bias:
+                    logits = tf.nn.bias_add(logits, given[2])
+                losses, slope = tf.raw_ops.SparseSoftmaxCrossEntropyWithLogits(
+                    features=logits, labels=target
+                )
+                slope = slope * share[:, None]
+                total = total + tf.reduce_sum(losses * share)
+                of_rows.append(tf.matmul(slope, kernel, transpose_b=True))
+                of_kernel = of_kernel + tf.matmul(some, slope, transpose_a=True)
+                if has_bias:
+                    of_bias = of_bias + tf.reduce_sum(slope, 0)
+                before = [total, of_rows[-1], of_kernel, *([of_bias] if has_bias else [])]
+        made = [tf.concat(of_rows, 0), of_kernel, *([of_bias] if has_bias else [])]
+
+        def slopes(arrived: Any) -> list[Any]:
+            return [it * arrived for it in made]
+
+        return total, slopes
+
+    return together(*given)

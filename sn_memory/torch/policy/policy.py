@@ -1,0 +1,255 @@
+"""checkpoint_policy: what each block saves within a budget, for torch's own checkpointing.
+
+A plan of ops needs an executor that runs it. Who wants none has torch's selective checkpointing:
+blocks run again in the backward pass, but for results that a policy names. It composes with eager
+torch, torch.compile, FSDP2 and tensor parallelism. It cannot reorder, rebuild one value by itself
+or move one to the host, so its peak is another than that of a plan of ops: it is predicted by
+running this executor itself on tensors without values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from ...base.errors import PlanError
+from ...base.sizes import parse_bytes, show_bytes
+from ...cost.devices import NOMINAL
+from ...graph.records import Device
+from ...plan.plan import BudgetError, percent_kept
+from ..errors import TraceError
+from ..trace.op_seconds import measured_device, measured_seconds
+from ..trace.record import Recording
+from ..trace.to_graph import flops
+from ..trace.trace import beside, call_arguments
+from .blocks import named, rows
+from .choose import Chooser, Found
+from .contexts import Saved, context_fn
+from .predict import Selection, Step, Stretch, predicted
+from .sharded import sharded_peak
+from .watch import Watched, watch
+
+
+@dataclass(frozen=True)
+class SelectivePolicy:
+    """What each block of a model saves; plain data but for `wrap` and `context_fn`.
+
+    Attributes
+    ----------
+    saved
+        Per block that runs again, by path: of each op, by name, the numbers of the calls whose
+        results are saved. Calls count from 0 at the start of the block; ops of a dropout do not.
+    kept
+        Blocks that do not run again.
+    budget_bytes, peak_bytes
+        What was asked for, and what an eager step with this policy holds at most.
+    baseline_peak_bytes
+        What it holds without.
+    smallest_peak_bytes
+        What it holds where nothing is saved: the least that these blocks can do.
+    rerun_s, forward_s
+        Seconds of all ops that run again, and of one forward pass.
+    """
+
+    saved: Mapping[str, Saved]
+    kept: tuple[str, ...]
+    budget_bytes: int
+    peak_bytes: int
+    baseline_peak_bytes: int
+    smallest_peak_bytes: int
+    rerun_s: float
+    forward_s: float
+    stretches: tuple[Stretch, ...] = field(default=(), repr=False)
+
+    @property
+    def key(self) -> str:
+        """Stands for the policy in the cache of torch.compile: the same in every process."""
+        text = json.dumps([list(self.saved.items()), torch.__version__], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def context_fn(self, block: str) -> Any:
+        """Return the `context_fn` of `torch.utils.checkpoint.checkpoint` for a block, by path."""
+        if block not in self.saved:
+            raise PlanError(
+                f"got block {block!r}, expected one that runs again: "
+                f"{', '.join(self.saved) or 'there is none'}."
+            )
+        return context_fn(self.saved[block], f"{self.key}/{block}")
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Put torch's checkpoint wrapper around each block that runs again; return the model.
+
+        The model is changed; names of parameters and the state dict are not. Wrap before
+        `fully_shard` and torch.compile.
+        """
+        for path in self.saved:
+            parent, _, name = path.rpartition(".")
+            try:
+                block = model.get_submodule(path)
+            except AttributeError as error:
+                raise PlanError(
+                    f"the {type(model).__name__} has no block {path!r}; expected a model like that "
+                    "the policy was made for."
+                ) from error
+            wrapped = checkpoint_wrapper(block, context_fn=self.context_fn(path))
+            setattr(model.get_submodule(parent), name, wrapped)
+        return model
+
+    def sharded_peak_bytes(self, model: torch.nn.Module, ranks: int) -> int:
+        """Return what a rank holds at most where FSDP2 shards each block, and the rest as one.
+
+        model : not yet sharded, and not wrapped. Parameters, gradients and their reduction are of
+        one type. The state of an optimizer is not in it.
+        """
+        return sharded_peak(model, (*self.saved, *self.kept), self.stretches, ranks)
+
+    def __repr__(self) -> str:
+        calls = sum(len(it) for saved in self.saved.values() for it in saved.values())
+        return (
+            f"SelectivePolicy: peak {show_bytes(self.baseline_peak_bytes)} -> "
+            f"{show_bytes(self.peak_bytes)} of {show_bytes(self.budget_bytes)}; "
+            f"{len(self.saved)} blocks run again, of which {calls} results are saved, "
+            f"{len(self.kept)} do not; second runs take {self.rerun_s:.3g} s beside "
+            f"{self.forward_s:.3g} s of the forward pass"
+        )
+
+
+def checkpoint_policy(
+    model: torch.nn.Module,
+    sample: Any,
+    budget: int | str,
+    *,
+    blocks: Sequence[str | type | torch.nn.Module] | None = None,
+    profile: bool = True,
+    device: Device | None = None,
+    optimizer: Any = None,
+) -> SelectivePolicy:
+    """Return the selective-checkpoint policy that keeps a budget and runs least again.
+
+    Parameters
+    ----------
+    model, sample
+        As in `trace`; nothing is allocated but for timing ops. The model is left as it was.
+    budget
+        The most live bytes of an eager step: a number, "6GiB", or "60%" of the peak without a
+        policy. Parameters, gradients and the input count.
+    blocks
+        Paths, classes or modules that may run again, none within another. None takes the rows
+        (Sequential, ModuleList) of modules that have modules: the outermost and the innermost are
+        tried.
+    profile, device, optimizer
+        As in `trace`.
+
+    Raises
+    ------
+    TraceError
+        For a model that cannot be run on tensors without values, or that has no block that may run
+        again.
+    BudgetError
+        If the budget is less than these blocks can do; carries the smallest peak found.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import sn_memory.torch
+    >>> layer = lambda: torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU())
+    >>> model = torch.nn.Sequential(*(layer() for _ in range(8)))
+    >>> sample = torch.randn(512, 64)
+    >>> policy = sn_memory.torch.checkpoint_policy(model, sample, "75%", profile=False)
+    >>> policy.peak_bytes <= 0.75 * policy.baseline_peak_bytes
+    True
+    >>> policy.wrap(model)(sample).sum().backward()
+    """
+    arguments = call_arguments(sample)
+    held = sum(it.bytes for it in beside(model, optimizer))
+    known: list[torch.Tensor] = []
+    plain = predicted(model, arguments, {}, known)
+    whole = plain.peak_bytes + held
+    budget_bytes = parse_bytes(budget, whole=whole)
+    best: Found | None = None
+    smallest: Found | None = None
+    made: tuple[Chooser, Watched, list[float]] | None = None
+    reasons: dict[str, str] = {}
+    for paths in [named(model, blocks)] if blocks is not None else rows(model):
+        watched = watch(model, arguments, paths)
+        able = {path: it for path, it in watched.blocks.items() if it.times and not it.reason}
+        reasons |= {path: it.reason for path, it in watched.blocks.items() if it.reason}
+        if not able:
+            continue
+        seconds = _seconds(watched.recording, model, profile=profile, device=device)
+
+        def tried(selection: Selection) -> Step:
+            return predicted(model, arguments, selection, known)
+
+        chooser = Chooser(able, seconds, tried)
+        if smallest is None or chooser.nothing.step.peak_bytes < smallest.step.peak_bytes:
+            smallest = chooser.nothing
+        found = chooser.within(budget_bytes - held)
+        if found is not None and (best is None or found.rerun_s < best.rerun_s):
+            best, made = found, (chooser, watched, seconds)
+        if plain.peak_bytes + held <= budget_bytes:
+            break
+    if smallest is None:
+        why = "; ".join(f"{path}: {it}" for path, it in reasons.items())
+        raise TraceError(
+            f"the {type(model).__name__} has no block that may run again ({why or 'none runs'}). "
+            "Name others with blocks=."
+        )
+    if best is None or made is None:
+        raise _refused(smallest, whole, held, budget_bytes)
+    chooser, watched, seconds = made
+    selection = chooser.selection(best.choice)
+    return SelectivePolicy(
+        saved={path: it for path, it in selection.items() if it is not None},
+        kept=tuple(path for path, it in selection.items() if it is None),
+        budget_bytes=budget_bytes,
+        peak_bytes=best.step.peak_bytes + held,
+        baseline_peak_bytes=whole,
+        smallest_peak_bytes=smallest.step.peak_bytes + held,
+        rerun_s=best.rerun_s,
+        forward_s=sum(seconds),
+        stretches=tuple(best.step.stretches),
+    )
+
+
+def _refused(smallest: Found, whole: int, held: int, budget_bytes: int) -> BudgetError:
+    peak = smallest.step.peak_bytes + held
+    percent = percent_kept(peak, whole)
+    share = f', or "{percent}%" of the peak without a policy' if percent else ""
+    return BudgetError(
+        f"a step whose blocks all run again needs {show_bytes(peak)}, set by "
+        f"{smallest.step.peak_op}. The budget is {show_bytes(budget_bytes)}. The least that these "
+        f"blocks can do is {peak} bytes{share}. Raise the budget, name other blocks, or plan with "
+        "sn_memory.torch.plan, which also reorders and splits blocks.",
+        peak_bytes=peak,
+        budget_bytes=budget_bytes,
+        op=smallest.step.peak_op,
+        percent=percent,
+    )
+
+
+def _seconds(
+    recording: Recording, model: torch.nn.Module, *, profile: bool, device: Device | None
+) -> list[float]:
+    """Return seconds per call: measured, else a roofline."""
+    place = next(iter(model.parameters())).device
+    profile = profile and place.type != "meta"
+    if device is None:
+        device = measured_device(place) if profile else NOMINAL
+    found = measured_seconds(recording, place) if profile else [None] * len(recording.calls)
+    return [_roofline(recording, at, device) if it is None else it for at, it in enumerate(found)]
+
+
+def _roofline(recording: Recording, at: int, device: Device) -> float:
+    call = recording.calls[at]
+    moved = sum(recording.nbytes[it] for it in {*call.reads, *call.makes, *call.writes})
+    return max(
+        flops(call) / (device.flops_per_s or float("inf")),
+        moved / (device.bytes_per_s or float("inf")),
+    )

@@ -1,0 +1,227 @@
+"""What the blocks of a model do in one forward pass: their ops, what may be saved, what it spares.
+
+The pass runs on tensors without values. Results that may be saved are those that nobody changes
+afterwards (torch looks saved ones up, and a changed one would be another), that are no views, and
+that are not drawn: torch sets the random numbers back at the start of a second run, and a draw that
+is left out would shift those after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from ..errors import TraceError
+from ..model.guard import as_it_was
+from ..model.marks import fingerprint
+from ..model.step import chance_put_back, tensors
+from ..trace.capture import fake_of, scopes
+from ..trace.fake_step import swapped
+from ..trace.record import Recorder, Recording
+from ..trace.recurrent import FakeMode
+from .contexts import Numbers
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of an op that may be saved.
+
+    Parameters
+    ----------
+    op, number
+        As torch looks it up: the op's name, and the number of the call among those of its op.
+    call
+        The number of the call in the recording.
+    bytes
+        What saving it holds, until the block runs again.
+    beyond_bytes
+        How much of that autograd does not save anyway: so much more is held in the block's own
+        backward pass.
+    module
+        The path of the module that ran it.
+    """
+
+    op: str
+    number: int
+    call: int
+    bytes: int
+    beyond_bytes: int
+    module: str
+
+
+@dataclass
+class Block:
+    """What a block does.
+
+    Parameters
+    ----------
+    path
+        Of the module.
+    results
+        What may be saved, in order.
+    calls
+        Numbers of the calls of its ops that a second run makes where nothing is saved; torch ends
+        it when the last tensor that autograd wants is there.
+    saved_bytes
+        What autograd saves inside, beside parameters and what the block is given.
+    reason
+        Why it may not run again; empty where it may.
+    times
+        How often it is called.
+    """
+
+    path: str
+    results: list[Result] = field(default_factory=list)
+    calls: list[int] = field(default_factory=list)
+    saved_bytes: int = 0
+    reason: str = ""
+    times: int = 0
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The blocks by path, the paths in the order of their calls, the recorded forward pass."""
+
+    blocks: dict[str, Block]
+    order: tuple[str, ...]
+    recording: Recording
+
+
+@dataclass
+class _Run:
+    """One call of a block: storages it is given, what its objects held, its ops, what is saved."""
+
+    block: Block
+    given: set[int]
+    seen: Any
+    numbers: Numbers = field(default_factory=Numbers)
+    ops: list[tuple[str, int | None, int]] = field(default_factory=list)
+    saved: set[int] = field(default_factory=set)
+    # How many of its ops have run when autograd saves its last tensor: a second run ends there.
+    last: int = 0
+
+
+class _Ops(TorchDispatchMode):
+    """Numbers the ops of the block that runs, as torch's own mode does, and notes their calls."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+        self.running: _Run | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        calls = self.recorder.recording.calls
+        before = len(calls)
+        result = func(*args, **(kwargs or {}))
+        if self.running is not None:
+            number = self.running.numbers.of(str(func))
+            if len(calls) > before:
+                self.running.ops.append((str(func), number, before))
+        return result
+
+
+def watch(
+    model: torch.nn.Module,
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    paths: Sequence[str],
+) -> Watched:
+    """Run the forward pass on tensors without values and tell what its blocks do.
+
+    Raises TraceError for a model that cannot be run so, and for blocks within each other.
+    """
+    mode = FakeMode(allow_non_fake_inputs=True)
+    recorder = Recorder()
+    ops = _Ops(recorder)
+    blocks = {path: Block(path) for path in paths}
+    runs: list[_Run] = []
+    modules = {model.get_submodule(path): blocks[path] for path in paths}
+    arguments = tree_map_only(torch.Tensor, lambda it: fake_of(mode, it), arguments)
+
+    def enter(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        block = modules[module]
+        if ops.running is not None:
+            raise TraceError(
+                f"the block {block.path!r} runs within the block {ops.running.block.path!r}. Name "
+                "one of them."
+            )
+        given = {recorder.meet(it).storage for it in tensors((args, kwargs))}
+        ops.running = _Run(block, given, _held_by(args, kwargs))
+        runs.append(ops.running)
+
+    def leave(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        run, ops.running = ops.running, None
+        assert run is not None
+        if _held_by(args, kwargs) != run.seen:
+            run.block.reason = "it changes an object it is given, as a cache of keys and values"
+
+    def saved(it: torch.Tensor) -> torch.Tensor:
+        if ops.running is not None:
+            ops.running.saved.add(recorder.meet(it).storage)
+            ops.running.last = len(ops.running.ops)
+        return it
+
+    with as_it_was(model), chance_put_back(), swapped(model, mode), torch.enable_grad(), mode:
+        resident = {
+            recorder.give(it, "given").storage
+            for it in (*model.parameters(), *model.buffers(), *tensors(arguments))
+        }
+        with (
+            _hooked(modules, enter, leave),
+            saved_tensors_hooks(saved, lambda it: it),
+            recorder,
+            ops,
+            scopes(model, recorder),
+        ):
+            model.forward(*arguments[0], **arguments[1])
+    changed = {it for call in recorder.recording.calls for it in call.writes}
+    for run in runs:
+        _finish(run, recorder.recording, resident, changed)
+    return Watched(blocks, tuple(run.block.path for run in runs), recorder.recording)
+
+
+def _finish(run: _Run, recording: Recording, resident: set[int], changed: set[int]) -> None:
+    """Say of a block what its call showed; of several calls of it the first has its results."""
+    block, again = run.block, run.block.times > 0
+    block.times += 1
+    calls = [recording.calls[at] for _, _, at in run.ops]
+    if (run.given - resident) & {it for call in calls for it in call.writes}:
+        block.reason = "it changes what it is given in place"
+    block.calls += [at for _, _, at in run.ops[: run.last]]
+    inside = run.saved - resident - run.given
+    block.saved_bytes += sum(recording.nbytes[it] for it in inside)
+    if again:
+        return
+    for op, number, at in run.ops[: run.last]:
+        call = recording.calls[at]
+        if number is None or call.random or not call.makes or changed & set(call.makes):
+            continue
+        made = sum(recording.nbytes[it] for it in call.makes)
+        held = sum(recording.nbytes[it] for it in call.makes if it not in inside)
+        block.results.append(Result(op, number, at, made, held, call.scope))
+
+
+def _held_by(args: Any, kwargs: Mapping[str, Any]) -> Any:
+    return fingerprint(
+        tuple(it for it in (*args, *kwargs.values()) if not isinstance(it, torch.Tensor))
+    )
+
+
+@contextmanager
+def _hooked(modules: Iterable[torch.nn.Module], enter: Any, leave: Any) -> Iterator[None]:
+    with ExitStack() as stack:
+        for module in modules:
+            for hook in (
+                module.register_forward_pre_hook(enter, with_kwargs=True),
+                module.register_forward_hook(leave, with_kwargs=True),
+            ):
+                stack.callback(hook.remove)
+        yield

@@ -1,0 +1,263 @@
+"""Plans as selective-checkpoint policies: what is predicted is what torch's own executor holds."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import Gpt2, Llama, UNet, resnet
+from small_models import mlp
+from torch import nn
+
+import sn_memory.torch
+from sn_memory import BudgetError, PlanError
+from sn_memory.torch import StorageTracker, TraceError, checkpoint_policy
+from sn_memory.torch.model.step import run_step
+from sn_memory.torch.policy.contexts import Numbers
+
+ROOT = Path(__file__).resolve().parents[2]
+WRAPPED = "_checkpoint_wrapped_module."
+NETWORKS = {
+    "resnet": (lambda: resnet(50, width=4), lambda: torch.randn(4, 3, 32, 32)),
+    "gpt2": (
+        lambda: Gpt2(vocabulary=300, length=64, width=32, layers=3, heads=2),
+        lambda: torch.randint(0, 300, (2, 64)),
+    ),
+    "llama": (
+        lambda: Llama(vocabulary=300, width=32, layers=3, heads=2, groups=1, hidden=80),
+        lambda: torch.randint(0, 300, (2, 64)),
+    ),
+    "unet": (lambda: UNet(width=4), lambda: torch.randn(2, 1, 32, 32)),
+}
+
+
+def measured(model, sample):
+    """Peak and results of a step, by the names of the plain model."""
+    torch.manual_seed(5)
+    found = run_step(model, model, ((sample,), {}))
+    return found.peak_bytes, {key.replace(WRAPPED, ""): it for key, it in found.results.items()}
+
+
+def between(model, sample, **settings):
+    """A budget halfway from the least that blocks can do to what no policy takes."""
+    with pytest.raises(BudgetError) as caught:
+        checkpoint_policy(model, sample, 1, profile=False, **settings)
+    return f"{(caught.value.percent + 100) // 2}%"
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_peak_is_predicted_and_every_bit_is_the_same(name):
+    make, data = NETWORKS[name]
+    model, sample = make(), data()
+    policy = checkpoint_policy(model, sample, between(model, sample), profile=False)
+    plain_peak, plain = measured(copy.deepcopy(model), sample)
+    peak, results = measured(policy.wrap(model), sample)
+    assert plain_peak == policy.baseline_peak_bytes
+    assert policy.smallest_peak_bytes <= peak == policy.peak_bytes <= policy.budget_bytes
+    assert policy.saved
+    assert policy.rerun_s > 0
+    assert plain.keys() == results.keys()
+    for key, it in plain.items():
+        assert it is None or torch.equal(it, results[key]), key
+
+
+def test_more_bytes_run_less_again_and_all_of_them_nothing():
+    model, sample = mlp(), torch.randn(256, 32)
+    found = [
+        checkpoint_policy(model, sample, budget, profile=False) for budget in ("70%", "85%", "100%")
+    ]
+    assert found[0].rerun_s > found[1].rerun_s > found[2].rerun_s == 0
+    assert not found[2].saved
+    assert found[2].peak_bytes == found[2].baseline_peak_bytes
+
+
+def test_a_budget_that_cannot_be_had_says_what_can():
+    model, sample = mlp(), torch.randn(256, 32)
+    with pytest.raises(BudgetError, match="The least that these blocks can do") as caught:
+        checkpoint_policy(model, sample, "10%", profile=False)
+    error = caught.value
+    policy = checkpoint_policy(model, sample, error.peak_bytes, profile=False)
+    assert policy.peak_bytes == error.peak_bytes == policy.smallest_peak_bytes
+    assert checkpoint_policy(model, sample, f"{error.percent}%", profile=False).saved
+
+
+class Awkward(nn.Module):
+    """Batch norm, a counter, ReLU in place, two dropouts, a result that is written over."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x):
+        self.calls += 1
+        y = self.norm(self.conv(nn.functional.dropout(x, 0.3, self.training)))
+        y *= 2
+        y = torch.relu_(y)
+        return x + nn.functional.dropout(y * y, 0.3, self.training)
+
+
+def test_second_runs_write_nothing_twice_and_draw_the_same():
+    model, sample = nn.Sequential(*(Awkward() for _ in range(4))), torch.randn(4, 4, 16, 16)
+    budget = between(model, sample, blocks=[Awkward])
+    policy = checkpoint_policy(model, sample, budget, blocks=[Awkward], profile=False)
+    _, plain = measured(copy.deepcopy(model), sample)
+    peak, results = measured(policy.wrap(model), sample)
+    assert peak == policy.peak_bytes
+    assert float(results["buffer 0.calls"]) == 1
+    assert all(it is None or torch.equal(it, results[key]) for key, it in plain.items())
+
+
+def test_dropout_is_no_call_of_its_ops():
+    numbers = Numbers()
+    eager = ["aten.mul.Tensor", "aten.bernoulli_.float", "aten.div_.Scalar", "aten.mul.Tensor"]
+    assert [numbers.of(op) for op in (*eager, "aten.mul.Tensor")] == [0, None, None, None, 1]
+
+
+def test_compiled_it_saves_what_it_says():
+    make, data = NETWORKS["gpt2"]
+    model, sample = make().eval(), data()
+    policy = checkpoint_policy(model, sample, between(model, sample), profile=False)
+    _, plain = measured(copy.deepcopy(model), sample)
+    graphs = []
+
+    def note(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    backend = aot_autograd(
+        fw_compiler=note, bw_compiler=note, partition_fn=min_cut_rematerialization_partition
+    )
+    compiled = torch.compile(policy.wrap(model), backend=backend, fullgraph=True)
+    torch.manual_seed(5)
+    found = run_step(compiled, model, ((sample,), {}))
+    again = [it for it in graphs[1].graph.nodes if str(it.target).startswith("aten.gelu.")]
+    assert again, "nothing runs again in the backward graph"
+    for key, it in found.results.items():
+        other = plain[key.replace(WRAPPED, "")]
+        assert it is None or torch.allclose(it, other, atol=1e-5), key
+
+
+def test_its_key_is_of_what_it_says():
+    model, sample = mlp(), torch.randn(256, 32)
+    first, same, other = (
+        checkpoint_policy(model, sample, budget, profile=False) for budget in ("75%", "75%", "90%")
+    )
+    assert first.key == same.key != other.key
+    block = next(iter(first.saved))
+    assert first.context_fn(block).cache_hash == f"{first.key}/{block}"
+    with pytest.raises(PlanError, match="expected one that runs again"):
+        first.context_fn("elsewhere")
+
+
+def test_a_planned_model_gives_its_policy():
+    model, sample = mlp(), torch.randn(256, 32)
+    planned = sn_memory.torch.plan(model, sample, "80%", profile=False, trial=False)
+    policy = planned.sn_memory.as_checkpoint_policy()
+    assert policy.budget_bytes == planned.sn_memory.budget_bytes >= policy.peak_bytes
+    peak, _ = measured(policy.wrap(model), sample)
+    assert peak == policy.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("blocks", "match"),
+    [
+        (["nowhere"], "expected a path, a class or a module"),
+        (["0", "0.1"], "lies within the block '0'"),
+        ([nn.Conv2d], "expected a path, a class or a module"),
+    ],
+)
+def test_blocks_that_are_none_are_refused(blocks, match):
+    with pytest.raises(TraceError, match=match):
+        checkpoint_policy(mlp(), torch.randn(8, 32), "90%", blocks=blocks, profile=False)
+
+
+def test_a_block_that_changes_what_it_is_given_is_left_alone():
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.linear(x.mul_(2))
+
+    model = nn.Sequential(nn.Linear(8, 8), Writes())
+    with pytest.raises(TraceError, match="changes what it is given in place"):
+        checkpoint_policy(model, torch.randn(4, 8), "90%", blocks=[Writes], profile=False)
+
+
+RANK = """
+import json, sys, torch
+from small_models import mlp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from sn_memory.torch import StorageTracker, checkpoint_policy
+torch.set_num_threads(1)
+rank, store = int(sys.argv[1]), sys.argv[2]
+torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+
+class WithLoss(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = mlp(8, 64)
+
+    def forward(self, x):
+        return self.blocks(x).square().mean()
+
+torch.manual_seed(0)
+model, sample = WithLoss(), torch.randn(1024, 64)
+policy = checkpoint_policy(model, sample, "80%", profile=False)
+expected = policy.sharded_peak_bytes(model, 2)
+policy.wrap(model)
+for block in model.blocks:
+    fully_shard(block, mesh=mesh)
+fully_shard(model, mesh=mesh)
+for _ in range(2):
+    model.zero_grad()
+    tracker = StorageTracker([*model.parameters(), sample])
+    with tracker:
+        model(sample).backward()
+grads = [float(it.grad.full_tensor().double().sum()) for it in model.parameters()]
+if rank == 0:
+    print(json.dumps([expected, tracker.peak_bytes, grads]))
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_under_fsdp2_on_two_ranks(tmp_path):
+    if not torch.distributed.is_available():
+        pytest.skip("no torch.distributed")
+    path = os.pathsep.join(
+        [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    )
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    out = [rank.communicate()[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    expected, peak, grads = json.loads(out[0].splitlines()[-1])
+    assert abs(peak - expected) <= 0.1 * expected
+    torch.manual_seed(0)
+    model, sample = mlp(8, 64), torch.randn(1024, 64)
+    model(sample).square().mean().backward()
+    plain = [float(it.grad.double().sum()) for it in model.parameters()]
+    assert grads == pytest.approx(plain, rel=1e-4, abs=1e-6)
+
+
+def test_the_tracker_is_told_of_every_call():
+    heard = []
+    with StorageTracker(heard=heard.append) as tracker:
+        torch.zeros(256)
+    assert max(heard) == tracker.peak_bytes == 1024
