@@ -260,6 +260,7 @@ BUILD: dict[str, tuple[str, Build]] = {
     "auto frequencies": ("shared", partial(_auto, frequencies=True)),
     "auto gather": ("gather", _auto_gather),
     "fft": ("scatter", _bare_fft),
+    "fft, 2 bits": ("scatter", partial(_bare_fft, values="2bit")),
     "fft gathered": ("gather", partial(_fft, by_shape=False)),
     "fft of blocks": ("gather", partial(_fft, by_shape=False, span=None)),
     "fft, 8 bits": ("gather", partial(_fft, by_shape=False, span=None, bits=8, mantissa=3)),

@@ -230,6 +230,7 @@ MEMORY: list[tuple[str, float | None]] = [
 ]
 OTHERS: list[tuple[str, float | None]] = [
     ("auto frequencies", 50.0),
+    ("fft, 2 bits", 50.0),
     ("auto gather", 50.0),
     ("auto gather", 150.0),
     ("sparseloco", 50.0),

@@ -38,7 +38,7 @@ class FFTSettings(_OfAll, total=False):
     bits: int
     mantissa: int
     positions: Literal["elias-fano", "bitmap"]
-    values: Literal["range", "fp16"]
+    values: Literal["range", "fp16", "2bit"]
     window: Literal["block", "payload"] | float
     half: bool
     transform: Literal["fft", "dct", "hadamard", "identity"]
@@ -80,7 +80,7 @@ class Settings:
     bits: int = 4
     mantissa: int = 1
     positions: Literal["elias-fano", "bitmap"] = "elias-fano"
-    values: Literal["range", "fp16"] = "range"
+    values: Literal["range", "fp16", "2bit"] = "range"
     window: Literal["block", "payload"] | float = "block"
     half: bool = False
     transform: Literal["fft", "dct", "hadamard", "identity"] = "fft"

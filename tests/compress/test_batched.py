@@ -25,6 +25,7 @@ from sn_compress.codecs.base import Payload
 from sn_compress.codecs.frequency import batched
 from sn_compress.ops.records import record
 from sn_compress.ops.records.record_arrays import Records
+from sn_compress.ops.records.value_arrays import SERVED
 from sn_compress.ops.spectra.transforms import OverAxes, Transform
 from sn_compress.ops.words import bit_fields
 from sn_compress.ops.words.checksum import crc
@@ -39,6 +40,8 @@ EXACT = [  # whose transforms have the same bits in all libraries
     {"transform": "identity", "theta": 0.5, "positions": "bitmap", "half": True},
     {"transform": "hadamard", "theta": 0.9, "bits": 12, "mantissa": 5},
     {"transform": "identity", "block": None, "theta": 0.9, "window": 0.3},
+    {"transform": "identity", "theta": 0.9, "values": "2bit"},
+    {"transform": "hadamard", "theta": 0.0, "values": "2bit", "block": 64},
 ]
 
 
@@ -63,7 +66,7 @@ def drawn(codec, rng, n):
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_records_are_those_of_the_host_bit_for_bit(library):
     make = LIBRARIES[library]
-    some = [it for it in layouts((32, 1024), (0.0, 0.5, 0.98)) if it.values == "range"]
+    some = [it for it in layouts((32, 1024), (0.0, 0.5, 0.98)) if it.values in SERVED]
     for seed, layout in enumerate(some):
         rng, records = np.random.default_rng(seed), Records(layout)
         decay = (1.0, 0.9)[seed % 2]
@@ -391,8 +394,8 @@ def test_a_step_of_resnet50_is_few_launches():
 
 def test_what_array_code_has_no_form_of():
     vector = random(5000)
-    for settings in ({"values": "fp16"}, {"values": "sign"}, {"values": "2bit"}):
-        with pytest.raises(CompressError, match=r"as array code; expected 'range'"):
+    for settings in ({"values": "fp16"}, {"values": "sign"}):
+        with pytest.raises(CompressError, match=r"as array code; expected 'range' or '2bit'"):
             batched.encode(FFTCodec(**settings), [vector])
     with pytest.raises(CompressError, match='window="payload" as array code'):
         batched.encode(FFTCodec(window="payload"), [vector])

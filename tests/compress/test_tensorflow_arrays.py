@@ -13,8 +13,12 @@ import pytest
 tf = pytest.importorskip("tensorflow")
 
 from sn_compress.base.errors import CompressError  # noqa: E402
+from sn_compress.codecs.frequency import batched  # noqa: E402
+from sn_compress.codecs.frequency.fft import FFTCodec  # noqa: E402
 from sn_compress.devices import arrays  # noqa: E402
 from sn_compress.ops.linear.orthonormal import Orthonormal  # noqa: E402
+from sn_compress.ops.records import value_arrays  # noqa: E402
+from sn_compress.ops.records.layout import Layout  # noqa: E402
 from sn_compress.ops.words import scales  # noqa: E402
 from sn_compress.ops.words.digits import Digits  # noqa: E402
 from sn_compress.ops.words.positions import largest, orders, told, write  # noqa: E402
@@ -252,6 +256,41 @@ def test_a_gradient_of_another_size_is_refused():
     state = tensors(bucket.new_state(np.zeros(1, np.float32)))
     with pytest.raises(CompressError, match=r"shape \(39,\); expected \(40,\)"):
         next(step(bucket, state, [tf.zeros(40)], [tf.zeros(39)], ranks=2, rank=0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("values", value_arrays.SERVED)
+def test_codes_of_values_are_those_of_numpy(kind, values):
+    rng, layout = np.random.default_rng(5), Layout(64, 20, values, 4, 1, "bitmap")
+    some = rng.standard_normal((6, 40)) * 10.0 ** rng.integers(-20, 20, (6, 1))
+    some = some.astype(np.float32)
+    some[0], some[1] = 0, -1
+    peaks = np.abs(some).max(axis=1).view(np.int32)
+
+    def run(some, peaks):
+        heads, scale, codes, saturated = value_arrays.encode(some, peaks, layout, None)
+        return heads, codes, saturated, value_arrays.decode(codes, scale, layout)
+
+    same(compiled(run, kind)(tf.constant(some), tf.constant(peaks)), run(some, peaks))
+
+
+@pytest.mark.parametrize("values", value_arrays.SERVED)
+def test_payloads_of_a_graph_are_those_of_the_codec(values):
+    """Whose transform is exact; those of FFTs differ in last bits."""
+    codec = FFTCodec(theta=0.9, transform="identity", values=values)
+    vector = np.random.default_rng(6).standard_normal(5000).astype(np.float32)
+
+    def encoded(it, memory):
+        made = batched.encode(codec, [it], [memory])
+        return made.words, made.memories[0]
+
+    run = compiled(encoded, "graph")
+    state, own = codec.new_state(5000), codec.new_state(5000)
+    for _ in range(2):
+        words, state = run(tf.constant(vector), [tf.constant(part) for part in state])
+        payload = codec.encode(vector, state=own)
+        assert words.numpy().tobytes() == payload.to_bytes()
+        same(state, own)
 
 
 @pytest.mark.parametrize("kind", KINDS)

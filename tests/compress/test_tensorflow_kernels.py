@@ -34,6 +34,7 @@ def words_of(payload):
         {"theta": 0.9, "block": 64, "bits": 12, "mantissa": 6, "positions": "bitmap"},
         {"theta": 0.9, "window": 1.0, "half": True}, {"theta": 0.95, "values": "sign"},
         {"theta": 0.95, "span": 64, "bits": 4, "mantissa": 1},
+        {"theta": 0.95, "span": 64, "values": "2bit"},
     ],
     ids=str,
 )  # fmt: skip

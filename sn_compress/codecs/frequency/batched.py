@@ -22,7 +22,7 @@ import numpy as np
 
 from ...base.errors import CompressError, PayloadError
 from ...devices.arrays import Array, Constant, device_of, join, namespace, put, steady, take
-from ...ops.records import quantize
+from ...ops.records import quantize, value_arrays
 from ...ops.records.layout import Layout
 from ...ops.records.record_arrays import Records
 from ...ops.spectra.transforms import OverAxes, Transform
@@ -66,7 +66,7 @@ class Decoded:
 
 def serves(codec: Coder) -> bool:
     """Whether there is array code for these settings; others raise CompressError."""
-    return codec.values == "range" and codec.window != "payload"
+    return codec.values in value_arrays.SERVED and codec.window != "payload"
 
 
 def memory_shapes(codec: Coder, n: int) -> list[tuple[int, int]]:

@@ -1,9 +1,7 @@
 """Records of blocks over any array library: what record.py does on a host, bit for bit.
 
 Nothing hangs on a value: which bins travel is found by sorting, damage is a flag. See record.py for
-the bits of a record, select.py for which bins stay, quantize.py for the codes.
-
-Over 300 lines: encoding and decoding share the layout of every field.
+the bits of a record, select.py for which bins stay, value_arrays.py for the codes.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from ...base.errors import CompressError
 from ...devices.arrays import (
     Array,
     Constant,
@@ -30,11 +27,11 @@ from ...devices.arrays import top as largest_of_rows
 from ..words import bit_fields
 from ..words.bit_fields import Fields
 from ..words.elias_fano import low_bits, upper_bits
+from . import value_arrays
 from .layout import NON_FINITE, Layout
 from .select import MAX_FINITE
 
 _POSITION = 2**32 - 1  # room for a position below what it is sorted by
-_SIGN = 2**31 - 1
 _FOURS = Constant(4.0 ** (np.arange(254) - 127))  # what a scaled square is worth, by exponent
 
 
@@ -80,11 +77,7 @@ class Records:
     """
 
     def __init__(self, layout: Layout) -> None:
-        if layout.values != "range":
-            raise CompressError(
-                f"values={layout.values!r} as array code; expected 'range'. Other values need "
-                "tensors on the CPU, or CuPy: the extra [cuda]."
-            )
+        value_arrays.check(layout)
         self.layout = layout
         kept, bins, parts, bits = layout.kept, layout.bins, layout.parts, layout.code_bits
         self._inner = None
@@ -99,8 +92,11 @@ class Records:
         low = low_bits(kept, bins) if kept < bins and layout.positions == "elias-fano" else 0
         codes = layout.head_bits + bits * np.arange(kept * parts)
         lows = layout.positions_at + low * np.arange(kept if low else 0)
-        offsets = np.concatenate([[0], codes, lows])
-        widths = np.concatenate([[16], np.full(codes.size, bits), np.full(lows.size, low)])
+        heads = np.arange(0, layout.head_bits, 16)
+        offsets = np.concatenate([heads, codes, lows])
+        widths = np.concatenate(
+            [np.full(heads.size, 16), np.full(codes.size, bits), np.full(lows.size, low)]
+        )
         self._offsets = Constant(offsets.astype(np.int64)[None, :])
         self._read = Fields(offsets, widths, layout.words)
         self._map_at = layout.positions_at + low * kept
@@ -130,7 +126,7 @@ class Records:
         if memory is not None:
             exact = isinstance(factor, float) and factor == 1
             coefficients = coefficients + (memory if exact else memory * factor)
-        peaks = xp.max(bits_of(coefficients) & _SIGN, axis=1)  # [rows] int32
+        peaks = xp.max(bits_of(coefficients) & value_arrays.SIGN, axis=1)  # [rows] int32
         finite = (peaks <= MAX_FINITE)[:, None]
         spoken = finite if self._inner is None else finite & self._inner.on(coefficients)[None, :]
         coefficients = xp.where(spoken, coefficients, xp.zeros_like(coefficients))
@@ -139,11 +135,7 @@ class Records:
         flat = xp.reshape(first + at, (-1,))
         pairs = xp.reshape(coefficients, (rows * bins, parts))
         values = xp.reshape(take(pairs, flat), (rows, kept * parts))
-        heads = _window_top(peaks, layout.mantissa)[:, None]  # [rows, 1] int64
-        if top is not None:
-            heads = heads * 0 + top
-        base = _window_base(heads, layout)
-        codes, saturated = _codes(values, base, layout)
+        heads, scale, codes, saturated = value_arrays.encode(values, peaks, layout, top)
         words = bit_fields.write(*self._fields(heads, codes, at), layout.words)
         lost = self._lost.on(words)[None, :]  # the record of a block that is not finite
         words = xp.where(finite, words, lost)
@@ -151,8 +143,12 @@ class Records:
         if tally:
             energy = _energy(coefficients, peaks, layout)
         if memory is not None or tally:
-            rest = xp.reshape(values - _values(codes, base, layout), (rows * kept, parts))
+            rest = values - value_arrays.decode(codes, scale, layout)
+            rest = xp.reshape(rest, (rows * kept, parts))
             left = xp.reshape(put(pairs, flat, rest), (rows, bins * parts))
+            if self._inner is not None and layout.values == "2bit":
+                # Without a zero the edges' imaginary parts got a value all the same.
+                left = xp.where(self._inner.on(left)[None, :], left, xp.zeros_like(left))
         if tally:
             error = _energy(left, peaks, layout)
         left = None if memory is None else xp.where(finite, left, memory)
@@ -163,9 +159,12 @@ class Records:
         xp, layout = namespace(words), self.layout
         rows, kept, bins = words.shape[0], layout.kept, layout.bins
         fields = self._read.read(words)
-        heads, codes = fields[:, :1], fields[:, 1 : 1 + kept * layout.parts]
+        first = layout.head_bits // 16
+        heads, codes = fields[:, :first], fields[:, first : first + kept * layout.parts]
         lost = heads[:, 0] == NON_FINITE
         damaged = heads[:, 0] > MAX_FINITE >> 16
+        for second in range(1, first):
+            damaged = damaged | (heads[:, second] > MAX_FINITE >> 16)
         count = _counted(xp, kept, words)[None, :]
         if kept == bins:
             at = xp.broadcast_to(count, (rows, kept))
@@ -182,7 +181,7 @@ class Records:
                 damaged = damaged | xp.any(at[:, 1:] <= at[:, :-1], axis=1) | (at[:, -1] >= bins)
             at = xp.clip(at, 0, bins - 1)
         damaged = damaged & ~lost
-        values = _values(codes, _window_base(heads, layout), layout)
+        values = value_arrays.decode(codes, value_arrays.scale_of(heads, layout), layout)
         return Decoded(at, values, lost | damaged, damaged)
 
     def add(self, target: Array, decoded: Decoded, weight: float) -> Array:
@@ -227,7 +226,7 @@ def _positions(coefficients: Array, peaks: Array, layout: Layout) -> Array:
     if kept == bins:
         return xp.broadcast_to(count[None, :], (rows, bins))
     if layout.parts == 1:
-        order = bits_of(coefficients) & _SIGN
+        order = bits_of(coefficients) & value_arrays.SIGN
     else:
         order = bits_of(_squares(coefficients, peaks, layout))
     keys = xp.astype(order, xp.int64) * (_POSITION + 1) + (_POSITION - count)[None, :]
@@ -236,16 +235,12 @@ def _positions(coefficients: Array, peaks: Array, layout: Layout) -> Array:
 
 def _squares(coefficients: Array, peaks: Array, layout: Layout) -> Array:
     """[rows, bins] float32: magnitudes squared, of blocks scaled as in select.magnitude_keys."""
-    scaled = coefficients * floats_of((254 - _exponents(peaks)) * 2**23)[:, None]
+    scaled = coefficients * floats_of((254 - value_arrays.exponents(peaks)) * 2**23)[:, None]
     squares = scaled * scaled
     if layout.parts == 1:
         return squares
     pairs = namespace(squares).reshape(squares, (squares.shape[0], layout.bins, 2))
     return pairs[:, :, 0] + pairs[:, :, 1]
-
-
-def _exponents(peaks: Array) -> Array:
-    return namespace(peaks).clip(shifted(peaks, 23), 0, 253)
 
 
 def _energy(coefficients: Array, peaks: Array, layout: Layout) -> Array:
@@ -258,52 +253,9 @@ def _energy(coefficients: Array, peaks: Array, layout: Layout) -> Array:
         if layout.block % 2 == 0:
             total = total - squares[:, -1]
     units = _FOURS.on(peaks)
-    return xp.astype(total, xp.float64) * take(units, xp.astype(_exponents(peaks), xp.int64))
-
-
-def _rungs(magnitudes: Array, mantissa: int) -> Array:
-    return shifted(magnitudes + 2 ** (22 - mantissa), 23 - mantissa)
-
-
-def _window_top(peaks: Array, mantissa: int) -> Array:
-    xp = namespace(peaks)
-    ends = _rungs(xp.astype(peaks, xp.int64), mantissa) * 2 ** (23 - mantissa)
-    return xp.clip(shifted(ends + 0xFFFF, 16), 0, MAX_FINITE >> 16)
-
-
-def _window_base(heads: Array, layout: Layout) -> Array:
-    ends = shifted(heads * 2**16, 23 - layout.mantissa)
-    return namespace(heads).clip(ends - 2 ** (layout.bits - 1) + 1, 1, 2**31)
-
-
-def _codes(values: Array, base: Array, layout: Layout) -> tuple[Array, Array]:
-    """quantize.encode_window; codes [rows, m] int64, saturated [rows] int64."""
-    xp, step = namespace(values), 23 - layout.mantissa
-    words = xp.astype(bits_of(values), xp.int64)
-    negative = xp.astype(words < 0, xp.int64)
-    magnitude = words & _SIGN
-    half = 2 ** (layout.bits - 1)
-    end = base + half - 1
-    rung = _rungs(magnitude, layout.mantissa)
-    saturated = xp.sum(xp.astype(rung > end, xp.int64), axis=1)
-    rung = xp.minimum(rung, end)
-    lowest = base + negative  # the negative side has one code fewer
-    low = lowest * 2**step
-    halfway = xp.where(low >= 2 * 2**23, low - 2**23, shifted(low, 1))
-    rung = xp.where((rung < lowest) & (magnitude > halfway), lowest, rung)
-    code = rung - base + 1 + negative * (half - 1)
-    return xp.where(rung < lowest, xp.zeros_like(code), code), saturated
-
-
-def _values(codes: Array, base: Array, layout: Layout) -> Array:
-    """quantize.decode_window."""
-    xp = namespace(codes)
-    half = 2 ** (layout.bits - 1)
-    negative = xp.astype(codes > half, xp.int64)
-    rung = codes - 1 + base - negative * (half - 1)
-    words = xp.where(codes == 0, xp.zeros_like(codes), rung * 2 ** (23 - layout.mantissa))
-    # A damaged head may ask for more than 31 bits.
-    return floats_of(xp.astype((words & _SIGN) - negative * 2**31, xp.int32))
+    return xp.astype(total, xp.float64) * take(
+        units, xp.astype(value_arrays.exponents(peaks), xp.int64)
+    )
 
 
 def _counted(xp: Any, count: int, like: Array) -> Array:
