@@ -35,7 +35,7 @@ from torch import nn
 from training_rows import load, save
 
 from sn_compress.base.text_table import text_table
-from sn_compress.prediction.cost import Link
+from sn_compress.prediction.cost import Link, Step
 from sn_compress.prediction.layers import Layer, layers
 from sn_compress.prediction.predict import Prediction, predict
 from sn_compress.prediction.rates import FREE, RECORDED, Rates, measure_rates
@@ -101,7 +101,10 @@ def tables() -> str:
     for name, (model, seconds) in cases().items():
         found = told(model, 1, seconds, core)
         limits = [found.row(method) for method in OURS.values()]
-        cells = [f"{it.break_even_gbit:.1f} Gbit/s; against fp16 {it.break_even_fp16_gbit:.1f}" for it in limits]
+        cells = [
+            f"{it.break_even_gbit:.1f} Gbit/s; against fp16 {it.break_even_fp16_gbit:.1f}"
+            for it in limits
+        ]
         lines.append(f"| {name.partition(',')[0]} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -151,9 +154,8 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
     for number in range(SETTLE + job["steps"]):
         for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
             way.step()
-    shapes = [(name, list(p.shape)) for name, p in ways[0].net.named_parameters()]
     taken = {name: way.seconds for name, way in zip(names, ways, strict=True)}
-    return {"rates": vars(rates), "shapes": shapes, "taken": taken}
+    return {"rates": vars(rates), "taken": taken}
 
 
 def rows_of(job: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -163,29 +165,51 @@ def rows_of(job: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, 
         for name in ["alone", *WAYS]
     }
     rates = {name: statistics.fmean(r["rates"][name] for r in found) for name in found[0]["rates"]}
-    model = [Layer(name, tuple(shape)) for name, shape in found[0]["shapes"]]
-    said = predict(
-        model, ranks=len(found), link=Link.of_gbit(job["gbit"]), rates=Rates(**rates),
-        compute_s=step_s["alone"],
-    )  # fmt: skip
     return [
         {"model": job["model"], "gbit": job["gbit"], "way": way, "ranks": len(found)}
-        | {"step_s": step_s[way], "predicted_s": said.row(method).step.seconds}
-        | {"codec_s": said.row(method).step.codec_s, "exchange_s": said.row(method).step.exchange_s}
-        | {"compute_s": step_s["alone"], "steps": job["steps"], "rates": rates}
+        | {"step_s": step_s[way], "compute_s": step_s["alone"], "steps": job["steps"]}
+        | {"rates": rates}
         | about(__file__)
-        for way, method in WAYS.items()
+        for way in WAYS
     ]
+
+
+def shapes_of(model: str) -> list[Layer]:
+    """The parameters of a measured model."""
+    if model != "transformer":
+        return layers(model)
+    with torch.device("meta"):
+        return [Layer(name, tuple(p.shape)) for name, p in Language().named_parameters()]
+
+
+def said(row: dict[str, Any]) -> Step:
+    """What predict says of a measured row, told what was measured beside it."""
+    found = predict(
+        shapes_of(row["model"]), ranks=row["ranks"], link=Link.of_gbit(row["gbit"]),
+        rates=Rates(**row["rates"]), compute_s=row["compute_s"],
+    )  # fmt: skip
+    return found.row(WAYS[row["way"]]).step
 
 
 def measured(rows: list[dict[str, Any]]) -> str:
     """Rows as people read them."""
-    cells = [
-        [row["model"], row["gbit"], row["way"], row["step_s"], row["predicted_s"],
-         row["predicted_s"] / row["step_s"], row["compute_s"], row["codec_s"], row["exchange_s"]]
-        for row in rows
-    ]  # fmt: skip
-    head = ("model", "Gbit/s", "way", "s a step", "predicted", "ratio", "computing", "codec", "exchange")
+    cells = []
+    for row in rows:
+        of = said(row)
+        times = [row["step_s"], of.seconds, of.seconds / row["step_s"]]
+        times += [row["compute_s"], of.codec_s, of.exchange_s]
+        cells.append([row["model"], row["gbit"], row["way"], *times])
+    head = (
+        "model",
+        "Gbit/s",
+        "way",
+        "s a step",
+        "predicted",
+        "ratio",
+        "computing",
+        "codec",
+        "exchange",
+    )
     return text_table(head, cells, ("", "", "", ".3f", ".3f", ".2f", ".3f", ".3f", ".3f"))
 
 

@@ -47,7 +47,9 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     source = {uri: path for path, uri in PAGES.items()}.get(uri, f"docs/{uri}")
     text = moved(markdown, source, uri)
     if README in text:
-        text = text.replace(README, moved((ROOT / "README.md").read_text("utf-8"), "README.md", uri))
+        text = text.replace(
+            README, moved((ROOT / "README.md").read_text("utf-8"), "README.md", uri)
+        )
     return _FLOWCHART.sub(lambda found: flowchart(found[1]), text)
 
 

@@ -140,7 +140,12 @@ def routes_of(
     if method == "fp16":
         half = (rates.cast_s + rates.bucket_s) / 2
         return [
-            Route("fp16", (("allreduce", 2 * t.elements),), (half * t.elements, half * t.elements))
+            Route(
+                "fp16",
+                (("allreduce", 2 * t.elements),),
+                (half * t.elements, half * t.elements),
+                t.elements,
+            )
             for t in layers
         ]
     if method == "shared":
@@ -152,7 +157,7 @@ def routes_of(
 
 def _plain(tensor: Layer, rates: Rates) -> Route:
     half = tensor.elements * rates.bucket_s / 2
-    return Route("plain", (("allreduce", 4 * tensor.elements),), (half, half))
+    return Route("plain", (("allreduce", 4 * tensor.elements),), (half, half), tensor.elements)
 
 
 def _in_bucket(tensor: Layer, rates: Rates, of_each: float, times: Sequence[float]) -> Seconds:
@@ -178,7 +183,7 @@ def _payloads(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Ra
             after = n * (rates.decode_s + ranks * rates.add_s)
             times = n * rates.encode_s, after
             taken = _in_bucket(tensor, rates, rates.gather_tensor_s, times)
-            routes.append(Route("gather", (("allgather", size),), taken))
+            routes.append(Route("gather", (("allgather", size),), taken, n))
             continue
         parts, means = next(owned)
         # Its own piece, an equal part of all, a rank encodes once: as a mean.
@@ -190,7 +195,7 @@ def _payloads(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Ra
         )
         rounds: Rounds = (("alltoall", parts + _TOKEN_BYTES), ("allgather", means))
         taken = _in_bucket(tensor, rates, rates.gather_tensor_s, times)
-        routes.append(Route("gather", rounds, taken))
+        routes.append(Route("gather", rounds, taken, n))
     return routes
 
 
@@ -230,7 +235,8 @@ def _shared(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Rate
             quarter = n * (rates.pass_s + rank * rates.column_s) / 4
             times = (quarter, quarter, 2 * quarter)
         sent = tuple(("allreduce", 4 * it) for it in words)
-        routes.append(Route("shared", sent, _in_bucket(tensor, rates, rates.shared_tensor_s, times)))
+        taken = _in_bucket(tensor, rates, rates.shared_tensor_s, times)
+        routes.append(Route("shared", sent, taken, n))
     return routes
 
 

@@ -59,8 +59,7 @@ class CompressionState:
         skips is taken back; costs a second copy of the memory.
     find_unused_parameters : as DDP has it. On CUDA tensors it costs one wait for the device a
         bucket, to keep the memory of parameters that were not used; on the CPU it is always on.
-    warn_after : steps of the optimizer without a call of the hook after which an UncalledWarning
-        says that nothing calls it, once; 0 for never
+    warn_after : steps of the optimizer without a call of the hook before an UncalledWarning; 0: none
 
     Raises CompressError for what is none of ours in place of compression or group; in the first
     backward pass, on every rank, for settings that ranks do not share.
@@ -83,12 +82,11 @@ class CompressionState:
         self.process_group, self.collectives = process_group, Collectives(process_group)
         self.settings.refuse_overlap("torch's DistributedDataParallel")
         self.settings.refuse_wait("torch's DistributedDataParallel")
-        self.engine = Engine(
+        self.engine = engine = Engine(
             self.settings, torch.get_num_threads(), stock="DDP", tuner=Tuner, scaler=scaler,
             find_unused=find_unused_parameters,
         )  # fmt: skip
-        self.feedback, self.shared = self.engine.feedback, self.engine.shared
-        self.traffic = self.engine.traffic
+        self.feedback, self.shared, self.traffic = engine.feedback, engine.shared, engine.traffic
         self.names = Names(named_parameters)
         self.watch = CallWatch(warn_after, self.names.known)
         self._said: list[tuple[str, str]] | None = None  # of the parameters, in a step that asks
@@ -102,7 +100,7 @@ class CompressionState:
 
     @property
     def rank(self) -> int:
-        """The number of this rank among them."""
+        """Its number among them."""
         return self.collectives.rank
 
     @property

@@ -307,8 +307,9 @@ def test_measured_rates_are_seconds():
     lines = []
     found = measure_rates(Settings(), repeat=1, say=lines.append)
     assert len(lines) == 2
-    # From a thousandth of a cycle to ten microseconds for an element.
-    assert all(1e-13 <= value < 1e-5 for value in vars(found).values())
+    for name, value in vars(found).items():
+        # From a thousandth of a cycle to ten microseconds for an element; a tensor may take more.
+        assert 1e-13 <= value < (0.1 if name.endswith("tensor_s") else 1e-5), name
 
 
 def test_the_command_prints_the_table_and_draws(tmp_path):

@@ -44,7 +44,6 @@ def train(ddp, steps=3):
         optimizer.step()
 
 
-
 # A state that nothing calls
 
 

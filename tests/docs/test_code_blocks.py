@@ -18,7 +18,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
-TORCHRUN = [ROOT / f"docs/recipes/{name}.md" for name in ("hugging_face", "accelerate", "lightning")]
+TORCHRUN = [
+    ROOT / f"docs/recipes/{name}.md" for name in ("hugging_face", "accelerate", "lightning")
+]
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 HOROVOD_USER = """
@@ -102,7 +104,9 @@ def test_the_notebook_runs(tmp_path):
     assert "bit-equal" in "".join(said)
 
 
-@pytest.mark.parametrize("page", [it for it in having("python", "py") if it.values[0] not in TORCHRUN])
+@pytest.mark.parametrize(
+    "page", [it for it in having("python", "py") if it.values[0] not in TORCHRUN]
+)
 def test_python_runs(page, request, tmp_path):
     source = program(page)
     # Errors then name the page and its line.

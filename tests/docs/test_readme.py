@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shlex
+import statistics
 import sys
 from pathlib import Path
 
@@ -47,10 +48,33 @@ ROWS = json.loads(RESULTS.read_text("utf-8"))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['model']} {row['gbit']} {row['way']}")
-def test_predicted_steps_are_close_to_measured_ones(row):
-    assert row["predicted_s"] == pytest.approx(row["step_s"], rel=CLOSE)
+def test_predicted_steps_are_close_to_measured_ones(pays, row):
+    assert pays.said(row).seconds == pytest.approx(row["step_s"], rel=CLOSE)
+
+
+def test_the_command_of_readme_gives_a_cell_of_its_table(pays):
+    pytest.importorskip("sn_compress.__main__")
+    from sn_compress.__main__ import main
+
+    line = re.search(r"`python -m (sn_compress predict --model resnet50 [^`]*)`", README)[1]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert main(shlex.split(line)[1:]) == 0
+    rows = dict(re.findall(r"^(shared|gather) +[\d.]+ +([\d.]+)x", said.getvalue(), re.MULTILINE))
+    best = max(map(float, rows.values()))
+    row = next(it for it in pays.tables().splitlines() if it.startswith("| ResNet-50, "))
+    at = [cell.strip() for cell in row.split("|")][2 + list(pays.LINKS).index("1")]
+    assert float(at.partition(" ")[0]) == pytest.approx(best, abs=0.051)
+
+
+def test_recorded_rates_are_those_of_the_rows():
+    for name, value in vars(RECORDED["core"]).items():
+        measured = [row["rates"][name] for row in ROWS]
+        assert value == pytest.approx(statistics.median(measured), rel=0.05), name
 
 
 def test_both_links_and_both_kinds_of_exchange_were_measured():
     found = {(row["gbit"], row["way"]) for row in ROWS}
-    assert {(gbit, way) for gbit in (0.1, 1.0) for way in ("plain", "low rank 100", "gather")} <= found
+    assert {
+        (gbit, way) for gbit in (0.1, 1.0) for way in ("plain", "low rank 100", "gather")
+    } <= found

@@ -101,13 +101,17 @@ def test_a_flowchart_has_all_its_boxes_and_arrows():
 
 
 def test_docstrings_become_lists():
-    text = "Do.\n\nParameters\n----------\nx, y : numbers,\n    two\n\nRaises CompressError if none."
+    text = (
+        "Do.\n\nParameters\n----------\nx, y : numbers,\n    two\n\nRaises CompressError if none."
+    )
     assert docs_docstrings.markdown(text) == (
         "Do.\n\n**Parameters**\n\n- `x`, `y`: numbers, two\n\nRaises CompressError if none."
     )
 
 
-@pytest.mark.skipif(not HADOLINT.exists(), reason="hadolint is not installed: pip install -e .[dev]")
+@pytest.mark.skipif(
+    not HADOLINT.exists(), reason="hadolint is not installed: pip install -e .[dev]"
+)
 def test_the_dockerfile_is_clean():
     done = subprocess.run(
         [str(HADOLINT), str(ROOT / "examples/Dockerfile")], capture_output=True, text=True
