@@ -5,8 +5,8 @@
 
 docs/step.png: seconds of a step behind 1 Gbit/s, of the rows of benchmarks/pays.py. Computing is a
 step without DDP; codec and copies into buckets are measured rates times the elements; the rest of
-the measured step is exchange. docs/memory.png: bytes of live storages over the CPU seconds of one training step of
-ResNet-50, plain and planned, counted by StorageTracker after each call.
+the measured step is exchange. docs/memory.png: bytes of live storages over the CPU seconds of one
+training step of ResNet-50, plain and planned, counted by StorageTracker after each call.
 """
 
 from __future__ import annotations

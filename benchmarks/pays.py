@@ -53,7 +53,7 @@ DENSE, SETTLE = 1, 4
 
 
 def cases() -> dict[str, tuple[str, float]]:
-    """What is computed, in words: the model of `sn_compress.prediction.layers`, seconds of a step."""
+    """What is computed, in words: a model of `prediction.layers`, and seconds of a step."""
     alexnet, resnet = (step_on("v100", model) for model in ("alexnet", "resnet50"))
     assert alexnet is not None
     assert resnet is not None
@@ -92,7 +92,7 @@ def tables() -> str:
     names = [f"{name} Gbit/s" if name != "NVLink" else name for name in LINKS]
     lines = [f"| {RANKS} ranks | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     lines += [
-        f"| {name} | {' | '.join(cell(*(best(*of, rates) for rates in (core, FREE))) for of in asked)} |"
+        f"| {name} | {' | '.join(cell(best(*of, core), best(*of, FREE)) for of in asked)} |"
         for name, (model, seconds) in cases().items()
         for asked in [[(model, gbit, seconds) for gbit in LINKS.values()]]
     ]

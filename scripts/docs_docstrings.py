@@ -1,8 +1,8 @@
 """Docstrings of this project as Markdown, for the reference pages of the site.
 
-Sections have NumPy's headings, but their entries are `name : what it is`, not a type: the signature has
-that. A parser of NumPy's form takes the sentence for a type. So this extension of Griffe, which reads
-the code for mkdocstrings, makes lists of the entries and blocks of the examples, and nothing parses.
+Sections have NumPy's headings, but their entries are `name : what it is`, not a type: the signature
+has that. A parser of NumPy's form takes the sentence for a type. So this extension of Griffe, by
+which mkdocstrings reads code, makes lists of entries and blocks of examples, and nothing parses.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Docstrings(Extension):
 
 
 def markdown(text: str) -> str:
-    """A docstring as Markdown.
+    r"""A docstring as Markdown.
 
-    >>> print(markdown("Say.\\n\\nParameters\\n----------\\nname : of a person,\\n    or none"))
+    >>> print(markdown("Say.\n\nParameters\n----------\nname : of a person,\n    or none"))
     Say.
     <BLANKLINE>
     **Parameters**

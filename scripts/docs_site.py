@@ -4,8 +4,8 @@
 
 Pages stay plain Markdown, whose relative links work on a code host too. So README is taken into the
 start page where it is marked; CONTRIBUTING and CHANGELOG become pages; files that pages link to
-outside of docs/ are carried along under source/; decisions are listed; and flowcharts of Mermaid, which
-would need a script from elsewhere, are drawn here.
+outside of docs/ are carried along under source/; decisions are listed; and flowcharts of Mermaid,
+which would need a script from elsewhere, are drawn here.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ def flowchart(text: str) -> str:
     said = f"Flowchart of {len(labels)} files: who asks whom"
     return (
         f'<div class="flowchart"><svg viewBox="0 0 {width} {len(rows) * (high + gap) - gap + 4}" '
-        f'role="img" aria-label="{said}"><defs><marker id="tip" viewBox="0 0 6 6" refX="5" refY="3" '
-        'markerWidth="7" markerHeight="7" orient="auto"><path d="M0 0 L6 3 L0 6 z"/></marker></defs>'
+        f'role="img" aria-label="{said}"><defs><marker id="tip" viewBox="0 0 6 6" refX="5" '
+        'refY="3" markerWidth="7" markerHeight="7" orient="auto"><path d="M0 0 L6 3 L0 6 z"/>'
+        "</marker></defs>"
         f"{''.join(parts)}</svg></div>"
     )

@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         "--codec",
         choices=["measure", "free", *RECORDED],
         default="measure",
-        help="time the codec on one core here, or take no time for it: what bytes alone would give; "
+        help="time the codec on one core here, or take no time for it, as bytes alone would give; "
         "core takes the rates of an AMD EPYC's, the same everywhere",
     )
     flags.add_argument("--plot", type=Path, metavar="FILE", help="a picture up to 1,024 ranks")

@@ -59,7 +59,7 @@ class CompressionState:
         skips is taken back; costs a second copy of the memory.
     find_unused_parameters : as DDP has it. On CUDA tensors it costs one wait for the device a
         bucket, to keep the memory of parameters that were not used; on the CPU it is always on.
-    warn_after : steps of the optimizer without a call of the hook before an UncalledWarning; 0: none
+    warn_after : steps of the optimizer without a call of the hook before UncalledWarning; 0: none
 
     Raises CompressError for what is none of ours in place of compression or group; in the first
     backward pass, on every rank, for settings that ranks do not share.

@@ -1,7 +1,6 @@
-"""What other people's loops get: the hook on their model, the memory of a rank in their checkpoints.
+"""What other people's loops get: the hook on their model, a rank's memory in their checkpoints.
 
-One rank in this process, or two as threads would see them by files; whole loops on two ranks are the
-recipes (tests/docs/test_code_blocks.py).
+One rank in this process; whole loops on two are the recipes (tests/docs/test_code_blocks.py).
 """
 
 import subprocess
@@ -143,7 +142,7 @@ def test_of_two_ranks_one_takes_the_mean(group, tmp_path):
         torch.save(saved | {"ranks": 2, "rank": rank}, tmp_path / f"compression-rank{rank}.pt")
     attach.load(state, tmp_path)
     (tmp_path / "compression-rank1.pt").unlink()
-    with pytest.raises(CompressError, match="saved by 2 ranks and has no compression-rank1.pt"):
+    with pytest.raises(CompressError, match=r"saved by 2 ranks and has no compression-rank1\.pt"):
         attach.load(state, tmp_path)
 
 

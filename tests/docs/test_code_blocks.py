@@ -2,8 +2,8 @@
 
 The Python blocks of a page are one program. Where a page uses Horovod, that program runs on two
 ranks, and may assume what every user of Horovod has: `hvd` (initialised), `torch`, `model`, `opt`;
-unless it imports a Horovod of its own. Recipes that torchrun starts are run by it, on two ranks, one
-after the other in the same processes: importing what they use takes longer than they do.
+unless it imports a Horovod of its own. Recipes that torchrun starts are run by it, on two ranks,
+one after the other in the same processes: importing what they use takes longer than they do.
 A block that cannot run has a line `<!-- not run: why -->` above it.
 """
 
@@ -76,8 +76,9 @@ def test_recipes_run_on_two_ranks(tmp_path):
     script = tmp_path / "recipes.py"
     script.write_text("".join(runs) + "print('all ran', flush=True)\n")
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script],
+        [*torchrun, "--nproc-per-node", "2", str(script)],
         cwd=tmp_path, capture_output=True, text=True, timeout=280,
         env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
     )  # fmt: skip

@@ -124,8 +124,8 @@ def test_the_dockerfile_is_clean():
 def test_search_works_from_the_file_system(site):
     """Chromium prints the page after its scripts ran; `?q=` makes Material search at once."""
     done = subprocess.run(
-        ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000",
-         "--dump-dom", f"file://{site}/index.html?q=gossip"],
+        ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom",
+         "--virtual-time-budget=20000", f"file://{site}/index.html?q=gossip"],
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert 'class="md-search-result__item"' in done.stdout
