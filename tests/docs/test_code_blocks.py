@@ -64,7 +64,9 @@ def having(*languages):
 
 
 def test_every_recipe_for_torchrun_is_run_by_it():
-    pages = {page for page in PAGES if "torchrun" in page.read_text("utf-8")}
+    pages = {
+        page for page in PAGES if "torchrun --nproc-per-node 2 train.py" in page.read_text("utf-8")
+    }
     asked = {page for page in pages if page.parent.name == "recipes" and program(page)}
     assert asked == set(TORCHRUN)
 

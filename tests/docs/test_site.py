@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 import pytest
 
-pytest.importorskip("mkdocs_material_extensions")
+pytest.importorskip("material")
 docs_site = pytest.importorskip("docs_site")
 import docs_docstrings  # noqa: E402 - a neighbour of docs_site
 

@@ -6,15 +6,8 @@ Loaded at first use (PEP 562), each with the library it is for: transformers, li
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from ...base.errors import MissingExtra
-
-if TYPE_CHECKING:
-    from .accelerate import compress_accelerated as compress_accelerated
-    from .hugging_face import TrainerCompression as TrainerCompression
-    from .lightning import LightningCompression as LightningCompression
-    from .tensorboard import log_report as log_report
 
 _HOME = {
     "LightningCompression": ".lightning",
