@@ -181,8 +181,8 @@ def _payloads(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Ra
         if shares is None:
             size = wire_bytes(codec.payload_bytes(n)) + _TOKEN_BYTES
             after = n * (rates.decode_s + ranks * rates.add_s)
-            times = n * rates.encode_s, after
-            taken = _in_bucket(tensor, rates, rates.gather_tensor_s, times)
+            both = n * rates.encode_s, after
+            taken = _in_bucket(tensor, rates, rates.gather_tensor_s, both)
             routes.append(Route("gather", (("allgather", size),), taken, n))
             continue
         parts, means = next(owned)
@@ -234,9 +234,9 @@ def _shared(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Rate
             # Of four products with the factors, one is before the rounds and one between them.
             quarter = n * (rates.pass_s + rank * rates.column_s) / 4
             times = (quarter, quarter, 2 * quarter)
-        sent = tuple(("allreduce", 4 * it) for it in words)
-        taken = _in_bucket(tensor, rates, rates.shared_tensor_s, times)
-        routes.append(Route("shared", sent, taken, n))
+        sent: Rounds = tuple(("allreduce", 4 * it) for it in words)
+        whole = _in_bucket(tensor, rates, rates.shared_tensor_s, times)
+        routes.append(Route("shared", sent, whole, n))
     return routes
 
 
