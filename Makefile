@@ -1,6 +1,7 @@
 # make setup   everything into .venv: torch, TensorFlow, this project, and a Horovod built for them
 # make demo    two ranks behind a slow link, and a network under a memory limit: tables, a picture
 # make test    the tests          make check   lint, format, types
+# make docs    the site, into site/index.html: warnings are errors
 # make gpu     all that a GPU does, proved and measured in ten minutes; downloads nothing
 # make gpu-dry the same script on the CPU, to see that it runs
 # make fuzz    damaged payloads, states, plans, graphs and problems: make fuzz MINUTES=30
@@ -26,7 +27,7 @@ CSRC := $(wildcard csrc/compress/* csrc/memory/*)
 HOROVOD_SCRIPTS := scripts/build_horovod.py $(wildcard scripts/horovod_*.py)
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo test test-changed check bench fuzz gpu gpu-dry clean data
+.PHONY: setup demo test test-changed check docs bench fuzz gpu gpu-dry clean data
 
 setup: $(STAMPS)/horovod $(STAMPS)/extension
 	-$(BIN)/python scripts/fetch_fashion_mnist.py
@@ -48,6 +49,10 @@ check: $(STAMPS)/packages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Opens from the file system: nothing is loaded from elsewhere, and search works.
+docs: $(STAMPS)/packages
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(STAMPS)/extension
 	mkdir -p benchmarks/out
@@ -84,7 +89,7 @@ data: $(STAMPS)/venv
 
 # .cache holds the built Horovod and the data set: both are slow to get and valid in any .venv.
 clean:
-	rm -rf $(VENV) build dist *.egg-info sn_*/*.so sn_*/_core_missing.txt
+	rm -rf $(VENV) build dist site *.egg-info sn_*/*.so sn_*/_core_missing.txt
 	rm -rf benchmarks/out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(STAMPS)/venv:

@@ -5,7 +5,7 @@
 
 Trains examples/torch_fashion_mnist.py on two ranks of one thread. A finished run is saved at once
 and not done again, so the study may be stopped and started at will. The whole study also writes
-its table into docs/accuracy.md and README.md, and its picture to docs/accuracy.png.
+its table into docs/accuracy.md, and its picture to docs/accuracy.png.
 """
 
 import argparse
@@ -107,7 +107,6 @@ def main():
     print(f"\n{text}\n\nrows: {path}")
     if path == RESULTS:
         report.picture(rows, curves, ROOT / "docs/accuracy.png")
-        report.put_into(ROOT / "README.md", text)
         report.put_into(ROOT / "docs/accuracy.md", f"![{report.CAPTION}](accuracy.png)\n\n{text}")
 
 

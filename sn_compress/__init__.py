@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .base.errors import MissingExtra as MissingExtra
     from .base.errors import PayloadError as PayloadError
     from .base.errors import SaturationWarning as SaturationWarning
+    from .base.errors import UncalledWarning as UncalledWarning
     from .codecs.base import Codec as Codec
     from .codecs.base import Payload as Payload
     from .codecs.frequency.fft import FFTCodec as FFTCodec
@@ -45,6 +46,7 @@ _HOME = {
     "PayloadError": ".base.errors",
     "RangeFloat": ".ops.records.quantize",
     "SaturationWarning": ".base.errors",
+    "UncalledWarning": ".base.errors",
     "backends": "._backends",
     "codec": ".codecs.registry",
     "measure_rates": ".prediction.rates",

@@ -4,6 +4,7 @@
       PayloadError                   bytes that are not a payload of this codec
     MissingExtra(ImportError)        an optional library is needed and absent
     SaturationWarning(UserWarning)   values beyond a fixed range were clipped to its ends
+    UncalledWarning(UserWarning)     compression was asked for, and nothing calls it
 
 Every message has four parts: what failed, what was got, what was expected, what to do.
 """
@@ -39,3 +40,7 @@ def need(library: str, by: str) -> None:
 
 class SaturationWarning(UserWarning):
     """Values beyond a fixed range were clipped to its ends."""
+
+
+class UncalledWarning(UserWarning):
+    """Compression was asked for, and nothing calls it: gradients travel without."""

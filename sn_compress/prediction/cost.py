@@ -20,6 +20,7 @@ from typing import Literal
 
 from ..base.errors import CompressError
 
+BUCKET_ELEMENTS = 25 * 2**20 // 4  # of a bucket of DDP by default; those of ours are as large
 FUSED_BYTES = 128 * 2**20  # Horovod puts tensors together up to this size by default
 BACKWARD = 2 / 3  # of a step's computing: two products where the forward pass has one
 Method = Literal["plain", "fp16", "shared", "gather"]
@@ -65,11 +66,13 @@ class Route:
     method : tensors of one method are fused with each other
     rounds : of each the collective, and the bytes this rank puts in
     codec_s : seconds of this rank's codec before the first round, between rounds, after the last
+    elements : of the gradient; 0 for one that travels in a bucket of its own
     """
 
     method: Method
     rounds: Rounds
     codec_s: tuple[float, ...]
+    elements: int = 0
 
     def __post_init__(self) -> None:
         if len(self.codec_s) != len(self.rounds) + 1:
@@ -90,7 +93,10 @@ class Route:
 
 @dataclass(frozen=True)
 class Event:
-    """Something in a step, in seconds from its beginning; `tensor` is None for the passes."""
+    """Something in a step, in seconds from its beginning.
+
+    `tensor` is the first of its bucket, None for the passes.
+    """
 
     what: Literal["forward", "backward", "codec", "link"]
     tensor: int | None
@@ -148,14 +154,19 @@ def collective_s(collective: Collective, size: float, ranks: int, link: Link) ->
 def latencies_s(routes: Sequence[Route], ranks: int, link: Link) -> float:
     """Seconds all collectives of a step would take if they carried nothing.
 
-    Tensors of one method and round share collectives of up to FUSED_BYTES.
+    Tensors of one bucket, method and round share one. Those of a bucket of their own are fused with
+    others of their method, up to FUSED_BYTES.
     """
     rounds: dict[tuple[str, int, Collective], int] = {}
-    for route in routes:
+    bucketed = 0.0
+    for _, _, route in _buckets(routes):
+        if route.elements:
+            bucketed += sum(latency_s(collective, ranks, link) for collective, _ in route.rounds)
+            continue
         for number, (collective, size) in enumerate(route.rounds):
             key = route.method, number, collective
             rounds[key] = rounds.get(key, 0) + size
-    return sum(
+    return bucketed + sum(
         math.ceil(size / FUSED_BYTES) * latency_s(collective, ranks, link)
         for (_, _, collective), size in rounds.items()
     )
@@ -177,19 +188,22 @@ def step(
     compute_s : forward and backward pass together
     overlap : codec and link work beside the backward pass, which hands over its gradients evenly
         from the last tensor to the first; otherwise they begin when it is over
+
+    Gradients travel in buckets: those of one method and number of rounds go on together, when the
+    last of them is there. Codec and link may work on different buckets at once.
     """
     forward = (1 - BACKWARD) * compute_s
     events = [Event("forward", None, 0.0, forward), Event("backward", None, forward, compute_s)]
-    count = len(routes)
+    jobs = _buckets(routes)
     free = {"codec": 0.0, "link": 0.0}
     waiting: list[tuple[float, int, int]] = []
-    for place in range(count):
-        share = (place + 1) / count if overlap else 1.0
+    for place, (_, last, _) in enumerate(jobs):
+        share = (last + 1) / len(routes) if overlap else 1.0
         waiting.append((forward + share * (compute_s - forward), place, 0))
     heapq.heapify(waiting)
     while waiting:
         ready, place, stage = heapq.heappop(waiting)
-        route = routes[count - 1 - place]
+        tensor, _, route = jobs[place]
         if stage % 2:
             what: Literal["codec", "link"] = "link"
             moved = wire_bytes(*route.rounds[stage // 2], ranks)
@@ -200,7 +214,7 @@ def step(
         end = start + seconds
         if seconds:
             free[what] = end
-            events.append(Event(what, count - 1 - place, start, end))
+            events.append(Event(what, tensor, start, end))
         if stage + 1 < len(route.rounds) + len(route.codec_s):
             heapq.heappush(waiting, (end, place, stage + 1))
     # Fusion decides which tensor waits for a latency; the sum of all is what no overlap hides.
@@ -215,6 +229,36 @@ def step(
         sent_bytes=sum(route.sent_bytes for route in routes),
         events=tuple(sorted(events, key=lambda event: event.start)),
     )
+
+
+def _buckets(routes: Sequence[Route]) -> list[tuple[int, int, Route]]:
+    """What travels together: a tensor of it, when its last one comes, and the sum of its routes.
+
+    Gradients come from the last to the first; the second number counts them.
+    """
+    found: list[tuple[int, int, Route]] = []
+    open_: dict[tuple[object, ...], int] = {}
+    filled = 0
+    for number, route in enumerate(reversed(routes)):
+        if filled >= BUCKET_ELEMENTS:
+            open_, filled = {}, 0
+        filled += route.elements
+        kind = route.method, tuple(name for name, _ in route.rounds)
+        if route.elements and kind in open_:
+            first, _, had = found[open_[kind]]
+            sizes = zip(had.rounds, route.rounds, strict=True)
+            seconds = zip(had.codec_s, route.codec_s, strict=True)
+            together = replace(
+                had,
+                rounds=tuple((name, size + more) for (name, size), (_, more) in sizes),
+                codec_s=tuple(map(sum, seconds)),
+            )
+            found[open_[kind]] = first, number, together
+            continue
+        if route.elements:
+            open_[kind] = len(found)
+        found.append((len(routes) - 1 - number, number, route))
+    return found
 
 
 def choose(

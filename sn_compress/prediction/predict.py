@@ -30,6 +30,7 @@ from .cost import Link, Method, Rounds, Route, Step, break_even, choose, step
 from .layers import Layer
 from .rates import FREE, Rates
 
+Seconds = tuple[float, ...]
 METHODS: tuple[Method, ...] = ("plain", "fp16", "shared", "gather")
 _TOKEN_BYTES = 4  # Horovod's own all-reduce beside each compressed tensor
 
@@ -135,11 +136,16 @@ def routes_of(
 ) -> list[Route]:
     """How each tensor of a model travels by one method, in bytes and seconds of codec."""
     if method == "plain":
-        return [_plain(tensor) for tensor in layers]
+        return [_plain(tensor, rates) for tensor in layers]
     if method == "fp16":
-        half = rates.cast_s / 2
+        half = (rates.cast_s + rates.bucket_s) / 2
         return [
-            Route("fp16", (("allreduce", 2 * t.elements),), (half * t.elements, half * t.elements))
+            Route(
+                "fp16",
+                (("allreduce", 2 * t.elements),),
+                (half * t.elements, half * t.elements),
+                t.elements,
+            )
             for t in layers
         ]
     if method == "shared":
@@ -149,8 +155,15 @@ def routes_of(
     return _payloads(layers, ranks, settings, rates)
 
 
-def _plain(tensor: Layer) -> Route:
-    return Route("plain", (("allreduce", 4 * tensor.elements),), (0.0, 0.0))
+def _plain(tensor: Layer, rates: Rates) -> Route:
+    half = tensor.elements * rates.bucket_s / 2
+    return Route("plain", (("allreduce", 4 * tensor.elements),), (half, half), tensor.elements)
+
+
+def _in_bucket(tensor: Layer, rates: Rates, of_each: float, times: Sequence[float]) -> Seconds:
+    """Seconds of a codec, with those of the bucket, before and after, and for being a tensor."""
+    half = (tensor.elements * rates.bucket_s + of_each) / 2
+    return (times[0] + half, *times[1:-1], times[-1] + half)
 
 
 def _payloads(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Rates) -> list[Route]:
@@ -162,13 +175,15 @@ def _payloads(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Ra
     routes = []
     for tensor in layers:
         if not settings.compresses(tensor.shape):
-            routes.append(_plain(tensor))
+            routes.append(_plain(tensor, rates))
             continue
         n = tensor.elements
         if shares is None:
             size = wire_bytes(codec.payload_bytes(n)) + _TOKEN_BYTES
             after = n * (rates.decode_s + ranks * rates.add_s)
-            routes.append(Route("gather", (("allgather", size),), (n * rates.encode_s, after)))
+            both = n * rates.encode_s, after
+            taken = _in_bucket(tensor, rates, rates.gather_tensor_s, both)
+            routes.append(Route("gather", (("allgather", size),), taken, n))
             continue
         parts, means = next(owned)
         # Its own piece, an equal part of all, a rank encodes once: as a mean.
@@ -179,7 +194,8 @@ def _payloads(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Ra
             n * (rates.decode_s + rates.add_s),
         )
         rounds: Rounds = (("alltoall", parts + _TOKEN_BYTES), ("allgather", means))
-        routes.append(Route("gather", rounds, times))
+        taken = _in_bucket(tensor, rates, rates.gather_tensor_s, times)
+        routes.append(Route("gather", rounds, taken, n))
     return routes
 
 
@@ -207,7 +223,7 @@ def _shared(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Rate
     routes = []
     for tensor in layers:
         if tensor.name not in chosen:
-            routes.append(_plain(tensor))
+            routes.append(_plain(tensor, rates))
             continue
         rank, n = chosen[tensor.name], tensor.elements
         words = words_of(curves[tensor.name].shape, rank, ranks)
@@ -218,7 +234,9 @@ def _shared(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Rate
             # Of four products with the factors, one is before the rounds and one between them.
             quarter = n * (rates.pass_s + rank * rates.column_s) / 4
             times = (quarter, quarter, 2 * quarter)
-        routes.append(Route("shared", tuple(("allreduce", 4 * it) for it in words), times))
+        sent: Rounds = tuple(("allreduce", 4 * it) for it in words)
+        whole = _in_bucket(tensor, rates, rates.shared_tensor_s, times)
+        routes.append(Route("shared", sent, whole, n))
     return routes
 
 

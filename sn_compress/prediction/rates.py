@@ -23,6 +23,10 @@ from .cost import Link, wire_bytes
 
 _SIDE = 1024  # the timed runs take a matrix of this many rows and columns
 _RANKS = 8  # of the payloads and sums in the timed runs
+_TINY = 32  # rows and columns of a matrix that takes no time but for being a tensor
+_MANY = 16  # of them
+_BUCKET = 8 * 2**20  # elements, more than caches hold
+_PASSES = 3  # over a bucket: in, division, out
 _SMALL, _LARGE = 2, 32  # columns of the factors in the timed runs
 _LEAST_S = 1e-13  # per element: noise must not make a time negative
 _LEAST_LINK_S = 1e-9
@@ -30,7 +34,7 @@ _LEAST_LINK_S = 1e-9
 
 @dataclass(frozen=True)
 class Rates:
-    """Seconds of one rank's codec for each element of a tensor.
+    """Seconds of one rank's codec for each element of a tensor, and for each tensor.
 
     Attributes
     ----------
@@ -38,6 +42,9 @@ class Rates:
     pass_s, column_s : shared: whatever the rank, and for each column of the factors
     whole_s : shared: a tensor without factors, there and back
     cast_s : fp16, there and back; taken as two copies
+    bucket_s : whatever travels, plain too: the framework copies a gradient into its bucket, divides
+        it, and copies the mean out
+    gather_tensor_s, shared_tensor_s : for each compressed tensor, however small
     """
 
     encode_s: float = 0.0
@@ -47,10 +54,23 @@ class Rates:
     column_s: float = 0.0
     whole_s: float = 0.0
     cast_s: float = 0.0
+    bucket_s: float = 0.0
+    gather_tensor_s: float = 0.0
+    shared_tensor_s: float = 0.0
 
 
 FREE = Rates()
 """A codec that takes no time: what bytes alone would give."""
+
+RECORDED = {
+    "core": Rates(
+        encode_s=4.5e-9, decode_s=2e-9, add_s=0.35e-9, pass_s=2.7e-9,
+        column_s=0.33e-9, whole_s=13e-9, cast_s=0.55e-9, bucket_s=2.6e-9,
+        gather_tensor_s=170e-6, shared_tensor_s=24e-6,
+    )
+}  # fmt: skip
+"""Rates measured once, by name, so that what is computed from them is the same everywhere: those of
+one core of an AMD EPYC, of the rows in benchmarks/results/pays.json."""
 
 
 def measure_rates(
@@ -68,9 +88,12 @@ def measure_rates(
     """
     values = np.random.default_rng(0).laplace(size=_SIDE**2).astype(np.float32)
 
-    def per_element(run: Callable[[], object]) -> float:
+    def least(run: Callable[[], object]) -> float:
         # The least of several: other programs make a run slower, never faster.
-        return min(_seconds(run, clock) for _ in range(repeat)) / values.size
+        return min(_seconds(run, clock) for _ in range(repeat))
+
+    def per_element(run: Callable[[], object]) -> float:
+        return least(run) / values.size
 
     say("timing the codec of payloads")
     codec = settings.codec(threads=threads)
@@ -80,12 +103,19 @@ def measure_rates(
     several = per_element(lambda: codec.decode_mean([payload] * _RANKS))
     add = max((several - one) / (_RANKS - 1), _LEAST_S)
 
+    tiny = values[: _TINY**2].copy()
+    of_tiny = codec.new_state(tiny.size) if settings.feedback else None
+    gather_tensor = least(lambda: codec.decode_mean([codec.encode(tiny, state=of_tiny)]))
+
     say("timing the codec of the shared exchange")
+    many = [Summable.of(LowRank([(_TINY, _TINY)], [1]), tiny) for _ in range(_MANY)]
+    shared_tensor = least(partial(_exchange, many, [tiny] * _MANY)) / _MANY
     narrow, wide = (
         Summable.of(LowRank([(_SIDE, _SIDE)], [columns]), values) for columns in (_SMALL, _LARGE)
     )
-    small, large = (per_element(partial(_exchange, f, values)) for f in (narrow, wide))
+    small, large = (per_element(partial(_exchange, [f], [values])) for f in (narrow, wide))
     column = max((large - small) / (_LARGE - _SMALL), _LEAST_S)
+    bucket, copy = np.ones(_BUCKET, np.float32), np.ones(_BUCKET, np.float32)
     halved = Summable.of(Whole([(_SIDE, _SIDE)]), values)
     return Rates(
         encode_s=per_element(lambda: codec.encode(values, state=state)),
@@ -93,9 +123,12 @@ def measure_rates(
         add_s=add,
         pass_s=max(small - _SMALL * column, _LEAST_S),
         column_s=column,
-        whole_s=per_element(lambda: _exchange(halved, values)),
+        whole_s=per_element(partial(_exchange, [halved], [values])),
         # NumPy casts far slower than the frameworks, which cast about as fast as memory goes.
         cast_s=2 * per_element(values.copy),
+        bucket_s=_PASSES * least(partial(np.copyto, copy, bucket)) / bucket.size,
+        gather_tensor_s=gather_tensor,
+        shared_tensor_s=shared_tensor,
     )
 
 
@@ -129,11 +162,11 @@ def _seconds(run: Callable[[], object], clock: Callable[[], float]) -> float:
     return clock() - start
 
 
-def _exchange(tensor: Summable, values: Floats) -> None:
-    """A whole exchange in which all ranks have the same values."""
-    rounds = exchange([tensor], [values], ranks=_RANKS, rank=0)
+def _exchange(tensors: list[Summable], values: list[Floats]) -> None:
+    """A whole exchange, of tensors of one kind, in which all ranks have the same values."""
+    rounds = exchange(tensors, values, ranks=_RANKS, rank=0)
     words = next(rounds)
-    for _ in range(tensor.part.rounds - 1):
+    for _ in range(tensors[0].part.rounds - 1):
         words = rounds.send(words * _RANKS)
     try:
         rounds.send(words * _RANKS)

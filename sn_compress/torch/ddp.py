@@ -41,6 +41,7 @@ from .under_ddp.collectives import Collectives
 from .under_ddp.given import Names, check_flag, check_scaler
 from .under_ddp.layout import Part as Part
 from .under_ddp.layout import changes_of, layout_of, parts_of, said_of
+from .under_ddp.watch import CallWatch
 
 _OVER = object()
 
@@ -58,6 +59,7 @@ class CompressionState:
         skips is taken back; costs a second copy of the memory.
     find_unused_parameters : as DDP has it. On CUDA tensors it costs one wait for the device a
         bucket, to keep the memory of parameters that were not used; on the CPU it is always on.
+    warn_after : steps of the optimizer without a call of the hook before UncalledWarning; 0: none
 
     Raises CompressError for what is none of ours in place of compression or group; in the first
     backward pass, on every rank, for settings that ranks do not share.
@@ -71,6 +73,7 @@ class CompressionState:
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
         scaler: Any = None,
         find_unused_parameters: bool = False,
+        warn_after: int = 20,
     ) -> None:
         self.compression = compression
         self.settings = settings_of(compression, "CompressionState")
@@ -79,14 +82,14 @@ class CompressionState:
         self.process_group, self.collectives = process_group, Collectives(process_group)
         self.settings.refuse_overlap("torch's DistributedDataParallel")
         self.settings.refuse_wait("torch's DistributedDataParallel")
-        self.engine = Engine(
+        self.engine = engine = Engine(
             self.settings, torch.get_num_threads(), stock="DDP", tuner=Tuner, scaler=scaler,
             find_unused=find_unused_parameters,
         )  # fmt: skip
-        self.feedback, self.shared = self.engine.feedback, self.engine.shared
-        self.traffic = self.engine.traffic
-        self.collectives.waiting = self.engine.seconds.waiting
+        self.feedback, self.shared, self.traffic = engine.feedback, engine.shared, engine.traffic
+        self.collectives.waiting = engine.seconds.waiting
         self.names = Names(named_parameters)
+        self.watch = CallWatch(warn_after, self.names.known)
         self._said: list[tuple[str, str]] | None = None  # of the parameters, in a step that asks
         self.waiting: list[Any] = []  # buckets whose rounds begin with that of a later one
         self.pending: list[Generator[None, None, None]] = []  # rounds that have begun
@@ -98,7 +101,7 @@ class CompressionState:
 
     @property
     def rank(self) -> int:
-        """The number of this rank among them."""
+        """Its number among them."""
         return self.collectives.rank
 
     @property
@@ -164,6 +167,7 @@ class CompressionState:
 
         Before anything that may be an error of one rank only. like : a gradient
         """
+        self.watch.called()
         total = partial(self._total, like.device)
         said = said_of(self.names.known()) if self.names.complete else []
         self.engine.agree(

@@ -307,14 +307,15 @@ def test_measured_rates_are_seconds():
     lines = []
     found = measure_rates(Settings(), repeat=1, say=lines.append)
     assert len(lines) == 2
-    # From a thousandth of a cycle to ten microseconds for an element.
-    assert all(1e-13 <= value < 1e-5 for value in vars(found).values())
+    for name, value in vars(found).items():
+        # From a thousandth of a cycle to ten microseconds for an element; a tensor may take more.
+        assert 1e-13 <= value < (0.1 if name.endswith("tensor_s") else 1e-5), name
 
 
 def test_the_command_prints_the_table_and_draws(tmp_path):
     picture = tmp_path / "p.png"
     flags = ["--model", "alexnet", "--ranks", "8", "--gbit", "1", "--codec", "free"]
-    command = [sys.executable, "-m", "sn_compress", "predict", *flags, "--plot", str(picture)]
+    command = [sys.executable, "-m", "sn_cli", "compress", "predict", *flags, "--plot", str(picture)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "62,378,344 parameters, 8 ranks, 1 Gbit/s" in done.stdout
     assert all(f"\n{method} " in done.stdout for method in (*METHODS, "auto"))
@@ -323,7 +324,7 @@ def test_the_command_prints_the_table_and_draws(tmp_path):
 
 def test_the_command_says_what_is_wrong():
     flags = ["--model", "alexnet", "--ranks", "0", "--gbit", "1", "--codec", "free"]
-    command = [sys.executable, "-m", "sn_compress", "predict", *flags]
+    command = [sys.executable, "-m", "sn_cli", "compress", "predict", *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "ranks=0" in done.stderr

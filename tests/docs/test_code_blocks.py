@@ -2,10 +2,12 @@
 
 The Python blocks of a page are one program. Where a page uses Horovod, that program runs on two
 ranks, and may assume what every user of Horovod has: `hvd` (initialised), `torch`, `model`, `opt`;
-unless it imports a Horovod of its own.
+unless it imports a Horovod of its own. Recipes that torchrun starts are run by it, on two ranks,
+one after the other in the same processes: importing what they use takes longer than they do.
 A block that cannot run has a line `<!-- not run: why -->` above it.
 """
 
+import os
 import re
 import shlex
 import subprocess
@@ -16,6 +18,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+TORCHRUN = [
+    ROOT / f"docs/recipes/{name}.md" for name in ("hugging_face", "accelerate", "lightning")
+]
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 HOROVOD_USER = """
@@ -58,7 +63,53 @@ def having(*languages):
     ]
 
 
-@pytest.mark.parametrize("page", having("python", "py"))
+def test_every_recipe_for_torchrun_is_run_by_it():
+    pages = {
+        page for page in PAGES if "torchrun --nproc-per-node 2 train.py" in page.read_text("utf-8")
+    }
+    asked = {page for page in pages if page.parent.name == "recipes" and program(page)}
+    assert asked == set(TORCHRUN)
+
+
+@pytest.mark.slow
+def test_recipes_run_on_two_ranks(tmp_path):
+    pytest.importorskip("lightning")
+    runs = [f"exec(compile({program(page)!r}, {str(page)!r}, 'exec'))\n" for page in TORCHRUN]
+    script = tmp_path / "recipes.py"
+    script.write_text("".join(runs) + "print('all ran', flush=True)\n")
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", str(script)],
+        cwd=tmp_path, capture_output=True, text=True, timeout=280,
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert done.stdout.count("all ran") == 2
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path):
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    target = tmp_path / "first_steps.ipynb"
+    target.write_bytes((ROOT / "examples/first_steps.ipynb").read_bytes())
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run(
+        [sys.executable, "-c", "from nbclient.cli import main; main()", "--inplace", str(target)],
+        cwd=tmp_path, capture_output=True, text=True, timeout=280,
+        env=os.environ | {"PYTHONPATH": paths},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    cells = [cell for cell in nbformat.read(target, 4).cells if cell.cell_type == "code"]
+    said = ["".join(str(out) for out in cell.outputs) for cell in cells]
+    assert all(said)
+    assert "bit-equal" in "".join(said)
+
+
+@pytest.mark.parametrize(
+    "page", [it for it in having("python", "py") if it.values[0] not in TORCHRUN]
+)
 def test_python_runs(page, request, tmp_path):
     source = program(page)
     # Errors then name the page and its line.

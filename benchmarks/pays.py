@@ -1,0 +1,251 @@
+"""Does compression pay? README's table, and predicted steps beside measured ones.
+
+    python benchmarks/pays.py                  README's tables, by `sn_compress.predict`
+    python benchmarks/pays.py --write          the same, put into README
+    python benchmarks/pays.py --measure        steps behind shaped links beside what predict says of
+                                               them; as root, needs iproute2; about six minutes
+
+**The table** takes computing from publications (benchmarks/published.py), bytes from the shapes of
+the parameters, and the codec from rates of one core, measured once and kept in
+`sn_compress.prediction.rates`; so it is the same on every machine. A codec on a GPU was not
+measured: it lies between one core's and one that takes no time, and both are told.
+
+**Measured steps** are DDP's, two Gloo ranks, each in a namespace behind a link (shaped_links.py),
+ways in turn step by step: of the transformer of benchmarks/language.py, trained for real, and of
+ResNet-50's shapes with given gradients, where computing is the V100's, as a sleep. What predict is
+told comes from the same two processes: seconds of a step without DDP, and rates of the codec.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from ddp_ranks import about, as_rank, run_ranks
+from ddp_ways import wrapped
+from hook_seconds import Given
+from language import Language, batch, loss_of
+from published import step_on
+from shaped_links import NoLinksError, ShapedLinks
+from torch import nn
+from training_rows import load, save
+
+from sn_compress.base.text_table import text_table
+from sn_compress.prediction.cost import Link, Step
+from sn_compress.prediction.layers import Layer, layers
+from sn_compress.prediction.predict import Prediction, predict
+from sn_compress.prediction.rates import FREE, RECORDED, Rates, measure_rates
+from sn_compress.settings import Settings
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks/results/pays.json"
+START, END = "<!-- pays:start -->", "<!-- pays:end -->"
+RANKS = 8
+LINKS = {"0.1": 0.1, "1": 1, "10": 10, "25": 25, "100": 100, "NVLink": 2400}  # Gbit/s each way
+A100_GPT2_S = 0.135  # a micro-batch by torch.compile: README of nanoGPT, December 2022
+OURS = {"LowRankCompression": "shared", "FFTCompression": "gather"}
+WAYS = {"plain": "plain", "fp16": "fp16", "low rank 100": "shared", "gather": "gather"}
+DENSE, SETTLE = 1, 4
+
+
+def cases() -> dict[str, tuple[str, float]]:
+    """What is computed, in words: a model of `prediction.layers`, and seconds of a step."""
+    alexnet, resnet = (step_on("v100", model) for model in ("alexnet", "resnet50"))
+    assert alexnet is not None
+    assert resnet is not None
+    return {
+        "AlexNet, 512 images on a V100": ("alexnet", alexnet.seconds),
+        "ResNet-50, 128 images on a V100": ("resnet50", resnet.seconds),
+        "GPT-2 small, 0.135 s on an A100": ("gpt2-small", A100_GPT2_S),
+    }
+
+
+def told(model: str, gbit: float, compute_s: float, rates: Rates) -> Prediction:
+    """What predict says, with the exchange beside the backward pass."""
+    return predict(
+        layers(model), ranks=RANKS, link=Link.of_gbit(gbit), rates=rates,
+        compute_s=round(1e3 * compute_s) / 1e3, overlap=True,
+    )  # fmt: skip
+
+
+def best(model: str, gbit: float, compute_s: float, rates: Rates) -> float:
+    """Times plain of the faster of ours."""
+    found = told(model, gbit, compute_s, rates)
+    return max(found.row(method).speedup for method in OURS.values())
+
+
+def cell(slow: float, fast: float) -> str:
+    """Times plain, from a core's codec to a free one; what gains less than 5 % is a no."""
+    if fast < 1.05:
+        return "no"
+    low = "no" if slow < 1.05 else f"{slow:.1f}"
+    return f"{low} to {fast:.1f}" if low != f"{fast:.1f}" else low
+
+
+def tables() -> str:
+    """README's tables, in Markdown."""
+    core = RECORDED["core"]
+    names = [f"{name} Gbit/s" if name != "NVLink" else name for name in LINKS]
+    lines = [f"| {RANKS} ranks | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    lines += [
+        f"| {name} | {' | '.join(cell(best(*of, core), best(*of, FREE)) for of in asked)} |"
+        for name, (model, seconds) in cases().items()
+        for asked in [[(model, gbit, seconds) for gbit in LINKS.values()]]
+    ]
+    head = [f"`{name}`" for name in OURS]
+    lines += ["", f"| break-even link, codec on a core | {' | '.join(head)} |", "|---|---|---|"]
+    for name, (model, seconds) in cases().items():
+        found = told(model, 1, seconds, core)
+        limits = [found.row(method) for method in OURS.values()]
+        cells = [
+            f"{it.break_even_gbit:.1f} Gbit/s; against fp16 {it.break_even_fp16_gbit:.1f}"
+            for it in limits
+        ]
+        lines.append(f"| {name.partition(',')[0]} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def put_into(page: Path) -> None:
+    """Write the tables between the marks of a page."""
+    text = page.read_text("utf-8")
+    before, start, rest = text.partition(f"{START}\n")
+    _, end, after = rest.partition(END)
+    if not (start and end):
+        raise SystemExit(f"{page.name} has no {START} ... {END}")
+    page.write_text(f"{before}{start}{tables()}\n{end}{after}", "utf-8")
+
+
+class Way:
+    """One way's training in a rank; "alone" has no DDP."""
+
+    def __init__(self, name: str, job: dict[str, Any]) -> None:
+        torch.manual_seed(0)
+        self.job, self.seconds = job, list[float]()
+        own = job["model"] == "transformer"
+        self.net: nn.Module = Language() if own else Given(job["model"])
+        self.ddp = self.net if name == "alone" else wrapped(name, self.net, dense=DENSE)[0]
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.0)
+        self.generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+
+    def step(self) -> None:
+        """One step, which all ranks begin together."""
+        torch.distributed.barrier()
+        start = time.perf_counter()
+        self.optimizer.zero_grad()
+        if self.job["sleep_s"]:
+            time.sleep(self.job["sleep_s"])
+            loss = self.ddp()
+        else:
+            loss = loss_of(self.ddp, *batch(2, 16, self.generator))
+        loss.backward()
+        self.optimizer.step()
+        self.seconds.append(time.perf_counter() - start)
+
+
+def work(job: dict[str, Any]) -> dict[str, Any]:
+    """In a rank: rates of the codec, then all ways in turns."""
+    rates = measure_rates(Settings(), clock=time.process_time)
+    names = ["alone", *WAYS]
+    ways = [Way(name, job) for name in names]
+    for number in range(SETTLE + job["steps"]):
+        for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
+            way.step()
+    taken = {name: way.seconds for name, way in zip(names, ways, strict=True)}
+    return {"rates": vars(rates), "taken": taken}
+
+
+def rows_of(job: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each way: measured seconds of the slower rank, and predict's."""
+    step_s = {
+        name: statistics.median(map(max, *(rank["taken"][name][SETTLE:] for rank in found)))
+        for name in ["alone", *WAYS]
+    }
+    rates = {name: statistics.fmean(r["rates"][name] for r in found) for name in found[0]["rates"]}
+    return [
+        {"model": job["model"], "gbit": job["gbit"], "way": way, "ranks": len(found)}
+        | {"step_s": step_s[way], "compute_s": step_s["alone"], "steps": job["steps"]}
+        | {"rates": rates}
+        | about(__file__)
+        for way in WAYS
+    ]
+
+
+def shapes_of(model: str) -> list[Layer]:
+    """The parameters of a measured model."""
+    if model != "transformer":
+        return layers(model)
+    with torch.device("meta"):
+        return [Layer(name, tuple(p.shape)) for name, p in Language().named_parameters()]
+
+
+def said(row: dict[str, Any]) -> Step:
+    """What predict says of a measured row, told what was measured beside it."""
+    found = predict(
+        shapes_of(row["model"]), ranks=row["ranks"], link=Link.of_gbit(row["gbit"]),
+        rates=Rates(**row["rates"]), compute_s=row["compute_s"],
+    )  # fmt: skip
+    return found.row(WAYS[row["way"]]).step
+
+
+def measured(rows: list[dict[str, Any]]) -> str:
+    """Rows as people read them."""
+    cells = []
+    for row in rows:
+        of = said(row)
+        times = [row["step_s"], of.seconds, of.seconds / row["step_s"]]
+        times += [row["compute_s"], of.codec_s, of.exchange_s]
+        cells.append([row["model"], row["gbit"], row["way"], *times])
+    head = (
+        "model",
+        "Gbit/s",
+        "way",
+        "s a step",
+        "predicted",
+        "ratio",
+        "computing",
+        "codec",
+        "exchange",
+    )
+    return text_table(head, cells, ("", "", "", ".3f", ".3f", ".2f", ".3f", ".3f", ".3f"))
+
+
+def main() -> None:
+    """Print, write or measure."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--write", action="store_true", help="into README")
+    parser.add_argument("--measure", action="store_true", help="steps behind shaped links")
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--models", nargs="+", default=["transformer", "resnet50"])
+    parser.add_argument("--gbit", type=float, nargs="+", default=[1.0, 0.1])
+    parser.add_argument("--steps", type=int, default=9)
+    args = parser.parse_args()
+    if not args.measure:
+        if args.write:
+            put_into(ROOT / "README.md")
+        print(f"{tables()}\n")
+        print(measured(load(args.json)))
+        return
+    rows = load(args.json)
+    for model in args.models:
+        resnet = step_on("v100", model)
+        for gbit in args.gbit:
+            job = {"model": model, "gbit": gbit, "steps": args.steps}
+            job |= {"sleep_s": resnet.seconds if resnet else 0.0}
+            print(f"{model}, {gbit:g} Gbit/s", flush=True)
+            try:
+                with ShapedLinks(2, gbit) as links:
+                    found = run_ranks(__file__, job, ranks=2, timeout_s=1800, links=links)
+            except NoLinksError as why:
+                raise SystemExit(str(why)) from None
+            rows = [row for row in rows if (row["model"], row["gbit"]) != (model, gbit)]
+            rows += rows_of(job, found)
+            save(args.json, rows)
+    print(measured(rows))
+
+
+if __name__ == "__main__" and not as_rank(work):
+    main()

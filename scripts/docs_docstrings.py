@@ -1,0 +1,77 @@
+"""Docstrings of this project as Markdown, for the reference pages of the site.
+
+Sections have NumPy's headings, but their entries are `name : what it is`, not a type: the signature
+has that. A parser of NumPy's form takes the sentence for a type. So this extension of Griffe, by
+which mkdocstrings reads code, makes lists of entries and blocks of examples, and nothing parses.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from griffe import Extension, Object
+
+_RULE = re.compile(r"-{3,}")
+_ENTRY = re.compile(r"(\*{0,2}\w[\w*, ]*?)(?: : (.*))?")
+
+
+class Docstrings(Extension):
+    """Rewrites the docstring of everything that is read."""
+
+    def on_object(self, *, obj: Object, **_: Any) -> None:
+        """Of one module, class, function or attribute."""
+        if obj.docstring is not None:
+            obj.docstring.value = markdown(obj.docstring.value)
+
+
+def markdown(text: str) -> str:
+    r"""A docstring as Markdown.
+
+    >>> print(markdown("Say.\n\nParameters\n----------\nname : of a person,\n    or none"))
+    Say.
+    <BLANKLINE>
+    **Parameters**
+    <BLANKLINE>
+    - `name`: of a person, or none
+    """
+    made: list[str] = []
+    section = example = False
+    lines = text.splitlines()
+    for place, line in enumerate(lines):
+        rule = lines[place + 1].strip() if place + 1 < len(lines) else ""
+        if example and not line.strip():
+            made += ["```", ""]
+            example = False
+        elif line.startswith(">>> ") and not example:
+            made += ["", "```pycon", line]
+            example = True
+        elif example:
+            made.append(line)
+        elif line.strip() and _RULE.fullmatch(rule):
+            made += ["", f"**{line.strip()}**", ""]
+            section = line.strip() not in ("Examples", "Notes")
+        elif _RULE.fullmatch(line.strip()):
+            continue
+        elif section and line and not line.startswith(" "):
+            # A sentence, as "Raises CompressError ...", ends the entries before it.
+            found = _ENTRY.fullmatch(line)
+            names = found and (found[2] is not None or lines_on(lines, place))
+            if found and names:
+                said = f": {found[2]}" if found[2] else ":"
+                each = ", ".join(f"`{name.strip()}`" for name in found[1].split(","))
+                made.append(f"- {each}{said}")
+            else:
+                made += ["", line] if made and made[-1].startswith(("-", "    ")) else [line]
+                section = bool(found)
+        elif section and made and made[-1].startswith("- "):
+            made[-1] += f" {line.strip()}" if line.strip() else ""
+        else:
+            made.append(line)
+    text = "\n".join([*made, "```"] if example else made)
+    return re.sub(r"\n{3,}", "\n\n", text)
+
+
+def lines_on(lines: list[str], place: int) -> bool:
+    """Whether what follows a line is indented below it."""
+    return place + 1 < len(lines) and lines[place + 1].startswith("    ")

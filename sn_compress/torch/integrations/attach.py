@@ -1,0 +1,92 @@
+"""Put the hook on a model that somebody else has wrapped; the memory of a rank in a folder."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ...base.errors import CompressError, UncalledWarning
+from ...compression import Compression
+from ..ddp import CompressionState, compression_hook
+
+
+def attach(
+    model: Any, compression: type[Compression], where: str, **settings: Any
+) -> CompressionState | None:
+    """The state of a hook that is now on a DDP model; None, with a warning, if there is one rank.
+
+    Raises CompressError for a model that several ranks train otherwise, as by FSDP.
+
+    Parameters
+    ----------
+    where : whose model it is, for messages
+    settings : of CompressionState
+    """
+    if isinstance(model, DistributedDataParallel):
+        settings.setdefault("find_unused_parameters", model.find_unused_parameters)
+        state = CompressionState(
+            compression, model.process_group,
+            named_parameters=model.module.named_parameters(), **settings,
+        )  # fmt: skip
+        model.register_comm_hook(state, compression_hook)
+        return state
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if ranks > 1:
+        raise CompressError(
+            f"{where} trains a {type(model).__qualname__} on {ranks} ranks; expected a "
+            "DistributedDataParallel. Choose DDP as its strategy; replicas of FSDP2 take "
+            "sn_compress.torch.fsdp.compress_replicas."
+        )
+    warnings.warn(
+        f"{where} trains in one process: no gradient travels, so {compression.__name__} does "
+        "nothing. Start it by torchrun --nproc-per-node N, or ask for N devices.",
+        UncalledWarning,
+        stacklevel=3,
+    )
+    return None
+
+
+def save(state: CompressionState | None, folder: str | Path) -> None:
+    """Write this rank's memory into a checkpoint's folder; to be called on every rank."""
+    if state is not None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        torch.save(state.state_dict(), _file(folder, state.rank))
+
+
+def load(state: CompressionState | None, folder: str | Path) -> None:
+    """Take over what `save` wrote: this rank's own, or of another number of ranks the mean of all.
+
+    Where the checkpoint has none, as before compression was switched on, the memory begins empty
+    and an UncalledWarning says so. Raises CompressError if some of the files are missing.
+    """
+    if state is None:
+        return
+    own = _file(folder, state.rank)
+    first = own if own.exists() else _file(folder, 0)
+    if not first.exists():
+        warnings.warn(
+            f"{folder} has no memory of compressed gradients ({own.name}); it begins empty. That "
+            "is right where the checkpoint was made without compression.",
+            UncalledWarning,
+            stacklevel=3,
+        )
+        return
+    found = torch.load(first, map_location="cpu", weights_only=True)
+    if found["ranks"] != state.ranks:
+        files = [_file(folder, rank) for rank in range(found["ranks"])]
+        if missing := [file.name for file in files if not file.exists()]:
+            raise CompressError(
+                f"{folder} was saved by {found['ranks']} ranks and has no {', '.join(missing)}; "
+                f"expected all, as there are {state.ranks} ranks now. Copy them together."
+            )
+        found = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
+    state.load_state_dict(found)
+
+
+def _file(folder: str | Path, rank: int) -> Path:
+    return Path(folder) / f"compression-rank{rank}.pt"

@@ -1,0 +1,71 @@
+"""A callback of transformers' Trainer that compresses gradients between its ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from ...compression import Compression
+from ..ddp import CompressionState
+from . import attach
+from .tensorboard import named
+
+
+class TrainerCompression(TrainerCallback):  # type: ignore[misc]
+    """Compress what the ranks of a Trainer send: `trainer.add_callback(TrainerCompression(...))`.
+
+    The hook is on the model when training begins. Checkpoints get one file of memory a rank,
+    `compression-rank<n>.pt`, and what the Trainer logs gets the numbers of report().
+
+    Parameters
+    ----------
+    trainer : the one it is added to
+    compression : FFTCompression, LowRankCompression or AutoCompression, bare or by `using`
+    resume_from : the folder of the checkpoint that `trainer.train` resumes from, where it is not
+        `checkpoint-<step>` of the Trainer's output_dir
+    settings : of CompressionState; the Trainer's GradScaler is given already
+
+    Attributes
+    ----------
+    state : the CompressionState, from the beginning of training on; None in a single process,
+        which an UncalledWarning says
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        compression: type[Compression],
+        *,
+        resume_from: str | Path | None = None,
+        **settings: Any,
+    ) -> None:
+        self.state: CompressionState | None = None
+        self._trainer, self._compression = trainer, compression
+        self._settings, self._resume_from = settings, resume_from
+        self._model: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Put the hook on, once a model, and take over the memory of a checkpoint."""
+        model = self._trainer.model_wrapped
+        if model is not self._model:  # training that goes on in the same process has it already
+            given = {"scaler": self._trainer.accelerator.scaler} | self._settings
+            self.state = attach.attach(model, self._compression, "the Trainer", **given)
+            self._model = model
+        if state.global_step:
+            folder = self._resume_from or Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            attach.load(self.state, folder)
+        # A new list, as the Trainer goes through the old one now: the numbers must be in the logs
+        # before the callbacks that write them are asked.
+        handler = self._trainer.callback_handler
+        handler.callbacks = [self, *(each for each in handler.callbacks if each is not self)]
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Write this rank's memory beside the weights; the Trainer calls it on every rank."""
+        attach.save(self.state, Path(args.output_dir) / f"checkpoint-{state.global_step}")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Add the numbers of report() to what is logged during training."""
+        if logs is not None and "loss" in logs and self.state is not None:
+            logs.update(named(self.state.report()))

@@ -1,0 +1,79 @@
+"""A callback of Lightning that compresses gradients between the ranks of DDPStrategy.
+
+DDPStrategy(ddp_comm_state=..., ddp_comm_hook=...) does the same on a GPU; on a CPU it ignores the
+hook, and a Lightning checkpoint has the memory of no rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Callback
+
+from ...compression import Compression
+from ..ddp import CompressionState
+from . import attach
+from .tensorboard import named
+
+_KEY = "sn_compress"
+
+
+class LightningCompression(Callback):  # type: ignore[misc]
+    """Compress what the ranks of a Lightning Trainer send: `Trainer(callbacks=[...])`.
+
+    The hook is put on when training begins, on any device. Checkpoints hold the memories of all
+    ranks, which are gathered on rank 0: as many bytes as float32 gradients, a rank. The numbers of
+    report() go to the Trainer's loggers.
+
+    Parameters
+    ----------
+    compression : FFTCompression, LowRankCompression or AutoCompression, bare or by `using`
+    settings : of CompressionState; the GradScaler of the Trainer's precision is given already
+
+    Attributes
+    ----------
+    state : the CompressionState, from the beginning of training on; None in a single process,
+        which an UncalledWarning says
+    """
+
+    def __init__(self, compression: type[Compression], **settings: Any) -> None:
+        super().__init__()
+        self.state: CompressionState | None = None
+        self._compression, self._settings = compression, settings
+        self._model: Any = None
+        self._saved: Any = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Put the hook on, once a model, and take over what a checkpoint had."""
+        model = trainer.strategy.model
+        if model is not self._model:
+            given = {"scaler": getattr(trainer.precision_plugin, "scaler", None)} | self._settings
+            self.state = attach.attach(model, self._compression, "Lightning", **given)
+            self._model = model
+        if self._saved is not None and self.state is not None:
+            self.state.load_state_dict(self._saved)
+        self._saved = None
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Gather the memories; Lightning calls it on every rank and writes what rank 0 has."""
+        if self.state is None:
+            return
+        group, first = self.state.process_group, self.state.rank == 0
+        all_of_them = [None] * self.state.ranks if first else None
+        to = dist.get_global_rank(group, 0) if group is not None else 0
+        dist.gather_object(self.state.state_dict(), all_of_them, dst=to, group=group)
+        if first:
+            checkpoint[_KEY] = all_of_them
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Keep what a checkpoint has until there is a state to take it."""
+        self._saved = checkpoint.get(_KEY)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Give report() to the loggers, as often as they get anything."""
+        every = trainer.log_every_n_steps
+        if self.state is None or not trainer.loggers or trainer.global_step % every:
+            return
+        for logger in trainer.loggers:
+            logger.log_metrics(named(self.state.report()), step=trainer.global_step)

@@ -1,0 +1,171 @@
+"""What other people's loops get: the hook on their model, a rank's memory in their checkpoints.
+
+One rank in this process; whole loops on two are the recipes (tests/docs/test_code_blocks.py).
+"""
+
+import subprocess
+import sys
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+from sn_compress import CompressError, LowRankCompression, MissingExtra, UncalledWarning  # noqa: E402
+from sn_compress.torch import integrations  # noqa: E402
+from sn_compress.torch.ddp import CompressionState, compression_hook  # noqa: E402
+from sn_compress.torch.integrations import attach  # noqa: E402
+
+SMALL = LowRankCompression.using(ratio=20, warmup=1)
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+
+
+def train(ddp, steps=3):
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        ddp(torch.ones(4, 64)).square().mean().backward()
+        optimizer.step()
+
+
+# A state that nothing calls
+
+
+def test_a_state_that_is_not_registered_is_found_out(group):
+    ddp = DistributedDataParallel(net())
+    state = CompressionState(SMALL, named_parameters=ddp.module.named_parameters(), warn_after=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(ddp, 2)
+    with pytest.warns(UncalledWarning, match="3 steps in which nothing called the hook") as said:
+        train(ddp, 5)
+    assert len(said) == 1
+    assert state.report()["steps"] == 0
+
+
+def test_a_hook_that_is_called_is_not(group):
+    ddp = DistributedDataParallel(net())
+    named = ddp.module.named_parameters()
+    state = CompressionState(SMALL, named_parameters=named, warn_after=2)
+    ddp.register_comm_hook(state, compression_hook)
+    train(ddp, 6)  # a warning is an error
+
+
+def test_one_that_is_called_no_longer_is_found_out(group):
+    ddp = DistributedDataParallel(net())
+    named = ddp.module.named_parameters()
+    state = CompressionState(SMALL, named_parameters=named, warn_after=2)
+    ddp.register_comm_hook(state, compression_hook)
+    train(ddp, 3)
+    with pytest.warns(UncalledWarning):
+        train(ddp.module, 2)
+
+
+def test_steps_of_another_optimizer_do_not_count(group):
+    held = CompressionState(SMALL, named_parameters=net().named_parameters(), warn_after=1)
+    train(net(), 3)
+    del held
+
+
+def test_a_dead_state_leaves_no_hook_behind(group):
+    from torch.optim import optimizer
+
+    before = len(optimizer._global_optimizer_post_hooks)
+    state = CompressionState(SMALL)
+    assert len(optimizer._global_optimizer_post_hooks) == before + 1
+    del state
+    assert len(optimizer._global_optimizer_post_hooks) == before
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, None])
+def test_warn_after_is_a_number_of_steps(group, value):
+    with pytest.raises(CompressError, match="whole number of steps"):
+        CompressionState(SMALL, warn_after=value)
+
+
+# The hook on somebody's model, the memory in somebody's folder
+
+
+def test_attach_takes_what_ddp_has(group):
+    ddp = DistributedDataParallel(net(), find_unused_parameters=True)
+    state = attach.attach(ddp, SMALL, "a test")
+    assert state.engine._find_unused
+    ddp(torch.ones(4, 64)).sum().backward()
+    assert state.report()["steps"] == 1
+
+
+def test_one_process_is_said():
+    with pytest.warns(UncalledWarning, match="the Trainer trains in one process"):
+        assert attach.attach(net(), SMALL, "the Trainer") is None
+
+
+def test_another_strategy_is_refused(group, monkeypatch):
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    with pytest.raises(CompressError, match="Lightning trains a Sequential on 4 ranks"):
+        attach.attach(net(), SMALL, "Lightning")
+
+
+def test_a_memory_goes_to_a_folder_and_back(group, tmp_path):
+    ddp = DistributedDataParallel(net())
+    state = attach.attach(ddp, SMALL, "a test")
+    train(ddp)
+    attach.save(state, tmp_path / "checkpoint-3")
+    assert [it.name for it in (tmp_path / "checkpoint-3").iterdir()] == ["compression-rank0.pt"]
+    other = attach.attach(DistributedDataParallel(net()), SMALL, "a test")
+    attach.load(other, tmp_path / "checkpoint-3")
+    first, second = state.state_dict(), other.state_dict()
+    assert str(first) == str(second)
+    assert "tensor" in str(first["shared"])
+
+
+def test_of_two_ranks_one_takes_the_mean(group, tmp_path):
+    ddp = DistributedDataParallel(net())
+    state = attach.attach(ddp, SMALL, "a test")
+    train(ddp)
+    saved = state.state_dict()
+    for rank in range(2):
+        torch.save(saved | {"ranks": 2, "rank": rank}, tmp_path / f"compression-rank{rank}.pt")
+    attach.load(state, tmp_path)
+    (tmp_path / "compression-rank1.pt").unlink()
+    with pytest.raises(CompressError, match=r"saved by 2 ranks and has no compression-rank1\.pt"):
+        attach.load(state, tmp_path)
+
+
+def test_a_checkpoint_without_a_memory_is_said(group, tmp_path):
+    state = CompressionState(SMALL, named_parameters=net().named_parameters())
+    with pytest.warns(UncalledWarning, match="it begins empty"):
+        attach.load(state, tmp_path)
+
+
+def test_log_report_writes_scalars():
+    found = []
+    writer = SimpleNamespace(add_scalar=lambda *of: found.append(of))
+    integrations.log_report(writer, {"ratio": 12.5, "steps": 3}, 7)
+    assert found == [("compression/ratio", 12.5, 7), ("compression/steps", 3.0, 7)]
+
+
+def test_what_is_not_installed_is_named():
+    code = (
+        "import sys; sys.modules['lightning'] = None\n"
+        "from sn_compress.torch import integrations\n"
+        "try:\n    integrations.LightningCompression\n"
+        "except ImportError as error:\n    print(type(error).__name__, error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert "MissingExtra LightningCompression needs lightning" in done.stdout, done.stderr
+    assert issubclass(MissingExtra, ImportError)

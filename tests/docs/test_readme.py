@@ -1,0 +1,80 @@
+"""README: short, and its table of where compression pays is what `predict` says."""
+
+import contextlib
+import importlib.util
+import io
+import json
+import re
+import shlex
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+
+from sn_compress.prediction.rates import RECORDED
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text("utf-8")
+RESULTS = ROOT / "benchmarks/results/pays.json"
+MOST_LINES = 120
+CLOSE = 0.15
+
+
+@pytest.fixture(scope="module")
+def pays():
+    """benchmarks/pays.py, with its neighbours."""
+    pytest.importorskip("torch")
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        spec = importlib.util.spec_from_file_location("pays", ROOT / "benchmarks/pays.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+    return module
+
+
+def test_readme_is_short():
+    assert len(README.splitlines()) <= MOST_LINES
+
+
+def test_its_tables_are_what_predict_says(pays):
+    shown = README.partition(f"{pays.START}\n")[2].partition(f"\n{pays.END}")[0]
+    assert shown == pays.tables(), "run: python benchmarks/pays.py --write"
+
+
+ROWS = json.loads(RESULTS.read_text("utf-8"))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['model']} {row['gbit']} {row['way']}")
+def test_predicted_steps_are_close_to_measured_ones(pays, row):
+    assert pays.said(row).seconds == pytest.approx(row["step_s"], rel=CLOSE)
+
+
+def test_the_command_of_readme_gives_a_cell_of_its_table(pays):
+    pytest.importorskip("sn_compress.__main__")
+    from sn_compress.__main__ import main
+
+    line = re.search(r"`python -m (sn_compress predict --model resnet50 [^`]*)`", README)[1]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert main(shlex.split(line)[1:]) == 0
+    rows = dict(re.findall(r"^(shared|gather) +[\d.]+ +([\d.]+)x", said.getvalue(), re.MULTILINE))
+    best = max(map(float, rows.values()))
+    row = next(it for it in pays.tables().splitlines() if it.startswith("| ResNet-50, "))
+    at = [cell.strip() for cell in row.split("|")][2 + list(pays.LINKS).index("1")]
+    assert float(at.partition(" ")[0]) == pytest.approx(best, abs=0.051)
+
+
+def test_recorded_rates_are_those_of_the_rows():
+    for name, value in vars(RECORDED["core"]).items():
+        measured = [row["rates"][name] for row in ROWS]
+        assert value == pytest.approx(statistics.median(measured), rel=0.05), name
+
+
+def test_both_links_and_both_kinds_of_exchange_were_measured():
+    found = {(row["gbit"], row["way"]) for row in ROWS}
+    assert {
+        (gbit, way) for gbit in (0.1, 1.0) for way in ("plain", "low rank 100", "gather")
+    } <= found
