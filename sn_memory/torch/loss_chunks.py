@@ -18,10 +18,10 @@ MOST_CHUNKS = 64
 def with_loss_chunks(
     model: torch.nn.Module,
     sample: Any,
-    budget: int | str,
+    budget: float | str,
     chunks: int | str | None,
     settings: Mapping[str, Any],
-) -> tuple[torch.nn.Module, int | str, int]:
+) -> tuple[torch.nn.Module, float | str, int]:
     """Return the model to plan, the budget and the number of chunks.
 
     A percentage becomes bytes: it is of the step as it was. With `auto` the step is traced in 1, 2,
@@ -33,14 +33,15 @@ def with_loss_chunks(
     if chunks is None:
         return model, budget, 1
     model = unchunked(model)
-    if chunks != "auto" and (isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1):
+    asked = None if chunks == "auto" else chunks
+    if asked is not None and (isinstance(asked, bool) or not isinstance(asked, int) or asked < 1):
         raise ValueError(f"got loss_chunks {chunks!r}, expected a number from 1, 'auto' or None.")
     plain = trace(model, sample, **settings).graph
     whole = peak(plain).bytes
     budget_bytes = parse_bytes(budget, whole=whole)
-    if chunks != "auto":
-        chunked = chunk_loss(model, sample, chunks) if chunks > 1 else model
-        return chunked, budget_bytes, chunks
+    if asked is not None:
+        chunked = chunk_loss(model, sample, asked) if asked > 1 else model
+        return chunked, budget_bytes, asked
     if whole <= budget_bytes or last_product(model, sample) is None:
         return model, budget_bytes, 1
     found: list[tuple[bool, float, int, int, torch.nn.Module]] = []

@@ -263,7 +263,7 @@ class Planning:
             model, *given, self.budget, resident_bytes=held, accumulate=self.accumulate
         )
 
-    def planned(self, graph: Graph, budget: int | str | None = None) -> Plan:
+    def planned(self, graph: Graph, budget: float | str | None = None) -> Plan:
         """Return a plan of a graph, within this budget or another."""
         budget = self.budget if budget is None else budget
         if isinstance(self.planner, Plan):

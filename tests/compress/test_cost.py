@@ -315,7 +315,16 @@ def test_measured_rates_are_seconds():
 def test_the_command_prints_the_table_and_draws(tmp_path):
     picture = tmp_path / "p.png"
     flags = ["--model", "alexnet", "--ranks", "8", "--gbit", "1", "--codec", "free"]
-    command = [sys.executable, "-m", "sn_cli", "compress", "predict", *flags, "--plot", str(picture)]
+    command = [
+        sys.executable,
+        "-m",
+        "sn_cli",
+        "compress",
+        "predict",
+        *flags,
+        "--plot",
+        str(picture),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "62,378,344 parameters, 8 ranks, 1 Gbit/s" in done.stdout
     assert all(f"\n{method} " in done.stdout for method in (*METHODS, "auto"))

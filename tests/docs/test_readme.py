@@ -53,10 +53,10 @@ def test_predicted_steps_are_close_to_measured_ones(pays, row):
 
 
 def test_the_command_of_readme_gives_a_cell_of_its_table(pays):
-    pytest.importorskip("sn_compress.__main__")
-    from sn_compress.__main__ import main
+    pytest.importorskip("sn_cli")
+    from sn_cli.main import main
 
-    line = re.search(r"`python -m (sn_compress predict --model resnet50 [^`]*)`", README)[1]
+    line = re.search(r"`(sn compress predict --model resnet50 [^`]*)`", README)[1]
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         assert main(shlex.split(line)[1:]) == 0

@@ -64,7 +64,7 @@ class Settings:
     """
 
     make: Callable[[Graph, int | str], Plan]
-    budget: int | str
+    budget: float | str
     profile: bool
     device: Any
     extra: tuple[Storage, ...]

@@ -207,7 +207,7 @@ class FusedPlanner:
         _, step = compilation.lower(forward, backward)
         return self.found(program, step, made)
 
-    def plan(self, budget: int | str, make: Callable[[Graph, int], Plan]) -> Found:
+    def plan(self, budget: float | str, make: Callable[[Graph, int], Plan]) -> Found:
         """Return the fastest plan found that keeps a budget when it is lowered.
 
         Parameters

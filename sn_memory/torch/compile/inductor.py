@@ -71,7 +71,7 @@ class Asked:
     """
 
     make: Callable[[Graph, int], Plan]
-    budget: int | str
+    budget: float | str
     profile: bool
     device: Device | None
     extra: tuple[Storage, ...]

@@ -72,14 +72,11 @@ class Fused:
                 node = nodes.get(names.get(name, ""))
                 if node is not None and isinstance(node.meta.get("val"), torch.Tensor):
                     self.nodes_of.setdefault(value, []).append(node)
-        for value, node in zip((*step.returned, *step.saved), results_of(forward), strict=True):
-            if value is not None and isinstance(node, fx.Node):
-                self.nodes_of.setdefault(value, []).append(node)
-        for value, node in zip(
-            step.inputs, forward.graph.find_nodes(op="placeholder"), strict=True
-        ):
-            if value is not None:
-                self.nodes_of.setdefault(value, []).append(node)
+        ends = zip((*step.returned, *step.saved), results_of(forward), strict=True)
+        begins = zip(step.inputs, forward.graph.find_nodes(op="placeholder"), strict=True)
+        for held, node in (*ends, *begins):
+            if held is not None and isinstance(node, fx.Node):
+                self.nodes_of.setdefault(held, []).append(node)
         for value, found in self.nodes_of.items():
             for node in found:
                 if node.graph is forward.graph:

@@ -123,7 +123,7 @@ class SelectivePolicy:
 def checkpoint_policy(
     model: torch.nn.Module,
     sample: Any,
-    budget: int | str,
+    budget: float | str,
     *,
     blocks: Sequence[str | type | torch.nn.Module] | None = None,
     profile: bool = True,
