@@ -38,7 +38,7 @@ def with_loss_chunks(
     plain = trace(model, sample, **settings).graph
     whole = peak(plain).bytes
     budget_bytes = parse_bytes(budget, whole=whole)
-    if chunks != "auto":
+    if isinstance(chunks, int):
         chunked = chunk_loss(model, sample, chunks) if chunks > 1 else model
         return chunked, budget_bytes, chunks
     if whole <= budget_bytes or last_product(model, sample) is None:
