@@ -33,15 +33,14 @@ def with_loss_chunks(
     if chunks is None:
         return model, budget, 1
     model = unchunked(model)
-    asked = None if chunks == "auto" else chunks
-    if asked is not None and (isinstance(asked, bool) or not isinstance(asked, int) or asked < 1):
+    if chunks != "auto" and (isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1):
         raise ValueError(f"got loss_chunks {chunks!r}, expected a number from 1, 'auto' or None.")
     plain = trace(model, sample, **settings).graph
     whole = peak(plain).bytes
     budget_bytes = parse_bytes(budget, whole=whole)
-    if asked is not None:
-        chunked = chunk_loss(model, sample, asked) if asked > 1 else model
-        return chunked, budget_bytes, asked
+    if isinstance(chunks, int):
+        chunked = chunk_loss(model, sample, chunks) if chunks > 1 else model
+        return chunked, budget_bytes, chunks
     if whole <= budget_bytes or last_product(model, sample) is None:
         return model, budget_bytes, 1
     found: list[tuple[bool, float, int, int, torch.nn.Module]] = []

@@ -12,6 +12,9 @@ import torch
 from models import Gpt2, Llama, UNet, resnet
 from small_models import mlp
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import sn_memory.torch
 from sn_memory import BudgetError, PlanError
@@ -127,10 +130,7 @@ def test_compiled_it_saves_what_it_says():
 
     def note(graph, inputs):
         graphs.append(graph)
-        return graph
-
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
+        return make_boxed_func(graph.forward)
 
     backend = aot_autograd(
         fw_compiler=note, bw_compiler=note, partition_fn=min_cut_rematerialization_partition

@@ -63,7 +63,7 @@ class Settings:
     that `make` depends on, as text; None where it depends on more.
     """
 
-    make: Callable[[Graph, int | str], Plan]
+    make: Callable[[Graph, float | str], Plan]
     budget: float | str
     profile: bool
     device: Any
