@@ -225,7 +225,7 @@ class Planning:
         self,
         model: torch.nn.Module,
         given: Arguments,
-        planned: Callable[[Graph, int | str], Plan] | None = None,
+        planned: Callable[[Graph, float | str], Plan] | None = None,
     ) -> CompiledStep:
         """Return a step that torch.compile made."""
         held = beside(model, self.optimizer)
