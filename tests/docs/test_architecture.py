@@ -31,7 +31,7 @@ def test_ten_changes_and_more_name_files_that_are_there():
         rows = table.strip().split("\n")[2:]
         assert len(rows) >= 10
         for row in rows:
-            named = re.findall(rf"`({package}/[\w./]*)`", row)
+            named = re.findall(rf"`((?:{package}|sn_cli)/[\w./]*)`", row)
             assert named, row
             for path in (*named, *re.findall(r"`((?:csrc|docs|fuzz)/[\w./]*)`", row)):
                 assert (architecture.ROOT / path).exists(), path
