@@ -135,7 +135,7 @@ class _Bar:
             self.stage = it.stage
             # Of seconds and of ops alike; what has no parts shows how long it takes.
             parts = "{percentage:3.0f} %|{bar}| {elapsed}, {remaining} left{postfix}"
-            form = "sn_memory {desc}: " + (parts if it.total > 1 else "{bar} {elapsed}{postfix}")
+            form = "sn_memory {desc}: " + (parts if it.total != 1 else "{bar} {elapsed}{postfix}")
             self.bar = self.kind(
                 total=it.total, desc=it.stage, file=sys.stderr, leave=False, bar_format=form
             )
@@ -170,7 +170,7 @@ class _Lines:
 
     def write(self, it: Progress) -> None:
         note = f": {it.note}" if it.note else ""
-        far = self.far(it) if it.total > 1 else ""
+        far = self.far(it) if it.total != 1 else ""
         done = f"{it.stage} {it.done:.3g} of {it.total:.3g}{far}"
         sys.stderr.write(f"sn_memory: {it.seconds:.1f} s, {done}{note}\n")
 

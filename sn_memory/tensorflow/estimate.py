@@ -78,7 +78,10 @@ def estimate(model: Any, sample: Any, *, optimizer: Any = None) -> Estimate:
 def _left(traced: Trace) -> int:
     """Bytes live beside the resident ones when the last forward op has run."""
     graph = traced.graph
-    last = max(at for at, op in enumerate(graph.ops) if op.phase == "forward")
+    forward = [at for at, op in enumerate(graph.ops) if op.phase == "forward"]
+    if not forward:  # of one linear layer nothing is needed again but its input
+        return 0
+    last = forward[-1]
     return int(live_bytes(graph)[last] - graph.base_bytes)
 
 
