@@ -118,7 +118,9 @@ def test_python_runs(page, request, tmp_path):
     if re.search(r"\bhvd\b|\bhorovod\b", source):
         alone = "import horovod" in source
         step = "" if alone or "hvd.DistributedOptimizer" not in source else ONE_STEP
-        script.write_text(("" if alone else HOROVOD_USER) + run + step)
+        # Ranks begin in the project's folder; what a page writes is not to lie there.
+        begin = f"import os; os.chdir({str(tmp_path)!r})\n"
+        script.write_text(begin + ("" if alone else HOROVOD_USER) + run + step)
         request.getfixturevalue("horovodrun")(2, script).check()
     else:
         script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{run}")
