@@ -26,7 +26,7 @@ class PayloadError(CompressError):
     """Bytes that are not a payload of this codec (damaged, truncated, foreign)."""
 
 
-class MissingExtra(ImportError):  # noqa: N818 - it is the extra that is missing
+class MissingExtra(ModuleNotFoundError):  # noqa: N818 - it is the extra that is missing
     """An optional library is needed and not installed; the message names the extra."""
 
 

@@ -58,7 +58,7 @@ class CapacityError(RuntimeError):
         self.proved = proved
 
 
-class MissingExtra(ImportError):  # noqa: N818 - it is the extra that is missing
+class MissingExtra(ModuleNotFoundError):  # noqa: N818 - it is the extra that is missing
     """An optional library is needed and not installed; the message names the extra."""
 
 

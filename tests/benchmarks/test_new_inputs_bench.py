@@ -1,7 +1,10 @@
 """The benchmark of inputs that come while training, on a few steps."""
 
-import new_inputs
 import pytest
+
+pytest.importorskip("transformers")
+
+import new_inputs
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from sn_compress import CompressError, FFTCompression
 from sn_compress.schedule import Diminishing, EnergyBudget, Warmup, learner
-from sn_compress.tensorflow.traced import Traced
 from sn_compress.torch.ddp import CompressionState, Part
 from sn_compress.torch.under_ddp import collectives as rim
 
@@ -98,7 +97,8 @@ def test_bare_computes_ffts(alone):
 
 
 def test_tensorflow_follows_the_steps():
-    own = Traced(FFTCompression.using(theta=STEPWISE).settings, threads=1)
+    traced = pytest.importorskip("sn_compress.tensorflow.traced")
+    own = traced.Traced(FFTCompression.using(theta=STEPWISE).settings, threads=1)
     rng, want, found = np.random.default_rng(0), expected(STEPWISE, 9), []
     for step in range(9):
         for key in ("0:w", "1:v"):  # steps are counted for each
@@ -109,7 +109,7 @@ def test_tensorflow_follows_the_steps():
         found.append(wire.size)
         if step == 4:
             state = own.state_dict()
-            own = Traced(FFTCompression.using(theta=STEPWISE).settings, threads=1)
+            own = traced.Traced(FFTCompression.using(theta=STEPWISE).settings, threads=1)
             own.load_state_dict(state)
 
     assert found == want

@@ -23,10 +23,6 @@ import torch
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx
-from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from ...cost.devices import NOMINAL
 from ...graph.graph import Graph
@@ -39,6 +35,13 @@ from .dry_step import DryStep
 from .fused import Compilation, Costs, Found, FusedPlanner
 from .lowering import lowered
 from .program import Program, rebuilt
+from .torch_inductor import (
+    CustomPartitionerFn,
+    cache_dir,
+    compile_fx,
+    get_hash_for_files,
+    inductor_config,
+)
 from .wrapper import Step
 
 log = logging.getLogger(__name__)

@@ -15,12 +15,16 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor import config as inductor_config
-from torch._inductor.codegen.common import init_backend_registration
-from torch._inductor.compile_fx import _InProcessFxCompile, get_input_idxs_to_check
-from torch._inductor.debug import DebugContext
-from torch._inductor.graph import GraphLowering
-from torch._inductor.virtualized import V
+
+from .torch_inductor import (
+    DebugContext,
+    GraphLowering,
+    V,
+    _InProcessFxCompile,
+    get_input_idxs_to_check,
+    inductor_config,
+    init_backend_registration,
+)
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch._inductor import async_compile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from ..trace.record import Call, form_of, is_view, written
+from .torch_inductor import async_compile
 
 _ASSIGNED = re.compile(r"^(\s+)(\w+) = (.*?)(; del \w+)?(\s+# reuse)?$")
 _SIGNATURE = re.compile(r"void\s+\w+\((.*?)\)", re.DOTALL)
