@@ -37,13 +37,13 @@ demo: $(STAMPS)/extension data
 
 test: $(STAMPS)/horovod $(STAMPS)/extension
 	-@$(BIN)/python scripts/fetch_fashion_mnist.py
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) $(PYTEST_ARGS)
 
 # Of the tests those that what differs from SINCE concerns, by imports.
 SINCE ?= main
 test-changed: $(STAMPS)/horovod $(STAMPS)/extension
 	@files="$$($(BIN)/python scripts/changed_tests.py --since $(SINCE))" && echo "$$files" && \
-	  { test -z "$$files" || $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup $(PYTEST_ARGS) $$files; }
+	  { test -z "$$files" || $(BIN)/python -m pytest -n $(TEST_WORKERS) $(PYTEST_ARGS) $$files; }
 
 check: $(STAMPS)/packages
 	$(BIN)/ruff check .

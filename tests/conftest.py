@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -152,18 +153,26 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", "timeout(seconds): heeded by pytest-timeout only")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Group tests for `-n 2 --dist loadgroup`, and skip GPU tests where what they need is missing.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each worker a file at a time, and all tests that start ranks to one of them.
 
-    A file is a group; so are all tests that start ranks, which would take each other's cores.
+    These would take each other's cores. Groups, xdist's own way, need a `_nodeid` that items
+    no longer have in pytest 9.2: nothing is sorted there, and nothing says so.
     """
-    is_grouped = config.pluginmanager.has_plugin("xdist")
+    from xdist.scheduler import LoadScopeScheduling
+
+    class InTurn(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = Path(nodeid.partition("::")[0])
+            return "ranks" if OF_RANKS & set(path.parts) else path.as_posix()
+
+    return InTurn(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip GPU tests where what they need is missing."""
     for item in items:
-        if is_grouped:
-            path = item.path.relative_to(ROOT / "tests")
-            group = "ranks" if path.parts[0] in OF_RANKS else path.as_posix()
-            item.add_marker(pytest.mark.xdist_group(group))
         for mark in item.iter_markers("gpu"):
             missing = dict.fromkeys(MISSING[need]() for need in mark.args or ("torch",))
             missing.pop("", None)
