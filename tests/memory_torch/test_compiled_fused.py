@@ -1,6 +1,7 @@
 """Plans of Inductor's fused kernels: planned and checked without compiling one."""
 
 import copy
+import json
 from dataclasses import replace
 from functools import partial
 
@@ -50,7 +51,7 @@ class Residual(nn.Module):
 class Seen:
     """What was planned when torch.compile took a model, for several budgets; nothing compiled."""
 
-    def __init__(self, model, sample, shares):
+    def __init__(self, model, sample, shares, *, others=False):
         self.found, self.refused = {}, {}
         seen = self
 
@@ -72,6 +73,8 @@ class Seen:
             asked = inductor.Asked(make, 0, False, None, (), None, "model")
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(inductor, "FusedPlanner", Planner)
+                if not others:
+                    patch.setattr(inductor, "_SHARES", ())
                 inductor.planned(module, inputs, asked)
             return module
 
@@ -88,6 +91,7 @@ def residual():
 def test_what_fits_is_left_as_torch_has_it(residual):
     found = residual.found["100%"]
     assert found.program is None
+    assert not found.plan.decided("recompute")
     assert found.plan.peak_bytes == residual.planner.plain.step.peak_bytes
 
 
@@ -97,7 +101,6 @@ def test_the_lowered_step_keeps_the_budget(residual, share):
     found = residual.found[share]
     assert found.step.peak_bytes == found.plan.peak_bytes <= found.plan.budget_bytes
     assert check_plan(found.graph, found.plan).peak_bytes == found.plan.peak_bytes
-    assert found.plan.decided("recompute")
     whole = residual.planner.plain.plan
     assert found.plan.baseline_peak_bytes == whole.peak_bytes > found.plan.peak_bytes
 
@@ -116,15 +119,23 @@ def test_what_cannot_be_kept_is_refused_with_the_nearest(residual):
 def test_a_program_computes_what_the_partition_does(residual):
     planner = residual.planner
     compilation = planner.compilation
-    program = Program.of(residual.found["60%"].program.data())
+    program = residual.planner.lower(
+        residual.planner.ground, plan_of(residual.planner, 0.7)
+    ).program
+    program = Program.of(json.loads(json.dumps(program.data())))
     made = rebuilt(compilation.forward, compilation.backward, compilation.outputs, program)
     torch.manual_seed(1)
     inputs = [torch.randn_like(it, device="cpu") for it in map(plain, compilation.inputs[0])]
-    tangents = [torch.randn_like(plain(it)) for it in compilation.inputs[1][-1:]]
+    tangents = [torch.randn_like(plain(it)) for it in compilation.inputs[1]]
     whole = run(compilation.forward, compilation.backward, inputs, tangents, compilation.outputs)
     mine = run(*made, inputs, tangents, compilation.outputs)
     for expected, got in zip(whole, mine, strict=True):
         assert (expected is None and got is None) or torch.equal(expected, got)
+
+
+def plan_of(planner, share):
+    graph = planner.ground.values.graph
+    return plan_graph(graph, f"{share:.0%}", techniques=("keep", "recompute"), planner="greedy")
 
 
 def plain(fake):
@@ -140,7 +151,7 @@ def run(forward, backward, inputs, tangents, outputs):
 
 def test_a_program_of_other_graphs_is_refused(residual):
     compilation = residual.planner.compilation
-    program = replace(residual.found["60%"].program, ground="another")
+    program = replace(residual.planner.ground.own.program, ground="another")
     with pytest.raises(RuntimeError, match="not those that were planned"):
         rebuilt(compilation.forward, compilation.backward, compilation.outputs, program)
 

@@ -9,7 +9,7 @@ more or less.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,24 +17,31 @@ import torch
 from torch import fx
 
 from ...base.progress import say
-from ...base.sizes import parse_bytes
+from ...base.sizes import parse_bytes, show_bytes
 from ...graph.graph import Graph
 from ...graph.liveness import peak
 from ...graph.records import Device, Storage
+from ...plan.buffers import peak_action
 from ...plan.plan import BudgetError, Plan, percent_kept
 from ...plan.policies import policy
-from ...plan.refusal import over_budget
 from ..errors import ReplayError
 from .dry_step import DryStep, dry_step
 from .kernel_graph import KernelGraph, kernel_graph
 from .lowering import Lowered, lowered
 from .partition_fused import Fused
-from .program import Program, rebuilt, results_of
+from .program import Program, ground_of, rebuilt, results_of
 
-# Plans that are lowered for one budget.
-_TRIES = 6
+# Plans that are lowered for one budget, of torch's own partition and of one with torch's budget.
+_TRIES = 5
+_TRIES_OF_OTHERS = 2
+# A plan that takes no more than so much longer is cheap enough to look no further.
+_CHEAP = 0.005
 # So near below the budget a plan is near enough.
 _NEAR = 0.01
+
+
+# Setting, forward and backward graph.
+Partition = tuple[tuple[float, str] | None, fx.GraphModule, fx.GraphModule]
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,8 @@ class Compilation:
     forward, backward
         The two graphs.
     inputs
-        Fake tensors for the forward graph, and for the backward graph.
+        Fake tensors for the forward graph; and for the backward graph those that are not handed
+        over: gradients of outputs.
     told
         Per graph, what the inner compiler was told beside.
     outputs
@@ -89,9 +97,7 @@ class Compilation:
                 _laid_out(node.meta["val"], strides)
                 for node, strides in zip(saved, first.strides[self.outputs :], strict=True)
             ]
-            own = len(results_of(self.forward)) - self.outputs
-            inputs = [*given, *self.inputs[1][own:]]
-            second = lowered(backward, inputs, self.told[1])
+            second = lowered(backward, [*given, *self.inputs[1]], self.told[1])
         finally:
             context.fw_metadata = before
         return (first, second), dry_step(first, second, self.outputs)
@@ -125,6 +131,31 @@ class Costs:
     of: Callable[[DryStep], tuple[list[float | None], list[float]]]
 
 
+@dataclass(frozen=True)
+class Ground:
+    """A partition of torch's that plans start from.
+
+    Parameters
+    ----------
+    setting
+        The budget and the solver it was made with; None: without one.
+    compilation
+        The partition.
+    fused
+        Its kernels and values.
+    own
+        The partition as it is, lowered.
+    values
+        The graph that is planned.
+    """
+
+    setting: tuple[float, str] | None
+    compilation: Compilation
+    fused: Fused
+    own: Found
+    values: KernelGraph
+
+
 class FusedPlanner:
     """Plans a compilation for budgets.
 
@@ -138,6 +169,9 @@ class FusedPlanner:
         Resident storages that are no part of the step.
     name
         Of the model.
+    others
+        Yields torch's partitions with its own budget: the setting, the two graphs. Plans start
+        from these as well.
     """
 
     def __init__(
@@ -148,23 +182,34 @@ class FusedPlanner:
         *,
         name: str = "",
         allocator: str = "none",
+        others: Callable[[], Iterator[Partition]] = lambda: iter(()),
     ) -> None:
-        self.compilation, self.costs = compilation, costs
+        self.compilation, self.costs, self.others = compilation, costs, others
         self.extra, self.name, self.allocator = tuple(extra), name, allocator
-        ground, step = compilation.lower(compilation.forward, compilation.backward)
-        self.fused = Fused(
-            compilation.forward, compilation.backward, ground, step, compilation.outputs
-        )
-        self.plain = self.found(None, step)
-        self.values = self.graph(step, by_value=True, once=self.fused.once())
+        self.ground = self.grounded(None, compilation)
+        self.plain = replace(self.ground.own, program=None)
+
+    def grounded(self, setting: tuple[float, str] | None, compilation: Compilation) -> Ground:
+        """Lower a partition of torch's."""
+        forward, backward = compilation.forward, compilation.backward
+        lowered, step = compilation.lower(forward, backward)
+        fused = Fused(forward, backward, lowered, step, compilation.outputs)
+        as_it_is = Program(ground_of(forward, backward), setting, (), (), ())
+        values = self.graph(compilation, step, by_value=True, once=fused.once())
+        return Ground(setting, compilation, fused, self.found(compilation, as_it_is, step), values)
 
     def graph(
-        self, step: DryStep, *, by_value: bool, once: frozenset[int] = frozenset()
+        self,
+        compilation: Compilation,
+        step: DryStep,
+        *,
+        by_value: bool,
+        once: frozenset[int] = frozenset(),
     ) -> KernelGraph:
         """Return the graph of a step's kernels."""
         seconds, flops = self.costs.of(step)
-        nodes = self.compilation.forward.graph.find_nodes(op="placeholder")
-        static = self.compilation.static
+        nodes = compilation.forward.graph.find_nodes(op="placeholder")
+        static = compilation.static
         return kernel_graph(
             step,
             name=self.name,
@@ -179,33 +224,28 @@ class FusedPlanner:
             by_value=by_value,
         )
 
-    def found(self, program: Program | None, step: DryStep, made: Plan | None = None) -> Found:
-        """Return a plan that was lowered, in terms of the kernels it has."""
-        graph = self.graph(step, by_value=False).graph
-        plan = policy("liveness")(graph, budget_bytes=None)
-        if made is not None:
-            again = [it for it in made.decisions if it.technique.startswith("recompute")]
-            ground = self.plain.plan
-            plan = replace(
-                plan,
-                planner=made.planner,
-                decisions=(*plan.decisions, *again),
-                baseline_peak_bytes=ground.peak_bytes,
-                baseline_seconds=ground.seconds,
-                lower_bound_seconds=min(made.lower_bound_seconds, plan.seconds),
-                solve_s=made.solve_s,
-            )
-        return Found(program, step, graph, plan)
+    def found(self, compilation: Compilation, program: Program, step: DryStep) -> Found:
+        """Return what was lowered, in terms of the kernels it has."""
+        graph = self.graph(compilation, step, by_value=False).graph
+        return Found(program, step, graph, policy("liveness")(graph, budget_bytes=None))
 
-    def lower(self, made: Plan) -> Found:
-        """Return a plan of the kernels of torch's partition, lowered."""
-        compilation = self.compilation
-        program = self.fused.written(self.values, made)
+    def lower(self, ground: Ground, made: Plan) -> Found:
+        """Return a plan of the kernels of a partition, lowered."""
+        compilation = ground.compilation
+        program = ground.fused.written(ground.values, made, ground.setting)
         forward, backward = rebuilt(
             compilation.forward, compilation.backward, compilation.outputs, program
         )
         _, step = compilation.lower(forward, backward)
-        return self.found(program, step, made)
+        found = self.found(compilation, program, step)
+        again = [it for it in made.decisions if it.technique.startswith("recompute")]
+        plan = replace(
+            found.plan,
+            planner=made.planner,
+            decisions=(*found.plan.decisions, *again),
+            solve_s=made.solve_s,
+        )
+        return replace(found, plan=plan)
 
     def plan(self, budget: float | str, make: Callable[[Graph, int], Plan]) -> Found:
         """Return the fastest plan found that keeps a budget when it is lowered.
@@ -222,22 +262,64 @@ class FusedPlanner:
         BudgetError
             If none was found.
         """
-        ground = self.plain.plan.peak_bytes
-        allowed = parse_bytes(budget, whole=ground)
-        if ground <= allowed:
-            return replace(self.plain, plan=replace(self.plain.plan, budget_bytes=allowed))
-        # In the graph of values buffers are not used again, so its peaks are a little larger.
-        asked = allowed + max(0, peak(self.values.graph).bytes - ground)
+        ground = self.plain.plan
+        allowed = parse_bytes(budget, whole=ground.peak_bytes)
+        if ground.peak_bytes <= allowed:
+            return replace(self.plain, plan=replace(ground, budget_bytes=allowed))
+        kept, missed = self.search(self.ground, allowed, make, _TRIES)
+        if min((it.plan.seconds for it in kept), default=1e99) > ground.seconds * (1 + _CHEAP):
+            for other in self.grounds():
+                more, less = self.search(other, allowed, make, _TRIES_OF_OTHERS)
+                own = other.own
+                (kept if own.plan.peak_bytes <= allowed else missed).append(own)
+                kept += more
+                missed += less
+        if not kept:
+            raise self.refusal(missed, allowed)
+        best = min(kept, key=lambda it: (it.plan.seconds, it.plan.peak_bytes))
+        plan = replace(
+            best.plan,
+            budget_bytes=allowed,
+            baseline_peak_bytes=ground.peak_bytes,
+            baseline_seconds=ground.seconds,
+            # What bounds the plans of one partition does not bound those of another.
+            lower_bound_seconds=0.0,
+        )
+        return replace(best, plan=plan)
+
+    def grounds(self) -> Iterator[Ground]:
+        """Yield torch's partitions with a budget of its own, each once; lowered once for all."""
+        if self._grounds is None:
+            seen = {self.ground.own.program.ground} if self.ground.own.program else set()
+            self._grounds = []
+            for setting, forward, backward in self.others():
+                key = ground_of(forward, backward)
+                if key not in seen:
+                    seen.add(key)
+                    other = replace(self.compilation, forward=forward, backward=backward)
+                    self._grounds.append(self.grounded(setting, other))
+        yield from self._grounds
+
+    _grounds: list[Ground] | None = None
+
+    def search(
+        self, ground: Ground, allowed: int, make: Callable[[Graph, int], Plan], tries: int
+    ) -> tuple[list[Found], list[Found]]:
+        """Return plans that start from a partition: those that keep the budget, and the others."""
         kept: list[Found] = []
         missed: list[Found] = []
+        own = ground.own.plan.peak_bytes
+        if own <= allowed:
+            return kept, missed
+        # In the graph of values buffers are not used again, so its peaks are a little larger.
+        asked = allowed + max(0, peak(ground.values.graph).bytes - own)
         low, high = 0, 1 << 62
-        refused: BudgetError | None = None
-        for tried in range(_TRIES):
-            say("lower", tried, _TRIES)
+        for tried in range(tries):
+            say("lower", tried, tries)
             try:
-                found = self.lower(make(self.values.graph, asked))
+                found = self.lower(ground, make(ground.values.graph, asked))
             except BudgetError as error:
-                refused, low = error, max(low, asked)
+                low = max(low, asked)
                 if kept or error.plan is None or error.peak_bytes >= high:
                     break
                 asked = error.peak_bytes
@@ -256,26 +338,27 @@ class FusedPlanner:
             asked = min(max(asked - over, low + 1), high - 1)
             if asked <= low or asked >= high:
                 break
-        if not kept:
-            raise self.refusal(missed, allowed, refused)
-        best = min(kept, key=lambda it: (it.plan.seconds, it.plan.peak_bytes))
-        return replace(best, plan=replace(best.plan, budget_bytes=allowed))
+        return kept, missed
 
-    def refusal(
-        self, missed: list[Found], allowed: int, refused: BudgetError | None
-    ) -> BudgetError:
+    def refusal(self, missed: list[Found], allowed: int) -> BudgetError:
         """Return the error that no plan was found."""
         nearest = min([*missed, self.plain], key=lambda it: it.plan.peak_bytes)
-        error = over_budget(
-            nearest.graph,
-            replace(nearest.plan, baseline_peak_bytes=self.plain.plan.peak_bytes),
-            allowed,
-            what="the compiled step",
-            instead="plan with backend='graph', which may also move the order of calls",
+        ground, found = self.plain.plan.peak_bytes, nearest.plan.peak_bytes
+        op = next(
+            it.target
+            for it in nearest.plan.actions[peak_action(nearest.graph, nearest.plan) :]
+            if it.kind == "run"
         )
-        # A plan of fused kernels is no plan of the graph that is planned: it cannot be passed in.
-        error.plan = None
-        error.percent = percent_kept(nearest.plan.peak_bytes, self.plain.plan.peak_bytes)
-        if refused is not None:
-            error.floor_bytes = None
-        return error
+        percent = percent_kept(found, ground)
+        share = f', "{percent}%" of the compiled step without a plan' if percent else ""
+        # It carries no plan: one of fused kernels fits no graph that could be planned again.
+        return BudgetError(
+            f"the compiled step needs {show_bytes(found)}, set by {op!r}. The budget is "
+            f"{show_bytes(allowed)}. The nearest that was found is {found} bytes{share}. Raise the "
+            "budget, make the batch smaller, or plan with backend='graph', which may also move the "
+            "order of calls.",
+            peak_bytes=found,
+            budget_bytes=allowed,
+            op=op,
+            percent=percent,
+        )

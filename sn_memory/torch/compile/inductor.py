@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +32,9 @@ from ..trace.op_seconds import measured_device, measured_seconds
 from ..trace.record import Recording
 from ..trace.to_graph import flops
 from .dry_step import DryStep
-from .fused import Compilation, Costs, Found, FusedPlanner
-from .lowering import lowered
-from .program import Program, rebuilt
+from .fused import Compilation, Costs, Found, FusedPlanner, Partition
+from .lowering import copied, lowered
+from .program import Program, end_of, rebuilt, results_of
 from .torch_inductor import (
     CustomPartitionerFn,
     cache_dir,
@@ -51,6 +51,11 @@ log = logging.getLogger(__name__)
 _FLOPS = {"normalized_rand_cpu": 1500.0, "randn_cpu": 2000.0, "randint64_cpu": 1500.0}
 _FLOPS |= {"erf": 60.0, "erfc": 60.0, "tanh": 40.0, "pow": 60.0, "sin": 30.0, "cos": 30.0}
 _FUNCTION_FLOPS = 20.0
+
+
+# torch's own budgets whose partitions plans start from as well, and their solver.
+_SHARES = (0.5, 0.1)
+_SOLVER = "ilp"
 
 
 @dataclass(frozen=True)
@@ -101,14 +106,50 @@ class PlannedPartition(CustomPartitionerFn):
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **told: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Return the forward and the backward graph."""
-        outputs = told["num_fwd_outputs"]
-        first, second = min_cut_rematerialization_partition(gm, joint_inputs, **told)
-        return rebuilt(first, second, outputs, Program.of(self.data))
+        program = Program.of(self.data)
+        first, second = _partitioned(gm, joint_inputs, told, program.setting)
+        return rebuilt(first, second, told["num_fwd_outputs"], program)
 
     def uuid(self) -> str:
         """Return the hash of the program and of what carries it out."""
         text = json.dumps(self.data, sort_keys=True)
         return hashlib.sha256(f"{text} {_version()}".encode()).hexdigest()
+
+
+class _Recorder(CustomPartitionerFn):
+    """Cuts a joint graph as torch would, and keeps it."""
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **told: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        self.joint, self.inputs, self.told = copied(gm), joint_inputs, told
+        return _partitioned(gm, joint_inputs, told, None)
+
+    def __deepcopy__(self, _: Any) -> _Recorder:
+        # Inductor copies its configuration, this among it.
+        return self
+
+    def uuid(self) -> None:
+        """None: nothing that is compiled with it is kept."""
+
+    def others(self) -> Iterator[Partition]:
+        """Yield torch's partitions with its own budget."""
+        for share in _SHARES:
+            setting = (share, _SOLVER)
+            yield setting, *_partitioned(copied(self.joint), self.inputs, self.told, setting)
+
+
+def _partitioned(
+    joint: fx.GraphModule, inputs: Any, told: dict[str, Any], setting: tuple[float, str] | None
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Return torch's partition, with a budget and a solver of its own where they are given."""
+    if setting is None:
+        return min_cut_rematerialization_partition(joint, inputs, **told)
+    share, solver = setting
+    with functorch_config.patch(
+        activation_memory_budget=share, activation_memory_budget_solver=solver
+    ):
+        return min_cut_rematerialization_partition(joint, inputs, **told)
 
 
 class _Planned(Exception):  # noqa: N818 - says that the plan is there, and ends the compilation
@@ -158,6 +199,7 @@ def planned(module: fx.GraphModule, inputs: list[Any], asked: Asked) -> Found | 
     None where there is nothing to differentiate.
     """
     seen: dict[str, Any] = {}
+    recorder = _Recorder()
 
     def inner(graph: fx.GraphModule, given: Sequence[Any], **told: Any) -> Any:
         context = torch._guards.TracingContext.get()
@@ -169,16 +211,21 @@ def planned(module: fx.GraphModule, inputs: list[Any], asked: Asked) -> Found | 
             return lambda *_: None
         meta = context.fw_metadata
         assert meta is not None
+        handed_over = len(results_of(seen["graph"])) - meta.num_forward
         compilation = Compilation(
             seen["graph"],
             graph,
-            (seen["given"], list(given)),
+            (seen["given"], list(given)[handed_over:]),
             (seen["told"], told),
             meta.num_forward,
             frozenset(meta.static_input_indices or ()),
         )
         planner = FusedPlanner(
-            compilation, costs_of(seen["given"], asked), asked.extra, name=asked.name
+            compilation,
+            costs_of(seen["given"], asked),
+            asked.extra,
+            name=asked.name,
+            others=lambda: marked(recorder.others(), compilation),
         )
         raise _Planned(planner.plan(asked.budget, asked.make))
 
@@ -188,17 +235,29 @@ def planned(module: fx.GraphModule, inputs: list[Any], asked: Asked) -> Found | 
         torch._guards.tracing(context),
         functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False),
     ):
-        own = copy.deepcopy(module)
+        own = copied(module)
         try:
             compile_fx(
                 own,
                 inputs,
                 inner_compile=inner,
-                config_patches={"force_disable_caches": True},
+                config_patches={
+                    "force_disable_caches": True,
+                    "custom_partitioner_fn": recorder,
+                },
             )
         except _Planned as made:
             return made.found
     return None
+
+
+def marked(others: Iterator[Partition], like: Compilation) -> Iterator[Partition]:
+    """Yield partitions with what Inductor notes of the results of each graph."""
+    key = "user_visible_output_idxs"
+    for setting, forward, backward in others:
+        for module, own in ((forward, like.forward), (backward, like.backward)):
+            end_of(module).meta[key] = end_of(own).meta.get(key, [])
+        yield setting, forward, backward
 
 
 def costs_of(inputs: Sequence[Any], asked: Asked) -> Costs:

@@ -7,13 +7,11 @@ kernels, a minute, are not called. All of Inductor's own passes run, as in a com
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from .torch_inductor import (
@@ -54,6 +52,23 @@ class _Written(Exception):  # noqa: N818 - says that the text is there, and ends
     """The text is written; raised where its kernels would be compiled."""
 
 
+def copied(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a graph of its own; fake tensors stay the same, or two copies were two storages."""
+    graph = fx.Graph()
+    here: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        made = here[node] = graph.node_copy(node, here.__getitem__)
+        made.meta = dict(node.meta)
+        if hasattr(node, "_dynamo_source"):
+            made._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+    copy = fx.GraphModule(module, graph)
+    copy.meta = dict(module.meta)
+    # By these AOTAutograd knows parameters from inputs, which torch's partition depends on.
+    if hasattr(module, "_param_name_to_source"):
+        copy._param_name_to_source = module._param_name_to_source
+    return copy
+
+
 def lowered(module: fx.GraphModule, inputs: Sequence[Any], told: dict[str, Any]) -> Lowered:
     """Lower a graph as Inductor's inner compiler would; the graph stays as it is.
 
@@ -66,11 +81,7 @@ def lowered(module: fx.GraphModule, inputs: Sequence[Any], told: dict[str, Any])
     told
         What the inner compiler was told beside: `is_backward`, `static_input_idxs` and so on.
     """
-    with torch._subclasses.fake_tensor.unset_fake_temporarily():
-        own = copy.deepcopy(module)
-    for before, after in zip(module.graph.nodes, own.graph.nodes, strict=True):
-        # Fake tensors are not copied: two copies would be two storages.
-        after.meta = dict(before.meta)
+    own = copied(module)
     found: dict[str, Any] = {}
 
     def write(graph: GraphLowering, code: Any) -> Any:

@@ -110,14 +110,14 @@ class Fused:
                     seen.add(used)
                     rest.append(used)
 
-    def written(self, graph: KernelGraph, plan: Plan) -> Program:
-        """Return the program of a plan of the graph.
+    def written(self, graph: KernelGraph, plan: Plan, setting: tuple[float, str] | None) -> Program:
+        """Return the program of a plan of the graph; `setting` is what the partition is torch's by.
 
         Raises ReplayError where a node would be computed twice that may not be.
         """
         writer = _Writer(self)
         writer.carry_out(graph, plan)
-        return writer.program()
+        return writer.program(setting)
 
 
 class _Writer:
@@ -158,7 +158,7 @@ class _Writer:
                     else:
                         self.backward(node)
 
-    def program(self) -> Program:
+    def program(self, setting: tuple[float, str] | None) -> Program:
         fused = self.fused
         self.inside = {}
         results = tuple(
@@ -183,6 +183,7 @@ class _Writer:
         )
         return Program(
             ground_of(fused.forward, fused.backward),
+            setting,
             tuple(it.name for it in order),
             lines,
             tuple(None if it is None else moved[it] for it in results),

@@ -36,16 +36,19 @@ class Program:
     ----------
     ground
         Hash of the two graphs it was written for.
+    setting
+        torch's budget and solver those were made with; None: without one.
     saved
         Nodes of the forward graph that it hands over, in order.
     lines
         The backward graph's nodes, in order: whence, name, and per node it uses there, the number
-        of the line that stands for it.
+        of the line that stands for it. None at all: the two graphs as they are.
     results
         The numbers of the lines that the backward graph returns; None where it returns nothing.
     """
 
     ground: str
+    setting: tuple[float, str] | None
     saved: tuple[str, ...]
     lines: tuple[tuple[str, str, tuple[tuple[str, int], ...]], ...]
     results: tuple[int | None, ...]
@@ -54,6 +57,7 @@ class Program:
         """Return it as what JSON can hold."""
         return {
             "ground": self.ground,
+            "setting": self.setting,
             "saved": self.saved,
             "lines": self.lines,
             "results": self.results,
@@ -66,7 +70,10 @@ class Program:
             (kind, name, tuple((used, int(line)) for used, line in uses))
             for kind, name, uses in data["lines"]
         )
-        return Program(data["ground"], tuple(data["saved"]), lines, tuple(data["results"]))
+        share, solver = data["setting"] or (None, "")
+        setting = None if share is None else (float(share), str(solver))
+        saved, results = tuple(data["saved"]), tuple(data["results"])
+        return Program(data["ground"], setting, saved, lines, results)
 
 
 def ground_of(forward: fx.GraphModule, backward: fx.GraphModule) -> str:
@@ -132,6 +139,8 @@ def rebuilt(
         raise ReplayError(
             "the graphs that torch.compile made are not those that were planned. Plan again."
         )
+    if not program.lines:
+        return forward, backward
     first = _forward(forward, outputs, program.saved)
     theirs = {it.name: it for it in backward.graph.nodes}
     own = {it.name: it for it in forward.graph.nodes}
