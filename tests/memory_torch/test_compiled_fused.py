@@ -6,11 +6,6 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-
-pytest.skip(
-    "written for the planner of one partition; not yet for plans from torch's own budgets",
-    allow_module_level=True,
-)
 import torch
 from small_models import mlp
 from torch import nn
@@ -29,6 +24,10 @@ from sn_memory.torch.compile import inductor
 from sn_memory.torch.compile.program import Program, ground_of, rebuilt, results_of
 from sn_memory.torch.compile.wrapper import Watch
 from sn_memory.torch.model.allocations import AllocationTracker
+
+pytestmark = pytest.mark.skip(
+    reason="written for the planner of one partition; not yet for plans from torch's own budgets"
+)
 
 
 @pytest.fixture(autouse=True)
