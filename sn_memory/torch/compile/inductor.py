@@ -302,11 +302,21 @@ def _version() -> str:
     return get_hash_for_files(tuple(files)).hex()
 
 
+def _named(target: Any) -> str:
+    """Return what a node calls, without the address that some functions have in their text."""
+    if isinstance(target, str | torch._ops.OpOverload):
+        return str(target)
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
+
+
 def _path(module: fx.GraphModule, inputs: list[Any], asked: Asked) -> Path:
     """Return where the plan of a traced model is kept: beside what Inductor keeps."""
     text = hashlib.sha256()
-    for node in module.graph.nodes:
-        text.update(f"{node.op} {node.name} {node.target} {node.args} {node.kwargs}\n".encode())
+    # Bodies of checkpoints and the like are graphs of their own.
+    graphs = [it.graph for it in module.modules() if isinstance(it, fx.GraphModule)]
+    for node in (it for graph in graphs for it in graph.nodes):
+        what = f"{node.op} {node.name} {_named(node.target)} {node.args} {node.kwargs}\n"
+        text.update(what.encode())
     for it in (*inputs, *module.parameters(), *module.buffers()):
         if isinstance(it, torch.Tensor):
             form = it.shape, it.stride(), it.dtype, it.device, it.requires_grad
