@@ -26,7 +26,6 @@ from sn_memory.torch.compile.wrapper import Watch
 from sn_memory.torch.model.allocations import AllocationTracker
 
 
-
 @pytest.fixture(autouse=True)
 def _fresh():
     torch._dynamo.reset()

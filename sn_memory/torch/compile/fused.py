@@ -11,6 +11,7 @@ Over 300 lines: the loop of plans and what each is lowered from.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...base.clock import counts_work, stage
 from ...base.progress import say
 from ...base.sizes import parse_bytes, show_bytes
 from ...graph.graph import Graph
@@ -38,6 +40,8 @@ _TRIES = 5
 _TRIES_OF_OTHERS = 2
 # A plan that takes no more than so much longer is cheap enough to look no further.
 _CHEAP = 0.005
+# With fewer seconds left, what keeps the budget is taken as it is.
+_LEAST_S = 5.0
 # So near below the budget a plan is near enough.
 _NEAR = 0.01
 
@@ -238,7 +242,8 @@ class FusedPlanner:
         forward, backward = rebuilt(
             compilation.forward, compilation.backward, compilation.outputs, program
         )
-        _, step = compilation.lower(forward, backward)
+        with stage():
+            _, step = compilation.lower(forward, backward)
         found = self.found(compilation, program, step)
         again = [it for it in made.decisions if it.technique.startswith("recompute")]
         plan = replace(
@@ -269,7 +274,10 @@ class FusedPlanner:
         if ground.peak_bytes <= allowed:
             return replace(self.plain, plan=replace(ground, budget_bytes=allowed))
         kept, missed = self.search(self.ground, allowed, make, _TRIES)
-        if min((it.plan.seconds for it in kept), default=1e99) > ground.seconds * (1 + _CHEAP):
+        with stage() as left_s:
+            late = left_s < _LEAST_S and not counts_work()
+        quickest = min((it.plan.seconds for it in kept), default=math.inf)
+        if quickest > ground.seconds * (1 + _CHEAP) and not (kept and late):
             for other in self.grounds():
                 more, less = self.search(other, allowed, make, _TRIES_OF_OTHERS)
                 own = other.own
@@ -299,7 +307,8 @@ class FusedPlanner:
                 if key not in seen:
                     seen.add(key)
                     other = replace(self.compilation, forward=forward, backward=backward)
-                    self._grounds.append(self.grounded(setting, other))
+                    with stage():
+                        self._grounds.append(self.grounded(setting, other))
         yield from self._grounds
 
     _grounds: list[Ground] | None = None
