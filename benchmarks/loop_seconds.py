@@ -131,7 +131,9 @@ def rows_of(
             whole = plans[0].sn_memory.plan.peak_bytes
             budget = fixed + int(share * (whole - fixed))
         plans.append(
-            sn_memory.torch.plan(model, x, budget, profile=False, time_limit_s=time_limit_s)
+            sn_memory.torch.plan(
+                model, x, budget, profile=False, time_limit_s=time_limit_s, deterministic=True
+            )
         )
     own, *planned = in_turn([model, *plans], x, steps)
     rows = []
