@@ -1,6 +1,7 @@
 # make setup   everything into .venv: torch, TensorFlow, this project, and a Horovod built for them
 # make demo    two ranks behind a slow link, and a network under a memory limit: tables, a picture
-# make test    the tests          make check   lint, format, types
+# make test    the tests but for the long ones, twelve minutes     make test-all   all of them
+# make check   lint, format, types
 # make docs    the site, into site/index.html: warnings are errors
 # make gpu     all that a GPU does, proved and measured in ten minutes; downloads nothing
 # make gpu-dry the same script on the CPU, to see that it runs
@@ -18,6 +19,8 @@ CONSTRAINTS ?= requirements/ci.txt
 # Tests that start ranks take turns in one of them.
 TEST_WORKERS ?= 2
 PYTEST_ARGS ?=
+# What `make test` selects by marks.
+TESTS ?= not slow
 
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
@@ -27,7 +30,7 @@ CSRC := $(wildcard csrc/compress/* csrc/memory/*)
 HOROVOD_SCRIPTS := scripts/build_horovod.py $(wildcard scripts/horovod_*.py)
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo test test-changed check docs bench fuzz gpu gpu-dry clean data
+.PHONY: setup demo test test-all test-changed check docs bench fuzz gpu gpu-dry clean data
 
 setup: $(STAMPS)/horovod $(STAMPS)/extension
 	-$(BIN)/python scripts/fetch_fashion_mnist.py
@@ -37,7 +40,11 @@ demo: $(STAMPS)/extension data
 
 test: $(STAMPS)/horovod $(STAMPS)/extension
 	-@$(BIN)/python scripts/fetch_fashion_mnist.py
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m "$(TESTS)" $(PYTEST_ARGS)
+
+# All of them, as continuous integration does.
+test-all: TESTS :=
+test-all: test
 
 # Of the tests those that what differs from SINCE concerns, by imports.
 SINCE ?= main

@@ -258,6 +258,7 @@ def test_a_recorded_step_is_made_anew_and_an_old_one_is_loud():
 
 
 # Keras saves files through an interface of TensorFlow that NumPy warns of.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_fit_shrinks_by_its_callback_and_exports(tmp_path):
     random = np.random.default_rng(0)

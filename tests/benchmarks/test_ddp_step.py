@@ -76,6 +76,7 @@ def test_ddp_step_tells_what_each_way_adds_and_sends(run, tmp_path):
     assert run(ddp_step, "--report", "--json", path).strip() in printed
 
 
+@pytest.mark.slow
 def test_resnet50_step_tells_ratio_collectives_and_ops(run, tmp_path):
     path = tmp_path / "rows.json"
     flags = ["--seams", "ddp", "--layouts", "keras", *ONCE, "--json", path]
@@ -124,6 +125,7 @@ def test_a_collective_of_horovod_of_unknown_bytes_is_refused():
         getattr(library, alltoall)(values)
 
 
+@pytest.mark.slow
 def test_shaped_ddp_trains_every_way_behind_the_link(run, tmp_path):
     if reason := shaped_links.why_not():
         pytest.skip(reason)

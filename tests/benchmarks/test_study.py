@@ -130,6 +130,7 @@ def test_plan_has_no_run_twice_and_begins_with_the_headline(study):
             )
 
 
+@pytest.mark.slow
 def test_rivals_train(study, monkeypatch):
     """Two steps behind the dense ones, on noise; ours has its own tests of the simulation."""
     torch = pytest.importorskip("torch")

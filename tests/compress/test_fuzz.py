@@ -52,6 +52,7 @@ def library(name: str) -> str:
     return found if Path(found).is_absolute() else ""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # two minutes of compiling where the machine is busy
 def test_sanitizers_find_nothing(core, tmp_path):
     """The same attack on an extension that stops at the first bad access or undefined result."""

@@ -158,6 +158,7 @@ def test_steps_have_the_bits_of_numpy_where_no_product_is_rounded(kind):
         state, theirs = ended[0]["state"], found[0]["state"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", GRAPHS)
 def test_equal_sums_leave_equal_states_and_means_in_other_graphs_too(kind):
     # Real gradients and memories: each library packs its own words, and all are fed NumPy's sums.

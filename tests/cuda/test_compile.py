@@ -43,6 +43,7 @@ def needs_nvrtc() -> None:
         pytest.fail(text) if os.environ.get("CI") else pytest.skip(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_compiles_without_a_warning(name: str, architecture: str) -> None:

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 RANKS = Path(__file__).parent / "ranks"
-pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_hook(ranks, n, cases_of):
     """The cases share one launch: starting torch takes longer than most of them."""
     cases = cases_of(RANKS / "behave.py")
@@ -21,6 +20,7 @@ def test_hook(ranks, n, cases_of):
         assert rank.output.count("ok ") == cases, rank.output
 
 
+@pytest.mark.slow
 def test_nothing_goes_wrong_in_silence(ranks, cases_of):
     cases = cases_of(RANKS / "trust.py")
     for rank in ranks(2, RANKS / "trust.py", timeout=120):

@@ -39,6 +39,7 @@ def test_readme_is_short():
     assert len(README.splitlines()) <= MOST_LINES
 
 
+@pytest.mark.slow
 def test_its_tables_are_what_predict_says(pays):
     shown = README.partition(f"{pays.START}\n")[2].partition(f"\n{pays.END}")[0]
     assert shown == pays.tables(), "run: python benchmarks/pays.py --write"
@@ -52,6 +53,7 @@ def test_predicted_steps_are_close_to_measured_ones(pays, row):
     assert pays.said(row).seconds == pytest.approx(row["step_s"], rel=CLOSE)
 
 
+@pytest.mark.slow
 def test_the_command_of_readme_gives_a_cell_of_its_table(pays):
     pytest.importorskip("sn_cli")
     from sn_cli.main import main

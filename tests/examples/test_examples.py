@@ -57,7 +57,6 @@ def test_example_is_short_and_marks_our_lines(example):
 
 
 @pytest.mark.horovod
-@pytest.mark.slow
 def test_keras_learns_on_two_ranks(horovodrun, data, tmp_path):
     history = tmp_path / "history.json"
     flags = ["--compression", "fft", "--epochs", 2, "--data", data, "--history", history]
@@ -82,8 +81,10 @@ def test_a_loop_of_its_own_learns_on_two_ranks_within_a_budget(horovodrun, data,
 
 
 @pytest.mark.horovod
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["none", "fp16", "lowrank", "fft"])
+@pytest.mark.parametrize(
+    "method",
+    ["fft", *(pytest.param(it, marks=pytest.mark.slow) for it in ("none", "fp16", "lowrank"))],
+)
 def test_loss_falls_on_two_ranks(horovodrun, data, tmp_path, method):
     history = tmp_path / "history.json"
     flags = ["--compression", method, "--epochs", 2, "--data", data, "--history", history]

@@ -110,6 +110,7 @@ def scripts(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_how_sections_end(scripts, tmp_path):
     """Well, with a reason, with an error after a row, killed: each is told, and rows are kept."""
     well, cannot, failed, crashed = scripts(

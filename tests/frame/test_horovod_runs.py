@@ -34,6 +34,7 @@ def test_a_hang_ends_at_the_time_limit(horovodrun, rank_script):
     assert time.monotonic() - start < 60
 
 
+@pytest.mark.slow
 def test_the_interface_is_the_one_asked_for(horovodrun, rank_script):
     """Our edit of Gloo: process sets use HOROVOD_GLOO_IFACE, so a wrong one is an error."""
     pytest.importorskip("torch")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 RANKS = Path(__file__).parent / "ranks"
-pytestmark = [pytest.mark.horovod, pytest.mark.slow]
+pytestmark = pytest.mark.horovod
 
 ALWAYS = [
     "fp32", "fp16", "bf16", "sum", "predivide", "accumulate", "clip", "unused", "groups",
@@ -21,6 +21,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("exchange", "ranks"), [("overlap", 2), *((exchange, 4) for exchange in CASES)]
 )
@@ -32,6 +33,7 @@ def test_ranks_stay_bit_identical_over_20_steps(horovodrun, ranks, exchange):
         assert run.stdout.count(f"ok {case}\n") == ranks, f"{case}\n{run.stdout}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["gather", "shared"])
 def test_a_skipped_step_is_as_if_it_had_never_been(horovodrun, exchange):
     """To the bit, on four ranks too. Fused tensors are summed in an order that depends on when they
@@ -47,17 +49,20 @@ def test_edges(horovodrun, tmp_path, cases_of):
     assert run.stdout.count(">:ok ") == 2 * cases_of(RANKS / "behave.py"), run.stdout
 
 
+@pytest.mark.slow
 def test_gradients_travel_in_buckets(horovodrun, cases_of):
     """Nothing fused, so that runs that compare bits sum in one order."""
     run = horovodrun(2, RANKS / "buckets.py", timeout=200, HOROVOD_FUSION_THRESHOLD="0").check()
     assert run.stdout.count(">:ok ") == 2 * cases_of(RANKS / "buckets.py"), run.stdout
 
 
+@pytest.mark.slow
 def test_theta_follows_every_kind_of_schedule(horovodrun):
     run = horovodrun(2, RANKS / "schedules.py", timeout=200).check()
     assert run.stdout.count(">:ok thrifty") == 2, run.stdout  # the last of the kinds
 
 
+@pytest.mark.slow
 def test_nothing_goes_wrong_in_silence(horovodrun, cases_of):
     """The cases share one launch: starting horovodrun takes longer than most of them."""
     cases = cases_of(RANKS / "trust.py")
@@ -65,6 +70,7 @@ def test_nothing_goes_wrong_in_silence(horovodrun, cases_of):
     assert run.stdout.count(">:ok ") == 2 * cases, run.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["gather", "shared"])
 def test_killed_rank_ends_the_run(horovodrun, exchange):
     """Horovod's Gloo waits 30 s for a peer; the other ranks have to end within that."""
@@ -79,6 +85,7 @@ def test_killed_rank_ends_the_run(horovodrun, exchange):
     assert time.monotonic() - start < 90
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "exchange"),
     [(2, "gather"), (2, "arrays"), (2, "shared"), (3, "gather"), (3, "arrays")],
@@ -96,6 +103,7 @@ def test_a_damaged_payload_is_an_error_on_every_rank(horovodrun, ranks, exchange
     assert "PayloadError" in run.stdout, run.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_join_ends_every_rank_with_an_error_where_payloads_are_gathered(horovodrun, ranks):
     """Never a silent wrong gradient: each rank gets an error, and soon.
@@ -112,6 +120,7 @@ def test_join_ends_every_rank_with_an_error_where_payloads_are_gathered(horovodr
     assert told or shut_down, run.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["gather", "shared"])
 def test_three_ranks_become_two(horovodrun, tmp_path, exchange):
     """Horovod leaves out the host of a worker that died: the third one is on a host of its own."""

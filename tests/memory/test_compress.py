@@ -121,6 +121,7 @@ def test_a_graph_without_compressed_forms_is_refused():
         plan_graph(training_chain(3), "90%", techniques=("keep", "compress"))
 
 
+@pytest.mark.slow
 def test_never_slower_than_without_and_smaller_in_the_same_time():
     graph = compressible(training_chain(6), ratio=16)
     low, whole = 500, peak(graph).bytes

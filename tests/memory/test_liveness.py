@@ -1,11 +1,13 @@
 """Liveness: one pass gives what asking of every storage at every op gives."""
 
+import pytest
 from random_graphs import brute_force_live, random_graph
 
 from sn_memory import Graph, Op, Storage, Workspace
 from sn_memory.graph.liveness import lifetimes, live_bytes, peak
 
 
+@pytest.mark.slow
 def test_equals_brute_force_on_ten_thousand_graphs():
     for seed in range(10_000):
         graph = random_graph(seed, most_ops=9)

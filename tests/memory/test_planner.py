@@ -114,6 +114,7 @@ def test_the_bound_is_below_every_plan():
         assert search.bound(budget, range(len(graph.ops))) <= best * (1 + 1e-9), f"seed {seed}"
 
 
+@pytest.mark.slow
 def test_auto_is_never_slower_than_a_named_planner():
     graph = resnet(batch=2, depth=50).graph()
     for budget in budgets(graph, 0.6, 0.4):

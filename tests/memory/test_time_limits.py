@@ -288,6 +288,7 @@ def burnt(done):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.4, 0.05])
 def test_counted_work_gives_the_same_plan_whatever_the_clock(monkeypatch, share):
     """The limit is hit: with more time there is another answer."""

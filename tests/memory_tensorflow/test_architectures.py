@@ -18,6 +18,7 @@ from architectures_tensorflow import BUILDERS  # noqa: E402 - found by the line 
 from planner_architectures_tensorflow import row, table  # noqa: E402
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "chosen"),
     [

@@ -86,6 +86,7 @@ def state(model):
     return [it.numpy() for it in model.variables]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [flat, nested])
 def test_bits_and_bytes(make):
     keras.utils.set_random_seed(1)
@@ -118,6 +119,7 @@ def check_bytes(make):
     assert found.measured_peak_bytes < 0.85 * found.unplanned_peak_bytes, str(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [flat, nested])
 def test_bytes_are_as_predicted(make):
     """On one thread: with several, ops that do not wait for each other run in the order in which
@@ -136,6 +138,7 @@ it.check_bytes(it.{make.__name__})
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.slow
 def test_fit_of_any_batch_is_fit():
     x, histories, states = np.concatenate([images()] * 2)[:-3], [], []
     for planned in (False, True):
@@ -152,6 +155,7 @@ def test_fit_of_any_batch_is_fit():
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_planning_leaves_no_mark():
     model = flat()
     before = state(model)
@@ -199,6 +203,7 @@ def test_what_cannot_run_again_is_not_run_again():
     assert [layer.steps for layer in layers[1::2]] == steps
 
 
+@pytest.mark.slow
 def test_masks_and_sparse_gradients_and_half_precision():
     policy = keras.DTypePolicy("mixed_bfloat16")
     start = keras.Input((64,), dtype="int32")

@@ -142,6 +142,7 @@ def test_an_epoch_with_a_partial_last_batch(steps, quiet, searched):
     assert not searched
 
 
+@pytest.mark.slow
 def test_an_epoch_of_three_lengths(quiet, searched, caplog):
     lengths = (96, 128, 112)
 
@@ -324,6 +325,7 @@ def test_strict_raises_where_it_would_warn(untraceable):
     assert kept(budgeted, rows(1024))
 
 
+@pytest.mark.slow
 def test_a_budget_that_cannot_be_kept():
     model = mlp()
     budgeted = rim.plan(model, rows(1024), "75%", **SETTINGS)

@@ -119,6 +119,7 @@ def test_a_custom_loop_with_a_planned_model_uses_less():
     assert planned_bytes < 0.7 * plain_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 def test_rebuilds_add_no_error_to_what_tensorflow_does_with_the_same_ops(policy):
     # With bias and GELU, TensorFlow merges ops in the plain step, and its rounding is another.

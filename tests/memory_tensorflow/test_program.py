@@ -74,6 +74,7 @@ def test_loops_get_inputs_that_are_traced_after_them(kind):
     assert found.equal or found.difference < 1e-6, str(found)
 
 
+@pytest.mark.slow
 def test_what_passes_several_buffers_on_needs_only_the_one_that_is_read():
     """SiLU's gradient is told to TensorFlow by an IdentityN of its result and its input."""
     layers = []

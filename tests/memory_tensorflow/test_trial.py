@@ -80,6 +80,7 @@ def small():
     return keras.Sequential([keras.Input((128,)), *layers, keras.layers.Dense(10)])
 
 
+@pytest.mark.slow
 def test_a_plan_that_raises_in_training_falls_back(monkeypatch):
     def lost(self, value):
         raise KeyError(f"value {value}")
@@ -112,6 +113,7 @@ def test_a_step_is_put_together_when_it_is_planned(monkeypatch):
         rim.plan_step(step, rows(), "100%", profile=False)
 
 
+@pytest.mark.slow
 def test_a_plan_with_wrong_results_falls_back(monkeypatch):
     plain = program.put
 
@@ -188,6 +190,7 @@ def test_chance_is_no_error():
     assert planned.sn_memory.backend == "graph"
 
 
+@pytest.mark.slow
 def test_gradients_that_are_zero_but_for_rounding_are_no_alarm():
     """Batch norm takes the mean away, so biases before it have no gradient."""
     layers = []

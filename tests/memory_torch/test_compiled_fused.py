@@ -171,6 +171,7 @@ class Tagged(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts)
 
 
+@pytest.mark.slow
 def test_a_must_save_of_the_user_is_saved():
     """A selective checkpoint whose products must be saved: they are, in each plan."""
     torch.manual_seed(0)

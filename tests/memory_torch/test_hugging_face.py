@@ -88,6 +88,7 @@ def test_the_trainer_trains_by_the_plan(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(mine, weights, strict=True))
 
 
+@pytest.mark.slow
 def test_the_trainers_other_argument_is_planned_for(tmp_path):
     planned = plan(
         gpt2(use_cache=False), {"input_ids": tokens(), "labels": tokens()}, "80%", **SETTINGS

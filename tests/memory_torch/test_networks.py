@@ -66,6 +66,7 @@ TINY = {
 NETWORKS = [pytest.param(it, marks=pytest.mark.slow if it == "inception" else ()) for it in TINY]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 def test_exact_to_the_byte(name):
     """Unplanned, and at the memory that SuperNeurons' memory-centric rule reaches."""

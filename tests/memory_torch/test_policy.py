@@ -235,6 +235,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_under_fsdp2_on_two_ranks(tmp_path):
     if not torch.distributed.is_available():
         pytest.skip("no torch.distributed")
