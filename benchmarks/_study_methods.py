@@ -23,7 +23,15 @@ from sn_compress.codecs.frequency.fft import FFTCodec
 from sn_compress.codecs.sparse.dgc import DGCCodec
 from sn_compress.engine.engine import Engine
 from sn_compress.engine.scattered import shares_of
-from sn_compress.schedule import Constant, Diminishing, EnergyBudget, Schedule, Warmup, learner
+from sn_compress.schedule import (
+    Annealed,
+    Constant,
+    Diminishing,
+    EnergyBudget,
+    Schedule,
+    Warmup,
+    learner,
+)
 from sn_compress.sums.session import SharedExchange
 
 # Every method starts with a few plain steps, as PowerSGD and ours do when left alone (with 1,000
@@ -112,20 +120,34 @@ def _fft(
     return {name: gathered([fitted(shape)] * ranks) for name, shape in shapes.items()}
 
 
-def _bare_fft(shapes: Shapes, ranks: int, ratio: float, **settings: Any) -> Exchanges:
-    """FFTCompression itself, at one theta for all tensors, which travel together."""
+def _bare_fft(
+    shapes: Shapes, ranks: int, ratio: float, *, steps: int, annealed: bool = False, **settings: Any
+) -> Exchanges:
+    """FFTCompression itself, at one theta for all tensors, which travel together.
+
+    annealed : what is kept falls with the learning rate, and the bytes of all steps together come
+        out at the ratio
+    """
     budget = _payload_budget(shapes, ranks, ratio) * (ranks - 1)
     sizes = tuple(math.prod(shape) for shape in shapes.values())
 
-    def received(keep: float) -> float:
-        codec = FFTCompression.using(theta=1 - keep, **settings).settings.codec(threads=1)
+    def schedule(keep: float) -> Schedule:
+        return Annealed(1 - keep, _falling(steps), steps) if annealed else Constant(1 - keep)
+
+    @cache
+    def at(theta: float) -> float:
+        codec = FFTCompression.using(theta=theta, **settings).settings.codec(threads=1)
         shares = shares_of(codec, sizes, ranks)
         if shares is not None:
             return sum(map(shares.received, range(ranks))) / ranks
         return (ranks - 1) * sum(map(codec.payload_bytes, sizes))
 
+    def received(keep: float) -> float:
+        over_time, taken = schedule(keep), range(steps if annealed else 1)
+        return sum(at(over_time.theta(step)) for step in taken) / len(taken)
+
     keep = _KEEPS[max(0, bisect(_KEEPS, budget, key=received) - 1)]
-    chosen = FFTCompression.using(theta=1 - keep, **settings).settings
+    chosen = FFTCompression.using(theta=schedule(keep), **settings).settings
     engines = [Engine(chosen, 1, stock="the study", tuner=None) for _ in range(ranks)]
     return {name: Frequencies(engines, name, shape) for name, shape in shapes.items()}
 
@@ -261,6 +283,8 @@ BUILD: dict[str, tuple[str, Build]] = {
     "auto gather": ("gather", _auto_gather),
     "fft": ("scatter", _bare_fft),
     "fft, 2 bits": ("scatter", partial(_bare_fft, values="2bit")),
+    "fft, annealed": ("scatter", partial(_bare_fft, annealed=True)),
+    "fft, 2 bits, annealed": ("scatter", partial(_bare_fft, values="2bit", annealed=True)),
     "fft gathered": ("gather", partial(_fft, by_shape=False)),
     "fft of blocks": ("gather", partial(_fft, by_shape=False, span=None)),
     "fft, 8 bits": ("gather", partial(_fft, by_shape=False, span=None, bits=8, mantissa=3)),
@@ -302,6 +326,6 @@ def build(method: str, shapes: Shapes, ranks: int, ratio: float | None, steps: i
         # A phase is a hundredth of the run, near the one in ninety of its authors.
         return _dgc(shapes, ranks, ratio, warmup=max(1, steps // 100))
     make = BUILD[method][1]
-    if getattr(make, "func", None) is _fft_in_time:
+    if getattr(make, "func", make) in (_bare_fft, _fft_in_time):
         return make(shapes, ranks, ratio, steps=steps - DENSE)  # type: ignore[call-arg]
     return make(shapes, ranks, ratio)

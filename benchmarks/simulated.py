@@ -160,6 +160,8 @@ class Frequencies(Exchange):
             ]
             for rank in range(ranks)
         ]
+        for engine, own in zip(self.engines, given, strict=True):
+            engine.sort(own, ranks=ranks, total=_no_sums)  # the step begins: its theta
         running = [
             engine.rounds(own, ranks=ranks, rank=rank)
             for rank, (engine, own) in enumerate(zip(self.engines, given, strict=True))
@@ -188,6 +190,10 @@ class Frequencies(Exchange):
             )
             for rank in range(ranks)
         ]
+
+
+def _no_sums(*_: Any) -> Any:
+    raise NotImplementedError("an engine asked for a sum of all ranks: theta follows what is lost")
 
 
 def _sent(rounds: Any, came: Any) -> list[Carry] | None:

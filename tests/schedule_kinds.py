@@ -6,7 +6,7 @@ import copy
 import math
 
 from sn_compress import FFTCodec
-from sn_compress.schedule import Constant, Diminishing, EnergyBudget, Warmup, learner
+from sn_compress.schedule import Annealed, Constant, Diminishing, EnergyBudget, Warmup, learner
 
 
 class Cosine:
@@ -39,6 +39,7 @@ KINDS = {
     "constant": Constant(0.9),
     "warm-up": Warmup(4, Constant(0.95)),
     "diminishing": Diminishing(0.99, rate=lambda step: 0.5**step),
+    "annealed": Annealed(0.8, rate=lambda step: 0.5**step, steps=8),
     "budget": EnergyBudget(lost=0.2, start=0.95, every=2),
     "warm-up, then budget": Warmup(3, EnergyBudget(lost=0.2, start=0.95, every=2)),
     "cosine": Cosine(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -11,7 +12,14 @@ from hypothesis import strategies as st
 
 from sn_compress import CompressError, FFTCodec
 from sn_compress.engine.theta import ThetaInTime
-from sn_compress.schedule import Constant, Diminishing, EnergyBudget, Warmup, on_ladder
+from sn_compress.schedule import (
+    Annealed,
+    Constant,
+    Diminishing,
+    EnergyBudget,
+    Warmup,
+    on_ladder,
+)
 from sn_compress.settings import Settings
 
 
@@ -39,6 +47,58 @@ def test_diminishing_follows_the_square_root_of_the_rate():
     assert schedule.theta(10**6) == pytest.approx(0.0, abs=0.09)
     with pytest.raises(CompressError, match="rate"):
         Diminishing(0.9, rate=lambda step: 2.0).theta(0)
+
+
+def cosine(steps: int):
+    """A learning rate that rises over a tenth of the steps and falls along a cosine to 0."""
+    rise = steps // 10
+
+    def rate(step: int) -> float:
+        if step < rise:
+            return (step + 1) / rise
+        return 0.5 * (1 + math.cos(math.pi * (step - rise) / (steps - rise)))
+
+    return rate
+
+
+@pytest.mark.parametrize("steps", [600, 10_000])  # more than are looked at, too
+@pytest.mark.parametrize("mean", [0.85, 0.9, 0.98])
+def test_annealed_keeps_on_average_what_a_constant_theta_keeps(steps, mean):
+    schedule = Annealed(mean, cosine(steps), steps)
+    kept = [1 - schedule.theta(step) for step in range(steps)]
+    assert sum(kept) / steps == pytest.approx(1 - mean, rel=0.02)
+    top = steps // 10 - 1
+    assert all(a <= b for a, b in itertools.pairwise(kept[: top + 1])), "it rises with the rate"
+    assert all(a >= b for a, b in itertools.pairwise(kept[top:])), "and falls with it"
+    assert kept[-1] == 2**-10, "where the rate is 0 something is still sent"
+    assert schedule.theta(steps + 5) == schedule.theta(steps - 1)
+    assert len(set(kept)) < 40, "few rungs: each new payload size is negotiated"
+
+
+def test_annealed_keeps_by_a_power_of_the_rate():
+    schedule = Annealed(0.9, lambda step: 1.0 if step < 50 else 0.25, steps=100, power=1)
+    # 1 and a quarter of x, 0.1 on average: x is 0.16 and within half a rung of it.
+    assert 1 - schedule.theta(0) == pytest.approx(0.16, rel=0.09)
+    assert 1 - schedule.theta(50) == pytest.approx((1 - schedule.theta(0)) / 4)
+    assert repr(Annealed(0.9, math.cos, steps=1, power=2)).startswith("Annealed(mean=0.9, rate=cos")
+    # Nothing is kept twice: the highest rate may ask for more than all.
+    assert Annealed(0.2, lambda step: 0.1 if step else 1.0, steps=100).theta(0) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"rate": lambda step: 2.0}, r"Annealed: rate\(0\) = 2"),
+        ({"rate": lambda step: 0.0}, "0 at every step"),
+        ({"rate": lambda step: math.nan}, "rate"),
+        ({"steps": 0}, "at least one step"),
+        ({"power": 0}, "a power above 0"),
+        ({"mean": 1.0}, "theta=1.0"),
+    ],
+)
+def test_annealed_refuses_what_is_no_rate(settings, told):
+    with pytest.raises(CompressError, match=told):
+        Annealed(**{"mean": 0.9, "rate": lambda step: 1.0, "steps": 10} | settings)
 
 
 def test_energy_budget_finds_the_theta_that_loses_the_target():
@@ -106,6 +166,7 @@ def test_how_long_theta_stays_is_known_ahead():
         (0.9, 0, 2**62), (Constant(0.9), 3, 2**62), (Warmup(8, Constant(0.9)), 8, 2**62),
         (Warmup(8, Constant(0.9)), 0, 3), (Listed(), 0, 7), (Listed(), 6, 1), (Listed(), 8, 4),
         (Diminishing(0.9, rate=lambda step: 1.0), 0, 2**12),
+        (Annealed(0.9, lambda step: 1.0 if step < 5 else 0.1, steps=20), 0, 5),
     ):  # fmt: skip
         settings = Settings().changed(theta=theta)
         time = ThetaInTime(settings, 1)
