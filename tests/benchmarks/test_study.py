@@ -89,6 +89,27 @@ def test_schedules_are_set_to_the_bytes_asked_for(study, method, ratio):
     assert (len(thetas) > 1) is (method != "fft by shape, no memory")
 
 
+@pytest.mark.parametrize("method", ["fft, annealed", "fft, 2 bits, annealed"])
+def test_annealed_receives_what_was_asked_for_and_less_at_every_step(study, method):
+    """Counted from what travels between four ranks, over all steps."""
+    shapes, ranks, steps = {"a": (32, 24, 3, 3), "b": (64, 256)}, 4, 40
+    exchanges = study.build(method, shapes, ranks, 50.0, steps + study.DENSE)
+    rng, received = np.random.default_rng(0), [0.0]
+    for _ in range(steps):
+        gradients = {
+            name: [rng.standard_normal(math.prod(shape), dtype=np.float32) for _ in range(ranks)]
+            for name, shape in shapes.items()
+        }
+        first, *_ = own = list(exchanges.values())
+        first.means(own, list(gradients.values()))
+        received.append(sum(each.received for each in own))
+    plain = 2 * (ranks - 1) / ranks * 4 * sum(map(math.prod, shapes.values())) * steps
+    assert 50.0 <= plain / received[-1] <= 50.0 * 1.05
+    each = np.diff(received)
+    assert (np.diff(each) <= 0).all()
+    assert each[0] > 1.7 * received[-1] / steps, "the first steps have more than the mean"
+
+
 def test_a_schedule_hears_what_the_step_before_has_lost(study):
     """All tensors and ranks of a step have its theta; what they lost moves the next ones."""
     shapes, ranks = {"a": (32, 40), "b": (48, 40)}, 2
