@@ -80,6 +80,8 @@ class Compilation:
         How many results of the forward graph go to the caller.
     static
         Which placeholders are parameters and buffers.
+    lowered
+        The forward graph, where it is lowered already.
     """
 
     forward: fx.GraphModule
@@ -88,6 +90,7 @@ class Compilation:
     told: tuple[dict[str, Any], dict[str, Any]]
     outputs: int
     static: frozenset[int]
+    lowered: Lowered | None = None
 
     def lower(
         self, forward: fx.GraphModule, backward: fx.GraphModule
@@ -98,7 +101,9 @@ class Compilation:
         saved = results_of(forward)[self.outputs :]
         try:
             context.fw_metadata = _with_donated(before, forward, backward, saved)
-            first = lowered(forward, self.inputs[0], self.told[0])
+            first = self.lowered if forward is self.forward else None
+            if first is None:
+                first = lowered(forward, self.inputs[0], self.told[0])
             given = [
                 _laid_out(node.meta["val"], strides)
                 for node, strides in zip(saved, first.strides[self.outputs :], strict=True)
@@ -306,7 +311,8 @@ class FusedPlanner:
                 key = ground_of(forward, backward)
                 if key not in seen:
                     seen.add(key)
-                    other = replace(self.compilation, forward=forward, backward=backward)
+                    parts = {"forward": forward, "backward": backward, "lowered": None}
+                    other = replace(self.compilation, **parts)
                     with stage():
                         self._grounds.append(self.grounded(setting, other))
         yield from self._grounds

@@ -208,6 +208,7 @@ def planned(module: fx.GraphModule, inputs: list[Any], asked: Asked) -> Found | 
         if not told.get("is_backward"):
             first = lowered(graph, given, told)
             seen["graph"], seen["given"], seen["told"] = graph, list(given), told
+            seen["lowered"] = first
             if context.output_strides is not None:
                 context.output_strides.extend(first.strides)
             return lambda *_: None
@@ -221,6 +222,7 @@ def planned(module: fx.GraphModule, inputs: list[Any], asked: Asked) -> Found | 
             (seen["told"], told),
             meta.num_forward,
             frozenset(meta.static_input_indices or ()),
+            seen["lowered"],
         )
         planner = FusedPlanner(
             compilation,
