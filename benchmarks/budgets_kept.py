@@ -7,13 +7,17 @@ rises from 275 MB to 1,145 as the budget falls from 0.15 to 0.05. The issue scal
 together (16/512, 24/768, 32/1024; batch 2, random weights); its widths are not in its text. Here it
 is cut down for two cores: 8 layers, length 128, batch 4, width 64 (`llama/32` of planner_torch.py).
 As in the issue a peak is what a step holds beyond what was there before it; 100 % is that of the
-plain eager step.
+step without a budget: the eager one, or the one that Inductor compiled.
 
-Ways: torch's budget with each of its solvers under aot_eager, our plan of ops (`backend="graph"`),
-our checkpoint policy in eager torch, and, with `--ways ours:compile`, our plan under torch.compile.
-Where ours refuses, the row has the smallest peak that BudgetError names. Op seconds are CPU seconds
-of the calls of a step, each at the least its signature took in any run. Rows in FILE are kept, so a
-run that was cut off goes on.
+Ways of eager ops: torch's budget with each of its solvers under aot_eager (`aot_eager:`), our plan
+of ops (`ours:graph`), our checkpoint policy (`ours:policy`). Ways that Inductor compiles: torch's
+budget with its solvers (`inductor:`), our plan (`ours:compile`), our policy under torch.compile
+(`ours:policy, compiled`). Where ours refuses, the row has the smallest peak that BudgetError names.
+
+Peaks of eager ops are counted by StorageTracker, of compiled steps by what torch's CPU allocator
+gave out. Seconds of eager ops are CPU seconds of the calls of a step, each at the least its
+signature took in any run; of compiled steps, CPU seconds of steps that alternate with the plain
+compiled one, medians. Rows in FILE are kept, so a run that was cut off goes on.
 """
 
 from __future__ import annotations
@@ -21,34 +25,39 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import statistics
 import sys
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from compiled_peaks import Step, by_inductor, ours, plain, rival
 from machine import commit, machine
 from planner_torch import QUICK
 from planner_torch_rivals import measured
-from torch import nn
 
 import sn_memory.torch
 from sn_memory import BudgetError
 
 SHARES = tuple(round(0.05 * number, 2) for number in range(1, 21))
 SOLVERS = ("dp", "greedy", "ilp", "dp_knapsack_sliding_hirschberg")
-OURS = ("ours:graph", "ours:policy")
-WAYS = (*(f"torch:{it}" for it in SOLVERS), *OURS)
+EAGER = (*(f"aot_eager:{it}" for it in SOLVERS), "ours:graph", "ours:policy")
+COMPILED = (*(f"inductor:{it}" for it in SOLVERS), "ours:compile", "ours:policy, compiled")
+WAYS = (*EAGER, *COMPILED)
 MODEL = "llama/32"
+# Of a solver, and of ours.
 COLOURS = {
-    "torch:dp": "#d95f02", "torch:greedy": "#e7298a", "torch:ilp": "#e6ab02",
-    "torch:dp_knapsack_sliding_hirschberg": "#a6761d", "ours:graph": "#1b6ca8",
-    "ours:policy": "#1b9e77", "ours:compile": "#6a51a3",
+    "dp": "#d95f02", "greedy": "#e7298a", "ilp": "#e6ab02",
+    "dp_knapsack_sliding_hirschberg": "#a6761d", "graph": "#1b6ca8", "policy": "#1b9e77",
+    "compile": "#1b6ca8", "policy, compiled": "#1b9e77",
 }  # fmt: skip
+STEPS = 9
 
 
 class Bench:
-    """The model, what is there before a step, and the plain step."""
+    """The model, what is there before a step, and the plain steps."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -56,92 +65,125 @@ class Bench:
         held = (*self.model.parameters(), *self.model.buffers(), self.sample)
         self.base_bytes = sum(it.nbytes for it in held)
         self.least: dict[str, float] = {}
-        peak, self.calls = self.measured(self.model, self.model)
-        self.plain_bytes = peak - self.base_bytes
 
-    def measured(self, forward: Callable[..., Any], model: nn.Module) -> tuple[int, list[str]]:
-        """Peak and calls of a step."""
-        return measured(forward, model, self.sample, self.least)
+    @cached_property
+    def eager(self) -> tuple[int, list[str]]:
+        """Peak and calls of the plain step."""
+        return measured(self.model, self.model, self.sample, self.least)
 
-    def step(self, way: str, share: float) -> tuple[int, list[str]]:
-        """Peak and calls with a budget; raises BudgetError."""
-        torch._dynamo.reset()
-        whose, _, how = way.partition(":")
-        if whose == "torch":
+    @cached_property
+    def compiled(self) -> Step:
+        """The plain step that Inductor compiled."""
+        return plain(copy.deepcopy(self.model), self.sample)
+
+    def plain_bytes(self, way: str) -> int:
+        """What the step without a budget holds."""
+        whole = self.compiled.peak_bytes if way in COMPILED else self.eager[0]
+        return whole - self.base_bytes
+
+    def of_ops(self, how: str, share: float, budget: int) -> tuple[int, float, float]:
+        """Peak and seconds of a step of eager ops, and of the plain one; raises BudgetError."""
+        model = copy.deepcopy(self.model)
+        run: Callable[..., Any]
+        if how == "graph":
+            run = model = sn_memory.torch.plan(model, self.sample, budget, backend=how, trial=False)
+        elif how == "policy":
+            run = sn_memory.torch.checkpoint_policy(model, self.sample, budget).wrap(model)
+        else:
+            torch._dynamo.reset()
             with torch._functorch.config.patch(
                 activation_memory_budget=share, activation_memory_budget_solver=how
             ):
-                compiled = torch.compile(
-                    self.model, backend="aot_eager", fullgraph=True, dynamic=False
-                )
-                return self.measured(compiled, self.model)
-        budget = self.base_bytes + int(share * self.plain_bytes)
+                run = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
+                peak, calls = measured(run, model, self.sample, self.least)
+                return peak, self.seconds(calls), self.seconds(self.eager[1])
+        peak, calls = measured(run, model, self.sample, self.least)
+        return peak, self.seconds(calls), self.seconds(self.eager[1])
+
+    def seconds(self, calls: list[str]) -> float:
+        """Seconds of calls, each at the least that it took."""
+        return sum(self.least[it] for it in calls)
+
+    def of_inductor(self, how: str, share: float, budget: int) -> tuple[int, float, float]:
+        """The same of steps that Inductor compiled."""
         model = copy.deepcopy(self.model)
-        if how == "policy":
-            policy = sn_memory.torch.checkpoint_policy(model, self.sample, budget)
-            return self.measured(policy.wrap(model), model)
-        planned = sn_memory.torch.plan(
-            model, self.sample, budget, backend=how, time_limit_s=5, trial=False
-        )
-        return self.measured(planned, planned)
+        if how == "compile":
+            step, _ = ours(model, self.sample, budget)
+        elif how == "policy, compiled":
+            policy = sn_memory.torch.checkpoint_policy(model, self.sample, budget, compiled=True)
+            step = Step(by_inductor(policy.wrap(model)), model, self.sample)
+        else:
+            step = rival(model, self.sample, share, how)
+        for _ in range(STEPS):
+            self.compiled.once()
+            step.once()
+        theirs = statistics.median(self.compiled.seconds[-STEPS:])
+        return step.peak_bytes, statistics.median(step.seconds[-STEPS:]), theirs
 
     def row(self, way: str, share: float) -> dict[str, Any]:
         """What was asked for, held, and took."""
+        asked = int(share * self.plain_bytes(way))
         row: dict[str, Any] = {
-            "model": MODEL, "way": way, "share": share, "plain_bytes": self.plain_bytes,
-            "asked_bytes": int(share * self.plain_bytes), "commit": commit(), "machine": machine(),
+            "model": MODEL, "way": way, "share": share, "plain_bytes": self.plain_bytes(way),
+            "asked_bytes": asked, "commit": commit(), "machine": machine(),
         }  # fmt: skip
+        how = way.partition(":")[2]
+        run = self.of_inductor if way in COMPILED else self.of_ops
         try:
-            peak, calls = self.step(way, share)
+            peak, seconds, plain_seconds = run(how, share, self.base_bytes + asked)
         except BudgetError as error:
             return row | {"refused": True, "smallest_bytes": error.peak_bytes - self.base_bytes}
         except Exception as error:
-            if not way.startswith("torch:"):
+            if way.startswith("ours:"):
                 raise
             return row | {"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
         return row | {
-            "peak_bytes": peak - self.base_bytes,
-            "op_s": sum(self.least[it] for it in calls),
-            "plain_op_s": sum(self.least[it] for it in self.calls),
-            "calls": len(calls),
-        }
+            "peak_bytes": peak - self.base_bytes, "step_s": seconds, "plain_step_s": plain_seconds,
+        }  # fmt: skip
+
+
+def panel(rows: list[dict[str, Any]], ways: tuple[str, ...], left: Any, right: Any) -> None:
+    """Measured over asked for, with the diagonal; seconds over measured."""
+    mine = [it for it in rows if it["way"] in ways]
+    whole = mine[0]["plain_bytes"] / 2**20
+    left.plot([0, whole], [0, whole], color="#777777", lw=1, label="what was asked for")
+    for way in ways:
+        of_way = sorted((it for it in mine if it["way"] == way), key=lambda it: it["share"])
+        ran = [it for it in of_way if "peak_bytes" in it]
+        colour = COLOURS[way.partition(":")[2]]
+        own = way.startswith("ours:")
+        peaks = [it["peak_bytes"] / 2**20 for it in ran]
+        left.plot(
+            [it["asked_bytes"] / 2**20 for it in ran], peaks, "o-" if own else "s--",
+            ms=4 if own else 3, lw=1.5 if own else 1, color=colour,
+            label=way.replace("ours:", "sn_memory: ").replace(":", ": "),
+        )  # fmt: skip
+        longer = [100 * (it["step_s"] / it["plain_step_s"] - 1) for it in ran]
+        right.plot(peaks, longer, "o" if own else "s", ms=5 if own else 4, color=colour, alpha=0.8)
+        refused = [it for it in of_way if it.get("refused")]
+        if refused:
+            asked = [it["asked_bytes"] / 2**20 for it in refused]
+            least = [it["smallest_bytes"] / 2**20 for it in refused]
+            left.plot(asked, least, "x", ms=5, color=colour)
+    left.set(xlabel="asked for, MiB", ylabel="held beyond parameters and input, MiB")
+    right.set(xlabel="held, MiB", ylabel="seconds over the plain step, %")
+    left.legend(frameon=False, fontsize=7)
 
 
 def picture(rows: list[dict[str, Any]], path: Path) -> None:
-    """Measured over asked for, with the diagonal; op seconds over measured."""
+    """A row of two panels for eager ops, and one for what Inductor compiles."""
     import matplotlib as mpl
 
     mpl.use("agg")
     from matplotlib import pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 5), layout="constrained")
-    whole = rows[0]["plain_bytes"] / 2**20
-    left.plot([0, whole], [0, whole], color="#777777", lw=1, label="what was asked for")
-    for way, colour in COLOURS.items():
-        mine = sorted((it for it in rows if it["way"] == way), key=lambda it: it["share"])
-        ran = [it for it in mine if "peak_bytes" in it]
-        if not mine:
-            continue
-        asked = [it["asked_bytes"] / 2**20 for it in ran]
-        peaks = [it["peak_bytes"] / 2**20 for it in ran]
-        left.plot(asked, peaks, "o-", ms=4, color=colour, label=way.replace("ours", "sn_memory"))
-        right.plot(
-            peaks,
-            [100 * (it["op_s"] / it["plain_op_s"] - 1) for it in ran],
-            "o", ms=5, color=colour, alpha=0.8,
-        )  # fmt: skip
-        refused = [it for it in mine if it.get("refused")]
-        if refused:
-            least = min(it["smallest_bytes"] for it in refused) / 2**20
-            left.axhline(least, color=colour, lw=0.8, ls=":")
-            left.plot(
-                [it["asked_bytes"] / 2**20 for it in refused], [least] * len(refused),
-                "x", ms=5, color=colour,
-            )  # fmt: skip
-    left.set(xlabel="asked for, MiB", ylabel="held beyond parameters and input, MiB",
-             title="x: refused, with the smallest peak that can be had")  # fmt: skip
-    right.set(xlabel="held, MiB", ylabel="op seconds over the plain step, %")
-    left.legend(frameon=False, fontsize=8)
+    figure, axes = plt.subplots(2, 2, figsize=(11, 9), layout="constrained")
+    for row, ways, title in zip(
+        axes, (EAGER, COMPILED), ("ops as torch runs them", "compiled by Inductor"), strict=True
+    ):
+        panel(rows, ways, *row)
+        row[0].set_title(f"{title} (x: refused, at the smallest peak that can be had)", fontsize=9)
+        row[1].set_title(title, fontsize=9)
     figure.savefig(path, dpi=110)
 
 
@@ -151,9 +193,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--quick", action="store_true", help="two budgets")
-    parser.add_argument("--ways", nargs="+", choices=COLOURS, default=WAYS)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
+    # Each way is one more compilation of the same forward.
+    torch._dynamo.config.recompile_limit = 1000
     rows: list[dict[str, Any]] = []
     if args.json and args.json.exists():
         rows = json.loads(args.json.read_text())

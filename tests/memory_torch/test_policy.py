@@ -20,6 +20,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 import sn_memory.torch
 from sn_memory import BudgetError, PlanError
 from sn_memory.torch import StorageTracker, TraceError, checkpoint_policy
+from sn_memory.torch.compile.dry_run import compiled_peak
 from sn_memory.torch.model.step import run_step
 from sn_memory.torch.policy.contexts import Numbers
 
@@ -146,6 +147,53 @@ def test_compiled_it_saves_what_it_says(saved, again):
     for key, it in found.results.items():
         other = plain[key.replace(WRAPPED, "")]
         assert it is None or torch.allclose(it, other, atol=1e-5), key
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return x + self.second(nn.functional.gelu(self.first(x)))
+
+
+def compiled_budget(model, sample):
+    """A percentage halfway from the least that blocks can do to what no policy takes."""
+    with pytest.raises(BudgetError, match="The least that these blocks can do") as caught:
+        checkpoint_policy(model, sample, 1, profile=False, compiled=True)
+    return f"{(caught.value.percent + 100) // 2}%", caught.value.peak_bytes
+
+
+@pytest.mark.filterwarnings("ignore:.*context_fn is passed")
+def test_for_a_compiled_step_it_is_planned_on_its_kernels():
+    """No kernel is compiled; the promise is of the compiled step, which holds less."""
+    torch._dynamo.reset()
+    model, sample = nn.Sequential(Block(), Block()), torch.randn(256, 16)
+    before = {name: id(it) for name, it in model.named_modules()}
+    budget, least = compiled_budget(model, sample)
+    policy = checkpoint_policy(model, sample, budget, profile=False, compiled=True)
+    eager = checkpoint_policy(model, sample, "100%", profile=False)
+    assert policy.compiled
+    assert not eager.compiled
+    assert policy.saved
+    assert least == policy.smallest_peak_bytes <= policy.peak_bytes <= policy.budget_bytes
+    assert policy.budget_bytes < policy.baseline_peak_bytes < eager.baseline_peak_bytes
+    assert {name: id(it) for name, it in model.named_modules()} == before
+    assert policy.peak_bytes == compiled_peak(policy.wrap(model), ((sample,), {}))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*context_fn is passed")
+def test_its_compiled_step_holds_what_was_promised():
+    torch._dynamo.reset()
+    model, sample = nn.Sequential(Block(), Block()), torch.randn(256, 16)
+    budget, _ = compiled_budget(model, sample)
+    policy = checkpoint_policy(model, sample, budget, profile=False, compiled=True)
+    compiled = torch.compile(policy.wrap(model), fullgraph=True, dynamic=False)
+    for _ in range(2):
+        found = run_step(compiled, model, ((sample,), {}), by_allocator=True)
+    assert found.peak_bytes == policy.peak_bytes <= policy.budget_bytes
 
 
 def test_its_key_is_of_what_it_says():

@@ -14,7 +14,8 @@ from __future__ import annotations
 import importlib
 import logging
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +54,7 @@ _HOOKS = {
 }
 
 
-class _Ready(Exception):  # noqa: N818 - says that the compiled step is there and was not run
+class Ready(Exception):  # noqa: N818 - says that the compiled step is there and was not run
     """Compiled; raised in place of the first run."""
 
 
@@ -164,29 +165,10 @@ class CompiledStep:
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile now, so that what cannot be planned or does not fit is told now."""
-        # Libraries warn from within a forward pass; that is no reason not to take it whole.
-        logs = {
-            it
-            for it in vars(logging.Logger).values()
-            if callable(it) and getattr(it, "__name__", "").startswith(_LOGS)
-        }
-        left_out = torch._dynamo.config.ignore_logging_functions | logs
         try:
-            with (
-                torch.enable_grad(),
-                torch._dynamo.config.patch(ignore_logging_functions=left_out),
-            ):
+            with until_ready():
                 self.compiled(*args, **kwargs)
-        except _Ready:
             self._latest()
-        except Exception as error:
-            cause = _ours(error)
-            if cause is not None:
-                raise cause from None
-            raise TraceError(
-                f"torch.compile cannot take the model as one graph: {_first_lines(error)}. Change "
-                "that place, or plan with backend='graph' or 'modules'."
-            ) from error
         finally:
             self.dry = False
 
@@ -210,7 +192,7 @@ class CompiledStep:
 
             def ready(*args: Any) -> Any:
                 if self.dry:
-                    raise _Ready
+                    raise Ready
                 return run(*args)
 
             return ready
@@ -273,6 +255,31 @@ class CompiledStep:
         check_plan(named.graph, plan)
         self.made = Trace(named, joint.captured), plan
         return partitioned(joint, named, plan)
+
+
+@contextmanager
+def until_ready() -> Iterator[None]:
+    """Let torch.compile compile a model inside; it ends by Ready, or by a TraceError."""
+    # Libraries warn from within a forward pass; that is no reason not to take it whole.
+    logs = {
+        it
+        for it in vars(logging.Logger).values()
+        if callable(it) and getattr(it, "__name__", "").startswith(_LOGS)
+    }
+    left_out = torch._dynamo.config.ignore_logging_functions | logs
+    try:
+        with torch.enable_grad(), torch._dynamo.config.patch(ignore_logging_functions=left_out):
+            yield
+    except Ready:
+        pass
+    except Exception as error:
+        cause = _ours(error)
+        if cause is not None:
+            raise cause from None
+        raise TraceError(
+            f"torch.compile cannot take the model as one graph: {_first_lines(error)}. Change "
+            "that place, or plan with backend='graph' or 'modules'."
+        ) from error
 
 
 def storage_bytes(held: Iterable[torch.Tensor]) -> int:

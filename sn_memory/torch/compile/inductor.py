@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,8 +55,7 @@ _FLOPS |= {"erf": 60.0, "erfc": 60.0, "tanh": 40.0, "pow": 60.0, "sin": 30.0, "c
 _FUNCTION_FLOPS = 20.0
 
 
-# torch's own budgets whose partitions plans start from as well, and their solver.
-_SHARES = (0.5, 0.1)
+# The solver of torch's own budgets, whose partitions plans start from as well.
 _SOLVER = "ilp"
 
 
@@ -134,11 +133,10 @@ class _Recorder(CustomPartitionerFn):
     def uuid(self) -> None:
         """None: nothing that is compiled with it is kept."""
 
-    def others(self) -> Iterator[Partition]:
-        """Yield torch's partitions with its own budget."""
-        for share in _SHARES:
-            setting = (share, _SOLVER)
-            yield setting, *_partitioned(copied(self.joint), self.inputs, self.told, setting)
+    def other(self, share: float) -> Partition:
+        """Return torch's partition with a budget of its own."""
+        setting = (share, _SOLVER)
+        return setting, *_partitioned(copied(self.joint), self.inputs, self.told, setting)
 
 
 def _partitioned(
@@ -208,6 +206,7 @@ def planned(module: fx.GraphModule, inputs: list[Any], asked: Asked) -> Found | 
         if not told.get("is_backward"):
             first = lowered(graph, given, told)
             seen["graph"], seen["given"], seen["told"] = graph, list(given), told
+            seen["lowered"] = first
             if context.output_strides is not None:
                 context.output_strides.extend(first.strides)
             return lambda *_: None
@@ -221,13 +220,14 @@ def planned(module: fx.GraphModule, inputs: list[Any], asked: Asked) -> Found | 
             (seen["told"], told),
             meta.num_forward,
             frozenset(meta.static_input_indices or ()),
+            seen["lowered"],
         )
         planner = FusedPlanner(
             compilation,
             costs_of(seen["given"], asked),
             asked.extra,
             name=asked.name,
-            others=lambda: marked(recorder.others(), compilation),
+            other=lambda share: marked(recorder.other(share), compilation),
         )
         raise _Planned(planner.plan(asked.budget, asked.make))
 
@@ -253,13 +253,13 @@ def planned(module: fx.GraphModule, inputs: list[Any], asked: Asked) -> Found | 
     return None
 
 
-def marked(others: Iterator[Partition], like: Compilation) -> Iterator[Partition]:
-    """Yield partitions with what Inductor notes of the results of each graph."""
+def marked(other: Partition, like: Compilation) -> Partition:
+    """Return a partition with what Inductor notes of the results of each graph."""
     key = "user_visible_output_idxs"
-    for setting, forward, backward in others:
-        for module, own in ((forward, like.forward), (backward, like.backward)):
-            end_of(module).meta[key] = end_of(own).meta.get(key, [])
-        yield setting, forward, backward
+    _, forward, backward = other
+    for module, own in ((forward, like.forward), (backward, like.backward)):
+        end_of(module).meta[key] = end_of(own).meta.get(key, [])
+    return other
 
 
 def costs_of(inputs: Sequence[Any], asked: Asked) -> Costs:

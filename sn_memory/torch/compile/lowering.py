@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .torch_inductor import (
     DebugContext,
@@ -90,7 +91,8 @@ def lowered(module: fx.GraphModule, inputs: Sequence[Any], told: dict[str, Any])
 
     told = {key: value for key, value in told.items() if key != "compile_region_name"}
     checked = get_input_idxs_to_check(inputs, told.get("static_input_idxs", ()))
-    with _replaced(GraphLowering, "_compile_to_module_lines", write):
+    # As in Inductor's own compilation: real tensors, as a generator's state, are met on the way.
+    with _replaced(GraphLowering, "_compile_to_module_lines", write), _disable_current_modes():
         try:
             init_backend_registration()
             with inductor_config.patch(force_disable_caches=True), DebugContext():

@@ -195,7 +195,8 @@ class _Writer:
 
     def forward(self, node: fx.Node, *, anew: bool = False) -> int:
         """Return the line that stands for a node of the forward graph."""
-        if not anew:
+        # A kernel may lay an input out anew; Inductor does so again where it is needed.
+        if not anew or node.op == "placeholder":
             if node in self.again:
                 return self.again[node]
             if node in self.saved:

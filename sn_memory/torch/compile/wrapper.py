@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 
@@ -190,22 +191,48 @@ class Watch(TorchDispatchMode):
             self._before.pop(storage, None)
         self._step(kernel.name, reads, makes, writes, tensors, kernel=kernel)
 
+    # Of these it meets ops that run with a generator's state kept or set back.
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is run_and_save_rng_state:
+            op, *rest = args
+            shape = torch.get_rng_state().shape
+            sized = torch.ops.aten.empty.memory_format
+            state = self._called(sized, (shape,), {"dtype": torch.uint8, "device": "cpu"})
+            return state, self._called(op, tuple(rest), kwargs)
+        if func is run_with_rng_state:
+            state, op, *rest = args
+            return self._called(op, tuple(rest), kwargs, [state])
         if self._silent or func.namespace == "prim":
             return func(*args, **kwargs)
+        return self._called(func, args, kwargs)
+
+    def _called(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        beside: Sequence[torch.Tensor] = (),
+    ) -> Any:
+        """Run a call on fake tensors and note it; it reads tensors `beside` its arguments, too."""
         known = len(self.values)
         flat, spec = tree_flatten((args, kwargs))
-        given = [it for it in flat if isinstance(it, torch.Tensor)]
+        given = [*(it for it in flat if isinstance(it, torch.Tensor)), *beside]
         before = {self.meet(it): self.value(it) for it in given}
         views = tuple(
             form_of(it, self.meet(it)) if isinstance(it, torch.Tensor) else it for it in flat
         )
         result = func(*args, **kwargs)
-        made = [it for it in tree_leaves(result) if isinstance(it, torch.Tensor)]
-        outputs = tuple(form_of(it, self.meet(it)) for it in made)
+        leaves = tree_leaves(result)
+        made = [it for it in leaves if isinstance(it, torch.Tensor)]
+        # A gradient that is not wanted has its place as well.
+        outputs = tuple(
+            form_of(it, self.meet(it)) if isinstance(it, torch.Tensor) else None for it in leaves
+        )
         changed = written(func, views, spec)
         new = range(known, len(self.values))
         if not new and not changed and is_view(views, outputs):

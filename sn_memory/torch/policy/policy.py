@@ -30,6 +30,7 @@ from ..trace.to_graph import flops
 from ..trace.trace import beside, call_arguments
 from .blocks import named, rows
 from .choose import Chooser, Found
+from .compiled import CompiledPeaks
 from .contexts import Saved, context_fn
 from .predict import Selection, Step, Stretch, predicted
 from .sharded import sharded_peak
@@ -48,13 +49,15 @@ class SelectivePolicy:
     kept
         Blocks that do not run again.
     budget_bytes, peak_bytes
-        What was asked for, and what an eager step with this policy holds at most.
+        What was asked for, and what a step with this policy holds at most.
     baseline_peak_bytes
         What it holds without.
     smallest_peak_bytes
         What it holds where nothing is saved: the least that these blocks can do.
     rerun_s, forward_s
-        Seconds of all ops that run again, and of one forward pass.
+        Seconds of all ops that run again, and of one forward pass, run eagerly.
+    compiled
+        Whether the peaks are of the step that torch.compile makes, or of the eager one.
     """
 
     saved: Mapping[str, Saved]
@@ -65,13 +68,13 @@ class SelectivePolicy:
     smallest_peak_bytes: int
     rerun_s: float
     forward_s: float
+    compiled: bool = False
     stretches: tuple[Stretch, ...] = field(default=(), repr=False)
 
     @property
     def key(self) -> str:
         """Stands for the policy in the cache of torch.compile: the same in every process."""
-        text = json.dumps([list(self.saved.items()), torch.__version__], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return _key(self.saved)
 
     def context_fn(self, block: str) -> Any:
         """Return the `context_fn` of `torch.utils.checkpoint.checkpoint` for a block, by path."""
@@ -88,18 +91,7 @@ class SelectivePolicy:
         The model is changed; names of parameters and the state dict are not. Wrap before
         `fully_shard` and torch.compile.
         """
-        for path in self.saved:
-            parent, _, name = path.rpartition(".")
-            try:
-                block = model.get_submodule(path)
-            except AttributeError as error:
-                raise PlanError(
-                    f"the {type(model).__name__} has no block {path!r}; expected a model like that "
-                    "the policy was made for."
-                ) from error
-            wrapped = checkpoint_wrapper(block, context_fn=self.context_fn(path))
-            setattr(model.get_submodule(parent), name, wrapped)
-        return model
+        return _wrapped(model, self.saved, self.key)
 
     def sharded_peak_bytes(self, model: torch.nn.Module, ranks: int) -> int:
         """Return what a rank holds at most where FSDP2 shards each block, and the rest as one.
@@ -120,6 +112,31 @@ class SelectivePolicy:
         )
 
 
+def _key(saved: Mapping[str, Saved]) -> str:
+    text = json.dumps([list(saved.items()), torch.__version__], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _wrapped(model: torch.nn.Module, saved: Mapping[str, Saved], key: str) -> torch.nn.Module:
+    for path, results in saved.items():
+        parent, _, name = path.rpartition(".")
+        try:
+            block = model.get_submodule(path)
+        except AttributeError as error:
+            raise PlanError(
+                f"the {type(model).__name__} has no block {path!r}; expected a model like that "
+                "the policy was made for."
+            ) from error
+        wrapped = checkpoint_wrapper(block, context_fn=context_fn(results, f"{key}/{path}"))
+        setattr(model.get_submodule(parent), name, wrapped)
+    return model
+
+
+def _selected(model: torch.nn.Module, selection: Selection) -> torch.nn.Module:
+    saved = {path: it for path, it in selection.items() if it is not None}
+    return _wrapped(model, saved, _key(saved))
+
+
 def checkpoint_policy(
     model: torch.nn.Module,
     sample: Any,
@@ -129,6 +146,7 @@ def checkpoint_policy(
     profile: bool = True,
     device: Device | None = None,
     optimizer: Any = None,
+    compiled: bool = False,
 ) -> SelectivePolicy:
     """Return the selective-checkpoint policy that keeps a budget and runs least again.
 
@@ -137,20 +155,23 @@ def checkpoint_policy(
     model, sample
         As in `trace`; nothing is allocated but for timing ops. The model is left as it was.
     budget
-        The most live bytes of an eager step: a number, "6GiB", or "60%" of the peak without a
-        policy. Parameters, gradients and the input count.
+        The most live bytes of a step: a number, "6GiB", or "60%" of the peak without a policy.
+        Parameters, gradients and the input count.
     blocks
         Paths, classes or modules that may run again, none within another. None takes the rows
         (Sequential, ModuleList) of modules that have modules: the outermost and the innermost are
         tried.
     profile, device, optimizer
         As in `trace`.
+    compiled
+        The budget is of the step that torch.compile makes, which holds less than the eager one.
+        Its kernels are lowered for up to five choices, none is compiled. On the CPU.
 
     Raises
     ------
     TraceError
         For a model that cannot be run on tensors without values, or that has no block that may run
-        again.
+        again; with `compiled`, for one that torch.compile does not take as one graph.
     BudgetError
         If the budget is less than these blocks can do; carries the smallest peak found.
 
@@ -170,7 +191,8 @@ def checkpoint_policy(
     held = sum(it.bytes for it in beside(model, optimizer))
     known: list[torch.Tensor] = []
     plain = predicted(model, arguments, {}, known)
-    whole = plain.peak_bytes + held
+    peaks = CompiledPeaks(model, arguments, held, _selected) if compiled else None
+    whole = held + (plain.peak_bytes if peaks is None else peaks.whole)
     budget_bytes = parse_bytes(budget, whole=whole)
     best: Found | None = None
     smallest: Found | None = None
@@ -188,12 +210,16 @@ def checkpoint_policy(
             return predicted(model, arguments, selection, known)
 
         chooser = Chooser(able, seconds, tried)
-        if smallest is None or chooser.nothing.step.peak_bytes < smallest.step.peak_bytes:
-            smallest = chooser.nothing
-        found = chooser.within(budget_bytes - held)
+        nothing = chooser.nothing if peaks is None else peaks.found(chooser, chooser.nothing)
+        if smallest is None or nothing.step.peak_bytes < smallest.step.peak_bytes:
+            smallest = nothing
+        if peaks is None:
+            found = chooser.within(budget_bytes - held)
+        else:
+            found = peaks.within(chooser, nothing, budget_bytes - held)
         if found is not None and (best is None or found.rerun_s < best.rerun_s):
             best, made = found, (chooser, watched, seconds)
-        if plain.peak_bytes + held <= budget_bytes:
+        if whole <= budget_bytes:
             break
     if smallest is None:
         why = "; ".join(f"{path}: {it}" for path, it in reasons.items())
@@ -214,6 +240,7 @@ def checkpoint_policy(
         smallest_peak_bytes=smallest.step.peak_bytes + held,
         rerun_s=best.rerun_s,
         forward_s=sum(seconds),
+        compiled=compiled,
         stretches=tuple(best.step.stretches),
     )
 

@@ -1,0 +1,185 @@
+"""Checkpoint policies: the peak that is predicted and the one that is measured, three ways.
+
+    python benchmarks/policy_peaks.py [--json FILE] [--models NAME ...] [--ways NAME ...]
+                                      [--shares SHARE ...]
+
+`eager`: the policy as it is; `compiled`: planned for and run under torch.compile (Inductor);
+`fsdp2`: two ranks over Gloo, each block and the rest sharded. The models are those of
+compiled_peaks.py, with the mean square of their output as loss; budgets are shares of the way from
+the least that the blocks can do to what a step without a policy holds. Peaks are those of live
+storages (StorageTracker); of compiled steps what torch's CPU allocator gave out. Rows in FILE are
+kept, so a run that was cut off goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from compiled_peaks import MODELS, Step, by_inductor
+from machine import commit, machine
+from torch import nn
+
+from sn_memory import BudgetError
+from sn_memory.torch import SelectivePolicy, StorageTracker, checkpoint_policy
+from sn_memory.torch.model.step import run_step
+
+WAYS = ("eager", "compiled", "fsdp2")
+SHARES = (0.25, 0.6)
+RANKS = 2
+
+
+class WithLoss(nn.Module):
+    """A model whose output is made a loss.
+
+    Parameters
+    ----------
+    net
+        Returns a tensor, or an object with `logits`.
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the mean square of the output."""
+        made = self.net(x)
+        return getattr(made, "logits", made).square().mean()
+
+
+def model_of(name: str) -> tuple[nn.Module, torch.Tensor]:
+    """A model with its loss, and its input."""
+    torch.manual_seed(0)
+    make, sample = MODELS[name]
+    return WithLoss(make()), sample()
+
+
+def policy_of(
+    model: nn.Module, sample: torch.Tensor, share: float, *, compiled: bool = False
+) -> SelectivePolicy:
+    """The policy for a budget that is this share of the way from the least to the whole."""
+    settings: dict[str, Any] = {"profile": False, "compiled": compiled}
+    least = 0
+    try:
+        checkpoint_policy(model, sample, 1, **settings)
+    except BudgetError as refusal:
+        least = refusal.percent or 100
+    return checkpoint_policy(model, sample, f"{least + int(share * (100 - least))}%", **settings)
+
+
+def here(name: str, share: float, *, compiled: bool) -> tuple[int, int, int]:
+    """Budget, predicted and measured peak in this process."""
+    model, sample = model_of(name)
+    policy = policy_of(model, sample, share, compiled=compiled)
+    model = policy.wrap(copy.deepcopy(model))
+    if compiled:
+        peak = Step(by_inductor(model), model, sample).peak_bytes
+    else:
+        peak = run_step(model, model, ((sample,), {})).peak_bytes
+    return policy.budget_bytes, policy.peak_bytes, peak
+
+
+def rank_of(name: str, share: float) -> None:
+    """What one rank of FSDP2 does; the first prints predicted and measured peak."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (RANKS,))
+    model, sample = model_of(name)
+    policy = policy_of(model, sample, share)
+    expected = policy.sharded_peak_bytes(model, RANKS)
+    blocks = [model.get_submodule(path) for path in (*policy.saved, *policy.kept)]
+    policy.wrap(model)
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    peak = 0
+    for _ in range(2):
+        model.zero_grad()
+        tracker = StorageTracker([*model.parameters(), *model.buffers(), sample])
+        with tracker:
+            model(sample).backward()
+        peak = tracker.peak_bytes
+    if torch.distributed.get_rank() == 0:
+        print(json.dumps([policy.budget_bytes, expected, peak]), flush=True)
+    torch.distributed.destroy_process_group()
+
+
+def on_ranks(name: str, share: float) -> tuple[int, int, int]:
+    """Budget of the unsharded step, predicted and measured peak of the first of the ranks."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, "--rank", name, str(share)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **place, "RANK": str(rank)},
+        )
+        for rank in range(RANKS)
+    ]
+    said = [it.communicate()[0] for it in ranks]
+    if any(it.returncode for it in ranks):
+        raise RuntimeError(f"ranks of {name} ended with {[it.returncode for it in ranks]}")
+    budget, predicted, peak = json.loads(said[0].splitlines()[-1])
+    return budget, predicted, peak
+
+
+def main(argv: list[str]) -> int:
+    """Run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--shares", nargs="+", type=float, default=SHARES)
+    parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 1000
+    if args.rank:
+        rank_of(args.rank[0], float(args.rank[1]))
+        return 0
+    rows: list[dict[str, Any]] = []
+    if args.json and args.json.exists():
+        rows = json.loads(args.json.read_text())
+    there = {(it["model"], it["way"], it["share"]) for it in rows}
+    for way in args.ways:
+        for name in args.models:
+            for share in args.shares:
+                if (name, way, share) in there:
+                    continue
+                if way == "fsdp2":
+                    budget, predicted, peak = on_ranks(name, share)
+                else:
+                    budget, predicted, peak = here(name, share, compiled=way == "compiled")
+                rows.append(
+                    {
+                        "model": name, "way": way, "share": share, "budget_bytes": budget,
+                        "predicted_bytes": predicted, "peak_bytes": peak, "commit": commit(),
+                        "machine": machine(),
+                    }
+                )  # fmt: skip
+                if args.json:
+                    args.json.write_text(json.dumps(rows, indent=1) + "\n")
+                print(
+                    f"{way:9} {name:11} {share:4.2f} predicted {predicted:>10} measured {peak:>10} "
+                    f"{peak / predicted - 1:+.2%}",
+                    flush=True,
+                )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
