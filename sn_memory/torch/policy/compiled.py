@@ -7,6 +7,7 @@ that holds more or less than was asked for, it is chosen anew with so much less 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 
 from ...base.progress import say
-from ..compile.dry_run import compiled_peak
 from .choose import Chooser, Found
 from .predict import Selection
 
@@ -69,7 +69,9 @@ class CompiledPeaks:
         self.lowered += 1
         say("lower", self.lowered, self.lowered + 1)
         made = self.wrapped(shell(self.model), selection)
-        return compiled_peak(made, self.arguments) + self.held
+        # Not before it is asked for: torch.compile takes seconds to import.
+        dry_run: Any = importlib.import_module("..compile.dry_run", __package__)
+        return int(dry_run.compiled_peak(made, self.arguments)) + self.held
 
     def found(self, chooser: Chooser, found: Found) -> Found:
         """Return what was found, with the peak it has when compiled."""
