@@ -23,6 +23,7 @@ from sn_memory.torch import TraceError, plan
 from sn_memory.torch.compile import fused, inductor
 from sn_memory.torch.compile.dry_run import compiled_peak
 from sn_memory.torch.compile.program import Program, ground_of, rebuilt, results_of
+from sn_memory.torch.compile.step_seconds import step_seconds
 from sn_memory.torch.compile.wrapper import Watch
 from sn_memory.torch.model.allocations import AllocationTracker
 
@@ -53,7 +54,7 @@ class Seen:
     """What was planned when torch.compile took a model, for several budgets; nothing compiled."""
 
     def __init__(self, model, sample, shares, *, others=False):
-        self.found, self.refused = {}, {}
+        self.found, self.refused, self.compared = {}, {}, {}
         seen = self
 
         def make(graph: Graph, budget: int) -> Plan:
@@ -61,14 +62,15 @@ class Seen:
                               time_limit_s=5, historical=False)  # fmt: skip
 
         class Planner(inductor.FusedPlanner):
-            def plan(self, budget, asked):
+            def plans(self, budget, asked):
                 seen.planner = self
                 for share in shares:
                     try:
-                        seen.found[share] = super().plan(share, asked)
+                        seen.compared[share] = super().plans(share, asked)
+                        seen.found[share] = seen.compared[share][0]
                     except BudgetError as refusal:
                         seen.refused[share] = refusal
-                return self.plain
+                return [self.plain]
 
         def backend(module, inputs):
             asked = inductor.Asked(make, 0, False, None, (), None, "model")
@@ -360,3 +362,48 @@ def test_a_hash_is_of_the_graphs(residual):
     compilation = residual.planner.compilation
     ground = ground_of(compilation.forward, compilation.backward)
     assert ground == residual.planner.ground.own.program.ground
+
+
+def test_several_plans_are_compared_and_tell_what_is_made_again():
+    """torch's own partition with a budget is among them, and so is a plan made from one."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    seen = Seen(Residual(depth=3), torch.randn(64, 16), ("80%",), others=True)
+    compared = seen.compared["80%"]
+    assert 1 <= len(compared) <= 3
+    costs = [seen.planner.cost(it) for it in compared]
+    assert costs == sorted(costs)
+    kinds = {bool(it.program.lines) for it in compared}
+    assert False in kinds
+    for found in compared:
+        assert found.plan.peak_bytes <= found.plan.budget_bytes
+        assert found.plan.decided("recompute")
+    own = next(it for it in compared if not it.program.lines)
+    assert own.program.setting is not None
+    reasons = {it.reason for it in own.plan.decisions if it.technique == "recompute"}
+    assert any("activation_memory_budget" in it for it in reasons)
+
+
+def test_the_quicker_step_is_found_and_nothing_is_changed():
+    """A batch norm's statistics and the random numbers are as they were."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout(0.5))
+    sample = torch.randn(512, 64)
+    held = dict(model.named_parameters()) | dict(model.named_buffers())
+    before = {name: it.detach().clone() for name, it in held.items()}
+    state = torch.get_rng_state()
+
+    def runs(times):
+        def run(*given):
+            values = dict(zip(held, given[:-1], strict=True))
+            for _ in range(times):
+                made = torch.func.functional_call(model, values, (given[-1],))
+            return [made]
+
+        return run
+
+    slow, quick = step_seconds([runs(20), runs(1)], [*held.values(), sample])
+    assert slow > quick > 0
+    for name, it in held.items():
+        assert torch.equal(it, before[name])
+        assert it.grad is None
+    assert torch.equal(torch.get_rng_state(), state)

@@ -56,8 +56,8 @@ def compiled_peak(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict
         # As users call backward: outside of the `with torch.autocast` of the forward pass.
         with functorch_config.patch(backward_pass_autocast="off"):
             found = inductor.planned(module, list(inputs), asked)
-        if found is not None:
-            peaks.append(found.plan.peak_bytes)
+        if found:
+            peaks.append(found[0].plan.peak_bytes)
 
         def ready(*_: Any) -> Any:
             raise Ready

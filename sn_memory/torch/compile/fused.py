@@ -26,7 +26,7 @@ from ...graph.graph import Graph
 from ...graph.liveness import peak
 from ...graph.records import Device, Storage
 from ...plan.buffers import peak_action
-from ...plan.plan import BudgetError, Plan, percent_kept
+from ...plan.plan import BudgetError, Decision, Plan, percent_kept
 from ...plan.policies import policy
 from ..errors import ReplayError
 from .dry_step import DryStep, dry_step
@@ -39,16 +39,20 @@ from .program import Program, ground_of, rebuilt, results_of
 _TRIES = 5
 _TRIES_OF_OTHERS = 2
 # Partitions with a budget of torch's that are lowered: its budgets are halved in as often.
-_SHARES = 4
+_SHARES = 6
 # What is made again breaks and joins loops of kernels, which is not in the seconds that are
 # reckoned: GPT-2's took about four times as much longer (benchmarks/compiled_peaks.py).
 _UNSEEN = 4
 # A plan that takes no more than so much longer is cheap enough to look no further.
 _CHEAP = 0.005
+# Plans that are worth timing: so many, that are reckoned to take at most so many times the fastest.
+_COMPARED = 3
+_COMPARED_TO = 1.3
 # With fewer seconds left, what keeps the budget is taken as it is.
 _LEAST_S = 5.0
-# So near below the budget a plan is near enough.
+# So near below the budget a plan is near enough, and a partition of torch's the largest.
 _NEAR = 0.01
+_SAME = 0.001
 
 
 # Setting, forward and backward graph.
@@ -141,6 +145,20 @@ def _laid_out(value: Any, strides: tuple[int, ...] | None) -> Any:
     return value.as_strided(value.size(), strides)
 
 
+def _made_again(
+    plain: Compilation, other: Compilation, setting: tuple[float, str]
+) -> list[Decision]:
+    """Return a decision for each value that torch's partition with a budget no longer hands over."""
+    share, solver = setting
+    reason = f"torch's partition with activation_memory_budget={share:g}, solver {solver}"
+    handed = {it.name for it in results_of(other.forward)[other.outputs :]}
+    return [
+        Decision(it.name, "recompute", reason, it.meta["val"].nbytes)
+        for it in results_of(plain.forward)[plain.outputs :]
+        if it.name not in handed and isinstance(it.meta.get("val"), torch.Tensor)
+    ]
+
+
 @dataclass(frozen=True)
 class Costs:
     """Speeds, and seconds and arithmetic of each kernel of a step."""
@@ -218,7 +236,11 @@ class FusedPlanner:
         fused = Fused(forward, backward, lowered, step, compilation.outputs)
         as_it_is = Program(ground_of(forward, backward), setting, (), (), ())
         values = self.graph(compilation, step, by_value=True, once=fused.once())
-        return Ground(setting, compilation, fused, self.found(compilation, as_it_is, step), values)
+        own = self.found(compilation, as_it_is, step)
+        if setting is not None:
+            again = _made_again(self.compilation, compilation, setting)
+            own = replace(own, plan=replace(own.plan, decisions=(*own.plan.decisions, *again)))
+        return Ground(setting, compilation, fused, own, values)
 
     def graph(
         self,
@@ -262,17 +284,23 @@ class FusedPlanner:
         with stage():
             _, step = compilation.lower(forward, backward)
         found = self.found(compilation, program, step)
-        again = [it for it in made.decisions if it.technique.startswith("recompute")]
+        again = (*made.decisions, *ground.own.plan.decisions)
         plan = replace(
             found.plan,
             planner=made.planner,
-            decisions=(*found.plan.decisions, *again),
+            decisions=(
+                *found.plan.decisions,
+                *(it for it in again if it.technique.startswith("recompute")),
+            ),
             solve_s=made.solve_s,
         )
         return replace(found, plan=plan, start_s=ground.own.plan.seconds)
 
-    def plan(self, budget: float | str, make: Callable[[Graph, int], Plan]) -> Found:
-        """Return the fastest plan found that keeps a budget when it is lowered.
+    def plans(self, budget: float | str, make: Callable[[Graph, int], Plan]) -> list[Found]:
+        """Return plans that keep a budget when they are lowered, the one reckoned fastest first.
+
+        There are several where it is worth while to time them: the fastest of torch's partitions,
+        the fastest plan made from one, and the next.
 
         Parameters
         ----------
@@ -289,7 +317,7 @@ class FusedPlanner:
         ground = self.plain.plan
         allowed = parse_bytes(budget, whole=ground.peak_bytes)
         if ground.peak_bytes <= allowed:
-            return replace(self.plain, plan=replace(ground, budget_bytes=allowed))
+            return [replace(self.plain, plan=replace(ground, budget_bytes=allowed))]
         others = self.grounds(allowed)
         kept = [it.own for it in others if it.own.plan.peak_bytes <= allowed]
         missed = [it.own for it in others if it.own.plan.peak_bytes > allowed]
@@ -305,16 +333,32 @@ class FusedPlanner:
                 break
         if not kept:
             raise self.refusal(missed, allowed)
-        best = min(kept, key=lambda it: (self.cost(it), it.plan.peak_bytes))
-        plan = replace(
-            best.plan,
-            budget_bytes=allowed,
-            baseline_peak_bytes=ground.peak_bytes,
-            baseline_seconds=ground.seconds,
-            # What bounds the plans of one partition does not bound those of another.
-            lower_bound_seconds=0.0,
-        )
-        return replace(best, plan=plan)
+        return [
+            replace(
+                it,
+                plan=replace(
+                    it.plan,
+                    budget_bytes=allowed,
+                    baseline_peak_bytes=ground.peak_bytes,
+                    baseline_seconds=ground.seconds,
+                    # What bounds the plans of one partition does not bound those of another.
+                    lower_bound_seconds=0.0,
+                ),
+            )
+            for it in self.compared(kept)
+        ]
+
+    def compared(self, kept: Sequence[Found]) -> list[Found]:
+        """Return those that may be the fastest, by what was reckoned."""
+        kept = sorted(kept, key=lambda it: (self.cost(it), it.plan.peak_bytes))
+        near = [it for it in kept if self.cost(it) <= _COMPARED_TO * self.cost(kept[0])]
+        made = [at for at, it in enumerate(near) if it.program is not None and it.program.lines]
+        theirs = [at for at in range(len(near)) if at not in made]
+        chosen = {*made[:1], *theirs[:1]}
+        for at in range(len(near)):
+            if len(chosen) < _COMPARED:
+                chosen.add(at)
+        return [near[at] for at in sorted(chosen)]
 
     def cost(self, found: Found) -> float:
         """Return the seconds by which plans are compared."""
@@ -360,6 +404,8 @@ class FusedPlanner:
                 high = share
             else:
                 low = share
+                if found[key].own.plan.peak_bytes >= (1 - _SAME) * allowed:
+                    break
         return list(found.values())
 
     def search(

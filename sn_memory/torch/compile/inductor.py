@@ -26,6 +26,8 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+from ...base.clock import counts_work
+from ...base.progress import say
 from ...cost.devices import NOMINAL
 from ...graph.graph import Graph
 from ...graph.records import Device, Storage
@@ -37,6 +39,7 @@ from .dry_step import DryStep
 from .fused import Compilation, Costs, Found, FusedPlanner, Partition
 from .lowering import copied, lowered
 from .program import Program, end_of, rebuilt, results_of
+from .step_seconds import step_seconds
 from .torch_inductor import (
     CustomPartitionerFn,
     cache_dir,
@@ -155,7 +158,7 @@ def _partitioned(
 class _Planned(Exception):  # noqa: N818 - says that the plan is there, and ends the compilation
     """Planned; raised where the backward graph would be compiled."""
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: list[Found]) -> None:
         super().__init__()
         self.found = found
 
@@ -181,22 +184,48 @@ def compiled(module: fx.GraphModule, inputs: list[Any], asked: Asked) -> tuple[K
     kept = _read(path)
     if kept is None:
         found = planned(module, inputs, asked)
-        if found is not None:
-            kept = Kept(found.graph, found.plan, found.program)
+        if found:
+            best = found[0]
+            if len(found) > 1 and asked.profile and not counts_work():
+                best = _fastest(found, module, inputs)
+            kept = Kept(best.graph, best.plan, best.program)
             _write(path, kept)
+    return kept, _compiled(module, inputs, kept.program if kept else None)
+
+
+def _compiled(module: fx.GraphModule, inputs: list[Any], program: Program | None) -> Any:
+    """Compile a traced model with a partition; None is torch's own."""
     patches: dict[str, Any] = {}
-    if kept is not None and kept.program is not None:
-        data = json.loads(json.dumps(kept.program.data()))
+    if program is not None:
+        data = json.loads(json.dumps(program.data()))
         patches["custom_partitioner_fn"] = PlannedPartition(data)
     # The backward graph is compiled now as well: what fails is told when planning.
     with functorch_config.patch(force_non_lazy_backward_lowering=True):
-        return kept, compile_fx(module, inputs, config_patches=patches)  # type: ignore[arg-type]
+        return compile_fx(module, inputs, config_patches=patches)  # type: ignore[arg-type]
 
 
-def planned(module: fx.GraphModule, inputs: list[Any], asked: Asked) -> Found | None:
+def _fastest(found: Sequence[Found], module: fx.GraphModule, inputs: list[Any]) -> Found:
+    """Return the plan whose compiled step took the fewest seconds."""
+    runs = []
+    for number, each in enumerate(found):
+        say("compile", number, len(found))
+        with torch._guards.tracing(copy.copy(torch._guards.TracingContext.get())):
+            runs.append(_compiled(copied(module), inputs, each.program))
+    try:
+        seconds = step_seconds(runs, inputs)
+    except RuntimeError as error:
+        # No memory for it, as a rule: the model's own step may be all that fits.
+        log.warning("steps could not be timed (%s); the plan reckoned fastest is taken", error)
+        return found[0]
+    log.info("seconds of steps: %s; reckoned: %s", seconds, [it.plan.seconds for it in found])
+    return found[seconds.index(min(seconds))]
+
+
+def planned(module: fx.GraphModule, inputs: list[Any], asked: Asked) -> list[Found]:
     """Plan a traced model; nothing is compiled, and the module stays as it is.
 
-    None where there is nothing to differentiate.
+    Returns plans that keep the budget, the one reckoned fastest first; none where there is nothing
+    to differentiate.
     """
     seen: dict[str, Any] = {}
     recorder = _Recorder()
@@ -229,7 +258,7 @@ def planned(module: fx.GraphModule, inputs: list[Any], asked: Asked) -> Found | 
             name=asked.name,
             other=lambda share: marked(recorder.other(share), compilation),
         )
-        raise _Planned(planner.plan(asked.budget, asked.make))
+        raise _Planned(planner.plans(asked.budget, asked.make))
 
     # A copy: what is found on the way is not for the compilation that follows.
     context = copy.copy(torch._guards.TracingContext.get())
@@ -250,7 +279,7 @@ def planned(module: fx.GraphModule, inputs: list[Any], asked: Asked) -> Found | 
             )
         except _Planned as made:
             return made.found
-    return None
+    return []
 
 
 def marked(other: Partition, like: Compilation) -> Partition:

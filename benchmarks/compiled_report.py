@@ -1,0 +1,157 @@
+"""Tables of docs/torch_memory.md on compiled steps, policies and losses in chunks.
+
+    python benchmarks/compiled_report.py [--check]
+
+Writes between the markers of the page, from compiled_peaks.json, policy_peaks.json and
+loss_chunks.json of benchmarks/results; `--check` says whether the page is as they are. Nothing is
+planned or run here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from planner_report import table
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "torch_memory.md"
+Row = dict[str, Any]
+
+
+def mib(size: int) -> str:
+    """Bytes in MiB."""
+    return f"{size / 2**20:.2f}"
+
+
+def longer(seconds: float, plain: float) -> str:
+    """Seconds beside others', in percent."""
+    return f"{100 * (seconds / plain - 1):+.1f} %"
+
+
+def rival(rows: list[Row], budget: int) -> Row | None:
+    """The quickest step of torch's own budgets that holds no more than was asked for."""
+    kept = [it for it in rows if it["method"].startswith("torch ") and it["peak_bytes"] <= budget]
+    return min(kept, key=lambda it: it["step_s"], default=None)
+
+
+def ratios(rows: list[Row]) -> list[float]:
+    """Ours over the quickest of torch's budgets, at the peaks that those have."""
+    found = []
+    for name in dict.fromkeys(it["model"] for it in rows):
+        of_model = [it for it in rows if it["model"] == name]
+        peaks = {it["peak_bytes"] for it in of_model if it["method"].startswith("torch ")}
+        for row in of_model:
+            if row["method"] == "sn_memory" and row["step_s"] and row["budget_bytes"] in peaks:
+                other = rival(of_model, row["budget_bytes"])
+                assert other is not None
+                found.append(row["step_s"] / other["step_s"])
+    return found
+
+
+def compiled(rows: list[Row]) -> str:
+    """Budgets of compiled steps: ours, and the quickest of torch's that holds no more."""
+    lines = []
+    for name in dict.fromkeys(it["model"] for it in rows):
+        of_model = [it for it in rows if it["model"] == name]
+        plain = next(it for it in of_model if it["method"] == "plain compile")
+        first = [name.partition("/")[0], "none", mib(plain["peak_bytes"]), mib(plain["peak_bytes"])]
+        lines.append([*first, "", "", ""])
+        for row in of_model:
+            if row["method"] != "sn_memory":
+                continue
+            budget = row["budget_bytes"]
+            asked = f"{mib(budget)} ({row['setting']:.0%})" if row["setting"] else mib(budget)
+            other = rival(of_model, budget)
+            theirs = longer(other["step_s"], plain["step_s"]) if other else "not reached"
+            if row["peak_bytes"] is None:
+                least = f"refused: {mib(row['smallest_bytes'])} is the smallest found"
+                lines.append(["", asked, least, "", "", theirs, ""])
+                continue
+            mine = longer(row["step_s"], plain["step_s"])
+            beside = f"{row['step_s'] / other['step_s']:.2f}" if other else ""
+            held = [mib(row["predicted_bytes"]), mib(row["peak_bytes"])]
+            lines.append(["", asked, *held, mine, theirs, beside])
+    found = ratios(rows)
+    text = table(
+        ("network", "budget, MiB", "promised", "measured", "step", "torch's budget", "ours over"),
+        lines,
+    )
+    return (
+        f"{text}\n\nAt the peaks of torch's own budgets ours takes {min(found):.2f} to {max(found):.2f} "
+        f"times the seconds of the quicker of its solvers, in the median {median(found):.2f}."
+    )
+
+
+def policies(rows: list[Row]) -> str:
+    """Promised and measured peaks of policies."""
+    words = {"eager": "eager", "compiled": "torch.compile", "fsdp2": "FSDP2, 2 ranks"}
+    lines = []
+    for way, word in words.items():
+        for row in (it for it in rows if it["way"] == way and it.get("peak_bytes")):
+            over = 100 * (row["peak_bytes"] / row["predicted_bytes"] - 1)
+            lines.append([
+                word, row["model"].partition("/")[0], mib(row["budget_bytes"]),
+                mib(row["predicted_bytes"]), mib(row["peak_bytes"]), f"{over:+.1f} %",
+            ])  # fmt: skip
+    return table(("step", "network", "budget, MiB", "promised", "measured", "over"), lines)
+
+
+def chunks(rows: list[Row]) -> str:
+    """Losses in chunks beside the whole one."""
+    lines = []
+    for row in rows:
+        of_size = [
+            it
+            for it in rows
+            if (it["framework"], it["hidden"]) == (row["framework"], row["hidden"])
+        ]
+        whole = next(it for it in of_size if it["chunks"] == "whole")
+        lines.append([
+            row["framework"], str(row["hidden"]), row["chunks"], f"{row['peak_bytes'] / 2**20:.0f}",
+            f"{row['peak_bytes'] / whole['peak_bytes']:.2f}", f"{row['cpu_s']:.2f}",
+            f"{row['cpu_s'] / whole['cpu_s']:.2f}", f"{max(row['differs']):.1e}",
+        ])  # fmt: skip
+    head = ("", "width", "chunks", "peak, MiB", "of whole", "CPU s", "of whole", "differs by")
+    return table(head, lines)
+
+
+PARTS: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
+    "compiled": ("compiled_peaks.json", compiled),
+    "policies": ("policy_peaks.json", policies),
+    "chunks": ("loss_chunks.json", chunks),
+}
+
+
+def written(text: str) -> str:
+    """The page with its tables."""
+    for name, (file, make) in PARTS.items():
+        start, end = f"<!-- {name}:start -->", f"<!-- {name}:end -->"
+        before, rest = text.split(start)
+        _, after = rest.split(end)
+        rows = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+        text = f"{before}{start}\n{make(rows)}\n{end}{after}"
+    return text
+
+
+def main(argv: list[str]) -> int:
+    """Write the page, or say whether it is written."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args(argv)
+    text = PAGE.read_text(encoding="utf-8")
+    made = written(text)
+    if args.check:
+        return int(made != text)
+    PAGE.write_text(made, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,56 @@
+"""Seconds of compiled steps that are compared: run in turn, on the inputs that are there.
+
+Seconds of kernels that are reckoned one by one miss what fusion does to a changed partition. So
+where a plan may measure, partitions that keep the budget are compiled and run. What loses costs its
+compilation; what wins is found in torch's caches when it is compiled for good.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+# Rounds that count, behind one that does not; fewer once so many seconds are spent.
+_ROUNDS = 7
+_MOST_S = 10.0
+
+
+def step_seconds(runs: Sequence[Callable[..., Any]], inputs: Sequence[Any]) -> list[float]:
+    """Return the least seconds that a step of each took, forward and backward pass.
+
+    Parameters
+    ----------
+    runs
+        What torch.compile's back ends return: they take `inputs`, and return a list of outputs.
+    inputs
+        As a back end is given them: parameters, buffers and inputs, real ones. They are not
+        changed: what needs no gradient is handed over as a copy, and random numbers are put back.
+    """
+    least = [float("inf")] * len(runs)
+    wanted = [it for it in inputs if isinstance(it, torch.Tensor) and it.requires_grad]
+    began = time.perf_counter()
+    with _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.enable_grad():
+        for number in range(_ROUNDS + 1):
+            for at, run in enumerate(runs):
+                took = _seconds(run, inputs, wanted)
+                if number:
+                    least[at] = min(least[at], took)
+            if number and time.perf_counter() - began > _MOST_S:
+                break
+    return least
+
+
+def _seconds(run: Callable[..., Any], inputs: Sequence[Any], wanted: list[torch.Tensor]) -> float:
+    # Statistics of batch norms are written to.
+    given = [
+        it.detach().clone() if isinstance(it, torch.Tensor) and not it.requires_grad else it
+        for it in inputs
+    ]
+    began = time.perf_counter()
+    ends = [it for it in run(*given) if isinstance(it, torch.Tensor) and it.requires_grad]
+    torch.autograd.grad(ends, wanted, [torch.ones_like(it) for it in ends], allow_unused=True)
+    return time.perf_counter() - began
