@@ -86,19 +86,21 @@ class Step:
     def __init__(self, run: Callable[..., Any], model: nn.Module, sample: torch.Tensor) -> None:
         self.run, self.model, self.sample = run, model, sample
         self.seconds: list[float] = []
-        self.once()
-        self.peak_bytes = self.once(count=True)
+        self.step()
+        with put_back(model, sample):
+            self.peak_bytes = self.step(count=True)
 
-    def once(self, *, count: bool = False) -> int:
-        """Run a step; return its peak where it is counted, and note its seconds where not."""
+    def once(self) -> None:
+        """Run a step as training does, the parameters as they are, and note its seconds."""
+        self.model.zero_grad(set_to_none=True)
+        began = time.process_time()
+        self.step()
+        self.seconds.append(time.process_time() - began)
+
+    def step(self, *, count: bool = False) -> int:
+        """Run a step; return its peak where it is counted."""
         torch.manual_seed(0)
-        with put_back(self.model, self.sample):
-            began = time.process_time()
-            found = run_step(
-                self.run, self.model, ((self.sample,), {}), count=count, by_allocator=True
-            )
-            if not count:
-                self.seconds.append(time.process_time() - began)
+        found = run_step(self.run, self.model, ((self.sample,), {}), count=count, by_allocator=True)
         return found.peak_bytes
 
 

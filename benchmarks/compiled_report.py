@@ -84,8 +84,9 @@ def compiled(rows: list[Row]) -> str:
         lines,
     )
     return (
-        f"{text}\n\nAt the peaks of torch's own budgets ours takes {min(found):.2f} to {max(found):.2f} "
-        f"times the seconds of the quicker of its solvers, in the median {median(found):.2f}."
+        f"{text}\n\nAt the peaks of torch's own budgets ours takes {min(found):.2f} to "
+        f"{max(found):.2f} times the seconds of the quicker of its solvers, in the median "
+        f"{median(found):.2f}."
     )
 
 

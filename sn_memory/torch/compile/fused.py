@@ -50,9 +50,8 @@ _COMPARED = 3
 _COMPARED_TO = 1.3
 # With fewer seconds left, what keeps the budget is taken as it is.
 _LEAST_S = 5.0
-# So near below the budget a plan is near enough, and a partition of torch's the largest.
+# So near below the budget a plan is near enough.
 _NEAR = 0.01
-_SAME = 0.001
 
 
 # Setting, forward and backward graph.
@@ -148,7 +147,7 @@ def _laid_out(value: Any, strides: tuple[int, ...] | None) -> Any:
 def _made_again(
     plain: Compilation, other: Compilation, setting: tuple[float, str]
 ) -> list[Decision]:
-    """Return a decision for each value that torch's partition with a budget no longer hands over."""
+    """Return a decision for each value that torch's budget has made again."""
     share, solver = setting
     reason = f"torch's partition with activation_memory_budget={share:g}, solver {solver}"
     handed = {it.name for it in results_of(other.forward)[other.outputs :]}
@@ -404,8 +403,6 @@ class FusedPlanner:
                 high = share
             else:
                 low = share
-                if found[key].own.plan.peak_bytes >= (1 - _SAME) * allowed:
-                    break
         return list(found.values())
 
     def search(

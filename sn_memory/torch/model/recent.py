@@ -133,8 +133,10 @@ class _Seen:
         if [held[at].requires_grad for at in self._parameters] != self._wanted:
             return None
         try:
-            lasting = chain.from_iterable([getter(it) for getter, it in self._getters])
-            if not all(map(is_, lasting, self._lasting)):
+            lasting = [*chain.from_iterable([getter(it) for getter, it in self._getters])]
+            if not all(map(is_, lasting, self._lasting)) and not all(
+                map(_is_equal, lasting, self._lasting)
+            ):
                 return None
             if any(_told(it[name]) != told for it, name, told in self._others):
                 return None
@@ -160,8 +162,20 @@ class _Seen:
 
 
 def _lasts(name: str, value: Any) -> bool:
-    """Whether an attribute is a number or the like, or where torch has hooks and parameters."""
-    return name in _SLOTS or name in HOOKS or (isinstance(value, PLAIN) and name not in OF_TORCH)
+    """Whether an attribute holds the same while it is the same object, or holds torch's own."""
+    return name in _SLOTS or name in HOOKS or (_is_fixed(value) and name not in OF_TORCH)
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether a value is a number or the like, or a tuple of them: a size, a stride."""
+    return isinstance(value, PLAIN) or (type(value) is tuple and all(map(_is_fixed, value)))
+
+
+def _is_equal(value: Any, before: Any) -> bool:
+    """Whether a value is the one from before, or another that holds the same for good."""
+    return value is before or (
+        _is_fixed(value) and _is_fixed(before) and _told(value) == _told(before)
+    )
 
 
 def _told(value: Any) -> Hashable:
