@@ -19,7 +19,8 @@ CASES = 360  # twenty for each subject
 
 @pytest.fixture(scope="module")
 def states():
-    """fuzz/states.py as a module."""
+    """fuzz/states.py as a module; subjects of TensorFlow are among its own."""
+    pytest.importorskip("tensorflow")
     sys.path.insert(0, str(FUZZ))
     try:
         spec = importlib.util.spec_from_file_location("fuzz_states", FUZZ / "states.py")

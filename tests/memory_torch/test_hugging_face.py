@@ -138,6 +138,7 @@ def test_by_modules_a_cache_of_keys_is_filled_once():
 
 
 @pytest.mark.filterwarnings("ignore:2 forward passes")  # The budget is one step's.
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
 def test_a_planned_step_returns_its_cache():
     """By default GPT-2 returns keys and values in an object of its own class."""
     model, sample = gpt2(), {"input_ids": tokens(), "labels": tokens()}
