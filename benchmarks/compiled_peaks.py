@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import statistics
 import sys
@@ -87,6 +88,8 @@ class Step:
         self.run, self.model, self.sample = run, model, sample
         self.seconds: list[float] = []
         self.step()
+        # What compiling left behind is not to be freed while it is counted.
+        gc.collect()
         with put_back(model, sample):
             self.peak_bytes = self.step(count=True)
 

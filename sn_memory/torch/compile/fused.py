@@ -45,9 +45,10 @@ _SHARES = 6
 _UNSEEN = 4
 # A plan that takes no more than so much longer is cheap enough to look no further.
 _CHEAP = 0.005
-# Plans that are worth timing: so many, that are reckoned to take at most so many times the fastest.
+# So many plans are worth timing: the best of either kind, and one that is reckoned to take at most
+# so many times as long as the fastest.
 _COMPARED = 3
-_COMPARED_TO = 1.3
+_NEAR_S = 1.1
 # With fewer seconds left, what keeps the budget is taken as it is.
 _LEAST_S = 5.0
 # So near below the budget a plan is near enough.
@@ -348,16 +349,21 @@ class FusedPlanner:
         ]
 
     def compared(self, kept: Sequence[Found]) -> list[Found]:
-        """Return those that may be the fastest, by what was reckoned."""
+        """Return those that may be the fastest, the one reckoned so first.
+
+        Of torch's own partitions that is the one of the largest budget, as it runs least again:
+        seconds that were reckoned for one partition say little about another.
+        """
         kept = sorted(kept, key=lambda it: (self.cost(it), it.plan.peak_bytes))
-        near = [it for it in kept if self.cost(it) <= _COMPARED_TO * self.cost(kept[0])]
-        made = [at for at, it in enumerate(near) if it.program is not None and it.program.lines]
-        theirs = [at for at in range(len(near)) if at not in made]
-        chosen = {*made[:1], *theirs[:1]}
-        for at in range(len(near)):
-            if len(chosen) < _COMPARED:
+        settings = [it.program.setting if it.program else None for it in kept]
+        own = [at for at, it in enumerate(kept) if it.program and not it.program.lines]
+        own.sort(key=lambda at: -(settings[at] or (2.0, ""))[0])
+        made = [at for at in range(len(kept)) if at not in own]
+        chosen = {*made[:1], *own[:1]}
+        for at in range(len(kept)):
+            if len(chosen) < _COMPARED and self.cost(kept[at]) <= _NEAR_S * self.cost(kept[0]):
                 chosen.add(at)
-        return [near[at] for at in sorted(chosen)]
+        return [kept[at] for at in sorted(chosen)]
 
     def cost(self, found: Found) -> float:
         """Return the seconds by which plans are compared."""

@@ -169,12 +169,17 @@ def _filled(nbytes: int, dtype: torch.dtype, device: torch.device) -> torch.Unty
     return torch.zeros(count, dtype=dtype, device=device).untyped_storage()
 
 
-def best_seconds(work: Any, device: torch.device) -> float:
-    """Seconds of the quickest of a few runs, after one to warm up."""
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """Return the clock by which work on a device is timed."""
     # One thread's own seconds do not count what a busy machine takes from it; several threads wait
     # for each other, and only the clock on the wall sees that.
     alone = device.type == "cpu" and torch.get_num_threads() == 1
-    clock = time.thread_time if alone else time.perf_counter
+    return time.thread_time if alone else time.perf_counter
+
+
+def best_seconds(work: Any, device: torch.device) -> float:
+    """Seconds of the quickest of a few runs, after one to warm up."""
+    clock = clock_of(device)
 
     def done() -> None:
         work()
