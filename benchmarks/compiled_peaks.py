@@ -29,7 +29,6 @@ import torch
 from machine import commit, machine
 from planner_torch import QUICK
 from torch import nn
-from torch._inductor.compile_fx import compile_fx
 
 import sn_memory.torch
 from sn_memory import BudgetError
@@ -38,6 +37,8 @@ from sn_memory.torch.model.step import put_back, run_step
 SHARES = (1.0, 0.8, 0.6, 0.4)
 RIVALS = (0.7, 0.4, 0.1)
 SOLVERS = ("dp", "ilp")
+# For planning one budget; compilers come on top.
+LIMIT_S = 120
 
 
 class ViT(nn.Module):
@@ -109,6 +110,8 @@ class Step:
 
 def by_inductor(model: nn.Module) -> Callable[..., Any]:
     """torch.compile with a back end of its own, or it would take what another copy compiled."""
+    # Not before it is asked for: it takes seconds to import, and warns of torch's own doings.
+    from torch._inductor.compile_fx import compile_fx
 
     def backend(module: Any, inputs: Any) -> Any:
         return compile_fx(module, inputs)
@@ -134,7 +137,7 @@ def ours(
 ) -> tuple[Step, Any]:
     """The model planned and compiled, and its plan. Raises BudgetError."""
     planned = sn_memory.torch.plan(
-        model, sample, budget, backend="compile", profile=profile, time_limit_s=40
+        model, sample, budget, backend="compile", profile=profile, time_limit_s=LIMIT_S
     )
     return Step(planned, planned, sample), planned.sn_memory.plan
 

@@ -232,7 +232,8 @@ class FusedPlanner:
     def grounded(self, setting: tuple[float, str] | None, compilation: Compilation) -> Ground:
         """Lower a partition of torch's."""
         forward, backward = compilation.forward, compilation.backward
-        lowered, step = compilation.lower(forward, backward)
+        with stage():
+            lowered, step = compilation.lower(forward, backward)
         fused = Fused(forward, backward, lowered, step, compilation.outputs)
         as_it_is = Program(ground_of(forward, backward), setting, (), (), ())
         values = self.graph(compilation, step, by_value=True, once=fused.once())
@@ -409,6 +410,8 @@ class FusedPlanner:
                 high = share
             else:
                 low = share
+                if self.is_late():
+                    break
         return list(found.values())
 
     def search(
