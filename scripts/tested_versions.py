@@ -41,9 +41,9 @@ print(json.dumps({"python": platform.python_version(), "torch": torch.__version_
 
 
 def counts(said: str) -> dict[str, int]:
-    """How many tests ended how, from pytest's closing line.
+    r"""How many tests ended how, from pytest's closing line.
 
-    >>> counts("...\\n== 2 failed, 10 passed, 3 skipped, 4 deselected, 1 error in 9.1s ==")
+    >>> counts("...\n== 2 failed, 10 passed, 3 skipped, 4 deselected, 1 error in 9.1s ==")
     {'passed': 10, 'failed': 3, 'skipped': 3}
     """
     closing = next(
@@ -82,9 +82,9 @@ def tested(python: Path, arguments: list[str]) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows in Markdown."""
-    lines = [HEAD, ["---"] * len(HEAD)]
-    for row in sorted(rows, key=lambda it: (it["torch"], it["python"]), reverse=True):
-        lines.append([str(row[name.lower()]) for name in HEAD])
+    ordered = sorted(rows, key=lambda it: (it["torch"], it["python"]), reverse=True)
+    lines = [list(HEAD), ["---"] * len(HEAD)]
+    lines += [[str(row[name.lower()]) for name in HEAD] for row in ordered]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
