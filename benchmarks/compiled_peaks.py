@@ -126,8 +126,11 @@ def plain(model: nn.Module, sample: torch.Tensor) -> Step:
 
 def rival(model: nn.Module, sample: torch.Tensor, share: float, solver: str) -> Step:
     """The model under torch.compile with torch's own budget."""
+    # What is cached is not told apart by the solver: the second would run as the first.
     with torch._functorch.config.patch(
-        activation_memory_budget=share, activation_memory_budget_solver=solver
+        activation_memory_budget=share,
+        activation_memory_budget_solver=solver,
+        enable_autograd_cache=False,
     ):
         return Step(by_inductor(model), model, sample)
 
