@@ -156,7 +156,7 @@ def panel(rows: list[dict[str, Any]], ways: tuple[str, ...], left: Any, right: A
         left.plot(
             [it["asked_bytes"] / 2**20 for it in ran], peaks, "o-" if own else "s--",
             ms=4 if own else 3, lw=1.5 if own else 1, color=colour,
-            label=way.replace("ours:", "sn_memory: ").replace(":", ": "),
+            label=way.replace("ours:", "sn_memory:").replace(":", ": "),
         )  # fmt: skip
         longer = [100 * (it["step_s"] / it["plain_step_s"] - 1) for it in ran]
         right.plot(peaks, longer, "o" if own else "s", ms=5 if own else 4, color=colour, alpha=0.8)
@@ -171,16 +171,19 @@ def panel(rows: list[dict[str, Any]], ways: tuple[str, ...], left: Any, right: A
 
 
 def picture(rows: list[dict[str, Any]], path: Path) -> None:
-    """A row of two panels for eager ops, and one for what Inductor compiles."""
+    """A row of two panels for eager ops, and one for what Inductor compiles if that was run."""
     import matplotlib as mpl
 
     mpl.use("agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(2, 2, figsize=(11, 9), layout="constrained")
-    for row, ways, title in zip(
-        axes, (EAGER, COMPILED), ("ops as torch runs them", "compiled by Inductor"), strict=True
-    ):
+    titles = {"ops as torch runs them": EAGER, "compiled by Inductor": COMPILED}
+    run = {it["way"] for it in rows}
+    titles = {title: ways for title, ways in titles.items() if run & set(ways)}
+    figure, axes = plt.subplots(
+        len(titles), 2, figsize=(11, 4.5 * len(titles)), layout="constrained", squeeze=False
+    )
+    for row, (title, ways) in zip(axes, titles.items(), strict=True):
         panel(rows, ways, *row)
         row[0].set_title(f"{title} (x: refused, at the smallest peak that can be had)", fontsize=9)
         row[1].set_title(title, fontsize=9)
