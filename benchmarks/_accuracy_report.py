@@ -7,6 +7,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 import _plots
+from tables import markdown
 
 # name -> (method, theta, block); block 0 is one transform over the whole gradient.
 METHODS = {
@@ -54,7 +55,7 @@ def with_spread(values, sign=""):
 def table(rows):
     """Return the rows as a Markdown table, one line per method."""
     plain = {row["seed"]: row["accuracy"] for row in rows if row["method"] == "none"}
-    lines = [COLUMNS, ["---"] * len(COLUMNS)]
+    lines = []
     for name, group in by_method(rows).items():
         # By seed: it fixes weights and order, so a difference has less noise than two means.
         gaps = [row["accuracy"] - plain[row["seed"]] for row in group if row["seed"] in plain]
@@ -71,7 +72,7 @@ def table(rows):
                 str(len(group)),
             )
         )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(COLUMNS, lines)
 
 
 def source(rows):

@@ -56,10 +56,10 @@ def columns(found: Peaks) -> dict[str, Any]:
     }
 
 
-def cells(row: dict[str, Any]) -> str:
+def cells(row: dict[str, Any]) -> list[str]:
     """The last cells of a table: three peaks in MiB, how well they held, milliseconds a step."""
     peaks = ", ".join(
         f"{row[f'{kind}_peak_bytes'] / 2**20:.2f}" for kind in ("plain", "predicted", "measured")
     )
     times = f"{1e3 * row['plain_step_s']:.0f}, {1e3 * row['step_s']:.0f}"
-    return f"{peaks} | {row['kept_to']:.0%} | {times} |"
+    return [peaks, f"{row['kept_to']:.0%}", times]

@@ -7,6 +7,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from tables import markdown
+
 Row = dict[str, Any]
 Panel = tuple[str, str, int]
 
@@ -116,7 +118,7 @@ def _loss(rows: list[Row]) -> str:
 
 def table(rows: list[Row]) -> str:
     """One panel's rows as a Markdown table; ours at their defaults are bold."""
-    lines = [COLUMNS, ("---",) * len(COLUMNS)]
+    lines = []
     for group in groups(rows):
         method = group[0]["method"]
         lines.append((
@@ -130,7 +132,7 @@ def table(rows: list[Row]) -> str:
             f"{statistics.fmean(r['seconds'] for r in group):.0f}",
             str(len(group)),
         ))  # fmt: skip
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown(COLUMNS, lines)
 
 
 def compared(rows: list[Row], earlier: list[Row]) -> str:

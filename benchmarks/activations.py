@@ -33,6 +33,7 @@ import torch
 from accuracy import load, save
 from machine import commit, machine
 from nets import NETS, fashion_mnist
+from tables import markdown
 from torch import nn
 from torch.nn.functional import avg_pool2d, cross_entropy, relu
 
@@ -255,11 +256,11 @@ def plan(seeds: list[int], nets: list[str], steps: int | None) -> list[Run]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown, seeds together."""
-    lines = [
-        "| net | method | activations | bits per 32 | accuracy | less than plain | held, MiB "
-        "| peak, MiB | step, ms |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    head = (
+        "net", "method", "activations", "bits per 32", "accuracy", "less than plain", "held, MiB",
+        "peak, MiB", "step, ms",
+    )  # fmt: skip
+    lines = []
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["net"], row["method"], row["ratio_asked"]), []).append(row)
@@ -272,12 +273,19 @@ def table(rows: list[dict[str, Any]]) -> str:
             return f"{np.mean(values) / scale:.2f}" if values else "-"
 
         lines.append(
-            f"| {net} | {method}{f' {asked:g}x' if asked else ''} | {mean('ratio')} times less "
-            f"| {mean('bits_per_32')} | {mean('accuracy')} ({len(group)}) "
-            f"| {f'{np.mean(lost):+.2f}' if lost else '-'} | {mean('held_bytes', 2**20)} "
-            f"| {mean('peak_bytes', 2**20)} | {mean('step_s', 1e-3)} |"
+            [
+                net,
+                f"{method} {asked:g}x" if asked else method,
+                f"{mean('ratio')} times less",
+                mean("bits_per_32"),
+                f"{mean('accuracy')} ({len(group)})",
+                f"{np.mean(lost):+.2f}" if lost else "-",
+                mean("held_bytes", 2**20),
+                mean("peak_bytes", 2**20),
+                mean("step_s", 1e-3),
+            ]
         )
-    return "\n".join(lines)
+    return markdown(head, lines)
 
 
 def main() -> None:

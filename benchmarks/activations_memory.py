@@ -20,6 +20,7 @@ import torch
 from _peaks import cells, columns, make_rows
 from activations import BATCH, resnet, saved_bytes
 from nets import NETS, Transformer
+from tables import markdown
 from torch import nn
 
 import sn_memory.torch
@@ -79,18 +80,17 @@ def row_of(name: str, ratio: float, steps: int, device: str = "cpu") -> dict[str
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown."""
-    lines = [
-        "| net | saved, times less | runs again, of a forward pass | peak, MiB: plain, predicted, "
-        "measured | of predicted saving | step, ms: plain, compressed |",
-        "|---|---|---|---|---|---|",
-    ]
+    head = (
+        "net", "saved, times less", "runs again, of a forward pass",
+        "peak, MiB: plain, predicted, measured", "of predicted saving",
+        "step, ms: plain, compressed",
+    )  # fmt: skip
+    lines = []
     for row in rows:
         again = f"{len(row['again'])} modules, {row['work']:.0%}" if row["again"] else "nothing"
-        lines.append(
-            f"| {row['net']} | {row['ratio']:.1f} (asked {row['ratio_asked']:g}) | {again} "
-            f"| {cells(row)}"
-        )
-    return "\n".join(lines)
+        ratio = f"{row['ratio']:.1f} (asked {row['ratio_asked']:g})"
+        lines.append([row["net"], ratio, again, *cells(row)])
+    return markdown(head, lines)
 
 
 def main() -> None:

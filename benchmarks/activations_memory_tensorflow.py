@@ -20,6 +20,7 @@ import tensorflow as tf
 from _peaks import cells, columns, make_rows
 from activations_tensorflow import BATCH, network
 from keras import layers
+from tables import markdown
 
 import sn_memory.tensorflow
 from sn_memory.tensorflow.trace.model import model_step
@@ -120,13 +121,11 @@ def row_of(name: str, bits: int, steps: int) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown."""
-    lines = [
-        "| net | inputs in | peak beyond variables and input, MiB: plain, predicted, measured "
-        "| measured saving, of the predicted | step, ms: plain, compressed |",
-        "|---|---|---|---|---|",
-    ]
-    lines += [f"| {row['net']} | {row['bits']} bits | {cells(row)}" for row in rows]
-    return "\n".join(lines)
+    head = (
+        "net", "inputs in", "peak beyond variables and input, MiB: plain, predicted, measured",
+        "measured saving, of the predicted", "step, ms: plain, compressed",
+    )  # fmt: skip
+    return markdown(head, ([row["net"], f"{row['bits']} bits", *cells(row)] for row in rows))
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from accuracy import load, save
 from activations import resnet
 from machine import commit, machine
 from nets import NETS
+from tables import markdown
 from torch.nn.functional import cross_entropy
 
 import sn_memory.graph.liveness
@@ -92,21 +93,20 @@ def row_of(net: str, techniques: str, share: float, limit_s: float) -> dict[str,
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown, both plans of a budget beside each other."""
-    lines = [
-        "| net | budget | by recomputation: extra time, measured | with compress: extra time, "
-        "measured | compressed | peak, MiB: plain, predicted, measured |",
-        "|---|---|---|---|---|---|",
-    ]
+    head = (
+        "net", "budget", "by recomputation: extra time, measured",
+        "with compress: extra time, measured", "compressed",
+        "peak, MiB: plain, predicted, measured",
+    )  # fmt: skip
+    lines = []
     pairs: dict[tuple[str, float], dict[str, dict[str, Any]]] = {}
     for row in rows:
         pairs.setdefault((row["net"], row["share"]), {})[row["techniques"]] = row
     for (net, share), pair in pairs.items():
         if "all" in pair:
             row = pair["all"]
-            lines.append(
-                f"| {net} | all compressed | - | {row['predicted_overhead']:+.1%}, "
-                f"{row['measured_overhead']:+.1%} | {row['forms']} | {_peaks(row)} |"
-            )
+            extra = f"{row['predicted_overhead']:+.1%}, {row['measured_overhead']:+.1%}"
+            lines.append([net, "all compressed", "-", extra, str(row["forms"]), _peaks(row)])
             continue
         cells = []
         for techniques in TECHNIQUES:
@@ -118,11 +118,9 @@ def table(rows: list[dict[str, Any]]) -> str:
             else:
                 cells.append("-")
         last = pair.get("compress", {})
-        lines.append(
-            f"| {net} | {share:.0%} | {cells[0]} | {cells[1]} | {last.get('compressed', '-')} "
-            f"| {_peaks(last)} |"
-        )
-    return "\n".join(lines)
+        compressed = str(last.get("compressed", "-"))
+        lines.append([net, f"{share:.0%}", *cells, compressed, _peaks(last)])
+    return markdown(head, lines)
 
 
 def _peaks(row: dict[str, Any]) -> str:

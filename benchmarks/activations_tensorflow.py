@@ -27,6 +27,7 @@ import tensorflow as tf
 from accuracy import load, save
 from machine import commit, machine
 from nets import fashion_mnist
+from tables import markdown
 
 import sn_memory.tensorflow
 from sn_memory.tensorflow import Allocations
@@ -164,11 +165,11 @@ def train(run: Run, data: dict[str, Any]) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown, seeds together."""
-    lines = [
-        "| kept | bits by layer | saved bytes, times less | accuracy, by seed "
-        "| points below plain | peak, MiB | step, ms |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    head = (
+        "kept", "bits by layer", "saved bytes, times less", "accuracy, by seed",
+        "points below plain", "peak, MiB", "step, ms",
+    )  # fmt: skip
+    lines = []
     plain = {row["seed"]: row["accuracy"] for row in rows if row["kept"] == "plain"}
     for kept in KEPT:
         group = [row for row in rows if row["kept"] == kept]
@@ -179,13 +180,17 @@ def table(rows: list[dict[str, Any]]) -> str:
         lost = [f"{plain[row['seed']] - row['accuracy']:.2f}" for row in group]
         peaks = [row["peak_bytes"] for row in group if row["peak_bytes"] is not None]
         lines.append(
-            f"| {kept} | {', '.join(sorted(bits))} "
-            f"| {least if least == most else f'{least} to {most}'} "
-            f"| {', '.join(str(row['accuracy']) for row in group)} | {', '.join(lost)} "
-            f"| {f'{max(peaks) / 2**20:.1f}' if peaks else '-'} "
-            f"| {1e3 * float(np.median([row['step_s'] for row in group])):.0f} |"
+            [
+                kept,
+                ", ".join(sorted(bits)),
+                least if least == most else f"{least} to {most}",
+                ", ".join(str(row["accuracy"]) for row in group),
+                ", ".join(lost),
+                f"{max(peaks) / 2**20:.1f}" if peaks else "-",
+                f"{1e3 * float(np.median([row['step_s'] for row in group])):.0f}",
+            ]
         )
-    return "\n".join(lines)
+    return markdown(head, lines)
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ import torch
 from accuracy import load, save
 from apoptosis import LOOKS, dense, images, rate, score, widths
 from machine import commit, machine
+from tables import markdown
 from torch import nn
 
 from sn_memory.apoptosis.torch import Apoptosis
@@ -118,17 +119,19 @@ def run(method: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return markdown: one line for each run."""
-    lines = ["| method | seed | score % | parameters | seconds | to target | events, compared |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    head = ("method", "seed", "score %", "parameters", "seconds", "to target", "events, compared")
+    lines = []
     target = report.target_of(rows)
     for row in rows:
         to = report.seconds_to(row, target, "wall_s")
         lines.append(
-            f"| {row['method']} | {row['seed']} | {row['score']:.2f} | {row['parameters']:,} | "
-            f"{row['wall_s']:.1f} | {'never' if to is None else f'{to:.1f}'} | "
-            f"{row['events']}, {row['compared']} |"
-        )
-    return "\n".join(lines)
+            [
+                row["method"], str(row["seed"]), f"{row['score']:.2f}", f"{row['parameters']:,}",
+                f"{row['wall_s']:.1f}", "never" if to is None else f"{to:.1f}",
+                f"{row['events']}, {row['compared']}",
+            ]
+        )  # fmt: skip
+    return markdown(head, lines)
 
 
 def main() -> None:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tables import markdown
+
 METHODS = ("plain", "apoptosis", "pruned", "small")
 COLOURS = {"plain": "#5f6368", "apoptosis": "#d55e00", "pruned": "#0072b2", "small": "#009e73"}
 Row = dict[str, Any]
@@ -40,8 +42,11 @@ def mean_to(rows: Sequence[Row], target: float) -> str:
 
 def table(rows: list[Row], nets: Iterable[str]) -> str:
     """Return markdown: one line for each net and method, means over seeds."""
-    heads = ("net", "method", "steps", "seeds", "score %", "parameters", "CPU s", "CPU s to target")
-    lines = [f"| {' | '.join((*heads, 'target %'))} |", "|---" * (len(heads) + 1) + "|"]
+    head = (
+        "net", "method", "steps", "seeds", "score %", "parameters", "CPU s", "CPU s to target",
+        "target %",
+    )  # fmt: skip
+    lines = []
     for net in nets:
         own = [r for r in rows if r["net"] == net]
         target = target_of(own)
@@ -55,11 +60,13 @@ def table(rows: list[Row], nets: Iterable[str]) -> str:
             n = len(mine)
             mean = {k: sum(r[k] for r in mine) / n for k in ("score", "parameters", "cpu_s")}
             lines.append(
-                f"| {net} | {label} | {steps:,} | {n} | {mean['score']:.2f} "
-                f"| {mean['parameters']:,.0f} | {mean['cpu_s']:.1f} | {mean_to(mine, target)} "
-                f"| {target:.2f} |"
-            )
-    return "\n".join(lines)
+                [
+                    net, label, f"{steps:,}", str(n), f"{mean['score']:.2f}",
+                    f"{mean['parameters']:,.0f}", f"{mean['cpu_s']:.1f}", mean_to(mine, target),
+                    f"{target:.2f}",
+                ]
+            )  # fmt: skip
+    return markdown(head, lines)
 
 
 def picture(rows: list[Row], net: str, widths: Sequence[int], path: Path) -> None:

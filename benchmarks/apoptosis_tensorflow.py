@@ -26,6 +26,7 @@ from accuracy import load, save
 from apoptosis import BATCH, LOOKS, TEST_BATCH, images, rate
 from apoptosis import held_out as without_test
 from machine import commit, machine
+from tables import markdown
 
 from sn_memory.apoptosis.tensorflow import Apoptosis
 
@@ -136,8 +137,8 @@ def run(method: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return markdown: one line for each method, means over seeds."""
-    lines = ["| method | seeds | score % | parameters | CPU s | seconds | CPU s to target |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    head = ("method", "seeds", "score %", "parameters", "CPU s", "seconds", "CPU s to target")
+    lines = []
     target = report.target_of(rows)
     kinds: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
@@ -148,10 +149,12 @@ def table(rows: list[dict[str, Any]]) -> str:
         n, keys = len(mine), ("score", "parameters", "cpu_s", "wall_s")
         mean = {key: sum(row[key] for row in mine) / n for key in keys}
         lines.append(
-            f"| {label} | {n} | {mean['score']:.2f} | {mean['parameters']:,.0f} | "
-            f"{mean['cpu_s']:.1f} | {mean['wall_s']:.1f} | {report.mean_to(mine, target)} |"
-        )
-    return "\n".join(lines)
+            [
+                label, str(n), f"{mean['score']:.2f}", f"{mean['parameters']:,.0f}",
+                f"{mean['cpu_s']:.1f}", f"{mean['wall_s']:.1f}", report.mean_to(mine, target),
+            ]
+        )  # fmt: skip
+    return markdown(head, lines)
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from planner_report import table
+from tables import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -79,7 +79,7 @@ def compiled(rows: list[Row]) -> str:
             held = [mib(row["predicted_bytes"]), mib(row["peak_bytes"])]
             lines.append(["", asked, *held, mine, theirs, beside])
     found = ratios(rows)
-    text = table(
+    text = markdown(
         ("network", "budget, MiB", "promised", "measured", "step", "torch's budget", "ours over"),
         lines,
     )
@@ -101,7 +101,7 @@ def policies(rows: list[Row]) -> str:
                 word, row["model"].partition("/")[0], mib(row["budget_bytes"]),
                 mib(row["predicted_bytes"]), mib(row["peak_bytes"]), f"{over:+.1f} %",
             ])  # fmt: skip
-    return table(("step", "network", "budget, MiB", "promised", "measured", "over"), lines)
+    return markdown(("step", "network", "budget, MiB", "promised", "measured", "over"), lines)
 
 
 def chunks(rows: list[Row]) -> str:
@@ -120,7 +120,7 @@ def chunks(rows: list[Row]) -> str:
             f"{row['cpu_s'] / whole['cpu_s']:.2f}", f"{max(row['differs']):.1e}",
         ])  # fmt: skip
     head = ("", "width", "chunks", "peak, MiB", "of whole", "CPU s", "of whole", "differs by")
-    return table(head, lines)
+    return markdown(head, lines)
 
 
 PARTS: dict[str, tuple[str, Callable[[list[Row]], str]]] = {

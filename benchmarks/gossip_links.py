@@ -21,6 +21,7 @@ from _study_report import put_into
 from gossip_report import PAGE
 from machine import commit, machine
 from shaped_links import NoLinksError, ShapedLinks
+from tables import markdown
 from training_rows import load, save
 from training_runs import plain_s, say
 
@@ -76,18 +77,15 @@ def row_of(run: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows in Markdown."""
-    lines = [
-        "| rho | slow rank | method | s a step | compute efficiency | MB a rank sends |",
-        "|---|---|---|---|---|---|",
-    ]
+    head = ("rho", "slow rank", "method", "s a step", "compute efficiency", "MB a rank sends")
+    lines = []
     for row in rows:
         sent = "" if row["sent_bytes"] is None else f"{row['sent_bytes'] / 1e6:.1f}"
         slow = "none" if row["slow"] == 1 else f"{row['slow']:g}x"
-        lines.append(
-            f"| {row['rho']:g} | {slow} | {row['method']} | {row['step_s']:.2f} "
-            f"| {100 * row['efficiency']:.0f} % | {sent} |"
-        )
-    return "\n".join(lines)
+        efficiency = f"{100 * row['efficiency']:.0f} %"
+        step_s = f"{row['step_s']:.2f}"
+        lines.append([f"{row['rho']:g}", slow, row["method"], step_s, efficiency, sent])
+    return markdown(head, lines)
 
 
 def main(argv: list[str] | None = None) -> None:

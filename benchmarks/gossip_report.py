@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from _study_report import put_into
+from tables import markdown
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/gossip.md"
 Row = dict[str, Any]
@@ -78,7 +79,7 @@ def table(rows: list[Row]) -> str:
     plain = {
         tuple(r[key] for key in keys): r["accuracy"] for r in rows if r["method"] == "all-reduce"
     }
-    lines = [COLUMNS, ("---",) * len(COLUMNS)]
+    lines = []
     for (steps, ranks, name), group in _groups(rows).items():
         at = [(r["accuracy"], tuple(r[key] for key in keys)) for r in group]
         gaps = [accuracy - plain[key] for accuracy, key in at if key in plain]
@@ -97,7 +98,7 @@ def table(rows: list[Row]) -> str:
                 str(len(group)),
             )
         )
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown(COLUMNS, lines)
 
 
 def picture(rows: list[Row], path: Path) -> None:

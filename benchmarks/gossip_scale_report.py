@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tables import markdown
+
 Row = dict[str, Any]
 # Okabe and Ito's palette, as in the other pictures of gossip.
 LOOKS = {
@@ -27,28 +29,21 @@ def errors(rows: list[Row], measured: list[Row]) -> str:
     keys = ("method", "ranks", "compute_s", "slow")
     found = {tuple(row[key] for key in keys): row for row in rows if not row["jitter"]}
     longest = max(row["compute_s"] for row in measured)
-    lines = [
-        "| method | computing, s | slow rank | measured, s | simulated, s | error |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = []
     for row in measured:
         told = found[tuple(row[key] for key in keys)]["step_s"]
         fitted = row["slow"] == 1 and row["compute_s"] == longest
         error = "fitted" if fitted else f"{100 * (told / row['step_s'] - 1):+.1f} %"
         slow = "none" if row["slow"] == 1 else f"{row['slow']:g}x"
-        lines.append(
-            f"| {row['method']} | {row['compute_s']:.2f} | {slow} | {row['step_s']:.2f} "
-            f"| {told:.2f} | {error} |"
-        )
-    return "\n".join(lines)
+        seconds = f"{row['step_s']:.2f}", f"{told:.2f}"
+        lines.append((row["method"], f"{row['compute_s']:.2f}", slow, *seconds, error))
+    head = ("method", "computing, s", "slow rank", "measured, s", "simulated, s", "error")
+    return markdown(head, lines)
 
 
 def table(rows: list[Row]) -> str:
     """Seconds and efficiency by the number of ranks, in Markdown."""
-    lines = [
-        "| computing, s | ranks | method | " + " | ".join(f"{r:,}" for r in SHOWN) + " |",
-        "|---" * (3 + len(SHOWN)) + "|",
-    ]
+    lines = []
     groups: dict[tuple[Any, ...], dict[int, Row]] = {}
     for row in rows:
         key = row["compute_s"], circumstance(row), row["method"]
@@ -56,8 +51,8 @@ def table(rows: list[Row]) -> str:
             groups.setdefault(key, {})[row["ranks"]] = row
     for (compute_s, what, method), group in groups.items():
         cells = [f"{group[r]['step_s']:.2f} ({100 * group[r]['efficiency']:.0f} %)" for r in SHOWN]
-        lines.append(f"| {compute_s:.2f} | {what} | {method} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append((f"{compute_s:.2f}", what, method, *cells))
+    return markdown(("computing, s", "ranks", "method", *(f"{r:,}" for r in SHOWN)), lines)
 
 
 def spread_costs(rows: list[Row]) -> float:

@@ -23,6 +23,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before NumPy: a rank has one core
 
 from machine import commit, machine
 from published import GPUS, WIRES, Gpu
+from tables import markdown
 from training_rows import load, save
 from training_runs import REPLAYED, chosen, recorded, routes_of
 from travel import Script
@@ -126,19 +127,16 @@ def page(rows: list[dict[str, Any]]) -> str:
 
     In a cell of the first tables the codec takes no time, and that of one core, behind computing.
     """
-    lines = []
+    parts = []
     for model in REPLAYED:
         of = {
             (r["method"], r["link"]): r for r in rows if (r["model"], r["gpu"]) == (model, "p100")
         }
         first = of["plain", "1gbe"]
-        lines += [
-            f"{_TITLES[model]}, {first['images']} images on a P100 ({first['compute_s']:.3f} s):",
-            "",
-            f"| method | ratio | {' | '.join(wire.name for wire in WIRES.values())} |",
-            f"|---|---|{'---|' * len(WIRES)}",
-            "| *rho* |  | " + " | ".join(f"{_rho(of['plain', wire]):.2f}" for wire in WIRES) + " |",
-        ]
+        parts.append(
+            f"{_TITLES[model]}, {first['images']} images on a P100 ({first['compute_s']:.3f} s):"
+        )
+        lines = [["*rho*", "", *(f"{_rho(of['plain', wire]):.2f}" for wire in WIRES)]]
         for way in dict.fromkeys(method for method, _ in of):
             cells = [
                 " / ".join(
@@ -147,12 +145,10 @@ def page(rows: list[dict[str, Any]]) -> str:
                 )
                 for wire in WIRES
             ]
-            lines.append(f"| {_code(way)} | {of[way, '1gbe']['ratio']:.1f} | {' | '.join(cells)} |")
-        lines.append("")
-    lines += [
-        "| step | link | behind, free | beside, free | behind, one core | beside, one core |",
-        "|---|---|---|---|---|---|",
-    ]
+            lines.append([_code(way), f"{of[way, '1gbe']['ratio']:.1f}", *cells])
+        head = ["method", "ratio", *(wire.name for wire in WIRES.values())]
+        parts.append(markdown(head, lines))
+    lines = []
     for model, gpu in dict.fromkeys((row["model"], row["gpu"]) for row in rows):
         for wire in WIRES:
             of = {
@@ -162,8 +158,9 @@ def page(rows: list[dict[str, Any]]) -> str:
             }
             name = f"{_TITLES[model]}, {of['plain']['images']} on {gpu}"
             cells = [_winner({m: r[way] for m, r in of.items()}) for way in WAYS]
-            lines.append(f"| {name} | {WIRES[wire].name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+            lines.append([name, WIRES[wire].name, *cells])
+    head = ["step", "link", "behind, free", "beside, free", "behind, one core", "beside, one core"]
+    return "\n\n".join([*parts, markdown(head, lines)])
 
 
 def _winner(seconds: dict[str, float]) -> str:

@@ -31,6 +31,7 @@ from hook_seconds import Given
 from language import Language, batch, loss_of
 from published import step_on
 from shaped_links import NoLinksError, ShapedLinks
+from tables import markdown
 from torch import nn
 from training_rows import load, save
 
@@ -90,14 +91,13 @@ def tables() -> str:
     """README's tables, in Markdown."""
     core = RECORDED["core"]
     names = [f"{name} Gbit/s" if name != "NVLink" else name for name in LINKS]
-    lines = [f"| {RANKS} ranks | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    lines += [
-        f"| {name} | {' | '.join(cell(best(*of, core), best(*of, FREE)) for of in asked)} |"
+    lines = [
+        [name, *(cell(best(*of, core), best(*of, FREE)) for of in asked)]
         for name, (model, seconds) in cases().items()
         for asked in [[(model, gbit, seconds) for gbit in LINKS.values()]]
     ]
-    head = [f"`{name}`" for name in OURS]
-    lines += ["", f"| break-even link, codec on a core | {' | '.join(head)} |", "|---|---|---|"]
+    times_plain = markdown([f"{RANKS} ranks", *names], lines)
+    lines = []
     for name, (model, seconds) in cases().items():
         found = told(model, 1, seconds, core)
         limits = [found.row(method) for method in OURS.values()]
@@ -105,8 +105,9 @@ def tables() -> str:
             f"{it.break_even_gbit:.1f} Gbit/s; against fp16 {it.break_even_fp16_gbit:.1f}"
             for it in limits
         ]
-        lines.append(f"| {name.partition(',')[0]} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([name.partition(",")[0], *cells])
+    head = ["break-even link, codec on a core", *(f"`{name}`" for name in OURS)]
+    return f"{times_plain}\n\n{markdown(head, lines)}"
 
 
 def put_into(page: Path) -> None:

@@ -40,6 +40,7 @@ from graphs import (
     vgg16,
 )
 from machine import commit, machine
+from tables import columns
 
 from sn_memory import BudgetError, Graph, Plan, check_plan, plan_front, plan_graph
 from sn_memory.graph.liveness import baseline_seconds, peak
@@ -180,19 +181,17 @@ def show(rows: list[dict[str, Any]]) -> None:
         budgets = list(dict.fromkeys(r["budget_bytes"] for r in mine))
         sizes = f"{span / 2**30:.2f} GiB beside {first['base_bytes'] / 2**30:.2f} GiB resident"
         print(f"\n{model}: {first['ops']} ops, batch {first['batch']}, {sizes}")
-        shares = [f"{(b - first['base_bytes']) / span:8.0%}" for b in budgets]
-        print(f"{'budget':>20}{''.join(shares)}")
+        shares = [f"{(b - first['base_bytes']) / span:.0%}" for b in budgets]
+        lines = []
         for planner in dict.fromkeys(r["planner"] for r in mine):
             own = {r["budget_bytes"]: r for r in mine if r["planner"] == planner and r["kept"]}
             cells = [
-                f"{own[b]['predicted_s'] / own[b]['baseline_s'] - 1:+8.1%}"
-                if b in own
-                else f"{'-':>8}"
+                f"{own[b]['predicted_s'] / own[b]['baseline_s'] - 1:+.1%}" if b in own else "-"
                 for b in budgets
             ]
-            print(f"{planner:>20}{''.join(cells)}")
-        gaps = [f"{r['gap']:8.1%}" for r in mine if r["planner"] == "auto"]
-        print(f"{'gap of auto':>20}{''.join(gaps)}", flush=True)
+            lines.append([planner, *cells])
+        gaps = [f"{r['gap']:.1%}" for r in mine if r["planner"] == "auto"]
+        print(columns(["budget", *shares], [*lines, ["gap of auto", *gaps]]), flush=True)
 
 
 def main(argv: list[str]) -> int:

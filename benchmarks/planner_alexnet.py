@@ -19,6 +19,7 @@ from typing import Any
 
 from graphs import K40_LIKE, alexnet
 from machine import commit, machine
+from tables import columns
 
 from sn_memory import Graph, Plan, check_plan
 from sn_memory.plan.policies import policy
@@ -84,9 +85,7 @@ def stages(graph: Graph, layers: str) -> list[dict[str, Any]]:
         ("superneurons", policy("superneurons")(graph, budget_bytes=None)),
     ):
         found[stage] = plan.peak_bytes, plan
-    rows = []
-    head = f"{'MiB':>9}{'paper MB':>10}{'reruns':>8}{'paper':>7}{'time':>8}"
-    print(f"\n{'layers as in ' + layers:22}{head}")
+    rows, lines = [], []
     for stage, (peak_bytes, made) in found.items():
         reruns = check_plan(graph, made).reruns if made else None
         rows.append(
@@ -106,9 +105,12 @@ def stages(graph: Graph, layers: str) -> list[dict[str, Any]]:
                 "machine": machine(),
             }
         )
-        slow = f"{made.overhead:+8.1%}" if made else ""
-        counts = f"{'' if reruns is None else reruns:>8}{PAPER_RERUNS.get(stage, ''):>7}"
-        print(f"{stage:22}{peak_bytes / 2**20:9.1f}{PAPER_MB.get(stage, ''):>10}{counts}{slow}")
+        slow = f"{made.overhead:+.1%}" if made else ""
+        ours, papers = "" if reruns is None else str(reruns), str(PAPER_RERUNS.get(stage, ""))
+        mib, paper_mb = f"{peak_bytes / 2**20:.1f}", str(PAPER_MB.get(stage, ""))
+        lines.append([stage, mib, paper_mb, ours, papers, slow])
+    head = (f"layers as in {layers}", "MiB", "paper MB", "reruns", "paper", "time")
+    print(f"\n{columns(head, lines)}")
     return rows
 
 

@@ -41,6 +41,7 @@ import torch
 from accuracy import save
 from architectures import ARCHITECTURES, Sample, loss_of
 from machine import commit, machine
+from tables import markdown
 from torch._subclasses.fake_tensor import FakeTensor
 
 import sn_memory.torch
@@ -257,9 +258,11 @@ def in_a_process(name: str, quick: bool) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return rows as a Markdown table."""
-    head = "architecture | by | planned, s | own, KiB | budget | predicted | measured | step / own"
-    head += " | step / checkpoint | differ | at most | fake"
-    lines = [f"| {head} |", "| --- " * (head.count("|") + 1) + "|"]
+    head = (
+        "architecture", "by", "planned, s", "own, KiB", "budget", "predicted", "measured",
+        "step / own", "step / checkpoint", "differ", "at most", "fake",
+    )  # fmt: skip
+    lines = []
     for row in rows:
         by = row["backend"] if row["chosen"] == row["backend"] else row["chosen"]
         if row["chosen"] in ("refused", "crashed"):
@@ -277,8 +280,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         cells.append(f"{row['different']} of {row['of']}" if "of" in row else "")
         cells.append(f"{row['difference']:.0e}" if row.get("different") else "")
         cells.append(str(row.get("fake", "")))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return markdown(head, lines)
 
 
 def write_page(rows: list[dict[str, Any]]) -> None:

@@ -30,6 +30,7 @@ from typing import Any
 import tensorflow as tf
 from architectures_tensorflow import BUILDERS, build
 from machine import commit, machine
+from tables import markdown
 
 import sn_memory.tensorflow
 from sn_memory import BudgetError
@@ -89,15 +90,15 @@ def row(
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return rows as a Markdown table."""
-    head = "architecture | by | own, MiB | budget | predicted | measured | differ by"
-    lines = [f"| {head} |", "| --- " * 7 + "|"]
+    head = ("architecture", "by", "own, MiB", "budget", "predicted", "measured", "differ by")
+    lines = []
     for found in rows:
         sizes = (found.get(f"{it}_bytes") for it in ("plain", "budget", "predicted", "measured"))
         cells = [found["architecture"], found["chosen"]]
         cells += ["" if it is None else f"{it / 2**20:.1f}" for it in sizes]
         cells.append(f"{found['error_relative']:.0e}" if found.get("error_relative") else "")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return markdown(head, lines)
 
 
 def _bytes(variable: Any) -> int:

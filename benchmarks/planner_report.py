@@ -8,23 +8,16 @@ Writes between the markers of the page, and docs/planner.png. Nothing is planned
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from planner_picture import fronts
+from tables import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "planner.md"
 Row = dict[str, Any]
-
-
-def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
-    """A Markdown table."""
-    rows = [list(head)]
-    rows += [["---"] * len(rows[0]), *(list(line) for line in lines)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def extra(row: Row) -> str:
@@ -73,14 +66,14 @@ def networks(rows: list[Row]) -> str:
     head = ["network", "by", "batch", "ops", "resident, GiB", "beside it, GiB", "auto at 1/2, %",
             "best other", "auto at 1/3, %", "best other", "least, %", "auto there, %",
             "most planning, s"]  # fmt: skip
-    return table(head, lines)
+    return markdown(head, lines)
 
 
 def deep(rows: list[Row]) -> str:
     """Deep ResNets, one line each."""
     head = ["planner", "depth", "ops", "batch", "update", "weights, GiB", "unplanned peak, GiB",
             "peak, GiB", "extra time, %", "gap, %", "planning, min"]  # fmt: skip
-    return table(
+    return markdown(
         head,
         (
             [row["planner"], str(row["depth"]), str(row["ops"]), str(row["batch"]),
@@ -108,7 +101,7 @@ def stages(rows: list[Row]) -> str:
               f"{own['torch']['peak_bytes'] / 2**20:.1f}", first["reruns"],
               first["paper_reruns_recalled"]))]
         )  # fmt: skip
-    return table(head, lines)
+    return markdown(head, lines)
 
 
 def source(rows: list[Row], command: str) -> str:

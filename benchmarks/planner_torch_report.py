@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from planner_report import table
+from tables import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "planner_torch.json"
@@ -63,7 +63,7 @@ def line(row: Row) -> list[str]:
 
 def tables(rows: list[Row]) -> str:
     """What stands between the markers."""
-    return table(HEAD, (line(row) for row in rows if row["share"] is not None))
+    return markdown(HEAD, (line(row) for row in rows if row["share"] is not None))
 
 
 def main() -> None:

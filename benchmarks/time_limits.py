@@ -10,10 +10,12 @@ import os
 import time
 
 from graphs import resnet, transformer
+from tables import markdown
 
 from sn_memory import BudgetError, plan_graph
 from sn_memory.graph.liveness import peak
 
+HEAD = ("network", "share", "limit", "counts", "wall s", "CPU s", "outcome")
 NETWORKS = {
     "resnet50": lambda: resnet(8, 50).graph(),
     "resnet152": lambda: resnet(8, 152).graph(),
@@ -41,8 +43,7 @@ def main():
     parser.add_argument("--networks", default=",".join(NETWORKS))
     options = parser.parse_args()
     row(resnet(1, 50).graph(), 0.9, 0.1, deterministic=True)  # imports what solves linear programs
-    print("| network | share | limit | counts | wall s | CPU s | outcome |")
-    print("|---|---|---|---|---|---|---|")
+    print(markdown(HEAD, []))
     for name in options.networks.split(","):
         graph = NETWORKS[name]()
         for limit in map(float, options.limits.split(",")):
@@ -50,11 +51,9 @@ def main():
                 for deterministic in (False, True):
                     wall, cpu, outcome = row(graph, share, limit, deterministic=deterministic)
                     counts = "work" if deterministic else "seconds"
-                    print(
-                        f"| {name} | {share} | {limit:g} | {counts} | {wall:.2f} | {cpu:.2f} "
-                        f"| {outcome} |",
-                        flush=True,
-                    )
+                    line = [name, f"{share}", f"{limit:g}", counts]
+                    line += [f"{wall:.2f}", f"{cpu:.2f}", outcome]
+                    print(markdown(HEAD, [line]).splitlines()[-1], flush=True)
     print(f"load {os.getloadavg()[0]:.1f} at the end")
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import ROOT
+from tables import markdown
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 START, END = "<!-- gpu:start -->", "<!-- gpu:end -->"
@@ -28,13 +29,6 @@ def load(name: str, folder: Path = RESULTS) -> Found | None:
         return None
     found: Found = json.loads(path.read_text(encoding="utf-8"))
     return found if found.get("device") == "cuda" and found["rows"] else None
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A Markdown table."""
-    cells = [list(head)]
-    lines = [*cells, ["---"] * len(cells[0]), *map(list, rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def source(found: Found) -> str:
@@ -53,7 +47,7 @@ def part(found: Found | None, head: Iterable[str], line: Callable[[Found], list[
         what = next(iter(head))
         return f"{what[0].upper()}{what[1:]}: {NOT} on a GPU."
     rows = (line(row) for row in found["rows"] if which(row))
-    return f"{table(head, rows)}\n\n{source(found)}"
+    return f"{markdown(head, rows)}\n\n{source(found)}"
 
 
 def codec(folder: Path) -> str:
@@ -85,7 +79,7 @@ def codec(folder: Path) -> str:
         ["whole vector (cuFFT), encode, decode", "", ", ".join(dict.fromkeys(both))],
         *tools,
     ]  # fmt: skip
-    text = table(("what", "asked for", "result"), rows)
+    text = markdown(("what", "asked for", "result"), rows)
     return f"{text}\n\n{source(found)}" if found else text
 
 

@@ -1,0 +1,40 @@
+"""Tables of the benchmarks' rows: Markdown for the pages, aligned text for a terminal.
+
+tabulate draws them. It is imported where a table is made: a machine that only measures, as those
+of gpu/ do, may be without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def markdown(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    """A Markdown table, its cells as they are given: no column is filled up."""
+    from tabulate import DataRow, TableFormat, tabulate
+
+    row = DataRow("|", "|", "|")
+    bare = TableFormat(
+        lineabove=None,
+        linebelowheader=lambda widths, _: f"| {' | '.join(['---'] * len(widths))} |",
+        linebetweenrows=None,
+        linebelow=None,
+        headerrow=row,
+        datarow=row,
+        padding=1,
+        with_header_hide=None,
+    )
+    cells = [list(line) for line in lines]
+    made: str = tabulate(cells, list(head), bare, disable_numparse=True, stralign=None)
+    return made
+
+
+def columns(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    """Lines for a terminal: the first column is a name, the others are aligned at the right."""
+    from tabulate import tabulate
+
+    heads = list(head)
+    sides = ["left", *["right"] * (len(heads) - 1)]
+    cells = [list(line) for line in lines]
+    made: str = tabulate(cells, heads, "plain", disable_numparse=True, colalign=sides)
+    return made
