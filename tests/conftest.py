@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # a CPU only oneDNN's allocator counts: the planner's tests measure the same on each machine.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 MARK = "SN_TEST_RANKS"
-# Folders whose tests start ranks, and measure or count them: one worker runs them in turn. Blocks of
-# the documents start some, but measure nothing, and this worker is the last one to end.
+# Folders whose tests start ranks, and measure or count them: one worker runs them in turn. The
+# documents' start some too, but measure nothing, and this worker is the last one to end.
 OF_RANKS = frozenset({"ddp", "horovod", "benchmarks", "examples", "gossip"})
 
 
