@@ -52,6 +52,17 @@ def require_horovod() -> None:
     pytest.skip(text)
 
 
+@pytest.fixture
+def with_tensorflow() -> None:
+    """Skip where TensorFlow was never installed; in CI, where `make` installs it, fail instead."""
+    if importlib.util.find_spec("tensorflow"):
+        return
+    text = "TensorFlow is not installed: pip install 'superneurons[tensorflow]'"
+    if os.environ.get("CI"):
+        pytest.fail(text)
+    pytest.skip(text)
+
+
 def run_ranks(
     np: int,
     script: Path | str,

@@ -112,6 +112,8 @@ def test_the_notebook_runs(tmp_path):
 )
 def test_python_runs(page, request, tmp_path):
     source = program(page)
+    if re.search(r"\b(tensorflow|keras)\b", source):
+        request.getfixturevalue("with_tensorflow")
     # Errors then name the page and its line.
     run = f"exec(compile({source!r}, {str(page)!r}, 'exec'))\n"
     script = tmp_path / "page.py"

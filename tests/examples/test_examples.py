@@ -56,6 +56,7 @@ def test_example_is_short_and_marks_our_lines(example):
     assert all(line.endswith("# <- sn") for line in ours)
 
 
+@pytest.mark.usefixtures("with_tensorflow")
 @pytest.mark.horovod
 def test_keras_learns_on_two_ranks(horovodrun, data, tmp_path):
     history = tmp_path / "history.json"
@@ -68,6 +69,7 @@ def test_keras_learns_on_two_ranks(horovodrun, data, tmp_path):
     assert seen["ratio"] > 20
 
 
+@pytest.mark.usefixtures("with_tensorflow")
 @pytest.mark.horovod
 @pytest.mark.slow
 def test_a_loop_of_its_own_learns_on_two_ranks_within_a_budget(horovodrun, data, tmp_path):
@@ -226,6 +228,7 @@ def test_gossip_learns_on_two_ranks(horovodrun, data):
     assert float(re.search(r"([\d.]+) times fewer", run.stdout)[1]) > 20
 
 
+@pytest.mark.usefixtures("with_tensorflow")
 @pytest.mark.horovod
 @pytest.mark.slow
 def test_keras_gossip_learns_on_two_ranks(horovodrun, data):
@@ -262,6 +265,7 @@ def test_compression_plan_and_apoptosis_in_one_script(horovodrun, data):
     assert int(found[2].replace(",", "")) < 160 + 4640 + 1569 * 64 + 65 * 10
 
 
+@pytest.mark.usefixtures("with_tensorflow")
 @pytest.mark.horovod
 @pytest.mark.slow
 def test_compression_plan_and_apoptosis_in_one_script_of_keras(horovodrun, data):
