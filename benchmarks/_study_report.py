@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from tables import markdown
+from tables import between_markers, markdown
 
 Row = dict[str, Any]
 Panel = tuple[str, str, int]
@@ -189,12 +189,11 @@ def text(rows: list[Row], flags: str = "") -> str:
 
 def put_into(page: Path, name: str, new: str) -> None:
     """Replace what stands between the two markers of that name in a page."""
-    start, end = f"<!-- {name}:start -->", f"<!-- {name}:end -->"
-    before, has_start, rest = page.read_text(encoding="utf-8").partition(start)
-    _, has_end, after = rest.partition(end)
-    if not (has_start and has_end):
-        raise SystemExit(f"{page} lacks {start} or {end}; put both where the tables belong")
-    page.write_text(f"{before}{start}\n{new}\n{end}{after}", encoding="utf-8")
+    try:
+        made = between_markers(page.read_text(encoding="utf-8"), name, new)
+    except ValueError as error:
+        raise SystemExit(f"{page}: {error}") from None
+    page.write_text(made, encoding="utf-8")
 
 
 def _draw(ax: Any, rows: list[Row]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tables import markdown
+from tables import between_markers, markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -133,11 +133,8 @@ PARTS: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
 def written(text: str) -> str:
     """The page with its tables."""
     for name, (file, make) in PARTS.items():
-        start, end = f"<!-- {name}:start -->", f"<!-- {name}:end -->"
-        before, rest = text.split(start)
-        _, after = rest.split(end)
         rows = json.loads((RESULTS / file).read_text(encoding="utf-8"))
-        text = f"{before}{start}\n{make(rows)}\n{end}{after}"
+        text = between_markers(text, name, make(rows))
     return text
 
 

@@ -1,4 +1,4 @@
-"""Tables of the benchmarks' rows: Markdown for the pages, aligned text for a terminal.
+"""Tables of the benchmarks' rows: Markdown and its place in a page, aligned text for a terminal.
 
 tabulate draws them. It is imported where a table is made: a machine that only measures, as those
 of gpu/ do, may be without it.
@@ -27,6 +27,19 @@ def markdown(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
     cells = [list(line) for line in lines]
     made: str = tabulate(cells, list(head), bare, disable_numparse=True, stralign=None)
     return made
+
+
+def between_markers(text: str, name: str, new: str) -> str:
+    """A page with what stands between the two markers of that name replaced.
+
+    Raises ValueError where it lacks one.
+    """
+    start, end = f"<!-- {name}:start -->", f"<!-- {name}:end -->"
+    before, has_start, rest = text.partition(start)
+    _, has_end, after = rest.partition(end)
+    if not (has_start and has_end):
+        raise ValueError(f"{start} or {end} is missing; put both where the tables belong")
+    return f"{before}{start}\n{new}\n{end}{after}"
 
 
 def columns(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:

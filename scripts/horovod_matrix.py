@@ -238,11 +238,11 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     return text
 
 
-def put(text: str, made: str) -> str:
+def put(text: str, made: str, start: str = START, end: str = END) -> str:
     """A page with what is between its markers made anew. Raises ValueError without markers."""
-    before, rest = text.split(START)
-    _, after = rest.split(END)
-    return f"{before}{START}\n{made}\n{END}{after}"
+    before, rest = text.split(start)
+    _, after = rest.split(end)
+    return f"{before}{start}\n{made}\n{end}{after}"
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
+from horovod_matrix import put
+
 ROOT: Final = Path(__file__).resolve().parents[1]
 RESULT: Final = ROOT / "benchmarks" / "results" / "tested_versions.json"
 PAGE: Final = ROOT / "docs" / "works.md"
@@ -90,9 +92,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def write(rows: list[dict[str, Any]]) -> None:
     """Put the table into its page."""
-    before, rest = PAGE.read_text(encoding="utf-8").split(START)
-    _, after = rest.split(END)
-    PAGE.write_text(f"{before}{START}\n{table(rows)}\n{END}{after}", encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(put(text, table(rows), START, END), encoding="utf-8")
 
 
 def main(argv: list[str]) -> int:

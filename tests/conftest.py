@@ -44,23 +44,21 @@ class Ranks:
 
 def require_horovod() -> None:
     """Skip where Horovod was never installed; in CI, where `make` builds it, fail instead."""
-    if importlib.util.find_spec("horovod"):
-        return
-    text = "Horovod is not installed: run `python scripts/build_horovod.py`"
-    if os.environ.get("CI"):
-        pytest.fail(text)
-    pytest.skip(text)
+    _require("horovod", "Horovod is not installed: run `python scripts/build_horovod.py`")
 
 
 @pytest.fixture
 def with_tensorflow() -> None:
     """Skip where TensorFlow was never installed; in CI, where `make` installs it, fail instead."""
-    if importlib.util.find_spec("tensorflow"):
+    _require("tensorflow", "TensorFlow is not installed: pip install 'superneurons[tensorflow]'")
+
+
+def _require(package: str, missing: str) -> None:
+    if importlib.util.find_spec(package):
         return
-    text = "TensorFlow is not installed: pip install 'superneurons[tensorflow]'"
     if os.environ.get("CI"):
-        pytest.fail(text)
-    pytest.skip(text)
+        pytest.fail(missing)
+    pytest.skip(missing)
 
 
 def run_ranks(

@@ -356,11 +356,14 @@ class FusedPlanner:
         seconds that were reckoned for one partition say little about another.
         """
         kept = sorted(kept, key=lambda it: (self.cost(it), it.plan.peak_bytes))
-        settings = [it.program.setting if it.program else None for it in kept]
-        own = [at for at, it in enumerate(kept) if it.program and not it.program.lines]
-        own.sort(key=lambda at: -(settings[at] or (2.0, ""))[0])
+        # Without lines it is torch's own partition, with the share of its setting.
+        own = {
+            at: it.program.setting[0]
+            for at, it in enumerate(kept)
+            if it.program and it.program.setting and not it.program.lines
+        }
         made = [at for at in range(len(kept)) if at not in own]
-        chosen = {*made[:1], *own[:1]}
+        chosen = {*made[:1], *([max(own, key=own.__getitem__)] if own else ())}
         for at in range(len(kept)):
             if len(chosen) < _COMPARED and self.cost(kept[at]) <= _NEAR_S * self.cost(kept[0]):
                 chosen.add(at)
