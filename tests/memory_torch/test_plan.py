@@ -35,7 +35,11 @@ def same(left, right):
     )
 
 
-@pytest.mark.parametrize("budget", ["100%", "85%", "70%"])
+# torch 2.15 holds a third less without a plan, and then no plan holds 60 % of that.
+LEAST = pytest.param("60%", marks=pytest.mark.skipif(torch.__version__ >= "2.15", reason="67 %"))
+
+
+@pytest.mark.parametrize("budget", ["100%", "85%", "70%", LEAST])
 def test_bits_and_bytes(budget):
     model, sample = Everything(), images()
     planned = plan(copy.deepcopy(model), sample, budget, **SETTINGS)
