@@ -4,6 +4,7 @@ import copy
 import json
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -77,7 +78,7 @@ class Seen:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(inductor, "FusedPlanner", Planner)
                 if not others:
-                    patch.setattr(fused, "_SHARES", 0)
+                    patch.setattr(inductor, "_SOLVERS", ())
                 inductor.planned(module, inputs, asked)
             return module
 
@@ -384,6 +385,44 @@ def test_several_plans_are_compared_and_tell_what_is_made_again():
     assert own.program.setting is not None
     reasons = {it.reason for it in own.plan.decisions if it.technique == "recompute"}
     assert any("activation_memory_budget" in it for it in reasons)
+
+
+class Stairs(fused.FusedPlanner):
+    """torch's partitions by their peaks alone: none is lowered."""
+
+    def __init__(self, peaks, solvers):
+        self.peaks, self.solvers, self.other, self.asked = peaks, solvers, object(), []
+
+    def with_budget(self, share, solver):
+        self.asked.append((share, solver))
+        peak_bytes = self.peaks(share, solver)
+        return SimpleNamespace(own=SimpleNamespace(plan=SimpleNamespace(peak_bytes=peak_bytes)))
+
+    def is_late(self):
+        return False
+
+
+def test_where_halving_finds_no_budget_of_torchs_a_grid_is_tried():
+    """What a step holds is not monotone in torch's budget: below a fifth it may hold more again."""
+    stairs = Stairs(lambda share, _: 90 if 0.15 < share < 0.22 else 120, ("ilp", "dp"))
+    found = stairs.grounds(100)
+    assert [it for it in found if it.own.plan.peak_bytes <= 100]
+    # From above: it runs the least again.
+    assert stairs.asked[-1][0] == 0.2
+
+
+def test_the_other_solver_is_asked_near_to_where_the_first_one_ended():
+    peaks = {"ilp": lambda share: 210 * share, "dp": lambda share: 190 * share}
+    stairs = Stairs(lambda share, solver: peaks[solver](share), ("ilp", "dp"))
+    stairs.grounds(100)
+    best = {}
+    for share, solver in stairs.asked:
+        if peaks[solver](share) <= 100:
+            best[solver] = max(share, best.get(solver, 0))
+    assert 100 / 210 - 0.02 < best["ilp"]
+    assert best["ilp"] < best["dp"] <= 100 / 190
+    shares = [share for share, solver in stairs.asked if solver == "dp"]
+    assert len(shares) == 3
 
 
 def test_the_quicker_step_is_found_and_nothing_is_changed():

@@ -38,15 +38,21 @@ from .program import Program, ground_of, rebuilt, results_of
 # Plans that are lowered for one budget, of torch's own partition and of one with torch's budget.
 _TRIES = 5
 _TRIES_OF_OTHERS = 2
-# Partitions with a budget of torch's that are lowered: its budgets are halved in as often.
+# Partitions with a budget of torch's that are lowered: its budgets are halved in as often with the
+# first solver. With another one it is done near to where that ended.
 _SHARES = 6
+_SHARES_OF_OTHERS = 3
+_NEAR_SHARE = 1 / 8
+# What a step holds does not always grow with torch's budget, so halving may pass by what keeps the
+# bytes: then these are tried.
+_GRID = (0.3, 0.2, 0.15, 0.1)
 # What is made again breaks and joins loops of kernels, which is not in the seconds that are
 # reckoned: GPT-2's took about four times as much longer (benchmarks/compiled_peaks.py).
 _UNSEEN = 4
 # A plan that takes no more than so much longer is cheap enough to look no further.
 _CHEAP = 0.005
-# So many plans are worth timing: the best of either kind, and one that is reckoned to take at most
-# so many times as long as the fastest.
+# So many plans are worth timing: the best of each kind, and where those are fewer, what is reckoned
+# to take at most so many times as long as the fastest.
 _COMPARED = 3
 _NEAR_S = 1.1
 # With fewer seconds left, what keeps the budget is taken as it is.
@@ -55,7 +61,7 @@ _LEAST_S = 5.0
 _NEAR = 0.01
 
 
-# Setting, forward and backward graph.
+# Setting (the share and the solver), forward and backward graph.
 Partition = tuple[tuple[float, str] | None, fx.GraphModule, fx.GraphModule]
 
 
@@ -145,6 +151,11 @@ def _laid_out(value: Any, strides: tuple[int, ...] | None) -> Any:
     return value.as_strided(value.size(), strides)
 
 
+def _any_keeps(grounds: Sequence[Any], allowed: int) -> bool:
+    """Whether one of torch's partitions holds at most so many bytes."""
+    return any(it.own.plan.peak_bytes <= allowed for it in grounds)
+
+
 def _made_again(
     plain: Compilation, other: Compilation, setting: tuple[float, str]
 ) -> list[Decision]:
@@ -206,8 +217,10 @@ class FusedPlanner:
     name
         Of the model.
     other
-        Returns torch's partition with a budget of its own, a share: the setting, the two graphs.
-        None: there is none.
+        Returns torch's partition with a budget of its own, a share, and one of `solvers`: the
+        setting, the two graphs. None: there is none.
+    solvers
+        Those of torch that are asked, the best first.
     """
 
     def __init__(
@@ -218,16 +231,18 @@ class FusedPlanner:
         *,
         name: str = "",
         allocator: str = "none",
-        other: Callable[[float], Partition] | None = None,
+        other: Callable[[float, str], Partition] | None = None,
+        solvers: Sequence[str] = (),
     ) -> None:
         self.compilation, self.costs, self.other = compilation, costs, other
+        self.solvers = tuple(solvers)
         self.extra, self.name, self.allocator = tuple(extra), name, allocator
         self.ground = self.grounded(None, compilation)
         self.plain = replace(self.ground.own, program=None)
         # What was lowered is kept for other budgets.
         key = ground_of(compilation.forward, compilation.backward)
         self._by_key = {key: self.ground}
-        self._by_share: dict[float, str] = {}
+        self._by_setting: dict[tuple[float, str], str] = {}
 
     def grounded(self, setting: tuple[float, str] | None, compilation: Compilation) -> Ground:
         """Lower a partition of torch's."""
@@ -319,7 +334,8 @@ class FusedPlanner:
         allowed = parse_bytes(budget, whole=ground.peak_bytes)
         if ground.peak_bytes <= allowed:
             return [replace(self.plain, plan=replace(ground, budget_bytes=allowed))]
-        others = self.grounds(allowed)
+        # Several budgets may give one partition.
+        others = list({id(it): it for it in self.grounds(allowed)}.values())
         kept = [it.own for it in others if it.own.plan.peak_bytes <= allowed]
         missed = [it.own for it in others if it.own.plan.peak_bytes > allowed]
         for start, tries in self.starts(others, allowed):
@@ -352,18 +368,22 @@ class FusedPlanner:
     def compared(self, kept: Sequence[Found]) -> list[Found]:
         """Return those that may be the fastest, the one reckoned so first.
 
-        Of torch's own partitions that is the one of the largest budget, as it runs least again:
-        seconds that were reckoned for one partition say little about another.
+        Of torch's own partitions that is the one of the largest budget of each solver, as it runs
+        least again: seconds that were reckoned for one partition say little about another.
         """
         kept = sorted(kept, key=lambda it: (self.cost(it), it.plan.peak_bytes))
-        # Without lines it is torch's own partition, with the share of its setting.
-        own = {
-            at: it.program.setting[0]
+        # Without lines it is torch's own partition, with the share and solver of its setting.
+        settings = {
+            at: it.program.setting
             for at, it in enumerate(kept)
             if it.program and it.program.setting and not it.program.lines
         }
-        made = [at for at in range(len(kept)) if at not in own]
-        chosen = {*made[:1], *([max(own, key=own.__getitem__)] if own else ())}
+        largest: dict[str, int] = {}
+        for at, (share, solver) in settings.items():
+            if solver not in largest or share > settings[largest[solver]][0]:
+                largest[solver] = at
+        made = [at for at in range(len(kept)) if at not in settings]
+        chosen = {*made[:1], *largest.values()}
         for at in range(len(kept)):
             if len(chosen) < _COMPARED and self.cost(kept[at]) <= _NEAR_S * self.cost(kept[0]):
                 chosen.add(at)
@@ -390,32 +410,54 @@ class FusedPlanner:
         """Return torch's partitions with budgets of its own around the one that holds as much.
 
         Its budget is a share of saved bytes, and what a step then holds is known when it is
-        lowered; so the share is halved in.
+        lowered; so the share is halved in, and a few are tried where that found none.
         """
-        found: dict[str, Ground] = {}
-        if self.other is None:
+        if self.other is None or not self.solvers:
             return []
-        low, high = 0.0, 1.0
-        for _ in range(_SHARES):
+        first, *more = self.solvers
+        found: list[Ground] = []
+        best = self.halved(first, 0.0, 1.0, _SHARES, allowed, found)
+        if not _any_keeps(found, allowed):
+            for share, solver in ((it, solver) for it in _GRID for solver in self.solvers):
+                found.append(self.with_budget(share, solver))
+                if _any_keeps(found, allowed) or self.is_late():
+                    return found
+            return found
+        for solver in more:
+            if self.is_late():
+                break
+            low, high = max(0.0, best - _NEAR_SHARE), min(1.0, best + _NEAR_SHARE)
+            self.halved(solver, low, high, _SHARES_OF_OTHERS, allowed, found)
+        return found
+
+    def halved(
+        self, solver: str, low: float, high: float, tries: int, allowed: int, found: list[Ground]
+    ) -> float:
+        """Add partitions of a solver; return the largest share found whose step keeps the bytes."""
+        for _ in range(tries):
             share = (low + high) / 2
-            if share not in self._by_share:
-                setting, forward, backward = self.other(share)
-                key = ground_of(forward, backward)
-                if key not in self._by_key:
-                    parts = {"forward": forward, "backward": backward, "lowered": None}
-                    say("lower", len(self._by_key), len(self._by_key) + 1)
-                    other = replace(self.compilation, **parts)
-                    self._by_key[key] = self.grounded(setting, other)
-                self._by_share[share] = key
-            key = self._by_share[share]
-            found[key] = self._by_key[key]
-            if found[key].own.plan.peak_bytes > allowed:
+            ground = self.with_budget(share, solver)
+            found.append(ground)
+            if ground.own.plan.peak_bytes > allowed:
                 high = share
             else:
                 low = share
                 if self.is_late():
                     break
-        return list(found.values())
+        return low
+
+    def with_budget(self, share: float, solver: str) -> Ground:
+        """Return torch's partition with a budget of its own; each is lowered once."""
+        assert self.other is not None
+        if (share, solver) not in self._by_setting:
+            setting, forward, backward = self.other(share, solver)
+            key = ground_of(forward, backward)
+            if key not in self._by_key:
+                say("lower", len(self._by_key), len(self._by_key) + 1)
+                other = replace(self.compilation, forward=forward, backward=backward, lowered=None)
+                self._by_key[key] = self.grounded(setting, other)
+            self._by_setting[share, solver] = key
+        return self._by_key[self._by_setting[share, solver]]
 
     def search(
         self, ground: Ground, allowed: int, make: Callable[[Graph, int], Plan], tries: int

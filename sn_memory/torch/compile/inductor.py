@@ -58,8 +58,9 @@ _FLOPS |= {"erf": 60.0, "erfc": 60.0, "tanh": 40.0, "pow": 60.0, "sin": 30.0, "c
 _FUNCTION_FLOPS = 20.0
 
 
-# The solver of torch's own budgets, whose partitions plans start from as well.
-_SOLVER = "ilp"
+# The solvers of torch's own budgets, whose partitions plans start from as well. The first is better
+# as a rule; dp is torch's default, and was quicker for a U-Net (benchmarks/compiled_peaks.py).
+_SOLVERS = ("ilp", "dp")
 
 
 @dataclass(frozen=True)
@@ -136,9 +137,9 @@ class _Recorder(CustomPartitionerFn):
     def uuid(self) -> None:
         """None: nothing that is compiled with it is kept."""
 
-    def other(self, share: float) -> Partition:
+    def other(self, share: float, solver: str) -> Partition:
         """Return torch's partition with a budget of its own."""
-        setting = (share, _SOLVER)
+        setting = (share, solver)
         return setting, *_partitioned(copied(self.joint), self.inputs, self.told, setting)
 
 
@@ -256,7 +257,8 @@ def planned(module: fx.GraphModule, inputs: list[Any], asked: Asked) -> list[Fou
             costs_of(seen["given"], asked),
             asked.extra,
             name=asked.name,
-            other=lambda share: marked(recorder.other(share), compilation),
+            other=lambda share, solver: marked(recorder.other(share, solver), compilation),
+            solvers=_SOLVERS,
         )
         raise _Planned(planner.plans(asked.budget, asked.make))
 
