@@ -1,4 +1,4 @@
-// What sn_memory/plan/simulate.py, search/greedy.py call. Every size and index that comes in is checked.
+// What sn_memory/plan/simulate.py, search/greedy.py and others call. Every size and index that comes in is checked.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -11,5 +11,8 @@ PyObject* simulate(PyObject*, PyObject* args);
 PyObject* fit_choice(PyObject*, PyObject* args);
 PyObject* trim_choice(PyObject*, PyObject* args);
 PyObject* anneal_choice(PyObject*, PyObject* args);
+// What sn_memory/torch/model/recent.py calls.
+PyObject* contents(PyObject*, PyObject* list);
+PyObject* unchanged(PyObject*, PyObject* args);
 
 }  // namespace sn

@@ -203,6 +203,8 @@ PyMethodDef methods[] = {
     {"fit", sn::fit_choice, METH_VARARGS, "See sn_memory.plan.search.greedy.fit."},
     {"trim", sn::trim_choice, METH_VARARGS, "See sn_memory.plan.search.greedy.trim."},
     {"anneal", sn::anneal_choice, METH_VARARGS, "See sn_memory.plan.search.anneal.anneal."},
+    {"contents", sn::contents, METH_O, "What dictionaries of a list hold, for `unchanged`."},
+    {"unchanged", sn::unchanged, METH_VARARGS, "Whether these hold the same objects still."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "_core", "C++ back end of sn_memory.", -1,

@@ -16,6 +16,7 @@ from samples import (
     edges,
     exact_transform,
     examples,
+    for_each,
     random,
     specials,
     support_mask,
@@ -75,7 +76,7 @@ def check_error(codec: FFTCodec, x: np.ndarray) -> None:
     assert payload.error <= payload.energy * (1 + 2 * ENERGY + 2.0**-16)
 
 
-@pytest.mark.parametrize("n", SIZES)
+@for_each("n", SIZES)
 @pytest.mark.parametrize("codec", CODECS, ids=IDS)
 def test_error_is_what_the_payload_says(backend, codec, n):
     if n > 2**20 and (backend, codec.theta) not in (("cpp", 0.98), ("numpy", 0.98), ("cpp", 0.7)):
@@ -83,7 +84,7 @@ def test_error_is_what_the_payload_says(backend, codec, n):
     check_error(codec, random(n))
 
 
-@pytest.mark.parametrize("n", [1, 33, 256, 4096, 5000])
+@for_each("n", (1, 33, 256, 4096, 5000))
 @pytest.mark.parametrize("codec", CODECS, ids=IDS)
 def test_error_of_special_vectors(backend, codec, n):
     for x in specials(n).values():
@@ -96,7 +97,7 @@ def test_error_of_any_vector(backend, codec, x):
     check_error(codec, x)
 
 
-@pytest.mark.parametrize("n", [4096, 3 * 4096, 5000, 75_000])
+@for_each("n", (4096, 3 * 4096, 5000, 75_000))
 @pytest.mark.parametrize("codec", CODECS, ids=IDS)
 def test_error_is_what_was_dropped_plus_what_was_rounded(backend, codec, n):
     """Against SciPy's transform in float64: Parseval, bin by bin."""
@@ -148,7 +149,7 @@ def test_all_bins_in_half_precision(backend, codec):
     assert norm(x.astype(np.float64) - y) <= 2.0**-11 * norm(x) + subnormal + slack
 
 
-@pytest.mark.parametrize("n", [*SIZES[:-1], 5000, 2**17])
+@for_each("n", (*SIZES[:-1], 5000, 2**17))
 @pytest.mark.parametrize("codec", CODECS, ids=IDS)
 def test_size_does_not_depend_on_the_data(backend, codec, n):
     inputs = [random(n), np.zeros(n, np.float32), np.full(n, np.nan, np.float32)]
@@ -180,7 +181,7 @@ def test_exact_zeros_stay_zero(backend, codec):
         assert not codec.decode(codec.encode(x))[b : 2 * b].view(np.uint32).any()
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@for_each("bad", (np.nan, np.inf, -np.inf))
 @pytest.mark.parametrize("codec", CODECS, ids=IDS)
 def test_non_finite_reaches_its_block_and_no_memory(backend, codec, bad):
     n = 2 * 4096 + 77
@@ -208,7 +209,7 @@ def test_non_finite_reaches_its_block_and_no_memory(backend, codec, bad):
         np.testing.assert_array_equal(part.view(np.uint32), clean_part.view(np.uint32))
 
 
-@pytest.mark.parametrize("value", [3e38, -3e38, 1e35])
+@for_each("value", (3e38, -3e38, 1e35))
 @pytest.mark.parametrize("codec", CODECS, ids=IDS)
 def test_overflow_in_the_transform_counts_as_non_finite(backend, codec, value):
     """A spectrum may be up to the root of its length larger than its values, its sums length times;
@@ -307,7 +308,7 @@ def test_bytes_of_a_payload(transform, values, bits):
     assert codec.encode(random(868)).nbytes == 32 + math.ceil(total / 16) * 16
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@for_each("ranks", (1, 2, 3, 8))
 @pytest.mark.parametrize("codec", CODECS, ids=IDS)
 def test_decode_mean_is_the_mean_of_the_decodes(backend, codec, ranks):
     n = 9000

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import examples
+from samples import examples, for_each
 
 from sn_compress import PayloadError
 from sn_compress.ops.records import pack
@@ -21,8 +21,8 @@ def as_integer(bits: np.ndarray) -> int:
     return sum(1 << i for i, bit in enumerate(bits.tolist()) if bit)
 
 
-@pytest.mark.parametrize("bits", range(1, 17))
-@pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 63, 1000])
+@for_each("bits", range(1, 17))
+@for_each("count", (0, 1, 31, 32, 33, 63, 1000))
 def test_codes_round_trip(bits, count):
     codes = np.random.default_rng(count).integers(0, 1 << bits, (3, count), dtype=np.uint16)
     codes[0], codes[1] = 0, (1 << bits) - 1

@@ -12,7 +12,7 @@ import pytest
 from fuzz import reseal
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import SIZES, codecs, examples, fft_error, random, transform_error
+from samples import SIZES, codecs, examples, fft_error, for_each, random, transform_error
 
 from sn_compress import FFTCodec, Payload, PayloadError
 from sn_compress.codecs.base import MAX_ELEMENTS
@@ -31,7 +31,7 @@ def resealed(data: bytes, at: int, new: bytes) -> bytes:
     return bytes(changed)
 
 
-@pytest.mark.parametrize("n", SIZES[:-1])
+@for_each("n", SIZES[:-1])
 @pytest.mark.parametrize("codec", codecs(), ids=str)
 def test_to_bytes_and_back(codec, n):
     payload = codec.encode(random(n))
@@ -167,7 +167,7 @@ def test_damage_says_so():
         Payload.from_bytes(data)
 
 
-@pytest.mark.parametrize("claimed", [0, 69, 71, 4096, 2**31, 2**32 + 70, 2**40, 2**48])
+@for_each("claimed", (0, 69, 71, 4096, 2**31, 2**32 + 70, 2**40, 2**48))
 @pytest.mark.parametrize("codec", codecs(), ids=str)
 def test_a_forged_number_of_elements_costs_no_memory(codec, claimed):
     data = resealed(codec.encode(random(70)).to_bytes(), 4, struct.pack("<Q", claimed))
@@ -214,7 +214,7 @@ def test_the_documented_example():
     assert np.linalg.norm(error) <= 3 * fft_error(32) * np.linalg.norm(vector)
 
 
-@pytest.mark.parametrize("n", [0, 1, 33, 100, 300])
+@for_each("n", (0, 1, 33, 100, 300))
 @pytest.mark.parametrize("codec", [*codecs(), *codecs(theta=0.99)], ids=str)
 def test_the_documented_decoder_reads_every_kind_of_payload(codec, n):
     names = documented()

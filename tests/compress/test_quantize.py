@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import TINY, examples
+from samples import TINY, examples, for_each
 
 from sn_compress import CompressError, RangeFloat, SaturationWarning
 from sn_compress.ops.records import quantize
@@ -47,7 +47,7 @@ def between(values: np.ndarray) -> np.ndarray:
     return np.sort(np.concatenate(points).astype(np.float32)).clip(values[0], values[-1])
 
 
-@pytest.mark.parametrize("high", HIGHS)
+@for_each("high", HIGHS)
 @pytest.mark.parametrize(("bits", "m"), FORMATS)
 def test_all_codes(bits, m, high):
     fmt = RangeFloat(bits=bits, mantissa=m, high=high)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import ENERGY, TINY, edges, examples, layouts, support_mask, weights
+from samples import ENERGY, TINY, edges, examples, for_each, layouts, support_mask, weights
 
 from sn_compress import PayloadError
 from sn_compress.ops.records.layout import NON_FINITE, Layout
@@ -86,7 +86,7 @@ def decode_both(core, layout, words, accum, weight=1.0):
     return slow
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+@for_each("layout", LAYOUTS)
 def test_twins_agree(core, layout):
     zeros = np.repeat(rows_of(layout, 0, seed=2)[[4]], 6, axis=0)
     for scale in (1, 1e-30, 1e30, 1e-40, 0, 3e38):
@@ -98,7 +98,7 @@ def test_twins_agree(core, layout):
                 assert decode_both(core, layout, words, zeros, weight) is not None
 
 
-@pytest.mark.parametrize("layout", LONG, ids=name)
+@for_each("layout", LONG)
 def test_twins_agree_on_long_blocks(core, layout):
     memory = rows_of(layout, 0, seed=1)[[0, 1, 2, 4, 0, 1]]
     words, *_ = encode_both(core, layout, rows_of(layout, 1), memory)
@@ -130,7 +130,7 @@ def test_twins_agree_on_damage(core, layout, seed, everywhere):
         decode_both(core, layout, words, nothing(layout))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[::11], ids=name)
+@for_each("layout", LAYOUTS[::11])
 def test_what_is_sent_and_what_is_left_make_the_whole(backend, layout):
     whole = rows_of(layout, 1)[[0, 1, 2, 4]]
     whole[:, edges(layout)] = 0  # as in the spectrum of any real vector
@@ -151,7 +151,7 @@ def test_what_is_sent_and_what_is_left_make_the_whole(backend, layout):
         assert abs(said - exact) <= ENERGY * exact
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[::11], ids=name)
+@for_each("layout", LAYOUTS[::11])
 def test_memory_is_added_decayed_and_becomes_the_residual(backend, layout):
     coefficients, memory = rows_of(layout, 1), rows_of(layout, 1, seed=5)
     memory[[3, 5]] = 7.25
@@ -182,7 +182,7 @@ def test_non_finite_rows(backend, values, parts):
     assert np.isfinite(accum[[0, 1, 2, 4]]).all()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[::11], ids=name)
+@for_each("layout", LAYOUTS[::11])
 def test_padding_is_zero(backend, layout):
     words = np.full((6, layout.words), 0xFFFFFFFF, np.uint32)
     encode_records(rows_of(layout, 1), None, words, layout)
@@ -190,7 +190,7 @@ def test_padding_is_zero(backend, layout):
     assert not stream[:, layout.positions_at + layout.position_bits :].any()
 
 
-@pytest.mark.parametrize("layout", layouts(blocks=(64, 4096), thetas=(0.0, 0.9)), ids=name)
+@for_each("layout", layouts(blocks=(64, 4096), thetas=(0.0, 0.9)))
 def test_bits_of_a_record(layout):
     """As docs/format.md counts them."""
     k, f = layout.kept, layout.block // 2 + 1 if layout.parts == 2 else layout.block

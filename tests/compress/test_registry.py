@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from samples import for_each
 
 import sn_compress
 from sn_compress import CompressError, Payload, PayloadError, codec, presets
@@ -71,7 +72,7 @@ NEEDED = {"axes": {"shape": (9, 9), "axes": (1,)}, "lowrank": {"shape": (9, 9)}}
 NEEDED["bounded"] = {"bound": 1.0}
 KEEPS_INF = ("fp16", "bf16", "bounded")  # and sends it as it is; all others send NaN
 every_case = pytest.mark.parametrize("case", CASES)
-every_size = pytest.mark.parametrize("n", SIZES)
+every_size = for_each("n", SIZES)
 
 
 def gradient(n: int, seed: int = 0) -> np.ndarray:
@@ -168,8 +169,8 @@ def test_finite_vectors_decode_to_finite_ones(case, n):
 
 
 @every_case
-@pytest.mark.parametrize("n", [1, 33, 4097])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@for_each("n", (1, 33, 4097))
+@for_each("bad", (np.nan, np.inf, -np.inf))
 def test_non_finite_arrives_and_is_never_remembered(case, n, bad):
     made = CASES[case](n)
     state = made.new_state(n)
@@ -226,7 +227,7 @@ def transform_error(case: str, n: int) -> float:
 
 @every_case
 @every_size
-@pytest.mark.parametrize("r", [2, 3])
+@for_each("r", (2, 3))
 def test_mean_is_the_mean(case, n, r):
     made = CASES[case](n)
     payloads = [made.encode(gradient(n, rank)) for rank in range(r)]

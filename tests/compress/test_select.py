@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import examples, read_support
+from samples import examples, for_each, read_support
 
 from sn_compress.ops.records import select
 from sn_compress.ops.records.layout import Layout
@@ -76,7 +76,7 @@ def test_ties_go_to_the_lower_position(backend, f, data):
 @pytest.mark.parametrize(
     "value", [0, -0.0, 1, -3.25, 2.0**-149, 3e38, -1e-40j, complex(1e30, -1e30)]
 )
-@pytest.mark.parametrize("k", [1, 9, 40, 65])
+@for_each("k", (1, 9, 40, 65))
 @KINDS
 def test_all_equal_keeps_the_first(backend, kind, value, k):
     spectrum = kind(np.full((2, 65), value, np.complex64))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import codecs, examples, random
+from samples import codecs, examples, for_each, random
 
 from sn_compress import CompressError, FFTCodec, Payload, PayloadError
 from sn_compress.codecs.frequency.fft import PAPER
@@ -150,7 +150,7 @@ def test_a_codec_over_axes_serves_one_shape():
 
 
 @pytest.mark.parametrize("codec", codecs(), ids=str)
-@pytest.mark.parametrize("n", [0, 1, 31, 32, 33, 4095, 4096, 4097, 12_345])
+@for_each("n", (0, 1, 31, 32, 33, 4095, 4096, 4097, 12_345))
 def test_sections_cover_the_vector(codec, n):
     at = words = 0
     for s in codec.sections(n):

@@ -9,6 +9,7 @@ import torch
 from loop_seconds import rows_of
 from small_models import Everything, images, mlp
 
+from sn_memory.base.native import core
 from sn_memory.torch import plan
 from sn_memory.torch.errors import ReplayError
 from sn_memory.torch.model import recent
@@ -16,9 +17,13 @@ from sn_memory.torch.model import recent
 SETTINGS = {"profile": False, "planner": "greedy"}
 
 
-@pytest.fixture
-def made_out(monkeypatch):
+@pytest.fixture(params=["compiled", "in Python"])
+def made_out(monkeypatch, request):
     """How often a kind was made out from all that the modules have."""
+    if request.param == "compiled" and core() is None:
+        pytest.skip("sn_memory._core is not built")
+    if request.param == "in Python":
+        monkeypatch.setattr(recent, "core", lambda: None)
     times = []
     own = recent.kind_of
     monkeypatch.setattr(recent, "kind_of", lambda *given: times.append(1) or own(*given))
@@ -108,6 +113,47 @@ def test_numbers_that_come_and_go_are_not_mistaken(made_out):
         expected = step(copy.deepcopy(model), x)
         assert all(map(torch.equal, step(planned, x), expected)), number
     assert len(made_out) == 8
+
+
+def test_numbers_of_the_outermost_module_are_not_mistaken_either(made_out):
+    model = Rated()
+    planned = plan(model, rows(), "100%", **SETTINGS)
+    x = rows()
+    for number in range(1, 9):
+        # Twice: no step looks in between.
+        planned.rate = planned.rate / 3
+        planned.rate = model.rate = number / 8
+        expected = step(copy.deepcopy(model), x)
+        assert all(map(torch.equal, step(planned, x), expected)), number
+        assert all(map(torch.equal, step(planned, x), expected)), number
+    # The first step's number is that of planning.
+    assert len(made_out) == 8
+
+
+def test_what_dictionaries_held_is_compared_by_address():
+    if core() is None:
+        pytest.skip("sn_memory._core is not built")
+    first, second = {"a": 1000.5, "b": []}, {}
+    held = core().contents([first, second])
+    assert core().unchanged(held, [first, second])
+    first["b"].append(1)
+    assert core().unchanged(held, [first, second])
+    for others in ([first], [second, first], [dict(first), second], []):
+        assert not core().unchanged(held, others)
+    second["c"] = 1
+    assert not core().unchanged(held, [first, second])
+    del second["c"]
+    assert core().unchanged(held, [first, second])
+    first["a"] = float("1000.5")
+    assert not core().unchanged(held, [first, second])
+    del first["a"], first["b"]
+    first["b"], first["a"] = [], 0
+    assert not core().unchanged(held, [first, second])
+    for wrong in (None, [1], ({},)):
+        with pytest.raises(TypeError):
+            core().contents(wrong)
+    with pytest.raises((TypeError, ValueError)):
+        core().unchanged(None, [first])
 
 
 def test_autocast_is_another_kind(made_out):

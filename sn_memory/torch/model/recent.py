@@ -6,6 +6,9 @@ attributes as they were, of all modules in one list; where they are the same obj
 lists and mappings among them hold the same, an input of the same form is of the same kind.
 
 Of tensors and objects the address and the type are compared, so that none is kept alive by this.
+
+Where nothing at all was assigned since, which is the rule, compiled code sees that: a U-Net's 55
+modules have 1,100 attributes, and to take each in hand in Python cost 0.2 ms of a step of 27.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...base.native import core
 from .contents import HOOKS, OF_TORCH, PLAIN, contents, plain
 from .guard import casting
 from .kind import Kind
@@ -93,10 +97,13 @@ class _Seen:
         hooks = [getattr(it, slot) for it in inside for slot in HOOKS]
         self._sized = [*self._dicts, *self._slots, *hooks]
         self._lengths = [*map(len, self._sized)]
+        self._core = core()
+        self._contents = self._core and self._core.contents(self._sized)
         # No name is new as long as there are as many and these are there.
         self._named = [*self._slots, *filter(None, hooks)]
         own = self._own(model)
-        self._names = [*own, *chain.from_iterable(self._named)]
+        self._own_names = [*own]
+        self._names = [*chain.from_iterable(self._named)]
         # Held, so that none of their addresses is given to another; all else is not.
         self._lasting: list[Any] = []
         self._getters: list[tuple[Callable[[Any], Any], dict[str, Any]]] = []
@@ -111,6 +118,10 @@ class _Seen:
                 if name not in lasting and name not in OF_TORCH
             ]
         self._own_told = [*map(_told, own.values())]
+        # What its own attributes are, unless one may hold something else and be the same object.
+        fixed = all(_lasts(name, value) for name, value in own.items())
+        self._own_contents = self._core and fixed and self._core.contents([model.__dict__])
+        self._own_lasting = [*own.values()] if fixed else []
         held = self._held()
         self._ids = [*map(id, held)]
         place = {id(it): at for at, it in reversed([*enumerate(held)])}
@@ -120,29 +131,36 @@ class _Seen:
 
     def held(self, model: torch.nn.Module) -> list[Any] | None:
         """Return all parameters, buffers and modules, if all is as it was."""
-        if [*map(len, self._sized)] != self._lengths:
-            return None
-        own = self._own(model)
-        if [*own, *chain.from_iterable(self._named)] != self._names:
-            return None
-        if [*map(_told, own.values())] != self._own_told:
-            return None
-        held = self._held()
-        if [*map(id, held)] != self._ids:
-            return None
-        if [held[at].requires_grad for at in self._parameters] != self._wanted:
-            return None
+        if not self._same(self._own_contents, [model.__dict__]):
+            own = self._own(model)
+            if [*own] != self._own_names or [*map(_told, own.values())] != self._own_told:
+                return None
         try:
-            lasting = [*chain.from_iterable([getter(it) for getter, it in self._getters])]
-            if not all(map(is_, lasting, self._lasting)) and not all(
-                map(_is_equal, lasting, self._lasting)
-            ):
+            if not self._same(self._contents, self._sized) and not self._alike():
                 return None
             if any(_told(it[name]) != told for it, name, told in self._others):
                 return None
         except KeyError:
             return None
+        held = self._held()
+        if [held[at].requires_grad for at in self._parameters] != self._wanted:
+            return None
         return held
+
+    def _same(self, contents: Any, dicts: list[dict[str, Any]]) -> bool:
+        """Whether dictionaries are known to hold the objects that they held."""
+        return bool(contents) and self._core.unchanged(contents, dicts)
+
+    def _alike(self) -> bool:
+        """Whether all is as it was, though perhaps in other objects. May raise KeyError."""
+        if [*map(len, self._sized)] != self._lengths:
+            return False
+        if [*chain.from_iterable(self._named)] != self._names:
+            return False
+        if [*map(id, self._held())] != self._ids:
+            return False
+        lasting = [*chain.from_iterable([getter(it) for getter, it in self._getters])]
+        return all(map(is_, lasting, self._lasting)) or all(map(_is_equal, lasting, self._lasting))
 
     def tensors(self, held: list[Any]) -> tuple[list[torch.nn.Parameter], list[torch.Tensor]]:
         """Return parameters and buffers of what is held."""
@@ -186,10 +204,9 @@ def _told(value: Any) -> Hashable:
 
 def _form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
     """Return the form of arguments as they are written; None for one of another class."""
-    forms: list[Hashable] = [tuple(kwargs), *casting()]
+    casts = casting()
+    forms: list[Hashable] = [tuple(kwargs), *casts, *map(torch.get_autocast_dtype, casts)]
     first: dict[int, int] = {}
-    if casting():
-        forms += [torch.get_autocast_dtype(it) for it in casting()]
     waiting: list[Any] = [args, *kwargs.values()]
     for it in waiting:
         kind = type(it)
