@@ -153,7 +153,7 @@ def run_step(
     with _counted(tracker, count):
         returned = forward(*args, **kwargs)
         outputs = tensors_of(returned, model)
-        ends = [loss(returned)] if loss is not None else _ends(returned, outputs)
+        ends = [loss(returned)] if loss is not None else ends_of(returned, outputs)
     del returned
     output_gradients = _output_gradients(ends)
     for output_gradient in output_gradients:
@@ -274,7 +274,7 @@ def loss_among(returned: Any) -> torch.Tensor | None:
     return named if isinstance(named, torch.Tensor) and named.numel() == 1 else None
 
 
-def _ends(returned: Any, outputs: Sequence[Any]) -> list[torch.Tensor]:
+def ends_of(returned: Any, outputs: Sequence[Any]) -> list[torch.Tensor]:
     """Return where the backward pass begins: at the loss, or at all outputs that take gradients."""
     loss = loss_among(returned)
     if loss is not None and loss.requires_grad:

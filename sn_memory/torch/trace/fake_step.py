@@ -14,10 +14,14 @@ from typing import Any, cast
 import torch
 from torch.utils._pytree import tree_map_only
 
+from ..elsewhere.gpu import Gpu
 from ..model.guard import as_it_was
-from ..model.step import Measured, chance_put_back, run_step
+from ..model.results import tensors_of
+from ..model.step import Measured, chance_put_back, ends_of, run_step, tensors
+from ..model.tracker import StorageTracker
 from .capture import fake_of
 from .recurrent import FakeMode
+from .scratch import scratch_bytes
 
 
 def fake_step(
@@ -37,6 +41,62 @@ def fake_step(
         return run_step(model, model, arguments, known=known, heard=heard)
 
 
+def fake_step_on(
+    gpu: Gpu,
+    model: torch.nn.Module,
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    moved: Callable[[int, int], None] | None = None,
+) -> Measured:
+    """Run a step as a GPU would that is not here; kernels' workspaces count, as far as known.
+
+    moved : as in StorageTracker; parameters and buffers come first
+    """
+    mode = FakeMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+    arguments = tree_map_only(torch.Tensor, lambda it: fake_of(mode, it, gpu.place), arguments)
+    with as_it_was(model), chance_put_back(), swapped(model, mode, gpu.place), mode:
+        args, kwargs = arguments
+        there = [*model.parameters(), *model.buffers(), *tensors(arguments)]
+        leaves = {id(it): it for it in there if it.requires_grad}
+        tracker = StorageTracker(
+            there,
+            device=gpu.place,
+            allocator="torch",
+            scratch=lambda func, flat: scratch_bytes(
+                str(func.overloadpacket.__name__), flat, gpu.named
+            ),
+            moved=moved,
+        )
+        held: dict[int, torch.Tensor] = {}
+
+        def take(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+            if id(leaf) not in leaves:
+                return
+            before = held.get(id(leaf))
+            taken = {it.untyped_storage()._cdata for it in held.values()}
+            if before is not None:
+                before.add_(gradient)
+            elif gradient.untyped_storage()._cdata in taken or not _lies_like(gradient, leaf):
+                held[id(leaf)] = torch.empty_like(leaf).copy_(gradient)
+            else:
+                held[id(leaf)] = gradient.detach()
+
+        with tracker, torch.enable_grad():
+            with gpu.forward():
+                returned = model(*args, **kwargs)
+            outputs = tensors_of(returned, model)
+            ends = ends_of(returned, outputs)
+            del returned
+            gpu.back(ends, [torch.empty_like(it) for it in ends], take)
+    return Measured({}, tracker.peak_bytes, tracker.peak_op, 0.0)
+
+
+def _lies_like(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
+    """Whether autograd keeps a gradient as it is: it lies as its leaf does, and is no part."""
+    return gradient.stride() == leaf.stride() and (
+        gradient.untyped_storage().nbytes() == gradient.nbytes
+    )
+
+
 @contextmanager
 def on_fakes(model: torch.nn.Module, arguments: Any) -> Iterator[Any]:
     """Let a model compute without values inside; gives the arguments as it takes them then."""
@@ -46,7 +106,9 @@ def on_fakes(model: torch.nn.Module, arguments: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def swapped(model: torch.nn.Module, mode: FakeMode) -> Iterator[None]:
+def swapped(
+    model: torch.nn.Module, mode: FakeMode, place: torch.device | None = None
+) -> Iterator[None]:
     """Let parameters and buffers be tensors without values."""
     made: dict[int, torch.Tensor] = {}
     before = []
@@ -57,7 +119,7 @@ def swapped(model: torch.nn.Module, mode: FakeMode) -> Iterator[None]:
                 if it is None:
                     continue
                 if id(it) not in made:
-                    fake = fake_of(mode, it)
+                    fake = fake_of(mode, it, place)
                     is_weight = isinstance(it, torch.nn.Parameter)
                     made[id(it)] = torch.nn.Parameter(fake, it.requires_grad) if is_weight else fake
                 cast("dict[str, Any]", tensors)[name] = made[id(it)]
