@@ -44,8 +44,8 @@ class NamedDevice:
     bytes_per_s
         Of the device's own memory, peak.
     flops_per_s
-        Peak by type of the operands, dense. `fp32` is without tensor cores, `tf32` with. A type that
-        is missing has no units of its own there.
+        Peak by type of the operands, dense. `fp32` is without tensor cores, `tf32` with. A type
+        that is missing has no units of its own there.
     link_bytes_per_s
         To the host, one direction, peak.
     workspace_bytes

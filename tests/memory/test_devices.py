@@ -57,7 +57,7 @@ def test_names_are_read_generously(asked):
 def test_what_is_no_name():
     with pytest.raises(ValueError, match=r"expected one of v100, .*Did you mean 'h100'\?"):
         named("h10")
-    with pytest.raises(ValueError, match="got device 'cuda', .*leave device out"):
+    with pytest.raises(ValueError, match=r"got device 'cuda', .*leave device out"):
         named("cuda")
     with pytest.raises(TypeError, match="got a int as device"):
         speeds(3)

@@ -61,7 +61,9 @@ class Gpu:
         self.back(ends, output_gradients, take)
         return [found.get(id(leaf)) for leaf in wanted]
 
-    def back(self, ends: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], take: Take) -> None:
+    def back(
+        self, ends: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], take: Take
+    ) -> None:
         """Run the backward pass; `take` is called with each leaf and its gradient."""
         with torch.no_grad(), Kernels(self.named.capability).chosen():
             self._walk.back(ends, gradients, take)

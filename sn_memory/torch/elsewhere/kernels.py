@@ -36,7 +36,7 @@ class Kernels(TorchFunctionMode):
         self.notes: dict[str, None] = {}
         recurrent = {kind: partial(self._recurrent, kind) for kind in _RNN_MODES}
         # By place: torch's own Python functions find them there, and no mode sees what those call.
-        self._places = [
+        self._places: list[tuple[Any, dict[str, Any]]] = [
             (torch.nn.functional, {"scaled_dot_product_attention": self._attention}),
             (torch, {"batch_norm": self._batch_norm, "rms_norm": self._rms_norm}),
             (torch._VF, recurrent),
@@ -103,13 +103,12 @@ class Kernels(TorchFunctionMode):
             query, key, value = (it.to(kind) for it in (query, key, value))
             attn_mask = attn_mask if attn_mask is None else _cast_mask(attn_mask, kind)
             chosen = kernel(query, key, value, attn_mask, dropout_p, self.capability)
-        if enable_gqa and key.size(1) != query.size(1):
-            # Flash and cuDNN's read fewer heads of keys as they are; of the other, torch's rules for
-            # fake tensors do not know it.
-            if chosen == "efficient":
-                times = query.size(1) // key.size(1)
-                key, value = (it.repeat_interleave(times, 1) for it in (key, value))
-                self.notes[_GROUPED] = None
+        # Flash and cuDNN's read fewer heads of keys as they are; of the other, torch's rules for
+        # fake tensors do not know it.
+        if enable_gqa and key.size(1) != query.size(1) and chosen == "efficient":
+            times = query.size(1) // key.size(1)
+            key, value = (it.repeat_interleave(times, 1) for it in (key, value))
+            self.notes[_GROUPED] = None
         return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, chosen)
 
     def _batch_norm(
@@ -136,13 +135,9 @@ class Kernels(TorchFunctionMode):
             and (x.dtype != torch.float16 or weight.dtype == torch.float32)
             and (mean is not None or training)
         ):
-            made = _aten.cudnn_batch_norm(
-                x, weight, bias, mean, variance, training, momentum, eps
-            )
+            made = _aten.cudnn_batch_norm(x, weight, bias, mean, variance, training, momentum, eps)
             return made[0]
-        return _BATCH_NORM(
-            x, weight, bias, mean, variance, training, momentum, eps, cudnn
-        )
+        return _BATCH_NORM(x, weight, bias, mean, variance, training, momentum, eps, cudnn)
 
     def _rms_norm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.notes["rms_norm: counted as its parts; a GPU has one kernel"] = None
@@ -157,13 +152,15 @@ class Kernels(TorchFunctionMode):
         x, states = (args[0], args[2]) if packed else (args[0], args[1])
         batch_sizes = args[1].tolist() if packed else []
         rest = args[3:] if packed else args[2:]
-        weights, biased, layers, dropout, train, both = rest[:6]
+        weights, _, layers, dropout, train, both = rest[:6]
         batch_first = False if packed else bool(rest[6])
         hidden, cell = (states[0], states[1]) if kind == "lstm" else (states, None)
         per_layer = len(weights) // (layers * (2 if both else 1))
         projected = hidden.size(2) if per_layer in (3, 5) else 0
         size = cell.size(2) if cell is not None else hidden.size(2)
-        self.notes["recurrent layers: what cuDNN reserves for the backward pass is estimated"] = None
+        self.notes["recurrent layers: what cuDNN reserves for the backward pass is estimated"] = (
+            None
+        )
         made = _aten._cudnn_rnn(
             x.to(weights[0].dtype),
             weights,

@@ -11,15 +11,28 @@ from __future__ import annotations
 import heapq
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # What takes the gradient of a leaf.
 Take = Callable[[torch.Tensor, torch.Tensor], None]
 _LAST = 1 << 62
+_COPY_THEIR_RESERVE = ("CudnnRnnBackward0", "CudnnBatchNormBackward0")
+
+
+class _AsItIs(TorchDispatchMode):
+    """Lets a node of cuDNN's read what it reserved; it copies that unless the engine tells it."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.clone.default and args[0].dtype == torch.uint8:
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 class _Saved:
@@ -107,7 +120,8 @@ class Walk:
         else:
             self._caller = sys._getframe()
             try:
-                results = node(*arguments)
+                with _AsItIs() if node.name() in _COPY_THEIR_RESERVE else nullcontext():
+                    results = node(*arguments)
             finally:
                 self._caller = None
             for saved in self._unpacked:

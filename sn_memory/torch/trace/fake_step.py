@@ -113,21 +113,21 @@ def swapped(
     made: dict[int, torch.Tensor] = {}
     before = []
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            before.append((tensors, dict(tensors)))
-            for name, it in tensors.items():
+        for own_tensors in (module._parameters, module._buffers):
+            before.append((own_tensors, dict(own_tensors)))
+            for name, it in own_tensors.items():
                 if it is None:
                     continue
                 if id(it) not in made:
                     fake = fake_of(mode, it, place)
                     is_weight = isinstance(it, torch.nn.Parameter)
                     made[id(it)] = torch.nn.Parameter(fake, it.requires_grad) if is_weight else fake
-                cast("dict[str, Any]", tensors)[name] = made[id(it)]
+                cast("dict[str, Any]", own_tensors)[name] = made[id(it)]
         if isinstance(module, torch.nn.RNNBase):
             # It keeps a list of its own, and would go on with the real ones.
             module._flat_weights = [getattr(module, it) for it in module._flat_weights_names]
     try:
         yield
     finally:
-        for tensors, own in before:
-            cast("dict[str, Any]", tensors).update(own)
+        for own_tensors, own in before:
+            cast("dict[str, Any]", own_tensors).update(own)

@@ -23,10 +23,14 @@ _LOOKS_PER_PARAMETER = 100
 
 @dataclass(frozen=True)
 class OptimizerMemory:
-    """Bytes an optimizer keeps between steps, and the most it holds beside that during one."""
+    """Bytes an optimizer keeps between steps, and the most it holds beside that during one.
+
+    sizes : of its storages
+    """
 
     state_bytes: int
     transient_bytes: int
+    sizes: tuple[int, ...] = ()
 
 
 def optimizer_memory(
@@ -79,18 +83,27 @@ def _of_a_step(model: torch.nn.Module, optimizer: Any, gpu: Gpu | None) -> Optim
             if gpu is not None and group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True
         known = [*fakes.values(), *(it.grad for it in fakes.values() if it.grad is not None)]
-        with StorageTracker(known) as tracker:
+        with StorageTracker(known, device=place) as tracker:
             twin.step()
-    state = _bytes_of(twin.state)
-    return OptimizerMemory(state, max(0, tracker.peak_bytes - tracker.start_bytes - state))
+    sizes = _sizes_of(twin.state, place)
+    state = sum(sizes)
+    return OptimizerMemory(state, max(0, tracker.peak_bytes - tracker.start_bytes - state), sizes)
 
 
 def _bytes_of(state: Any) -> int:
-    """Bytes of the tensors in an optimizer's state, each storage once."""
-    if not isinstance(state, Mapping):
-        return 0
+    return sum(_sizes_of(state)) if isinstance(state, Mapping) else 0
+
+
+def _sizes_of(state: Mapping[Any, Any], place: torch.device | None = None) -> tuple[int, ...]:
+    """Bytes of the tensors in an optimizer's state, each storage once; on one device if given."""
     held = [it for it in tree_leaves(list(state.values())) if isinstance(it, torch.Tensor)]
-    return sum({it.untyped_storage()._cdata: it.untyped_storage().nbytes() for it in held}.values())
+    found = {
+        it.untyped_storage()._cdata: it.untyped_storage().nbytes()
+        for it in held
+        # Counts of steps stay on the host.
+        if place is None or it.device == place
+    }
+    return tuple(found.values())
 
 
 class _SomeNumber(TorchDispatchMode):

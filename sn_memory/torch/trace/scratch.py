@@ -14,7 +14,7 @@ import torch
 
 from ...cost.devices import NamedDevice
 from ...graph.records import Workspace
-from .record import Call, Recording, View
+from .record import Recording, View
 
 _FLASH = "_scaled_dot_product_flash_attention_backward"
 _CUDNN = "_scaled_dot_product_cudnn_attention_backward"

@@ -293,14 +293,12 @@ def operations(
     return device, measured_seconds(captured.recording, place) if profile else [None] * len(calls)
 
 
-def beside(
-    model: torch.nn.Module, optimizer: Any, gpu: Gpu | None = None
-) -> tuple[Storage, ...]:
+def beside(model: torch.nn.Module, optimizer: Any, gpu: Gpu | None = None) -> tuple[Storage, ...]:
     """Return what is resident and no part of the step: the optimizer's state.
 
     And, on a GPU that is not here, what cuBLAS keeps from the first product on.
     """
-    held = ()
+    held: tuple[Storage, ...] = ()
     if optimizer is not None:
         state = optimizer_memory(model, optimizer, gpu).state_bytes
         held = (Storage(OPTIMIZER, state, "state"),)
