@@ -7,6 +7,7 @@ without values, as a forward in Python holds more than it still needs.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,9 @@ from ..graph.numbers import rounded
 from ..graph.records import Device
 from ..run.estimate import Estimate
 from .elsewhere.gpu import Gpu, gpu_of
-from .model.step import Measured, device_of
-from .trace.fake_step import fake_step, fake_step_on
+from .errors import TraceError
+from .model.step import Measured, device_of, tensors
+from .trace.fake_step import MOST_KNOWN, fake_step, fake_step_on, is_known
 from .trace.optimizer import OptimizerMemory, optimizer_memory
 from .trace.record import View
 from .trace.trace import Trace, call_arguments, trace_unplanned
@@ -65,14 +67,13 @@ def estimate(
     """
     gpu = gpu_of(device, device_of(model))
     rates = speeds(device)
-    traced = trace_unplanned(model, sample, rates, gpu)
+    traced, refusal = _traced(model, sample, rates, gpu)
     held = OptimizerMemory(0, 0) if optimizer is None else optimizer_memory(model, optimizer, gpu)
     state = _as_allocated(held.sizes) if gpu is not None else held.state_bytes
     kept = 0 if gpu is None else gpu.named.workspace_bytes
-    sums = _sums(traced)
-    boundary = traced.captured.boundary
+    sums = _sums_of_model(model, sample) if traced is None else _sums(traced)
     between = sums["parameter"] + sums["state"]
-    constants = list(traced.captured.recording.constants.values())
+    constants = [] if traced is None else list(traced.captured.recording.constants.values())
     memory = CachingAllocator()
 
     def step(given: Any, memory: CachingAllocator | None = None) -> Measured:
@@ -88,7 +89,13 @@ def estimate(
         resized = tree_map_only(torch.Tensor, lambda it: _resized(it, batch), sample)
         return step(resized).peak_bytes + state + kept
 
-    measured, highest = step(sample, memory), peak(traced.graph)
+    try:
+        measured = step(sample, memory)
+    except Exception as error:
+        if refusal is None:
+            raise
+        # The step has values of small integers, the trace has none; it stumbled over others.
+        raise refusal from error
     named = None if gpu is None else gpu.named
     return Estimate(
         parameters_bytes=sums["parameter"],
@@ -96,24 +103,54 @@ def estimate(
         inputs_bytes=sums["input"],
         gradients_bytes=sums["gradient"],
         optimizer_bytes=state,
-        activations_bytes=_left(traced, boundary),
+        activations_bytes=measured.left_bytes if traced is None else _left(traced),
         step_bytes=measured.peak_bytes + state + kept,
         update_bytes=between + sums["gradient"] + state + held.transient_bytes + kept,
-        peak_op=(
-            traced.graph.ops[highest.op].name
-            if highest.bytes == measured.peak_bytes
-            else measured.peak_op
-        ),
+        peak_op=_peak_op(traced, measured),
         batch=_batch(sample),
         _step_of=step_of,
-        logits_bytes=_logits(traced),
+        logits_bytes=0 if traced is None else _logits(traced),
         device="" if named is None else named.name,
         room_bytes=None if named is None else named.usable_bytes,
         workspace_bytes=kept,
         reserved_bytes=memory.peak_reserved_bytes,
-        seconds=None if rates is None else _seconds(traced, rates, sums, held),
-        notes=traced.notes,
+        seconds=None if rates is None or traced is None else _seconds(traced, rates, sums, held),
+        notes=() if traced is None else traced.notes,
     )
+
+
+def _traced(
+    model: torch.nn.Module, sample: Any, rates: Device | None, gpu: Gpu | None
+) -> tuple[Trace | None, TraceError | None]:
+    """Return a trace; or none and the reason, where values of the sample may be what is missing."""
+    try:
+        return trace_unplanned(model, sample, rates, gpu), None
+    except TraceError as error:
+        if gpu is not None:
+            raise
+        return None, error
+
+
+def _peak_op(traced: Trace | None, measured: Measured) -> str:
+    if traced is not None:
+        highest = peak(traced.graph)
+        if highest.bytes == measured.peak_bytes:
+            return traced.graph.ops[highest.op].name
+    return measured.peak_op
+
+
+def _sums_of_model(model: torch.nn.Module, sample: Any) -> dict[str, int]:
+    """Bytes by role without a trace; all parameters that want a gradient get one."""
+
+    def total(held: Iterable[torch.Tensor]) -> int:
+        return sum({id(it): it.nbytes for it in held}.values())
+
+    return {
+        "parameter": total(model.parameters()),
+        "state": total(model.buffers()),
+        "input": total(tensors(call_arguments(sample))),
+        "gradient": total(it for it in model.parameters() if it.requires_grad),
+    }
 
 
 def _as_allocated(sizes: tuple[int, ...]) -> int:
@@ -175,9 +212,9 @@ def _sums(traced: Trace) -> dict[str, int]:
     return sums
 
 
-def _left(traced: Trace, boundary: int) -> int:
+def _left(traced: Trace) -> int:
     """Bytes that are live at the loss and neither resident nor the loss's gradients."""
-    graph = traced.graph
+    graph, boundary = traced.graph, traced.captured.boundary
     made = sum(graph.arrays.bytes[number] for number in graph.arrays.outputs[boundary])
     return int(live_bytes(graph)[boundary] - graph.base_bytes - made)
 
@@ -189,7 +226,12 @@ def _batch(sample: Any) -> int | None:
 
 
 def _resized(tensor: torch.Tensor, batch: int) -> torch.Tensor:
-    """Return a tensor without memory like this one, of another batch."""
+    """Return a tensor like this one, of another batch: without memory, or with its rows repeated.
+
+    Of integers the step looks at values, so as in the sample's own step they are there.
+    """
     size = (batch, *tensor.shape[1:])
+    if is_known(tensor) and math.prod(size) <= MOST_KNOWN and len(tensor):
+        return tensor[torch.arange(batch) % len(tensor)]
     made = torch.empty(size, dtype=tensor.dtype, device="meta")
     return made.requires_grad_(tensor.requires_grad)

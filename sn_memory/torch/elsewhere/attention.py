@@ -107,7 +107,7 @@ def attend(
 
 
 def _spread(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return a mask as kernels read it: its rows begin at multiples of 16, heads see it as views."""
+    """Return a mask as kernels read it: rows begin at multiples of 16, heads are views."""
     padding = -mask.size(-1) % _MASK_GRAIN
     length = mask.size(-1)
     if padding and length > 1:

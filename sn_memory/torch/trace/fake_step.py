@@ -9,19 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    unset_fake_temporarily,
+)
 from torch.utils._pytree import tree_map_only
 
 from ..elsewhere.gpu import Gpu
+from ..elsewhere.scratch import form_of, scratch_bytes
 from ..model.guard import as_it_was
 from ..model.results import tensors_of
 from ..model.step import Measured, chance_put_back, ends_of, run_step, tensors
 from ..model.tracker import StorageTracker
 from .capture import fake_of
 from .recurrent import FakeMode
-from .scratch import scratch_bytes
+
+# Elements of a tensor whose values are computed.
+MOST_KNOWN = 1 << 20
 
 
 def fake_step(
@@ -35,10 +45,51 @@ def fake_step(
     arguments : positional and by keyword; known : tensors that are there beside these; heard : as
     in StorageTracker.
     """
-    mode = FakeMode(allow_non_fake_inputs=True)
-    arguments = tree_map_only(torch.Tensor, lambda it: fake_of(mode, it), arguments)
+    mode = _Knowing(allow_non_fake_inputs=True)
+    arguments = tree_map_only(torch.Tensor, mode.given, arguments)
     with as_it_was(model), chance_put_back(), swapped(model, mode), mode:
         return run_step(model, model, arguments, known=known, heard=heard)
+
+
+def is_known(tensor: torch.Tensor) -> bool:
+    """Whether a step run without values has those of a tensor: a few integers that are there."""
+    return (
+        not isinstance(tensor, FakeTensor)
+        and tensor.device.type == "cpu"
+        and not tensor.dtype.is_floating_point
+        and not tensor.dtype.is_complex
+        and tensor.numel() <= MOST_KNOWN
+    )
+
+
+class _Knowing(FakeMode):
+    """Fake tensors; but what follows from small integers of the sample alone has its values.
+
+    Models look at them: at a mask of ones, which they then leave out, or at the edges of a graph.
+    """
+
+    def given(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return an input as the model is given it."""
+        if is_known(tensor):
+            with unset_fake_temporarily():
+                return tensor.clone()
+        return fake_of(self, tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = tensors((args, kwargs))
+        if not given or not all(map(is_known, given)):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        try:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            pass
+        else:
+            if sum(it.numel() for it in tensors(result)) > MOST_KNOWN:
+                return result
+        with unset_fake_temporarily():
+            return func(*args, **(kwargs or {}))
 
 
 def fake_step_on(
@@ -61,9 +112,7 @@ def fake_step_on(
             there,
             device=gpu.place,
             allocator="torch",
-            scratch=lambda func, flat: scratch_bytes(
-                str(func.overloadpacket.__name__), flat, gpu.named
-            ),
+            scratch=partial(_scratch, gpu),
             moved=moved,
         )
         held: dict[int, torch.Tensor] = {}
@@ -88,6 +137,11 @@ def fake_step_on(
             del returned
             gpu.back(ends, [torch.empty_like(it) for it in ends], take)
     return Measured({}, tracker.peak_bytes, tracker.peak_op, 0.0)
+
+
+def _scratch(gpu: Gpu, func: Any, flat: list[Any]) -> int:
+    forms = [form_of(it) for it in flat if isinstance(it, torch.Tensor)]
+    return scratch_bytes(str(func.overloadpacket.__name__), forms, gpu.named)
 
 
 def _lies_like(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:

@@ -2,6 +2,8 @@
 
 Everything that follows (plan, estimate, verify) starts here. What the calls are is in capture.py,
 how they become a graph in to_graph.py, where seconds come from in op_seconds.py.
+
+Over 300 lines: half of them are what `trace` says of its arguments.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ from torch.nn.utils.rnn import PackedSequence
 from ...cost.devices import NOMINAL, speeds
 from ...graph.graph import Graph
 from ...graph.liveness import peak
-from ...graph.records import Compressed, Device, Storage
+from ...graph.records import Compressed, Device, Storage, Workspace
 from ...graph.rewrite import waits
 from ..elsewhere.gpu import Gpu, gpu_of
+from ..elsewhere.scratch import scratch_bytes
 from ..errors import TraceError
 from ..model.step import chance_put_back
 from .capture import capture
@@ -28,8 +31,7 @@ from .convolutions import Measure, measured_on, ways_of
 from .op_seconds import measured_device, measured_seconds
 from .optimizer import optimizer_memory
 from .rearrange import accumulated, put_off, spared, taken_apart
-from .record import Layouts
-from .scratch import scratch_ways
+from .record import Layouts, Recording, View
 from .simplify import in_place
 from .to_graph import Named, to_graph
 
@@ -181,7 +183,7 @@ def trace(
     found_device, seconds = _timed(captured, place, profile=profile, device=speeds(device))
     ways = None
     if gpu is not None:
-        ways = scratch_ways(captured.recording, gpu.named)
+        ways = _scratch_ways(captured.recording, gpu)
     if workspaces:
         if workspaces is True and there.type != "cuda":
             raise ValueError(
@@ -205,6 +207,16 @@ def trace(
     number = named.storage_of
     forms_of = {it: found[number[it]] for it in waits(named.graph)}
     return Trace(named, captured, forms_of, layouts, () if gpu is None else tuple(gpu.notes))
+
+
+def _scratch_ways(recording: Recording, gpu: Gpu) -> list[tuple[Workspace, ...]]:
+    """Return per call what its kernel takes beside arguments and results, as ops state it."""
+    found = []
+    for call in recording.calls:
+        forms = [(it.size, it.stride, it.dtype) for it in call.flat if isinstance(it, View)]
+        size = scratch_bytes(call.name, forms, gpu.named)
+        found.append((Workspace(size),) if size else ())
+    return found
 
 
 def _arranged(captured: Captured, *, overlap: bool, accumulate: bool) -> Captured:
@@ -277,7 +289,7 @@ def trace_unplanned(
         device=device or NOMINAL,
         seconds=[None] * len(captured.recording.calls),
         allocator=_allocator(place),
-        ways=None if gpu is None else scratch_ways(captured.recording, gpu.named),
+        ways=None if gpu is None else _scratch_ways(captured.recording, gpu),
     )
     return Trace(named, captured, notes=() if gpu is None else tuple(gpu.notes))
 
