@@ -94,7 +94,8 @@ def estimate(
     except Exception as error:
         if refusal is None:
             raise
-        # The step has values of small integers, the trace has none; it stumbled over others.
+        # The step has values of small integers, the trace has none, and a step may draw random
+        # numbers again in its backward pass, which no plan may; it stumbled over something else.
         raise refusal from error
     named = None if gpu is None else gpu.named
     return Estimate(
@@ -126,8 +127,6 @@ def _traced(
     try:
         return trace_unplanned(model, sample, rates, gpu), None
     except TraceError as error:
-        if gpu is not None:
-            raise
         return None, error
 
 

@@ -97,17 +97,29 @@ def fake_step_on(
     model: torch.nn.Module,
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
     moved: Callable[[int, int], None] | None = None,
+    *,
+    keep: bool = True,
 ) -> Measured:
     """Run a step as a GPU would that is not here; kernels' workspaces count, as far as known.
 
-    moved : as in StorageTracker; parameters and buffers come first
+    moved : as in StorageTracker; parameters and buffers come first. Gradients that parameters have
+    by now are there from the start, and added to. keep : whether parameters get gradients; else
+    each is gone as soon as it is made
     """
+    earlier = [it.grad is not None for it in model.parameters()]
     mode = FakeMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
     arguments = tree_map_only(torch.Tensor, lambda it: fake_of(mode, it, gpu.place), arguments)
     with as_it_was(model), chance_put_back(), swapped(model, mode, gpu.place), mode:
         args, kwargs = arguments
         there = [*model.parameters(), *model.buffers(), *tensors(arguments)]
         leaves = {id(it): it for it in there if it.requires_grad}
+        # A tensor is not counted before it is met, so those of earlier steps are made outside.
+        held = {
+            id(it): torch.empty_like(it, requires_grad=False)
+            for it, has in zip(model.parameters(), earlier, strict=True)
+            if has and keep
+        }
+        there += held.values()
         tracker = StorageTracker(
             there,
             device=gpu.place,
@@ -115,19 +127,19 @@ def fake_step_on(
             scratch=partial(_scratch, gpu),
             moved=moved,
         )
-        held: dict[int, torch.Tensor] = {}
+        taken = {it.untyped_storage()._cdata for it in held.values()}
 
         def take(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
-            if id(leaf) not in leaves:
+            if id(leaf) not in leaves or not keep:
                 return
             before = held.get(id(leaf))
-            taken = {it.untyped_storage()._cdata for it in held.values()}
             if before is not None:
                 before.add_(gradient)
-            elif gradient.untyped_storage()._cdata in taken or not _lies_like(gradient, leaf):
-                held[id(leaf)] = torch.empty_like(leaf).copy_(gradient)
-            else:
-                held[id(leaf)] = gradient.detach()
+                return
+            if gradient.untyped_storage()._cdata in taken or not _lies_like(gradient, leaf):
+                gradient = torch.empty_like(leaf, requires_grad=False).copy_(gradient)
+            held[id(leaf)] = gradient.detach()
+            taken.add(gradient.untyped_storage()._cdata)
 
         with tracker, torch.enable_grad():
             with gpu.forward():
@@ -135,8 +147,9 @@ def fake_step_on(
             outputs = tensors_of(returned, model)
             ends = ends_of(returned, outputs)
             del returned
+            left = tracker.live_bytes - tracker.start_bytes
             gpu.back(ends, [torch.empty_like(it) for it in ends], take)
-    return Measured({}, tracker.peak_bytes, tracker.peak_op, 0.0)
+    return Measured({}, tracker.peak_bytes, tracker.peak_op, 0.0, left)
 
 
 def _scratch(gpu: Gpu, func: Any, flat: list[Any]) -> int:
