@@ -90,6 +90,11 @@ class Fields:
             raise error(f"{path}: got {show(value)}, expected an object {{...}}.")
         self._left: dict[str, Any] = dict(value)
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys that nobody asked for yet, for objects whose keys are names."""
+        return tuple(self._left)
+
     def _take(self, key: str, default: object) -> Any:
         value = self._left.pop(key, _MISSING)
         if value is _MISSING or (value is None and default is not _MISSING):

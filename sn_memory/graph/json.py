@@ -11,6 +11,7 @@ from ..base.fields import Fields, is_text, load, show
 from .records import Compressed, Device, Op, Records, Storage, Workspace
 
 FORMAT: Final = "sn_memory.graph.v1"
+_BY_DTYPE: Final = "flops_per_s_by_dtype"
 
 
 def _read_storage(data: object, where: str) -> Storage:
@@ -65,6 +66,7 @@ def _read_op(data: object, where: str) -> Op:
             _read_workspace(way, f"{where}.workspaces[{index}]")
             for index, way in enumerate(row.items("workspaces", ()))
         ),
+        dtype=row.text("dtype", ""),
     )
     row.done()
     return op
@@ -81,9 +83,18 @@ def _read_device(row: Fields | None) -> Device:
         to_device_bytes_per_s=row.number("to_device_bytes_per_s", None),
         transfer_latency_s=row.number("transfer_latency_s", 0.0),
         pinned_bytes=row.integer("pinned_bytes", None),
+        launch_s=row.number("launch_s", 0.0),
+        flops_per_s_by_dtype=_read_speeds(row),
     )
     row.done()
     return device
+
+
+def _read_speeds(device: Fields) -> tuple[tuple[str, float], ...]:
+    speeds = Fields(device.mapping(_BY_DTYPE), f"{device.path}.{_BY_DTYPE}", GraphError)
+    found = tuple((dtype, speeds.number(dtype)) for dtype in speeds.keys)
+    speeds.done()
+    return found
 
 
 def read(source: str | os.PathLike[str]) -> Records:
@@ -120,6 +131,8 @@ def _record(value: Storage | Op | Device | Workspace | Compressed) -> dict[str, 
             continue
         if isinstance(item, Compressed):
             item = _record(item)
+        elif key == _BY_DTYPE:
+            item = dict(item)
         elif isinstance(item, tuple):
             item = [_record(part) if isinstance(part, Workspace) else part for part in item]
         result[key] = item

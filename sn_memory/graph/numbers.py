@@ -83,7 +83,9 @@ def _op_seconds(graph: Records, op: Op, traffic_bytes: int) -> tuple[tuple[float
         own = 0.0
     elif device.flops_per_s is not None and device.bytes_per_s is not None:
         moved = traffic_bytes if op.traffic_bytes is None else op.traffic_bytes
-        own, source = max(op.flops / device.flops_per_s, moved / device.bytes_per_s), "roofline"
+        speed = dict(device.flops_per_s_by_dtype).get(op.dtype, device.flops_per_s)
+        own = max(op.flops / speed, moved / device.bytes_per_s, device.launch_s)
+        source = "roofline"
     else:
         speed = device.flops_per_s or NOMINAL_FLOPS_PER_S
         # An op without flops still costs something, or it would be rebuilt for nothing.

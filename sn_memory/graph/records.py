@@ -101,6 +101,8 @@ class Op:
         It changes something outside the graph; it meets other ranks. Neither runs twice.
     fixed, once
         It may not move past any other op; it may not run twice.
+    dtype
+        What its arithmetic is done in, as `bf16`: which of the device's speeds holds.
     workspaces
         Ways to carry it out; the first is the default. None: no scratch memory.
     """
@@ -122,6 +124,7 @@ class Op:
     fixed: bool = False
     once: bool = False
     workspaces: tuple[Workspace, ...] = ()
+    dtype: str = ""
 
     @property
     def ordered(self) -> bool:
@@ -144,6 +147,10 @@ class Device:
     ----------
     flops_per_s, bytes_per_s
         Arithmetic and memory bandwidth, for the roofline of ops that were not measured.
+    launch_s
+        The least seconds of such an op, whatever it does.
+    flops_per_s_by_dtype
+        Pairs of a dtype, as ops state it, and the arithmetic in it; `flops_per_s` for others.
     to_host_bytes_per_s, to_device_bytes_per_s, transfer_latency_s
         The two transfer lanes; each moves one storage at a time, beside the ops.
     pinned_bytes
@@ -157,6 +164,8 @@ class Device:
     to_device_bytes_per_s: float | None = None
     transfer_latency_s: float = 0.0
     pinned_bytes: int | None = None
+    launch_s: float = 0.0
+    flops_per_s_by_dtype: tuple[tuple[str, float], ...] = ()
 
     @property
     def can_offload(self) -> bool:
@@ -198,10 +207,15 @@ def check_device(device: Device) -> None:
         value = getattr(device, key)
         if value is not None and not (is_amount(value) and value > 0):
             raise GraphError(f"device.{key}: got {value!r}, expected a finite number above 0.")
-    if not is_amount(device.transfer_latency_s):
-        raise GraphError(
-            f"device.transfer_latency_s: got {device.transfer_latency_s!r}, expected 0 or more."
-        )
+    for key in ("transfer_latency_s", "launch_s"):
+        if not is_amount(value := getattr(device, key)):
+            raise GraphError(f"device.{key}: got {value!r}, expected 0 or more.")
+    for dtype, value in device.flops_per_s_by_dtype:
+        if not (is_amount(value) and value > 0):
+            raise GraphError(
+                f"device.flops_per_s_by_dtype.{dtype}: got {value!r}, expected a finite number "
+                "above 0."
+            )
     if device.pinned_bytes is not None and not is_count(device.pinned_bytes):
         raise GraphError(
             f"device.pinned_bytes: got {device.pinned_bytes!r}, expected a whole number from 0 to "

@@ -9,13 +9,22 @@ import keras
 import tensorflow as tf
 
 from ..base.errors import PlanWarning
+from ..cost.devices import is_here, named, speeds
 from ..graph.liveness import live_bytes, peak
+from ..graph.records import Device
 from ..run.estimate import Estimate
 from .trace.model import call_arguments
 from .trace.trace import Trace, optimizer_bytes, trace, uncounted
 
+_NOT_MODELLED = (
+    "ops are those of the graph TensorFlow made here; kernels' workspaces on the named device, and "
+    "what its allocator reserves, are not modelled"
+)
 
-def estimate(model: Any, sample: Any, *, optimizer: Any = None) -> Estimate:
+
+def estimate(
+    model: Any, sample: Any, *, optimizer: Any = None, device: Device | str | None = None
+) -> Estimate:
     """Tell what a training step will hold. The model's variables exist; nothing else is allocated.
 
     Parameters
@@ -24,6 +33,8 @@ def estimate(model: Any, sample: Any, *, optimizer: Any = None) -> Estimate:
         As in `trace`; a tf.TensorSpec as sample will do.
     optimizer
         A Keras optimizer or its name, for a model.
+    device
+        A name of the table, as "h100": for the room there, and for seconds, which are predicted.
 
     Raises
     ------
@@ -41,7 +52,9 @@ def estimate(model: Any, sample: Any, *, optimizer: Any = None) -> Estimate:
     >>> found.parameters_bytes, found.gradients_bytes, found.fits("1GB")
     (4004000, 4004000, True)
     """
-    traced = trace(model, sample, profile=False)
+    there = named(device) if isinstance(device, str) and not is_here(device) else None
+    rates = speeds(device)
+    traced = trace(model, sample, profile=False, device=rates)
     unknown = uncounted(traced.named)
     if unknown:
         warnings.warn(f"A step holds more than estimated: {unknown}.", PlanWarning, stacklevel=2)
@@ -72,6 +85,10 @@ def estimate(model: Any, sample: Any, *, optimizer: Any = None) -> Estimate:
         peak_op=traced.graph.ops[highest.op].name,
         batch=_batch(args) if isinstance(model, keras.Model) or args else None,
         _step_of=step_of,
+        device="" if there is None else there.name,
+        room_bytes=None if there is None else there.usable_bytes,
+        seconds=None if rates is None else sum(it[0] for it in traced.graph.arrays.seconds),
+        notes=() if there is None else (_NOT_MODELLED,),
     )
 
 

@@ -58,7 +58,7 @@ def plan(
     techniques: Sequence[str] = ("keep", "recompute"),
     backend: str = "auto",
     profile: bool = True,
-    device: Device | None = None,
+    device: Device | str | None = None,
     optimizer: Any = None,
     time_limit_s: float = 60.0,
     deterministic: bool = False,

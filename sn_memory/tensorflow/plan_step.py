@@ -26,7 +26,7 @@ def plan_step(
     planner: str = "auto",
     techniques: Sequence[str] = ("keep", "recompute"),
     profile: bool = True,
-    device: Device | None = None,
+    device: Device | str | None = None,
     time_limit_s: float = 60.0,
     deterministic: bool = False,
     progress: Wanted = None,

@@ -35,6 +35,7 @@ from .model.sharded import first_fsdp_refused, of_first_fsdp
 from .model.step import apart, chance_put_back, tensors
 from .model.wrapping import plain_model
 from .modules.backend import ModuleStep
+from .on_paper import OnPaper
 from .planned import Planned
 from .planning import Step, smallest_of_trace
 from .trace.trace import Trace, beside
@@ -69,9 +70,13 @@ def step_for(
         With `strict`, if no plan keeps the budget.
     TraceError
         For a model that the first FSDP wraps.
+    ReplayError
+        For one that was planned for a device that is not here.
     """
     if of_first_fsdp(model):
         raise first_fsdp_refused()
+    if isinstance(record.latest, OnPaper):
+        raise record.latest.refusal()
     plain = plain_model(model)
     like = kind or kind_of(plain, *given, record.noted, loosely=True)
     assert like is not None
@@ -186,7 +191,8 @@ class _FirstSight:
             )
         step = planning.by_graph(self.plain, self.given, seen, self.plan_of_trace)
         # Where a kernel lays out otherwise than traced, it is put right and noted; see `step_for`.
-        step.layouts = {}
+        if isinstance(step, Replay):
+            step.layouts = {}
         return step
 
     def plan_of_trace(self, traced: Trace) -> Plan:

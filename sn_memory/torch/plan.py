@@ -20,6 +20,7 @@ from ..activations import Controller
 from ..base.errors import PlanWarning
 from ..base.progress import Wanted, speaking
 from ..base.sizes import is_part, parse_bytes
+from ..cost.devices import speeds
 from ..graph.records import Device
 from ..plan.api import plan_graph
 from ..plan.plan import Plan
@@ -27,11 +28,13 @@ from ..run.measured_choice import summary
 from ..run.planned import PlannedKind
 from .accumulation import planned_for_both
 from .compile.backend import COMPILERS
+from .elsewhere.gpu import gpu_of
 from .errors import TraceError
 from .loss_chunks import with_loss_chunks
 from .model.kind import Kind
 from .model.kinds import Arguments, attributes_of, kind_of
 from .model.sharded import first_fsdp_refused, of_first_fsdp, stand_for
+from .model.step import device_of
 from .model.wrapping import RECORD, as_written, bare, is_compiled, plain_model, planned_class
 from .modules.backend import ModuleStep
 from .planned import Planned, Sampled
@@ -55,7 +58,7 @@ def plan(
     techniques: Sequence[str] = ("keep", "recompute"),
     backend: str = "auto",
     profile: bool = True,
-    device: Device | None = None,
+    device: Device | str | None = None,
     optimizer: Any = None,
     time_limit_s: float = 60.0,
     compiler: str = "inductor",
@@ -103,7 +106,8 @@ def plan(
         that was compiled (`torch.compile(model)`, `model.compile()`) stays compiled, or is planned
         as any other with a warning that says why.
     profile, device
-        As in `trace`.
+        As in `trace`. With the name of a GPU, and a model that is not on one, the plan is on paper:
+        it can be read and reported, and a training step raises ReplayError.
     optimizer
         An optimizer or its class; its state counts as well.
     compiler
@@ -185,6 +189,7 @@ def plan(
             f"got deterministic=True with {got}, which measures seconds: they differ from run to "
             "run. Pass profile=False, a device whose speeds are to count, and another back end."
         )
+    speeds(device)  # a name that is none is said before anything is done
     planning = Planning(
         budget=budget,
         planner=planner,
@@ -226,6 +231,7 @@ def plan(
                 stacklevel=2,
             )
     _check_model(model)
+    _check_device(device, model, backend)
     before = model.__dict__.get(RECORD)
     of_trace = {"profile": profile, "device": device, "optimizer": optimizer}
     largest = sample[-1] if isinstance(sample, list) and sample else sample
@@ -258,6 +264,15 @@ def plan(
     record.loss_chunks = chunks
     record.sampled = Sampled.of(twin, found[0][1])
     return twin
+
+
+def _check_device(device: Device | str | None, model: torch.nn.Module, backend: str) -> None:
+    """Refuse to compile or to measure for a GPU that is not here."""
+    if backend in ("compile", "modules") and gpu_of(device, device_of(model)) is not None:
+        raise ValueError(
+            f"got device {device!r} with backend={backend!r}, which compiles or measures on the "
+            "machine that is here. Use 'graph', whose plan is made on paper, or plan there."
+        )
 
 
 def _kinds(

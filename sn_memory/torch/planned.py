@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..base.errors import PlanError
 from ..base.sizes import parse_bytes
+from ..cost.devices import speeds
 from ..run.at_once import TimeToPlan
 from ..run.planned import PlannedKind, PlannedRecord
 from .eager.trial import Trial
@@ -153,7 +154,7 @@ class Planned(PlannedRecord[Trace]):
             self.budget_bytes,
             blocks=blocks,
             profile=planning.profile,
-            device=planning.device,
+            device=speeds(planning.device),
             optimizer=planning.optimizer,
         )
 

@@ -18,6 +18,7 @@ from ..activations import Controller
 from ..base.errors import PlanWarning
 from ..base.progress import say
 from ..check.replay import check_plan
+from ..cost.devices import speeds
 from ..graph.graph import Graph
 from ..graph.records import Device, Storage
 from ..plan.plan import BudgetError, Plan
@@ -27,10 +28,12 @@ from .compile.backend import CompiledStep, Settings
 from .eager.compressed import as_planned
 from .eager.replay import Replay
 from .eager.trial import Trial, layouts_seen, tried
+from .elsewhere.gpu import gpu_of
 from .errors import TraceError, first_line, sample_line
 from .model.kinds import Arguments, changeable
-from .model.step import chance_put_back, wanted_bytes
+from .model.step import chance_put_back, device_of, wanted_bytes
 from .modules.backend import ModuleStep
+from .on_paper import OnPaper
 from .trace.convolutions import Measure
 from .trace.record import Layouts
 from .trace.trace import Given, Trace, beside, trace
@@ -104,7 +107,7 @@ class Planning:
     techniques: tuple[str, ...]
     backend: str
     profile: bool
-    device: Device | None
+    device: Device | str | None
     optimizer: Any
     time_limit_s: float
     compiler: str
@@ -213,7 +216,7 @@ class Planning:
         given: Arguments,
         layouts: Layouts | None = None,
         planned: Callable[[Trace], Plan] | None = None,
-    ) -> Replay:
+    ) -> Step:
         """Return a step that replays the recorded calls."""
         unseen = changeable(*given)
         if unseen:
@@ -221,6 +224,16 @@ class Planning:
                 f"an argument is a {', '.join(unseen)}: what it holds could change from step to "
                 "step, and a replay would not see it. Pass the tensors and numbers in it."
             )
+        if isinstance(self.device, str) and gpu_of(self.device, device_of(model)) is not None:
+            traced = trace(
+                model,
+                Given(*given),
+                device=self.device,
+                optimizer=self.optimizer,
+                overlap=self.overlap,
+                accumulate=self.accumulate,
+            )
+            return OnPaper(traced, (planned or self.planned_trace)(traced), self.device)
         return self.replay(model, given, layouts or {}, planned or self.planned_trace, self.profile)
 
     def by_compiler(
@@ -240,7 +253,7 @@ class Planning:
             planned or self.shortly.planned,
             self.budget,
             self.profile,
-            self.device,
+            speeds(self.device),
             held,
             self.compiler,
             words,
@@ -313,8 +326,8 @@ class Planning:
 
     def in_trial(self, step: Step, backend: str, model: torch.nn.Module, given: Arguments) -> Made:
         """Try a step on its input; trace and plan it again where kernels lay out otherwise."""
-        if not self.trial or isinstance(step, CompiledStep):
-            remark = "no trial was asked for, or compiled"
+        if not self.trial or isinstance(step, CompiledStep | OnPaper):
+            remark = "no trial was asked for, or compiled, or planned for another device"
             return Made(step, backend, Trial(False, {}, remark=remark))
 
         def found() -> Trial:

@@ -120,6 +120,7 @@ MEMORY_LAYERS = (
     ("sn_memory.torch.errors",),
     ("sn_memory.torch.model",),
     ("sn_memory.torch.compress",),
+    ("sn_memory.torch.elsewhere",),
     ("sn_memory.torch.trace",),
     ("sn_memory.torch.eager",),
     ("sn_memory.torch.compile",),

@@ -1,6 +1,7 @@
 """Graphs from records and files: what comes in comes out again; what makes no sense is named."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from random_graphs import random_graph
@@ -23,9 +24,20 @@ def test_json_round_host_copy():
 def test_json_round_host_copy_of_everything(tmp_path):
     graph = Graph(
         [Storage("x", 5, "state"), Storage("y", 6, compressed=Compressed(2, 0.5, 0.25))],
-        [Op("f", ("v",), ("y",), ("x",), ("y",), flops=3.0, workspaces=(Workspace(1, 2.0, "a"),))],
+        [
+            Op(
+                "f",
+                ("v",),
+                ("y",),
+                ("x",),
+                ("y",),
+                flops=3.0,
+                workspaces=(Workspace(1, 2.0, "a"),),
+                dtype="bf16",
+            )
+        ],
         name="all",
-        device=Device("d", 1e12, 1e9, 1e9, 2e9, 1e-5, 100),
+        device=Device("d", 1e12, 1e9, 1e9, 2e9, 1e-5, 100, 1e-6, (("bf16", 2e12), ("fp32", 1e12))),
         allocator="torch",
         aliases={"v": "x"},
     )
@@ -55,6 +67,9 @@ def change(path, value):
         (["storages", 0, "role"], "weight", "storages[0] (x).role"),
         (["storages", 1, "name"], "x", "'x' is there twice"),
         (["storages", 1, "kep"], True, "storages[1]: unknown key 'kep'"),
+        (["device"], {"flops_per_s_by_dtype": {"bf16": -1.0}}, "flops_per_s_by_dtype.bf16"),
+        (["device"], {"flops_per_s_by_dtype": {"bf16": "1"}}, "flops_per_s_by_dtype.bf16"),
+        (["device"], {"launch_s": -1.0}, "device.launch_s"),
         (["ops", 0, "inputs"], ["z"], "ops[0] (f).inputs: there is no storage or alias named 'z'"),
         (["ops", 0, "inputs"], "x", "ops[0].inputs"),
         (["ops", 0, "inputs"], [1], "ops[0].inputs[0]"),
@@ -122,6 +137,7 @@ def test_seconds_come_from_measurement_then_roofline_then_flops():
         )
 
     fast = Device(flops_per_s=100.0, bytes_per_s=10.0)
+    by_dtype = replace(fast, launch_s=0.5, flops_per_s_by_dtype=(("bf16", 200.0),))
     for made, seconds, source in (
         (graph(fast, seconds=3.0, flops=1e9), 3.0, "measured"),
         (graph(fast, flops=5000.0), 50.0, "roofline"),
@@ -130,6 +146,9 @@ def test_seconds_come_from_measurement_then_roofline_then_flops():
         (graph(None, flops=1e12), 1.0, "flops"),
         (graph(Device(flops_per_s=10.0), flops=50.0), 5.0, "flops"),
         (graph(fast, workspaces=(Workspace(1, 7.0), Workspace(0, 9.0))), 7.0, "measured"),
+        (graph(by_dtype, flops=5000.0, dtype="bf16"), 25.0, "roofline"),
+        (graph(by_dtype, flops=5000.0, dtype="fp32"), 50.0, "roofline"),
+        (graph(by_dtype, flops=5.0, traffic_bytes=1, dtype="bf16"), 0.5, "roofline"),
     ):
         assert made.arrays.seconds[0][0] == pytest.approx(seconds)
         assert made.seconds_sources == {source: 1}

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from ...base.errors import PlanWarning
-from ...cost.devices import NOMINAL
+from ...cost.devices import NOMINAL, is_here, speeds
 from ...graph.graph import Graph
 from ...graph.records import Device, Storage
 from .capture import Captured, capture_step, flat
@@ -57,7 +57,7 @@ def trace(
     sample: Any,
     *,
     profile: bool = True,
-    device: Device | None = None,
+    device: Device | str | None = None,
     optimizer: Any = None,
 ) -> Trace:
     """Record a training step as a graph. Model and variables are left as they were.
@@ -75,7 +75,10 @@ def trace(
         Measure seconds and workspace of each op once per signature; kept in a file in the user's
         cache folder. Otherwise, a roofline and no workspaces.
     device
-        Speeds for the roofline; default: measured, or nominal where nothing is.
+        Speeds for the roofline; default: measured, or nominal where nothing is. Or a name of the
+        table, as "h100": then no op is timed, since the times would be those of this machine. Ops
+        are those of the graph that TensorFlow made here, and what kernels there take beside them is
+        not modelled.
     optimizer
         A Keras optimizer whose state is counted as resident, for a model.
 
@@ -104,15 +107,17 @@ def trace(
         structure = concrete.structured_outputs
         name = getattr(model, "__name__", "step")
     place = main_device()
-    if device is None:
-        device = measured_device(place) if profile else NOMINAL
+    profile = profile and (not isinstance(device, str) or is_here(device))
+    rates = speeds(device)
+    if rates is None:
+        rates = measured_device(place) if profile else NOMINAL
     extra = []
     if optimizer is not None:
         extra.append(Storage(OPTIMIZER, optimizer_bytes(model, optimizer), "state"))
 
     def graph_of(costs: Costs) -> Named:
         return to_graph(
-            captured, name=name, device=device, costs=costs, allocator="tensorflow", extra=extra
+            captured, name=name, device=rates, costs=costs, allocator="tensorflow", extra=extra
         )
 
     named = graph_of(unmeasured)

@@ -42,12 +42,16 @@ def wanted_bytes(model: torch.nn.Module) -> int:
 
 @dataclass(frozen=True)
 class Measured:
-    """A step's results by name, its peak, the op that reached it, and its seconds."""
+    """A step's results by name, its peak, the op that reached it, and its seconds.
+
+    left_bytes : what is live after the forward pass and was not before
+    """
 
     results: dict[str, torch.Tensor | None]
     peak_bytes: int
     peak_op: str
     seconds: float
+    left_bytes: int = 0
 
 
 def apart(arguments: Any) -> Any:
@@ -153,8 +157,9 @@ def run_step(
     with _counted(tracker, count):
         returned = forward(*args, **kwargs)
         outputs = tensors_of(returned, model)
-        ends = [loss(returned)] if loss is not None else _ends(returned, outputs)
+        ends = [loss(returned)] if loss is not None else ends_of(returned, outputs)
     del returned
+    left = tracker.live_bytes - tracker.start_bytes
     output_gradients = _output_gradients(ends)
     for output_gradient in output_gradients:
         tracker.meet(output_gradient)
@@ -174,7 +179,7 @@ def run_step(
         f"gradient of input {place}": it.grad for place, it in enumerate(inputs) if it.is_leaf
     }
     results |= {f"buffer {name}": it.clone() for name, it in model.named_buffers()}
-    return Measured(results, tracker.peak_bytes, tracker.peak_op, seconds)
+    return Measured(results, tracker.peak_bytes, tracker.peak_op, seconds, left)
 
 
 @contextmanager
@@ -274,7 +279,7 @@ def loss_among(returned: Any) -> torch.Tensor | None:
     return named if isinstance(named, torch.Tensor) and named.numel() == 1 else None
 
 
-def _ends(returned: Any, outputs: Sequence[Any]) -> list[torch.Tensor]:
+def ends_of(returned: Any, outputs: Sequence[Any]) -> list[torch.Tensor]:
     """Return where the backward pass begins: at the loss, or at all outputs that take gradients."""
     loss = loss_among(returned)
     if loss is not None and loss.requires_grad:

@@ -38,6 +38,11 @@ class StorageTracker(TorchDispatchMode):
         Tensors whose storages are never counted.
     heard
         Called after each call with the live bytes then.
+    scratch
+        Returns what a call takes while it runs, by its overload and its arguments, flat.
+    moved
+        Called with the key and the bytes of a storage when it is counted, and with 0 bytes when it
+        is gone; keys of those that are gone come again.
 
     Attributes
     ----------
@@ -66,9 +71,12 @@ class StorageTracker(TorchDispatchMode):
         allocator: str = "none",
         ignored: Iterable[torch.Tensor] = (),
         heard: Callable[[int], None] | None = None,
+        scratch: Callable[[Any, list[Any]], int] | None = None,
+        moved: Callable[[int, int], None] | None = None,
     ) -> None:
         super().__init__()
         self.device, self.allocator, self.heard = device, allocator, heard
+        self._scratch, self._moved = scratch, moved
         self.live_bytes = self.peak_bytes = 0
         self.peak_op = "start"
         # Per storage that lives: who tells when it is gone; its bytes, and those it counts with.
@@ -94,12 +102,13 @@ class StorageTracker(TorchDispatchMode):
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor):
                 self.meet(value)
-        self._sample(str(func))
+        beside = 0 if self._scratch is None else self._scratch(func, tree_leaves((args, kwargs)))
+        self._sample(str(func), beside)
         return result
 
-    def _sample(self, what: str) -> None:
-        if self.live_bytes > self.peak_bytes:
-            self.peak_bytes, self.peak_op = self.live_bytes, what
+    def _sample(self, what: str, beside: int = 0) -> None:
+        if self.live_bytes + beside > self.peak_bytes:
+            self.peak_bytes, self.peak_op = self.live_bytes + beside, what
         if self.heard is not None:
             self.heard(self.live_bytes)
 
@@ -142,11 +151,15 @@ class StorageTracker(TorchDispatchMode):
         size = int(rounded(np.array([nbytes]), self.allocator)[0])
         self._sizes[key] = (nbytes, size)
         self.live_bytes += size - counted
+        if self._moved is not None:
+            self._moved(key, nbytes)
         if key in self._held:
             return
 
         def gone(_: Any) -> None:
             del self._held[key]
             self.live_bytes -= self._sizes.pop(key)[1]
+            if self._moved is not None:
+                self._moved(key, 0)
 
         self._held[key] = weakref.ref(memory, gone)

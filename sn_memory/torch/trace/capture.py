@@ -4,11 +4,13 @@ The model's parameters and buffers are swapped for fake ones while its forward r
 walks back through it as in the real run; the recorder notes each call. Whatever happens, the model
 is put back as it was. A forward that does more than compute from its inputs (keeps a count, draws
 from Python's random numbers, looks at values) cannot be replayed from its calls and is refused.
+
+Over 300 lines: one capture from the first fake to the last check, and what it refuses, in words.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -24,6 +26,7 @@ from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ..elsewhere.gpu import Gpu
 from ..errors import TraceError, first_line, innermost_line, sample_line
 from ..model.guard import as_it_was, casting, changes_what_it_is_given, no_chance, outside_autocast
 from ..model.marks import Marks
@@ -39,15 +42,17 @@ def capture(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     layouts: Layouts | None = None,
+    gpu: Gpu | None = None,
 ) -> Captured:
     """Record a training step of a model; raises TraceError (see `trace`).
 
-    layouts : how kernels were seen to lay results out, as in Recorder
+    layouts : how kernels were seen to lay results out, as in Recorder; gpu : where the step is to
+    run, if not where the model is
     """
-    captured = _captured(model, args, kwargs, layouts, inside=False)
-    if not casting():
+    captured = _captured(model, args, kwargs, layouts, gpu, inside=False)
+    if gpu is not None or not casting():
         return captured
-    inside = _captured(model, args, kwargs, layouts, inside=True)
+    inside = _captured(model, args, kwargs, layouts, gpu, inside=True)
     return replace(captured, only_outside=_course(inside) != _course(captured))
 
 
@@ -60,6 +65,7 @@ def _captured(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     layouts: Layouts | None,
+    gpu: Gpu | None,
     *,
     inside: bool,
 ) -> Captured:
@@ -70,7 +76,7 @@ def _captured(
         )
     with as_it_was(model, (args, kwargs)), no_chance():
         try:
-            return _Capture(model, layouts, inside).run(args, kwargs)
+            return _Capture(model, layouts, inside, gpu).run(args, kwargs)
         except TraceError:
             raise
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -94,30 +100,41 @@ def _captured(
             ) from error
 
 
-def fake_of(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a fake leaf like a tensor; one on the meta device counts as one on the CPU."""
+def fake_of(
+    mode: FakeTensorMode, tensor: torch.Tensor, place: torch.device | None = None
+) -> torch.Tensor:
+    """Return a fake leaf like a tensor, on another device if one is given.
+
+    One on the meta device counts as one on the CPU.
+    """
     if is_traceable_wrapper_subclass(tensor):
         raise TraceError(
             f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} is a parameter, a buffer or "
             "an input; only plain tensors can be traced. With backend='modules', or 'auto', a "
             "sharded model is planned by its modules; plan before it is quantised."
         )
-    if tensor.device.type != "meta":
+    if place is None and tensor.device.type != "meta":
         return mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
+    # On the meta device attention would be taken apart into its matrices.
+    device = torch.device("cpu") if place is None else place
     with mode:
-        # On the meta device attention would be taken apart into its matrices.
-        made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+        made = torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device
+        )
     return made.requires_grad_(tensor.requires_grad)
 
 
 class _Capture:
     """One capture: fake tensors by the identity of the real ones, and the recorder."""
 
-    def __init__(self, model: torch.nn.Module, layouts: Layouts | None, inside: bool) -> None:
-        self.model = model
+    def __init__(
+        self, model: torch.nn.Module, layouts: Layouts | None, inside: bool, gpu: Gpu | None
+    ) -> None:
+        self.model, self.gpu = model, gpu
         # Whether the backward pass runs inside autocast, where the forward pass does.
         self.inside = inside
-        self.mode = FakeMode(allow_non_fake_inputs=True)
+        # What has no rule for fake tensors runs on real ones made up, where the device is here.
+        self.mode = FakeMode(allow_non_fake_inputs=True, allow_fallback_kernels=gpu is None)
         self.recorder = Recorder(layouts)
         self.fakes: dict[int, torch.Tensor] = {}
         # Per fake of a parameter, whether it requires a gradient.
@@ -133,7 +150,10 @@ class _Capture:
         # Its lists and mappings are others than the caller's.
         given = Marks([("arguments", (args, kwargs))])
         with torch.enable_grad(), self.mode, self.recorder, scopes(self.model, self.recorder):
-            outputs, output_form = taken_apart(self.model.forward(*args, **kwargs), self.model)
+            with nullcontext() if self.gpu is None else self.gpu.forward():
+                returned = self.model.forward(*args, **kwargs)
+            outputs, output_form = taken_apart(returned, self.model)
+            del returned
             boundary = len(self.recorder.recording.calls)
             if given.changed():
                 raise changes_what_it_is_given()
@@ -171,7 +191,8 @@ class _Capture:
 
     def fake(self, tensor: torch.Tensor, role: str) -> torch.Tensor:
         if id(tensor) not in self.fakes:
-            self.fakes[id(tensor)] = fake_of(self.mode, tensor)
+            place = None if self.gpu is None else self.gpu.place
+            self.fakes[id(tensor)] = fake_of(self.mode, tensor, place)
             self.recorder.give(self.fakes[id(tensor)], role)
         return self.fakes[id(tensor)]
 
@@ -209,8 +230,12 @@ class _Capture:
             output_gradients = [torch.empty_like(out) for out in ends]
         for output_gradient in output_gradients:
             self.recorder.meet(output_gradient)
-        with nullcontext() if self.inside else outside_autocast():
-            found = torch.autograd.grad(ends, wanted, output_gradients, allow_unused=True)
+        found: Sequence[torch.Tensor | None]
+        if self.gpu is not None:
+            found = self.gpu.gradients(ends, wanted, output_gradients)
+        else:
+            with nullcontext() if self.inside else outside_autocast():
+                found = torch.autograd.grad(ends, wanted, output_gradients, allow_unused=True)
         taken = {
             self.recorder.view(output_gradient).storage for output_gradient in output_gradients
         }

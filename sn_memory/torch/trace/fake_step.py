@@ -9,15 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    unset_fake_temporarily,
+)
 from torch.utils._pytree import tree_map_only
 
+from ..elsewhere.gpu import Gpu
+from ..elsewhere.scratch import form_of, scratch_bytes
 from ..model.guard import as_it_was
-from ..model.step import Measured, chance_put_back, run_step
+from ..model.results import tensors_of
+from ..model.step import Measured, chance_put_back, ends_of, run_step, tensors
+from ..model.tracker import StorageTracker
 from .capture import fake_of
 from .recurrent import FakeMode
+
+# Elements of a tensor whose values are computed.
+MOST_KNOWN = 1 << 20
 
 
 def fake_step(
@@ -31,10 +45,123 @@ def fake_step(
     arguments : positional and by keyword; known : tensors that are there beside these; heard : as
     in StorageTracker.
     """
-    mode = FakeMode(allow_non_fake_inputs=True)
-    arguments = tree_map_only(torch.Tensor, lambda it: fake_of(mode, it), arguments)
+    mode = _Knowing(allow_non_fake_inputs=True)
+    arguments = tree_map_only(torch.Tensor, mode.given, arguments)
     with as_it_was(model), chance_put_back(), swapped(model, mode), mode:
         return run_step(model, model, arguments, known=known, heard=heard)
+
+
+def is_known(tensor: torch.Tensor) -> bool:
+    """Whether a step run without values has those of a tensor: a few integers that are there."""
+    return (
+        not isinstance(tensor, FakeTensor)
+        and tensor.device.type == "cpu"
+        and not tensor.dtype.is_floating_point
+        and not tensor.dtype.is_complex
+        and tensor.numel() <= MOST_KNOWN
+    )
+
+
+class _Knowing(FakeMode):
+    """Fake tensors; but what follows from small integers of the sample alone has its values.
+
+    Models look at them: at a mask of ones, which they then leave out, or at the edges of a graph.
+    """
+
+    def given(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return an input as the model is given it."""
+        if is_known(tensor):
+            with unset_fake_temporarily():
+                return tensor.clone()
+        return fake_of(self, tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = tensors((args, kwargs))
+        if not given or not all(map(is_known, given)):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        try:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            pass
+        else:
+            if sum(it.numel() for it in tensors(result)) > MOST_KNOWN:
+                return result
+        with unset_fake_temporarily():
+            return func(*args, **(kwargs or {}))
+
+
+def fake_step_on(
+    gpu: Gpu,
+    model: torch.nn.Module,
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    moved: Callable[[int, int], None] | None = None,
+    *,
+    keep: bool = True,
+) -> Measured:
+    """Run a step as a GPU would that is not here; kernels' workspaces count, as far as known.
+
+    moved : as in StorageTracker; parameters and buffers come first. Gradients that parameters have
+    by now are there from the start, and added to. keep : whether parameters get gradients; else
+    each is gone as soon as it is made
+    """
+    earlier = [it.grad is not None for it in model.parameters()]
+    mode = FakeMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+    arguments = tree_map_only(torch.Tensor, lambda it: fake_of(mode, it, gpu.place), arguments)
+    with as_it_was(model), chance_put_back(), swapped(model, mode, gpu.place), mode:
+        args, kwargs = arguments
+        there = [*model.parameters(), *model.buffers(), *tensors(arguments)]
+        leaves = {id(it): it for it in there if it.requires_grad}
+        # A tensor is not counted before it is met, so those of earlier steps are made outside.
+        held = {
+            id(it): torch.empty_like(it, requires_grad=False)
+            for it, has in zip(model.parameters(), earlier, strict=True)
+            if has and keep
+        }
+        there += held.values()
+        tracker = StorageTracker(
+            there,
+            device=gpu.place,
+            allocator="torch",
+            scratch=partial(_scratch, gpu),
+            moved=moved,
+        )
+        taken = {it.untyped_storage()._cdata for it in held.values()}
+
+        def take(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+            if id(leaf) not in leaves or not keep:
+                return
+            before = held.get(id(leaf))
+            if before is not None:
+                before.add_(gradient)
+                return
+            if gradient.untyped_storage()._cdata in taken or not _lies_like(gradient, leaf):
+                gradient = torch.empty_like(leaf, requires_grad=False).copy_(gradient)
+            held[id(leaf)] = gradient.detach()
+            taken.add(gradient.untyped_storage()._cdata)
+
+        with tracker, torch.enable_grad():
+            with gpu.forward():
+                returned = model(*args, **kwargs)
+            outputs = tensors_of(returned, model)
+            ends = ends_of(returned, outputs)
+            del returned
+            left = tracker.live_bytes - tracker.start_bytes
+            gpu.back(ends, [torch.empty_like(it) for it in ends], take)
+    return Measured({}, tracker.peak_bytes, tracker.peak_op, 0.0, left)
+
+
+def _scratch(gpu: Gpu, func: Any, flat: list[Any]) -> int:
+    forms = [form_of(it) for it in flat if isinstance(it, torch.Tensor)]
+    return scratch_bytes(str(func.overloadpacket.__name__), forms, gpu.named)
+
+
+def _lies_like(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
+    """Whether autograd keeps a gradient as it is: it lies as its leaf does, and is no part."""
+    return gradient.stride() == leaf.stride() and (
+        gradient.untyped_storage().nbytes() == gradient.nbytes
+    )
 
 
 @contextmanager
@@ -46,26 +173,28 @@ def on_fakes(model: torch.nn.Module, arguments: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def swapped(model: torch.nn.Module, mode: FakeMode) -> Iterator[None]:
+def swapped(
+    model: torch.nn.Module, mode: FakeMode, place: torch.device | None = None
+) -> Iterator[None]:
     """Let parameters and buffers be tensors without values."""
     made: dict[int, torch.Tensor] = {}
     before = []
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            before.append((tensors, dict(tensors)))
-            for name, it in tensors.items():
+        for own_tensors in (module._parameters, module._buffers):
+            before.append((own_tensors, dict(own_tensors)))
+            for name, it in own_tensors.items():
                 if it is None:
                     continue
                 if id(it) not in made:
-                    fake = fake_of(mode, it)
+                    fake = fake_of(mode, it, place)
                     is_weight = isinstance(it, torch.nn.Parameter)
                     made[id(it)] = torch.nn.Parameter(fake, it.requires_grad) if is_weight else fake
-                cast("dict[str, Any]", tensors)[name] = made[id(it)]
+                cast("dict[str, Any]", own_tensors)[name] = made[id(it)]
         if isinstance(module, torch.nn.RNNBase):
             # It keeps a list of its own, and would go on with the real ones.
             module._flat_weights = [getattr(module, it) for it in module._flat_weights_names]
     try:
         yield
     finally:
-        for tensors, own in before:
-            cast("dict[str, Any]", tensors).update(own)
+        for own_tensors, own in before:
+            cast("dict[str, Any]", own_tensors).update(own)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...base.errors import PlanWarning
+from ..elsewhere.gpu import Gpu
 from ..model.sharded import here
 from ..model.tracker import StorageTracker
 from .capture import fake_of
@@ -22,21 +23,28 @@ _LOOKS_PER_PARAMETER = 100
 
 @dataclass(frozen=True)
 class OptimizerMemory:
-    """Bytes an optimizer keeps between steps, and the most it holds beside that during one."""
+    """Bytes an optimizer keeps between steps, and the most it holds beside that during one.
+
+    sizes : of its storages
+    """
 
     state_bytes: int
     transient_bytes: int
+    sizes: tuple[int, ...] = ()
 
 
-def optimizer_memory(model: torch.nn.Module, optimizer: Any) -> OptimizerMemory:
+def optimizer_memory(
+    model: torch.nn.Module, optimizer: Any, gpu: Gpu | None = None
+) -> OptimizerMemory:
     """Return what an optimizer (an instance, or a class that takes parameters alone) holds.
 
     An instance is asked for its groups and settings; a fake twin makes the step, so the instance
     is not touched. Its settings must be those the class takes. Where the twin's step fails, a
-    PlanWarning says why, and what counts is the state that the instance has by now.
+    PlanWarning says why, and what counts is the state that the instance has by now. On a GPU that
+    is not here it makes the step for all parameters at once (`foreach`), as torch does on one.
     """
     try:
-        return _of_a_step(model, optimizer)
+        return _of_a_step(model, optimizer, gpu)
     except Exception as error:  # noqa: BLE001 - anybody's optimizer raises anything in its step
         state = _bytes_of(getattr(optimizer, "state", None))
         kind = optimizer if isinstance(optimizer, type) else type(optimizer)
@@ -51,7 +59,8 @@ def optimizer_memory(model: torch.nn.Module, optimizer: Any) -> OptimizerMemory:
         return OptimizerMemory(state, 0)
 
 
-def _of_a_step(model: torch.nn.Module, optimizer: Any) -> OptimizerMemory:
+def _of_a_step(model: torch.nn.Module, optimizer: Any, gpu: Gpu | None) -> OptimizerMemory:
+    place = None if gpu is None else gpu.place
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     if isinstance(optimizer, torch.optim.Optimizer):
         kind, groups = type(optimizer), optimizer.param_groups
@@ -60,26 +69,41 @@ def _of_a_step(model: torch.nn.Module, optimizer: Any) -> OptimizerMemory:
     fakes: dict[int, torch.Tensor] = {}
     twins = []
     for group in groups:
-        fakes |= {id(it): fake_of(mode, here(it)) for it in group["params"] if id(it) not in fakes}
+        fakes |= {
+            id(it): fake_of(mode, here(it), place) for it in group["params"] if id(it) not in fakes
+        }
         twins.append({**group, "params": [fakes[id(it)] for it in group["params"]]})
     with mode, _SomeNumber(_LOOKS_PER_PARAMETER * (1 + len(fakes))):
         for fake in fakes.values():
             if fake.requires_grad:
                 fake.grad = torch.empty_like(fake)
         twin = kind(twins)
+        for group in twin.param_groups:
+            # By itself it asks for the type of its tensors, and these are of another.
+            if gpu is not None and group.get("foreach", False) is None and not group.get("fused"):
+                group["foreach"] = True
         known = [*fakes.values(), *(it.grad for it in fakes.values() if it.grad is not None)]
-        with StorageTracker(known) as tracker:
+        with StorageTracker(known, device=place) as tracker:
             twin.step()
-    state = _bytes_of(twin.state)
-    return OptimizerMemory(state, max(0, tracker.peak_bytes - tracker.start_bytes - state))
+    sizes = _sizes_of(twin.state, place)
+    state = sum(sizes)
+    return OptimizerMemory(state, max(0, tracker.peak_bytes - tracker.start_bytes - state), sizes)
 
 
 def _bytes_of(state: Any) -> int:
-    """Bytes of the tensors in an optimizer's state, each storage once."""
-    if not isinstance(state, Mapping):
-        return 0
+    return sum(_sizes_of(state)) if isinstance(state, Mapping) else 0
+
+
+def _sizes_of(state: Mapping[Any, Any], place: torch.device | None = None) -> tuple[int, ...]:
+    """Bytes of the tensors in an optimizer's state, each storage once; on one device if given."""
     held = [it for it in tree_leaves(list(state.values())) if isinstance(it, torch.Tensor)]
-    return sum({it.untyped_storage()._cdata: it.untyped_storage().nbytes() for it in held}.values())
+    found = {
+        it.untyped_storage()._cdata: it.untyped_storage().nbytes()
+        for it in held
+        # Counts of steps stay on the host.
+        if place is None or it.device == place
+    }
+    return tuple(found.values())
 
 
 class _SomeNumber(TorchDispatchMode):

@@ -29,6 +29,12 @@ _FORM_ONLY = {
         *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"),
     )
 }
+# Drawn again from the seed that the forward call returned.
+_SEED_GIVEN = {
+    getattr(torch.ops.aten, name)
+    for kind in ("cudnn", "flash", "efficient")
+    if hasattr(torch.ops.aten, name := f"_scaled_dot_product_{kind}_attention_backward")
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +244,10 @@ class Recorder(TorchDispatchMode):
             for out in tree_flatten(result)[0]
         )
         writes = written(func, views, spec)
-        random = torch.Tag.nondeterministic_seeded in func.tags and not _no_dropout(
-            func, views, spec
+        random = (
+            torch.Tag.nondeterministic_seeded in func.tags
+            and func.overloadpacket not in _SEED_GIVEN
+            and not _no_dropout(func, views, spec)
         )
         makes = tuple(range(known, len(self.recording.nbytes)))
         if not makes and not writes and not random and is_view(views, outputs):

@@ -8,14 +8,20 @@ at half and the backward kernel reads a workspace that is not there. Here both a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 LAYER = torch.ops.aten.mkldnn_rnn_layer.default
+CUDNN = torch.ops.aten._cudnn_rnn.default
+CUDNN_BACKWARD = torch.ops.aten._cudnn_rnn_backward.default
 LAYER_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
+# Per mode of cuDNN (ReLU, tanh, LSTM, GRU), vectors of the hidden size that a step of a layer keeps
+# for the backward pass: gates and states. An estimate; cuDNN does not document its own.
+_CUDNN_KEEPS = (2, 2, 6, 5)
 _PAGE = 4096
 _FLOAT = 4
 
@@ -26,16 +32,39 @@ class FakeMode(FakeTensorMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is CUDNN_BACKWARD:
+            return self._cudnn_gradients(args)
         result = super().__torch_dispatch__(func, types, args, kwargs or {})
         if func is LAYER:
             *made, _ = result
             return (*made, self._workspace(args) if torch.is_grad_enabled() else None)
+        if func is CUDNN:
+            return (*result[:3], self._reserve(args, result[0]), result[4])
         if func is LAYER_BACKWARD:
             gradients = list(result)
             with self:
                 gradients[4] = torch.empty_like(gradients[3])
             return tuple(gradients)
         return result
+
+    def _reserve(self, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        mode, hidden, layers = args[6], args[7], args[9]
+        train, both = args[12], args[13]
+        steps = output.numel() // output.size(-1)
+        count = steps * hidden * layers * (2 if both else 1) * _CUDNN_KEEPS[mode]
+        with self:
+            nbytes = count * output.element_size() if train else 0
+            return torch.empty(nbytes, dtype=torch.uint8, device=output.device)
+
+    def _cudnn_gradients(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Gradients of input, states and weights; torch has no rule for them."""
+        x, weights, hidden, cell, wanted = args[0], args[1], args[4], args[5], args[21]
+        with self:
+            made = [
+                torch.empty_like(it) if it is not None and want else None
+                for it, want in zip((x, hidden, cell), wanted, strict=False)
+            ]
+            return (*made, [torch.empty_like(it) for it in weights] if wanted[3] else [])
 
     def _workspace(self, args: tuple[Any, ...]) -> torch.Tensor:
         x, cell, hidden = args[0], args[6], args[10]
@@ -74,6 +103,16 @@ def layer_flops(func: Any, args: tuple[Any, ...]) -> float:
     hidden = args[1][0] // 4
     forward = 2.0 * steps * batch * 4 * hidden * (inputs + hidden)
     return forward if func is LAYER else 2 * forward
+
+
+def cudnn_flops(func: Any, sizes: Sequence[tuple[int, ...]]) -> float:
+    """Return the arithmetic of cuDNN's layers: a product with each weight, for each row of input.
+
+    sizes : of the tensors among the arguments; the input comes first
+    """
+    rows = math.prod(sizes[0][:-1])
+    weights = sum(math.prod(it) for it in sizes[1:] if len(it) == 2)
+    return (2.0 if func is CUDNN else 4.0) * rows * weights
 
 
 def in_training(target: Any) -> Callable[..., Any]:

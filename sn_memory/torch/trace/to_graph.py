@@ -15,7 +15,14 @@ from ...graph.records import Compressed, Device, Op, Storage, Workspace
 from ...run.loss import loss_op
 from .captured import Captured
 from .record import Call, View
-from .recurrent import LAYER, LAYER_BACKWARD, layer_flops
+from .recurrent import (
+    CUDNN,
+    CUDNN_BACKWARD,
+    LAYER,
+    LAYER_BACKWARD,
+    cudnn_flops,
+    layer_flops,
+)
 
 
 @dataclass(frozen=True)
@@ -119,6 +126,8 @@ def statistics(call: Call) -> tuple[int, ...]:
 def flops(call: Call) -> float:
     """Arithmetic of a call, as torch's own counter or `recurrent` has it; 0 for the rest."""
     count = flop_registry.get(call.target.overloadpacket)
+    if call.target in (CUDNN, CUDNN_BACKWARD):
+        return cudnn_flops(call.target, [it.size for it in call.flat if isinstance(it, View)])
     if count is None and call.target not in (LAYER, LAYER_BACKWARD):
         return 0.0
     args, kwargs = call.arguments(lambda view: torch.Size(view.size))
@@ -126,6 +135,23 @@ def flops(call: Call) -> float:
         return layer_flops(call.target, args)
     shapes = [torch.Size(out.size) if out is not None else None for out in call.outputs]
     return float(count(*args, **kwargs, out_val=shapes[0] if len(shapes) == 1 else tuple(shapes)))
+
+
+_SHORT = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float64: "fp64",
+}
+
+
+def _computes_in(call: Call) -> str:
+    """Return what a call of products computes in, as devices name it; float32 perhaps as TF32."""
+    kinds = [it.dtype for it in call.flat if isinstance(it, View) and it.dtype.is_floating_point]
+    short = _SHORT.get(kinds[0], "") if kinds else ""
+    switches: Any = torch.backends
+    library = switches.cudnn if "conv" in call.name or "rnn" in call.name else switches.cuda.matmul
+    return "tf32" if short == "fp32" and library.allow_tf32 else short
 
 
 def _is_view(value: Any) -> bool:
@@ -191,6 +217,7 @@ def _op(
     replayable: bool,
 ) -> Op:
     hidden = [call.flat[place].storage for place in statistics(call)]
+    count = flops(call) if seconds is None else 0.0
     writes = [*call.writes, *(it for it in hidden if it not in captured.recording.given)]
     return Op(
         name,
@@ -200,7 +227,8 @@ def _op(
         kind=call.name,
         phase=call.phase,
         seconds=seconds,
-        flops=flops(call) if seconds is None else 0.0,
+        flops=count,
+        dtype=_computes_in(call) if count else "",
         random=call.random,
         replayable=call.random and replayable,
         effect=not call.makes and not call.writes,

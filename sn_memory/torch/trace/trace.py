@@ -2,6 +2,8 @@
 
 Everything that follows (plan, estimate, verify) starts here. What the calls are is in capture.py,
 how they become a graph in to_graph.py, where seconds come from in op_seconds.py.
+
+Over 300 lines: half of them are what `trace` says of its arguments.
 """
 
 from __future__ import annotations
@@ -13,11 +15,13 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from ...cost.devices import NOMINAL
+from ...cost.devices import NOMINAL, speeds
 from ...graph.graph import Graph
 from ...graph.liveness import peak
-from ...graph.records import Compressed, Device, Storage
+from ...graph.records import Compressed, Device, Storage, Workspace
 from ...graph.rewrite import waits
+from ..elsewhere.gpu import Gpu, gpu_of
+from ..elsewhere.scratch import scratch_bytes
 from ..errors import TraceError
 from ..model.step import chance_put_back
 from .capture import capture
@@ -27,11 +31,12 @@ from .convolutions import Measure, measured_on, ways_of
 from .op_seconds import measured_device, measured_seconds
 from .optimizer import optimizer_memory
 from .rearrange import accumulated, put_off, spared, taken_apart
-from .record import Layouts
+from .record import Layouts, Recording, View
 from .simplify import in_place
 from .to_graph import Named, to_graph
 
 OPTIMIZER = "optimizer state"
+LIBRARIES = "workspace of cuBLAS"
 
 
 @dataclass(frozen=True)
@@ -48,12 +53,15 @@ class Trace:
         Per storage that may be compressed, by name, how.
     layouts
         What it was traced with.
+    notes
+        What is estimated, or counted otherwise than the GPU that was named would run it.
     """
 
     named: Named
     captured: Captured
     forms: Mapping[str, Form] = field(default_factory=dict)
     layouts: Layouts | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def graph(self) -> Graph:
@@ -100,7 +108,7 @@ def trace(
     sample: Any,
     *,
     profile: bool = True,
-    device: Device | None = None,
+    device: Device | str | None = None,
     optimizer: Any = None,
     workspaces: bool | Measure = False,
     overlap: bool = False,
@@ -129,6 +137,8 @@ def trace(
         Otherwise, and for a model on the meta device, a roofline.
     device
         Speeds for the roofline and for transfers; default: measured, or nominal where nothing is.
+        A name, as "h100", is a GPU of the table (`sn_memory.cost.devices`): a model that is not on
+        a GPU is traced as that one would run it, no op is timed, and seconds are predicted.
     optimizer
         An optimizer, or its class; its state is counted as resident.
     workspaces
@@ -164,33 +174,49 @@ def trace(
     ['addmm', 'relu', 'addmm', 'loss']
     """
     args, kwargs = call_arguments(sample)
-    captured = taken_apart(in_place(capture(model, args, kwargs, layouts)))
+    there = next(iter(model.parameters())).device
+    gpu = gpu_of(device, there)
+    captured = taken_apart(in_place(capture(model, args, kwargs, layouts, gpu)))
     captured = _arranged(captured, overlap=overlap, accumulate=accumulate)
-    place = next(iter(model.parameters())).device
-    speeds, seconds = _timed(captured, place, profile=profile, device=device)
+    place = there if gpu is None else gpu.place
+    profile = profile and gpu is None
+    found_device, seconds = _timed(captured, place, profile=profile, device=speeds(device))
     ways = None
+    if gpu is not None:
+        ways = _scratch_ways(captured.recording, gpu)
     if workspaces:
-        if workspaces is True and place.type != "cuda":
+        if workspaces is True and there.type != "cuda":
             raise ValueError(
-                f"workspaces=True measures on a GPU, and the model is on {place}. Pass a function "
+                f"workspaces=True measures on a GPU, and the model is on {there}. Pass a function "
                 "that tells seconds and workspace bytes, or leave workspaces out."
             )
         measure = measured_on(captured.recording, place) if workspaces is True else workspaces
         ways = ways_of(captured.recording, measure)
     found = {} if bits is None else _forms(captured, place, bits)
-    costs = seconds_of_forms(found, speeds, profile=profile and place.type != "meta")
+    costs = seconds_of_forms(found, found_device, profile=profile and place.type != "meta")
     named = to_graph(
         captured,
         name=type(model).__name__,
-        device=speeds,
+        device=found_device,
         seconds=seconds,
         allocator=_allocator(place),
-        extra=(*beside(model, optimizer), *(_left(model, captured) if accumulate else ())),
+        extra=(*beside(model, optimizer, gpu), *(_left(model, captured) if accumulate else ())),
         ways=ways,
         compressed={it: Compressed(form.nbytes, *costs[it]) for it, form in found.items()},
     )
     number = named.storage_of
-    return Trace(named, captured, {it: found[number[it]] for it in waits(named.graph)}, layouts)
+    forms_of = {it: found[number[it]] for it in waits(named.graph)}
+    return Trace(named, captured, forms_of, layouts, () if gpu is None else tuple(gpu.notes))
+
+
+def _scratch_ways(recording: Recording, gpu: Gpu) -> list[tuple[Workspace, ...]]:
+    """Return per call what its kernel takes beside arguments and results, as ops state it."""
+    found = []
+    for call in recording.calls:
+        forms = [(it.size, it.stride, it.dtype) for it in call.flat if isinstance(it, View)]
+        size = scratch_bytes(call.name, forms, gpu.named)
+        found.append((Workspace(size),) if size else ())
+    return found
 
 
 def _arranged(captured: Captured, *, overlap: bool, accumulate: bool) -> Captured:
@@ -247,19 +273,25 @@ def _forms(captured: Captured, place: torch.device, bits: int | Widths) -> dict[
     return forms(captured.recording, bits)
 
 
-def trace_unplanned(model: torch.nn.Module, sample: Any) -> Trace:
-    """Record a training step as torch runs it without a plan; no seconds, else as `trace`."""
+def trace_unplanned(
+    model: torch.nn.Module, sample: Any, device: Device | None = None, gpu: Gpu | None = None
+) -> Trace:
+    """Record a training step as torch runs it without a plan; no op is timed, else as `trace`.
+
+    device : speeds for the roofline; gpu : where it is to run, if not where the model is
+    """
     args, kwargs = call_arguments(sample)
-    captured = in_place(capture(model, args, kwargs), sums_only=True)
-    place = next(iter(model.parameters())).device
+    captured = in_place(capture(model, args, kwargs, gpu=gpu), sums_only=True)
+    place = next(iter(model.parameters())).device if gpu is None else gpu.place
     named = to_graph(
         captured,
         name=type(model).__name__,
-        device=NOMINAL,
+        device=device or NOMINAL,
         seconds=[None] * len(captured.recording.calls),
         allocator=_allocator(place),
+        ways=None if gpu is None else _scratch_ways(captured.recording, gpu),
     )
-    return Trace(named, captured)
+    return Trace(named, captured, notes=() if gpu is None else tuple(gpu.notes))
 
 
 def operations(
@@ -273,11 +305,18 @@ def operations(
     return device, measured_seconds(captured.recording, place) if profile else [None] * len(calls)
 
 
-def beside(model: torch.nn.Module, optimizer: Any) -> tuple[Storage, ...]:
-    """Return what is resident and no part of the step: the optimizer's state."""
-    if optimizer is None:
-        return ()
-    return (Storage(OPTIMIZER, optimizer_memory(model, optimizer).state_bytes, "state"),)
+def beside(model: torch.nn.Module, optimizer: Any, gpu: Gpu | None = None) -> tuple[Storage, ...]:
+    """Return what is resident and no part of the step: the optimizer's state.
+
+    And, on a GPU that is not here, what cuBLAS keeps from the first product on.
+    """
+    held: tuple[Storage, ...] = ()
+    if optimizer is not None:
+        state = optimizer_memory(model, optimizer, gpu).state_bytes
+        held = (Storage(OPTIMIZER, state, "state"),)
+    if gpu is None:
+        return held
+    return (*held, Storage(LIBRARIES, gpu.named.workspace_bytes, "state"))
 
 
 def _allocator(place: torch.device) -> str:

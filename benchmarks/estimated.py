@@ -1,0 +1,104 @@
+"""What `estimate` says of other people's architectures, beside what a step of each really holds.
+
+    python benchmarks/estimated.py --json benchmarks/results/estimated.json
+
+On the CPU; storages counted by the project's own tracker, in a plain step with its loss, on values
+that are there. Each network is tried in its tiny configuration and, where its sample has a batch,
+at one four times as large. What cannot be estimated says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from architectures import ARCHITECTURES, Sample
+from machine import commit, machine
+from torch.utils._pytree import tree_map_only
+
+from sn_memory.torch import TraceError, estimate
+from sn_memory.torch.model.step import put_back, run_step
+
+WITHIN = 0.02
+
+
+def larger(sample: Sample, times: int) -> Sample:
+    """Return a sample of so many times the rows, the rows repeated."""
+    return tree_map_only(
+        torch.Tensor,
+        lambda it: it.repeat(times, *(1 for _ in it.shape[1:])) if it.dim() else it,
+        sample,
+    )
+
+
+def row_of(name: str, times: int = 1) -> dict[str, Any]:
+    """Return what is estimated and measured of one network.
+
+    times : how many times the rows of its own sample
+    """
+    torch.manual_seed(0)
+    made = ARCHITECTURES[name]
+    model, sample = made.model(), made.sample()
+    if times > 1:
+        sample = larger(sample, times)
+    row: dict[str, Any] = {"architecture": name, "times": times}
+    with put_back(model, sample):
+        run_step(model, model, ((), sample))  # what a first step keeps for later ones
+        row["measured_bytes"] = run_step(model, model, ((), sample)).peak_bytes
+    try:
+        row["estimated_bytes"] = estimate(model, sample).step_bytes
+    except TraceError as error:
+        row["refused"] = str(error).split("\n")[0]
+        return row
+    row["over"] = row["estimated_bytes"] / row["measured_bytes"] - 1
+    return row
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return rows as a table for the docs."""
+    lines = [
+        "| network | measured, KiB | estimated, KiB | difference, % |",
+        "|---|---|---|---|",
+    ]
+    for row in rows:
+        name = row["architecture"] + (
+            f", {row['times']} times the batch" if row["times"] > 1 else ""
+        )
+        measured = f"{row['measured_bytes'] / 1024:,.0f}"
+        if "refused" in row:
+            lines.append(f"| {name} | {measured} | refused | |")
+            continue
+        estimated = f"{row['estimated_bytes'] / 1024:,.0f}"
+        lines.append(f"| {name} | {measured} | {estimated} | {row['over'] * 100:+.2f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure all and write them."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", nargs="*", default=list(ARCHITECTURES))
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    rows = []
+    for name in options.only:
+        for times in (1, 4):
+            # Edges of a graph name its nodes: rows of it are no batch.
+            if times > 1 and name in ("GraphSAGE", "GAT", "GCN"):
+                continue
+            rows.append(row_of(name, times))
+            print(rows[-1], flush=True)
+    print(table(rows))
+    if options.json:
+        found = {"machine": machine(), "commit": commit(), "rows": rows}
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
