@@ -49,6 +49,8 @@ class Unit:
         What its update holds beside parameter, gradient and state.
     update_s
         Seconds of the update.
+    counts_bytes
+        What the optimizer keeps for it that never moves, as its count of steps.
     movable
         Whether it may lie on the host.
     used_up
@@ -62,6 +64,7 @@ class Unit:
     update_s: float = 0.0
     movable: bool = True
     used_up: bool = True
+    counts_bytes: int = 0
 
 
 def with_state(graph: Graph, units: Sequence[Unit], places: Mapping[str, str]) -> Graph:
@@ -182,6 +185,7 @@ class _Maker:
         resident = 0
         for unit in self.units:
             place = self.place[unit.parameter]
+            resident += unit.counts_bytes
             if place == "device":
                 resident += unit.state_bytes
                 continue

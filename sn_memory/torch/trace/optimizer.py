@@ -17,7 +17,7 @@ from ..model.sharded import here
 from ..model.tracker import StorageTracker
 from .capture import fake_of
 
-_LOOKS_PER_PARAMETER = 100
+LOOKS_PER_PARAMETER = 100
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def _of_a_step(model: torch.nn.Module, optimizer: Any) -> OptimizerMemory:
     for group in groups:
         fakes |= {id(it): fake_of(mode, here(it)) for it in group["params"] if id(it) not in fakes}
         twins.append({**group, "params": [fakes[id(it)] for it in group["params"]]})
-    with mode, _SomeNumber(_LOOKS_PER_PARAMETER * (1 + len(fakes))):
+    with mode, SomeNumber(LOOKS_PER_PARAMETER * (1 + len(fakes))):
         for fake in fakes.values():
             if fake.requires_grad:
                 fake.grad = torch.empty_like(fake)
@@ -82,7 +82,7 @@ def _bytes_of(state: Any) -> int:
     return sum({it.untyped_storage()._cdata: it.untyped_storage().nbytes() for it in held}.values())
 
 
-class _SomeNumber(TorchDispatchMode):
+class SomeNumber(TorchDispatchMode):
     """Has a number for an optimizer that looks at a value, as Adafactor at the size of a parameter.
 
     What it computes with that is as large as with any other. One that looks again and again, until

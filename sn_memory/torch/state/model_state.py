@@ -1,0 +1,239 @@
+"""All of the state of a planned model: what moves, how it is planned, who carries it out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...base.errors import PlanError
+from ...base.sizes import parse_bytes
+from ...graph.graph import Graph
+from ...graph.hosted import FETCH, FETCH_STATE, STATE, STORE, UPDATE, Unit
+from ...graph.liveness import peak
+from ...plan.plan import Plan
+from ...plan.state import StatePlan, plan_state, planned_with
+from ..eager.instructions import Instruction, Take
+from ..eager.replay import Replay
+from ..trace.record import View
+from ..trace.to_graph import Named
+from ..trace.trace import Trace
+from .arena import HostState
+from .optimizer import check_optimizer, update_bytes
+from .owned import FetchOf, FetchStateOf, Owned, StoreOf, UpdateOf
+
+
+class ModelState:
+    """Parameters and optimizer state of a model, and where they lie.
+
+    Parameters
+    ----------
+    model
+        The plain model.
+    optimizer
+        Who updates it.
+    arena
+        Where what moves rests.
+
+    Attributes
+    ----------
+    owned
+        Per parameter of the model, by path, once the first plan has said where it lies.
+    latest
+        The plan made last.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, arena: HostState
+    ) -> None:
+        check_optimizer(optimizer)
+        self.optimizer, self.arena = optimizer, arena
+        self.groups = {id(it): group for group in optimizer.param_groups for it in group["params"]}
+        self.owned: dict[str, Owned] = {}
+        self.latest: StatePlan | None = None
+        self._bytes: dict[Any, tuple[int, int, int]] = {}
+        _check_apart(model)
+
+    @property
+    def places(self) -> dict[str, str]:
+        """Per parameter, where it lies: `device`, `state` or `host`."""
+        return {name: it.place for name, it in self.owned.items()}
+
+    @property
+    def blocks(self) -> list[torch.Tensor]:
+        """What lies on the host."""
+        return self.arena.blocks
+
+    def replay(
+        self,
+        model: torch.nn.Module,
+        traced: Trace,
+        budget: float | str,
+        planner: Callable[[Graph, int], Plan],
+    ) -> Replay:
+        """Return what carries a traced step out, its updates included.
+
+        Parameters
+        ----------
+        model
+            The plain model.
+        traced
+            Its step, without an optimizer.
+        budget
+            The most live bytes, or a share of what the step takes where all stays on the device.
+        planner
+            Plans a graph within so many bytes.
+        """
+        graph = self._with_speeds(traced.graph)
+        units = self.units(model, traced)
+        whole = peak(graph).bytes + sum(it.state_bytes + it.counts_bytes for it in units)
+        budget_bytes = parse_bytes(budget, whole=whole)
+        if self.owned:
+            found = planned_with(graph, units, self.places, budget_bytes, planner)
+        else:
+            found = plan_state(graph, units, budget_bytes, planner)
+        plan = replace(found.plan, baseline_peak_bytes=whole, budget_bytes=budget_bytes)
+        self.latest = found = replace(found, plan=plan)
+        self._own(model, found.places)
+        numbers = dict(traced.named.storage_of)
+        for storage in found.graph.storages:
+            numbers.setdefault(storage.name, len(traced.captured.recording.nbytes) + len(numbers))
+        named = Named(found.graph, traced.named.call_of, numbers)
+        return Replay(replace(traced, named=named), plan, _AddedOps(self, named, traced))
+
+    def units(self, model: torch.nn.Module, traced: Trace) -> list[Unit]:
+        """Return the parameters as units of the planner."""
+        parameters = dict(model.named_parameters())
+        captured = traced.captured
+        names = {number: name for name, number in traced.named.storage_of.items()}
+        gradients = dict(captured.gradients)
+        outside = {it.storage for it in captured.outputs if isinstance(it, View)}
+        kept = {it.storage for it in captured.output_gradients} | set(captured.recording.given)
+        speed = traced.graph.device.bytes_per_s
+        found = []
+        for name, form in captured.parameters:
+            parameter, view = parameters[name], gradients.get(name)
+            trained = view is not None and id(parameter) in self.groups
+            size = state = counts = scratch = 0
+            if trained:
+                assert view is not None
+                state, counts, scratch = self._update_bytes(parameter)
+                size = parameter.numel() * parameter.element_size()
+                scratch += 0 if view.stride == form.stride else size
+            found.append(
+                Unit(
+                    names[form.storage],
+                    names[view.storage] if trained and view is not None else None,
+                    state,
+                    scratch,
+                    (3 * size + 2 * state) / speed if speed else 0.0,
+                    movable=_is_whole(parameter, form) and form.storage not in outside,
+                    used_up=view is not None and view.storage not in kept,
+                    counts_bytes=counts,
+                )
+            )
+        return found
+
+    def _update_bytes(self, parameter: torch.nn.Parameter) -> tuple[int, int, int]:
+        group = self.groups[id(parameter)]
+        key = (tuple(parameter.size()), parameter.stride(), parameter.dtype, id(group))
+        if key not in self._bytes:
+            self._bytes[key] = update_bytes(self.optimizer, group, parameter)
+        return self._bytes[key]
+
+    def _own(self, model: torch.nn.Module, places: Mapping[str, str]) -> None:
+        for name, parameter in model.named_parameters():
+            if name not in self.owned:
+                group = self.groups.get(id(parameter))
+                self.owned[name] = Owned(
+                    name,
+                    parameter,
+                    places.get(name, "device"),
+                    self.arena,
+                    None if group is None else self.optimizer,
+                    group,
+                )
+
+    def _with_speeds(self, graph: Graph) -> Graph:
+        if graph.device.can_offload:
+            return graph
+        to_host, back = self.arena.speeds()
+        device = replace(
+            graph.device, to_host_bytes_per_s=to_host, to_device_bytes_per_s=back
+        )
+        return Graph(
+            graph.storages, graph.ops, name=graph.name, device=device, allocator=graph.allocator,
+            aliases=graph.aliases,
+        )  # fmt: skip
+
+
+class _AddedOps:
+    """Carries out the ops of `with_state`; see `Added` of eager/instructions.py."""
+
+    def __init__(self, state: ModelState, named: Named, traced: Trace) -> None:
+        captured = traced.captured
+        self.owned, self.named = state.owned, named
+        self.forms = {name: view for name, view in captured.parameters}
+        self.gradients = dict(captured.gradients)
+        self.storages = max(named.storage_of.values()) + 1
+        made = {it for op in named.graph.ops if op.kind == "fetch" for it in op.outputs}
+        self.brought = frozenset(
+            view.storage for name, view in captured.parameters if name in made
+        )
+        self.used_up = frozenset(
+            op.name.removeprefix(UPDATE) for op in named.graph.ops if op.kind == "update"
+        )
+        self.kinds = {op.name: op.kind for op in named.graph.ops}
+
+    def moves(self, op: str) -> tuple[int, ...] | None:
+        """Return the storages that an op lets a lane read or write; None if it is a call."""
+        kind = self.kinds[op]
+        if kind not in ("fetch", "update", "store") or op in self.named.call_of:
+            return None
+        record = self.named.graph.ops[self.named.graph.op_index[op]]
+        moved = record.outputs if kind == "fetch" else record.inputs if kind == "store" else ()
+        return tuple(self.named.storage_of[it] for it in moved)
+
+    def instruction(self, op: str, take: Callable[[View], Take]) -> Instruction:
+        """Return what carries an op out."""
+        number = self.named.storage_of
+        if op.startswith(FETCH_STATE):
+            name = op.removeprefix(FETCH_STATE)
+            return FetchStateOf(self.owned[name], number[name + STATE])
+        if op.startswith(FETCH):
+            name = op.removeprefix(FETCH)
+            return FetchOf(self.owned[name], number[name], self.forms[name])
+        name = op.removeprefix(UPDATE).removeprefix(STORE)
+        storage = number[name] if self.owned[name].place == "host" else None
+        state = number.get(name + STATE)
+        if op.startswith(STORE):
+            return StoreOf(self.owned[name], storage, state)
+        gradient = self.gradients[name]
+        assert gradient is not None
+        return UpdateOf(self.owned[name], storage, state, take(gradient))
+
+
+def _is_whole(parameter: torch.nn.Parameter, form: View) -> bool:
+    """Whether a parameter has a storage of its own, all of it, without gaps."""
+    return parameter.numel() > 0 and form.offset == 0 and (
+        torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+    ) and (
+        parameter.is_meta
+        or parameter.untyped_storage().nbytes() >= parameter.numel() * parameter.element_size()
+    )
+
+
+def _check_apart(model: torch.nn.Module) -> None:
+    """Raise PlanError where two parameters share memory: an update of one changes the other."""
+    seen: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta or not parameter.numel():
+            continue
+        other = seen.setdefault(parameter.untyped_storage()._cdata, name)
+        if other != name:
+            raise PlanError(
+                f"state: the parameters {other!r} and {name!r} are two that share memory. Make "
+                "them one (assign the same parameter to both modules), or give each its own."
+            )

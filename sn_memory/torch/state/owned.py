@@ -1,0 +1,237 @@
+"""A parameter with its optimizer state, wherever they are: fetched, updated, stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...base.errors import PlanError
+from ..eager.instructions import Memory, Take
+from ..eager.streams import Ticket
+from ..trace.record import View
+from .arena import HostState, Place
+from .optimizer import moves, updated
+
+
+class Owned:
+    """One parameter of a planned model.
+
+    Parameters
+    ----------
+    name
+        Its path.
+    parameter
+        The model's.
+    place
+        `device`, `state` or `host`; see `graph/hosted.py`.
+    arena
+        Where what moves rests.
+    optimizer, group
+        Who updates it, and with which settings; None for a parameter that is not trained.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameter: torch.nn.Parameter,
+        place: str,
+        arena: HostState,
+        optimizer: torch.optim.Optimizer | None,
+        group: dict[str, Any] | None,
+    ) -> None:
+        self.name, self.parameter, self.place = name, parameter, place
+        self.arena, self.optimizer, self.group = arena, optimizer, group
+        self.device = parameter.device
+        self.lanes = arena.lanes(self.device)
+        self.is_updated = False
+        self._small: dict[str, Any] = {}
+        if place == "host":
+            arena.take(parameter)
+        elif (found := arena.place(parameter)) is not None:
+            # It was made on the host, and there is room for it.
+            parameter.data = found.block.clone().view(parameter.dtype).as_strided(
+                parameter.size(), parameter.stride()
+            )
+        if place != "device":
+            self.adopt()
+
+    def adopt(self) -> None:
+        """Move what the optimizer keeps for it, and does not rest yet, to the host."""
+        assert self.optimizer is not None or self.group is None
+        if self.optimizer is None or self.parameter not in self.optimizer.state:
+            return
+        state = self.optimizer.state[self.parameter]
+        for name, value in state.items():
+            if moves(value) and self.arena.place(value) is None:
+                state[name] = resting = self.arena.resting(value, self.device)
+                with torch.no_grad():
+                    resting.copy_(value)
+
+    def resting(self) -> Place:
+        """Return where the parameter rests; raises PlanError if it was given other memory."""
+        found = self.arena.place(self.parameter)
+        if found is None:
+            raise PlanError(
+                f"the parameter {self.name!r} lay on the host and has other memory by now, as after "
+                "`model.to` or `parameter.data = ...`. Plan the model as it is now; to load values, "
+                "use load_state_dict or copy_."
+            )
+        return found
+
+    def fetch(self, form: View) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Start to bring the parameter; return it as it will be, and what waits for it."""
+        here, ticket = self._bring(self.resting(), form.dtype, form.size, form.stride)
+        return here, lambda: self.lanes.wait(ticket)
+
+    def fetch_state(self) -> tuple[dict[str, Any], Callable[[], None]]:
+        """Start to bring the state; counts of steps are copied, so that a failed step changes none."""
+        self.adopt()
+        found: dict[str, Any] = {}
+        tickets: list[Ticket] = []
+        for name, value in self._state().items():
+            place = self.arena.place(value) if moves(value) else None
+            if place is None:
+                found[name] = value.clone() if isinstance(value, torch.Tensor) else value
+                continue
+            found[name], ticket = self._bring(place, value.dtype, value.size(), value.stride())
+            tickets.append(ticket)
+
+        def wait() -> None:
+            for ticket in tickets:
+                self.lanes.wait(ticket)
+
+        return found, wait
+
+    def update(self, here: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """Make the optimizer's step, in place; return the state after it."""
+        assert self.optimizer is not None
+        assert self.group is not None
+        if gradient.stride() != here.stride():
+            # As autograd lays a gradient out that becomes `.grad`.
+            gradient = torch.empty_like(here).copy_(gradient)
+        self.is_updated = True
+        return updated(self.optimizer, self.group, here, gradient, state)
+
+    def update_here(self, gradient: torch.Tensor) -> None:
+        """Make the step of a parameter whose state is on the device as well."""
+        assert self.optimizer is not None
+        self.optimizer.state[self.parameter] = self.update(
+            self.parameter, gradient, self._state()
+        )
+
+    def store(self, here: torch.Tensor | None, state: dict[str, Any]) -> Callable[[], None]:
+        """Start to write the parameter, where it was moved, and its state; return what waits."""
+        assert self.optimizer is not None
+        tickets = [] if here is None else [self._put(here, self.resting())]
+        kept = dict[str, Any]()
+        before = self._state()
+        for name, value in state.items():
+            if not moves(value):
+                kept[name] = value
+                continue
+            rests = before.get(name)
+            if rests is None or self.arena.place(rests) is None or rests.size() != value.size():
+                rests = self.arena.resting(value, self.device)
+            place = self.arena.place(rests)
+            assert place is not None
+            tickets.append(self._put(value, place))
+            kept[name] = rests
+        self.optimizer.state[self.parameter] = kept
+
+        def wait() -> None:
+            for ticket in tickets:
+                self.lanes.wait(ticket)
+
+        return wait
+
+    def _state(self) -> dict[str, Any]:
+        assert self.optimizer is not None
+        found: dict[str, Any] = self.optimizer.state.get(self.parameter, {})
+        return found
+
+    def _bring(
+        self, place: Place, dtype: torch.dtype, size: Any, stride: Any
+    ) -> tuple[torch.Tensor, Ticket]:
+        here = torch.empty(place.block.numel(), dtype=torch.uint8, device=self.device)
+        ticket = self.lanes.arrive(place.block, here, place.written)
+        empty = torch.empty(0, dtype=dtype, device=self.device)
+        return empty.set_(here.untyped_storage(), 0, size, stride), ticket
+
+    def _put(self, tensor: torch.Tensor, place: Place) -> Ticket:
+        memory = tensor.untyped_storage()
+        here = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
+        place.written = self.lanes.leave(here, place.block)
+        return place.written
+
+
+class FetchOf:
+    """The instruction that starts to bring a parameter."""
+
+    def __init__(self, owned: Owned, storage: int, form: View) -> None:
+        self.owned, self.storage, self.form = owned, storage, form
+
+    def __call__(self, memory: Memory) -> None:
+        memory.held[self.storage], wait = self.owned.fetch(self.form)
+        memory.underway[self.storage] = wait
+
+
+class FetchStateOf:
+    """The instruction that starts to bring the state of a parameter."""
+
+    def __init__(self, owned: Owned, storage: int) -> None:
+        self.owned, self.storage = owned, storage
+
+    def __call__(self, memory: Memory) -> None:
+        held: list[Any] = memory.held
+        held[self.storage], memory.underway[self.storage] = self.owned.fetch_state()
+
+
+class UpdateOf:
+    """The instruction that updates a parameter, whose gradient is complete.
+
+    Parameters
+    ----------
+    owned
+        Whose.
+    storage, state
+        Numbers of what is brought; None for what is on the device anyway.
+    gradient
+        Takes its gradient.
+    """
+
+    def __init__(
+        self, owned: Owned, storage: int | None, state: int | None, gradient: Take
+    ) -> None:
+        self.owned, self.storage, self.state, self.gradient = owned, storage, state, gradient
+
+    def __call__(self, memory: Memory) -> None:
+        held: list[Any] = memory.held
+        gradient = self.gradient(held)
+        if self.state is None and self.storage is None:
+            self.owned.update_here(gradient)
+            return
+        here = self.owned.parameter if self.storage is None else held[self.storage]
+        before = {} if self.state is None else held[self.state]
+        after = self.owned.update(here, gradient, before)
+        if self.state is not None:
+            held[self.state] = after
+        else:
+            self.owned._small = after
+
+
+class StoreOf:
+    """The instruction that starts to write a parameter and its state back."""
+
+    def __init__(self, owned: Owned, storage: int | None, state: int | None) -> None:
+        self.owned, self.storage, self.state = owned, storage, state
+
+    def __call__(self, memory: Memory) -> None:
+        held: list[Any] = memory.held
+        here = None if self.storage is None else held[self.storage]
+        after = self.owned._small if self.state is None else held[self.state]
+        wait = self.owned.store(here, after)
+        for storage in (self.storage, self.state):
+            if storage is not None:
+                memory.underway[storage] = wait
