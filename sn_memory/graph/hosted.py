@@ -8,6 +8,11 @@ nothing new to anyone. For a parameter `p` there is `update p`, and where it lie
     fetch state of p   before the update: makes `p (state)`
     store p            after it: writes both back
 
+Or all updates come when all gradients are there, as where they are clipped by their norm: then what
+is on the host has its gradient there as well, and in place of the update there is
+
+    store gradient of p    after the last op that makes or reads it
+
 To fetch again is to run `fetch p` again: a parameter that is let go between the forward and the
 backward pass is a rebuild like any other, at the seconds of its way. `p (host)`, a storage of no
 bytes that `fetch p` reads and `update p` changes, says that what is fetched later is another value.
@@ -27,10 +32,12 @@ FETCH: Final = "fetch "
 FETCH_STATE: Final = "fetch state of "
 UPDATE: Final = "update "
 STORE: Final = "store "
+STORE_GRADIENT: Final = "store gradient of "
 STATE: Final = " (state)"
 HOME: Final = " (host)"
 RESIDENT_STATE: Final = "optimizer state on the device"
 PLACES: Final = ("device", "state", "host")
+UPDATES: Final = ("backward", "step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +74,9 @@ class Unit:
     counts_bytes: int = 0
 
 
-def with_state(graph: Graph, units: Sequence[Unit], places: Mapping[str, str]) -> Graph:
+def with_state(
+    graph: Graph, units: Sequence[Unit], places: Mapping[str, str], *, update: str = "backward"
+) -> Graph:
     """Return the graph of a step with its updates, and with this state on the host.
 
     Parameters
@@ -79,13 +88,16 @@ def with_state(graph: Graph, units: Sequence[Unit], places: Mapping[str, str]) -
     places
         Per parameter: `device` (default), `state` (its optimizer state is on the host), or `host`
         (the parameter as well). Speeds of the way are those of the graph's device.
+    update
+        `backward`: each parameter is updated when its gradient is complete. `step`: after the step,
+        which the graph then says nothing of; see `step_peak` in `plan/state.py`.
 
     Raises
     ------
     GraphError
         For a unit that the graph does not know, a place there is not, or a device without speeds.
     """
-    maker = _Maker(graph, units, places)
+    maker = _Maker(graph, units, places, update)
     ops: list[Op] = []
     for at, op in enumerate(graph.ops):
         ops += [*maker.before.get(at, ()), op, *maker.after.get(at, ())]
@@ -100,8 +112,12 @@ def _scratch(size: int) -> tuple[Workspace, ...]:
 
 
 class _Maker:
-    def __init__(self, graph: Graph, units: Sequence[Unit], places: Mapping[str, str]) -> None:
-        self.graph, self.units = graph, units
+    def __init__(
+        self, graph: Graph, units: Sequence[Unit], places: Mapping[str, str], update: str
+    ) -> None:
+        if update not in UPDATES:
+            raise GraphError(f"got update {update!r}, expected one of {', '.join(UPDATES)}.")
+        self.graph, self.units, self.inside = graph, units, update == "backward"
         self.place = {unit.parameter: places.get(unit.parameter, "device") for unit in units}
         self.check(places)
         self.uses: dict[int, tuple[int, int]] = {}
@@ -145,6 +161,14 @@ class _Maker:
         if unit.gradient is None:
             return
         last = max(last, self.uses.get(number[unit.gradient], (-1, -1))[1])
+        if not self.inside:
+            if place != "device":
+                moved = self.graph.storages[number[unit.gradient]].bytes
+                store = Op(STORE_GRADIENT + name, (unit.gradient,), (), kind="store",
+                           phase="backward", seconds=self.seconds(moved, back=False),
+                           effect=True)  # fmt: skip
+                self.after.setdefault(self.uses[number[unit.gradient]][1], []).append(store)
+            return
         ops, state = [], ()
         if place != "device" and unit.state_bytes:
             state = (name + STATE,)
@@ -170,7 +194,11 @@ class _Maker:
 
     def storages(self) -> list[Storage]:
         """Return the storages: those of the graph, by where they lie now, and the new ones."""
-        used_up = {unit.gradient for unit in self.units if unit.gradient and unit.used_up}
+        used_up = {
+            unit.gradient
+            for unit in self.units
+            if unit.used_up and (self.inside or self.place[unit.parameter] != "device")
+        }
         found: list[Storage] = []
         for storage in self.graph.storages:
             if self.place.get(storage.name) == "host":
@@ -190,7 +218,7 @@ class _Maker:
                 resident += unit.state_bytes
                 continue
             found.append(Storage(unit.parameter + HOME, 0, "state"))
-            if unit.gradient is not None and unit.state_bytes:
+            if unit.gradient is not None and unit.state_bytes and self.inside:
                 found.append(Storage(unit.parameter + STATE, unit.state_bytes))
         if resident:
             found.append(Storage(RESIDENT_STATE, resident, "state"))

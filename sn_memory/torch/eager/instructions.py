@@ -89,6 +89,9 @@ class Added(Protocol):
     brought: frozenset[int]
     used_up: frozenset[str]
 
+    def begin(self) -> None:
+        """Hear that a forward pass begins; raises where it would not compute what it should."""
+
     def moves(self, op: str) -> tuple[int, ...] | None:
         """Return the storages that an op lets a lane read or write; None if it is a call."""
 

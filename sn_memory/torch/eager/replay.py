@@ -66,6 +66,7 @@ class Replay:
         ]
         # Whether gradients of parameters are used inside the step.
         self.inside = added is not None and bool(added.used_up)
+        self.added = added
         # Whether a step is given tensors like those of the one before.
         self._given_as_planned: Callable[[Sequence[torch.Tensor]], bool] | None = None
 
@@ -165,6 +166,8 @@ class Replay:
 
     def start(self, given: Sequence[torch.Tensor]) -> Memory:
         """Return memory with what is given in its place."""
+        if self.added is not None:
+            self.added.begin()
         memory = self.program.memory()
         memory.layouts = self.layouts
         if self._given_as_planned is None or not self._given_as_planned(given):

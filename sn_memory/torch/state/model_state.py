@@ -11,10 +11,10 @@ import torch
 from ...base.errors import PlanError
 from ...base.sizes import parse_bytes
 from ...graph.graph import Graph
-from ...graph.hosted import FETCH, FETCH_STATE, STATE, STORE, UPDATE, Unit
+from ...graph.hosted import FETCH, FETCH_STATE, STATE, STORE, STORE_GRADIENT, UPDATE, UPDATES, Unit
 from ...graph.liveness import peak
 from ...plan.plan import Plan
-from ...plan.state import StatePlan, plan_state, planned_with
+from ...plan.state import StatePlan, plan_state, planned_with, step_bytes
 from ..eager.instructions import Instruction, Take
 from ..eager.replay import Replay
 from ..trace.record import View
@@ -22,7 +22,8 @@ from ..trace.to_graph import Named
 from ..trace.trace import Trace
 from .arena import HostState
 from .optimizer import check_optimizer, update_bytes
-from .owned import FetchOf, FetchStateOf, Owned, StoreOf, UpdateOf
+from .owned import Brought, FetchOf, FetchStateOf, Owned, StoreGradientOf, StoreOf, UpdateOf
+from .stepping import UsedUp, step_in_memory, take_over
 
 
 class ModelState:
@@ -36,6 +37,9 @@ class ModelState:
         Who updates it.
     arena
         Where what moves rests.
+    update
+        `step`: gradients wait on the host for `optimizer.step()`. `backward`: each parameter is
+        updated as soon as its gradient is complete.
 
     Attributes
     ----------
@@ -46,10 +50,16 @@ class ModelState:
     """
 
     def __init__(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, arena: HostState
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        arena: HostState,
+        update: str = "step",
     ) -> None:
+        if update not in UPDATES:
+            raise ValueError(f"got update {update!r}, expected one of {', '.join(UPDATES)}.")
         check_optimizer(optimizer)
-        self.optimizer, self.arena = optimizer, arena
+        self.optimizer, self.arena, self.update = optimizer, arena, update
         self.groups = {id(it): group for group in optimizer.param_groups for it in group["params"]}
         self.owned: dict[str, Owned] = {}
         self.latest: StatePlan | None = None
@@ -91,17 +101,112 @@ class ModelState:
         whole = peak(graph).bytes + sum(it.state_bytes + it.counts_bytes for it in units)
         budget_bytes = parse_bytes(budget, whole=whole)
         if self.owned:
-            found = planned_with(graph, units, self.places, budget_bytes, planner)
+            found = planned_with(
+                graph, units, self.places, budget_bytes, planner, update=self.update
+            )
         else:
-            found = plan_state(graph, units, budget_bytes, planner)
+            found = plan_state(graph, units, budget_bytes, planner, update=self.update)
         plan = replace(found.plan, baseline_peak_bytes=whole, budget_bytes=budget_bytes)
         self.latest = found = replace(found, plan=plan)
         self._own(model, found.places)
+        sizes = {it.name: it.bytes for it in graph.storages}
+        self._step_bytes = {
+            it.parameter: step_bytes(it, found.places[it.parameter], sizes[it.parameter])
+            for it in units
+        }
+        self._stays_bytes = found.step_peak_bytes - max(
+            (sum(self._step_bytes[it.parameter]) for it in units if it.gradient), default=0
+        )
+        take_over(self.optimizer, self)
         numbers = dict(traced.named.storage_of)
         for storage in found.graph.storages:
             numbers.setdefault(storage.name, len(traced.captured.recording.nbytes) + len(numbers))
         named = Named(found.graph, traced.named.call_of, numbers)
         return Replay(replace(traced, named=named), plan, _AddedOps(self, named, traced))
+
+    def step(self) -> None:
+        """Finish the step of the optimizer: all that was not updated in the backward pass."""
+        inside = self._inside()
+        if self.update == "step":
+            self._update([it for it in inside.values() if it.parameter.grad is not None])
+            step_in_memory(self.optimizer, lambda it: id(it) in inside)
+            return
+        for owned in inside.values():
+            gradient = owned.parameter.grad
+            if gradient is not None and not isinstance(gradient, UsedUp):
+                raise PlanError(
+                    f"the parameter {owned.name!r} has a gradient that no planned step made: a "
+                    "backward pass of another model, or one whose forward pass ran without the "
+                    "plan. Its update is made in the planned step. Drop it, or run the planned "
+                    "model."
+                )
+        step_in_memory(self.optimizer, lambda it: id(it) in inside)
+        for owned in inside.values():
+            owned.is_updated, owned.parameter.grad = False, None
+
+    def _inside(self) -> dict[int, Owned]:
+        """Return the parameters that are not updated by the optimizer's own step."""
+        trained = (it for it in self.owned.values() if it.optimizer is not None)
+        return {
+            id(it.parameter): it
+            for it in trained
+            if self.update == "backward" or it.place != "device"
+        }
+
+    def _update(self, row: list[Owned]) -> None:
+        """Update parameters whose gradients are on the host, one after the other.
+
+        The next is fetched, and the last is written, beside an update where the budget has room.
+        """
+        writing: list[tuple[int, Callable[[], None]]] = []
+        coming: tuple[Owned, Callable[[], Brought]] | None = None
+        assert self.latest is not None
+        assert self.latest.plan.budget_bytes is not None
+        try:
+            for at, owned in enumerate(row):
+                brought, scratch = self._step_bytes[owned.name]
+                room = self.latest.plan.budget_bytes - self._stays_bytes - brought - scratch
+                arrive = coming[1] if coming is not None else None
+                if arrive is None:
+                    while writing:
+                        writing.pop(0)[1]()
+                    arrive = owned.bring_all()
+                coming = None
+                following = row[at + 1] if at + 1 < len(row) else None
+                if following is not None:
+                    need = self._step_bytes[following.name][0]
+                    while writing and sum(it for it, _ in writing) + need > room:
+                        writing.pop(0)[1]()
+                    if need <= room:
+                        coming = following, following.bring_all()
+                here = arrive()
+                del arrive
+                writing.append((brought, owned.put_back(here)))
+                del here
+        finally:
+            if coming is not None:
+                coming[1]()
+            for _, wait in writing:
+                wait()
+
+    def begin(self) -> None:
+        """Raise PlanError where a forward pass comes that would see half of an update."""
+        if self.update == "step":
+            return
+        late = next((it for it in self.owned.values() if it.is_updated), None)
+        if late is not None:
+            raise PlanError(
+                f"a second forward pass comes before optimizer.step(): {late.name!r} was updated "
+                "in the backward pass of the first, so this one would compute with new parameters. "
+                "Call optimizer.step() after each backward pass; to add gradients of several "
+                "micro-batches, plan with update='step'."
+            )
+
+    def adopt(self) -> None:
+        """Move what a loaded state holds to the host."""
+        for owned in self.owned.values():
+            if owned.place != "device":
+                owned.adopt()
 
     def units(self, model: torch.nn.Module, traced: Trace) -> list[Unit]:
         """Return the parameters as units of the planner."""
@@ -183,8 +288,12 @@ class _AddedOps:
             view.storage for name, view in captured.parameters if name in made
         )
         self.used_up = frozenset(
-            op.name.removeprefix(UPDATE) for op in named.graph.ops if op.kind == "update"
+            op.name.removeprefix(prefix)
+            for op in named.graph.ops
+            for prefix in (UPDATE, STORE_GRADIENT)
+            if op.kind in ("update", "store") and op.name.startswith(prefix)
         )
+        self.begin = state.begin
         self.kinds = {op.name: op.kind for op in named.graph.ops}
 
     def moves(self, op: str) -> tuple[int, ...] | None:
@@ -205,6 +314,11 @@ class _AddedOps:
         if op.startswith(FETCH):
             name = op.removeprefix(FETCH)
             return FetchOf(self.owned[name], number[name], self.forms[name])
+        if op.startswith(STORE_GRADIENT):
+            name = op.removeprefix(STORE_GRADIENT)
+            gradient = self.gradients[name]
+            assert gradient is not None
+            return StoreGradientOf(self.owned[name], gradient.storage, take(gradient))
         name = op.removeprefix(UPDATE).removeprefix(STORE)
         storage = number[name] if self.owned[name].place == "host" else None
         state = number.get(name + STATE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,6 +13,15 @@ from ..eager.streams import Ticket
 from ..trace.record import View
 from .arena import HostState, Place
 from .optimizer import moves, updated
+from .stepping import UsedUp
+
+
+class Brought(NamedTuple):
+    """What an update works on, on the device."""
+
+    parameter: torch.Tensor
+    gradient: torch.Tensor
+    state: dict[str, Any]
 
 
 class Owned:
@@ -47,6 +56,7 @@ class Owned:
         self.lanes = arena.lanes(self.device)
         self.is_updated = False
         self._small: dict[str, Any] = {}
+        self._gradient: torch.Tensor | None = None
         if place == "host":
             arena.take(parameter)
         elif (found := arena.place(parameter)) is not None:
@@ -111,7 +121,6 @@ class Owned:
         if gradient.stride() != here.stride():
             # As autograd lays a gradient out that becomes `.grad`.
             gradient = torch.empty_like(here).copy_(gradient)
-        self.is_updated = True
         return updated(self.optimizer, self.group, here, gradient, state)
 
     def update_here(self, gradient: torch.Tensor) -> None:
@@ -120,6 +129,11 @@ class Owned:
         self.optimizer.state[self.parameter] = self.update(
             self.parameter, gradient, self._state()
         )
+
+    def used_up(self) -> None:
+        """Note that it was updated in the backward pass."""
+        self.is_updated = True
+        self.parameter.grad = UsedUp(self.parameter)
 
     def store(self, here: torch.Tensor | None, state: dict[str, Any]) -> Callable[[], None]:
         """Start to write the parameter, where it was moved, and its state; return what waits."""
@@ -146,10 +160,58 @@ class Owned:
 
         return wait
 
+    def keep_gradient(self, gradient: torch.Tensor) -> Callable[[], None]:
+        """Make a gradient `.grad`, or add it to that, on the host; return what waits for it.
+
+        On the host `.grad` is a tensor like any other: it can be clipped, scaled and added to.
+        """
+        there = self.parameter.grad
+        if there is not None:
+            with torch.no_grad():
+                there.add_(gradient)
+            return _nothing
+        if self._gradient is None:
+            self._gradient = self.arena.resting(self.parameter, self.device)
+        place = self.arena.place(self._gradient)
+        assert place is not None
+        if gradient.stride() != self.parameter.stride() or not _is_all(gradient):
+            gradient = torch.empty_like(self.parameter, device=gradient.device).copy_(gradient)
+        ticket = self._put(gradient, place)
+        self.parameter.grad = self._gradient
+        return lambda: self.lanes.wait(ticket)
+
+    def bring_all(self) -> Callable[[], Brought]:
+        """Start to bring parameter, gradient and state for an update; return what waits for them."""
+        state, state_here = self.fetch_state()
+        here, ticket = self.parameter, None
+        if self.place == "host":
+            here, ticket = self._bring_like(self.resting(), self.parameter)
+        gradient, other = self.parameter.grad, None
+        assert gradient is not None
+        place = self.arena.place(gradient)
+        if place is not None:
+            gradient, other = self._bring_like(place, gradient)
+
+        def arrived() -> Brought:
+            state_here()
+            self.lanes.wait(ticket)
+            self.lanes.wait(other)
+            return Brought(here, gradient, state)
+
+        return arrived
+
+    def put_back(self, brought: Brought) -> Callable[[], None]:
+        """Update what was brought, and start to write it; return what waits for that."""
+        after = self.update(brought.parameter, brought.gradient, brought.state)
+        return self.store(brought.parameter if self.place == "host" else None, after)
+
     def _state(self) -> dict[str, Any]:
         assert self.optimizer is not None
         found: dict[str, Any] = self.optimizer.state.get(self.parameter, {})
         return found
+
+    def _bring_like(self, place: Place, like: torch.Tensor) -> tuple[torch.Tensor, Ticket]:
+        return self._bring(place, like.dtype, like.size(), like.stride())
 
     def _bring(
         self, place: Place, dtype: torch.dtype, size: Any, stride: Any
@@ -209,6 +271,7 @@ class UpdateOf:
     def __call__(self, memory: Memory) -> None:
         held: list[Any] = memory.held
         gradient = self.gradient(held)
+        self.owned.used_up()
         if self.state is None and self.storage is None:
             self.owned.update_here(gradient)
             return
@@ -235,3 +298,22 @@ class StoreOf:
         for storage in (self.storage, self.state):
             if storage is not None:
                 memory.underway[storage] = wait
+
+
+class StoreGradientOf:
+    """The instruction that starts to write the gradient of a parameter to the host."""
+
+    def __init__(self, owned: Owned, storage: int, gradient: Take) -> None:
+        self.owned, self.storage, self.gradient = owned, storage, gradient
+
+    def __call__(self, memory: Memory) -> None:
+        memory.underway[self.storage] = self.owned.keep_gradient(self.gradient(memory.held))
+
+
+def _nothing() -> None:
+    pass
+
+
+def _is_all(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is all of its storage."""
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
