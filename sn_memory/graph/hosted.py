@@ -15,7 +15,8 @@ is on the host has its gradient there as well, and in place of the update there 
 
 To fetch again is to run `fetch p` again: a parameter that is let go between the forward and the
 backward pass is a rebuild like any other, at the seconds of its way. `p (host)`, a storage of no
-bytes that `fetch p` reads and `update p` changes, says that what is fetched later is another value.
+bytes that `update p` changes, is read by `fetch p` and by all that reads `p`: after the update both
+what is fetched and what is on the device is another value, with which nothing may run again.
 """
 
 from __future__ import annotations
@@ -100,7 +101,9 @@ def with_state(
     maker = _Maker(graph, units, places, update)
     ops: list[Op] = []
     for at, op in enumerate(graph.ops):
-        ops += [*maker.before.get(at, ()), op, *maker.after.get(at, ())]
+        homes = tuple(it + HOME for it in dict.fromkeys(op.inputs) if maker.place.get(it) == "host")
+        here = replace(op, inputs=(*op.inputs, *homes)) if homes else op
+        ops += [*maker.before.get(at, ()), here, *maker.after.get(at, ())]
     return Graph(
         maker.storages(), ops, name=graph.name, device=graph.device, allocator=graph.allocator,
         aliases=graph.aliases,
