@@ -158,7 +158,8 @@ class _Maker:
         first, last = self.uses.get(number[name], (-1, -1))
         size = self.graph.storages[number[name]].bytes
         if place == "host" and first >= 0:
-            fetch = Op(FETCH + name, (home,), (name,), kind="fetch", phase=self.graph.ops[first].phase,
+            fetch = Op(FETCH + name, (home,), (name,), kind="fetch",
+                       phase=self.graph.ops[first].phase,
                        seconds=self.seconds(size, back=True))  # fmt: skip
             self.before.setdefault(first, []).append(fetch)
         if unit.gradient is None:
@@ -172,7 +173,8 @@ class _Maker:
                            effect=True)  # fmt: skip
                 self.after.setdefault(self.uses[number[unit.gradient]][1], []).append(store)
             return
-        ops, state = [], ()
+        ops: list[Op] = []
+        state: tuple[str, ...] = ()
         if place != "device" and unit.state_bytes:
             state = (name + STATE,)
             ops.append(Op(FETCH_STATE + name, (home,), state, kind="fetch", phase="backward",

@@ -159,9 +159,10 @@ def step_peak(whole: Graph, units: Sequence[Unit], places: Mapping[str, str]) ->
     state and scratch memory of one unit.
     """
     size = {it.name: it.bytes for it in whole.storages}
-    stays = whole.base_bytes + sum(it.bytes for it in whole.storages if it.role == "gradient" and it.keep)
-    trained = [it for it in units if it.gradient is not None]
+    kept = (it.bytes for it in whole.storages if it.role == "gradient" and it.keep)
+    trained = (it for it in units if it.gradient is not None)
     each = (
-        sum(step_bytes(it, places.get(it.parameter, "device"), size[it.parameter])) for it in trained
+        sum(step_bytes(it, places.get(it.parameter, "device"), size[it.parameter]))
+        for it in trained
     )
-    return stays + max(each, default=0)
+    return whole.base_bytes + sum(kept) + max(each, default=0)

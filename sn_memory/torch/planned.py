@@ -22,6 +22,7 @@ from .model.wrapping import plain_model
 from .modules.backend import ModuleStep
 from .planning import Planning, Step
 from .policy.policy import SelectivePolicy, checkpoint_policy
+from .state.model_state import ModelState
 from .trace.trace import Given, Trace
 
 # Of the kinds that come while training so many steps are kept.
@@ -156,6 +157,11 @@ class Planned(PlannedRecord[Trace]):
             device=planning.device,
             optimizer=planning.optimizer,
         )
+
+    @property
+    def state(self) -> ModelState | None:
+        """All of the state, where it was planned: what lies where, and what that costs."""
+        return self.planning.state
 
     @property
     def plan(self) -> Any:

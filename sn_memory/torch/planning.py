@@ -32,6 +32,7 @@ from .model.kinds import Arguments, changeable
 from .model.step import chance_put_back, wanted_bytes
 from .modules.backend import ModuleStep
 from .state.model_state import ModelState
+from .state.rehearsal import rehearsed
 from .trace.convolutions import Measure
 from .trace.record import Layouts
 from .trace.trace import Given, Trace, beside, trace
@@ -324,7 +325,18 @@ class Planning:
 
     def in_trial(self, step: Step, backend: str, model: torch.nn.Module, given: Arguments) -> Made:
         """Try a step on its input; trace and plan it again where kernels lay out otherwise."""
-        if not self.trial or isinstance(step, CompiledStep) or self.state is not None:
+        if self.trial and self.state is not None and isinstance(step, Replay):
+            say("trial", 0, 1)
+            before = step
+            step = rehearsed(
+                step,
+                model,
+                given,
+                lambda seen: self.replay(model, given, seen, self.planned_trace, self.profile),
+            )
+            remark = "with its state on the host the planned step ran alone"
+            return Made(step, backend, Trial(False, {}, remark=remark), step is not before)
+        if not self.trial or isinstance(step, CompiledStep):
             remark = "no trial was asked for, or compiled"
             return Made(step, backend, Trial(False, {}, remark=remark))
 

@@ -8,6 +8,7 @@ are checked for how their results lie; `written.py` has what runs once that is k
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -91,6 +92,9 @@ class Added(Protocol):
 
     def begin(self) -> None:
         """Hear that a forward pass begins; raises where it would not compute what it should."""
+
+    def without_updates(self) -> AbstractContextManager[None]:
+        """Let steps inside change no parameter, no gradient and no state of the optimizer."""
 
     def moves(self, op: str) -> tuple[int, ...] | None:
         """Return the storages that an op lets a lane read or write; None if it is a call."""

@@ -145,9 +145,7 @@ class Program:
 class _Writer:
     """Writes the instructions of a plan, following what is held at each action."""
 
-    def __init__(
-        self, named: Named, captured: Captured, plan: Plan, added: Added | None
-    ) -> None:
+    def __init__(self, named: Named, captured: Captured, plan: Plan, added: Added | None) -> None:
         self.named, self.captured, self.plan, self.added = named, captured, plan, added
         self.brought = frozenset[int]() if added is None else added.brought
         self.calls = captured.recording.calls

@@ -13,6 +13,7 @@ import mmap
 import os
 import tempfile
 import time
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +71,9 @@ class HostState:
                 "parameters and optimizer state, or make it."
             )
         self.folder = folder
-        self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - as long as the arena
+        self.file, name = tempfile.mkstemp(prefix="sn_memory", dir=folder)
+        os.unlink(name)
+        weakref.finalize(self, os.close, self.file)
         self.keep_cached = keep_cached
         self._end = 0
         self._places: dict[int, Place] = {}
@@ -100,10 +103,9 @@ class HostState:
         size = like.numel() * like.element_size()
         block = self._pinned(size) if device.type == "cuda" else self._mapped(size)
         place = self._places[block.data_ptr()] = Place(block)
-        tensor = torch.empty(0, dtype=like.dtype).set_(
+        return torch.empty(0, dtype=like.dtype).set_(
             place.block.untyped_storage(), 0, like.size(), like.stride()
         )
-        return tensor
 
     def place(self, tensor: torch.Tensor) -> Place | None:
         """Return where a tensor rests; None if it is none of this arena's."""
@@ -118,7 +120,7 @@ class HostState:
             self._lanes[device.type] = (
                 StreamLanes(device)
                 if device.type == "cuda"
-                else FileLanes(self.file.fileno(), self.files, keep_cached=self.keep_cached)
+                else FileLanes(self.file, self.files, keep_cached=self.keep_cached)
             )
         return self._lanes[device.type]
 
@@ -169,9 +171,9 @@ class HostState:
 
     def _mapped(self, size: int) -> torch.Tensor:
         offset, reserved = self._end, -(-max(size, 1) // _PAGE) * _PAGE
-        os.posix_fallocate(self.file.fileno(), offset, reserved)
+        os.posix_fallocate(self.file, offset, reserved)
         self._end = offset + reserved
-        memory = mmap.mmap(self.file.fileno(), reserved, offset=offset)
+        memory = mmap.mmap(self.file, reserved, offset=offset)
         block = torch.frombuffer(memory, dtype=torch.uint8, count=max(size, 1))[:size]
         self.files[block.data_ptr()] = offset
         return block

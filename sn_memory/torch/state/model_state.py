@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ...base.errors import PlanError
-from ...base.sizes import parse_bytes
+from ...base.sizes import parse_bytes, show_bytes
 from ...graph.graph import Graph
-from ...graph.hosted import FETCH, FETCH_STATE, STATE, STORE, STORE_GRADIENT, UPDATE, UPDATES, Unit
+from ...graph.hosted import UPDATES, Unit
 from ...graph.liveness import peak
 from ...plan.plan import Plan
 from ...plan.state import StatePlan, plan_state, planned_with, step_bytes
-from ..eager.instructions import Instruction, Take
 from ..eager.replay import Replay
 from ..trace.record import View
 from ..trace.to_graph import Named
 from ..trace.trace import Trace
+from .added_ops import AddedOps
 from .arena import HostState
+from .checks import check_model
+from .in_turn import update_in_turn
 from .optimizer import check_optimizer, update_bytes
-from .owned import Brought, FetchOf, FetchStateOf, Owned, StoreGradientOf, StoreOf, UpdateOf
+from .owned import Owned
 from .stepping import UsedUp, step_in_memory, take_over
 
 
@@ -64,7 +68,20 @@ class ModelState:
         self.owned: dict[str, Owned] = {}
         self.latest: StatePlan | None = None
         self._bytes: dict[Any, tuple[int, int, int]] = {}
-        _check_apart(model)
+        check_model(model)
+
+    def __repr__(self) -> str:
+        if self.latest is None:
+            return "state on the host: nothing planned yet"
+        many, lanes = Counter(self.places.values()), self.latest.lanes
+        later = self.latest.step_peak_bytes
+        step = f"; optimizer.step() takes {show_bytes(later)} at least" if later else ""
+        return (
+            f"of {len(self.owned)} parameters {many['host']} lie on the host with their state, "
+            f"{many['state']} have their state there ({show_bytes(self.arena.nbytes)} in "
+            f"{self.arena.folder}), {many['device']} stay{step}; a step takes {lanes.seconds:.3g} "
+            f"s, {100 * lanes.hidden:.0f} % of {lanes.copies_s:.3g} s of copies beside ops"
+        )
 
     @property
     def places(self) -> dict[str, str]:
@@ -122,13 +139,17 @@ class ModelState:
         for storage in found.graph.storages:
             numbers.setdefault(storage.name, len(traced.captured.recording.nbytes) + len(numbers))
         named = Named(found.graph, traced.named.call_of, numbers)
-        return Replay(replace(traced, named=named), plan, _AddedOps(self, named, traced))
+        return Replay(replace(traced, named=named), plan, AddedOps(self.owned, named, traced, self))
 
     def step(self) -> None:
         """Finish the step of the optimizer: all that was not updated in the backward pass."""
         inside = self._inside()
         if self.update == "step":
-            self._update([it for it in inside.values() if it.parameter.grad is not None])
+            row = [it for it in inside.values() if it.parameter.grad is not None]
+            assert self.latest is not None
+            assert self.latest.plan.budget_bytes is not None
+            room = self.latest.plan.budget_bytes - self._stays_bytes
+            update_in_turn(row, self._step_bytes, room)
             step_in_memory(self.optimizer, lambda it: id(it) in inside)
             return
         for owned in inside.values():
@@ -153,42 +174,6 @@ class ModelState:
             if self.update == "backward" or it.place != "device"
         }
 
-    def _update(self, row: list[Owned]) -> None:
-        """Update parameters whose gradients are on the host, one after the other.
-
-        The next is fetched, and the last is written, beside an update where the budget has room.
-        """
-        writing: list[tuple[int, Callable[[], None]]] = []
-        coming: tuple[Owned, Callable[[], Brought]] | None = None
-        assert self.latest is not None
-        assert self.latest.plan.budget_bytes is not None
-        try:
-            for at, owned in enumerate(row):
-                brought, scratch = self._step_bytes[owned.name]
-                room = self.latest.plan.budget_bytes - self._stays_bytes - brought - scratch
-                arrive = coming[1] if coming is not None else None
-                if arrive is None:
-                    while writing:
-                        writing.pop(0)[1]()
-                    arrive = owned.bring_all()
-                coming = None
-                following = row[at + 1] if at + 1 < len(row) else None
-                if following is not None:
-                    need = self._step_bytes[following.name][0]
-                    while writing and sum(it for it, _ in writing) + need > room:
-                        writing.pop(0)[1]()
-                    if need <= room:
-                        coming = following, following.bring_all()
-                here = arrive()
-                del arrive
-                writing.append((brought, owned.put_back(here)))
-                del here
-        finally:
-            if coming is not None:
-                coming[1]()
-            for _, wait in writing:
-                wait()
-
     def begin(self) -> None:
         """Raise PlanError where a forward pass comes that would see half of an update."""
         if self.update == "step":
@@ -201,6 +186,20 @@ class ModelState:
                 "Call optimizer.step() after each backward pass; to add gradients of several "
                 "micro-batches, plan with update='step'."
             )
+
+    @contextmanager
+    def without_updates(self) -> Iterator[None]:
+        """Let steps inside change no parameter, no gradient and no state."""
+        gradients = [(it.parameter, it.parameter.grad) for it in self.owned.values()]
+        for owned in self.owned.values():
+            owned.is_dry, owned.parameter.grad = True, None
+        try:
+            yield
+        finally:
+            for owned in self.owned.values():
+                owned.is_dry = False
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
 
     def adopt(self) -> None:
         """Move what a loaded state holds to the host."""
@@ -265,89 +264,21 @@ class ModelState:
         if graph.device.can_offload:
             return graph
         to_host, back = self.arena.speeds()
-        device = replace(
-            graph.device, to_host_bytes_per_s=to_host, to_device_bytes_per_s=back
-        )
+        device = replace(graph.device, to_host_bytes_per_s=to_host, to_device_bytes_per_s=back)
         return Graph(
             graph.storages, graph.ops, name=graph.name, device=device, allocator=graph.allocator,
             aliases=graph.aliases,
         )  # fmt: skip
 
 
-class _AddedOps:
-    """Carries out the ops of `with_state`; see `Added` of eager/instructions.py."""
-
-    def __init__(self, state: ModelState, named: Named, traced: Trace) -> None:
-        captured = traced.captured
-        self.owned, self.named = state.owned, named
-        self.forms = {name: view for name, view in captured.parameters}
-        self.gradients = dict(captured.gradients)
-        self.storages = max(named.storage_of.values()) + 1
-        made = {it for op in named.graph.ops if op.kind == "fetch" for it in op.outputs}
-        self.brought = frozenset(
-            view.storage for name, view in captured.parameters if name in made
-        )
-        self.used_up = frozenset(
-            op.name.removeprefix(prefix)
-            for op in named.graph.ops
-            for prefix in (UPDATE, STORE_GRADIENT)
-            if op.kind in ("update", "store") and op.name.startswith(prefix)
-        )
-        self.begin = state.begin
-        self.kinds = {op.name: op.kind for op in named.graph.ops}
-
-    def moves(self, op: str) -> tuple[int, ...] | None:
-        """Return the storages that an op lets a lane read or write; None if it is a call."""
-        kind = self.kinds[op]
-        if kind not in ("fetch", "update", "store") or op in self.named.call_of:
-            return None
-        record = self.named.graph.ops[self.named.graph.op_index[op]]
-        moved = record.outputs if kind == "fetch" else record.inputs if kind == "store" else ()
-        return tuple(self.named.storage_of[it] for it in moved)
-
-    def instruction(self, op: str, take: Callable[[View], Take]) -> Instruction:
-        """Return what carries an op out."""
-        number = self.named.storage_of
-        if op.startswith(FETCH_STATE):
-            name = op.removeprefix(FETCH_STATE)
-            return FetchStateOf(self.owned[name], number[name + STATE])
-        if op.startswith(FETCH):
-            name = op.removeprefix(FETCH)
-            return FetchOf(self.owned[name], number[name], self.forms[name])
-        if op.startswith(STORE_GRADIENT):
-            name = op.removeprefix(STORE_GRADIENT)
-            gradient = self.gradients[name]
-            assert gradient is not None
-            return StoreGradientOf(self.owned[name], gradient.storage, take(gradient))
-        name = op.removeprefix(UPDATE).removeprefix(STORE)
-        storage = number[name] if self.owned[name].place == "host" else None
-        state = number.get(name + STATE)
-        if op.startswith(STORE):
-            return StoreOf(self.owned[name], storage, state)
-        gradient = self.gradients[name]
-        assert gradient is not None
-        return UpdateOf(self.owned[name], storage, state, take(gradient))
-
-
 def _is_whole(parameter: torch.nn.Parameter, form: View) -> bool:
     """Whether a parameter has a storage of its own, all of it, without gaps."""
-    return parameter.numel() > 0 and form.offset == 0 and (
-        torch.empty_like(parameter, device="meta").stride() == parameter.stride()
-    ) and (
-        parameter.is_meta
-        or parameter.untyped_storage().nbytes() >= parameter.numel() * parameter.element_size()
+    return (
+        parameter.numel() > 0
+        and form.offset == 0
+        and (torch.empty_like(parameter, device="meta").stride() == parameter.stride())
+        and (
+            parameter.is_meta
+            or parameter.untyped_storage().nbytes() >= parameter.numel() * parameter.element_size()
+        )
     )
-
-
-def _check_apart(model: torch.nn.Module) -> None:
-    """Raise PlanError where two parameters share memory: an update of one changes the other."""
-    seen: dict[int, str] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta or not parameter.numel():
-            continue
-        other = seen.setdefault(parameter.untyped_storage()._cdata, name)
-        if other != name:
-            raise PlanError(
-                f"state: the parameters {other!r} and {name!r} are two that share memory. Make "
-                "them one (assign the same parameter to both modules), or give each its own."
-            )

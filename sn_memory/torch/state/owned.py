@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ...base.errors import PlanError
-from ..eager.instructions import Memory, Take
 from ..eager.streams import Ticket
 from ..trace.record import View
 from .arena import HostState, Place
@@ -55,14 +54,18 @@ class Owned:
         self.device = parameter.device
         self.lanes = arena.lanes(self.device)
         self.is_updated = False
+        # While a step is tried nothing is updated or written.
+        self.is_dry = False
         self._small: dict[str, Any] = {}
         self._gradient: torch.Tensor | None = None
         if place == "host":
             arena.take(parameter)
         elif (found := arena.place(parameter)) is not None:
             # It was made on the host, and there is room for it.
-            parameter.data = found.block.clone().view(parameter.dtype).as_strided(
-                parameter.size(), parameter.stride()
+            parameter.data = (
+                found.block.clone()
+                .view(parameter.dtype)
+                .as_strided(parameter.size(), parameter.stride())
             )
         if place != "device":
             self.adopt()
@@ -84,9 +87,9 @@ class Owned:
         found = self.arena.place(self.parameter)
         if found is None:
             raise PlanError(
-                f"the parameter {self.name!r} lay on the host and has other memory by now, as after "
-                "`model.to` or `parameter.data = ...`. Plan the model as it is now; to load values, "
-                "use load_state_dict or copy_."
+                f"the parameter {self.name!r} lay on the host and has other memory by now, as "
+                "after `model.to` or `parameter.data = ...`. Plan the model as it is now; to load "
+                "values, use load_state_dict or copy_."
             )
         return found
 
@@ -96,7 +99,7 @@ class Owned:
         return here, lambda: self.lanes.wait(ticket)
 
     def fetch_state(self) -> tuple[dict[str, Any], Callable[[], None]]:
-        """Start to bring the state; counts of steps are copied, so that a failed step changes none."""
+        """Start to bring the state; counts of steps are copied: a step that fails changes none."""
         self.adopt()
         found: dict[str, Any] = {}
         tickets: list[Ticket] = []
@@ -114,7 +117,9 @@ class Owned:
 
         return found, wait
 
-    def update(self, here: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    def update(
+        self, here: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]
+    ) -> dict[str, Any]:
         """Make the optimizer's step, in place; return the state after it."""
         assert self.optimizer is not None
         assert self.group is not None
@@ -126,9 +131,7 @@ class Owned:
     def update_here(self, gradient: torch.Tensor) -> None:
         """Make the step of a parameter whose state is on the device as well."""
         assert self.optimizer is not None
-        self.optimizer.state[self.parameter] = self.update(
-            self.parameter, gradient, self._state()
-        )
+        self.optimizer.state[self.parameter] = self.update(self.parameter, gradient, self._state())
 
     def used_up(self) -> None:
         """Note that it was updated in the backward pass."""
@@ -181,7 +184,7 @@ class Owned:
         return lambda: self.lanes.wait(ticket)
 
     def bring_all(self) -> Callable[[], Brought]:
-        """Start to bring parameter, gradient and state for an update; return what waits for them."""
+        """Start to bring parameter, gradient and state for an update; return what waits."""
         state, state_here = self.fetch_state()
         here, ticket = self.parameter, None
         if self.place == "host":
@@ -194,8 +197,9 @@ class Owned:
 
         def arrived() -> Brought:
             state_here()
-            self.lanes.wait(ticket)
-            self.lanes.wait(other)
+            for copy in (ticket, other):
+                if copy is not None:
+                    self.lanes.wait(copy)
             return Brought(here, gradient, state)
 
         return arrived
@@ -226,88 +230,6 @@ class Owned:
         here = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(memory)
         place.written = self.lanes.leave(here, place.block)
         return place.written
-
-
-class FetchOf:
-    """The instruction that starts to bring a parameter."""
-
-    def __init__(self, owned: Owned, storage: int, form: View) -> None:
-        self.owned, self.storage, self.form = owned, storage, form
-
-    def __call__(self, memory: Memory) -> None:
-        memory.held[self.storage], wait = self.owned.fetch(self.form)
-        memory.underway[self.storage] = wait
-
-
-class FetchStateOf:
-    """The instruction that starts to bring the state of a parameter."""
-
-    def __init__(self, owned: Owned, storage: int) -> None:
-        self.owned, self.storage = owned, storage
-
-    def __call__(self, memory: Memory) -> None:
-        held: list[Any] = memory.held
-        held[self.storage], memory.underway[self.storage] = self.owned.fetch_state()
-
-
-class UpdateOf:
-    """The instruction that updates a parameter, whose gradient is complete.
-
-    Parameters
-    ----------
-    owned
-        Whose.
-    storage, state
-        Numbers of what is brought; None for what is on the device anyway.
-    gradient
-        Takes its gradient.
-    """
-
-    def __init__(
-        self, owned: Owned, storage: int | None, state: int | None, gradient: Take
-    ) -> None:
-        self.owned, self.storage, self.state, self.gradient = owned, storage, state, gradient
-
-    def __call__(self, memory: Memory) -> None:
-        held: list[Any] = memory.held
-        gradient = self.gradient(held)
-        self.owned.used_up()
-        if self.state is None and self.storage is None:
-            self.owned.update_here(gradient)
-            return
-        here = self.owned.parameter if self.storage is None else held[self.storage]
-        before = {} if self.state is None else held[self.state]
-        after = self.owned.update(here, gradient, before)
-        if self.state is not None:
-            held[self.state] = after
-        else:
-            self.owned._small = after
-
-
-class StoreOf:
-    """The instruction that starts to write a parameter and its state back."""
-
-    def __init__(self, owned: Owned, storage: int | None, state: int | None) -> None:
-        self.owned, self.storage, self.state = owned, storage, state
-
-    def __call__(self, memory: Memory) -> None:
-        held: list[Any] = memory.held
-        here = None if self.storage is None else held[self.storage]
-        after = self.owned._small if self.state is None else held[self.state]
-        wait = self.owned.store(here, after)
-        for storage in (self.storage, self.state):
-            if storage is not None:
-                memory.underway[storage] = wait
-
-
-class StoreGradientOf:
-    """The instruction that starts to write the gradient of a parameter to the host."""
-
-    def __init__(self, owned: Owned, storage: int, gradient: Take) -> None:
-        self.owned, self.storage, self.gradient = owned, storage, gradient
-
-    def __call__(self, memory: Memory) -> None:
-        memory.underway[self.storage] = self.owned.keep_gradient(self.gradient(memory.held))
 
 
 def _nothing() -> None:
