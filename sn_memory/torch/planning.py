@@ -319,7 +319,13 @@ class Planning:
             accumulate=self.accumulate,
         )
         if self.state is not None:
-            return self.state.replay(model, traced, self.budget, self.planned_state)
+            # Speeds that were handed in, or that stand for any machine, are not measured; those of
+            # a GPU were, with the trace.
+            place = next(iter(model.parameters())).device
+            measured = profile and self.device is None and place.type == "cpu"
+            return self.state.replay(
+                model, traced, self.budget, self.planned_state, measured=measured
+            )
         made = planned(traced)
         return Replay(as_planned(traced, made), made)
 

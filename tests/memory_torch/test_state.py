@@ -13,7 +13,8 @@ from sn_memory import BudgetError, PlanError, check_plan
 from sn_memory.torch import HostState, StorageTracker, TraceError, plan, verify
 from sn_memory.torch.state import arena, owned
 
-SETTINGS = {"profile": False, "time_limit_s": 2}
+# The same plans wherever they are made.
+SETTINGS = {"profile": False, "time_limit_s": 2, "deterministic": True}
 OPTIMIZERS = {
     "adamw": lambda it: torch.optim.AdamW(it, lr=1e-2),
     "momentum": lambda it: torch.optim.SGD(it, lr=1e-1, momentum=0.9, weight_decay=1e-2),
@@ -162,8 +163,7 @@ def test_gradients_are_added_and_clipped_on_the_host():
     mine, plain, *optimizers = pair("adamw", "50%")
     data = batches(6)
     losses = [
-        trained(*it, data, clip=0.1, micro=2)
-        for it in zip((mine, plain), optimizers, strict=True)
+        trained(*it, data, clip=0.1, micro=2) for it in zip((mine, plain), optimizers, strict=True)
     ]
     assert losses[0] == losses[1]
     assert same(mine, plain)
@@ -201,7 +201,7 @@ def test_a_parameter_that_is_not_trained_may_lie_on_the_host():
     model = Net()
     for layer in model.layers[:2]:
         layer.requires_grad_(False)
-    mine, plain, *optimizers = pair("adamw", "50%", "backward", model)
+    mine, plain, *optimizers = pair("adamw", "65%", "backward", model)
     data = batches(3)
     assert trained(mine, optimizers[0], data) == trained(plain, optimizers[1], data)
     assert same(mine, plain)
@@ -237,7 +237,7 @@ def test_saved_here_and_loaded_there(tmp_path, update):
     optimizers[0].load_state_dict(state)
     assert trained(mine, optimizers[0], data) == trained(plain, optimizers[1], data)
     assert same(mine, plain)
-    assert set(mine.sn_memory.state.places.values()) > {"device"}
+    assert set(mine.sn_memory.state.places.values()) & {"state", "host"}
 
 
 def test_evaluation_reads_what_is_on_the_host():

@@ -99,6 +99,8 @@ class ModelState:
         traced: Trace,
         budget: float | str,
         planner: Callable[[Graph, int], Plan],
+        *,
+        measured: bool,
     ) -> Replay:
         """Return what carries a traced step out, its updates included.
 
@@ -112,8 +114,10 @@ class ModelState:
             The most live bytes, or a share of what the step takes where all stays on the device.
         planner
             Plans a graph within so many bytes.
+        measured
+            Whether to measure the speeds of the way, in place of those of the trace.
         """
-        graph = self._with_speeds(traced.graph)
+        graph = self._with_speeds(traced.graph) if measured else traced.graph
         units = self.units(model, traced)
         whole = peak(graph).bytes + sum(it.state_bytes + it.counts_bytes for it in units)
         budget_bytes = parse_bytes(budget, whole=whole)
@@ -261,8 +265,6 @@ class ModelState:
                 )
 
     def _with_speeds(self, graph: Graph) -> Graph:
-        if graph.device.can_offload:
-            return graph
         to_host, back = self.arena.speeds()
         device = replace(graph.device, to_host_bytes_per_s=to_host, to_device_bytes_per_s=back)
         return Graph(

@@ -207,7 +207,16 @@ class Owned:
     def put_back(self, brought: Brought) -> Callable[[], None]:
         """Update what was brought, and start to write it; return what waits for that."""
         after = self.update(brought.parameter, brought.gradient, brought.state)
-        return self.store(brought.parameter if self.place == "host" else None, after)
+        wait = self.store(brought.parameter if self.place == "host" else None, after)
+        being_written = (brought, after)
+
+        def written() -> None:
+            nonlocal being_written
+            wait()
+            # Until now nobody else holds them.
+            del being_written
+
+        return written
 
     def _state(self) -> dict[str, Any]:
         assert self.optimizer is not None
