@@ -64,6 +64,7 @@ def plan(
     deterministic: bool = False,
     progress: Wanted = None,
     strict: bool = False,
+    state: Any = None,
 ) -> Any:
     """Return a Keras model as one that trains within a budget of bytes, with the same gradients.
 
@@ -104,6 +105,8 @@ def plan(
     strict
         Raise PlanError or BudgetError, when a call comes, where a warning would say that what runs
         is slower than a plan of its ops, above the budget, or the model's own.
+    state
+        Refused, but for None: see `sn_memory.torch.plan`.
 
     Returns
     -------
@@ -145,7 +148,15 @@ def plan(
     >>> planned.sn_memory.plan.peak_bytes <= 0.8 * planned.sn_memory.plan.baseline_peak_bytes
     True
     """
-    settings = {key: it for key, it in locals().items() if key not in ("model", "sample", "budget")}
+    if state is not None:
+        raise ValueError(
+            "got state, which only sn_memory.torch.plan takes. A variable of TensorFlow keeps its "
+            "memory as long as it lives and its shape cannot become empty, and a tape hands all "
+            "gradients over at once: neither parameters nor optimizer state can leave the device "
+            "between their uses. Leave state out, or train the model with the backend torch."
+        )
+    without = ("model", "sample", "budget", "state")
+    settings = {key: it for key, it in locals().items() if key not in without}
     if isinstance(sample, list):
         return _for_several(model, sample, budget, settings)
     if not isinstance(model, keras.Model):

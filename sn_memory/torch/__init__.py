@@ -19,6 +19,7 @@ from .model.tracker import StorageTracker
 from .plan import plan
 from .planned import Planned
 from .policy.policy import SelectivePolicy, checkpoint_policy
+from .state.arena import HostState
 from .trace.trace import Trace, trace
 from .verify import verify
 
@@ -26,6 +27,7 @@ __all__ = [
     "ChunkedLossBackend",
     "CompressedActivations",
     "Estimate",
+    "HostState",
     "Peaks",
     "PlanWarning",
     "Planned",

@@ -74,7 +74,8 @@ def fitting(
         The model's.
     """
     record: Planned = model.__dict__[RECORD]
-    if any(it.grad is not None for it in parameters):
+    # Where all of the state is planned, gradients that are there lie on the host, or are counted.
+    if record.planning.state is None and any(it.grad is not None for it in parameters):
         step = _with_gradients(model, record, step, given)
     if not record.told_of_several:
         every = {*record.steps.values(), *record.later.values()}

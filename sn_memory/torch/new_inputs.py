@@ -141,6 +141,8 @@ class _FirstSight:
                     by_ops = self.by_ops()
             except Exception as error:  # noqa: BLE001 - whatever it is, the safe step runs
                 why = f"it cannot be traced: {first_line(error)}"
+        if self.record.planning.state is not None and (by_ops is None or self.over is not None):
+            self.refuse(why or f"no plan of its ops keeps {show_bytes(self.budget_bytes)}")
         if by_ops is not None and self.over is None:
             log.info("%s met %s: %s, %s", self.name, self.told(), self.how, summary(by_ops.plan))
             return self.kept(by_ops, began)
@@ -318,7 +320,8 @@ class _FirstSight:
 
     def refuse(self, why: str) -> None:
         """Raise what `strict` asks for."""
-        said = f"strict: {self.name} met {self.told()}, and {why}. "
+        asked = "strict" if self.record.strict else "state on the host"
+        said = f"{asked}: {self.name} met {self.told()}, and {why}. "
         if self.over is not None:
             raise BudgetError(
                 f"{said}The smallest peak found is {show_bytes(self.over.peak_bytes)}. Raise the "

@@ -9,6 +9,7 @@ Over 300 lines: half of them are what `plan` says of its arguments.
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -40,6 +41,8 @@ from .modules.backend import ModuleStep
 from .planned import Planned, Sampled
 from .planned_forward import PlannedForward
 from .planning import Made, Planning
+from .state.arena import HostState
+from .state.model_state import ModelState
 from .trace.convolutions import Measure
 from .trace.trace import call_arguments
 
@@ -68,6 +71,8 @@ def plan(
     trial: bool = True,
     accumulate: bool = False,
     loss_chunks: int | str | None = None,
+    state: str | os.PathLike[str] | HostState | None = None,
+    update: str = "step",
     strict: bool = False,
     deterministic: bool = False,
     progress: Wanted = None,
@@ -136,6 +141,16 @@ def plan(
         the loss in so many chunks of rows, forward and backward together, as `chunk_loss` does;
         logits are then not returned beside the loss, and numbers differ by the order of sums.
         `auto` takes chunks where the budget asks for them, as many as fit at the fewest seconds.
+    state
+        Let parameters and the state of `optimizer`, an instance then, lie on the host, as far as
+        the budget asks for it, in one plan with the activations: "host" or the path of a folder for
+        a file (`HostState`, which has a docstring of its own, for a model that is made there). With
+        `graph`, `keep` and `recompute` only.
+    update
+        With `state`: `step` writes each gradient to the host as soon as it is complete, and
+        `optimizer.step()` updates one parameter after the other; clipping, loss scalers and
+        accumulation work on `.grad` as ever. `backward` updates each parameter in the backward
+        pass, which moves less; what would use `.grad` raises PlanError.
     strict
         Raise PlanError or BudgetError, when an input of another kind comes, where a warning would
         say that what runs is slower than a plan of its ops, or above the budget.
@@ -218,6 +233,8 @@ def plan(
             "buffer, and moves the wait for a copy past readers of it. Plan with 'graph', which "
             "offloads, or compile with techniques=('keep', 'recompute')."
         )
+    if state is not None:
+        _check_state(planning)
     model, was_compiled = as_written(model, keep=backend in ("auto", "compile"))
     if was_compiled and backend == "auto" and not planning.compresses:
         offloads = "offload" in techniques
@@ -239,6 +256,11 @@ def plan(
         plain_model(model), largest, budget, loss_chunks, of_trace
     )
     planning = replace(planning, budget=budget)
+    if state is not None:
+        place = state if isinstance(state, HostState) else None
+        place = place or HostState(None if state == "host" else state)  # type: ignore[arg-type]
+        held = ModelState(plain_model(model), optimizer, place, update)
+        planning = replace(planning, state=held)
     noted = before.noted if before else attributes_of(plain)
     # The largest first: of several samples the budget is of it.
     samples = sorted(_kinds(plain, sample, noted), key=lambda it: -it[0].nbytes)
@@ -332,6 +354,25 @@ def _record(
         if isinstance(made.step, ModuleStep):
             record.safe.append((kind, made.step))
     return record
+
+
+def _check_state(planning: Planning) -> None:
+    """Raise ValueError for settings that do not go with state on the host."""
+    techniques = set(planning.techniques) - {"keep", "recompute"}
+    refused = {
+        f"backend={planning.backend!r}": planning.backend not in ("auto", "graph"),
+        f"technique {', '.join(sorted(techniques))}": bool(techniques),
+        "accumulate=True": planning.accumulate,
+        "a plan as planner": isinstance(planning.planner, Plan),
+        "optimizer=None": planning.optimizer is None,
+    }
+    for what, is_given in refused.items():
+        if is_given:
+            raise ValueError(
+                f"got state with {what}. State on the host needs an instance of an optimizer, "
+                "backend 'graph' or 'auto', and the techniques keep and recompute; gradients of "
+                "several micro-batches are added on the host with update='step' as it is."
+            )
 
 
 def _check_model(model: torch.nn.Module) -> None:

@@ -23,6 +23,7 @@ from .model.wrapping import plain_model
 from .modules.backend import ModuleStep
 from .planning import Planning, Step
 from .policy.policy import SelectivePolicy, checkpoint_policy
+from .state.model_state import ModelState
 from .trace.trace import Given, Trace
 
 # Of the kinds that come while training so many steps are kept.
@@ -157,6 +158,11 @@ class Planned(PlannedRecord[Trace]):
             device=speeds(planning.device),
             optimizer=planning.optimizer,
         )
+
+    @property
+    def state(self) -> ModelState | None:
+        """All of the state, where it was planned: what lies where, and what that costs."""
+        return self.planning.state
 
     @property
     def plan(self) -> Any:

@@ -34,12 +34,16 @@ from .model.kinds import Arguments, changeable
 from .model.step import chance_put_back, device_of, wanted_bytes
 from .modules.backend import ModuleStep
 from .on_paper import OnPaper
+from .state.model_state import ModelState
+from .state.rehearsal import rehearsed
 from .trace.convolutions import Measure
 from .trace.record import Layouts
 from .trace.trace import Given, Trace, beside, trace
 
 # Gradients of parameters that are there when a step begins.
 EARLIER = "gradients of earlier micro-batches"
+# Searches of one step with its state, about as many as bisecting its parameters takes.
+STATE_SEARCHES = 8
 
 
 class Step(Protocol):
@@ -121,6 +125,7 @@ class Planning:
     share: float | str = ""
     historical: bool = True
     was_compiled: bool = False
+    state: ModelState | None = None
 
     @property
     def compresses(self) -> bool:
@@ -162,7 +167,7 @@ class Planning:
             raise
         except Exception as error:
             # Modules are chosen by what was measured.
-            if self.backend != "auto" or self.compresses or self.deterministic:
+            if self.backend != "auto" or self.compresses or self.deterministic or self.state:
                 raise
             kind_of_error = "" if isinstance(error, TraceError) else f"{type(error).__name__}: "
             why = f"it cannot be traced: {kind_of_error}{error}"
@@ -299,6 +304,11 @@ class Planning:
         """Return a plan of what was traced."""
         return self.planned(traced.graph)
 
+    def planned_state(self, graph: Graph, budget_bytes: int) -> Plan:
+        """Return a plan of a step with its updates; one of several searches."""
+        searched = replace(self, time_limit_s=self.time_limit_s / STATE_SEARCHES)
+        return searched.planned(graph, budget_bytes)
+
     def replay(
         self,
         model: torch.nn.Module,
@@ -314,18 +324,37 @@ class Planning:
             Given(*given),
             profile=profile,
             device=self.device,
-            optimizer=self.optimizer,
+            optimizer=None if self.state else self.optimizer,
             workspaces=self.workspaces,
             overlap=self.overlap,
             bits=self.bits if self.compresses else None,
             layouts=layouts,
             accumulate=self.accumulate,
         )
+        if self.state is not None:
+            # Speeds that were handed in, or that stand for any machine, are not measured; those of
+            # a GPU were, with the trace.
+            place = next(iter(model.parameters())).device
+            measured = profile and self.device is None and place.type == "cpu"
+            return self.state.replay(
+                model, traced, self.budget, self.planned_state, measured=measured
+            )
         made = planned(traced)
         return Replay(as_planned(traced, made), made)
 
     def in_trial(self, step: Step, backend: str, model: torch.nn.Module, given: Arguments) -> Made:
         """Try a step on its input; trace and plan it again where kernels lay out otherwise."""
+        if self.trial and self.state is not None and isinstance(step, Replay):
+            say("trial", 0, 1)
+            before = step
+            step = rehearsed(
+                step,
+                model,
+                given,
+                lambda seen: self.replay(model, given, seen, self.planned_trace, self.profile),
+            )
+            remark = "with its state on the host the planned step ran alone"
+            return Made(step, backend, Trial(False, {}, remark=remark), step is not before)
         if not self.trial or isinstance(step, CompiledStep | OnPaper):
             remark = "no trial was asked for, or compiled, or planned for another device"
             return Made(step, backend, Trial(False, {}, remark=remark))

@@ -40,7 +40,8 @@ def verify(
     Raises
     ------
     PlanError
-        If the model is not planned, or not for this input.
+        If the model is not planned, or not for this input, or with its state on the host: a step
+        then updates it, and the one without the plan has no room.
     """
     record = model.__dict__.get(RECORD)
     arguments = call_arguments(sample)
@@ -49,6 +50,11 @@ def verify(
         raise PlanError(
             "the model has no plan for this sample; call verify with what "
             "sn_memory.torch.plan returned, and with a sample like the one it was given."
+        )
+    if record is not None and record.planning.state is not None:
+        raise PlanError(
+            "verify runs a training step, and one of a model with its state on the host updates "
+            "parameters. Compare losses of a few steps with those of a copy that is not planned."
         )
     if accumulate:
         step = record.later.get(step, step)

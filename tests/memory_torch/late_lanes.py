@@ -70,7 +70,7 @@ class OddLanes:
         return [it for it in self.copies if not it.done]
 
     def _ask(self, source, target, after):
-        made = Copy(source, target, tuple(after), self.faults)
+        made = Copy(source, target, tuple(it for it in after if it is not None), self.faults)
         self.copies.append(made)
         # Those that nobody can wait for any more: their memory may be anybody's.
         weakref.finalize(target.untyped_storage(), self._released, made)

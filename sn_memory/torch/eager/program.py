@@ -24,12 +24,14 @@ from ..trace.record import Call, View, form_of
 from ..trace.to_graph import Named, main_device
 from .host_arena import HostArena, needless
 from .instructions import (
+    Added,
     FreeStorage,
     Instruction,
     Memory,
     RunCall,
     Take,
     await_storage,
+    await_underway,
     leave_device,
     offload_storage,
     prefetch_storage,
@@ -73,6 +75,8 @@ class Program:
         The traced step.
     plan
         A plan of its graph that `check_plan` accepts.
+    added
+        Who carries out ops of the graph that are no calls.
 
     Raises
     ------
@@ -80,13 +84,15 @@ class Program:
         For a plan that would move or compress what the caller holds.
     """
 
-    def __init__(self, named: Named, captured: Captured, plan: Plan) -> None:
-        writer = _Writer(named, captured, plan)
-        self.storages = len(captured.recording.nbytes)
+    def __init__(
+        self, named: Named, captured: Captured, plan: Plan, added: Added | None = None
+    ) -> None:
+        writer = _Writer(named, captured, plan, added)
+        self.storages = len(captured.recording.nbytes) if added is None else added.storages
         before, self.backward = writer.instructions()
         self.forward = Row(before)
         # Storages that the backward pass reads and somebody else could change in between.
-        self.read_later = sorted(writer.read_later)
+        self.read_later = sorted(writer.read_later - writer.brought)
         self.forms = writer.forms
         self.results = [self.taken(view) for view in captured.outputs if isinstance(view, View)]
         self.gradients = [
@@ -139,13 +145,14 @@ class Program:
 class _Writer:
     """Writes the instructions of a plan, following what is held at each action."""
 
-    def __init__(self, named: Named, captured: Captured, plan: Plan) -> None:
-        self.named, self.captured, self.plan = named, captured, plan
+    def __init__(self, named: Named, captured: Captured, plan: Plan, added: Added | None) -> None:
+        self.named, self.captured, self.plan, self.added = named, captured, plan, added
+        self.brought = frozenset[int]() if added is None else added.brought
         self.calls = captured.recording.calls
         runs = Counter(action.target for action in plan.actions if action.kind == "run")
         self.again = {name for name, count in runs.items() if count > 1}
         self.ran: set[str] = set()
-        self.held: set[int] = set(captured.recording.given)
+        self.held: set[int] = set(captured.recording.given) - self.brought
         self.forms: dict[int, View] = {}
         self.read_later: set[int] = set()
         self.journeys = journeys_of(named, captured, plan)
@@ -161,9 +168,9 @@ class _Writer:
         # Calls that are autograd's: they add a gradient to one that is there.
         self.sums = set(captured.summed.values())
         self.ready_at = self.ready()
-        # Storages on the host, and those on their way back, with the host copy that brings them.
+        # Storages on the host, and those that are being copied, with what waits for that.
         self.away: set[int] = set()
-        self.arriving: dict[int, int] = {}
+        self.arriving: dict[int, Instruction] = {}
         for view in (
             *(view for _, view in (*captured.parameters, *captured.buffers)),
             *(view for view in captured.inputs if view is not None),
@@ -187,7 +194,10 @@ class _Writer:
                 current = []
                 self.held |= {view.storage for view in self.captured.output_gradients}
                 continue
-            if kind == "run" and self.named.call_of[target] in self.sums:
+            moved = self.moved(target) if kind == "run" else None
+            if moved is not None:
+                current += self.add(target, moved)
+            elif kind == "run" and self.named.call_of[target] in self.sums:
                 added |= set(self.calls[self.named.call_of[target]].reads)
             elif kind == "free" and self.named.storage_of[target] in added:
                 pass
@@ -218,6 +228,25 @@ class _Writer:
             sections[-1].row.instructions.extend(current)
         return before, sections
 
+    def moved(self, op: str) -> tuple[int, ...] | None:
+        """Return what an op that is no call moves; None for a call."""
+        return None if self.added is None else self.added.moves(op)
+
+    def reads(self, op: str) -> set[int]:
+        """Return the storages that an op of the graph reads."""
+        record = self.named.graph.ops[self.named.graph.op_index[op]]
+        return {self.named.storage_of[it] for it in (*record.inputs, *record.writes)}
+
+    def add(self, op: str, moved: tuple[int, ...]) -> list[Instruction]:
+        """Return the instructions of an op that is no call."""
+        assert self.added is not None
+        row = self.arrivals(self.reads(op))
+        row.append(self.added.instruction(op, lambda view: Take(view, self.forms[view.storage])))
+        record = self.named.graph.ops[self.named.graph.op_index[op]]
+        self.held |= {self.named.storage_of[it] for it in record.outputs}
+        self.arriving |= {it: await_underway(it) for it in moved}
+        return row
+
     def section(self, current: list[Instruction], ready: list[tuple[int, View]]) -> Section:
         """Return the section that ends with these gradients."""
         current += self.arrivals({view.storage for _, view in ready})
@@ -235,7 +264,10 @@ class _Writer:
         for at, (kind, target, _) in enumerate(self.plan.actions):
             if at <= self.loss:
                 continue
-            if kind == "run":
+            if kind == "run" and self.moved(target) is not None:
+                last |= dict.fromkeys(self.reads(target), at)
+                read |= dict.fromkeys(self.reads(target), at)
+            elif kind == "run":
                 call = self.calls[self.named.call_of[target]]
                 last |= dict.fromkeys((*call.reads, *call.makes, *call.writes), at)
                 shape = place_of_shape(call)
@@ -248,10 +280,14 @@ class _Writer:
                 last[self.named.storage_of[target]] = at
         found: dict[int, list[tuple[int, View]]] = {}
         for place, (name, view) in enumerate(self.captured.gradients):
-            if view is not None and name in self.trained:
+            if view is not None and name in self.trained and not self.uses_up(name):
                 at = max(last.get(view.storage, -1), read.get(self.trained[name], -1))
                 found.setdefault(at, []).append((place, view))
         return self.in_groups(found)
+
+    def uses_up(self, name: str) -> bool:
+        """Whether the gradient of a parameter is used inside the step."""
+        return self.added is not None and name in self.added.used_up
 
     def in_groups(
         self, found: dict[int, list[tuple[int, View]]]
@@ -303,7 +339,7 @@ class _Writer:
 
     def arrivals(self, storages: set[int]) -> list[Instruction]:
         """Wait for those of these storages that are on their way back."""
-        return [await_storage(self.arriving.pop(it)) for it in sorted(storages & {*self.arriving})]
+        return [self.arriving.pop(it) for it in sorted(storages & {*self.arriving})]
 
     def run(self, name: str, call: Call, way: int) -> Instruction:
         again = name in self.ran
@@ -349,5 +385,5 @@ class _Writer:
             return [*self.arrivals({storage}), offload_storage(storage, host_copy)]
         self.held.add(storage)
         self.away.discard(storage)
-        self.arriving[storage] = host_copy
+        self.arriving[storage] = await_storage(host_copy)
         return [prefetch_storage(storage, host_copy, self.forms[storage])]

@@ -24,7 +24,7 @@ from ..model.guard import casting
 from ..trace.record import Layouts, View
 from ..trace.to_graph import main_device
 from ..trace.trace import Trace
-from .instructions import Memory
+from .instructions import Added, Memory
 from .journeys import waiting_bytes
 from .like import like
 from .program import Program
@@ -39,12 +39,14 @@ class Replay:
         The traced step.
     plan
         A plan of its graph.
+    added
+        Who carries out ops of the graph that are no calls.
     """
 
-    def __init__(self, trace: Trace, plan: Plan) -> None:
+    def __init__(self, trace: Trace, plan: Plan, added: Added | None = None) -> None:
         self.trace, self.plan = trace, plan
         self.captured = captured = trace.captured
-        self.program = Program(trace.named, captured, plan)
+        self.program = Program(trace.named, captured, plan, added)
         self.device = main_device(captured)
         # Of a trial: how kernels lay their results out, where that is not as traced.
         self.layouts: Layouts | None = None
@@ -60,7 +62,11 @@ class Replay:
             (view.storage, at)
             for at, view in enumerate(self._given)
             if view == self.program.forms[view.storage]
+            and (added is None or view.storage not in added.brought)
         ]
+        # Whether gradients of parameters are used inside the step.
+        self.inside = added is not None and bool(added.used_up)
+        self.added = added
         # Whether a step is given tensors like those of the one before.
         self._given_as_planned: Callable[[Sequence[torch.Tensor]], bool] | None = None
 
@@ -114,6 +120,9 @@ class Replay:
             follow = list(others.values())
             wanted += follow
         memory = self.start([*parameters, *buffers, *tensors])
+        if self.inside and not follow:
+            # Autograd goes back to where a gradient is wanted.
+            follow = [torch.empty(0, device=self.device, requires_grad=True)]
         sections = self.program.backward
         for at in range(len(sections) - 1, 0, -1):
             ready = [wanted[place] for place in sections[at].ready]
@@ -147,6 +156,8 @@ class Replay:
                     None if take is None else take(memory.held)
                     for take in self.program.gradients[self.program.leaves :]
                 ]
+                if self.inside and len(self.program.gradients) == self.program.leaves:
+                    gradients.append(None)
         except BaseException:
             memory.clear()
             raise
@@ -155,6 +166,8 @@ class Replay:
 
     def start(self, given: Sequence[torch.Tensor]) -> Memory:
         """Return memory with what is given in its place."""
+        if self.added is not None:
+            self.added.begin()
         memory = self.program.memory()
         memory.layouts = self.layouts
         if self._given_as_planned is None or not self._given_as_planned(given):

@@ -27,7 +27,7 @@ class Lanes(Protocol):
         """Copy from the device to the host, after all ops so far and the copies of `after`."""
 
     def arrive(self, host: torch.Tensor, here: torch.Tensor, after: Ticket) -> Ticket:
-        """Copy back into new memory, after the copy that `after` stands for."""
+        """Copy back into new memory, after the copy that `after` stands for; None: after none."""
 
     def wait(self, ticket: Ticket) -> None:
         """Let ops from now on wait for a copy; the program does not."""
@@ -66,7 +66,8 @@ class StreamLanes:
 
     def arrive(self, host: torch.Tensor, here: torch.Tensor, after: Ticket) -> Ticket:
         """Queue the copy behind its way out, and behind ops that used this memory before."""
-        self.back.wait_event(after)
+        if after is not None:
+            self.back.wait_event(after)
         self.back.wait_event(torch.cuda.current_stream(self.device).record_event())
         with torch.cuda.stream(self.back):
             here.copy_(host, non_blocking=True)

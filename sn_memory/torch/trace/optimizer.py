@@ -18,7 +18,7 @@ from ..model.sharded import here
 from ..model.tracker import StorageTracker
 from .capture import fake_of
 
-_LOOKS_PER_PARAMETER = 100
+LOOKS_PER_PARAMETER = 100
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def _of_a_step(model: torch.nn.Module, optimizer: Any, gpu: Gpu | None) -> Optim
             id(it): fake_of(mode, here(it), place) for it in group["params"] if id(it) not in fakes
         }
         twins.append({**group, "params": [fakes[id(it)] for it in group["params"]]})
-    with mode, _SomeNumber(_LOOKS_PER_PARAMETER * (1 + len(fakes))):
+    with mode, SomeNumber(LOOKS_PER_PARAMETER * (1 + len(fakes))):
         for fake in fakes.values():
             if fake.requires_grad:
                 fake.grad = torch.empty_like(fake)
@@ -106,7 +106,7 @@ def _sizes_of(state: Mapping[Any, Any], place: torch.device | None = None) -> tu
     return tuple(found.values())
 
 
-class _SomeNumber(TorchDispatchMode):
+class SomeNumber(TorchDispatchMode):
     """Has a number for an optimizer that looks at a value, as Adafactor at the size of a parameter.
 
     What it computes with that is as large as with any other. One that looks again and again, until

@@ -1,0 +1,286 @@
+"""All of the state of a planned model: what moves, how it is planned, who carries it out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...base.errors import PlanError
+from ...base.sizes import parse_bytes, show_bytes
+from ...graph.graph import Graph
+from ...graph.hosted import UPDATES, Unit
+from ...graph.liveness import peak
+from ...plan.plan import Plan
+from ...plan.state import StatePlan, plan_state, planned_with, step_bytes
+from ..eager.replay import Replay
+from ..trace.record import View
+from ..trace.to_graph import Named
+from ..trace.trace import Trace
+from .added_ops import AddedOps
+from .arena import HostState
+from .checks import check_model
+from .in_turn import update_in_turn
+from .optimizer import check_optimizer, update_bytes
+from .owned import Owned
+from .stepping import UsedUp, step_in_memory, take_over
+
+
+class ModelState:
+    """Parameters and optimizer state of a model, and where they lie.
+
+    Parameters
+    ----------
+    model
+        The plain model.
+    optimizer
+        Who updates it.
+    arena
+        Where what moves rests.
+    update
+        `step`: gradients wait on the host for `optimizer.step()`. `backward`: each parameter is
+        updated as soon as its gradient is complete.
+
+    Attributes
+    ----------
+    owned
+        Per parameter of the model, by path, once the first plan has said where it lies.
+    latest
+        The plan made last.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        arena: HostState,
+        update: str = "step",
+    ) -> None:
+        if update not in UPDATES:
+            raise ValueError(f"got update {update!r}, expected one of {', '.join(UPDATES)}.")
+        check_optimizer(optimizer)
+        self.optimizer, self.arena, self.update = optimizer, arena, update
+        self.groups = {id(it): group for group in optimizer.param_groups for it in group["params"]}
+        self.owned: dict[str, Owned] = {}
+        self.latest: StatePlan | None = None
+        self._bytes: dict[Any, tuple[int, int, int]] = {}
+        check_model(model)
+
+    def __repr__(self) -> str:
+        if self.latest is None:
+            return "state on the host: nothing planned yet"
+        many, lanes = Counter(self.places.values()), self.latest.lanes
+        later = self.latest.step_peak_bytes
+        step = f"; optimizer.step() takes {show_bytes(later)} at least" if later else ""
+        return (
+            f"of {len(self.owned)} parameters {many['host']} lie on the host with their state, "
+            f"{many['state']} have their state there ({show_bytes(self.arena.nbytes)} in "
+            f"{self.arena.folder}), {many['device']} stay{step}; a step takes {lanes.seconds:.3g} "
+            f"s, {100 * lanes.hidden:.0f} % of {lanes.copies_s:.3g} s of copies beside ops"
+        )
+
+    @property
+    def places(self) -> dict[str, str]:
+        """Per parameter, where it lies: `device`, `state` or `host`."""
+        return {name: it.place for name, it in self.owned.items()}
+
+    @property
+    def blocks(self) -> list[torch.Tensor]:
+        """What lies on the host."""
+        return self.arena.blocks
+
+    def replay(
+        self,
+        model: torch.nn.Module,
+        traced: Trace,
+        budget: float | str,
+        planner: Callable[[Graph, int], Plan],
+        *,
+        measured: bool,
+    ) -> Replay:
+        """Return what carries a traced step out, its updates included.
+
+        Parameters
+        ----------
+        model
+            The plain model.
+        traced
+            Its step, without an optimizer.
+        budget
+            The most live bytes, or a share of what the step takes where all stays on the device.
+        planner
+            Plans a graph within so many bytes.
+        measured
+            Whether to measure the speeds of the way, in place of those of the trace.
+        """
+        graph = self._with_speeds(traced.graph) if measured else traced.graph
+        units = self.units(model, traced)
+        whole = peak(graph).bytes + sum(it.state_bytes + it.counts_bytes for it in units)
+        budget_bytes = parse_bytes(budget, whole=whole)
+        if self.owned:
+            found = planned_with(
+                graph, units, self.places, budget_bytes, planner, update=self.update
+            )
+        else:
+            found = plan_state(graph, units, budget_bytes, planner, update=self.update)
+        plan = replace(found.plan, baseline_peak_bytes=whole, budget_bytes=budget_bytes)
+        self.latest = found = replace(found, plan=plan)
+        self._own(model, found.places)
+        sizes = {it.name: it.bytes for it in graph.storages}
+        self._step_bytes = {
+            it.parameter: step_bytes(it, found.places[it.parameter], sizes[it.parameter])
+            for it in units
+        }
+        self._stays_bytes = found.step_peak_bytes - max(
+            (sum(self._step_bytes[it.parameter]) for it in units if it.gradient), default=0
+        )
+        take_over(self.optimizer, self)
+        numbers = dict(traced.named.storage_of)
+        for storage in found.graph.storages:
+            numbers.setdefault(storage.name, len(traced.captured.recording.nbytes) + len(numbers))
+        named = Named(found.graph, traced.named.call_of, numbers)
+        return Replay(replace(traced, named=named), plan, AddedOps(self.owned, named, traced, self))
+
+    def step(self) -> None:
+        """Finish the step of the optimizer: all that was not updated in the backward pass."""
+        inside = self._inside()
+        if self.update == "step":
+            row = [it for it in inside.values() if it.parameter.grad is not None]
+            assert self.latest is not None
+            assert self.latest.plan.budget_bytes is not None
+            room = self.latest.plan.budget_bytes - self._stays_bytes
+            update_in_turn(row, self._step_bytes, room)
+            step_in_memory(self.optimizer, lambda it: id(it) in inside)
+            return
+        for owned in inside.values():
+            gradient = owned.parameter.grad
+            if gradient is not None and not isinstance(gradient, UsedUp):
+                raise PlanError(
+                    f"the parameter {owned.name!r} has a gradient that no planned step made: a "
+                    "backward pass of another model, or one whose forward pass ran without the "
+                    "plan. Its update is made in the planned step. Drop it, or run the planned "
+                    "model."
+                )
+        step_in_memory(self.optimizer, lambda it: id(it) in inside)
+        for owned in inside.values():
+            owned.is_updated, owned.parameter.grad = False, None
+
+    def _inside(self) -> dict[int, Owned]:
+        """Return the parameters that are not updated by the optimizer's own step."""
+        trained = (it for it in self.owned.values() if it.optimizer is not None)
+        return {
+            id(it.parameter): it
+            for it in trained
+            if self.update == "backward" or it.place != "device"
+        }
+
+    def begin(self) -> None:
+        """Raise PlanError where a forward pass comes that would see half of an update."""
+        if self.update == "step":
+            return
+        late = next((it for it in self.owned.values() if it.is_updated), None)
+        if late is not None:
+            raise PlanError(
+                f"a second forward pass comes before optimizer.step(): {late.name!r} was updated "
+                "in the backward pass of the first, so this one would compute with new parameters. "
+                "Call optimizer.step() after each backward pass; to add gradients of several "
+                "micro-batches, plan with update='step'."
+            )
+
+    @contextmanager
+    def without_updates(self) -> Iterator[None]:
+        """Let steps inside change no parameter, no gradient and no state."""
+        gradients = [(it.parameter, it.parameter.grad) for it in self.owned.values()]
+        for owned in self.owned.values():
+            owned.is_dry, owned.parameter.grad = True, None
+        try:
+            yield
+        finally:
+            for owned in self.owned.values():
+                owned.is_dry = False
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+    def adopt(self) -> None:
+        """Move what a loaded state holds to the host."""
+        for owned in self.owned.values():
+            if owned.place != "device":
+                owned.adopt()
+
+    def units(self, model: torch.nn.Module, traced: Trace) -> list[Unit]:
+        """Return the parameters as units of the planner."""
+        parameters = dict(model.named_parameters())
+        captured = traced.captured
+        names = {number: name for name, number in traced.named.storage_of.items()}
+        gradients = dict(captured.gradients)
+        outside = {it.storage for it in captured.outputs if isinstance(it, View)}
+        kept = {it.storage for it in captured.output_gradients} | set(captured.recording.given)
+        speed = traced.graph.device.bytes_per_s
+        found = []
+        for name, form in captured.parameters:
+            parameter, view = parameters[name], gradients.get(name)
+            trained = view is not None and id(parameter) in self.groups
+            size = state = counts = scratch = 0
+            if trained:
+                assert view is not None
+                state, counts, scratch = self._update_bytes(parameter)
+                size = parameter.numel() * parameter.element_size()
+                scratch += 0 if view.stride == form.stride else size
+            found.append(
+                Unit(
+                    names[form.storage],
+                    names[view.storage] if trained and view is not None else None,
+                    state,
+                    scratch,
+                    (3 * size + 2 * state) / speed if speed else 0.0,
+                    movable=_is_whole(parameter, form) and form.storage not in outside,
+                    used_up=view is not None and view.storage not in kept,
+                    counts_bytes=counts,
+                )
+            )
+        return found
+
+    def _update_bytes(self, parameter: torch.nn.Parameter) -> tuple[int, int, int]:
+        group = self.groups[id(parameter)]
+        key = (tuple(parameter.size()), parameter.stride(), parameter.dtype, id(group))
+        if key not in self._bytes:
+            self._bytes[key] = update_bytes(self.optimizer, group, parameter)
+        return self._bytes[key]
+
+    def _own(self, model: torch.nn.Module, places: Mapping[str, str]) -> None:
+        for name, parameter in model.named_parameters():
+            if name not in self.owned:
+                group = self.groups.get(id(parameter))
+                self.owned[name] = Owned(
+                    name,
+                    parameter,
+                    places.get(name, "device"),
+                    self.arena,
+                    None if group is None else self.optimizer,
+                    group,
+                )
+
+    def _with_speeds(self, graph: Graph) -> Graph:
+        to_host, back = self.arena.speeds()
+        device = replace(graph.device, to_host_bytes_per_s=to_host, to_device_bytes_per_s=back)
+        return Graph(
+            graph.storages, graph.ops, name=graph.name, device=device, allocator=graph.allocator,
+            aliases=graph.aliases,
+        )  # fmt: skip
+
+
+def _is_whole(parameter: torch.nn.Parameter, form: View) -> bool:
+    """Whether a parameter has a storage of its own, all of it, without gaps."""
+    return (
+        parameter.numel() > 0
+        and form.offset == 0
+        and (torch.empty_like(parameter, device="meta").stride() == parameter.stride())
+        and (
+            parameter.is_meta
+            or parameter.untyped_storage().nbytes() >= parameter.numel() * parameter.element_size()
+        )
+    )

@@ -1,0 +1,215 @@
+"""State on the host in the planner: held against every choice there is, on small chains."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from sn_memory import (
+    BudgetError,
+    Device,
+    Graph,
+    GraphError,
+    Op,
+    PlanError,
+    Storage,
+    check_plan,
+    plan_graph,
+)
+from sn_memory.check.replay import carry_out
+from sn_memory.cost.state_lanes import lane_seconds
+from sn_memory.graph.hosted import PLACES, UPDATE, Unit, with_state
+from sn_memory.graph.liveness import peak
+from sn_memory.plan.ahead import ahead, live_bytes
+from sn_memory.plan.plan import Action
+from sn_memory.plan.state import moves_of, plan_state, planned_with, step_peak
+
+LINK = Device("link", to_host_bytes_per_s=500.0, to_device_bytes_per_s=500.0)
+
+
+def chain(layers=3, sizes=None, link=LINK):
+    """A chain of layers with a parameter each: forward and backward pass, gradients kept."""
+    sizes = sizes or [100] * layers
+    storages = [Storage("x", 10, "input")]
+    storages += [Storage(f"p{i}", size, "parameter") for i, size in enumerate(sizes)]
+    storages += [Storage(f"a{i}", 50) for i in range(layers)]
+    storages += [Storage(f"g{i}", 50, "gradient") for i in range(layers)]
+    storages += [Storage(f"w{i}", it, "gradient", keep=True) for i, it in enumerate(sizes)]
+    ops = []
+    for i in range(layers):
+        ops.append(Op(f"f{i}", (f"a{i - 1}" if i else "x", f"p{i}"), (f"a{i}",), seconds=1.0))
+    ops.append(
+        Op("loss", (f"a{layers - 1}",), (f"g{layers - 1}",), phase="backward", seconds=0.0,
+           effect=True, fixed=True)
+    )  # fmt: skip
+    for i in reversed(range(layers)):
+        ops.append(Op(f"w{i}", (f"a{i - 1}" if i else "x", f"g{i}"), (f"w{i}",), phase="backward",
+                      seconds=1.0))  # fmt: skip
+        if i:
+            ops.append(Op(f"b{i}", (f"g{i}", f"p{i}"), (f"g{i - 1}",), phase="backward",
+                          seconds=1.0))  # fmt: skip
+    graph = Graph(storages, ops, name="chain", device=link)
+    units = [Unit(f"p{i}", f"w{i}", 2 * it, it, 0.2, counts_bytes=4) for i, it in enumerate(sizes)]
+    return graph, units
+
+
+def planner(graph, budget_bytes):
+    return plan_graph(
+        graph, budget_bytes, techniques=("keep", "recompute"), time_limit_s=1, deterministic=True
+    )
+
+
+def every_choice(graph, units, budget_bytes, update):
+    """The fewest seconds of all places that parameters may have; None where none keeps it."""
+    best = None
+    for places in itertools.product(PLACES, repeat=len(units)):
+        given = {unit.parameter: it for unit, it in zip(units, places, strict=True)}
+        try:
+            found = planned_with(graph, units, given, budget_bytes, planner, update=update)
+        except BudgetError:
+            continue
+        best = min(filter(None, (best, found.lanes.seconds)))
+    return best
+
+
+@pytest.mark.parametrize("update", ["backward", "step"])
+@pytest.mark.parametrize("sizes", [[100, 100, 100], [40, 160, 80]])
+def test_against_every_choice(sizes, update):
+    """Within a tenth of the best of all 27 choices, wherever one keeps the budget."""
+    graph, units = chain(3, sizes)
+    whole = peak(with_state(graph, units, {}, update=update)).bytes
+    for share in (1.0, 0.85, 0.7, 0.55, 0.4, 0.25):
+        budget = int(share * whole)
+        best = every_choice(graph, units, budget, update)
+        if best is None:
+            with pytest.raises(BudgetError):
+                plan_state(graph, units, budget, planner, update=update)
+            continue
+        found = plan_state(graph, units, budget, planner, update=update)
+        assert best <= found.lanes.seconds <= 1.1 * best, (share, best)
+        check_plan(found.graph, replace(found.plan, budget_bytes=budget))
+        assert max(live_bytes(found.graph, found.plan.actions)) == found.plan.peak_bytes <= budget
+
+
+def test_all_stays_where_it_fits():
+    graph, units = chain()
+    found = plan_state(graph, units, 10**6, planner)
+    assert set(found.places.values()) == {"device"}
+    assert found.lanes.copies_s == 0
+    assert found.lanes.hidden == 1
+
+
+def test_states_go_first_and_large_ones():
+    graph, units = chain(3, [40, 160, 80])
+    states, whole = moves_of(graph, units)[:3], moves_of(graph, units)[3:]
+    assert states == [("p1", "state"), ("p2", "state"), ("p0", "state")]
+    assert [name for name, _ in whole] == ["p1", "p2", "p0"]
+
+
+def test_what_may_not_move_stays():
+    graph, units = chain()
+    units[1] = replace(units[1], movable=False)
+    found = plan_state(graph, units, peak(with_state(graph, units, {})).bytes - 100, planner)
+    assert found.places["p1"] == "device"
+    with pytest.raises(GraphError, match="may not"):
+        with_state(graph, units, {"p1": "host"})
+
+
+def test_nothing_runs_again_with_a_parameter_that_was_updated():
+    """On the device or fetched anew: it has another value."""
+    graph, units = chain()
+    for place in PLACES:
+        whole = with_state(graph, units, {"p2": place})
+        plan = planner(whole, 10**6)
+        at = next(i for i, it in enumerate(plan.actions) if it.target == f"{UPDATE}p2")
+        for late in ("f2", "fetch p2") if place == "host" else ("f2",):
+            actions = [it for it in plan.actions if it.kind == "run"]
+            at = actions.index(Action("run", f"{UPDATE}p2"))
+            actions.insert(at + 1, Action("run", late))
+            with pytest.raises(PlanError, match="in-place writes"):
+                carry_out(whole, replace(plan, actions=tuple(actions)))
+
+
+def test_a_gradient_is_gone_when_its_parameter_is_updated():
+    graph, units = chain(8)
+    held = with_state(graph, units, {})
+    # All gradients at the end, or one at a time.
+    assert peak(held).bytes < peak(graph).bytes + sum(it.state_bytes for it in units)
+    later = with_state(graph, units, {}, update="step")
+    assert peak(later).bytes == peak(graph).bytes + sum(
+        it.state_bytes + it.counts_bytes for it in units
+    )
+
+
+def test_the_step_of_the_optimizer_counts():
+    graph, units = chain(3, [40, 160, 80])
+    places = dict.fromkeys(("p0", "p1", "p2"), "host")
+    whole = with_state(graph, units, places, update="step")
+    # The largest: parameter, gradient, two of state, one of scratch memory; input, counts.
+    assert step_peak(whole, units, places) == 5 * 160 + 10 + 12
+    with pytest.raises(BudgetError, match="optimizer's step needs"):
+        planned_with(graph, units, places, 5 * 160, planner, update="step")
+
+
+def test_copies_start_ahead_within_the_budget():
+    """Never later than before, never above the budget, and all of the same actions."""
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        layers = int(rng.integers(2, 7))
+        sizes = [int(it) for it in rng.integers(20, 200, layers)]
+        speed = float(rng.choice([100, 500, 5000]))
+        link = Device("link", to_host_bytes_per_s=speed, to_device_bytes_per_s=speed)
+        graph, units = chain(layers, sizes, link)
+        places = {it.parameter: PLACES[rng.integers(3)] for it in units}
+        update = ("step", "backward")[rng.integers(2)]
+        whole = with_state(graph, units, places, update=update)
+        plan = planner(whole, peak(whole).bytes)
+        budget = plan.peak_bytes + int(rng.integers(0, 300))
+        moved = ahead(whole, plan.actions, budget)
+        assert sorted(moved) == sorted(plan.actions)
+        found = carry_out(whole, replace(plan, actions=moved))
+        assert found.peak_bytes == max(live_bytes(whole, moved)) <= budget
+        before, after = lane_seconds(whole, plan.actions), lane_seconds(whole, moved)
+        assert after.seconds <= before.seconds + 1e-9
+        assert after.copies_s == pytest.approx(before.copies_s)
+
+
+def test_lanes_by_hand():
+    """One layer: fetch 1 s, op 2 s, fetch of state 2 s beside it, update, store 3 s."""
+    link = Device("link", to_host_bytes_per_s=100.0, to_device_bytes_per_s=100.0)
+    storages = [
+        Storage("x", 0, "input"),
+        Storage("p", 100, "parameter"),
+        Storage("w", 100, "gradient", True),
+    ]
+    graph = Graph(
+        storages, [Op("f", ("x", "p"), ("w",), phase="backward", seconds=2.0)], device=link
+    )
+    unit = Unit("p", "w", 200, 0, 0.5)
+    whole = with_state(graph, [unit], {"p": "host"})
+    names = ["fetch p", "fetch state of p", "f", "update p", "store p"]
+    actions = [Action("run", it) for it in names]
+    found = lane_seconds(whole, actions)
+    # p at 1, f from 1 to 3, the state at 3, update to 3.5, store to 6.5.
+    assert found.seconds == 6.5
+    assert (found.ops_s, found.copies_s) == (2.5, 6.0)
+    assert found.hidden == pytest.approx(1 - 4 / 6)
+
+
+@pytest.mark.parametrize(
+    ("places", "words"),
+    [({"q": "host"}, "no unit"), ({"p0": "disk"}, "expected device, state, host")],
+)
+def test_what_makes_no_sense(places, words):
+    graph, units = chain()
+    with pytest.raises(GraphError, match=words):
+        with_state(graph, units, places)
+
+
+def test_a_device_without_speeds():
+    graph, units = chain(link=Device("none"))
+    with pytest.raises(GraphError, match="speeds"):
+        with_state(graph, units, {"p0": "host"})
+    with pytest.raises(GraphError, match="later"):
+        with_state(graph, units, {}, update="later")
