@@ -64,6 +64,7 @@ def plan(
     bits: int | Controller = 8,
     trial: bool = True,
     accumulate: bool = False,
+    early_update: bool = False,
     loss_chunks: int | str | None = None,
     strict: bool = False,
     deterministic: bool = False,
@@ -127,6 +128,10 @@ def plan(
         unplanned peak with them, and steps that find none keep the same bytes. Otherwise that is
         planned at the first step that finds some, if the budget has no room for them; a warning
         says so if no plan keeps it.
+    early_update
+        With `graph`: plan for a hook on each parameter that updates it when its gradient is
+        complete and lets the gradient go (`register_post_accumulate_grad_hook`, which the caller
+        registers). No gradient is then held to the end of the step, and none is made last.
     loss_chunks
         Of a model whose forward returns a cross entropy of its last product: make the product and
         the loss in so many chunks of rows, forward and backward together, as `chunk_loss` does;
@@ -185,6 +190,12 @@ def plan(
             f"got deterministic=True with {got}, which measures seconds: they differ from run to "
             "run. Pass profile=False, a device whose speeds are to count, and another back end."
         )
+    if early_update and (accumulate or backend in ("compile", "modules")):
+        got = "accumulate=True" if accumulate else f"backend={backend!r}"
+        raise ValueError(
+            f"got early_update=True with {got}: gradients that are let go one by one are planned "
+            "by 'graph' alone, and none is there when the next step begins. Leave one of them out."
+        )
     planning = Planning(
         budget=budget,
         planner=planner,
@@ -201,6 +212,7 @@ def plan(
         trial=trial,
         plan_graph=plan_graph,
         accumulate=accumulate,
+        early_update=early_update,
         deterministic=deterministic,
         share=budget if is_part(budget) else "",
     )

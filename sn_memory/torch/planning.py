@@ -118,6 +118,7 @@ class Planning:
     share: float | str = ""
     historical: bool = True
     was_compiled: bool = False
+    early_update: bool = False
 
     @property
     def compresses(self) -> bool:
@@ -307,6 +308,7 @@ class Planning:
             bits=self.bits if self.compresses else None,
             layouts=layouts,
             accumulate=self.accumulate,
+            early_update=self.early_update,
         )
         made = planned(traced)
         return Replay(as_planned(traced, made), made)

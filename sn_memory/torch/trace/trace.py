@@ -107,6 +107,7 @@ def trace(
     bits: int | Widths | None = None,
     layouts: Layouts | None = None,
     accumulate: bool = False,
+    early_update: bool = False,
 ) -> Trace:
     """Record a training step of a model as a graph. The model is left as it was.
 
@@ -147,6 +148,9 @@ def trace(
         Gradients of parameters are there when the step begins, as of earlier micro-batches, and the
         new ones are added to them one by one. Those that are larger than what they are made of are
         made last only where that holds less.
+    early_update
+        A hook on each parameter updates it when its gradient is complete and lets the gradient go
+        (`register_post_accumulate_grad_hook`), so none is held to the end or made last.
 
     Raises
     ------
@@ -165,7 +169,10 @@ def trace(
     """
     args, kwargs = call_arguments(sample)
     captured = taken_apart(in_place(capture(model, args, kwargs, layouts)))
-    captured = _arranged(captured, overlap=overlap, accumulate=accumulate)
+    if early_update:
+        captured = spared(accumulated(captured, early_update=True))
+    else:
+        captured = _arranged(captured, overlap=overlap, accumulate=accumulate)
     place = next(iter(model.parameters())).device
     speeds, seconds = _timed(captured, place, profile=profile, device=device)
     ways = None
