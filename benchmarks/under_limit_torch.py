@@ -62,7 +62,7 @@ def prepared(asked: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
         loss: Tensor = model(*sample)
         loss.backward()
         update()
-        return float(loss)
+        return float(loss.detach())
 
     return step, about
 
@@ -82,6 +82,8 @@ def _planned(
         early_update=asked["update"] == "early",
         loss_chunks="auto" if asked["task"] == "gpt2" else None,
         time_limit_s=asked["time_limit_s"],
+        # Work is counted, not seconds: the machine is shared with others.
+        deterministic=True,
         progress=False,
     )
     made = planned.sn_memory.plan

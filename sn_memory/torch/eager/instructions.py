@@ -70,6 +70,8 @@ class Memory:
 class FreeStorage:
     """The instruction that gives a storage back."""
 
+    __slots__ = ("storage",)
+
     def __init__(self, storage: int) -> None:
         self.storage = storage
 
@@ -131,6 +133,8 @@ class Take:
         How the tensor that is held looks at the same storage.
     """
 
+    __slots__ = ("other_type", "view", "whole")
+
     def __init__(self, view: View, form: View) -> None:
         self.view = view
         self.whole, self.other_type = view == form, view.dtype != form.dtype
@@ -167,6 +171,9 @@ class RunCall:
     way
         How to carry it out; None where there is no choice.
     """
+
+    # A deep net has tens of thousands of them.
+    __slots__ = ("again", "arguments", "call", "device", "number", "replayed", "results", "target")
 
     def __init__(
         self,

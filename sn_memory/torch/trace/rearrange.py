@@ -14,10 +14,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
 from .captured import Captured
-from .record import Call, View
+from .record import Call, View, flattened
 from .simplify import last_uses, owned
 
 _aten = torch.ops.aten
@@ -113,7 +113,7 @@ def accumulated(captured: Captured, *, early_update: bool = False) -> Captured:
             nbytes.append(math.prod(own.size) * own.dtype.itemsize)
             device.append(recording.device[own.storage])
         earlier.append((name, there.storage))
-        flat, spec = tree_flatten(((there, view), {}))
+        flat, spec = flattened(((there, view), {}))
         at = max(last[view.storage], read.get(own.storage, -1), captured.boundary - 1)
         summed = Call(
             *(_aten.add_.Tensor, tuple(flat), spec, (there,), ()),
@@ -177,7 +177,7 @@ def _two(call: Call) -> list[Call]:
 
 def _asked(call: Call, args: Any, kwargs: Any, mask: list[bool]) -> Call:
     """Return a convolution's backward call that is asked for some of its gradients."""
-    flat, spec = tree_flatten(((*args[:10], mask, *args[11:]), kwargs))
+    flat, spec = flattened(((*args[:10], mask, *args[11:]), kwargs))
     outputs = tuple(out if asked else None for out, asked in zip(call.outputs, mask, strict=True))
     stays = {out.storage for out in outputs if out is not None}
     makes = tuple(it for it in call.makes if it in stays)
