@@ -40,7 +40,7 @@ def verify(
     Raises
     ------
     PlanError
-        If the model is not planned, or not for this input.
+        If the model is not planned, or not for this input, or with `early_update`.
     """
     record = model.__dict__.get(RECORD)
     arguments = call_arguments(sample)
@@ -49,6 +49,12 @@ def verify(
         raise PlanError(
             "the model has no plan for this sample; call verify with what "
             "sn_memory.torch.plan returned, and with a sample like the one it was given."
+        )
+    if record.planning.early_update:
+        raise PlanError(
+            "the model was planned with early_update=True, and verify trains nothing: no hook lets "
+            "gradients go in it, so they would all be held. Compare some steps of your own, inside "
+            "a StorageTracker for the peak."
         )
     if accumulate:
         step = record.later.get(step, step)
