@@ -17,7 +17,7 @@ class Presence:
     def __init__(self, holes: Holes, schedule: Schedule) -> None:
         self.holes = holes
         self.spans: dict[int, list[tuple[int, int]]] = {}
-        for storage, first, last in schedule.intervals:
+        for storage, first, last in schedule.intervals.tolist():
             span = (schedule.at[first], schedule.at[last])
             self.spans.setdefault(storage, []).append(span)
         # The last moment at which an op runs again.

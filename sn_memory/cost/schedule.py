@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..graph.numbers import Ints
+from ..graph.numbers import Ints, Ints32
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Schedule:
     at
         [runs] the op of the graph's order before which (or as which) each run happens.
     intervals
-        (storage, first run, last run) during which it is on the device.
+        [n, 3] int32: storage, first run, last run during which it is on the device.
     live_bytes
         [runs] int64.
     run_seconds
@@ -46,7 +46,7 @@ class Schedule:
 
     ops: list[int]
     at: list[int]
-    intervals: list[tuple[int, int, int]]
+    intervals: Ints32
     live_bytes: Ints
     run_seconds: float
     host_copies: tuple[HostCopy, ...] = ()
@@ -60,7 +60,7 @@ class Schedule:
     def starts(self) -> dict[int, list[int]]:
         """Per storage, the runs at which its intervals begin."""
         found: dict[int, list[int]] = {}
-        for storage, first, _ in self.intervals:
+        for storage, first, _ in self.intervals.tolist():
             found.setdefault(storage, []).append(first)
         return found
 

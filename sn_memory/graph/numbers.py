@@ -14,6 +14,7 @@ from ..base.limits import LARGEST, LONGEST_S
 from .records import ALLOCATORS, ROLES, Op, Records, check_device, check_op, check_storages, twice
 
 Ints = npt.NDArray[np.int64]
+Ints32 = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float64]
 
 # With no device given, flops are turned into seconds at this speed; only ratios mean anything.

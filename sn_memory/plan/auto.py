@@ -34,6 +34,9 @@ EXACT_OPS = 10
 # Of the time limit: what exact solving may take, and the planners of the literature of the rest;
 # and what is left to find the smallest peak, as long as no plan keeps the budget.
 PART, TO_REFUSE = 0.5, 0.2
+# Above this many ops the planners of the literature have no turn: minutes, where the chain of
+# blocks takes seconds.
+MOST_OPS = 20_000
 
 
 class Auto:
@@ -141,6 +144,8 @@ class Auto:
         """
         own = self.search.archive.best(budget_bytes)
         if not self.historical or (own is not None and own.origin == "keep"):
+            return
+        if len(self.graph.ops) > MOST_OPS:
             return
         for name in policies.names():
             say("search", now() - self.search.began, self.limit_s, name)

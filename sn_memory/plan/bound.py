@@ -13,6 +13,7 @@ The bound is the best over a few moments.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -113,10 +114,8 @@ def relax(
     width = len(before)
     # Columns: kept per storage, moved per storage, rerun per op before `at`, then the total time.
     moved, rerun, total = width, 2 * width, 2 * width + at
-    rows: list[int] = []
-    columns: list[int] = []
-    values: list[float] = []
-    limits: list[float] = []
+    # Arrays of numbers: as lists of objects they take ten times the bytes, of a large graph many.
+    rows, columns, values, limits = array("q"), array("q"), array("d"), array("d")
 
     def row(entries: Sequence[tuple[int, float]], at_least: float) -> None:
         for column, value in entries:

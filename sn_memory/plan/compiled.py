@@ -16,7 +16,7 @@ import numpy as np
 from ..base import native
 from ..base.clock import spend
 from ..graph.holes import Holes
-from ..graph.numbers import Ints
+from ..graph.numbers import Ints, Ints32
 
 Moves = Mapping[int, tuple[int, int]]
 # When a search is to end: what says so, or units of work.
@@ -25,7 +25,7 @@ Until = Callable[[], bool] | int
 Simulated = tuple[
     list[int],
     list[int],
-    list[tuple[int, int, int]],
+    Ints32,
     Ints,
     list[tuple[int, int, int, int]],
     float,
@@ -77,7 +77,7 @@ class Compiled:
         return (
             np.frombuffer(ops, np.int32).tolist(),
             np.frombuffer(at, np.int32).tolist(),
-            [(a, b, c) for a, b, c in np.frombuffer(intervals, np.int32).reshape(-1, 3).tolist()],
+            np.frombuffer(intervals, np.int32).reshape(-1, 3),
             np.frombuffer(live, np.int64),
             [
                 (s, a, b, c)

@@ -156,7 +156,7 @@ def _decisions(
     shape: Holes, schedule: Schedule, reasons: Mapping[int, str]
 ) -> tuple[Decision, ...]:
     """Say for each storage what the schedule does with it, seen from how often it is made."""
-    stays = Counter(storage for storage, _, _ in schedule.intervals)
+    stays = Counter(schedule.intervals[:, 0].tolist())
     moved = {host_copy.storage for host_copy in schedule.host_copies}
     runs = Counter(schedule.ops)
     result = []
@@ -187,7 +187,7 @@ def _actions(holes: Holes, schedule: Schedule) -> tuple[Action, ...]:
     for host_copy in schedule.host_copies:
         after[host_copy.left].append(Action("offload", names[host_copy.storage]))
         before[host_copy.fetched].append(Action("prefetch", names[host_copy.storage]))
-    for storage, _, run in schedule.intervals:
+    for storage, _, run in schedule.intervals.tolist():
         if run != end or not graph.storages[storage].keep:
             after[run].append(Action("free", names[storage]))
     result: list[Action] = []

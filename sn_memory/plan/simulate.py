@@ -140,7 +140,8 @@ def simulate_in_python(
             intervals.append((storage, start, end if keep[storage] else last[storage]))
     _settle(holes, doubled, intervals, extra)
     live = _live(holes, ops, intervals, extra)
-    return Schedule(ops, at, intervals, live, total, tuple(away.host_copies.values()))
+    spans = np.array(intervals, np.int32).reshape(-1, 3)
+    return Schedule(ops, at, spans, live, total, tuple(away.host_copies.values()))
 
 
 class _Away:

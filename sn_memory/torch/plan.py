@@ -22,6 +22,7 @@ from ..base.errors import PlanWarning
 from ..base.progress import Wanted, speaking
 from ..base.sizes import is_part, parse_bytes
 from ..cost.devices import speeds
+from ..graph.hosted import UPDATES
 from ..graph.records import Device
 from ..plan.api import plan_graph
 from ..plan.plan import Plan
@@ -147,10 +148,13 @@ def plan(
         a file (`HostState`, which has a docstring of its own, for a model that is made there). With
         `graph`, `keep` and `recompute` only.
     update
-        With `state`: `step` writes each gradient to the host as soon as it is complete, and
-        `optimizer.step()` updates one parameter after the other; clipping, loss scalers and
-        accumulation work on `.grad` as ever. `backward` updates each parameter in the backward
-        pass, which moves less; what would use `.grad` raises PlanError.
+        When parameters are updated. `step`: by `optimizer.step()`, as ever; with `state` each
+        gradient is written to the host as soon as it is complete, one parameter is updated after
+        the other, and clipping, loss scalers and accumulation work on `.grad`. `backward`, with
+        `state`: each parameter in the backward pass, which moves less; what would use `.grad`
+        raises PlanError. `hooks`, without `state` and with `graph`: by hooks of the caller's own
+        (`register_post_accumulate_grad_hook`) that update a parameter when its gradient is complete
+        and let the gradient go; none is then held to the end of the step, and none is made last.
     strict
         Raise PlanError or BudgetError, when an input of another kind comes, where a warning would
         say that what runs is slower than a plan of its ops, or above the budget.
@@ -205,6 +209,7 @@ def plan(
             "run. Pass profile=False, a device whose speeds are to count, and another back end."
         )
     speeds(device)  # a name that is none is said before anything is done
+    _check_update(update, state=state is not None, accumulate=accumulate, backend=backend)
     planning = Planning(
         budget=budget,
         planner=planner,
@@ -221,6 +226,7 @@ def plan(
         trial=trial,
         plan_graph=plan_graph,
         accumulate=accumulate,
+        update=update,
         deterministic=deterministic,
         share=budget if is_part(budget) else "",
     )
@@ -354,6 +360,28 @@ def _record(
         if isinstance(made.step, ModuleStep):
             record.safe.append((kind, made.step))
     return record
+
+
+def _check_update(update: str, *, state: bool, accumulate: bool, backend: str) -> None:
+    """Raise ValueError for a time of updates that does not go with other settings."""
+    known = (*UPDATES, "hooks")
+    if update not in known:
+        raise ValueError(f"got update {update!r}, expected one of {', '.join(known)}.")
+    if update == "backward" and not state:
+        raise ValueError(
+            "got update='backward' without state: who updates parameters in the backward pass has "
+            "them on the host. Say state='host' as well, or update='hooks' for hooks of your own."
+        )
+    given = {
+        "state": state,
+        "accumulate=True": accumulate,
+        f"backend={backend!r}": backend in ("compile", "modules"),
+    }
+    for what in (it for it, is_given in given.items() if is_given and update == "hooks"):
+        raise ValueError(
+            f"got update='hooks' with {what}: gradients that hooks let go one by one are planned "
+            "by 'graph' alone, and none is there when the next step begins. Leave one of them out."
+        )
 
 
 def _check_state(planning: Planning) -> None:

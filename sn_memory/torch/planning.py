@@ -126,6 +126,7 @@ class Planning:
     historical: bool = True
     was_compiled: bool = False
     state: ModelState | None = None
+    update: str = "step"
 
     @property
     def compresses(self) -> bool:
@@ -330,6 +331,7 @@ class Planning:
             bits=self.bits if self.compresses else None,
             layouts=layouts,
             accumulate=self.accumulate,
+            update=self.update,
         )
         if self.state is not None:
             # Speeds that were handed in, or that stand for any machine, are not measured; those of

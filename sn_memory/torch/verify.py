@@ -40,8 +40,8 @@ def verify(
     Raises
     ------
     PlanError
-        If the model is not planned, or not for this input, or with its state on the host: a step
-        then updates it, and the one without the plan has no room.
+        If the model is not planned, or not for this input; or if a step of it updates parameters:
+        with its state on the host, where the one without the plan has no room, or by hooks.
     """
     record = model.__dict__.get(RECORD)
     arguments = call_arguments(sample)
@@ -55,6 +55,12 @@ def verify(
         raise PlanError(
             "verify runs a training step, and one of a model with its state on the host updates "
             "parameters. Compare losses of a few steps with those of a copy that is not planned."
+        )
+    if record is not None and record.planning.update == "hooks":
+        raise PlanError(
+            "the model was planned with update='hooks', and verify trains nothing: no hook lets "
+            "gradients go in it, so they would all be held. Compare some steps of your own, inside "
+            "a StorageTracker for the peak."
         )
     if accumulate:
         step = record.later.get(step, step)

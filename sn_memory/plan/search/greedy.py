@@ -141,7 +141,7 @@ def _changes(
         usable = inner and holes.rebuildable[storage] and holes.bytes[storage] > 0
         if usable and choice[hole] == KEEP and hole not in banned and total[right] > total[left]:
             rows.append((hole, left, right))
-    for storage, first, last in schedule.intervals:
+    for storage, first, last in schedule.intervals.tolist():
         if not holes.rebuildable[storage] or not holes.bytes[storage]:
             continue
         begun = schedule.at[first]

@@ -32,6 +32,9 @@ from .repair import refine
 ENOUGH = 1e-4
 # Above this many ops a single simulation takes so long that the order of the ways matters.
 LARGE = 4000
+# Above this many ops no relaxation is solved. It takes kilobytes for each op, and what it told of
+# such graphs was no more than the time without a plan (benchmarks/planner_deep.py).
+RELAXED = 20_000
 # Up to this many ops, ruin and repair is worth its time; attempts times ops, and attempts at most.
 SMALL = 6000
 TRIES, MOST_TRIES = 600_000, 600
@@ -86,7 +89,7 @@ class Search:
         least = sum(min(options) for options in shape.graph.arrays.seconds)
         if self.archive.items[0].peak_bytes <= budget_bytes and not self.archive.choosy:
             return least
-        if not self.recompute and not self.offload:
+        if not self.recompute and not self.offload or len(shape.graph.ops) > RELAXED:
             return least
         for at in moments(shape) if places is None else places:
             found = self.relaxed(at, budget_bytes)
@@ -261,7 +264,8 @@ class Search:
         chain = partial(self.from_chain, budget_bytes)
         ways: list[Callable[[], object]] = [lanes] if self.offload else []
         if self.recompute and len(self.shape.graph.ops) > LARGE:
-            ways = [chain, greedy, *relaxed[:1], *ways]
+            few = relaxed[:1] if len(self.shape.graph.ops) <= RELAXED else []
+            ways = [chain, greedy, *few, *ways]
         elif self.recompute:
             ways += [greedy, *relaxed[:1], chain, *relaxed[1:]]
         return ways

@@ -119,6 +119,8 @@ def _nothing() -> None:
 class FreeStorage:
     """The instruction that gives a storage back."""
 
+    __slots__ = ("storage",)
+
     def __init__(self, storage: int) -> None:
         self.storage = storage
 
@@ -180,6 +182,8 @@ class Take:
         How the tensor that is held looks at the same storage.
     """
 
+    __slots__ = ("other_type", "view", "whole")
+
     def __init__(self, view: View, form: View) -> None:
         self.view = view
         self.whole, self.other_type = view == form, view.dtype != form.dtype
@@ -216,6 +220,9 @@ class RunCall:
     way
         How to carry it out; None where there is no choice.
     """
+
+    # A deep net has tens of thousands of them.
+    __slots__ = ("again", "arguments", "call", "device", "number", "replayed", "results", "target")
 
     def __init__(
         self,

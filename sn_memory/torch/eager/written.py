@@ -24,6 +24,10 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 from .instructions import FreeStorage, Instruction, Memory, RunCall, Take, chance, set_chance
 
 
+# Instructions that are compiled at once.
+PART = 1000
+
+
 class Row:
     """Instructions in a row.
 
@@ -61,7 +65,24 @@ class Row:
 
 
 def written(instructions: Sequence[Instruction]) -> Callable[[Memory], None]:
-    """Return one function that does what these do, without looking at results."""
+    """Return a function that does what these do, without looking at results.
+
+    It is several in turn where there are many: Python takes some kilobytes to compile a line.
+    """
+    parts = [
+        _written(instructions[at : at + PART]) for at in range(0, max(1, len(instructions)), PART)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+
+    def run(memory: Memory) -> None:
+        for part in parts:
+            part(memory)
+
+    return run
+
+
+def _written(instructions: Sequence[Instruction]) -> Callable[[Memory], None]:
     writer = _Writer()
     for kind, row in groupby(instructions, key=type):
         if kind is FreeStorage:

@@ -44,6 +44,9 @@ class Captured:
         Per parameter whose gradient is there when the step begins, as after an earlier micro-batch,
         its name and the storage of that gradient. The new one is added to it by a call, which in a
         replay is autograd's.
+    updated
+        Per parameter that is updated as soon as its gradient is complete, and the gradient then let
+        go, its name and storage. The update is a call, which in a replay is a hook's.
     """
 
     recording: Recording
@@ -59,11 +62,15 @@ class Captured:
     only_outside: bool = False
     numbers: tuple[int, ...] = ()
     earlier: tuple[tuple[str, int], ...] = ()
+    updated: tuple[tuple[str, int], ...] = ()
 
     @property
     def summed(self) -> dict[int, int]:
-        """Per storage of a gradient that is there, the number of the call that adds to it."""
-        there = {storage for _, storage in self.earlier}
+        """Per storage that gradients are added to, the number of the call that does it.
+
+        That is a gradient that is there, or a parameter that is updated at once.
+        """
+        there = {storage for _, storage in (*self.earlier, *self.updated)}
         return {
             storage: at
             for at, call in enumerate(self.recording.calls)

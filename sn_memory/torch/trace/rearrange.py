@@ -14,10 +14,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
 from .captured import Captured
-from .record import Call, View
+from .record import Call, View, flattened
 from .simplify import last_uses, owned
 
 _aten = torch.ops.aten
@@ -83,11 +83,12 @@ def put_off(captured: Captured) -> Captured:
     return replace(captured, recording=now, numbers=tuple(order))
 
 
-def accumulated(captured: Captured) -> Captured:
+def accumulated(captured: Captured, *, early_update: bool = False) -> Captured:
     """Add each gradient of a parameter to one that is there, and hold it no longer.
 
     As soon as no other call needs it or the parameter: autograd hands it over then, and a hook may
-    change either. So the call counts as one that changes the parameter, too.
+    change either. So the call counts as one that changes the parameter, too. With `early_update`
+    none is there: a hook adds the gradient to the parameter itself, by the optimizer's rule.
     """
     recording = captured.recording
     calls, last = recording.calls, last_uses(recording)
@@ -100,21 +101,23 @@ def accumulated(captured: Captured) -> Captured:
                 read[arg.storage] = at
     nbytes, device, given = list(recording.nbytes), list(recording.device), dict(recording.given)
     after: dict[int, list[tuple[int, Call]]] = {}
-    earlier = []
+    earlier: list[tuple[str, int]] = []
     for place, (name, view) in enumerate(captured.gradients):
         if view is None or name not in parameters:
             continue
         own = parameters[name]
-        there = View(len(nbytes), own.size, own.stride, 0, own.dtype)
-        given[there.storage] = "state"
-        nbytes.append(math.prod(own.size) * own.dtype.itemsize)
-        device.append(recording.device[own.storage])
+        there = own
+        if not early_update:
+            there = View(len(nbytes), own.size, own.stride, 0, own.dtype)
+            given[there.storage] = "state"
+            nbytes.append(math.prod(own.size) * own.dtype.itemsize)
+            device.append(recording.device[own.storage])
         earlier.append((name, there.storage))
-        flat, spec = tree_flatten(((there, view), {}))
+        flat, spec = flattened(((there, view), {}))
         at = max(last[view.storage], read.get(own.storage, -1), captured.boundary - 1)
         summed = Call(
             *(_aten.add_.Tensor, tuple(flat), spec, (there,), ()),
-            writes=(there.storage, own.storage),
+            writes=tuple(dict.fromkeys((there.storage, own.storage))),
             phase="backward",
             random=False,
             scope=name,
@@ -129,7 +132,8 @@ def accumulated(captured: Captured) -> Captured:
         recording, calls=[call for _, call in made], nbytes=nbytes, device=device, given=given
     )
     numbers = tuple(number for number, _ in made)
-    return replace(captured, recording=recording, numbers=numbers, earlier=tuple(earlier))
+    to = {"updated" if early_update else "earlier": tuple(earlier)}
+    return replace(captured, recording=recording, numbers=numbers, **to)
 
 
 def spared(captured: Captured) -> Captured:
@@ -173,7 +177,7 @@ def _two(call: Call) -> list[Call]:
 
 def _asked(call: Call, args: Any, kwargs: Any, mask: list[bool]) -> Call:
     """Return a convolution's backward call that is asked for some of its gradients."""
-    flat, spec = tree_flatten(((*args[:10], mask, *args[11:]), kwargs))
+    flat, spec = flattened(((*args[:10], mask, *args[11:]), kwargs))
     outputs = tuple(out if asked else None for out, asked in zip(call.outputs, mask, strict=True))
     stays = {out.storage for out in outputs if out is not None}
     makes = tuple(it for it in call.makes if it in stays)

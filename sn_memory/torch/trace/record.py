@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -61,6 +62,17 @@ def form_of(tensor: torch.Tensor, storage: int) -> View:
     """Return the View of a tensor, given the number of its storage."""
     size, stride = tuple(tensor.size()), tuple(tensor.stride())
     return View(storage, size, stride, int(tensor.storage_offset()), tensor.dtype)
+
+
+@lru_cache(maxsize=1 << 12)
+def _one_of(spec: Any) -> Any:
+    return spec
+
+
+def flattened(tree: Any) -> tuple[list[Any], Any]:
+    """As `tree_flatten`, with one specification for all that are equal: a deep net has few."""
+    flat, spec = tree_flatten(tree)
+    return flat, _one_of(spec)
 
 
 # What a kernel was seen to return: by the forms of its arguments, the form of each result.
@@ -175,6 +187,8 @@ class Recorder(TorchDispatchMode):
         # A storage that dies would leave its address to the next one.
         self._alive: list[Any] = []
         self._silent = False
+        # Sizes, strides and views that were met before: equal ones are one object.
+        self._met: dict[Any, Any] = {}
 
     def give(self, tensor: torch.Tensor, what: str) -> View:
         """Say that a tensor is there before the first call."""
@@ -215,7 +229,7 @@ class Recorder(TorchDispatchMode):
             return self._lift(func, args[0])
         if func.overloadpacket in _FORM_ONLY:
             return self._of_form(func, args, kwargs)
-        flat, spec = tree_flatten((args, kwargs))
+        flat, spec = flattened((args, kwargs))
         views = tuple(self._argument(arg, func) for arg in flat)
         result = func(*args, **kwargs)
         if self.layouts:
@@ -277,7 +291,7 @@ class Recorder(TorchDispatchMode):
             form = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="meta")
         asked = {**kwargs, "device": kwargs.get("device") or like.device}
         result = func(*args, **kwargs)
-        flat, spec = tree_flatten(((form, *args[1:]), asked))
+        flat, spec = flattened(((form, *args[1:]), asked))
         self._note(func, flat, spec, result)
         return result
 
@@ -316,7 +330,12 @@ class Recorder(TorchDispatchMode):
         return number
 
     def _view(self, tensor: torch.Tensor) -> View:
-        return form_of(tensor, self._storage(tensor))
+        met, it = self._met, form_of(tensor, self._storage(tensor))
+        if it not in met:
+            size, stride = met.setdefault(it.size, it.size), met.setdefault(it.stride, it.stride)
+            met[it] = View(it.storage, size, stride, it.offset, it.dtype)
+        found: View = met[it]
+        return found
 
 
 def is_view(views: tuple[Any, ...], outputs: tuple[View | None, ...]) -> bool:

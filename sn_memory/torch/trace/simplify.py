@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
 from .captured import Captured
-from .record import Call, Recording, View
+from .record import Call, Recording, View, flattened
 
 _aten = torch.ops.aten
 # Elementwise calls, with the overload that writes over the first argument, and the name under which
@@ -136,7 +136,7 @@ def _over(call: Call, first: View) -> Call:
     flat, spec = call.flat, call.spec
     if place is not None:
         args, kwargs = tree_unflatten(list(flat), spec)
-        leaves, spec = tree_flatten((args, {**kwargs, place: first}))
+        leaves, spec = flattened((args, {**kwargs, place: first}))
         flat = tuple(leaves)
     return replace(
         call,

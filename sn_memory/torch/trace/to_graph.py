@@ -188,8 +188,8 @@ def _storages(
     recording, main = captured.recording, main_device(captured)
     gradients = {view.storage for _, view in captured.gradients if view is not None}
     gradients |= {view.storage for view in captured.output_gradients}
-    # What is added to a gradient that is there is not held beside it.
-    there = {name for name, _ in captured.earlier}
+    # What is added to a gradient that is there, or to its parameter, is not held beside it.
+    there = {name for name, _ in (*captured.earlier, *captured.updated)}
     added = {view.storage for name, view in captured.gradients if view and name in there}
     held = ((gradients - added) | _handed_out(captured)) - set(recording.given)
     result = []

@@ -115,6 +115,7 @@ def trace(
     bits: int | Widths | None = None,
     layouts: Layouts | None = None,
     accumulate: bool = False,
+    update: str = "step",
 ) -> Trace:
     """Record a training step of a model as a graph. The model is left as it was.
 
@@ -157,6 +158,9 @@ def trace(
         Gradients of parameters are there when the step begins, as of earlier micro-batches, and the
         new ones are added to them one by one. Those that are larger than what they are made of are
         made last only where that holds less.
+    update
+        As in `plan`: with `hooks`, the caller's own update each parameter when its gradient is
+        complete. Who updates otherwise is not part of the trace.
 
     Raises
     ------
@@ -177,7 +181,10 @@ def trace(
     there = next(iter(model.parameters())).device
     gpu = gpu_of(device, there)
     captured = taken_apart(in_place(capture(model, args, kwargs, layouts, gpu)))
-    captured = _arranged(captured, overlap=overlap, accumulate=accumulate)
+    if update == "hooks":
+        captured = spared(accumulated(captured, early_update=True))
+    else:
+        captured = _arranged(captured, overlap=overlap, accumulate=accumulate)
     place = there if gpu is None else gpu.place
     profile = profile and gpu is None
     found_device, seconds = _timed(captured, place, profile=profile, device=speeds(device))

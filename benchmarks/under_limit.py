@@ -1,0 +1,149 @@
+"""How deep, and how long: what each way trains under one hard limit of memory, run and measured.
+
+    python benchmarks/under_limit.py [--task T ...] [--way W ...] [--limit MIB] [--update early|end]
+                                     [--start N] [--grain G] [--steps S] [--json FILE]
+
+Each trial is a process of its own whose private writable memory the kernel limits (RLIMIT_DATA, see
+under_limit_child.py). The size is doubled from `--start` until a trial fails, then halved in until
+the next size is within a part `--grain` of the largest that trained. Trials that the file holds are
+not run again, so a stopped search goes on. Sizes: blocks of a ResNet's third stage by SuperNeurons'
+rule (6, 32, n, 6), tokens of a GPT-2. `--at N ...` runs these sizes alone, for seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from machine import commit, machine
+from training_rows import load, save
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "under_limit.json"
+Row = dict[str, Any]
+WAYS = {
+    "resnet": ("plain", "checkpoint", "checkpoint_sqrt", "ours"),
+    "gpt2": ("plain", "checkpoint", "ours"),
+    "resnet_tensorflow": ("plain", "ours"),
+}
+KEYS = ("task", "way", "update", "limit_bytes", "size")
+STEP = {"resnet": 1, "gpt2": 16, "resnet_tensorflow": 1}
+# What ours leaves of the limit for what is no storage: objects of Python for each op, scratch of
+# kernels, ends of pages. Bytes, and bytes for each unit of the size.
+MARGIN = {
+    "resnet": (64 << 20, 320 << 10),
+    "gpt2": (96 << 20, 0),
+    "resnet_tensorflow": (160 << 20, 1 << 20),
+}
+# The same allocator for all: one arena, and each block of 128 KiB and more from the kernel and back
+# to it at once, so that what is free counts as free.
+ALLOCATOR = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
+THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1"}
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def trial(asked: Row, *, timeout_s: float) -> Row:
+    """Run one trial in a process of its own; its row."""
+    fixed, each = MARGIN[asked["task"]]
+    given = asked | {"margin_bytes": asked.get("margin_bytes") or fixed + each * asked["size"]}
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "under_limit_child.py"), json.dumps(given)],
+        env=os.environ | ALLOCATOR | THREADS | QUIET | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    lines = done.stdout.strip().splitlines()
+    if done.returncode == 0 and lines:
+        return given | json.loads(lines[-1])
+    # Where memory runs out inside a library, the process may end without a word.
+    last = (done.stderr.strip().splitlines() or [""])[-1]
+    starved = any(it in done.stderr for it in ("bad_alloc", "MemoryError", "allocate", "memory"))
+    if done.returncode > 0 and not starved:
+        raise RuntimeError(f"the trial {given} failed:\n{done.stderr[-2000:]}")
+    error = f"ended with {done.returncode}: {last[:160]}"
+    return given | {"trained": False, "out_of_memory": True, "error": error, "steps_cpu_s": []}
+
+
+def known(rows: list[Row], asked: Row) -> Row | None:
+    """The row of a trial that was run."""
+    return next((it for it in rows if all(it[key] == asked[key] for key in KEYS)), None)
+
+
+def describe(row: Row) -> str:
+    """One line of a row."""
+    what = f"{row['task']} {row['way']} {row['update']} {row['limit_bytes'] >> 20} MiB"
+    size = f"{what}: {row['size']}"
+    if not row["trained"]:
+        return f"{size} did not train: {row.get('error', '')}"
+    return (
+        f"{size} trained, {min(row['steps_cpu_s']):.2f} CPU s a step, "
+        f"{row['resident_bytes'] / 2**20:.0f} MiB resident, prepared in {row['prepared_s']:.0f} s"
+    )
+
+
+def largest(
+    run: Any, start: int, *, grain: float, step: int
+) -> int:
+    """Double from `start`, halve in; the largest size that trained, 0 for none."""
+    low, high = 0, start
+    while run(high):
+        low, high = high, 2 * high
+    while high - low > max(step, grain * low):
+        middle = (low + high) // 2 // step * step
+        if middle <= low:
+            break
+        low, high = (middle, high) if run(middle) else (low, middle)
+    return low
+
+
+def main(argv: list[str]) -> int:
+    """Search, and keep every trial."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--task", nargs="+", choices=WAYS, default=["resnet"])
+    parser.add_argument("--way", nargs="+")
+    parser.add_argument("--limit", type=int, default=768, help="MiB above what was imported")
+    parser.add_argument("--update", choices=("early", "end"), default="early")
+    parser.add_argument("--start", type=int, default=64)
+    parser.add_argument("--grain", type=float, default=0.05)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--at", type=int, nargs="+", help="these sizes and no search")
+    parser.add_argument("--time-limit", type=float, default=20.0, help="for planning, as in plan")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for a trial")
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    args = parser.parse_args(argv)
+    for task in args.task:
+        for way in args.way or WAYS[task]:
+
+            def run(size: int, task: str = task, way: str = way) -> bool:
+                asked = {
+                    "task": task, "way": way, "update": args.update, "size": size,
+                    "limit_bytes": args.limit << 20, "steps": args.steps,
+                    "time_limit_s": args.time_limit,
+                }  # fmt: skip
+                row = known(load(args.json), asked)
+                if row is None:
+                    row = trial(asked, timeout_s=args.timeout)
+                    row |= {"commit": commit(), "machine": machine()}
+                    save(args.json, [*load(args.json), row])
+                print(describe(row), flush=True)
+                return bool(row["trained"])
+
+            if args.at:
+                for size in args.at:
+                    run(size)
+                continue
+            found = largest(run, args.start, grain=args.grain, step=STEP[task])
+            print(f"{task} {way}: {found}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,87 @@
+"""One trial of under_limit.py: a process that trains a few steps and may hold no more than so much.
+
+    python benchmarks/under_limit_child.py '{"task": "resnet", "way": "plain", "size": 6, ...}'
+
+First everything that any way needs is imported, so that all begin alike; then the kernel is told
+the limit, RLIMIT_DATA at what is there plus so many bytes. It counts private writable memory whether
+it is used or not, thus at least what is resident of it; planning, the planner's own objects and
+the arithmetic of the step all happen below it. An allocation beyond fails. Prints a line of JSON.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import resource
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "benchmarks")]
+# Tasks, and the module that has their ways.
+MODULES = {
+    "resnet": "under_limit_torch",
+    "gpt2": "under_limit_torch",
+    "resnet_tensorflow": "under_limit_tensorflow",
+}
+
+
+def held() -> dict[str, int]:
+    """What the kernel counts of this process, in bytes: VmData, VmRSS, VmHWM, RssAnon."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    wanted = ("VmData", "VmRSS", "VmHWM", "RssAnon")
+    found = (line.split() for line in lines if line.startswith(wanted))
+    return {name.rstrip(":"): int(size) << 10 for name, size, _ in found}
+
+
+def restart_high_water() -> None:
+    """Let VmHWM start anew from what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an error says that memory ran out; frameworks have several ways to say it."""
+    words = ("allocate memory", "bad_alloc", "alloc", "OOM", "memory")
+    return isinstance(error, MemoryError) or any(it in str(error) for it in words)
+
+
+def trial(asked: dict[str, Any]) -> dict[str, Any]:
+    """Train as asked for; what it took, or why it did not."""
+    module = importlib.import_module(MODULES[asked["task"]])
+    module.load()
+    base = held()
+    restart_high_water()
+    if asked["limit_bytes"]:
+        most = base["VmData"] + asked["limit_bytes"]
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    found: dict[str, Any] = {"trained": False, "base_bytes": base["VmData"], "steps_cpu_s": []}
+    try:
+        began = time.perf_counter(), time.process_time()
+        step, about = module.prepared(asked)
+        found |= about
+        found |= {"prepared_s": time.perf_counter() - began[0]}
+        found |= {"prepared_cpu_s": time.process_time() - began[1]}
+        found |= {"prepared_peak_bytes": held()["VmHWM"] - base["VmRSS"]}
+        losses, wall, cpu = [], [], []
+        for _ in range(asked["steps"]):
+            began = time.perf_counter(), time.process_time()
+            losses.append(step())
+            wall.append(time.perf_counter() - began[0])
+            cpu.append(time.process_time() - began[1])
+        found |= {"losses": losses, "steps_s": wall, "steps_cpu_s": cpu, "trained": True}
+    except BaseException as error:  # what it is decides the row
+        text = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        found["error"] = text
+        found["out_of_memory"] = ran_out(error)
+        if not found["out_of_memory"] and not module.refuses(error):
+            traceback.print_exc()
+            raise
+    found["resident_bytes"] = held()["VmHWM"] - base["VmRSS"]
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(trial(json.loads(sys.argv[1]))), flush=True)
