@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from itertools import chain
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ from .kinds import Arguments, form_of_leaf, kind_of
 # So many inputs of other forms are known at a glance.
 _INPUTS = 256
 _SLOTS = ("_parameters", "_buffers", "_modules")
+_WANTED = attrgetter("requires_grad")
 _LEAVES = {bool, int, float, str, type(None)}
 
 
@@ -67,13 +68,12 @@ class Recent:
             Kinds of which one is returned as it stands here if it is this.
         """
         form = _form(*arguments)
-        held = self._seen.held(model) if self._seen else None
-        if held is None:
+        there = self._seen.tensors(model) if self._seen else None
+        if there is None:
             self._seen = _Seen(model, noted[0])
             self._kinds.clear()
         elif form in self._kinds:
-            assert self._seen is not None
-            return Glance(self._kinds[form], *self._seen.tensors(held))
+            return Glance(self._kinds[form], *there)
         kind = kind_of(model, *arguments, noted)
         if kind is not None and form is not None:
             if len(self._kinds) == _INPUTS:
@@ -122,15 +122,17 @@ class _Seen:
         fixed = all(_lasts(name, value) for name, value in own.items())
         self._own_contents = self._core and fixed and self._core.contents([model.__dict__])
         self._own_lasting = [*own.values()] if fixed else []
+        # Of each module most of the three are empty, and stay so while there are as many.
+        self._full = [*filter(None, self._slots)]
         held = self._held()
         self._ids = [*map(id, held)]
         place = {id(it): at for at, it in reversed([*enumerate(held)])}
-        self._parameters = [place[id(it)] for it in model.parameters()]
-        self._buffers = [place[id(it)] for it in model.buffers()]
+        self._parameters = _places(place[id(it)] for it in model.parameters())
+        self._buffers = _places(place[id(it)] for it in model.buffers())
         self._wanted = [it.requires_grad for it in model.parameters()]
 
-    def held(self, model: torch.nn.Module) -> list[Any] | None:
-        """Return all parameters, buffers and modules, if all is as it was."""
+    def tensors(self, model: torch.nn.Module) -> tuple[list[Any], list[Any]] | None:
+        """Return all parameters and buffers, if all is as it was."""
         if not self._same(self._own_contents, [model.__dict__]):
             own = self._own(model)
             if [*own] != self._own_names or [*map(_told, own.values())] != self._own_told:
@@ -143,9 +145,10 @@ class _Seen:
         except KeyError:
             return None
         held = self._held()
-        if [held[at].requires_grad for at in self._parameters] != self._wanted:
+        parameters = self._parameters(held)
+        if [*map(_WANTED, parameters)] != self._wanted:
             return None
-        return held
+        return parameters, self._buffers(held)
 
     def _same(self, contents: Any, dicts: list[dict[str, Any]]) -> bool:
         """Whether dictionaries are known to hold the objects that they held."""
@@ -162,10 +165,6 @@ class _Seen:
         lasting = [*chain.from_iterable([getter(it) for getter, it in self._getters])]
         return all(map(is_, lasting, self._lasting)) or all(map(_is_equal, lasting, self._lasting))
 
-    def tensors(self, held: list[Any]) -> tuple[list[torch.nn.Parameter], list[torch.Tensor]]:
-        """Return parameters and buffers of what is held."""
-        return [held[at] for at in self._parameters], [held[at] for at in self._buffers]
-
     def _own(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return the attributes that count of the outermost module; of the others all do."""
         kind = type(model)
@@ -176,7 +175,16 @@ class _Seen:
         }
 
     def _held(self) -> list[Any]:
-        return [*chain.from_iterable(map(dict.values, self._slots))]
+        return [*chain.from_iterable(map(dict.values, self._full))]
+
+
+def _places(places: Iterable[int]) -> Callable[[list[Any]], list[Any]]:
+    """Return what takes the items at some places of a list."""
+    found = [*places]
+    if len(found) < 2:
+        return lambda held: [held[at] for at in found]
+    getter = itemgetter(*found)
+    return lambda held: [*getter(held)]
 
 
 def _lasts(name: str, value: Any) -> bool:
