@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -13,7 +12,6 @@ from sn_memory import PlanError
 from sn_memory.base.progress import speaking
 from sn_memory.base.sizes import parse_bytes, show_bytes
 from sn_memory.cost.devices import DEVICES, is_here
-from sn_memory.run.fit import Fit
 from sn_memory.run.fit_figure import save_fits
 
 from ..command import Answer, add_command, picture_file
@@ -98,7 +96,9 @@ def _on_device(named: Named, options: argparse.Namespace) -> Answer:
         found = first.rim.estimate(
             first.model, first.sample, optimizer=first.optimizer, device=options.device
         )
-        data = {f"{name}_bytes": int(getattr(found, f"{name}_bytes")) for name in _CATEGORIES}
+        data: dict[str, Any] = {
+            f"{name}_bytes": int(getattr(found, f"{name}_bytes")) for name in _CATEGORIES
+        }
         data |= {"device": found.device, "room_bytes": found.room_bytes, "seconds": found.seconds}
         return Answer(str(found), data | {"notes": list(found.notes)}, yes=found.fits())
     if options.sequence and "sequence" not in named.sizes:
@@ -112,26 +112,28 @@ def _on_device(named: Named, options: argparse.Namespace) -> Answer:
         given = _given(named, options, batch, length)
         return given.model, given.sample
 
-    fits: list[Fit] = []
     with speaking(not options.quiet):
-        for length in options.sequence or [None]:
-            fits.append(
-                rim.fit(
-                    make,
-                    options.device,
-                    optimizer=_optimizer(options, first),
-                    batches=options.batch,
-                    length=length,
-                    cards=options.cards,
-                    amp=getattr(torch, kind) if options.amp else None,
-                    time_limit_s=options.time_limit,
-                )
+        fits = [
+            rim.fit(
+                make,
+                options.device,
+                optimizer=_optimizer(options, first),
+                batches=options.batch,
+                length=length,
+                cards=options.cards,
+                amp=getattr(torch, kind) if options.amp else None,
+                time_limit_s=options.time_limit,
             )
+            for length in options.sequence or [None]
+        ]
     if options.picture is not None:
         save_fits(fits, options.picture)
     text = "\n\n".join(map(str, fits))
-    data = {"fits": [it.as_data() for it in fits]}
-    return Answer(text, data, yes=any(way.batch for it in fits for way in it.ways))
+    return Answer(
+        text,
+        {"fits": [it.as_data() for it in fits]},
+        yes=any(way.batch for it in fits for way in it.ways),
+    )
 
 
 def _given(named: Named, options: argparse.Namespace, batch: int, length: int | None) -> Given:
@@ -157,8 +159,7 @@ def _optimizer(options: argparse.Namespace, given: Given) -> Any:
     kind = getattr(kinds, _OPTIMIZERS[options.optimizer], None)
     if kind is None:
         raise PlanError(f"this torch has no {_OPTIMIZERS[options.optimizer]}; take another one.")
-    # Momentum, as SGD is used for what is large; and the rate that it insists on.
-    return partial(kind, lr=0.1, momentum=0.9) if options.optimizer == "sgd" else kind
+    return kind
 
 
 def _numbers(text: str) -> tuple[int, int]:

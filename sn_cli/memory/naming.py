@@ -1,4 +1,4 @@
-"""What a model is called on the command line: a function of a script or a module, or a configuration.
+"""What a model is called on the command line: a function, or a configuration.
 
     script.py:function          the script is run as a module is imported
     package.module:function     imported, from where Python finds modules and from this folder
@@ -150,7 +150,7 @@ def _of_configuration(path: str) -> Named:
     settings = {key: it for key, it in data.items() if key != "model_type"}
     config = library.AutoConfig.for_model(data["model_type"], **settings)
     config.use_cache = False
-    named = next(iter(data.get("architectures") or ()), None)
+    named = str(next(iter(data.get("architectures") or ()), ""))
     words = config.get_text_config() if hasattr(config, "get_text_config") else config
     if getattr(words, "vocab_size", None) is None:
         raise PlanError(
@@ -163,7 +163,7 @@ def _of_configuration(path: str) -> Named:
         if most is not None and sequence > most:
             raise PlanError(f"{path} has {most} positions; got a sequence of {sequence}.")
         with torch.device("meta"):
-            kind = getattr(library, named or "", None)
+            kind = getattr(library, named, None)
             if kind is not None and named.endswith(("LMHeadModel", "ForCausalLM", "ForMaskedLM")):
                 model = kind(config)
             else:

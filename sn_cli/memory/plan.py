@@ -28,7 +28,7 @@ def add_plan(commands: Any) -> None:
     it.add_argument("graph", help=GRAPH_HELP)
     it.add_argument(
         "--budget",
-        help='bytes, "4GiB", or "60%%" (0.6) of the graph\'s own peak; default: the room of --device',
+        help='bytes, "4GiB", or "60%%" (0.6) of the graph\'s own peak; else the room of --device',
     )
     it.add_argument(
         "--device", help="speeds of a device of the table, as h100, in place of the graph's own"

@@ -88,7 +88,9 @@ class Fit:
         if self.length is not None:
             head += f", sequence {self.length}"
         per = "tokens/s" if any(it.tokens_per_s for it in self.ways) else "samples/s"
-        rows = [("way", "batch", "step, s", per, "allocated", "reserved", "pinned")]
+        rows: list[tuple[str, ...]] = [
+            ("way", "batch", "step, s", per, "allocated", "reserved", "pinned")
+        ]
         for it in self.ways:
             more = "+" if it.batch == self.most else ""
             rate = it.tokens_per_s if per == "tokens/s" else it.samples_per_s

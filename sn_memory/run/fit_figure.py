@@ -10,7 +10,8 @@ from ..base.sizes import show_bytes
 from .fit import Fit
 
 _COLOURS: Final = (
-    "#0b6e99", "#e08e0b", "#5b8c2a", "#8e5ea2", "#a0522d", "#3b7dd8", "#d35d9e", "#7f8c8d",
+    "#0b6e99", "#e08e0b", "#5b8c2a", "#8e5ea2", "#a0522d",
+    "#3b7dd8", "#d35d9e", "#7f8c8d", "#17a398", "#c9a227",
 )  # fmt: skip
 _ROOM: Final = "#c0392b"
 
@@ -49,7 +50,7 @@ def _by_way(axes: Any, fit: Fit) -> None:
         more = "+" if it.batch == fit.most else ""
         said = f" {it.batch}{more}" if it.batch else " none"
         axes.text(it.batch, at, said + (f", {rate:,.0f} {unit}" if rate else ""), va="center")
-    axes.set_xlim(0, max([1, *(it.batch for it in ways)]) * 1.55)
+    axes.set_xlim(0, max([1, *(it.batch for it in ways)]) * 2.1)
     at_length = "" if fit.length is None else f", sequence {fit.length}"
     axes.set_xlabel(f"largest batch per card{at_length}")
 

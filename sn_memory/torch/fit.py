@@ -33,6 +33,10 @@ from .trace.trace import call_arguments, trace
 Make = Callable[[int, int | None], tuple[torch.nn.Module, Any]]
 _TRACED = (2, 4)
 _EXCHANGE = "what cards exchange takes no time here, so seconds are the least"
+_ALLOCATED = (
+    "plain fits by what torch's allocator reserves; plans and cards by what is allocated, to which "
+    "it may add some per cent"
+)
 
 
 def fit(
@@ -103,9 +107,9 @@ class _Asked:
     def answer(self, batches: tuple[int, int], cards: Sequence[int], extra: Sequence[float]) -> Fit:
         least, most = batches
         self._say("plain")
-        plain = largest(lambda it: self.at(it).peak_bytes <= self.room, least, most)
+        plain = largest(self.fits, least, most)
         ways = [self.plain(plain)]
-        notes = list(self.at(plain or least).notes)
+        notes = [_ALLOCATED, *self.at(plain or least).notes]
         try:
             self._batches = self._traced()
         except (TraceError, GraphError) as error:
@@ -131,6 +135,11 @@ class _Asked:
                     *self.make(batch, self.length), optimizer=self.optimizer, device=self.device
                 )
         return self._estimates[batch]
+
+    def fits(self, batch: int) -> bool:
+        """Whether a plain step fits, by what torch's allocator would reserve for it."""
+        found = self.at(batch)
+        return max(found.peak_bytes, found.reserved_bytes) <= self.room
 
     def plain(self, batch: int) -> Way:
         if not batch:
@@ -227,7 +236,7 @@ class _Asked:
                 "gradients": it.gradients_bytes,
                 "optimizer": it.optimizer_bytes,
                 "gathered": it.gathered_bytes,
-                "activations": it.rest_bytes,
+                "all else at its peak": it.rest_bytes,
             },
         )
 
