@@ -17,11 +17,9 @@ from sn_memory.run.fit_figure import save_fits
 from ..command import Answer, add_command, picture_file
 from .naming import MODEL_HELP, Given, Named, read_model
 
-_OPTIMIZERS = {
-    "sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "adagrad": "Adagrad",
-    "rmsprop": "RMSprop", "adafactor": "Adafactor",
-}  # fmt: skip
-_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_BY_NAME = "sn_memory.torch.by_name"
+_OPTIMIZERS = ("sgd", "adam", "adamw", "adagrad", "rmsprop", "adafactor")
+_DTYPES = ("fp32", "fp16", "bf16")
 _CATEGORIES = (
     "parameters", "buffers", "inputs", "gradients", "optimizer", "activations", "peak"
 )  # fmt: skip
@@ -43,7 +41,7 @@ def add_estimate(commands: Any) -> None:
         help=f"a device that is not here ({', '.join(DEVICES)}): the largest batch that fits, in "
         "each way to train; predicted, not measured",
     )
-    it.add_argument("--optimizer", choices=sorted(_OPTIMIZERS), help="its state counts; torch's")
+    it.add_argument("--optimizer", choices=_OPTIMIZERS, help="its state counts; torch's")
     it.add_argument("--batch", type=_span, default=(1, 512), help="as 8, or 1..512 (default)")
     it.add_argument(
         "--sequence", type=_powers, help="as 1024, or 128..8192: each power of two between"
@@ -51,7 +49,7 @@ def add_estimate(commands: Any) -> None:
     it.add_argument(
         "--cards", type=_powers, default=[1], help="as 8, or 1..8: on so many, under FSDP2"
     )
-    it.add_argument("--dtype", choices=list(_DTYPES), help="of the parameters; default: their own")
+    it.add_argument("--dtype", choices=_DTYPES, help="of the parameters; default: their own")
     it.add_argument("--amp", action="store_true", help="autocast to bf16 (with --dtype fp16, fp16)")
     it.add_argument("--time-limit", type=float, default=5.0, help="seconds a plan (default 5)")
     it.add_argument("--picture", type=picture_file, help="a PNG of the table")
@@ -105,8 +103,8 @@ def _on_device(named: Named, options: argparse.Namespace) -> Answer:
         raise PlanError(
             f"got --sequence, and {named.named} takes no sequence. Let it take one, by that name."
         )
-    torch, rim = import_module("torch"), import_module("sn_memory.torch.fit")
-    kind = "float16" if options.dtype == "fp16" else "bfloat16"
+    rim, dtypes = import_module("sn_memory.torch.fit"), import_module(_BY_NAME).DTYPES
+    cast = dtypes["fp16" if options.dtype == "fp16" else "bf16"] if options.amp else None
 
     def make(batch: int, length: int | None) -> tuple[Any, Any]:
         given = _given(named, options, batch, length)
@@ -121,7 +119,7 @@ def _on_device(named: Named, options: argparse.Namespace) -> Answer:
                 batches=options.batch,
                 length=length,
                 cards=options.cards,
-                amp=getattr(torch, kind) if options.amp else None,
+                amp=cast,
                 time_limit_s=options.time_limit,
             )
             for length in options.sequence or [None]
@@ -142,8 +140,7 @@ def _given(named: Named, options: argparse.Namespace, batch: int, length: int | 
     if given.rim.__name__ != "sn_memory.torch":
         return given
     if options.dtype is not None:
-        torch = import_module("torch")
-        given.model.to(getattr(torch, _DTYPES[options.dtype]))
+        given.model.to(import_module(_BY_NAME).DTYPES[options.dtype])
     if "batch" not in named.sizes and options.device is not None:
         resized = import_module("sn_memory.torch.estimate").resized
         given = given._replace(sample=resized(given.sample, batch))
@@ -155,11 +152,7 @@ def _optimizer(options: argparse.Namespace, given: Given) -> Any:
         return given.optimizer
     if given.rim.__name__ != "sn_memory.torch":
         return options.optimizer
-    kinds = import_module("torch.optim")
-    kind = getattr(kinds, _OPTIMIZERS[options.optimizer], None)
-    if kind is None:
-        raise PlanError(f"this torch has no {_OPTIMIZERS[options.optimizer]}; take another one.")
-    return kind
+    return import_module(_BY_NAME).optimizer_of(options.optimizer)
 
 
 def _numbers(text: str) -> tuple[int, int]:

@@ -12,7 +12,6 @@ otherwise its sample is resized to other batches.
 from __future__ import annotations
 
 import inspect
-import json
 import runpy
 import sys
 from collections.abc import Callable
@@ -131,44 +130,5 @@ def _names_of_module(path: str) -> dict[str, Any]:
 
 
 def _of_configuration(path: str) -> Named:
-    """A language model of transformers, from its configuration alone: no weights are read."""
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise PlanError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(data, dict) or "model_type" not in data:
-        raise PlanError(
-            f"{path} has no model_type, so it is no configuration of a Hugging Face model. A graph "
-            "is planned with `sn memory plan`."
-        )
-    if util.find_spec("transformers") is None or util.find_spec("torch") is None:
-        raise PlanError(
-            f"{path} is a configuration of transformers, which is not installed: pip install "
-            "transformers torch"
-        )
-    library, torch = import_module("transformers"), import_module("torch")
-    settings = {key: it for key, it in data.items() if key != "model_type"}
-    config = library.AutoConfig.for_model(data["model_type"], **settings)
-    config.use_cache = False
-    named = str(next(iter(data.get("architectures") or ()), ""))
-    words = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if getattr(words, "vocab_size", None) is None:
-        raise PlanError(
-            f"{path} is of a {data['model_type']}, which reads no words; name a function that "
-            "returns (model, sample) in its place."
-        )
-
-    def make(batch: int = 1, sequence: int = 1024) -> tuple[Any, Any]:
-        most = getattr(words, "max_position_embeddings", None)
-        if most is not None and sequence > most:
-            raise PlanError(f"{path} has {most} positions; got a sequence of {sequence}.")
-        with torch.device("meta"):
-            kind = getattr(library, named, None)
-            if kind is not None and named.endswith(("LMHeadModel", "ForCausalLM", "ForMaskedLM")):
-                model = kind(config)
-            else:
-                model = library.AutoModelForCausalLM.from_config(config)
-            tokens = torch.empty(batch, sequence, dtype=torch.long)
-        return model.train(), {"input_ids": tokens, "labels": tokens}
-
+    make = import_module("sn_memory.torch.by_name").language_model(path)
     return Named(path, make, frozenset({"batch", "sequence"}))

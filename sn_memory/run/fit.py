@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..base.sizes import show_bytes
+from .estimate import Estimate
 
 PLAIN = "plain"
 
@@ -123,6 +124,25 @@ class Fit:
             [head, *lines, *([f"{plain.name} holds: {held}"] if held else [])]
             + [f"note: {it}" for it in notes]
         )
+
+
+def categories(found: Estimate) -> dict[str, int]:
+    """Bytes of an estimate's peak by category; what is live then beside them is `other`."""
+    held = {
+        "parameters": found.parameters_bytes,
+        "gradients": found.gradients_bytes,
+        "optimizer": found.optimizer_bytes,
+        "activations": found.activations_bytes - found.logits_bytes,
+        "logits": found.logits_bytes,
+        "buffers and input": found.buffers_bytes + found.inputs_bytes,
+        "workspace": found.workspace_bytes,
+    }
+    # At the peak of a backward pass some activations are gone and some gradients are not there.
+    over = sum(held.values()) - found.peak_bytes
+    if over > 0:
+        held["gradients"] = max(0, held["gradients"] - over)
+    other = found.peak_bytes - sum(held.values())
+    return {**held, "other": other} if other > 0 else held
 
 
 def largest(fits: Callable[[int], bool], least: int, most: int, start: int = 0) -> int:

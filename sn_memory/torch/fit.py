@@ -22,8 +22,9 @@ from ..plan.api import plan_graph
 from ..plan.plan import BudgetError, Plan
 from ..run.cards import Held, Units, on_cards
 from ..run.estimate import Estimate
-from ..run.fit import PLAIN, Fit, Way, largest
+from ..run.fit import PLAIN, Fit, Way, categories, largest
 from .elsewhere.gpu import Gpu
+from .elsewhere.units import units_of
 from .errors import TraceError
 from .estimate import estimate
 from .trace.fake_step import fake_step_on
@@ -289,39 +290,3 @@ class _Asked:
     def _say(self, what: str) -> None:
         of = "" if self.length is None else f"sequence {self.length}: "
         say("fit", 0, 1, f"{of}{what}")
-
-
-def categories(found: Estimate) -> dict[str, int]:
-    """Bytes of an estimate's peak by category; what is live then beside them is `other`."""
-    held = {
-        "parameters": found.parameters_bytes,
-        "gradients": found.gradients_bytes,
-        "optimizer": found.optimizer_bytes,
-        "activations": found.activations_bytes - found.logits_bytes,
-        "logits": found.logits_bytes,
-        "buffers and input": found.buffers_bytes + found.inputs_bytes,
-        "workspace": found.workspace_bytes,
-    }
-    # At the peak of a backward pass some activations are gone and some gradients are not there.
-    over = sum(held.values()) - found.peak_bytes
-    if over > 0:
-        held["gradients"] = max(0, held["gradients"] - over)
-    other = found.peak_bytes - sum(held.values())
-    return {**held, "other": other} if other > 0 else held
-
-
-def units_of(model: torch.nn.Module) -> Units:
-    """Return what FSDP2 gathers at once, if each block of the model is wrapped, and then the whole.
-
-    Blocks are the members of the lists of modules that hold the most parameters.
-    """
-
-    def own(module: torch.nn.Module) -> int:
-        return sum({id(it): it.nbytes for it in module.parameters()}.values())
-
-    lists = [it for it in model.modules() if isinstance(it, torch.nn.ModuleList) and len(it) > 1]
-    if not lists:
-        return Units(0, own(model))
-    blocks = max(lists, key=own)
-    sizes = [own(it) for it in blocks]
-    return Units(max(sizes), max(0, own(model) - sum(sizes)))
