@@ -218,8 +218,7 @@ def _left(traced: Trace) -> int:
 
 
 def _batch(sample: Any) -> int | None:
-    sizes = set()
-    tree_map_only(torch.Tensor, lambda it: sizes.add(it.shape[0] if it.dim() else None), sample)
+    sizes = {it.shape[0] if it.dim() else None for it in tensors(sample)}
     return sizes.pop() if len(sizes) == 1 else None
 
 
