@@ -37,7 +37,7 @@ class Layer(nn.Module):
         return torch.bmm(self.dropout(scores.softmax(-1)), v)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x : [length, batch, hidden]"""
+        """Return the layer of x, both [length, batch, hidden]."""
         length, batch, hidden = x.shape
         mixed = self.into(self.first(x)).view(length, batch * self.heads, 3, -1)
         q, k, v = (it.transpose(0, 1) for it in mixed.unbind(2))

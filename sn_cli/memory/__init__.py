@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from .check import add_check
-from .model import add_estimate, add_export
+from .estimate import add_estimate
+from .export import add_export
 from .pack import add_pack
 from .plan import add_plan
 from .report import add_report

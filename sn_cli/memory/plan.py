@@ -6,8 +6,9 @@ import argparse
 from collections import Counter
 from typing import Any
 
-from sn_memory import Plan, plan_graph
+from sn_memory import Graph, Plan, PlanError, plan_graph
 from sn_memory.base.sizes import show_bytes
+from sn_memory.cost.devices import named
 from sn_memory.plan.api import TECHNIQUES
 from sn_memory.plan.policies import names
 
@@ -26,7 +27,11 @@ def add_plan(commands: Any) -> None:
     )
     it.add_argument("graph", help=GRAPH_HELP)
     it.add_argument(
-        "--budget", required=True, help='bytes, "4GiB", or "60%%" (0.6) of the graph\'s own peak'
+        "--budget",
+        help='bytes, "4GiB", or "60%%" (0.6) of the graph\'s own peak; else the room of --device',
+    )
+    it.add_argument(
+        "--device", help="speeds of a device of the table, as h100, in place of the graph's own"
     )
     it.add_argument(
         "-o", "--output", type=output_file, help="where the plan goes; without it only a summary"
@@ -41,9 +46,23 @@ def add_plan(commands: Any) -> None:
 
 
 def _plan(options: argparse.Namespace) -> Answer:
+    graph, budget = read_graph(options.graph), options.budget
+    if options.device is not None:
+        there = named(options.device)
+        graph = Graph(
+            graph.storages,
+            graph.ops,
+            name=graph.name,
+            device=there.device(),
+            allocator=graph.allocator,
+            aliases=graph.aliases,
+        )
+        budget = there.usable_bytes if budget is None else budget
+    if budget is None:
+        raise PlanError("got no --budget and no --device; expected bytes, or a device's room.")
     plan = plan_graph(
-        read_graph(options.graph),
-        options.budget,
+        graph,
+        budget,
         planner=options.planner,
         techniques=[technique.strip() for technique in options.techniques.split(",")],
         time_limit_s=options.time_limit,

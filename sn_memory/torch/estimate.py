@@ -86,8 +86,7 @@ def estimate(
         return fake_step_on(gpu, model, arguments, moved=memory.allocate)
 
     def step_of(batch: int) -> int:
-        resized = tree_map_only(torch.Tensor, lambda it: _resized(it, batch), sample)
-        return step(resized).peak_bytes + state + kept
+        return step(resized(sample, batch)).peak_bytes + state + kept
 
     try:
         measured = step(sample, memory)
@@ -219,9 +218,13 @@ def _left(traced: Trace) -> int:
 
 
 def _batch(sample: Any) -> int | None:
-    sizes = set()
-    tree_map_only(torch.Tensor, lambda it: sizes.add(it.shape[0] if it.dim() else None), sample)
+    sizes = {it.shape[0] if it.dim() else None for it in tensors(sample)}
     return sizes.pop() if len(sizes) == 1 else None
+
+
+def resized(sample: Any, batch: int) -> Any:
+    """Return a sample of another batch: the first dimension of each of its tensors."""
+    return tree_map_only(torch.Tensor, lambda it: _resized(it, batch), sample)
 
 
 def _resized(tensor: torch.Tensor, batch: int) -> torch.Tensor:

@@ -101,6 +101,10 @@ def test_no_is_an_answer_and_no_mistake(files, capsys):
         (["memory", "pack", "none.csv"], "none.csv: No such file"),
         (["memory", "estimate", "none.py"], "script.py:function"),
         (["memory", "estimate", "none.py:f"], "no file none.py"),
+        (["memory", "estimate", "none.such:f"], "no file and no module none.such"),
+        (["memory", "estimate", "none.json"], "cannot be read as JSON"),
+        (["memory", "plan", "alexnet"], "no --budget and no --device"),
+        (["memory", "plan", "alexnet", "--device", "h10"], "Did you mean 'h100'?"),
         (["compress", "predict", "--model", "resnet50", "--ranks", "0", "--gbit", "1"], "ranks=0"),
         (["compress", "predict", "--model", "resnet50", "--ranks", "8", "--gbit", "0"], "above 0"),
         (["compress", "gossip", "--ranks", "6", "--topology", "hypercube"], "power of two"),
@@ -119,7 +123,7 @@ def test_mistakes_end_with_two_and_one_sentence(files, capsys, words, said):
     [
         [],
         ["memory"],
-        ["memory", "plan", "alexnet"],
+        ["memory", "plan"],
         ["memory", "fly"],
         ["compress", "predict", "--model", "resnet50", "--ranks", "many", "--gbit", "1"],
     ],
@@ -263,6 +267,79 @@ def test_does_it_fit_and_the_graph_of_a_model(tmp_path, capsys):
     assert read_graph(str(out_file)).ops
 
 
+WIDE = """
+import copy, torch
+def made(batch=2, sequence=64):
+    with torch.device("meta"):
+        layers = [torch.nn.Linear(1024, 1024), torch.nn.GELU()] * 6
+        return torch.nn.Sequential(*map(copy.deepcopy, layers)), torch.empty(batch, sequence, 1024)
+"""
+
+
+@pytest.mark.slow
+def test_the_largest_batch_on_a_device_that_is_not_here(tmp_path, capsys):
+    pytest.importorskip("torch")
+    pytest.importorskip("matplotlib")
+    words = (
+        "memory estimate", "--device L4 --optimizer adamw --sequence 4096 --batch 1..4096",
+        "--cards 1..2 --dtype bf16 --time-limit 0.3 --quiet",
+    )  # fmt: skip
+    first, *rest = (word for part in words for word in part.split())
+    command = [first, rest[0], f"{script(tmp_path, WIDE)}:made", *rest[1:]]
+    code, out, err = run(capsys, *command, "--json", "--picture", tmp_path / "fit.png")
+    assert code == 0, err
+    (fit,) = json.loads(out)["fits"]
+    ways = {it["name"]: it for it in fit["ways"]}
+    plain = ways["plain"]
+    assert fit["device"] == "l4"
+    assert 0 < plain["batch"] < 4096
+    assert plain["allocated_bytes"] <= plain["reserved_bytes"] <= fit["room_bytes"]
+    assert sum(plain["bytes"].values()) == plain["allocated_bytes"]
+    assert plain["tokens_per_s"] == pytest.approx(plain["batch"] * 4096 / plain["seconds"])
+    planned = [ways[f"plan, +{it} % time"]["batch"] for it in (5, 10, 20)]
+    assert plain["batch"] <= planned[0] <= planned[1] <= planned[2]
+    assert planned[2] > plain["batch"]
+    offloaded = ways["plan, +10 % time, offload"]
+    assert offloaded["pinned_bytes"] >= 0
+    assert ways["2 cards, FSDP2"]["bytes"]["parameters"] == plain["bytes"]["parameters"] // 2
+    assert (tmp_path / "fit.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_batch_that_does_not_fit_is_a_no(tmp_path, capsys):
+    pytest.importorskip("torch")
+    command = ["memory", "estimate", f"{script(tmp_path, WIDE)}:made", "--device", "l4", "--quiet"]
+    code, out, _ = run(capsys, *command, "--batch", "1000000", "--time-limit", "0.1")
+    assert code == 1
+    assert "none" in out
+
+
+def test_a_module_and_a_configuration_name_a_model(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("transformers")
+    (tmp_path / "models_of_mine.py").write_text(WIDE)
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, "memory", "estimate", "models_of_mine:made", "--quiet")
+    assert (code, "activations" in out) == (0, True), err
+    config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["memory", "estimate", "config.json", "--sequence", "128", "--batch", "2", "--json"]
+    code, out, err = run(capsys, *words, "--quiet", "--optimizer", "adam")
+    found = json.loads(out)
+    assert (code, found["batch"]) == (0, 2), err
+    assert found["inputs_bytes"] == 2 * 128 * 8
+    code, _, err = run(capsys, "memory", "estimate", "config.json", "--sequence", "2048", "--quiet")
+    assert code == 2
+    assert "has 1024 positions; got a sequence of 2048" in err
+    (tmp_path / "config.json").write_text('{"format": "x"}')
+    assert "no model_type" in run(capsys, "memory", "estimate", "config.json")[2]
+
+
+def test_a_plan_at_the_speeds_of_a_device(capsys):
+    words = ["memory", "plan", "alexnet", "--device", "h100", "--time-limit", "0.5", "--json"]
+    code, out, _ = run(capsys, *words, "--quiet")
+    assert code == 0
+    assert json.loads(out)["budget_bytes"] > 70 * (1 << 30)
+
+
 def test_a_keras_model_fits_or_not(tmp_path, capsys):
     pytest.importorskip("tensorflow")
     text = (
@@ -275,6 +352,14 @@ def test_a_keras_model_fits_or_not(tmp_path, capsys):
     code, out, _ = run(capsys, "memory", "estimate", f"{path}:made", "--budget", "1k")
     assert code == 0, out
     assert run(capsys, "memory", "estimate", f"{path}:made", "--budget", "100")[0] == 1
+    # What is this small is not among the ops of a graph.
+    wide = text.replace("(8,)", "(512,)").replace("(4)", "(512, 'relu')").replace("2, 8", "64, 512")
+    path = script(tmp_path, wide)
+    code, out, _ = run(capsys, "memory", "estimate", f"{path}:made", "--device", "h100", "--json")
+    found = json.loads(out)
+    assert (code, found["device"]) == (0, "h100")
+    assert found["seconds"] > 0
+    assert "not modelled" in found["notes"][0]
 
 
 @pytest.mark.parametrize(

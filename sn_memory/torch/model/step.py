@@ -42,10 +42,7 @@ def wanted_bytes(model: torch.nn.Module) -> int:
 
 @dataclass(frozen=True)
 class Measured:
-    """A step's results by name, its peak, the op that reached it, and its seconds.
-
-    left_bytes : what is live after the forward pass and was not before
-    """
+    """A step's results, peak, the op that reached it, seconds; what its forward pass left live."""
 
     results: dict[str, torch.Tensor | None]
     peak_bytes: int

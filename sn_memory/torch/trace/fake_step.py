@@ -45,7 +45,7 @@ def fake_step(
     arguments : positional and by keyword; known : tensors that are there beside these; heard : as
     in StorageTracker.
     """
-    mode = _Knowing(allow_non_fake_inputs=True)
+    mode = _Knowing()
     arguments = tree_map_only(torch.Tensor, mode.given, arguments)
     with as_it_was(model), chance_put_back(), swapped(model, mode), mode:
         return run_step(model, model, arguments, known=known, heard=heard)
@@ -68,12 +68,18 @@ class _Knowing(FakeMode):
     Models look at them: at a mask of ones, which they then leave out, or at the edges of a graph.
     """
 
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._given: dict[int, torch.Tensor] = {}
+
     def given(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an input as the model is given it."""
-        if is_known(tensor):
+        """Return an input as the model is given it: the same tensor twice is one."""
+        if not is_known(tensor):
+            return fake_of(self, tensor)
+        if id(tensor) not in self._given:
             with unset_fake_temporarily():
-                return tensor.clone()
-        return fake_of(self, tensor)
+                self._given[id(tensor)] = tensor.clone()
+        return self._given[id(tensor)]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -218,7 +218,7 @@ def trace(
 
 def _scratch_ways(recording: Recording, gpu: Gpu) -> list[tuple[Workspace, ...]]:
     """Return per call what its kernel takes beside arguments and results, as ops state it."""
-    found = []
+    found: list[tuple[Workspace, ...]] = []
     for call in recording.calls:
         forms = [(it.size, it.stride, it.dtype) for it in call.flat if isinstance(it, View)]
         size = scratch_bytes(call.name, forms, gpu.named)

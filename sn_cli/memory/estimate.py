@@ -1,0 +1,176 @@
+"""The command `estimate`: does it fit? On what is here, or on a device of the table."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from sn_memory import PlanError
+from sn_memory.base.progress import speaking
+from sn_memory.base.sizes import parse_bytes, show_bytes
+from sn_memory.cost.devices import DEVICES, is_here
+from sn_memory.run.fit_figure import save_fits
+
+from ..command import Answer, add_command, picture_file
+from .naming import MODEL_HELP, Given, Named, read_model
+
+_BY_NAME = "sn_memory.torch.by_name"
+_OPTIMIZERS = ("sgd", "adam", "adamw", "adagrad", "rmsprop", "adafactor")
+_DTYPES = ("fp32", "fp16", "bf16")
+_CATEGORIES = (
+    "parameters", "buffers", "inputs", "gradients", "optimizer", "activations", "peak"
+)  # fmt: skip
+
+
+def add_estimate(commands: Any) -> None:
+    """Add the command to its group."""
+    it = add_command(
+        commands,
+        "estimate",
+        _estimate,
+        help="what a training step of a model holds; does it fit?",
+        epilog="exit code 1: it does not fit into --budget, or on --device",
+    )
+    it.add_argument("model", help=MODEL_HELP)
+    it.add_argument("--budget", help='bytes, or "6GiB": does a step fit, and what batch does?')
+    it.add_argument(
+        "--device",
+        help=f"a device that is not here ({', '.join(DEVICES)}): the largest batch that fits, in "
+        "each way to train; predicted, not measured",
+    )
+    it.add_argument("--optimizer", choices=_OPTIMIZERS, help="its state counts; torch's")
+    it.add_argument("--batch", type=_span, default=(1, 512), help="as 8, or 1..512 (default)")
+    it.add_argument(
+        "--sequence", type=_powers, help="as 1024, or 128..8192: each power of two between"
+    )
+    it.add_argument(
+        "--cards", type=_powers, default=[1], help="as 8, or 1..8: on so many, under FSDP2"
+    )
+    it.add_argument("--dtype", choices=_DTYPES, help="of the parameters; default: their own")
+    it.add_argument("--amp", action="store_true", help="autocast to bf16 (with --dtype fp16, fp16)")
+    it.add_argument("--time-limit", type=float, default=5.0, help="seconds a plan (default 5)")
+    it.add_argument("--picture", type=picture_file, help="a PNG of the table")
+    it.add_argument("--quiet", action="store_true", help="no progress on standard error")
+
+
+def _estimate(options: argparse.Namespace) -> Answer:
+    named = read_model(options.model)
+    if options.device is not None and not is_here(options.device):
+        return _on_device(named, options)
+    if options.picture is not None:
+        raise PlanError("got --picture without --device; the picture is of a device's table.")
+    budget = None if options.budget is None else parse_bytes(options.budget)
+    length = options.sequence[0] if options.sequence else None
+    given = _given(named, options, options.batch[0], length)
+    optimizer = _optimizer(options, given)
+    with speaking(not options.quiet):
+        found = given.rim.estimate(given.model, given.sample, optimizer=optimizer)
+    data: dict[str, Any] = {
+        f"{name}_bytes": int(getattr(found, f"{name}_bytes")) for name in _CATEGORIES
+    }
+    data |= {"peak_op": found.peak_op, "batch": found.batch}
+    if budget is None:
+        return Answer(str(found), data)
+    fits = found.peak_bytes <= budget
+    data |= {"budget_bytes": budget, "fits": fits}
+    of = f"{show_bytes(found.peak_bytes)} of {show_bytes(budget)}"
+    said = f"yes: a step holds {of}"
+    if not fits:
+        said = (
+            f"no: a step would hold {of}. A plan holds less: `sn memory export` and `plan` say "
+            "how much less"
+        )
+    return Answer(f"{found}\n{said}", data, yes=fits)
+
+
+def _on_device(named: Named, options: argparse.Namespace) -> Answer:
+    if options.budget is not None:
+        raise PlanError("got --budget with --device, whose room it is; leave one of them out.")
+    first = named.at(batch=options.batch[0], sequence=(options.sequence or [None])[0])
+    if first.rim.__name__ != "sn_memory.torch":
+        found = first.rim.estimate(
+            first.model, first.sample, optimizer=first.optimizer, device=options.device
+        )
+        data: dict[str, Any] = {
+            f"{name}_bytes": int(getattr(found, f"{name}_bytes")) for name in _CATEGORIES
+        }
+        data |= {"device": found.device, "room_bytes": found.room_bytes, "seconds": found.seconds}
+        return Answer(str(found), data | {"notes": list(found.notes)}, yes=found.fits())
+    if options.sequence and "sequence" not in named.sizes:
+        raise PlanError(
+            f"got --sequence, and {named.named} takes no sequence. Let it take one, by that name."
+        )
+    rim, dtypes = import_module("sn_memory.torch.fit"), import_module(_BY_NAME).DTYPES
+    cast = dtypes["fp16" if options.dtype == "fp16" else "bf16"] if options.amp else None
+
+    def make(batch: int, length: int | None) -> tuple[Any, Any]:
+        given = _given(named, options, batch, length)
+        return given.model, given.sample
+
+    with speaking(not options.quiet):
+        fits = [
+            rim.fit(
+                make,
+                options.device,
+                optimizer=_optimizer(options, first),
+                batches=options.batch,
+                length=length,
+                cards=options.cards,
+                amp=cast,
+                time_limit_s=options.time_limit,
+            )
+            for length in options.sequence or [None]
+        ]
+    if options.picture is not None:
+        save_fits(fits, options.picture)
+    text = "\n\n".join(map(str, fits))
+    return Answer(
+        text,
+        {"fits": [it.as_data() for it in fits]},
+        yes=any(way.batch for it in fits for way in it.ways),
+    )
+
+
+def _given(named: Named, options: argparse.Namespace, batch: int, length: int | None) -> Given:
+    """Return the model and a sample of a batch, which is resized if its function takes none."""
+    given = named.at(batch=batch, sequence=length)
+    if given.rim.__name__ != "sn_memory.torch":
+        return given
+    if options.dtype is not None:
+        given.model.to(import_module(_BY_NAME).DTYPES[options.dtype])
+    if "batch" not in named.sizes and options.device is not None:
+        resized = import_module("sn_memory.torch.estimate").resized
+        given = given._replace(sample=resized(given.sample, batch))
+    return given
+
+
+def _optimizer(options: argparse.Namespace, given: Given) -> Any:
+    if options.optimizer is None:
+        return given.optimizer
+    if given.rim.__name__ != "sn_memory.torch":
+        return options.optimizer
+    return import_module(_BY_NAME).optimizer_of(options.optimizer)
+
+
+def _numbers(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
+    if found is None or not int(found[1]) or int(found[2] or found[1]) < int(found[1]):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number, or two as 1..8")
+    return int(found[1]), int(found[2] or found[1])
+
+
+def _span(text: str) -> tuple[int, int]:
+    """Two numbers, of which one may be left out."""
+    return _numbers(text)
+
+
+def _powers(text: str) -> Sequence[int]:
+    """A number; or two, and the first doubled as often as it stays below the second."""
+    low, high = _numbers(text)
+    found = [low]
+    while found[-1] * 2 <= high:
+        found.append(found[-1] * 2)
+    return found if found[-1] == high else [*found, high]

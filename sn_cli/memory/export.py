@@ -1,0 +1,56 @@
+"""The command `export`: the graph of a model's training step, as a file."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from sn_memory.base.progress import speaking
+from sn_memory.base.sizes import show_bytes
+from sn_memory.graph.liveness import peak
+
+from ..command import Answer, add_command, output_file
+from .naming import MODEL_HELP, read_model
+
+
+def add_export(commands: Any) -> None:
+    """Add the command to its group."""
+    it = add_command(
+        commands, "export", _export, help="write the graph of a model's training step from a script"
+    )
+    it.add_argument("model", help=MODEL_HELP)
+    it.add_argument("-o", "--output", type=output_file, required=True, help="the graph file")
+    it.add_argument(
+        "--times",
+        choices=("measured", "computed"),
+        default="measured",
+        help="of ops: timed here (default), or computed from bytes and flops, which takes no time",
+    )
+    it.add_argument("--device", help="a device of the table that it is to run on, as h100")
+    it.add_argument("--quiet", action="store_true", help="no progress on standard error")
+
+
+def _export(options: argparse.Namespace) -> Answer:
+    given = read_model(options.model).at()
+    with speaking(not options.quiet):
+        traced = given.rim.trace(
+            given.model,
+            given.sample,
+            profile=options.times == "measured",
+            optimizer=given.optimizer,
+            device=options.device,
+        )
+    graph = traced.graph
+    graph.to_json(options.output)
+    highest = peak(graph).bytes
+    data = {
+        "output": options.output,
+        "ops": len(graph.ops),
+        "storages": len(graph.storages),
+        "peak_bytes": highest,
+    }
+    return Answer(
+        f"{options.output}: {len(graph.ops)} ops, {len(graph.storages)} storages, "
+        f"peak {show_bytes(highest)}",
+        data,
+    )

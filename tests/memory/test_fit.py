@@ -1,0 +1,106 @@
+"""What "will it fit" stands on: graphs at other batches, parts on several cards, the search."""
+
+import pytest
+
+from sn_memory import Device, Graph, GraphError, Op, Storage, Workspace
+from sn_memory.graph.batches import Batches
+from sn_memory.run.cards import Units, on_cards
+from sn_memory.run.fit import Fit, Way, largest
+
+
+def step(batch, ops=2, device=None):
+    storages = [Storage("w", 1000, "parameter"), Storage("x", 8 * batch, "input")]
+    storages += [Storage(f"h{it}", 16 * batch + 4) for it in range(ops)]
+    before = ["x", *(f"h{it}" for it in range(ops))]
+    rows = [
+        Op(
+            f"f{it}",
+            (before[it], "w"),
+            (f"h{it}",),
+            flops=10.0 * batch,
+            dtype="bf16",
+            workspaces=(Workspace(3 * batch),),
+        )
+        for it in range(ops)
+    ]
+    return Graph(storages, rows, name="step", device=device)
+
+
+def test_a_graph_at_another_batch_is_the_one_traced_there():
+    batches = Batches((2, step(2)), (4, step(4)))
+    for batch in (1, 2, 3, 4, 100):
+        assert batches.at(batch) == step(batch)
+
+
+def test_steps_that_differ_are_refused():
+    with pytest.raises(GraphError, match="another than at 4: it differs in f2"):
+        Batches((2, step(2)), (4, step(4, ops=3)))
+    with pytest.raises(GraphError, match="a larger second"):
+        Batches((4, step(4)), (4, step(4)))
+
+
+def test_roofline_follows_the_batch():
+    device = Device("d", 1.0, 1e9, flops_per_s_by_dtype=(("bf16", 10.0),))
+    batches = Batches((2, step(2, device=device)), (4, step(4, device=device)))
+    assert batches.at(10).arrays.seconds == [(10.0,), (10.0,)]
+
+
+def test_what_a_card_holds():
+    state = {"parameters_bytes": 100, "gradients_bytes": 100, "optimizer_bytes": 200}
+    units = Units(block_bytes=20, root_bytes=30)
+    alone = on_cards(1, **state, rest_bytes=50, units=units)
+    assert (alone.state_bytes, alone.gathered_bytes, alone.peak_bytes) == (400, 0, 450)
+    four = on_cards(4, **state, rest_bytes=50, units=units)
+    # Two blocks and the root, whole, and the gradient of the larger of them.
+    assert (four.state_bytes, four.gathered_bytes) == (100, 2 * 20 + 30 + 30)
+    assert four.peak_bytes == 100 + 100 + 50
+    with pytest.raises(ValueError, match="got 0 cards"):
+        on_cards(0, **state, rest_bytes=50, units=units)
+
+
+@pytest.mark.parametrize("room", [0, 1, 2, 29, 30, 31, 100, 511, 512, 600])
+def test_the_search_finds_what_fits(room):
+    asked = []
+
+    def fits(batch):
+        asked.append(batch)
+        return batch <= room
+
+    found = largest(fits, 1, 512)
+    assert found <= min(room, 512)
+    # To a thirtieth.
+    assert found >= min(room, 512) * 29 / 30 - 1
+    assert len(asked) <= 18
+
+
+def test_a_table_reads():
+    ways = (
+        Way(
+            "plain",
+            8,
+            seconds=0.5,
+            samples_per_s=16.0,
+            allocated_bytes=1 << 30,
+            reserved_bytes=2 << 30,
+        ),
+        Way("plan, +5 % time", 0, note="no plan fits in that time"),
+    )
+    text = str(Fit("h100", 79 << 30, None, 8, ways, ("seconds are predicted",)))
+    lines = text.splitlines()
+    assert lines[0] == "h100, room 79 GiB"
+    assert lines[1].split() == [
+        "way",
+        "batch",
+        "step,",
+        "s",
+        "samples/s",
+        "allocated",
+        "reserved",
+        "pinned",
+    ]
+    assert "8+" in lines[2]  # as many as were asked for, so perhaps more
+    assert "none" in lines[3]
+    assert lines[-2:] == [
+        "note: plan, +5 % time: no plan fits in that time",
+        "note: seconds are predicted",
+    ]
