@@ -142,6 +142,7 @@ class Watch(threading.Thread):
 
 
 def status() -> dict[str, int]:
+    """What the system says of this process, in bytes."""
     text = Path("/proc/self/status").read_text()
     return {name: int(kib) * 1024 for name, kib in re.findall(r"(\w+):\s+(\d+) kB", text)}
 
@@ -234,6 +235,7 @@ def run(way: str, args: argparse.Namespace, limit: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Run each way in turn, and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=2)

@@ -2,8 +2,8 @@
 
 A plan gives each copy to the host and back a window of just the seconds that it takes, by the
 seconds of the ops beside it. On a machine an op is sometimes faster than that, and then the ops
-wait. Where live bytes stay below the plan's own peak there is room: a copy back starts a few times
-earlier than it has to, and what is copied out is given back as much later. The peak is as it was.
+wait. Where live bytes stay below the budget there is room: a copy back starts many times its own
+seconds earlier than it has to, and what is copied out is given back as much later.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from ..graph.graph import Graph
 from .plan import Action
 
-# Windows are so many times what a copy takes, where there is room.
-TIMES = 4.0
+# Windows are so many times what a copy takes, where there is room. Small copies are the many; a lane
+# that is a thread wakes milliseconds late where the machine has other work.
+TIMES = 32.0
 _PASSES = 3
 
 
