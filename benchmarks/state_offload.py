@@ -4,7 +4,8 @@
 
 Each way trains in a process of its own, in turn. The limit is RLIMIT_DATA, of anonymous private
 memory: so many MiB beside those of a process that has imported everything and planned a toy. Who
-asks for more is refused it and dies. (A limit by cgroup would count the page cache as well, which the system takes back.)
+asks for more is refused it and dies. (A limit by cgroup would count the page cache as well, which
+the system takes back.)
 
     plain       without a limit; and with it, where it has to die
     memmap      by hand: parameters and state are np.memmap, AdamW of each parameter runs in a hook
@@ -81,6 +82,7 @@ class Language(nn.Module):
 
 
 def batches(count: int) -> list[torch.Tensor]:
+    """Numbers of words, always the same."""
     made = torch.Generator().manual_seed(1)
     return [torch.randint(WORDS, (BATCH, LENGTH), generator=made) for _ in range(count)]
 
@@ -222,8 +224,10 @@ def child(way: str, steps: int, limit: int, budget: int, folder: str) -> dict[st
 def run(way: str, args: argparse.Namespace, limit: int) -> dict[str, Any]:
     """Train in a new process; what it found, or how it ended."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--child", way, "--steps", str(args.steps),
-                   "--limit", str(limit), "--budget", str(args.budget), "--folder", folder]  # fmt: skip
+        given = {"child": way, "steps": args.steps, "limit": limit, "budget": args.budget,
+                 "folder": folder}  # fmt: skip
+        command = [sys.executable, __file__]
+        command += [it for name, value in given.items() for it in (f"--{name}", str(value))]
         # Memory that is given back is not kept by the allocator: in all ways alike.
         environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 18), "OMP_NUM_THREADS": "1"}
         ended = subprocess.run(command, capture_output=True, text=True, env=environment)

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from ..graph.graph import Graph
 from .plan import Action
 
-# Windows are so many times what a copy takes, where there is room. Small copies are the many; a lane
-# that is a thread wakes milliseconds late where the machine has other work.
+# Windows are so many times what a copy takes, where there is room. Small copies are the many, and a
+# lane that is a thread wakes milliseconds late where the machine has other work.
 TIMES = 32.0
 _PASSES = 3
 
