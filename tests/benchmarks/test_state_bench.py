@@ -36,6 +36,13 @@ def test_copies_behind_ops(report):
     rows = report.load("offload_hidden")
     assert {it["model"] for it in rows} == {"vgg16", "unet"}
     assert all("modelled" in it["link"] for it in rows)
+    copied = [it for it in rows if "hidden" in it]
+    assert {it["model"] for it in copied} == {"vgg16", "unet"}
+    assert min(it["hidden"] for it in copied) >= 0.9
+    # Nothing hides behind a link of a thousandth: ops run again, and nothing is copied.
+    slow = [it for it in rows if it["rate"] < 0.01]
+    assert slow
+    assert all("moved_mib" not in it and it["recomputed"] for it in slow)
     for row in rows:
         assert row["peak_mib"] <= row["budget_mib"] + 1e-6
         assert 0 <= row.get("hidden", 1.0) <= 1
