@@ -303,4 +303,4 @@ def test_what_runs_without_its_plan_says_so_once():
 
 def test_state_on_the_host_is_refused_with_the_reason():
     with pytest.raises(ValueError, match="keeps its memory as long as it lives"):
-        plan(None, None, "50%", state="host")
+        rim.plan(None, None, "50%", state="host")
