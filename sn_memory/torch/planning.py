@@ -17,11 +17,14 @@ import torch
 from ..activations import Controller
 from ..base.errors import PlanWarning
 from ..base.progress import say
-from ..check.replay import check_plan
 from ..cost.devices import speeds
+from ..base.sizes import parse_bytes
+from ..check.replay import carry_out, check_plan
 from ..graph.graph import Graph
+from ..graph.liveness import peak
 from ..graph.records import Device, Storage
 from ..plan.plan import BudgetError, Plan
+from ..plan.slack import with_slack
 from ..run.at_once import SEARCH_S, smallest, within
 from ..run.measured_choice import MeasuredPlan
 from .compile.backend import CompiledStep, Settings
@@ -298,6 +301,12 @@ class Planning:
             deterministic=self.deterministic,
             historical=self.historical,
         )
+        if made.decided("offload"):
+            actions = with_slack(graph, made.actions, parse_bytes(budget, whole=peak(graph).bytes))
+            found = carry_out(graph, replace(made, actions=actions))
+            made = replace(
+                made, actions=actions, peak_bytes=found.peak_bytes, seconds=found.seconds
+            )
         check_plan(graph, made)
         return made
 

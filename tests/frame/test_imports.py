@@ -123,6 +123,7 @@ MEMORY_LAYERS = (
     ("sn_memory.torch.elsewhere",),
     ("sn_memory.torch.trace",),
     ("sn_memory.torch.eager",),
+    ("sn_memory.torch.state",),
     ("sn_memory.torch.compile",),
     ("sn_memory.torch.policy", "sn_memory.torch.loss"),
     ("sn_memory.torch.modules",),

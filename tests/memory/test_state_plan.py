@@ -36,9 +36,10 @@ def chain(layers=3, sizes=None, link=LINK):
     storages += [Storage(f"a{i}", 50) for i in range(layers)]
     storages += [Storage(f"g{i}", 50, "gradient") for i in range(layers)]
     storages += [Storage(f"w{i}", it, "gradient", keep=True) for i, it in enumerate(sizes)]
-    ops = []
-    for i in range(layers):
-        ops.append(Op(f"f{i}", (f"a{i - 1}" if i else "x", f"p{i}"), (f"a{i}",), seconds=1.0))
+    ops = [
+        Op(f"f{i}", (f"a{i - 1}" if i else "x", f"p{i}"), (f"a{i}",), seconds=1.0)
+        for i in range(layers)
+    ]
     ops.append(
         Op("loss", (f"a{layers - 1}",), (f"g{layers - 1}",), phase="backward", seconds=0.0,
            effect=True, fixed=True)

@@ -299,3 +299,8 @@ def test_what_runs_without_its_plan_says_so_once():
     compiled = tf.function(lambda x: model(x, training=True), jit_compile=True)
     with pytest.warns(rim.PlanWarning, match="XLA"):
         compiled(images())
+
+
+def test_state_on_the_host_is_refused_with_the_reason():
+    with pytest.raises(ValueError, match="keeps its memory as long as it lives"):
+        rim.plan(None, None, "50%", state="host")

@@ -14,7 +14,7 @@ from sn_memory.torch import HostState, StorageTracker, TraceError, plan, verify
 from sn_memory.torch.state import arena, owned
 
 # The same plans wherever they are made.
-SETTINGS = {"profile": False, "time_limit_s": 2, "deterministic": True}
+SETTINGS = {"profile": False, "time_limit_s": 0.5, "deterministic": True}
 OPTIMIZERS = {
     "adamw": lambda it: torch.optim.AdamW(it, lr=1e-2),
     "momentum": lambda it: torch.optim.SGD(it, lr=1e-1, momentum=0.9, weight_decay=1e-2),

@@ -25,6 +25,7 @@ from .lanes import FileLanes
 
 _PAGE = mmap.PAGESIZE
 _PROBE_BYTES = 1 << 24
+_PROBES = 3
 
 
 @dataclass(eq=False)
@@ -163,9 +164,13 @@ class HostState:
                 lambda: lanes.leave(buffer, place.block),
                 lambda: lanes.arrive(place.block, buffer, None),
             ):
-                began = time.perf_counter()
-                lanes.wait(copy())
-                times.append(time.perf_counter() - began)
+                # The first time pages of the file are made; later steps find them.
+                each = []
+                for _ in range(_PROBES):
+                    began = time.perf_counter()
+                    lanes.wait(copy())
+                    each.append(time.perf_counter() - began)
+                times.append(min(each))
             self._speeds = (_PROBE_BYTES / times[0], _PROBE_BYTES / times[1])
         return self._speeds
 
