@@ -3,8 +3,8 @@
     python benchmarks/under_limit_child.py '{"task": "resnet", "way": "plain", "size": 6, ...}'
 
 First everything that any way needs is imported, so that all begin alike; then the kernel is told
-the limit, RLIMIT_DATA at what is there plus so many bytes. It counts private writable memory whether
-it is used or not, thus at least what is resident of it; planning, the planner's own objects and
+the limit, RLIMIT_DATA at what is there plus so many bytes. It counts private writable memory, if it
+is used or not, thus at least what is resident of it; planning, the planner's own objects and
 the arithmetic of the step all happen below it. An allocation beyond fails. Prints a line of JSON.
 """
 

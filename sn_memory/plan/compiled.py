@@ -107,7 +107,7 @@ class Compiled:
         return self._listed(held) if found else None
 
     def _listed(self, numbers: Ints | Ints32) -> list[int]:
-        """Return numbers of ops, or KEEP, as a list whose numbers are the same objects in all lists.
+        """Return numbers of ops, or KEEP, as a list; equal ones are one object in all lists.
 
         Many schedules of one graph are held at a time, and a number of its own takes 28 bytes.
         """

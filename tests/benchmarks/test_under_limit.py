@@ -1,4 +1,4 @@
-"""What trains under one hard limit: the figures of the docs, and the command itself on a small net."""
+"""What trains under one hard limit: the figures of the docs, and the command on a small net."""
 
 import json
 from pathlib import Path

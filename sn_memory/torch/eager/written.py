@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from .instructions import FreeStorage, Instruction, Memory, RunCall, Take, chance, set_chance
 
-
 # Instructions that are compiled at once.
 PART = 1000
 
