@@ -74,11 +74,11 @@ def written(instructions: Sequence[Instruction]) -> Callable[[Memory], None]:
     if len(parts) == 1:
         return parts[0]
 
-    def run(memory: Memory) -> None:
+    def run_parts(memory: Memory) -> None:
         for part in parts:
             part(memory)
 
-    return run
+    return run_parts
 
 
 def _written(instructions: Sequence[Instruction]) -> Callable[[Memory], None]:
