@@ -76,6 +76,7 @@ def _planned(
         model,
         sample,
         budget,
+        planner=asked.get("planner", "auto"),
         backend="graph",
         profile=False,
         trial=False,

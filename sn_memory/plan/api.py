@@ -70,7 +70,7 @@ def plan_graph(
         on a terminal only. A function takes a `Progress` at each attempt. False is silent.
     historical
         Whether `auto` also asks every planner of the literature, for half of the time at most; of
-        graphs above 20,000 ops never.
+        graphs above 20,000 ops `sqrt_n` and `greedy` alone.
 
     Returns
     -------
