@@ -3,8 +3,8 @@
     python benchmarks/under_limit_child.py '{"task": "resnet", "way": "plain", "size": 6, ...}'
 
 First everything that any way needs is imported, so that all begin alike; then the kernel is told
-the limit, RLIMIT_DATA at what is there plus so many bytes. It counts private writable memory whether
-it is used or not, thus at least what is resident of it; planning, the planner's own objects and
+the limit, RLIMIT_DATA at what is there plus so many bytes. It counts private writable memory, if it
+is used or not, thus at least what is resident of it; planning, the planner's own objects and
 the arithmetic of the step all happen below it. An allocation beyond fails. Prints a line of JSON.
 """
 
@@ -42,10 +42,16 @@ def restart_high_water() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
+# What libraries say where an allocation failed; oneDNN cannot make the code of a kernel then.
+STARVED = (
+    "allocate memory", "bad_alloc", "MemoryError", "OOM when allocating", "Out of memory",
+    "could not create a primitive", "RESOURCE_EXHAUSTED", "Resource temporarily unavailable",
+)  # fmt: skip
+
+
 def ran_out(error: BaseException) -> bool:
-    """Whether an error says that memory ran out; frameworks have several ways to say it."""
-    words = ("allocate memory", "bad_alloc", "alloc", "OOM", "memory")
-    return isinstance(error, MemoryError) or any(it in str(error) for it in words)
+    """Whether an error says that memory ran out."""
+    return isinstance(error, MemoryError) or any(it in str(error) for it in STARVED)
 
 
 def trial(asked: dict[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ OURS = "#2f6fb0"
 
 def reach(row: Row) -> int:
     """Layers or tokens of a row."""
-    return int(row["tokens"] if row["task"] == "gpt2" else 3 * (44 + row["size"]) + 2)
+    return int(row["size"] if row["task"] == "gpt2" else 3 * (44 + row["size"]) + 2)
 
 
 def seconds(row: Row) -> float:

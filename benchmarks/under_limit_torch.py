@@ -35,7 +35,7 @@ def load() -> None:
     import torch._subclasses.fake_tensor
     import transformers
 
-    assert scipy.optimize.linprog and sympy.Symbol and transformers.GPT2LMHeadModel
+    assert all((scipy.optimize.linprog, sympy.Symbol, transformers.GPT2LMHeadModel))
     torch.set_num_threads(1)
     layer = nn.Linear(2, 2)
     sn_memory.torch.trace(layer, torch.zeros(1, 2), profile=False)
@@ -76,6 +76,7 @@ def _planned(
         model,
         sample,
         budget,
+        planner=asked.get("planner", "auto"),
         backend="graph",
         profile=False,
         trial=False,

@@ -34,9 +34,10 @@ EXACT_OPS = 10
 # Of the time limit: what exact solving may take, and the planners of the literature of the rest;
 # and what is left to find the smallest peak, as long as no plan keeps the budget.
 PART, TO_REFUSE = 0.5, 0.2
-# Above this many ops the planners of the literature have no turn: minutes, where the chain of
-# blocks takes seconds.
+# Above this many ops only those planners of the literature have a turn that take seconds there: the
+# others take minutes, and much memory.
 MOST_OPS = 20_000
+QUICK = ("sqrt_n", "greedy")
 
 
 class Auto:
@@ -145,9 +146,8 @@ class Auto:
         own = self.search.archive.best(budget_bytes)
         if not self.historical or (own is not None and own.origin == "keep"):
             return
-        if len(self.graph.ops) > MOST_OPS:
-            return
-        for name in policies.names():
+        large = len(self.graph.ops) > MOST_OPS
+        for name in QUICK if large else policies.names():
             say("search", now() - self.search.began, self.limit_s, name)
             try:
                 with cut_at(deadline):

@@ -67,6 +67,8 @@ class Compiled:
             holes.graph.base_bytes,
         )
         self._dear = sum(holes.seconds)
+        # Ops, one more for the end, and KEEP, which is -1, at its end.
+        self._numbers = [*range(last + 1), -1]
 
     def simulate(self, choice: Sequence[int], moves: Moves | None) -> Simulated | None:
         """Return what `simulate.simulate` makes a Schedule of; None for an impossible choice."""
@@ -75,8 +77,8 @@ class Compiled:
             return None
         ops, at, intervals, live, host_copies, seconds = found
         return (
-            np.frombuffer(ops, np.int32).tolist(),
-            np.frombuffer(at, np.int32).tolist(),
+            self._listed(np.frombuffer(ops, np.int32)),
+            self._listed(np.frombuffer(at, np.int32)),
             np.frombuffer(intervals, np.int32).reshape(-1, 3),
             np.frombuffer(live, np.int64),
             [
@@ -102,7 +104,14 @@ class Compiled:
             self._tables, held, _moves(moves), weights, budget_bytes, self._dear, rounds, late
         )
         spend(work)
-        return held.tolist() if found else None
+        return self._listed(held) if found else None
+
+    def _listed(self, numbers: Ints | Ints32) -> list[int]:
+        """Return numbers of ops, or KEEP, as a list; equal ones are one object in all lists.
+
+        Many schedules of one graph are held at a time, and a number of its own takes 28 bytes.
+        """
+        return list(map(self._numbers.__getitem__, numbers.tolist()))
 
     def trim(
         self,
@@ -120,7 +129,7 @@ class Compiled:
             self._tables, held, _moves(moves), _column(order), budget_bytes, filtered, late
         )
         spend(work)
-        return list(held.tolist())
+        return self._listed(held)
 
     def anneal(
         self,
@@ -141,7 +150,7 @@ class Compiled:
             self._tables, held, away, budget_bytes, tries, seed, recompute, lanes, heat, late
         )
         spend(work)
-        return held.tolist(), [bool(it) for it in away.tolist()]
+        return self._listed(held), [bool(it) for it in away.tolist()]
 
 
 def compiled(holes: Holes) -> Compiled | None:

@@ -1,12 +1,7 @@
-"""Paired steps: ratios of medians; and nets that were run in the memory of a shallower one."""
-
-import json
-from pathlib import Path
+"""Paired steps: ratios of medians."""
 
 import pairs
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_ratio_is_of_medians_whatever_comes_between():
@@ -29,13 +24,3 @@ def test_a_ratio_is_of_medians_whatever_comes_between():
     assert row["lower_quartile"] == row["upper_quartile"] == pytest.approx(1.5)
     line = pairs.line_of(row | {"model": "net", "against": "tuned", "methods": ["plain"]})
     assert line.startswith("net: plain 200.00 ms, tuned 300.00 ms, ratio 1.500 (1.500 to 1.500)")
-
-
-def test_each_deeper_net_stayed_in_the_memory_of_the_first():
-    first, *deeper = json.loads((ROOT / "benchmarks/results/deeper.json").read_text())
-    assert [row["blocks"] for row in deeper] == sorted(row["blocks"] for row in deeper)
-    for row in deeper:
-        assert row["equal"]
-        assert row["budget_bytes"] == first["unplanned_peak_bytes"]
-        assert row["measured_peak_bytes"] <= row["budget_bytes"] < row["unplanned_peak_bytes"]
-        assert row["measured_peak_bytes"] == row["predicted_peak_bytes"]

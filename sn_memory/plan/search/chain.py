@@ -158,18 +158,6 @@ class _Writer:
     def __init__(self, chain: Chain) -> None:
         self.chain, self.shape = chain, chain.shape
         self.result = chain.shape.natural()
-        self.by_start = {
-            (storage, start): hole
-            for hole, (storage, start) in enumerate(
-                zip(self.shape.storage, self.shape.start, strict=True)
-            )
-        }
-        self.by_end = {
-            (storage, end): hole
-            for hole, (storage, end) in enumerate(
-                zip(self.shape.storage, self.shape.end, strict=True)
-            )
-        }
         self.held: dict[int, int] = {}
 
     def hold(self, storages: tuple[int, ...], made_from: int, since: int) -> None:
@@ -219,11 +207,14 @@ class _Writer:
 
     def _global(self, block: Block, hole: int, storage: int) -> int | None:
         local = block.shape
+        # A storage has few holes; a table of all would be the largest thing of a deep net's search.
+        mine, shape = self.shape.of(storage), self.shape
         start = block.ops[local.start[hole]]
         if start >= 0:
-            return self.by_start.get((storage, start))
+            return next((it for it in mine if shape.start[it] == start), None)
         if local.end[hole] < len(block.ops):
-            return self.by_end.get((storage, block.ops[local.end[hole]]))
+            end = block.ops[local.end[hole]]
+            return next((it for it in reversed(mine) if shape.end[it] == end), None)
         return None
 
 

@@ -89,7 +89,7 @@ class Search:
         least = sum(min(options) for options in shape.graph.arrays.seconds)
         if self.archive.items[0].peak_bytes <= budget_bytes and not self.archive.choosy:
             return least
-        if not self.recompute and not self.offload or len(shape.graph.ops) > RELAXED:
+        if (not self.recompute and not self.offload) or len(shape.graph.ops) > RELAXED:
             return least
         for at in moments(shape) if places is None else places:
             found = self.relaxed(at, budget_bytes)

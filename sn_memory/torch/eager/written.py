@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from .instructions import FreeStorage, Instruction, Memory, RunCall, Take, chance, set_chance
 
-
 # Instructions that are compiled at once.
 PART = 1000
 
@@ -75,11 +74,11 @@ def written(instructions: Sequence[Instruction]) -> Callable[[Memory], None]:
     if len(parts) == 1:
         return parts[0]
 
-    def run(memory: Memory) -> None:
+    def run_parts(memory: Memory) -> None:
         for part in parts:
             part(memory)
 
-    return run
+    return run_parts
 
 
 def _written(instructions: Sequence[Instruction]) -> Callable[[Memory], None]:

@@ -132,8 +132,10 @@ def accumulated(captured: Captured, *, early_update: bool = False) -> Captured:
         recording, calls=[call for _, call in made], nbytes=nbytes, device=device, given=given
     )
     numbers = tuple(number for number, _ in made)
-    to = {"updated" if early_update else "earlier": tuple(earlier)}
-    return replace(captured, recording=recording, numbers=numbers, **to)
+    found = replace(captured, recording=recording, numbers=numbers)
+    if early_update:
+        return replace(found, updated=tuple(earlier))
+    return replace(found, earlier=tuple(earlier))
 
 
 def spared(captured: Captured) -> Captured:
