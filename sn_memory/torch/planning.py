@@ -17,9 +17,9 @@ import torch
 from ..activations import Controller
 from ..base.errors import PlanWarning
 from ..base.progress import say
-from ..cost.devices import speeds
 from ..base.sizes import parse_bytes
 from ..check.replay import carry_out, check_plan
+from ..cost.devices import speeds
 from ..graph.graph import Graph
 from ..graph.liveness import peak
 from ..graph.records import Device, Storage
