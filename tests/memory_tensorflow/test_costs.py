@@ -102,3 +102,14 @@ def test_costs(value):
 @pytest.mark.parametrize("value", [None, 1.0, [], [1.0], [1.0, -1], [1.0, 2**62], [1.0, 0.5], {}])
 def test_no_costs(value):
     assert not is_cost(value)
+
+
+def test_a_device_by_name_gives_speeds_and_times_nothing():
+    layers = [keras.Input((512,)), keras.layers.Dense(512, "relu"), keras.layers.Dense(256)]
+    model, sample = keras.Sequential(layers), tf.TensorSpec((64, 512))
+    graph = trace(model, sample, device="h100").graph
+    assert graph.device.name == "h100"
+    assert "measured" not in {it for it, op in zip(graph.arrays.source, graph.ops, strict=True)
+                              if op.kind != "loss"}  # fmt: skip
+    with pytest.raises(ValueError, match="got device 'cuda', expected one of"):
+        trace(model, sample, device="cuda")

@@ -264,3 +264,18 @@ def test_what_has_no_rule_is_named():
 
     with pytest.raises(TraceError, match="nonzero"):
         trace(Counts(), torch.zeros(2, 4), device="h100")
+
+
+def test_torch_is_as_before():
+    trace(mlp(1), torch.zeros(2, 32), device="h100")
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.nn.functional.scaled_dot_product_attention.__module__ != kernel.__module__
+    weight = torch.randn(4, 4, requires_grad=True)
+    weight.square().sum().backward()
+    assert torch.equal(weight.grad, 2 * weight)
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.zeros(2, device="cuda")
+    if hasattr(torch, "accelerator"):
+        assert not torch.accelerator.is_available()
