@@ -18,7 +18,7 @@ SAYS = {
     "memmap": "by hand: memory maps, updates in hooks",
     "step": '`state=folder` (`update="step"`)',
     "backward": '`update="backward"`',
-    "disk": "the same, page cache dropped",
+    "disk": '`update="backward"`, page cache dropped',
 }
 
 

@@ -21,9 +21,8 @@ from .model.kinds import Arguments, Written
 from .model.recent import Recent
 from .model.wrapping import plain_model
 from .modules.backend import ModuleStep
-from .planning import Planning, Step
+from .planning import Planning, StateOnHost, Step
 from .policy.policy import SelectivePolicy, checkpoint_policy
-from .state.model_state import ModelState
 from .trace.trace import Given, Trace
 
 # Of the kinds that come while training so many steps are kept.
@@ -160,7 +159,7 @@ class Planned(PlannedRecord[Trace]):
         )
 
     @property
-    def state(self) -> ModelState | None:
+    def state(self) -> StateOnHost | None:
         """All of the state, where it was planned: what lies where, and what that costs."""
         return self.planning.state
 

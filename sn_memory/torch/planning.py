@@ -8,7 +8,7 @@ Over 300 lines: one method a back end, and what they share of the settings.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -37,8 +37,6 @@ from .model.kinds import Arguments, changeable
 from .model.step import chance_put_back, device_of, wanted_bytes
 from .modules.backend import ModuleStep
 from .on_paper import OnPaper
-from .state.model_state import ModelState
-from .state.rehearsal import rehearsed
 from .trace.convolutions import Measure
 from .trace.record import Layouts
 from .trace.trace import Given, Trace, beside, trace
@@ -74,6 +72,34 @@ class Step(Protocol):
 
     def run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward pass; the rest of the plan happens in the backward pass."""
+
+
+class StateOnHost(Protocol):
+    """All of the state of a model, and how a step with it is planned; see state/model_state.py."""
+
+    @property
+    def places(self) -> Mapping[str, str]:
+        """Per parameter, where it lies: `device`, `state` or `host`."""
+
+    def replay(
+        self,
+        model: torch.nn.Module,
+        traced: Trace,
+        budget: float | str,
+        planner: Callable[[Graph, int], Plan],
+        *,
+        measured: bool,
+    ) -> Replay:
+        """Return what carries a traced step out, its updates included."""
+
+    def rehearsed(
+        self,
+        replay: Replay,
+        model: torch.nn.Module,
+        given: Arguments,
+        planned_with: Callable[[Layouts], Replay],
+    ) -> Replay:
+        """Return a step that runs on a sample as traced."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +154,7 @@ class Planning:
     share: float | str = ""
     historical: bool = True
     was_compiled: bool = False
-    state: ModelState | None = None
+    state: StateOnHost | None = None
     update: str = "step"
 
     @property
@@ -358,7 +384,7 @@ class Planning:
         if self.trial and self.state is not None and isinstance(step, Replay):
             say("trial", 0, 1)
             before = step
-            step = rehearsed(
+            step = self.state.rehearsed(
                 step,
                 model,
                 given,

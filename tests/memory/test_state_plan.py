@@ -74,7 +74,7 @@ def every_choice(graph, units, budget_bytes, update):
     return best
 
 
-@pytest.mark.parametrize("update", ["backward", "step"])
+@pytest.mark.parametrize("update", [pytest.param("backward", marks=pytest.mark.slow), "step"])
 @pytest.mark.parametrize("sizes", [[100, 100, 100], [40, 160, 80]])
 def test_against_every_choice(sizes, update):
     """Within a tenth of the best of all 27 choices, wherever one keeps the budget."""

@@ -22,16 +22,15 @@ from ..trace.captured import Captured
 from ..trace.rearrange import place_of_shape
 from ..trace.record import Call, View, form_of
 from ..trace.to_graph import Named, main_device
+from .added import Added, await_underway
 from .host_arena import HostArena, needless
 from .instructions import (
-    Added,
     FreeStorage,
     Instruction,
     Memory,
     RunCall,
     Take,
     await_storage,
-    await_underway,
     leave_device,
     offload_storage,
     prefetch_storage,

@@ -24,7 +24,8 @@ from ..model.guard import casting
 from ..trace.record import Layouts, View
 from ..trace.to_graph import main_device
 from ..trace.trace import Trace
-from .instructions import Added, Memory
+from .added import Added
+from .instructions import Memory
 from .journeys import waiting_bytes
 from .like import like
 from .program import Program

@@ -24,7 +24,7 @@ class Steps(Protocol):
 
 
 class AddedOps:
-    """Carries out the ops of `with_state`; see `Added` of eager/instructions.py.
+    """Carries out the ops of `with_state`; see `Added` of eager/added.py.
 
     Parameters
     ----------

@@ -18,7 +18,8 @@ from ...graph.liveness import peak
 from ...plan.plan import Plan
 from ...plan.state import StatePlan, plan_state, planned_with, step_bytes
 from ..eager.replay import Replay
-from ..trace.record import View
+from ..model.kinds import Arguments
+from ..trace.record import Layouts, View
 from ..trace.to_graph import Named
 from ..trace.trace import Trace
 from .added_ops import AddedOps
@@ -27,6 +28,7 @@ from .checks import check_model
 from .in_turn import update_in_turn
 from .optimizer import check_optimizer, update_bytes
 from .owned import Owned
+from .rehearsal import rehearsed
 from .stepping import UsedUp, step_in_memory, take_over
 
 
@@ -243,6 +245,16 @@ class ModelState:
                 )
             )
         return found
+
+    def rehearsed(
+        self,
+        replay: Replay,
+        model: torch.nn.Module,
+        given: Arguments,
+        planned_with: Callable[[Layouts], Replay],
+    ) -> Replay:
+        """Return a step that runs on a sample as traced; see rehearsal.py."""
+        return rehearsed(replay, model, given, planned_with)
 
     def _update_bytes(self, parameter: torch.nn.Parameter) -> tuple[int, int, int]:
         group = self.groups[id(parameter)]
