@@ -18,7 +18,7 @@ import sn_memory.tensorflow
 from sn_memory import BudgetError
 
 RATE = 1e-3
-# Images of 224 pixels: a graph of TensorFlow takes 80 to 100 KB for each op itself, beside which the
+# Images of 224 pixels: of a graph of TensorFlow each op takes 80 to 100 KB itself, beside which the
 # activations of smaller ones are little.
 BATCH, SIDE, WIDTH = 16, 224, 16
 Step = Callable[[], float]
