@@ -6,6 +6,7 @@ TensorFlow's executor does it; `plan_step` plans forward pass, backward pass and
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ import sn_memory.tensorflow
 from sn_memory import BudgetError
 
 RATE = 1e-3
-# Images of 224 pixels: a graph of TensorFlow takes some 80 KB for each op itself, beside which the
+# Images of 224 pixels: of a graph of TensorFlow each op takes 80 to 100 KB itself, beside which the
 # activations of smaller ones are little.
 BATCH, SIDE, WIDTH = 16, 224, 16
 Step = Callable[[], float]
@@ -25,6 +26,7 @@ Step = Callable[[], float]
 
 def load() -> None:
     """Have everything there that some way needs late: threads, kernels, planner."""
+    sys.setrecursionlimit(100_000)  # Keras walks a functional model layer by layer
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
     weight = tf.Variable(tf.ones((2, 2)))
