@@ -64,8 +64,15 @@ def _by_length(axes: Any, fits: Sequence[Fit]) -> None:
             for it in fit.ways
             if it.name == name and it.batch
         ]
-        colour = _COLOURS[number % len(_COLOURS)]
-        axes.plot(*zip(*points, strict=True), "o-", color=colour, label=name) if points else None
+        if points:
+            # Lines that coincide are told apart by their marks: later ones are smaller.
+            axes.plot(
+                *zip(*points, strict=True),
+                "--o" if name.endswith("FSDP2") else "-o",
+                color=_COLOURS[number % len(_COLOURS)],
+                markersize=max(3, 11 - number),
+                label=name,
+            )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:.0f}")

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ..cost.caching import CachingAllocator
+from ..cost.caching import ROUND_LARGE, CachingAllocator
 from ..cost.devices import speeds
 from ..graph.liveness import live_bytes, peak
 from ..graph.numbers import rounded
@@ -97,6 +97,12 @@ def estimate(
         # numbers again in its backward pass, which no plan may; it stumbled over something else.
         raise refusal from error
     named = None if gpu is None else gpu.named
+    step_bytes = measured.peak_bytes + state + kept
+    update_bytes = between + sums["gradient"] + state + held.transient_bytes + kept
+    reserved = memory.peak_reserved_bytes
+    if gpu is not None:
+        # The update is not followed block by block; it takes segments as well.
+        reserved = max(reserved, -(-update_bytes // ROUND_LARGE) * ROUND_LARGE)
     return Estimate(
         parameters_bytes=sums["parameter"],
         buffers_bytes=sums["state"],
@@ -104,8 +110,8 @@ def estimate(
         gradients_bytes=sums["gradient"],
         optimizer_bytes=state,
         activations_bytes=measured.left_bytes if traced is None else _left(traced),
-        step_bytes=measured.peak_bytes + state + kept,
-        update_bytes=between + sums["gradient"] + state + held.transient_bytes + kept,
+        step_bytes=step_bytes,
+        update_bytes=update_bytes,
         peak_op=_peak_op(traced, measured),
         batch=_batch(sample),
         _step_of=step_of,
@@ -113,7 +119,7 @@ def estimate(
         device="" if named is None else named.name,
         room_bytes=None if named is None else named.usable_bytes,
         workspace_bytes=kept,
-        reserved_bytes=memory.peak_reserved_bytes,
+        reserved_bytes=reserved,
         seconds=None if rates is None or traced is None else _seconds(traced, rates, sums, held),
         notes=() if traced is None else traced.notes,
     )
