@@ -12,6 +12,7 @@ from torch import nn
 from sn_memory import BudgetError, PlanError, check_plan
 from sn_memory.torch import HostState, StorageTracker, TraceError, plan, verify
 from sn_memory.torch.state import arena, owned
+from sn_memory.torch.state.checks import check_model
 
 # The same plans wherever they are made.
 SETTINGS = {"profile": False, "time_limit_s": 0.5, "deterministic": True}
@@ -129,7 +130,7 @@ def test_the_peak_is_as_predicted(budget, update):
 def test_any_order_of_copies_gives_the_same(monkeypatch, update, probability):
     made = []
 
-    def lanes(self, device):
+    def lanes(self):
         if not made:
             made.append(OddLanes(probability))
         return made[0]
@@ -366,6 +367,16 @@ def test_optimizers_that_do_not_go_by_parameter():
     ):
         with pytest.raises(PlanError, match="by parameter"):
             plan(model, batches(1)[0], "50%", optimizer=optimizer, state="host", **SETTINGS)
+
+
+def test_a_model_elsewhere_than_on_the_cpu_is_refused():
+    class There(nn.Parameter):
+        device = torch.device("cuda")
+
+    model = Net()
+    model.norm.bias.__class__ = There
+    with pytest.raises(PlanError, match="on cuda"):
+        check_model(model)
 
 
 def test_parameters_that_share_memory_and_hooks_are_refused():

@@ -1,10 +1,9 @@
 """Where parameters and optimizer state lie when they are not on the device.
 
-For a model on the CPU that is a file. A tensor at rest is a shared mapping of its part of the file:
-whoever looks at it (state_dict, evaluation, gradient clipping) sees values, and its pages belong to
-the page cache, which the system takes back when memory is short. Steps do not touch the mapping:
-they read and write the file, so nothing of it becomes resident. For a model on a GPU it is pinned
-memory of the host.
+That is a file. A tensor at rest is a shared mapping of its part of the file: whoever looks at it
+(state_dict, evaluation, gradient clipping) sees values, and its pages belong to the page cache,
+which the system takes back when memory is short. Steps do not touch the mapping: they read and
+write the file, so nothing of it becomes resident.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 import torch
 
 from ...base.errors import PlanError
-from ..eager.streams import Lanes, StreamLanes, Ticket
+from ..eager.streams import Lanes, Ticket
 from .lanes import FileLanes
 
 _PAGE = mmap.PAGESIZE
@@ -51,7 +50,7 @@ class HostState:
     ----------
     where
         A folder, in which a file without a name is made: it goes with the process. Default: the
-        folder of temporary files. On a GPU it says nothing: pinned memory is taken.
+        folder of temporary files.
     keep_cached
         Whether the system may keep what was read and written in its page cache, as it does with any
         file. False drops it at once: a step then waits for the disk each time, and takes no memory
@@ -79,7 +78,7 @@ class HostState:
         self._end = 0
         self._places: dict[int, Place] = {}
         self.files: dict[int, int] = {}
-        self._lanes: dict[str, Lanes] = {}
+        self._lanes: Lanes | None = None
 
     @property
     def nbytes(self) -> int:
@@ -91,21 +90,12 @@ class HostState:
         """All that rests, as bytes."""
         return [place.block for place in self._places.values()]
 
-    def resting(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return a tensor at rest, of zeros, with the form of another, whose values are not read.
-
-        Parameters
-        ----------
-        like
-            A dense tensor.
-        device
-            Where it is fetched to.
-        """
-        size = like.numel() * like.element_size()
-        block = self._pinned(size) if device.type == "cuda" else self._mapped(size)
-        place = self._places[block.data_ptr()] = Place(block)
+    def resting(self, like: torch.Tensor) -> torch.Tensor:
+        """Return a tensor at rest, of zeros, in the form of a dense one, which is not read."""
+        block = self._mapped(like.numel() * like.element_size())
+        self._places[block.data_ptr()] = Place(block)
         return torch.empty(0, dtype=like.dtype).set_(
-            place.block.untyped_storage(), 0, like.size(), like.stride()
+            block.untyped_storage(), 0, like.size(), like.stride()
         )
 
     def place(self, tensor: torch.Tensor) -> Place | None:
@@ -115,15 +105,11 @@ class HostState:
         except RuntimeError:  # no memory, as on the meta device
             return None
 
-    def lanes(self, device: torch.device) -> Lanes:
-        """Return what copies between here and a device."""
-        if device.type not in self._lanes:
-            self._lanes[device.type] = (
-                StreamLanes(device)
-                if device.type == "cuda"
-                else FileLanes(self.file, self.files, keep_cached=self.keep_cached)
-            )
-        return self._lanes[device.type]
+    def lanes(self) -> Lanes:
+        """Return what copies between the file and memory."""
+        if self._lanes is None:
+            self._lanes = FileLanes(self.file, self.files, keep_cached=self.keep_cached)
+        return self._lanes
 
     def hold(self, model: torch.nn.Module) -> torch.nn.Module:
         """Move the parameters of a model to the host; of one on the meta device, make them there.
@@ -140,7 +126,7 @@ class HostState:
         found = self.place(parameter)
         if found is not None:
             return found
-        made = self.resting(parameter, parameter.device)
+        made = self.resting(parameter)
         if parameter.is_meta:
             fresh = torch.nn.Parameter(made, parameter.requires_grad)
             torch.utils.swap_tensors(parameter, fresh)
@@ -156,10 +142,10 @@ class HostState:
         """Return bytes per second (to the host, back), measured once with the file."""
         if not hasattr(self, "_speeds"):
             buffer = torch.ones(_PROBE_BYTES, dtype=torch.uint8)
-            resting = self.resting(buffer, buffer.device)
+            resting = self.resting(buffer)
             place = self.place(resting)
             assert place is not None
-            lanes, times = self.lanes(buffer.device), []
+            lanes, times = self.lanes(), []
             for copy in (
                 lambda: lanes.leave(buffer, place.block),
                 lambda: lanes.arrive(place.block, buffer, None),
@@ -182,7 +168,3 @@ class HostState:
         block = torch.frombuffer(memory, dtype=torch.uint8, count=max(size, 1))[:size]
         self.files[block.data_ptr()] = offset
         return block
-
-    def _pinned(self, size: int) -> torch.Tensor:
-        self._end += size
-        return torch.zeros(size, dtype=torch.uint8, pin_memory=True)

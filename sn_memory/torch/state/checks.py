@@ -9,8 +9,20 @@ from ...base.errors import PlanError
 
 def check_model(model: torch.nn.Module) -> None:
     """Raise PlanError for a model whose parameters cannot be updated one by one inside a step."""
+    check_device(model)
     check_apart(model)
     check_alone(model)
+
+
+def check_device(model: torch.nn.Module) -> None:
+    """Raise PlanError for a model that is not on the CPU: nowhere else has this been run."""
+    for name, parameter in model.named_parameters():
+        if parameter.device.type not in ("cpu", "meta"):
+            raise PlanError(
+                f"state: got the parameter {name!r} on {parameter.device}. State on the host is "
+                "for models on the CPU so far. Leave state out, or offload activations "
+                "(techniques=('keep', 'recompute', 'offload'))."
+            )
 
 
 def check_apart(model: torch.nn.Module) -> None:

@@ -52,7 +52,7 @@ class Owned:
         self.name, self.parameter, self.place = name, parameter, place
         self.arena, self.optimizer, self.group = arena, optimizer, group
         self.device = parameter.device
-        self.lanes = arena.lanes(self.device)
+        self.lanes = arena.lanes()
         self.is_updated = False
         # While a step is tried nothing is updated or written.
         self.is_dry = False
@@ -78,7 +78,7 @@ class Owned:
         state = self.optimizer.state[self.parameter]
         for name, value in state.items():
             if moves(value) and self.arena.place(value) is None:
-                state[name] = resting = self.arena.resting(value, self.device)
+                state[name] = resting = self.arena.resting(value)
                 with torch.no_grad():
                     resting.copy_(value)
 
@@ -150,7 +150,7 @@ class Owned:
                 continue
             rests = before.get(name)
             if rests is None or self.arena.place(rests) is None or rests.size() != value.size():
-                rests = self.arena.resting(value, self.device)
+                rests = self.arena.resting(value)
             place = self.arena.place(rests)
             assert place is not None
             tickets.append(self._put(value, place))
@@ -174,7 +174,7 @@ class Owned:
                 there.add_(gradient)
             return _nothing
         if self._gradient is None:
-            self._gradient = self.arena.resting(self.parameter, self.device)
+            self._gradient = self.arena.resting(self.parameter)
         place = self.arena.place(self._gradient)
         assert place is not None
         if gradient.stride() != self.parameter.stride() or not _is_all(gradient):
