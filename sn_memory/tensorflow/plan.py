@@ -155,8 +155,8 @@ def plan(
             "gradients over at once: neither parameters nor optimizer state can leave the device "
             "between their uses. Leave state out, or train the model with the backend torch."
         )
-    without = ("model", "sample", "budget", "state")
-    settings = {key: it for key, it in locals().items() if key not in without}
+    given = {**locals()}
+    settings = {it: given[it] for it in given if it not in ("model", "sample", "budget", "state")}
     if isinstance(sample, list):
         return _for_several(model, sample, budget, settings)
     if not isinstance(model, keras.Model):
