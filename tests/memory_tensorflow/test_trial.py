@@ -8,11 +8,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.src.backend.common import global_state
 
 import sn_memory.tensorflow as rim
 from sn_memory import BudgetError
 from sn_memory.tensorflow.eager import program, trial
 from sn_memory.tensorflow.eager.trial import TrialError
+from sn_memory.tensorflow.model.outside import run_outside
 
 # By its name: `sn_memory.tensorflow.plan` is the function.
 apply = import_module("sn_memory.tensorflow.plan")
@@ -203,3 +205,18 @@ def test_gradients_that_are_zero_but_for_rounding_are_no_alarm():
     found = rim.verify(planned, images)
     assert not found.equal
     assert found.difference < 1e-4, str(found)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "nadam"])
+def test_counting_an_optimizer_leaves_nothing_for_keras_to_make(optimizer):
+    """A scope that ended in another thread made the variables; the next here failed at them."""
+    model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(8)])
+    rim.estimate(model, tf.zeros((4, 16)), optimizer=optimizer)
+
+    def scope():
+        with keras.StatelessScope():
+            pass
+
+    run_outside(scope)
+    scope()
+    assert not global_state.get_global_attribute("uninitialized_variables")

@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import global_state  # has no public name
 
 from ...base.errors import PlanWarning
 from ...cost.devices import NOMINAL, is_here, speeds
@@ -172,10 +173,16 @@ def main_device() -> str:
     return "GPU:0" if tf.config.list_physical_devices("GPU") else "CPU:0"
 
 
+# Where Keras has the variables that are to be made when the outermost stateless scope ends.
+_WAITING = "uninitialized_variables"
+
+
 def _variables_of(optimizer: Any, model: Any) -> Any:
     """Return the variables a twin of an optimizer has for a model."""
     kind, settings = type(optimizer), optimizer.get_config()
     twin = kind.from_config(settings)
+    # Keras would make the twin's variables at the end of its own next scope, whoever opens it.
+    waiting = list(global_state.get_global_attribute(_WAITING) or ())
     try:
         with keras.StatelessScope(initialize_variables=False):
             twin.build(model.trainable_variables)
@@ -185,6 +192,8 @@ def _variables_of(optimizer: Any, model: Any) -> Any:
         twin = kind.from_config(settings)
         with tf.device("CPU:0"):
             twin.build(model.trainable_variables)
+    finally:
+        global_state.set_global_attribute(_WAITING, waiting)
     return twin.variables
 
 
