@@ -410,10 +410,12 @@ def planner_of(peaks, solvers):
 def test_where_halving_finds_no_budget_of_torchs_a_grid_is_tried():
     """What a step holds is not monotone in torch's budget: below a fifth it may hold more again."""
     stairs = planner_of(lambda share, _: 90 if 0.15 < share < 0.22 else 120, ("ilp", "dp"))
-    found = stairs.grounds(100)
-    assert [it for it in found if it.own.plan.peak_bytes <= 100]
+    assert not [it for it in stairs.grounds(100) if it.own.plan.peak_bytes <= 100]
+    assert {solver for _, solver in stairs.asked} == {"ilp"}
+    found = stairs.passed_by(100)
+    assert [it.own.plan.peak_bytes <= 100 for it in found] == [False] * 2 + [True]
     # From above: it runs the least again.
-    assert stairs.asked[-1][0] == 0.2
+    assert stairs.asked[-1] == (0.2, "ilp")
 
 
 def test_the_other_solver_is_asked_near_to_where_the_first_one_ended():

@@ -14,6 +14,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ _SHARES = 6
 _SHARES_OF_OTHERS = 3
 _NEAR_SHARE = 1 / 8
 # What a step holds does not always grow with torch's budget, so halving may pass by what keeps the
-# bytes: then these are tried.
+# bytes: these are tried where nothing else does.
 _GRID = (0.3, 0.2, 0.15, 0.1)
 # What is made again breaks and joins loops of kernels, which is not in the seconds that are
 # reckoned: GPT-2's took about four times as much longer (benchmarks/compiled_peaks.py).
@@ -149,11 +150,6 @@ def _laid_out(value: Any, strides: tuple[int, ...] | None) -> Any:
     if strides is None or not isinstance(value, torch.Tensor) or value.stride() == strides:
         return value
     return value.as_strided(value.size(), strides)
-
-
-def _any_keeps(grounds: Sequence[Any], allowed: int) -> bool:
-    """Whether one of torch's partitions holds at most so many bytes."""
-    return any(it.own.plan.peak_bytes <= allowed for it in grounds)
 
 
 def _made_again(
@@ -349,6 +345,10 @@ class FusedPlanner:
             ):
                 break
         if not kept:
+            late = [it.own for it in self.passed_by(allowed)]
+            kept = [it for it in late if it.plan.peak_bytes <= allowed]
+            missed += late
+        if not kept:
             raise self.refusal(missed, allowed)
         return [
             replace(
@@ -410,24 +410,29 @@ class FusedPlanner:
         """Return torch's partitions with budgets of its own around the one that holds as much.
 
         Its budget is a share of saved bytes, and what a step then holds is known when it is
-        lowered; so the share is halved in, and a few are tried where that found none.
+        lowered; so the share is halved in.
         """
         if self.other is None or not self.solvers:
             return []
         first, *more = self.solvers
         found: list[Ground] = []
         best = self.halved(first, 0.0, 1.0, _SHARES, allowed, found)
-        if not _any_keeps(found, allowed):
-            for share, solver in ((it, solver) for it in _GRID for solver in self.solvers):
-                found.append(self.with_budget(share, solver))
-                if _any_keeps(found, allowed) or self.is_late():
-                    return found
-            return found
         for solver in more:
-            if self.is_late():
+            if best == 0.0 or self.is_late():
                 break
             low, high = max(0.0, best - _NEAR_SHARE), min(1.0, best + _NEAR_SHARE)
             self.halved(solver, low, high, _SHARES_OF_OTHERS, allowed, found)
+        return found
+
+    def passed_by(self, allowed: int) -> list[Ground]:
+        """Return torch's partitions with budgets that halving passes by, until one keeps bytes."""
+        found: list[Ground] = []
+        if self.other is None:
+            return found
+        for share, solver in product(_GRID, self.solvers):
+            found.append(self.with_budget(share, solver))
+            if found[-1].own.plan.peak_bytes <= allowed:
+                break
         return found
 
     def halved(
