@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from samples import ENERGY, U, random, specials
+from samples import ENERGY, U, for_each, random, specials
 
 from sn_compress import CompressError, FFTCodec, Payload, PayloadError
 from sn_compress.codecs.factors.lowrank import LowRankCodec
@@ -46,7 +46,7 @@ def coder_error(bits: int, mantissa: int, size: int) -> float:
 
 
 @pytest.mark.parametrize(("bits", "mantissa"), [(8, 3), (6, 2), (10, 5), (16, 0)])
-@pytest.mark.parametrize("scale", [1.0, 1e-20, 1e20])
+@for_each("scale", (1.0, 1e-20, 1e20))
 @pytest.mark.parametrize(("shape", "rank", "true"), [
     ((40, 60), 4, 4), ((40, 60), 4, 2), ((60, 8, 5), 1, 1), ((17, 90), 17, 3), ((2400,), 1, 1),
 ])  # fmt: skip

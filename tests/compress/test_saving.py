@@ -7,7 +7,7 @@ import io
 
 import numpy as np
 import pytest
-from samples import random
+from samples import for_each, random
 
 from sn_compress import CompressError, ErrorFeedback, FFTCodec, codec
 from sn_compress.codecs.auto.auto import AutoState
@@ -141,7 +141,7 @@ def test_what_is_missing_or_of_another_tensor_is_named(case):
             feedback.load_state_dict({**state, "memory": swapped})
 
 
-@pytest.mark.parametrize("new", CASES)
+@for_each("new", CASES)
 @pytest.mark.parametrize("old", ["fft", "topk", "dgc", "lowrank", "powersgd", "auto", "qsgd"])
 def test_another_codec_takes_over_the_vector(old, new):
     saved, loaded = make(old), make(new)

@@ -15,4 +15,7 @@ class Late:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
+        # What pytest asks everything in a module for while it collects.
+        if attribute.startswith("_") or attribute == "pytestmark":
+            raise AttributeError(attribute)
         return getattr(importlib.import_module(self._name), attribute)

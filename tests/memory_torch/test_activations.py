@@ -6,14 +6,16 @@ import copy
 
 import numpy as np
 import pytest
-import scipy.stats
 import torch
+from late_imports import Late
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from sn_memory.torch import ReplayError, StorageTracker, TraceError, compress_activations
 from sn_memory.torch.activations.compress import MIN_ELEMENTS
+
+stats = Late("scipy.stats")
 
 
 class Net(nn.Module):
@@ -75,7 +77,7 @@ def test_error_of_gradients_is_the_predicted_one_and_normal(bits):
         alive = np.flatnonzero(each.std(axis=0) > 0.5 * sd)
         for entry in alive[:: len(alive) // 8][:8] if layer.startswith("conv") else ():
             scaled = (each[:, entry] - each[:, entry].mean()) / each[:, entry].std(ddof=1)
-            assert scipy.stats.kstest(scaled, "norm").pvalue > 1e-6
+            assert stats.kstest(scaled, "norm").pvalue > 1e-6
         # Unbiased: six deviations, in a random direction; repeats are independent.
         along = each @ np.random.default_rng(0).standard_normal(each.shape[1])
         assert abs(along.mean()) < 6 * along.std(ddof=1) / np.sqrt(len(along))

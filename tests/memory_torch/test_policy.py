@@ -10,19 +10,26 @@ from pathlib import Path
 
 import pytest
 import torch
+from late_imports import Late
 from models import Gpt2, Llama, UNet, resnet
 from small_models import mlp
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import sn_memory.torch
 from sn_memory import BudgetError, PlanError
 from sn_memory.torch import StorageTracker, TraceError, checkpoint_policy
-from sn_memory.torch.compile.dry_run import compiled_peak
 from sn_memory.torch.model.step import run_step
 from sn_memory.torch.policy.contexts import Numbers
+
+backends, autograd, partitioners, dry_run = map(
+    Late,
+    (
+        "torch._dynamo.backends.common",
+        "torch._functorch.aot_autograd",
+        "torch._functorch.partitioners",
+        "sn_memory.torch.compile.dry_run",
+    ),
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 WRAPPED = "_checkpoint_wrapped_module."
@@ -135,10 +142,12 @@ def test_compiled_it_saves_what_it_says(saved, again):
 
     def note(graph, inputs):
         graphs.append(graph)
-        return make_boxed_func(graph.forward)
+        return autograd.make_boxed_func(graph.forward)
 
-    backend = aot_autograd(
-        fw_compiler=note, bw_compiler=note, partition_fn=min_cut_rematerialization_partition
+    backend = backends.aot_autograd(
+        fw_compiler=note,
+        bw_compiler=note,
+        partition_fn=partitioners.min_cut_rematerialization_partition,
     )
     compiled = torch.compile(policy.wrap(model), backend=backend, fullgraph=True)
     found = run_step(compiled, model, ((sample,), {}))
@@ -180,7 +189,7 @@ def test_for_a_compiled_step_it_is_planned_on_its_kernels():
     assert least == policy.smallest_peak_bytes <= policy.peak_bytes <= policy.budget_bytes
     assert policy.budget_bytes < policy.baseline_peak_bytes < eager.baseline_peak_bytes
     assert {name: id(it) for name, it in model.named_modules()} == before
-    assert policy.peak_bytes == compiled_peak(policy.wrap(model), ((sample,), {}))
+    assert policy.peak_bytes == dry_run.compiled_peak(policy.wrap(model), ((sample,), {}))
 
 
 @pytest.mark.slow
