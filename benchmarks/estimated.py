@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,8 @@ def row_of(name: str, times: int = 1) -> dict[str, Any]:
     try:
         row["estimated_bytes"] = estimate(model, sample).step_bytes
     except TraceError as error:
-        row["refused"] = str(error).split("\n")[0]
+        # Without the folder that packages are in: it is this machine's.
+        row["refused"] = re.sub(r"[^ (]*/site-packages/", "", str(error).split("\n")[0])
         return row
     row["over"] = row["estimated_bytes"] / row["measured_bytes"] - 1
     return row

@@ -197,7 +197,7 @@ def child(way: str, steps: int, limit: int, budget: int, folder: str) -> dict[st
             "predicted_peak_mib": record.plan.peak_bytes / MIB,
             "places": {it: list(record.state.places.values()).count(it)
                        for it in ("device", "state", "host")},
-            "says": repr(record.state),
+            "says": repr(record.state).replace(str(held.folder), "a folder"),
         }  # fmt: skip
     parameters = sum(it.numel() for it in model.parameters())
     losses, seconds = [], []

@@ -18,19 +18,27 @@ _OTHERS: Final = ("#e08e0b", "#5b8c2a", "#8e5ea2", "#a0522d", "#3b7dd8", "#7f8c8
 _MARKS: Final = "sD^vPX<>ph"
 
 
-def figure(report: Replayed) -> Any:
-    """Return a matplotlib figure; raises MissingExtra without matplotlib."""
+def blank(size: tuple[float, float], without: str) -> Any:
+    """Return an empty matplotlib figure; raises MissingExtra that says `without` and what to do."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as missing:
         raise MissingExtra(
-            "the picture of a report needs matplotlib, which is not installed; the tables do not. "
-            "Install it with: pip install 'superneurons[report]'"
+            f"{without} Install it with: pip install 'superneurons[report]'"
         ) from missing
     # Not pyplot: no window system is asked for, no state of the user's own figures is touched.
-    chart = Figure(figsize=(11, 8.2), layout="constrained")
+    chart = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(chart)
+    return chart
+
+
+def figure(report: Replayed) -> Any:
+    """Return a matplotlib figure; raises MissingExtra without matplotlib."""
+    chart = blank(
+        (11, 8.2),
+        "the picture of a report needs matplotlib, which is not installed; the tables do not.",
+    )
     grid = chart.add_gridspec(2, 2, height_ratios=(1.15, 1))
     scale, unit = _byte_unit(max(report.before.peak_bytes, report.after.peak_bytes))
     _over_time(chart.add_subplot(grid[0, :]), report, scale, unit)

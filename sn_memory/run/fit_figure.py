@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from ..base.errors import MissingExtra
 from ..base.sizes import show_bytes
+from ..report.figure import blank
 from .fit import Fit
 
 _COLOURS: Final = (
@@ -18,16 +18,9 @@ _ROOM: Final = "#c0392b"
 
 def save_fits(fits: Sequence[Fit], path: str) -> None:
     """Write a PNG of what was found for a device, at one length or at several."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as missing:
-        raise MissingExtra(
-            "a picture needs matplotlib, which is not installed; the table does not. Install it "
-            "with: pip install 'superneurons[report]'"
-        ) from missing
-    chart = Figure(figsize=(11, 4.6), layout="constrained")
-    FigureCanvasAgg(chart)
+    chart = blank(
+        (11, 4.6), "a picture needs matplotlib, which is not installed; the table does not."
+    )
     left, right = chart.subplots(1, 2)
     if len(fits) > 1:
         _by_length(left, fits)
