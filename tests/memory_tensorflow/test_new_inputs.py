@@ -222,8 +222,17 @@ def test_several_samples(quiet, searched):
 
 
 def relaxed(model):
-    """A step whose function leaves the batch open."""
-    step = step_of(model).python_function
+    """A step whose function leaves the batch open.
+
+    Its loss holds a gradient alone, as what is measured does: what a user's own loss holds beside
+    the model is in no budget.
+    """
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x, training=True))
+        return loss, tape.gradient(loss, model.trainable_variables)
+
     return tf.function(step, autograph=False, input_signature=[tf.TensorSpec((None, WIDTH))])
 
 
@@ -236,7 +245,7 @@ def peak_of(step, x):
 
 def test_an_open_batch_runs_layers_again():
     model = mlp()
-    budgeted = rim.plan(model, tf.TensorSpec((4096, WIDTH)), "75%", **SETTINGS)
+    budgeted = rim.plan(model, tf.TensorSpec((4096, WIDTH)), "80%", **SETTINGS)
     step = relaxed(budgeted)
     with pytest.warns(
         rim.PlanWarning,
@@ -244,7 +253,7 @@ def test_an_open_batch_runs_layers_again():
     ) as said:
         found = step(rows(4096))
     assert len(said) == 1
-    assert equal(found, step_of(model)(rows(4096)))
+    assert equal(found, relaxed(model)(rows(4096)))
     for count in (4096, 3000):
         held = count * WIDTH * 4 + sum(4 * int(np.prod(it.shape)) for it in model.variables)
         assert peak_of(step, rows(count)) + held <= budgeted.sn_memory.budget_bytes
@@ -286,7 +295,7 @@ def test_where_nothing_counts_the_finest_cut_runs_again(monkeypatch):
     step = relaxed(budgeted)
     with pytest.warns(rim.PlanWarning, match=r"layers run again.*not measured"):
         found = step(rows(2048))
-    assert equal(found, step_of(model)(rows(2048)))
+    assert equal(found, relaxed(model)(rows(2048)))
     assert peak_of(step, rows(2048)) < peak_of(relaxed(model), rows(2048))
 
 

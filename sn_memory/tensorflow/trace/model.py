@@ -148,10 +148,12 @@ def model_step(model: Any) -> Any:
                 for it in tf.nest.flatten(model(*args, **kwargs, training=True))
                 if isinstance(it, tf.Tensor) and it.dtype.is_floating
             ]
-        incoming = [
-            tf.random.stateless_normal(tf.shape(it), (place, 0), dtype=it.dtype)
-            for place, it in enumerate(outs)
-        ]
+        # As a loss's would be: an executor in parallel begins the backward pass with them.
+        with tf.control_dependencies(outs):
+            incoming = [
+                tf.random.stateless_normal(tf.shape(it), (place, 0), dtype=it.dtype)
+                for place, it in enumerate(outs)
+            ]
         return outs, tape.gradient(outs, variables, output_gradients=incoming)
 
     return step
