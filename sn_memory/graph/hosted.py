@@ -8,6 +8,16 @@ nothing new to anyone. For a parameter `p` there is `update p`, and where it lie
     fetch state of p   before the update: makes `p (state)`
     store p            after it: writes both back
 
+Who updates what lies on the host is told apart. `device`: as above. `host`: its processor does, so
+the gradient goes there and no state comes here; what stays on the device is brought anew:
+
+    store gradient of p    when the gradient is complete
+    host update p          beside the ops
+    bring updated p        at the end, where `p` itself is on the device
+
+`in place`: device and host are one processor, which updates `p` and its state where they rest, in
+one op `update p`, and nothing is copied.
+
 Or all updates come when all gradients are there, as where they are clipped by their norm: then what
 is on the host has its gradient there as well, and in place of the update there is
 
@@ -34,11 +44,14 @@ FETCH_STATE: Final = "fetch state of "
 UPDATE: Final = "update "
 STORE: Final = "store "
 STORE_GRADIENT: Final = "store gradient of "
+HOST_UPDATE: Final = "host update "
+BRING: Final = "bring updated "
 STATE: Final = " (state)"
 HOME: Final = " (host)"
 RESIDENT_STATE: Final = "optimizer state on the device"
 PLACES: Final = ("device", "state", "host")
 UPDATES: Final = ("backward", "step")
+UPDATERS: Final = ("device", "host", "in place")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +69,9 @@ class Unit:
     scratch_bytes
         What its update holds beside parameter, gradient and state.
     update_s
-        Seconds of the update.
+        Seconds of the update by the device.
+    host_update_s
+        Seconds of the update where it is not the device's: `host`, or `in place`.
     counts_bytes
         What the optimizer keeps for it that never moves, as its count of steps.
     movable
@@ -73,10 +88,16 @@ class Unit:
     movable: bool = True
     used_up: bool = True
     counts_bytes: int = 0
+    host_update_s: float = 0.0
 
 
 def with_state(
-    graph: Graph, units: Sequence[Unit], places: Mapping[str, str], *, update: str = "backward"
+    graph: Graph,
+    units: Sequence[Unit],
+    places: Mapping[str, str],
+    *,
+    update: str = "backward",
+    updaters: Mapping[str, str] | None = None,
 ) -> Graph:
     """Return the graph of a step with its updates, and with this state on the host.
 
@@ -92,21 +113,25 @@ def with_state(
     update
         `backward`: each parameter is updated when its gradient is complete. `step`: after the step,
         which the graph then says nothing of; see `step_peak` in `plan/state.py`.
+    updaters
+        Per parameter of which something lies on the host, who updates it: `device` (default),
+        `host` or `in place`.
 
     Raises
     ------
     GraphError
-        For a unit that the graph does not know, a place there is not, or a device without speeds.
+        For a unit that the graph does not know, a place or an updater there is not, or a device
+        without speeds.
     """
-    maker = _Maker(graph, units, places, update)
+    maker = _Maker(graph, units, places, update, updaters or {})
     ops: list[Op] = []
     for at, op in enumerate(graph.ops):
         homes = tuple(it + HOME for it in dict.fromkeys(op.inputs) if maker.place.get(it) == "host")
         here = replace(op, inputs=(*op.inputs, *homes)) if homes else op
         ops += [*maker.before.get(at, ()), here, *maker.after.get(at, ())]
     return Graph(
-        maker.storages(), ops, name=graph.name, device=graph.device, allocator=graph.allocator,
-        aliases=graph.aliases,
+        maker.storages(), [*ops, *maker.brought], name=graph.name, device=graph.device,
+        allocator=graph.allocator, aliases=graph.aliases,
     )  # fmt: skip
 
 
@@ -116,12 +141,18 @@ def _scratch(size: int) -> tuple[Workspace, ...]:
 
 class _Maker:
     def __init__(
-        self, graph: Graph, units: Sequence[Unit], places: Mapping[str, str], update: str
+        self,
+        graph: Graph,
+        units: Sequence[Unit],
+        places: Mapping[str, str],
+        update: str,
+        updaters: Mapping[str, str],
     ) -> None:
         if update not in UPDATES:
             raise GraphError(f"got update {update!r}, expected one of {', '.join(UPDATES)}.")
         self.graph, self.units, self.inside = graph, units, update == "backward"
         self.place = {unit.parameter: places.get(unit.parameter, "device") for unit in units}
+        self.by = {it.parameter: updaters.get(it.parameter, "device") for it in units}
         self.check(places)
         self.uses: dict[int, tuple[int, int]] = {}
         for at, (reads, outputs) in enumerate(
@@ -131,6 +162,8 @@ class _Maker:
                 self.uses[storage] = (self.uses.get(storage, (at, at))[0], at)
         self.before: dict[int, list[Op]] = {}
         self.after: dict[int, list[Op]] = {}
+        # When all updates are made: before, they would keep fetches waiting for the host.
+        self.brought: list[Op] = []
         for unit in units:
             self.add(unit)
 
@@ -141,6 +174,9 @@ class _Maker:
                 raise GraphError(f"places: there is no unit of a parameter {name!r}.")
             if place not in PLACES:
                 raise GraphError(f"places[{name!r}]: got {place!r}, expected {', '.join(PLACES)}.")
+        for name, by in self.by.items():
+            if by not in UPDATERS:
+                raise GraphError(f"updaters[{name!r}]: got {by!r}, expected {', '.join(UPDATERS)}.")
         for unit in self.units:
             for name in (unit.parameter, *([unit.gradient] if unit.gradient else [])):
                 if name not in index:
@@ -173,22 +209,46 @@ class _Maker:
                            effect=True)  # fmt: skip
                 self.after.setdefault(self.uses[number[unit.gradient]][1], []).append(store)
             return
+        by = "device" if place == "device" else self.by[name]
+        changed = (home,) if place == "host" else (home, name) if place == "state" else (name,)
+        if by == "host":
+            self.after.setdefault(last, []).extend(self.on_the_host(unit))
+            if place == "state":
+                came = self.seconds(size, back=True)
+                self.brought.append(Op(BRING + name, (home,), (), (name,), kind="bring",
+                                       phase="backward", seconds=came, once=True))  # fmt: skip
+            return
         ops: list[Op] = []
         state: tuple[str, ...] = ()
-        if place != "device" and unit.state_bytes:
+        if place != "device" and unit.state_bytes and by == "device":
             state = (name + STATE,)
             ops.append(Op(FETCH_STATE + name, (home,), state, kind="fetch", phase="backward",
                           seconds=self.seconds(unit.state_bytes, back=True)))  # fmt: skip
-        changed = (home,) if place == "host" else (home, name) if place == "state" else (name,)
-        ops.append(Op(UPDATE + name, (name, unit.gradient, *state), (), changed, kind="update",
-                      phase="backward", seconds=unit.update_s, once=True,
+        here = () if by == "in place" and place == "host" else (name,)
+        ops.append(Op(UPDATE + name, (*here, unit.gradient, *state), (), changed, kind="update",
+                      phase="backward", once=True,
+                      seconds=unit.update_s if by == "device" else unit.host_update_s,
                       workspaces=_scratch(unit.scratch_bytes)))  # fmt: skip
-        stored = (*((name,) if place == "host" else ()), *state)
+        stored = (*((name,) if place == "host" and by == "device" else ()), *state)
         if stored:
             moved = (size if place == "host" else 0) + (unit.state_bytes if state else 0)
             ops.append(Op(STORE + name, stored, (), kind="store", phase="backward",
                           seconds=self.seconds(moved, back=False), effect=True))  # fmt: skip
         self.after.setdefault(last, []).extend(ops)
+
+    def on_the_host(self, unit: Unit) -> list[Op]:
+        """Return the ops of an update by the host."""
+        name, home = unit.parameter, unit.parameter + HOME
+        assert unit.gradient is not None
+        number = self.graph.storage_index
+        sent = self.seconds(self.graph.storages[number[unit.gradient]].bytes, back=False)
+        # What is on the host waits for it, as the host does for the gradient.
+        return [
+            Op(STORE_GRADIENT + name, (unit.gradient,), (), (home,), kind="store",
+               phase="backward", seconds=sent, once=True),
+            Op(HOST_UPDATE + name, (home,), (), (home,), kind="host update", phase="backward",
+               seconds=unit.host_update_s, once=True),
+        ]  # fmt: skip
 
     def seconds(self, size: int, *, back: bool) -> float:
         """Return what moving so many bytes takes."""
@@ -223,7 +283,8 @@ class _Maker:
                 resident += unit.state_bytes
                 continue
             found.append(Storage(unit.parameter + HOME, 0, "state"))
-            if unit.gradient is not None and unit.state_bytes and self.inside:
+            brought = self.inside and self.by[unit.parameter] == "device"
+            if unit.gradient is not None and unit.state_bytes and brought:
                 found.append(Storage(unit.parameter + STATE, unit.state_bytes))
         if resident:
             found.append(Storage(RESIDENT_STATE, resident, "state"))

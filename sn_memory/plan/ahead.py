@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..cost.state_lanes import BY_HOST, COPIES
 from ..graph.graph import Graph
 from .plan import Action
 
@@ -77,11 +78,11 @@ class _Mover:
         return self.graph.arrays.seconds[self.index[action.target]][action.way]
 
     def is_copy(self, action: Action, kind: str = "") -> bool:
-        """Whether an action is a fetch or a store, or one of these."""
+        """Whether an action is a copy, or such a one; or an update by the host."""
         if action.kind != "run":
             return False
         found = self.kinds[self.index[action.target]]
-        return found == kind if kind else found in ("fetch", "store")
+        return found == kind if kind else found in (*COPIES, BY_HOST)
 
     def fetch_earlier(self) -> bool:
         """Move each fetch to where its copy ends when it is needed, the last one first."""

@@ -4,23 +4,29 @@ The state of a parameter is moved once per step, the parameter itself twice or m
 the host first, the largest first, and parameters after all states. How many of these is searched:
 more of them cost transfers, fewer leave less room for activations. Each number is planned as any
 graph is (what to rebuild, what to fetch again), its copies are started ahead, and what ends first
-on three lanes - ops, fetches, stores - is taken.
+on its lanes - ops, fetches, stores, the host's updates - is taken.
+
+Where the host may update what lies there, all of that by the host and none are planned; then the
+parameters whose gradients come last are tried on the device, as the step ends with their updates.
+ZeRO-Offload (Ren et al. 2021, section 4) has the host make all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ..base.sizes import show_bytes
 from ..cost.state_lanes import LaneSeconds, lane_seconds
 from ..graph.graph import Graph
-from ..graph.hosted import Unit, with_state
+from ..graph.hosted import HOST_UPDATE, Unit, with_state
 from .ahead import ahead, live_bytes
 from .plan import BudgetError, Plan
 
 # Numbers of units on the host that are planned, beside the fewest and the most: each is a search.
 TRIED = 3
+# Shares of the host's updates that are tried on the device, those that come last.
+SHARES = (0.25, 0.5, 0.75)
 
 Planner = Callable[[Graph, int], Plan]
 
@@ -42,6 +48,12 @@ class StatePlan:
     step_peak_bytes
         The most that is live while the optimizer's step updates what is on the host, one parameter
         after the other; 0 where all updates are in the plan.
+    updaters
+        Per parameter of which something lies on the host, who updates it: `device`, `host` or `in
+        place`.
+    step_s
+        Seconds of the optimizer's step, its copies beside its updates; 0 where all updates are in
+        the plan.
     """
 
     graph: Graph
@@ -49,6 +61,13 @@ class StatePlan:
     places: Mapping[str, str]
     lanes: LaneSeconds
     step_peak_bytes: int = 0
+    updaters: Mapping[str, str] = field(default_factory=dict)
+    step_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """When all of it has ended."""
+        return self.lanes.seconds + self.step_s
 
 
 def plan_state(
@@ -58,6 +77,7 @@ def plan_state(
     planner: Planner,
     *,
     update: str = "backward",
+    updaters: Sequence[str] = ("device",),
 ) -> StatePlan:
     """Return the fastest plan found of a step with its updates, and what of the state moves.
 
@@ -73,21 +93,69 @@ def plan_state(
         Plans a graph within so many bytes; raises BudgetError.
     update
         As in `with_state`.
+    updaters
+        Who may update what lies on the host.
 
     Raises
     ------
     BudgetError
         If even with all of it on the host no plan keeps the budget.
     """
+    planned: list[StatePlan] = []
+    for place, by in enumerate(updaters):
+        try:
+            planned.append(_counted(graph, units, budget_bytes, planner, update, by))
+        except BudgetError:
+            if not planned and place == len(updaters) - 1:
+                raise
+    best = min(planned, key=_ends)
+    if update == "backward" and "device" in updaters:
+        best = min([best, *_shared(best, graph, units, budget_bytes, planner)], key=_ends)
+    return best
+
+
+def _ends(found: StatePlan) -> tuple[float, float]:
+    return found.seconds, found.lanes.copies_s
+
+
+def _shared(
+    best: StatePlan, graph: Graph, units: Sequence[Unit], budget_bytes: int, planner: Planner
+) -> Iterator[StatePlan]:
+    """Plan with some of the host's updates made by the device."""
+    late = [
+        it.name.removeprefix(HOST_UPDATE)
+        for it in reversed(best.graph.ops)
+        if it.kind == "host update"
+    ]
+    counts = {round(share * len(late)) for share in SHARES} - {0, len(late)}
+    for count in sorted(counts):
+        by = {**best.updaters, **dict.fromkeys(late[:count], "device")}
+        try:
+            yield planned_with(graph, units, best.places, budget_bytes, planner, updaters=by)
+        except BudgetError:
+            continue
+
+
+def _counted(
+    graph: Graph,
+    units: Sequence[Unit],
+    budget_bytes: int,
+    planner: Planner,
+    update: str,
+    by: str,
+) -> StatePlan:
+    """Return the fastest plan found over the number of units on the host, all updated alike."""
     moves = moves_of(graph, units)
+    updaters = {it.parameter: by for it in units}
     found: dict[int, StatePlan] = {}
 
     def planned(count: int) -> StatePlan | None:
         if count not in found:
             try:
                 found[count] = planned_with(
-                    graph, units, dict(moves[:count]), budget_bytes, planner, update=update
-                )
+                    graph, units, dict(moves[:count]), budget_bytes, planner, update=update,
+                    updaters=updaters,
+                )  # fmt: skip
             except BudgetError:
                 if count == len(moves):
                     raise
@@ -107,7 +175,7 @@ def plan_state(
             high = middle
     for part in range(1, TRIED + 1):
         planned(high + (len(moves) - high) * part // (TRIED + 1))
-    return min(found.values(), key=lambda it: (it.lanes.seconds, it.lanes.copies_s))
+    return min(found.values(), key=_ends)
 
 
 def moves_of(graph: Graph, units: Sequence[Unit]) -> list[tuple[str, str]]:
@@ -122,11 +190,12 @@ def moves_of(graph: Graph, units: Sequence[Unit]) -> list[tuple[str, str]]:
 
 def planned_with(
     graph: Graph, units: Sequence[Unit], places: Mapping[str, str], budget_bytes: int,
-    planner: Planner, *, update: str = "backward",
+    planner: Planner, *, update: str = "backward", updaters: Mapping[str, str] | None = None,
 ) -> StatePlan:  # fmt: skip
     """Return a plan with this on the host; raises BudgetError."""
-    whole = with_state(graph, units, places, update=update)
-    later = step_peak(whole, units, places) if update == "step" else 0
+    by = updaters or {}
+    whole = with_state(graph, units, places, update=update, updaters=by)
+    later = step_peak(whole, units, places, by) if update == "step" else 0
     if later > budget_bytes:
         raise BudgetError(
             f"the optimizer's step needs {show_bytes(later)}, for what stays on the device and the "
@@ -140,29 +209,76 @@ def planned_with(
         peak = max(live_bytes(whole, actions), default=plan.peak_bytes)
         plan = replace(plan, actions=actions, peak_bytes=peak)
     every = {it.parameter: places.get(it.parameter, "device") for it in units}
-    return StatePlan(whole, plan, every, lane_seconds(whole, plan.actions), later)
+    who = {name: by.get(name, "device") for name, it in every.items() if it != "device"}
+    lanes = lane_seconds(whole, plan.actions)
+    step_s = step_seconds(graph, units, every, who) if update == "step" else 0.0
+    return StatePlan(whole, plan, every, lanes, later, who, step_s)
 
 
-def step_bytes(unit: Unit, place: str, size: int) -> tuple[int, int]:
+def step_bytes(unit: Unit, place: str, size: int, by: str = "device") -> tuple[int, int]:
     """Return what the update of a unit brings to the device, and what it holds beside that.
 
     size : bytes of its parameter, as many as of its gradient
     """
-    brought = {"device": 0, "state": size + unit.state_bytes, "host": 2 * size + unit.state_bytes}
-    return brought[place], unit.scratch_bytes
+    if place == "device" or by == "in place":
+        return 0, unit.scratch_bytes
+    if by == "host":
+        return 0, 0
+    return (size if place == "state" else 2 * size) + unit.state_bytes, unit.scratch_bytes
 
 
-def step_peak(whole: Graph, units: Sequence[Unit], places: Mapping[str, str]) -> int:
+def step_peak(
+    whole: Graph,
+    units: Sequence[Unit],
+    places: Mapping[str, str],
+    updaters: Mapping[str, str] | None = None,
+) -> int:
     """Return the most that is live in the optimizer's step; one update after the other.
 
     Resident storages are there, gradients that stay on the device, and the parameter, gradient,
     state and scratch memory of one unit.
     """
+    by = updaters or {}
     size = {it.name: it.bytes for it in whole.storages}
     kept = (it.bytes for it in whole.storages if it.role == "gradient" and it.keep)
-    trained = (it for it in units if it.gradient is not None)
     each = (
-        sum(step_bytes(it, places.get(it.parameter, "device"), size[it.parameter]))
-        for it in trained
+        sum(
+            step_bytes(
+                it, places.get(it.parameter, "device"), size[it.parameter], by.get(it.parameter, "")
+            )
+        )
+        for it in units
+        if it.gradient is not None
     )
     return whole.base_bytes + sum(kept) + max(each, default=0)
+
+
+def step_seconds(
+    graph: Graph, units: Sequence[Unit], places: Mapping[str, str], updaters: Mapping[str, str]
+) -> float:
+    """Return the seconds of the optimizer's step: the lane that takes longest, copies beside it."""
+    device = graph.device
+    back = out = ops = host = 0.0
+    for unit in units:
+        if unit.gradient is None:
+            continue
+        size = graph.storages[graph.storage_index[unit.parameter]].bytes
+        place, by = places[unit.parameter], updaters.get(unit.parameter, "device")
+        if place == "device" or by == "device":
+            ops += unit.update_s
+        elif by == "in place":
+            ops += unit.host_update_s
+        else:
+            host += unit.host_update_s
+        if place == "device" or by == "in place" or not device.can_offload:
+            continue
+        assert device.to_device_bytes_per_s is not None
+        assert device.to_host_bytes_per_s is not None
+        if by == "host":
+            back += size / device.to_device_bytes_per_s if place == "state" else 0.0
+            continue
+        back += (unit.state_bytes + size + (size if place == "host" else 0)) / (
+            device.to_device_bytes_per_s
+        )
+        out += (unit.state_bytes + (size if place == "host" else 0)) / device.to_host_bytes_per_s
+    return max(back, out, ops, host)

@@ -198,6 +198,99 @@ def test_lanes_by_hand():
     assert found.hidden == pytest.approx(1 - 4 / 6)
 
 
+def of_host(units, seconds):
+    """The units, with what the host takes for the update of each."""
+    return [replace(it, host_update_s=seconds) for it in units]
+
+
+def test_an_update_by_the_host_by_hand():
+    """One layer whose parameter stays: op 2 s, gradient 1 s, the host 0.7 s, parameter 1 s."""
+    link = Device("link", to_host_bytes_per_s=100.0, to_device_bytes_per_s=100.0)
+    storages = [
+        Storage("x", 0, "input"),
+        Storage("p", 100, "parameter"),
+        Storage("w", 100, "gradient", True),
+    ]
+    graph = Graph(
+        storages, [Op("f", ("x", "p"), ("w",), phase="backward", seconds=2.0)], device=link
+    )
+    (unit,) = of_host([Unit("p", "w", 200, 0, 0.5)], 0.7)
+    whole = with_state(graph, [unit], {"p": "state"}, updaters={"p": "host"})
+    names = ["f", "store gradient of p", "host update p", "bring updated p"]
+    assert [it.name for it in whole.ops] == names
+    found = lane_seconds(whole, [Action("run", it) for it in names])
+    assert found.seconds == pytest.approx(4.7)
+    assert (found.ops_s, found.copies_s, found.host_s) == (2.0, 2.0, 0.7)
+    # No state comes to the device, and what is on the host is fetched, and not brought.
+    assert peak(whole).bytes == 200
+    there = with_state(graph, [unit], {"p": "host"}, updaters={"p": "host"})
+    assert [it.name for it in there.ops] == ["fetch p", *names[:3]]
+    # In place nothing moves.
+    placed = with_state(graph, [unit], {"p": "host"}, updaters={"p": "in place"})
+    assert [it.name for it in placed.ops] == ["fetch p", "f", "update p"]
+    assert placed.ops[2].inputs == ("w",)
+    assert lane_seconds(placed, [Action("run", it.name) for it in placed.ops]).seconds == 3.7
+
+
+@pytest.mark.parametrize("update", [pytest.param("backward", marks=pytest.mark.slow), "step"])
+@pytest.mark.parametrize("seconds", [0.05, 0.6, 30.0])
+def test_who_updates_against_every_choice(update, seconds):
+    """Within a tenth of the best of all places and updaters, wherever one keeps the budget."""
+    graph, units = chain(2, [160, 80])
+    units = of_host(units, seconds)
+    names = [it.parameter for it in units]
+    whole = peak(with_state(graph, units, {}, update=update)).bytes
+    who = set()
+    for share in (1.0, 0.7, 0.4):
+        budget, best = int(share * whole), None
+        for places in itertools.product(PLACES, repeat=2):
+            for by in itertools.product(("device", "host"), repeat=2):
+                try:
+                    found = planned_with(
+                        graph, units, dict(zip(names, places, strict=True)), budget, planner,
+                        update=update, updaters=dict(zip(names, by, strict=True)),
+                    )  # fmt: skip
+                except BudgetError:
+                    continue
+                best = min(filter(None, (best, found.seconds)))
+        if best is None:
+            continue
+        found = plan_state(
+            graph, units, budget, planner, update=update, updaters=("device", "host")
+        )
+        assert best <= found.seconds <= 1.1 * best, (share, best)
+        who |= set(found.updaters.values())
+        check_plan(found.graph, replace(found.plan, budget_bytes=budget))
+        assert found.step_peak_bytes <= budget
+    # In a backward pass these budgets hold no state, so the host updates, however slow.
+    assert ("device" if seconds > 1 and update == "step" else "host") in who
+
+
+def test_nothing_runs_again_after_an_update_by_the_host():
+    graph, units = chain()
+    for place, late in (("host", "fetch p2"), ("state", "f2")):
+        whole = with_state(graph, of_host(units, 0.1), {"p2": place}, updaters={"p2": "host"})
+        plan = planner(whole, 10**6)
+        actions = [it for it in plan.actions if it.kind == "run"]
+        # On the device it is the old one until it is brought.
+        last = "host update p2" if place == "host" else "bring updated p2"
+        actions.insert(actions.index(Action("run", last)) + 1, Action("run", late))
+        with pytest.raises(PlanError, match="in-place writes"):
+            carry_out(whole, replace(plan, actions=tuple(actions)))
+
+
+def test_the_host_leaves_room_in_the_step_of_the_optimizer():
+    graph, units = chain(3, [40, 160, 80])
+    places = dict.fromkeys(("p0", "p1", "p2"), "host")
+    whole = with_state(graph, units, places, update="step")
+    peaks = {
+        by: step_peak(whole, units, places, dict.fromkeys(places, by))
+        for by in ("device", "host", "in place")
+    }
+    # Nothing of it is on the device; its scratch memory is, where there is one processor.
+    assert peaks == {"device": 5 * 160 + 22, "host": 22, "in place": 160 + 22}
+
+
 @pytest.mark.parametrize(
     ("places", "words"),
     [({"q": "host"}, "no unit"), ({"p0": "disk"}, "expected device, state, host")],
@@ -214,3 +307,5 @@ def test_a_device_without_speeds():
         with_state(graph, units, {"p0": "host"})
     with pytest.raises(GraphError, match="later"):
         with_state(graph, units, {}, update="later")
+    with pytest.raises(GraphError, match="expected device, host, in place"):
+        with_state(graph, units, {}, updaters={"p0": "nobody"})
