@@ -12,7 +12,8 @@ the system takes back.)
                 as soon as its gradient is there
     backward    sn_memory.torch.plan(..., state=folder, update="backward")
     step        the same with update="step", the default: gradients wait for optimizer.step()
-    disk        as backward, and pages that were read or written are dropped from the page cache
+    copied      as backward, and updates are made of copies, not in place
+    disk        as copied, and pages that were read or written are dropped from the page cache
 
 Losses are held against those of `plain`, bit by bit. Resident bytes are the most that samples of
 /proc/self/status saw: anonymous, and mapped from files.
@@ -42,7 +43,7 @@ from training_rows import save
 
 import sn_memory.torch
 
-WAYS = ("plain", "memmap", "backward", "step", "disk")
+WAYS = ("plain", "memmap", "backward", "step", "copied", "disk")
 LAYERS, WIDTH, HEADS, WORDS, LENGTH, BATCH = 4, 640, 10, 4096, 128, 2
 MIB = 1 << 20
 
@@ -183,7 +184,9 @@ def child(way: str, steps: int, limit: int, budget: int, folder: str) -> dict[st
         initialised(model.to_empty(device="cpu"))
         optimizer = torch.optim.AdamW(model.parameters())
     else:
-        held = sn_memory.torch.HostState(folder, keep_cached=way != "disk")
+        held = sn_memory.torch.HostState(
+            folder, keep_cached=way != "disk", in_place=way not in ("copied", "disk")
+        )
         initialised(held.hold(model))
         optimizer = torch.optim.AdamW(model.parameters())
         began = time.perf_counter()

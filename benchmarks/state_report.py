@@ -18,6 +18,7 @@ SAYS = {
     "memmap": "by hand: memory maps, updates in hooks",
     "step": '`state=folder` (`update="step"`)',
     "backward": '`update="backward"`',
+    "copied": '`update="backward"`, `in_place=False`',
     "disk": '`update="backward"`, page cache dropped',
 }
 

@@ -51,6 +51,18 @@ def add_estimate(commands: Any) -> None:
     )
     it.add_argument("--dtype", choices=_DTYPES, help="of the parameters; default: their own")
     it.add_argument("--amp", action="store_true", help="autocast to bf16 (with --dtype fp16, fp16)")
+    it.add_argument(
+        "--state",
+        choices=("host",),
+        help="also with the optimizer's state, and the parameters, on the host of --device",
+    )
+    it.add_argument(
+        "--host-speed",
+        type=_positive,
+        default=100.0,
+        metavar="GB/S",
+        help="what the memory of that host moves, for updates that it makes (default 100, assumed)",
+    )
     it.add_argument("--time-limit", type=float, default=5.0, help="seconds a plan (default 5)")
     it.add_argument("--picture", type=picture_file, help="a PNG of the table")
     it.add_argument("--quiet", action="store_true", help="no progress on standard error")
@@ -60,6 +72,11 @@ def _estimate(options: argparse.Namespace) -> Answer:
     named = read_model(options.model)
     if options.device is not None and not is_here(options.device):
         return _on_device(named, options)
+    if options.state is not None:
+        raise PlanError(
+            "got --state without the name of a device that is not here. On this machine "
+            "`sn_memory.torch.plan(..., state='host')` plans it."
+        )
     if options.picture is not None:
         raise PlanError("got --picture without --device; the picture is of a device's table.")
     budget = None if options.budget is None else parse_bytes(options.budget)
@@ -90,6 +107,10 @@ def _on_device(named: Named, options: argparse.Namespace) -> Answer:
     if options.budget is not None:
         raise PlanError("got --budget with --device, whose room it is; leave one of them out.")
     first = named.at(batch=options.batch[0], sequence=(options.sequence or [None])[0])
+    if options.state and first.rim.__name__ != "sn_memory.torch":
+        raise PlanError("got --state for a Keras model: a variable keeps its memory as it lives.")
+    if options.state and options.optimizer is None and first.optimizer is None:
+        raise PlanError("got --state without --optimizer, whose state it is; name one.")
     if first.rim.__name__ != "sn_memory.torch":
         found = first.rim.estimate(
             first.model, first.sample, optimizer=first.optimizer, device=options.device
@@ -121,6 +142,8 @@ def _on_device(named: Named, options: argparse.Namespace) -> Answer:
                 cards=options.cards,
                 amp=cast,
                 time_limit_s=options.time_limit,
+                state=options.state is not None,
+                host_bytes_per_s=1e9 * options.host_speed,
             )
             for length in options.sequence or [None]
         ]
@@ -153,6 +176,16 @@ def _optimizer(options: argparse.Namespace, given: Given) -> Any:
     if given.rim.__name__ != "sn_memory.torch":
         return options.optimizer
     return import_module(_BY_NAME).optimizer_of(options.optimizer)
+
+
+def _positive(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0")
+    return found
 
 
 def _numbers(text: str) -> tuple[int, int]:

@@ -135,6 +135,16 @@ def with_state(
     )  # fmt: skip
 
 
+def scratch_bytes(unit: Unit, by: str) -> int:
+    """Return what the device holds for an update beside what it works on.
+
+    In place it is where the state is made in the first step, before it goes to where it rests.
+    """
+    if by == "host":
+        return 0
+    return unit.scratch_bytes + (unit.state_bytes if by == "in place" else 0)
+
+
 def _scratch(size: int) -> tuple[Workspace, ...]:
     return (Workspace(size),) if size else ()
 
@@ -228,7 +238,7 @@ class _Maker:
         ops.append(Op(UPDATE + name, (*here, unit.gradient, *state), (), changed, kind="update",
                       phase="backward", once=True,
                       seconds=unit.update_s if by == "device" else unit.host_update_s,
-                      workspaces=_scratch(unit.scratch_bytes)))  # fmt: skip
+                      workspaces=_scratch(scratch_bytes(unit, by))))  # fmt: skip
         stored = (*((name,) if place == "host" and by == "device" else ()), *state)
         if stored:
             moved = (size if place == "host" else 0) + (unit.state_bytes if state else 0)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from ..base.sizes import show_bytes
 from ..cost.state_lanes import LaneSeconds, lane_seconds
 from ..graph.graph import Graph
-from ..graph.hosted import HOST_UPDATE, Unit, with_state
+from ..graph.hosted import HOST_UPDATE, Unit, scratch_bytes, with_state
 from .ahead import ahead, live_bytes
 from .plan import BudgetError, Plan
 
@@ -220,11 +220,11 @@ def step_bytes(unit: Unit, place: str, size: int, by: str = "device") -> tuple[i
 
     size : bytes of its parameter, as many as of its gradient
     """
-    if place == "device" or by == "in place":
-        return 0, unit.scratch_bytes
-    if by == "host":
-        return 0, 0
-    return (size if place == "state" else 2 * size) + unit.state_bytes, unit.scratch_bytes
+    by = by if place != "device" else "device"
+    held = scratch_bytes(unit, by)
+    if place == "device" or by != "device":
+        return 0, held
+    return (size if place == "state" else 2 * size) + unit.state_bytes, held
 
 
 def step_peak(
@@ -244,7 +244,10 @@ def step_peak(
     each = (
         sum(
             step_bytes(
-                it, places.get(it.parameter, "device"), size[it.parameter], by.get(it.parameter, "")
+                it,
+                places.get(it.parameter, "device"),
+                size[it.parameter],
+                by.get(it.parameter, "device"),
             )
         )
         for it in units

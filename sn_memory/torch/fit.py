@@ -17,7 +17,6 @@ from ..base.progress import say
 from ..check.replay import check_plan
 from ..cost.devices import named
 from ..graph.batches import Batches
-from ..graph.graph import Graph
 from ..plan.api import plan_graph
 from ..plan.plan import BudgetError, Plan
 from ..run.cards import Held, Units, on_cards
@@ -27,8 +26,9 @@ from .elsewhere.gpu import Gpu
 from .elsewhere.units import units_of
 from .errors import TraceError
 from .estimate import estimate
+from .fit_state import HOST_BYTES_PER_S, OnHost
 from .trace.fake_step import fake_step_on
-from .trace.trace import call_arguments, trace
+from .trace.trace import Trace, call_arguments, trace
 
 # Of a batch and a length (None: the sample's own), a model and its sample.
 Make = Callable[[int, int | None], tuple[torch.nn.Module, Any]]
@@ -51,6 +51,8 @@ def fit(
     extra: Sequence[float] = (0.05, 0.10, 0.20),
     amp: torch.dtype | None = None,
     time_limit_s: float = 5.0,
+    state: bool = False,
+    host_bytes_per_s: float = HOST_BYTES_PER_S,
 ) -> Fit:
     """Return the largest batch of each way to train that fits a device, with seconds and bytes.
 
@@ -75,6 +77,10 @@ def fit(
         The type of autocast; None for none.
     time_limit_s
         For the search of each plan.
+    state
+        Whether to plan with the optimizer's state, and parameters, on the host as well.
+    host_bytes_per_s
+        What the host's memory moves, for updates that the host makes.
 
     Raises
     ------
@@ -82,7 +88,8 @@ def fit(
         For a model whose step cannot be told without values.
     """
     asked = _Asked(make, named(device).name, optimizer, length, amp, time_limit_s)
-    return asked.answer(batches, sorted({it for it in cards if it > 1}), extra)
+    host = host_bytes_per_s if state else None
+    return asked.answer(batches, sorted({it for it in cards if it > 1}), extra, host)
 
 
 class _Asked:
@@ -105,7 +112,13 @@ class _Asked:
         self._rests: dict[int, int] = {}
         self._batches: Batches | None = None
 
-    def answer(self, batches: tuple[int, int], cards: Sequence[int], extra: Sequence[float]) -> Fit:
+    def answer(
+        self,
+        batches: tuple[int, int],
+        cards: Sequence[int],
+        extra: Sequence[float],
+        host_bytes_per_s: float | None = None,
+    ) -> Fit:
         least, most = batches
         self._say("plain")
         plain = largest(self.fits, least, most)
@@ -120,6 +133,10 @@ class _Asked:
             if extra:
                 share = sorted(extra)[len(extra) // 2]
                 ways.append(self.planned(share, plain, batches, offload=True))
+        if host_bytes_per_s is not None and self._batches is not None:
+            share = sorted(extra)[len(extra) // 2] if extra else 0.10
+            found = self.on_host(host_bytes_per_s)
+            ways += found.ways(share, batches, self._rates, self._say)
         units = units_of(self.make(least, self.length)[0])
         for count in cards:
             self._say(f"{count} cards")
@@ -252,15 +269,27 @@ class _Asked:
             self._rests[batch] = step.peak_bytes - own
         return self._rests[batch]
 
+    def on_host(self, host_bytes_per_s: float) -> OnHost:
+        traced = list(self._steps(None))
+        return OnHost(
+            self.optimizer,
+            traced,
+            room_bytes=self.room,
+            time_limit_s=self.time_limit_s,
+            host_bytes_per_s=host_bytes_per_s,
+        )
+
     def _traced(self) -> Batches:
-        graphs: list[tuple[int, Graph]] = []
+        graphs = [(batch, traced.graph) for batch, _, traced in self._steps(self.optimizer)]
+        return Batches(*graphs)
+
+    def _steps(self, optimizer: Any) -> Iterator[tuple[int, torch.nn.Module, Trace]]:
+        """Trace the step at two batches, with this optimizer's state."""
         for batch in _TRACED:
             self._say(f"trace, batch {batch}")
             model, sample = self.make(batch, self.length)
             with self._casting():
-                traced = trace(model, sample, device=self.device, optimizer=self.optimizer)
-            graphs.append((batch, traced.graph))
-        return Batches(*graphs)
+                yield batch, model, trace(model, sample, device=self.device, optimizer=optimizer)
 
     def _update_s(self) -> float:
         """Seconds of the optimizer's step: those of a whole step beyond its graph."""

@@ -305,6 +305,41 @@ def test_the_largest_batch_on_a_device_that_is_not_here(tmp_path, capsys):
     assert (tmp_path / "fit.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_state_of_the_optimizer_on_the_host_of_a_device(tmp_path, capsys):
+    pytest.importorskip("torch")
+    command = ["memory", "estimate", f"{script(tmp_path, WIDE)}:made", "--device", "l4", "--quiet"]
+    words = "--optimizer adamw --batch 4 --sequence 256 --time-limit 0.2 --state host --json"
+    parameters = 6 * (1024 + 1) * 1024 * 4
+    for speed, who in ((1000, "host"), (0.1, "device")):
+        code, out, err = run(capsys, *command, *words.split(), "--host-speed", speed)
+        assert code == 0, err
+        ways = {it["name"]: it for it in json.loads(out)["fits"][0]["ways"]}
+        plain, state = ways["plain"], ways["state on the host"]
+        both = ways["parameters and state on the host"]
+        assert state["pinned_bytes"] in (2 * parameters, 4 * parameters)
+        # With an update by the host, a gradient is there as well.
+        assert both["pinned_bytes"] == (4 if who == "host" else 3) * parameters
+        assert state["allocated_bytes"] < plain["allocated_bytes"] - parameters
+        assert both["allocated_bytes"] < state["allocated_bytes"]
+        count = 12 if who == "host" else 0
+        assert f"{count} of 12 parameters are updated by the host" in both["note"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--state", "host", "--device", "l4"], "without --optimizer"),
+        (["--state", "host", "--optimizer", "adam"], "name of a device"),
+        (["--host-speed", "0"], "expected a number above 0"),
+    ],
+)
+def test_state_on_the_host_of_nothing(words, says, tmp_path, capsys):
+    pytest.importorskip("torch")
+    code, _, err = run(capsys, "memory", "estimate", f"{script(tmp_path, WIDE)}:made", *words)
+    assert code == 2
+    assert says in err
+
+
 def test_a_batch_that_does_not_fit_is_a_no(tmp_path, capsys):
     pytest.importorskip("torch")
     command = ["memory", "estimate", f"{script(tmp_path, WIDE)}:made", "--device", "l4", "--quiet"]

@@ -50,15 +50,19 @@ def batches(count, size=8):
     return [torch.randint(0, 32, (size, 16), generator=made) for _ in range(count)]
 
 
-def pair(make="adamw", budget="50%", update="step", model=None, **settings):
+# Updates where state rests, or of copies; see HostState.
+IN_PLACE = pytest.mark.parametrize("in_place", [True, False])
+
+
+def pair(make="adamw", budget="50%", update="step", model=None, in_place=False, **settings):
     """A model planned with its state on the host, one that is not, and an optimizer of each."""
     torch.manual_seed(0)
     plain = Net() if model is None else model
     mine = copy.deepcopy(plain)
     optimizers = [OPTIMIZERS[make](it.parameters()) for it in (mine, plain)]
     planned = plan(
-        mine, batches(1)[0], budget, optimizer=optimizers[0], state="host", update=update,
-        **SETTINGS, **settings,
+        mine, batches(1)[0], budget, optimizer=optimizers[0], update=update,
+        state=HostState(in_place=in_place), **SETTINGS, **settings,
     )  # fmt: skip
     return planned, plain, *optimizers
 
@@ -84,21 +88,26 @@ def same(mine, plain):
     return all(map(torch.equal, mine.state_dict().values(), plain.state_dict().values()))
 
 
+@IN_PLACE
 @pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize("make", OPTIMIZERS)
-def test_bits_are_those_of_training_without(make, update):
-    mine, plain, *optimizers = pair(make, "55%", update)
+def test_bits_are_those_of_training_without(make, update, in_place):
+    # In place a parameter itself moves later, as its state then costs nothing.
+    budget = "35%" if in_place and make == "adamw" else "55%"
+    mine, plain, *optimizers = pair(make, budget, update, in_place=in_place)
     data = batches(5)
     assert trained(mine, optimizers[0], data) == trained(plain, optimizers[1], data)
     assert same(mine, plain)
-    assert set(mine.sn_memory.state.places.values()) > {"device"} or make == "adafactor"
+    assert set(mine.sn_memory.state.places.values()) & {"state", "host"} or make == "adafactor"
+    assert "host" in mine.sn_memory.state.places.values() or budget == "55%"
     check_plan(mine.sn_memory.trace.graph, mine.sn_memory.plan)
 
 
+@IN_PLACE
 @pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize("budget", ["100%", "70%", "45%"])
-def test_the_peak_is_as_predicted(budget, update):
-    mine, _, optimizer, _ = pair("adamw", budget, update)
+def test_the_peak_is_as_predicted(budget, update, in_place):
+    mine, _, optimizer, _ = pair("adamw", budget, update, in_place=in_place)
     state, numbers = mine.sn_memory.state, batches(1)[0]
     for step in range(3):
         held = [it for kept in optimizer.state.values() for it in kept.values()]
@@ -114,7 +123,11 @@ def test_the_peak_is_as_predicted(budget, update):
             optimizer.step()
         optimizer.zero_grad()
         predicted = mine.sn_memory.plan.peak_bytes
-        if step and update == "backward":
+        if step and in_place and update == "backward":
+            # The first step held more: the state of a parameter is made in memory, then moved.
+            largest = max(it.numel() * 8 for it in mine.parameters())
+            assert predicted - largest <= tracker.peak_bytes <= predicted
+        elif step and update == "backward":
             # Counts of steps, 4 bytes each, are new ones while the list here holds the old.
             counts = 4 * len(state.owned)
             assert predicted <= tracker.peak_bytes <= predicted + counts
@@ -125,9 +138,10 @@ def test_the_peak_is_as_predicted(budget, update):
         del known
 
 
+@IN_PLACE
 @pytest.mark.parametrize("probability", [0.0, 0.3])
 @pytest.mark.parametrize("update", ["step", "backward"])
-def test_any_order_of_copies_gives_the_same(monkeypatch, update, probability):
+def test_any_order_of_copies_gives_the_same(monkeypatch, update, probability, in_place):
     made = []
 
     def lanes(self):
@@ -137,9 +151,9 @@ def test_any_order_of_copies_gives_the_same(monkeypatch, update, probability):
 
     monkeypatch.setattr(HostState, "lanes", lanes)
     monkeypatch.setattr(HostState, "speeds", lambda self: (1e9, 2e9))
-    for budget in ("75%", "45%"):
+    for budget in ("75%", "35%" if in_place else "45%"):
         made.clear()
-        mine, plain, *optimizers = pair("adamw", budget, update)
+        mine, plain, *optimizers = pair("adamw", budget, update, in_place=in_place)
         data = batches(4)
         assert trained(mine, optimizers[0], data) == trained(plain, optimizers[1], data)
         assert same(mine, plain)
@@ -147,9 +161,10 @@ def test_any_order_of_copies_gives_the_same(monkeypatch, update, probability):
         assert not made[0].under_way()
 
 
+@IN_PLACE
 @pytest.mark.parametrize("update", ["step", "backward"])
-def test_a_scheduler_sets_the_rate(update):
-    mine, plain, *optimizers = pair("momentum", "50%", update)
+def test_a_scheduler_sets_the_rate(update, in_place):
+    mine, plain, *optimizers = pair("momentum", "50%", update, in_place=in_place)
     schedulers = [torch.optim.lr_scheduler.StepLR(it, 2, 0.1) for it in optimizers]
     data = batches(6)
     losses = [
@@ -160,8 +175,9 @@ def test_a_scheduler_sets_the_rate(update):
     assert same(mine, plain)
 
 
-def test_gradients_are_added_and_clipped_on_the_host():
-    mine, plain, *optimizers = pair("adamw", "50%")
+@IN_PLACE
+def test_gradients_are_added_and_clipped_on_the_host(in_place):
+    mine, plain, *optimizers = pair("adamw", "50%", in_place=in_place)
     data = batches(6)
     losses = [
         trained(*it, data, clip=0.1, micro=2) for it in zip((mine, plain), optimizers, strict=True)
@@ -219,10 +235,11 @@ def test_parameters_that_the_optimizer_does_not_have_keep_their_gradients():
     assert torch.equal(mine.norm.weight.grad, plain.norm.weight.grad)
 
 
+@IN_PLACE
 @pytest.mark.parametrize("update", ["step", "backward"])
-def test_saved_here_and_loaded_there(tmp_path, update):
+def test_saved_here_and_loaded_there(tmp_path, update, in_place):
     """Both ways: what is on the host is loaded without a plan, and the reverse."""
-    mine, plain, *optimizers = pair("adamw", "45%", update)
+    mine, plain, *optimizers = pair("adamw", "45%", update, in_place=in_place)
     data = batches(8)
     trained(mine, optimizers[0], data[:4])
     torch.save((mine.state_dict(), optimizers[0].state_dict()), tmp_path / "saved")
@@ -249,8 +266,9 @@ def test_evaluation_reads_what_is_on_the_host():
         assert torch.equal(mine(batches(1, 3)[0]), plain(batches(1, 3)[0]))
 
 
-def test_inputs_of_another_size():
-    mine, plain, *optimizers = pair("adamw", "60%", "backward")
+@IN_PLACE
+def test_inputs_of_another_size(in_place):
+    mine, plain, *optimizers = pair("adamw", "60%", "backward", in_place=in_place)
     data = [*batches(2), *batches(1, 5), *batches(1, 3), *batches(1)]
     assert trained(mine, optimizers[0], data) == trained(plain, optimizers[1], data)
     assert same(mine, plain)
@@ -261,10 +279,13 @@ class BrokenError(Exception):
     pass
 
 
+@IN_PLACE
 @pytest.mark.parametrize("update", ["step", "backward"])
-def test_an_exception_in_the_middle_loses_nothing(monkeypatch, update):
+def test_an_exception_in_the_middle_loses_nothing(monkeypatch, update, in_place):
     """Parameters are those before or after their own update; the next step is as ever."""
-    mine, plain, *optimizers = pair("adamw", "45%", update)
+    mine, plain, *optimizers = pair(
+        "adamw", "35%" if in_place else "45%", update, in_place=in_place
+    )
     data = batches(3)
     trained(mine, optimizers[0], data[:1])
     trained(plain, optimizers[1], data[:1])

@@ -12,13 +12,13 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import tensorflow as tf
 
 from ...base.errors import PlanWarning
+from ...base.host import available_bytes
 from ...base.sizes import show_bytes
 from ...plan.plan import Plan
 from ...run.measured_choice import MeasuredPlan
@@ -217,12 +217,8 @@ def as_tensor(leaf: Any) -> Any:
 
 def _has_room(needed_bytes: int) -> bool:
     """Whether the host has so much memory left; yes, where it does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return True
-    free = {it.partition(":")[0]: it.partition(":")[2].split()[0] for it in lines if ":" in it}
-    return needed_bytes < 1024 * int(free.get("MemAvailable", 1 << 50))
+    free = available_bytes()
+    return free is None or needed_bytes < free
 
 
 def asked(run: Callable[[], Any], variables: list[Any]) -> Allocations:

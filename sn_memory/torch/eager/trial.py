@@ -20,6 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...base.host import available_bytes
 from ..errors import ReplayError, innermost_line
 from ..model.compare import differences
 from ..model.sharded import somewhere
@@ -263,10 +264,8 @@ def _enough(nbytes: int, device: torch.device) -> bool:
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return nbytes < torch.cuda.mem_get_info(device)[0] + held
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
+    free = available_bytes()
+    if free is None:
         return False
     return 2 * nbytes < min(free, _left_by_limits())
 

@@ -79,10 +79,12 @@ class AddedOps:
             assert gradient is not None
             return StoreGradientOf(self.owned[name], gradient.storage, take(gradient))
         name = op.removeprefix(UPDATE).removeprefix(STORE)
-        storage = number[name] if self.owned[name].place == "host" else None
+        owned = self.owned[name]
+        # In place nothing of it is brought.
+        storage = number[name] if owned.place == "host" and owned.by == "device" else None
         state = number.get(name + STATE)
         if op.startswith(STORE):
-            return StoreOf(self.owned[name], storage, state)
+            return StoreOf(owned, storage, state)
         gradient = self.gradients[name]
         assert gradient is not None
-        return UpdateOf(self.owned[name], storage, state, take(gradient))
+        return UpdateOf(owned, storage, state, take(gradient))

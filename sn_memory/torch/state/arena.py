@@ -2,8 +2,9 @@
 
 That is a file. A tensor at rest is a shared mapping of its part of the file: whoever looks at it
 (state_dict, evaluation, gradient clipping) sees values, and its pages belong to the page cache,
-which the system takes back when memory is short. Steps do not touch the mapping: they read and
-write the file, so nothing of it becomes resident.
+which the system takes back when memory is short. What an op needs is read from the file into
+memory, and written back. Updates may be made in place, through the mapping: then nothing is copied
+for them, and the pages that they touch become resident, of the page cache.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 import torch
 
 from ...base.errors import PlanError
+from ...base.host import available_bytes
 from ..eager.streams import Lanes, Ticket
 from .lanes import FileLanes
 
@@ -55,6 +57,10 @@ class HostState:
         Whether the system may keep what was read and written in its page cache, as it does with any
         file. False drops it at once: a step then waits for the disk each time, and takes no memory
         from others.
+    in_place
+        Whether updates are made where parameters and state rest. Default (None): where the system
+        may keep the file in its page cache, and has memory for all of it now. Otherwise they are
+        read, updated and written.
 
     Notes
     -----
@@ -62,7 +68,11 @@ class HostState:
     """
 
     def __init__(
-        self, where: str | os.PathLike[str] | None = None, *, keep_cached: bool = True
+        self,
+        where: str | os.PathLike[str] | None = None,
+        *,
+        keep_cached: bool = True,
+        in_place: bool | None = None,
     ) -> None:
         folder = Path(tempfile.gettempdir() if where is None else where)
         if not folder.is_dir():
@@ -74,7 +84,7 @@ class HostState:
         self.file, name = tempfile.mkstemp(prefix="sn_memory", dir=folder)
         os.unlink(name)
         weakref.finalize(self, os.close, self.file)
-        self.keep_cached = keep_cached
+        self.keep_cached, self.in_place = keep_cached, in_place
         self._end = 0
         self._places: dict[int, Place] = {}
         self.files: dict[int, int] = {}
@@ -137,6 +147,13 @@ class HostState:
         found = self.place(parameter)
         assert found is not None
         return found
+
+    def updater(self, nbytes: int) -> str:
+        """Return who updates so many bytes of parameters, gradients and state; see `with_state`."""
+        in_place = self.in_place
+        if in_place is None:
+            in_place = self.keep_cached and nbytes < (available_bytes() or 0)
+        return "in place" if in_place else "device"
 
     def speeds(self) -> tuple[float, float]:
         """Return bytes per second (to the host, back), measured once with the file."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -19,17 +18,17 @@ from ...plan.plan import Plan
 from ...plan.state import StatePlan, plan_state, planned_with, step_bytes
 from ..eager.replay import Replay
 from ..model.kinds import Arguments
-from ..trace.record import Layouts, View
+from ..trace.record import Layouts
 from ..trace.to_graph import Named
 from ..trace.trace import Trace
 from .added_ops import AddedOps
 from .arena import HostState
 from .checks import check_model
 from .in_turn import update_in_turn
-from .optimizer import check_optimizer, update_bytes
 from .owned import Owned
 from .rehearsal import rehearsed
 from .stepping import UsedUp, step_in_memory, take_over
+from .units import StateUnits
 
 
 class ModelState:
@@ -64,12 +63,10 @@ class ModelState:
     ) -> None:
         if update not in UPDATES:
             raise ValueError(f"got update {update!r}, expected one of {', '.join(UPDATES)}.")
-        check_optimizer(optimizer)
         self.optimizer, self.arena, self.update = optimizer, arena, update
-        self.groups = {id(it): group for group in optimizer.param_groups for it in group["params"]}
+        self.units = StateUnits(optimizer)
         self.owned: dict[str, Owned] = {}
         self.latest: StatePlan | None = None
-        self._bytes: dict[Any, tuple[int, int, int]] = {}
         check_model(model)
 
     def __repr__(self) -> str:
@@ -120,21 +117,27 @@ class ModelState:
             Whether to measure the speeds of the way, in place of those of the trace.
         """
         graph = self._with_speeds(traced.graph) if measured else traced.graph
-        units = self.units(model, traced)
+        units = self.units.of(model, traced)
+        by = self._updater(graph, units)
         whole = peak(graph).bytes + sum(it.state_bytes + it.counts_bytes for it in units)
         budget_bytes = parse_bytes(budget, whole=whole)
         if self.owned:
             found = planned_with(
-                graph, units, self.places, budget_bytes, planner, update=self.update
-            )
+                graph, units, self.places, budget_bytes, planner, update=self.update,
+                updaters={name: it.by for name, it in self.owned.items()},
+            )  # fmt: skip
         else:
-            found = plan_state(graph, units, budget_bytes, planner, update=self.update)
+            found = plan_state(
+                graph, units, budget_bytes, planner, update=self.update, updaters=(by,)
+            )
         plan = replace(found.plan, baseline_peak_bytes=whole, budget_bytes=budget_bytes)
         self.latest = found = replace(found, plan=plan)
-        self._own(model, found.places)
+        self._own(model, found.places, by)
         sizes = {it.name: it.bytes for it in graph.storages}
         self._step_bytes = {
-            it.parameter: step_bytes(it, found.places[it.parameter], sizes[it.parameter])
+            it.parameter: step_bytes(
+                it, found.places[it.parameter], sizes[it.parameter], self.owned[it.parameter].by
+            )
             for it in units
         }
         self._stays_bytes = found.step_peak_bytes - max(
@@ -155,7 +158,10 @@ class ModelState:
             assert self.latest is not None
             assert self.latest.plan.budget_bytes is not None
             room = self.latest.plan.budget_bytes - self._stays_bytes
-            update_in_turn(row, self._step_bytes, room)
+            update_in_turn([it for it in row if it.by == "device"], self._step_bytes, room)
+            for owned in row:
+                if owned.by != "device":
+                    owned.update_at_rest()
             step_in_memory(self.optimizer, lambda it: id(it) in inside)
             return
         for owned in inside.values():
@@ -213,39 +219,6 @@ class ModelState:
             if owned.place != "device":
                 owned.adopt()
 
-    def units(self, model: torch.nn.Module, traced: Trace) -> list[Unit]:
-        """Return the parameters as units of the planner."""
-        parameters = dict(model.named_parameters())
-        captured = traced.captured
-        names = {number: name for name, number in traced.named.storage_of.items()}
-        gradients = dict(captured.gradients)
-        outside = {it.storage for it in captured.outputs if isinstance(it, View)}
-        kept = {it.storage for it in captured.output_gradients} | set(captured.recording.given)
-        speed = traced.graph.device.bytes_per_s
-        found = []
-        for name, form in captured.parameters:
-            parameter, view = parameters[name], gradients.get(name)
-            trained = view is not None and id(parameter) in self.groups
-            size = state = counts = scratch = 0
-            if trained:
-                assert view is not None
-                state, counts, scratch = self._update_bytes(parameter)
-                size = parameter.numel() * parameter.element_size()
-                scratch += 0 if view.stride == form.stride else size
-            found.append(
-                Unit(
-                    names[form.storage],
-                    names[view.storage] if trained and view is not None else None,
-                    state,
-                    scratch,
-                    (3 * size + 2 * state) / speed if speed else 0.0,
-                    movable=_is_whole(parameter, form) and form.storage not in outside,
-                    used_up=view is not None and view.storage not in kept,
-                    counts_bytes=counts,
-                )
-            )
-        return found
-
     def rehearsed(
         self,
         replay: Replay,
@@ -256,17 +229,16 @@ class ModelState:
         """Return a step that runs on a sample as traced; see rehearsal.py."""
         return rehearsed(replay, model, given, planned_with)
 
-    def _update_bytes(self, parameter: torch.nn.Parameter) -> tuple[int, int, int]:
-        group = self.groups[id(parameter)]
-        key = (tuple(parameter.size()), parameter.stride(), parameter.dtype, id(group))
-        if key not in self._bytes:
-            self._bytes[key] = update_bytes(self.optimizer, group, parameter)
-        return self._bytes[key]
+    def _updater(self, graph: Graph, units: Sequence[Unit]) -> str:
+        """Return who updates what lies on the host, if all of it does."""
+        sizes = {it.name: it.bytes for it in graph.storages}
+        # A parameter, and its gradient.
+        return self.arena.updater(sum(2 * sizes[it.parameter] + it.state_bytes for it in units))
 
-    def _own(self, model: torch.nn.Module, places: Mapping[str, str]) -> None:
+    def _own(self, model: torch.nn.Module, places: Mapping[str, str], by: str) -> None:
         for name, parameter in model.named_parameters():
             if name not in self.owned:
-                group = self.groups.get(id(parameter))
+                group = self.units.groups.get(id(parameter))
                 self.owned[name] = Owned(
                     name,
                     parameter,
@@ -274,6 +246,7 @@ class ModelState:
                     self.arena,
                     None if group is None else self.optimizer,
                     group,
+                    by,
                 )
 
     def _with_speeds(self, graph: Graph) -> Graph:
@@ -283,16 +256,3 @@ class ModelState:
             graph.storages, graph.ops, name=graph.name, device=device, allocator=graph.allocator,
             aliases=graph.aliases,
         )  # fmt: skip
-
-
-def _is_whole(parameter: torch.nn.Parameter, form: View) -> bool:
-    """Whether a parameter has a storage of its own, all of it, without gaps."""
-    return (
-        parameter.numel() > 0
-        and form.offset == 0
-        and (torch.empty_like(parameter, device="meta").stride() == parameter.stride())
-        and (
-            parameter.is_meta
-            or parameter.untyped_storage().nbytes() >= parameter.numel() * parameter.element_size()
-        )
-    )

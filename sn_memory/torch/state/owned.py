@@ -38,6 +38,8 @@ class Owned:
         Where what moves rests.
     optimizer, group
         Who updates it, and with which settings; None for a parameter that is not trained.
+    by
+        Where that is done, if something of it lies on the host: `device` or `in place`.
     """
 
     def __init__(
@@ -48,8 +50,9 @@ class Owned:
         arena: HostState,
         optimizer: torch.optim.Optimizer | None,
         group: dict[str, Any] | None,
+        by: str = "device",
     ) -> None:
-        self.name, self.parameter, self.place = name, parameter, place
+        self.name, self.parameter, self.place, self.by = name, parameter, place, by
         self.arena, self.optimizer, self.group = arena, optimizer, group
         self.device = parameter.device
         self.lanes = arena.lanes()
@@ -129,9 +132,20 @@ class Owned:
         return updated(self.optimizer, self.group, here, gradient, state)
 
     def update_here(self, gradient: torch.Tensor) -> None:
-        """Make the step of a parameter whose state is on the device as well."""
+        """Make the step where parameter and state are: on the device, or at rest."""
         assert self.optimizer is not None
         self.optimizer.state[self.parameter] = self.update(self.parameter, gradient, self._state())
+        if self.place != "device":
+            self.adopt()
+
+    def update_at_rest(self) -> None:
+        """Make the step with a gradient that rests."""
+        gradient = self.parameter.grad
+        assert gradient is not None
+        place = self.arena.place(gradient)
+        if place is not None:
+            self.lanes.wait(place.written)
+        self.update_here(gradient)
 
     def used_up(self) -> None:
         """Note that it was updated in the backward pass."""
