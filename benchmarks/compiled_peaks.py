@@ -8,7 +8,7 @@ CPU allocator had given out (AllocationTracker). Budgets are shares of the plain
 activation peak: of what its peak has beside parameters, inputs and the gradients of parameters.
 Rivals are torch's `activation_memory_budget` with its solvers dp and ilp; ours is planned with each
 rival's measured peak as its budget as well. Seconds are CPU seconds of a step, of runs that
-alternate, the median. A model that is in the file is left out, so the script goes on where it was
+alternate in changing orders and at changing addresses, the median. A model that is in the file is left out, so the script goes on where it was
 stopped.
 """
 
@@ -18,6 +18,7 @@ import argparse
 import copy
 import gc
 import json
+import random
 import statistics
 import sys
 import time
@@ -37,6 +38,8 @@ from sn_memory.torch.model.step import put_back, run_step
 SHARES = (1.0, 0.8, 0.6, 0.4)
 RIVALS = (0.7, 0.4, 0.1)
 SOLVERS = ("dp", "ilp")
+# Rounds after which models move.
+MOVES_EACH = 3
 # For planning one budget; compilers come on top.
 LIMIT_S = 120
 
@@ -145,6 +148,35 @@ def ours(
     return Step(planned, planned, sample), planned.sn_memory.plan
 
 
+def in_turn(steps: Sequence[Step], rounds: int) -> None:
+    """Time steps in rounds, each in another order, and their models at new addresses now and then.
+
+    The same compiled code took up to 2 % longer or shorter with another step before it, and with
+    its parameters elsewhere; of fixed orders and addresses that is no noise, but a bias.
+    """
+    chance = random.Random(0)
+    for step in steps:
+        step.seconds.clear()
+    for number in range(rounds):
+        order = chance.sample(steps, len(steps))
+        if number % MOVES_EACH == 0:
+            moved(order, chance)
+            for step in order:
+                step.step()
+        for step in order:
+            step.once()
+
+
+def moved(steps: Sequence[Step], chance: random.Random) -> None:
+    """Let the parameters and buffers of the models lie elsewhere."""
+    between = []
+    with torch.no_grad():
+        for step in steps:
+            for tensor in (*step.model.parameters(), *step.model.buffers()):
+                between.append(torch.empty(chance.randrange(1, 1 << 14)))
+                tensor.data = tensor.clone()
+
+
 def fixed_bytes(model: nn.Module, sample: torch.Tensor) -> int:
     """Bytes of parameters, buffers, the input and the gradients of parameters."""
     held = sum(it.nbytes for it in (*model.parameters(), *model.buffers(), sample))
@@ -184,17 +216,14 @@ def rows_of(
             continue
         took = time.process_time() - began
         note({**row, "predicted_bytes": made.peak_bytes, "plan_cpu_s": took}, step)
-    for _ in range(rounds):
-        for _, step in steps:
-            if step is not None:
-                step.once()
+    in_turn([step for _, step in steps if step is not None], rounds)
     return [
         {
             "model": name,
             **row,
             "fixed_bytes": fixed,
             "peak_bytes": step and step.peak_bytes,
-            "step_s": step and statistics.median(step.seconds[-rounds:]),
+            "step_s": step and statistics.median(step.seconds),
             "commit": commit(),
             "machine": machine(),
         }
