@@ -4,6 +4,7 @@ import copy
 import json
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,7 @@ from sn_memory import BudgetError, check_plan, plan_graph
 from sn_memory.base.errors import PlanWarning
 from sn_memory.graph.graph import Graph
 from sn_memory.plan.plan import Plan
-from sn_memory.torch import TraceError, plan
+from sn_memory.torch import TraceError, plan, verify
 from sn_memory.torch.model.allocations import AllocationTracker
 
 COMPILE = "sn_memory.torch.compile"
@@ -455,3 +456,31 @@ def test_the_quicker_step_is_found_and_nothing_is_changed():
         assert torch.equal(it, before[name])
         assert it.grad is None
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.slow
+def test_what_ran_with_assertions_is_compiled_without():
+    """Not so what fits as it is, which is left as torch has it."""
+    from torch._inductor.codecache import PyCodeCache
+
+    torch.manual_seed(0)
+    blocks = (
+        nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.SiLU(), nn.Conv2d(16, 8, 1))
+        for _ in range(4)
+    )
+    model, sample = nn.Sequential(*blocks), torch.randn(4, 8, 24, 24)
+
+    def code_of(budget):
+        before = len(PyCodeCache.modules)
+        torch._dynamo.reset()
+        planned = plan(copy.deepcopy(model), sample, budget, backend="compile", time_limit_s=3)
+        found = verify(planned, sample)
+        assert found.difference < 1e-5
+        assert found.measured_peak_bytes <= planned.sn_memory.budget_bytes
+        return [Path(it.__file__).read_text() for it in PyCodeCache.modules[before:]]
+
+    whole, tight = code_of("100%"), code_of("75%")
+    assert all("assert_size_stride(" in it for it in whole[-2:])
+    # Those that were timed, and then the forward and the backward pass that run.
+    assert any("assert_size_stride(buf" in it for it in tight[:-2])
+    assert not any("assert_size_stride(" in it.split("def call(")[1] for it in tight[-2:])

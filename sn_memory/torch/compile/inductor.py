@@ -39,7 +39,7 @@ from .dry_step import DryStep
 from .fused import Compilation, Costs, Found, FusedPlanner, Partition
 from .lowering import copied, lowered
 from .program import Program, end_of, rebuilt, results_of
-from .step_seconds import step_seconds
+from .step_seconds import ROUNDS, step_seconds
 from .torch_inductor import (
     CustomPartitionerFn,
     cache_dir,
@@ -198,7 +198,7 @@ def compiled(module: fx.GraphModule, inputs: list[Any], asked: Asked) -> tuple[K
         found = planned(module, inputs, asked)
         if found:
             best, checked = found[0], False
-            if len(found) > 1 and asked.profile and not counts_work():
+            if best.program is not None and asked.profile and not counts_work():
                 best, checked = _fastest(found, module, inputs)
             kept = Kept(best.graph, best.plan, best.program, checked)
             _write(path, kept)
@@ -235,7 +235,8 @@ def _fastest(
         with torch._guards.tracing(copy.copy(torch._guards.TracingContext.get())):
             runs.append(_compiled(copied(module), inputs, each.program))
     try:
-        seconds = step_seconds(runs, inputs)
+        # One alone is run to be checked.
+        seconds = step_seconds(runs, inputs, rounds=ROUNDS if len(found) > 1 else 1)
     except RuntimeError as error:
         # No memory for it, as a rule: the model's own step may be all that fits.
         log.warning("steps could not be timed (%s); the plan reckoned fastest is taken", error)

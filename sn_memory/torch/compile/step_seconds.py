@@ -16,13 +16,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..trace.op_seconds import clock_of
 
-# Rounds that count, behind one that does not; fewer once so many seconds are spent. With seven, of
+# Rounds that count; fewer once so many seconds are spent. With seven, of
 # two steps of 27 ms on a busy machine the one that takes 2 % longer was taken.
-_ROUNDS = 30
+ROUNDS = 30
 _MOST_S = 10.0
 
 
-def step_seconds(runs: Sequence[Callable[..., Any]], inputs: Sequence[Any]) -> list[float]:
+def step_seconds(
+    runs: Sequence[Callable[..., Any]], inputs: Sequence[Any], *, rounds: int = ROUNDS
+) -> list[float]:
     """Return the least seconds that a step of each took, forward and backward pass, on the CPU.
 
     Parameters
@@ -32,12 +34,14 @@ def step_seconds(runs: Sequence[Callable[..., Any]], inputs: Sequence[Any]) -> l
     inputs
         As a back end is given them: parameters, buffers and inputs, real ones. They are not
         changed: what needs no gradient is handed over as a copy, and random numbers are put back.
+    rounds
+        How many steps of each count, behind one that does not.
     """
     least = [float("inf")] * len(runs)
     wanted = [it for it in inputs if isinstance(it, torch.Tensor) and it.requires_grad]
     began = time.perf_counter()
     with _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.enable_grad():
-        for number in range(_ROUNDS + 1):
+        for number in range(rounds + 1):
             for at, run in enumerate(runs):
                 took = _seconds(run, inputs, wanted)
                 if number:
