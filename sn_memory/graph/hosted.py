@@ -32,12 +32,13 @@ what is fetched and what is on the device is another value, with which nothing m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from ..base.errors import GraphError
 from .graph import Graph
 from .records import Op, Storage, Workspace
+from .unit import Unit, scratch_bytes
 
 FETCH: Final = "fetch "
 FETCH_STATE: Final = "fetch state of "
@@ -52,43 +53,6 @@ RESIDENT_STATE: Final = "optimizer state on the device"
 PLACES: Final = ("device", "state", "host")
 UPDATES: Final = ("backward", "step")
 UPDATERS: Final = ("device", "host", "in place")
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """A parameter and what belongs to it: what is decided about as a whole.
-
-    Parameters
-    ----------
-    parameter
-        The name of its storage, a resident one.
-    gradient
-        The name of the storage of its gradient; None for one that is not trained.
-    state_bytes
-        What the optimizer keeps for it.
-    scratch_bytes
-        What its update holds beside parameter, gradient and state.
-    update_s
-        Seconds of the update by the device.
-    host_update_s
-        Seconds of the update where it is not the device's: `host`, or `in place`.
-    counts_bytes
-        What the optimizer keeps for it that never moves, as its count of steps.
-    movable
-        Whether it may lie on the host.
-    used_up
-        Whether the gradient may go once it has been used; one that the caller holds may not.
-    """
-
-    parameter: str
-    gradient: str | None
-    state_bytes: int = 0
-    scratch_bytes: int = 0
-    update_s: float = 0.0
-    movable: bool = True
-    used_up: bool = True
-    counts_bytes: int = 0
-    host_update_s: float = 0.0
 
 
 def with_state(
@@ -133,16 +97,6 @@ def with_state(
         maker.storages(), [*ops, *maker.brought], name=graph.name, device=graph.device,
         allocator=graph.allocator, aliases=graph.aliases,
     )  # fmt: skip
-
-
-def scratch_bytes(unit: Unit, by: str) -> int:
-    """Return what the device holds for an update beside what it works on.
-
-    In place it is where the state is made in the first step, before it goes to where it rests.
-    """
-    if by == "host":
-        return 0
-    return unit.scratch_bytes + (unit.state_bytes if by == "in place" else 0)
 
 
 def _scratch(size: int) -> tuple[Workspace, ...]:

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field, replace
 from ..base.sizes import show_bytes
 from ..cost.state_lanes import LaneSeconds, lane_seconds
 from ..graph.graph import Graph
-from ..graph.hosted import HOST_UPDATE, Unit, scratch_bytes, with_state
+from ..graph.hosted import HOST_UPDATE, with_state
+from ..graph.unit import Unit, scratch_bytes
 from .ahead import ahead, live_bytes
 from .plan import BudgetError, Plan
 

@@ -15,7 +15,7 @@ import torch
 from ..base.errors import PlanError
 from ..graph.batches import Batches
 from ..graph.graph import Graph
-from ..graph.hosted import Unit
+from ..graph.unit import Unit
 from ..plan.api import plan_graph
 from ..plan.plan import BudgetError, Plan
 from ..plan.state import StatePlan, planned_with

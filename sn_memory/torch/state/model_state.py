@@ -12,8 +12,9 @@ import torch
 from ...base.errors import PlanError
 from ...base.sizes import parse_bytes, show_bytes
 from ...graph.graph import Graph
-from ...graph.hosted import UPDATES, Unit
+from ...graph.hosted import UPDATES
 from ...graph.liveness import peak
+from ...graph.unit import Unit
 from ...plan.plan import Plan
 from ...plan.state import StatePlan, plan_state, planned_with, step_bytes
 from ..eager.replay import Replay
