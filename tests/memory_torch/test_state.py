@@ -351,6 +351,22 @@ def test_a_model_that_is_made_on_the_host(tmp_path):
     assert str(tmp_path) in repr(mine.sn_memory.state)
 
 
+@pytest.mark.parametrize(
+    ("settings", "free", "found"),
+    [
+        ({}, 101, "in place"),
+        ({}, 100, "device"),
+        ({}, None, "device"),
+        ({"keep_cached": False}, 101, "device"),
+        ({"in_place": False}, 101, "device"),
+        ({"in_place": True}, 1, "in place"),
+    ],
+)
+def test_who_updates_is_by_what_the_page_cache_can_keep(monkeypatch, settings, free, found):
+    monkeypatch.setattr(arena, "available_bytes", lambda: free)
+    assert HostState(**settings).updater(100) == found
+
+
 def test_the_file_goes_with_the_model():
     mine, _, *optimizers = pair("adamw", "50%")
     trained(mine, optimizers[0], batches(1))
