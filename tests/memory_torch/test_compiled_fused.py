@@ -376,7 +376,7 @@ def test_several_plans_are_compared_and_tell_what_is_made_again():
     torch._dynamo.reset()
     seen = Seen(Residual(depth=3), torch.randn(64, 16), ("80%",), others=True)
     compared = seen.compared["80%"]
-    assert 1 <= len(compared) <= 3
+    assert 1 <= len(compared) <= 4
     costs = [seen.planner.cost(it) for it in compared]
     assert costs == sorted(costs)
     kinds = {bool(it.program.lines) for it in compared}
@@ -388,6 +388,19 @@ def test_several_plans_are_compared_and_tell_what_is_made_again():
     assert own.program.setting is not None
     reasons = {it.reason for it in own.plan.decisions if it.technique == "recompute"}
     assert any("activation_memory_budget" in it for it in reasons)
+
+
+def test_torchs_largest_and_smallest_budget_are_compared():
+    def found(seconds, share=None, solver="ilp"):
+        setting = None if share is None else (share, solver)
+        program = SimpleNamespace(setting=setting, lines=() if setting else ("a line",))
+        plan = SimpleNamespace(peak_bytes=1, seconds=seconds)
+        return SimpleNamespace(program=program, plan=plan, start_s=seconds)
+
+    planner = object.__new__(fused.FusedPlanner)
+    kept = [found(1.0), found(1.5, 0.75), found(2.0, 0.5), found(2.2, 0.25), found(3.0, 0.6, "dp")]
+    kept.append(found(9.0))
+    assert planner.compared(kept) == [kept[0], kept[1], kept[3], kept[4]]
 
 
 def planner_of(peaks, solvers):
