@@ -9,8 +9,7 @@ activation peak: of what its peak has beside parameters, inputs and the gradient
 Rivals are torch's `activation_memory_budget` with its solvers dp and ilp; ours is planned with each
 rival's measured peak as its budget as well. Seconds are CPU seconds of a step, of runs that
 alternate in changing orders and at changing addresses, the median. A model that is in the file is
-left out, so the script goes on where it was
-stopped.
+left out, so the script goes on where it was stopped.
 """
 
 from __future__ import annotations

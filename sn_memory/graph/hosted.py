@@ -38,7 +38,7 @@ from typing import Final
 from ..base.errors import GraphError
 from .graph import Graph
 from .records import Op, Storage, Workspace
-from .unit import Unit, scratch_bytes
+from .unit import Unit, scratch_bytes, update_seconds
 
 FETCH: Final = "fetch "
 FETCH_STATE: Final = "fetch state of "
@@ -191,7 +191,7 @@ class _Maker:
         here = () if by == "in place" and place == "host" else (name,)
         ops.append(Op(UPDATE + name, (*here, unit.gradient, *state), (), changed, kind="update",
                       phase="backward", once=True,
-                      seconds=unit.update_s if by == "device" else unit.host_update_s,
+                      seconds=update_seconds(unit, by),
                       workspaces=_scratch(scratch_bytes(unit, by))))  # fmt: skip
         stored = (*((name,) if place == "host" and by == "device" else ()), *state)
         if stored:

@@ -50,3 +50,8 @@ def scratch_bytes(unit: Unit, by: str) -> int:
     if by == "host":
         return 0
     return unit.scratch_bytes + (unit.state_bytes if by == "in place" else 0)
+
+
+def update_seconds(unit: Unit, by: str) -> float:
+    """Return the seconds of an update by the device, by the host, or in place."""
+    return unit.update_s if by == "device" else unit.host_update_s

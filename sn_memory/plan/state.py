@@ -13,14 +13,15 @@ ZeRO-Offload (Ren et al. 2021, section 4) has the host make all of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..base.sizes import show_bytes
-from ..cost.state_lanes import LaneSeconds, lane_seconds
+from ..cost.state_lanes import BY_HOST, LaneSeconds, lane_seconds
 from ..graph.graph import Graph
 from ..graph.hosted import HOST_UPDATE, with_state
-from ..graph.unit import Unit, scratch_bytes
+from ..graph.unit import Unit, scratch_bytes, update_seconds
 from .ahead import ahead, live_bytes
 from .plan import BudgetError, Plan
 
@@ -124,9 +125,7 @@ def _shared(
 ) -> Iterator[StatePlan]:
     """Plan with some of the host's updates made by the device."""
     late = [
-        it.name.removeprefix(HOST_UPDATE)
-        for it in reversed(best.graph.ops)
-        if it.kind == "host update"
+        it.name.removeprefix(HOST_UPDATE) for it in reversed(best.graph.ops) if it.kind == BY_HOST
     ]
     counts = {round(share * len(late)) for share in SHARES} - {0, len(late)}
     for count in sorted(counts):
@@ -221,11 +220,10 @@ def step_bytes(unit: Unit, place: str, size: int, by: str = "device") -> tuple[i
 
     size : bytes of its parameter, as many as of its gradient
     """
-    by = by if place != "device" else "device"
-    held = scratch_bytes(unit, by)
-    if place == "device" or by != "device":
-        return 0, held
-    return (size if place == "state" else 2 * size) + unit.state_bytes, held
+    if place == "device":
+        return 0, unit.scratch_bytes
+    brought = (size if place == "state" else 2 * size) + unit.state_bytes
+    return brought if by == "device" else 0, scratch_bytes(unit, by)
 
 
 def step_peak(
@@ -261,28 +259,22 @@ def step_seconds(
     graph: Graph, units: Sequence[Unit], places: Mapping[str, str], updaters: Mapping[str, str]
 ) -> float:
     """Return the seconds of the optimizer's step: the lane that takes longest, copies beside it."""
-    device = graph.device
-    back = out = ops = host = 0.0
+    ops = host = 0.0
+    back_bytes = out_bytes = 0
     for unit in units:
         if unit.gradient is None:
             continue
         size = graph.storages[graph.storage_index[unit.parameter]].bytes
         place, by = places[unit.parameter], updaters.get(unit.parameter, "device")
-        if place == "device" or by == "device":
-            ops += unit.update_s
-        elif by == "in place":
-            ops += unit.host_update_s
-        else:
-            host += unit.host_update_s
-        if place == "device" or by == "in place" or not device.can_offload:
-            continue
-        assert device.to_device_bytes_per_s is not None
-        assert device.to_host_bytes_per_s is not None
         if by == "host":
-            back += size / device.to_device_bytes_per_s if place == "state" else 0.0
+            host += update_seconds(unit, by)
+            back_bytes += size if place == "state" else 0
             continue
-        back += (unit.state_bytes + size + (size if place == "host" else 0)) / (
-            device.to_device_bytes_per_s
-        )
-        out += (unit.state_bytes + (size if place == "host" else 0)) / device.to_host_bytes_per_s
+        ops += update_seconds(unit, by)
+        back_bytes += step_bytes(unit, place, size, by)[0]
+        if place != "device" and by == "device":
+            out_bytes += unit.state_bytes + (size if place == "host" else 0)
+    device = graph.device
+    back = back_bytes / (device.to_device_bytes_per_s or math.inf)
+    out = out_bytes / (device.to_host_bytes_per_s or math.inf)
     return max(back, out, ops, host)

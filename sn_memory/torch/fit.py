@@ -19,6 +19,7 @@ from ..base.progress import say
 from ..check.replay import check_plan
 from ..cost.devices import named
 from ..graph.batches import Batches
+from ..graph.graph import Graph
 from ..plan.api import plan_graph
 from ..plan.plan import BudgetError, Plan
 from ..run.cards import Held, Units, on_cards
@@ -122,6 +123,7 @@ class _Asked:
         host_bytes_per_s: float | None = None,
     ) -> Fit:
         least, most = batches
+        middle = sorted(extra)[len(extra) // 2] if extra else 0.10
         self._say("plain")
         plain = largest(self.fits, least, most)
         ways = [self.plain(plain)]
@@ -133,12 +135,10 @@ class _Asked:
         if self._batches is not None:
             ways += [self.planned(share, plain, batches, offload=False) for share in extra]
             if extra:
-                share = sorted(extra)[len(extra) // 2]
-                ways.append(self.planned(share, plain, batches, offload=True))
+                ways.append(self.planned(middle, plain, batches, offload=True))
         if host_bytes_per_s is not None and self._batches is not None:
-            share = sorted(extra)[len(extra) // 2] if extra else 0.10
             found = self.on_host(host_bytes_per_s)
-            ways += found.ways(share, batches, self._rates, self._say)
+            ways += found.ways(middle, batches, self._rates, self._say)
         units = units_of(self.make(least, self.length)[0])
         for count in cards:
             self._say(f"{count} cards")
@@ -213,16 +213,21 @@ class _Asked:
             assert self._batches is not None
             techniques = ("keep", "recompute", "offload") if offload else ("keep", "recompute")
             try:
-                self._plans[key] = plan_graph(
-                    self._batches.at(batch),
-                    self.room,
-                    techniques=techniques,
-                    time_limit_s=self.time_limit_s,
-                    historical=False,
-                )
+                self._plans[key] = self.search(self._batches.at(batch), self.room, techniques)
             except BudgetError:
                 self._plans[key] = None
         return self._plans[key]
+
+    def search(
+        self, graph: Graph, budget_bytes: int, techniques: Sequence[str] = ("keep", "recompute")
+    ) -> Plan:
+        return plan_graph(
+            graph,
+            budget_bytes,
+            techniques=techniques,
+            time_limit_s=self.time_limit_s,
+            historical=False,
+        )
 
     def on(self, count: int, units: Units, batches: tuple[int, int]) -> Way:
         name = f"{count} cards, FSDP2"
@@ -277,7 +282,7 @@ class _Asked:
             self.optimizer,
             traced,
             room_bytes=self.room,
-            time_limit_s=self.time_limit_s,
+            planner=self.search,
             host_bytes_per_s=host_bytes_per_s,
         )
 

@@ -16,9 +16,8 @@ from ..base.errors import PlanError
 from ..graph.batches import Batches
 from ..graph.graph import Graph
 from ..graph.unit import Unit
-from ..plan.api import plan_graph
-from ..plan.plan import BudgetError, Plan
-from ..plan.state import StatePlan, planned_with
+from ..plan.plan import BudgetError
+from ..plan.state import Planner, StatePlan, planned_with
 from ..run.fit import Way, largest
 from .state.units import StateUnits
 from .trace.trace import Trace
@@ -39,8 +38,8 @@ class OnHost:
         The step without an optimizer: a batch, the model, its trace; of two batches.
     room_bytes
         Of the device.
-    time_limit_s
-        For the search of each plan.
+    planner
+        Plans a graph within so many bytes.
     host_bytes_per_s
         What the host's memory moves.
 
@@ -56,7 +55,7 @@ class OnHost:
         traced: Sequence[tuple[int, torch.nn.Module, Trace]],
         *,
         room_bytes: int,
-        time_limit_s: float,
+        planner: Planner,
         host_bytes_per_s: float,
     ) -> None:
         if make_optimizer is None:
@@ -65,7 +64,7 @@ class OnHost:
         self.batches = Batches((few, small.graph), (many, large.graph))
         units = StateUnits(make_optimizer(model.parameters()))
         self.units = units.of(model, large, host_bytes_per_s)
-        self.room, self.time_limit_s = room_bytes, time_limit_s
+        self.room, self.planner = room_bytes, planner
         self.host_bytes_per_s = host_bytes_per_s
         self._plans: dict[tuple[int, str], StatePlan | None] = {}
 
@@ -151,19 +150,10 @@ class OnHost:
         updaters = dict.fromkeys(places, by)
         try:
             return planned_with(
-                graph, self.units, places, self.room, self.search, updaters=updaters
+                graph, self.units, places, self.room, self.planner, updaters=updaters
             )
         except BudgetError:
             return None
-
-    def search(self, graph: Graph, budget_bytes: int) -> Plan:
-        return plan_graph(
-            graph,
-            budget_bytes,
-            techniques=("keep", "recompute"),
-            time_limit_s=self.time_limit_s,
-            historical=False,
-        )
 
 
 def _moves(unit: Unit, place: str) -> bool:

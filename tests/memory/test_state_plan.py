@@ -177,17 +177,22 @@ def test_copies_start_ahead_within_the_budget():
         assert after.copies_s == pytest.approx(before.copies_s)
 
 
-def test_lanes_by_hand():
-    """One layer: fetch 1 s, op 2 s, fetch of state 2 s beside it, update, store 3 s."""
+def one_layer():
+    """An op of 2 s that makes a gradient, of 1 s on the way, of a parameter."""
     link = Device("link", to_host_bytes_per_s=100.0, to_device_bytes_per_s=100.0)
     storages = [
         Storage("x", 0, "input"),
         Storage("p", 100, "parameter"),
         Storage("w", 100, "gradient", True),
     ]
-    graph = Graph(
+    return Graph(
         storages, [Op("f", ("x", "p"), ("w",), phase="backward", seconds=2.0)], device=link
     )
+
+
+def test_lanes_by_hand():
+    """One layer: fetch 1 s, op 2 s, fetch of state 2 s beside it, update, store 3 s."""
+    graph = one_layer()
     unit = Unit("p", "w", 200, 0, 0.5)
     whole = with_state(graph, [unit], {"p": "host"})
     names = ["fetch p", "fetch state of p", "f", "update p", "store p"]
@@ -206,15 +211,7 @@ def of_host(units, seconds):
 
 def test_an_update_by_the_host_by_hand():
     """One layer whose parameter stays: op 2 s, gradient 1 s, the host 0.7 s, parameter 1 s."""
-    link = Device("link", to_host_bytes_per_s=100.0, to_device_bytes_per_s=100.0)
-    storages = [
-        Storage("x", 0, "input"),
-        Storage("p", 100, "parameter"),
-        Storage("w", 100, "gradient", True),
-    ]
-    graph = Graph(
-        storages, [Op("f", ("x", "p"), ("w",), phase="backward", seconds=2.0)], device=link
-    )
+    graph = one_layer()
     (unit,) = of_host([Unit("p", "w", 200, 0, 0.5)], 0.7)
     whole = with_state(graph, [unit], {"p": "state"}, updaters={"p": "host"})
     names = ["f", "store gradient of p", "host update p", "bring updated p"]

@@ -98,7 +98,8 @@ def test_bits_are_those_of_training_without(make, update, in_place):
     data = batches(5)
     assert trained(mine, optimizers[0], data) == trained(plain, optimizers[1], data)
     assert same(mine, plain)
-    assert set(mine.sn_memory.state.places.values()) & {"state", "host"} or make == "adafactor"
+    places = set(mine.sn_memory.state.places.values())
+    assert places > {"device"} or make == "adafactor" or (in_place and places & {"state", "host"})
     assert "host" in mine.sn_memory.state.places.values() or budget == "55%"
     check_plan(mine.sn_memory.trace.graph, mine.sn_memory.plan)
 

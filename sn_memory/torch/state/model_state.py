@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -133,7 +133,7 @@ class ModelState:
             )
         plan = replace(found.plan, baseline_peak_bytes=whole, budget_bytes=budget_bytes)
         self.latest = found = replace(found, plan=plan)
-        self._own(model, found.places, by)
+        self._own(model, found)
         sizes = {it.name: it.bytes for it in graph.storages}
         self._step_bytes = {
             it.parameter: step_bytes(
@@ -236,18 +236,18 @@ class ModelState:
         # A parameter, and its gradient.
         return self.arena.updater(sum(2 * sizes[it.parameter] + it.state_bytes for it in units))
 
-    def _own(self, model: torch.nn.Module, places: Mapping[str, str], by: str) -> None:
+    def _own(self, model: torch.nn.Module, found: StatePlan) -> None:
         for name, parameter in model.named_parameters():
             if name not in self.owned:
                 group = self.units.groups.get(id(parameter))
                 self.owned[name] = Owned(
                     name,
                     parameter,
-                    places.get(name, "device"),
+                    found.places.get(name, "device"),
                     self.arena,
                     None if group is None else self.optimizer,
                     group,
-                    by,
+                    found.updaters.get(name, "device"),
                 )
 
     def _with_speeds(self, graph: Graph) -> Graph:
