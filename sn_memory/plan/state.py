@@ -51,8 +51,8 @@ class StatePlan:
         The most that is live while the optimizer's step updates what is on the host, one parameter
         after the other; 0 where all updates are in the plan.
     updaters
-        Per parameter of which something lies on the host, who updates it: `device`, `host` or `in
-        place`.
+        Per parameter that is trained and of which something lies on the host, who updates it:
+        `device`, `host` or `in place`.
     step_s
         Seconds of the optimizer's step, its copies beside its updates; 0 where all updates are in
         the plan.
@@ -209,7 +209,8 @@ def planned_with(
         peak = max(live_bytes(whole, actions), default=plan.peak_bytes)
         plan = replace(plan, actions=actions, peak_bytes=peak)
     every = {it.parameter: places.get(it.parameter, "device") for it in units}
-    who = {name: by.get(name, "device") for name, it in every.items() if it != "device"}
+    moved = (it.parameter for it in units if it.gradient and every[it.parameter] != "device")
+    who = {name: by.get(name, "device") for name in moved}
     lanes = lane_seconds(whole, plan.actions)
     step_s = step_seconds(graph, units, every, who) if update == "step" else 0.0
     return StatePlan(whole, plan, every, lanes, later, who, step_s)

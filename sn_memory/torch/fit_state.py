@@ -129,10 +129,11 @@ class OnHost:
         sizes = {it.name: it.bytes for it in self.batches.at(1).storages}
         total = 0
         for unit in self.units:
-            by = found.updaters.get(unit.parameter)
-            if by is None:
+            place = found.places[unit.parameter]
+            if place == "device":
                 continue
-            copies = 2 if by == "host" else found.places[unit.parameter] == "host"
+            by_host = found.updaters.get(unit.parameter) == "host"
+            copies = (place == "host" or by_host) + by_host
             total += unit.state_bytes + copies * sizes[unit.parameter]
         return total
 

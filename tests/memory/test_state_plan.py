@@ -264,6 +264,16 @@ def test_who_updates_against_every_choice(update, seconds):
     assert ("device" if seconds > 1 and update == "step" else "host") in who
 
 
+def test_nobody_updates_what_is_not_trained():
+    graph, units = chain()
+    units[1] = replace(units[1], gradient=None, state_bytes=0)
+    places = {it.parameter: "host" for it in units}
+    by = dict.fromkeys(places, "host")
+    found = planned_with(graph, units, places, 10**6, planner, updaters=by)
+    assert found.places["p1"] == "host"
+    assert found.updaters == {"p0": "host", "p2": "host"}
+
+
 def test_nothing_runs_again_after_an_update_by_the_host():
     graph, units = chain()
     for place, late in (("host", "fetch p2"), ("state", "f2")):

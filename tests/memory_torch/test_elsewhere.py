@@ -1,5 +1,8 @@
 """Steps traced for a GPU that is not here: its kernels, its bytes, and what is said of it."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from small_models import mlp
@@ -7,10 +10,12 @@ from torch import nn
 
 from sn_memory.cost.devices import DEVICES
 from sn_memory.graph.liveness import peak
+from sn_memory.graph.unit import Unit
 from sn_memory.torch import ReplayError, TraceError, estimate, plan, trace
 from sn_memory.torch.elsewhere.attention import kernel
 from sn_memory.torch.elsewhere.gpu import gpu_of
 from sn_memory.torch.elsewhere.walk import Walk
+from sn_memory.torch.fit_state import OnHost
 from sn_memory.torch.trace.fake_step import fake_step_on
 from sn_memory.torch.trace.trace import trace_unplanned
 
@@ -279,3 +284,22 @@ def test_torch_is_as_before():
         torch.zeros(2, device="cuda")
     if hasattr(torch, "accelerator"):
         assert not torch.accelerator.is_available()
+
+
+def test_what_the_host_holds():
+    """State; the parameter, once; and a gradient where the host updates."""
+    units = [Unit(name, None if name == "frozen" else "w", 20) for name in ("a", "b", "frozen")]
+    units[2] = replace(units[2], state_bytes=0)
+    sizes = [SimpleNamespace(name=it.parameter, bytes=10) for it in units]
+    way = object.__new__(OnHost)
+    way.units, way.batches = units, SimpleNamespace(at=lambda _: SimpleNamespace(storages=sizes))
+
+    def held(a, b, frozen, by):
+        places = {"a": a, "b": b, "frozen": frozen}
+        updaters = {it: by for it in ("a", "b") if places[it] != "device"}
+        return way.host_bytes(SimpleNamespace(places=places, updaters=updaters))
+
+    assert held("state", "device", "device", "device") == 20
+    assert held("state", "device", "device", "host") == 40
+    assert held("host", "state", "host", "device") == 30 + 20 + 10
+    assert held("host", "state", "host", "host") == 40 + 40 + 10
