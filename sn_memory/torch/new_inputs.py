@@ -37,7 +37,7 @@ from .model.wrapping import plain_model
 from .modules.backend import ModuleStep
 from .on_paper import OnPaper
 from .planned import Planned
-from .planning import Step, smallest_of_trace
+from .planning import Step, ones_of, smallest_of_trace
 from .trace.trace import Trace, beside
 
 log = logging.getLogger(__name__)
@@ -139,6 +139,7 @@ class _FirstSight:
             try:
                 with _disable_current_modes(), chance_put_back():
                     by_ops = self.by_ops()
+                    self.is_for(by_ops)
             except Exception as error:  # noqa: BLE001 - whatever it is, the safe step runs
                 why = f"it cannot be traced: {first_line(error)}"
         if self.record.planning.state is not None and (by_ops is None or self.over is not None):
@@ -154,6 +155,12 @@ class _FirstSight:
         if known is not None:
             return known if hurried else self.kept(known, began, "modules run again")
         return self.by_modules(why, by_ops, began, keep=not hurried)
+
+    def is_for(self, step: Step) -> None:
+        """Note what a step takes from what the input holds: it is of that kind then."""
+        if self.kind is not None:
+            ones, flat = self.record.ones, ones_of(step)
+            self.kind = self.like = ones.noted(self.plain, self.kind, self.given, flat)
 
     def refusal(self) -> str:
         """Return why there can be no plan of ops, or nothing."""

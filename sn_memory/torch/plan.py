@@ -41,7 +41,7 @@ from .model.wrapping import RECORD, as_written, bare, is_compiled, plain_model, 
 from .modules.backend import ModuleStep
 from .planned import Planned, Sampled
 from .planned_forward import PlannedForward
-from .planning import Made, Planning
+from .planning import Made, Planning, ones_of
 from .state.arena import HostState
 from .state.model_state import ModelState
 from .trace.convolutions import Measure
@@ -288,7 +288,7 @@ def plan(
     twin = bare(planned_class(type(plain), PlannedForward))
     twin.__dict__.update(plain.__dict__)
     stand_for(twin, model)
-    twin.__dict__[RECORD] = record = _record(planning, found, noted, before, strict=strict)
+    twin.__dict__[RECORD] = record = _record(plain, planning, found, noted, before, strict=strict)
     record.loss_chunks = chunks
     record.sampled = Sampled.of(twin, found[0][1])
     return twin
@@ -328,6 +328,7 @@ def _budget_bytes(planning: Planning, made: Made) -> int:
 
 
 def _record(
+    plain: torch.nn.Module,
     planning: Planning,
     found: list[tuple[Kind, Arguments, Made]],
     noted: tuple[frozenset[str], ...],
@@ -347,8 +348,10 @@ def _record(
         record.told |= {it: before.told[it] for it in asked}
         record.later |= {it: made for it, made in before.later.items() if it in asked_steps}
         record.laid_out_otherwise = before.laid_out_otherwise
-    for kind, given, made in found:
+        record.ones = before.ones
+    for sampled, given, made in found:
         plan = made.step.plan
+        kind = record.ones.noted(plain, sampled, given, ones_of(made.step))
         record.steps[kind] = step = made.first or made.step
         if planning.accumulate:
             record.later[step] = made.step

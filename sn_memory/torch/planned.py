@@ -18,11 +18,13 @@ from ..run.planned import PlannedKind, PlannedRecord
 from .eager.trial import Trial
 from .model.kind import Kind
 from .model.kinds import Arguments, Written
+from .model.ones import Ones, is_ones
 from .model.recent import Recent
 from .model.wrapping import plain_model
 from .modules.backend import ModuleStep
 from .planning import Planning, StateOnHost, Step
 from .policy.policy import SelectivePolicy, checkpoint_policy
+from .trace.known_ones import may_be_known
 from .trace.trace import Given, Trace
 
 # Of the kinds that come while training so many steps are kept.
@@ -31,7 +33,10 @@ KINDS = 64
 
 @dataclass
 class Sampled:
-    """A planned model, which this does not keep, and the form of a sample, without its memory."""
+    """A planned model, which this does not keep, and the form of a sample, without its memory.
+
+    Of what it holds only this: which tensors are all ones.
+    """
 
     model: weakref.ref[torch.nn.Module]
     form: Any
@@ -41,12 +46,13 @@ class Sampled:
         """Note a model and its sample."""
 
         def form(it: torch.Tensor) -> _Form:
-            return _Form(tuple(it.size()), it.stride(), it.dtype, it.device, it.requires_grad)
+            ones = may_be_known(it) and is_ones(it)
+            return _Form(tuple(it.size()), it.stride(), it.dtype, it.device, it.requires_grad, ones)
 
         return cls(weakref.ref(model), tree_map_only(torch.Tensor, form, given))
 
     def arguments(self) -> Given:
-        """Return a sample of this form; what it holds is not said."""
+        """Return a sample of this form; what it holds else is not said."""
         return Given(*tree_map_only(_Form, _Form.made, self.form))
 
 
@@ -57,9 +63,12 @@ class _Form:
     dtype: torch.dtype
     device: torch.device
     wanted: bool
+    ones: bool
 
     def made(self) -> torch.Tensor:
         found = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+        if self.ones:
+            found.fill_(1)
         return found.requires_grad_(self.wanted)
 
 
@@ -105,6 +114,8 @@ class Planned(PlannedRecord[Trace]):
         Whether a warning said that several forward passes before one backward break the budget.
     recent
         The kinds of the inputs that came last.
+    ones
+        Per kind of input, the arguments that a look is needed at: whether they are all ones.
     sampled
         The model and the form of the sample that `plan` made last.
     loss_chunks
@@ -129,6 +140,7 @@ class Planned(PlannedRecord[Trace]):
     later: dict[Step, Step] = field(default_factory=dict)
     told_of_several: bool = False
     recent: Recent = field(default_factory=Recent, repr=False)
+    ones: Ones = field(default_factory=Ones, repr=False)
     sampled: Sampled | None = field(default=None, repr=False)
     loss_chunks: int = 1
 
@@ -195,6 +207,7 @@ class Planned(PlannedRecord[Trace]):
             )
             self.later.pop(self.steps[oldest], None)
             del self.at_sight[oldest], self.told[oldest], self.steps[oldest], self.written[oldest]
+            self.ones.forget(oldest)
 
     def _is_held_too_much(self) -> bool:
         """Whether what is held for other kinds takes one that keeps the budget above it."""

@@ -7,6 +7,7 @@ a step first (new_inputs.py). Otherwise it is the model's own forward, as when e
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,8 +34,10 @@ class PlannedForward:
             self,  # type: ignore[arg-type]
             (args, kwargs),
             record.noted,
-            record.steps,
+            chain(record.steps, record.ones),
         )
+        if kind is not None:
+            kind = record.ones.kind(self, kind, (args, kwargs))  # type: ignore[arg-type]
         step = None if kind is None else record.steps.get(kind)
         if step is None or getattr(step, "layouts", None):
             step = step_for(self, record, kind, (args, kwargs))  # type: ignore[arg-type]

@@ -418,6 +418,11 @@ class Planning:
         return Made(step, backend, result, otherwise)
 
 
+def ones_of(step: Step) -> frozenset[int]:
+    """Return the places of the flat inputs that a step takes to be all ones."""
+    return step.trace.captured.ones if step.trace else frozenset()
+
+
 def smallest_of_trace(traced: Trace) -> Plan:
     """Return such a plan of what was traced."""
     return smallest(traced.graph)

@@ -9,7 +9,7 @@ import torch
 from ..base.errors import PlanError
 from ..run.verification import Verification
 from .model.compare import differences
-from .model.kinds import kind_of
+from .model.kinds import Arguments, kind_of
 from .model.step import Loss, Measured, put_back, run_step
 from .model.wrapping import RECORD, plain_model
 from .trace.trace import call_arguments
@@ -45,18 +45,18 @@ def verify(
     """
     record = model.__dict__.get(RECORD)
     arguments = call_arguments(sample)
-    step = record and record.steps.get(kind_of(model, *arguments, record.noted))
-    if step is None:
+    step = None if record is None else _step_of(record, model, arguments)
+    if record is None or step is None:
         raise PlanError(
             "the model has no plan for this sample; call verify with what "
             "sn_memory.torch.plan returned, and with a sample like the one it was given."
         )
-    if record is not None and record.planning.state is not None:
+    if record.planning.state is not None:
         raise PlanError(
             "verify runs a training step, and one of a model with its state on the host updates "
             "parameters. Compare losses of a few steps with those of a copy that is not planned."
         )
-    if record is not None and record.planning.update == "hooks":
+    if record.planning.update == "hooks":
         raise PlanError(
             "the model was planned with update='hooks', and verify trains nothing: no hook lets "
             "gradients go in it, so they would all be held. Compare some steps of your own, inside "
@@ -96,3 +96,8 @@ def verify(
         difference=max(different.values(), default=0.0),
         _planned=record,
     )
+
+
+def _step_of(record: Any, model: torch.nn.Module, arguments: Arguments) -> Any:
+    kind = kind_of(model, *arguments, record.noted)
+    return kind and record.steps.get(record.ones.kind(model, kind, arguments))

@@ -27,6 +27,9 @@ class Kind:
         Whether some parameter lies on several ranks, as where FSDP2 has sharded a module.
     settings
         Per module, names and values of what a forward may read beside tensors it registers.
+    ones
+        Places, among what the arguments are made of, of inputs that are all ones, where the step
+        was planned for that (a mask that masks nothing); see `ones.py`.
     """
 
     arguments: tuple[tuple[str, Any], ...]
@@ -34,6 +37,7 @@ class Kind:
     wanted: tuple[bool, ...]
     sharded: bool
     settings: tuple[frozenset[tuple[str, Hashable]], ...]
+    ones: tuple[int, ...] = ()
 
     def __hash__(self) -> int:
         return self._hash
@@ -41,7 +45,9 @@ class Kind:
     @cached_property
     def _hash(self) -> int:
         # It is looked up in each step, and has an item for each module.
-        return hash((self.arguments, self.casts, self.wanted, self.sharded, self.settings))
+        return hash(
+            (self.arguments, self.casts, self.wanted, self.sharded, self.settings, self.ones)
+        )
 
     @property
     def wants_gradients(self) -> bool:
@@ -57,15 +63,23 @@ class Kind:
 
     def shapes(self) -> str:
         """Its tensors' shapes, as in "input_ids (4, 128), labels (4, 128)"."""
-        found = [
-            f"{name} {' and '.join(sizes[:3])}{' and more' if len(sizes) > 3 else ''}"
-            for name, (_, leaves) in self.arguments
-            if (sizes := [str(it[0]) for it in leaves if _is_tensor(it)])
-        ]
+        found, ones = [], self._names_of_ones()
+        for name, (_, leaves) in self.arguments:
+            sizes = [str(it[0]) for it in leaves if _is_tensor(it)]
+            more = " and more" if len(sizes) > 3 else ""
+            if sizes:
+                held = " of ones" if name in ones else ""
+                found.append(f"{name} {' and '.join(sizes[:3])}{more}{held}")
         return ", ".join(found) or "no tensor"
+
+    def _names_of_ones(self) -> set[str]:
+        names = [name for name, (_, leaves) in self.arguments for _ in leaves]
+        return {names[at] for at in self.ones}
 
     def covers(self, other: Kind) -> bool:
         """Whether another kind is of the same modes and arguments, and no tensor larger."""
+        if not set(self.ones) <= set(other.ones):
+            return False
         if (self.casts, self.wanted, self.sharded) != (other.casts, other.wanted, other.sharded):
             return False
         if self.settings != other.settings or len(self.arguments) != len(other.arguments):
@@ -89,6 +103,11 @@ class Kind:
         ]
         if self.arguments != planned.arguments and not found:
             found.append("the inputs come in another order or share memory otherwise")
+        mine_of, theirs_of = self._names_of_ones(), planned._names_of_ones()
+        # Of another shape it may not be known yet.
+        alike = {name for name, form in self.arguments if theirs.get(name) == form}
+        found += [f"{name} is all ones" for name in sorted(alike & mine_of - theirs_of)]
+        found += [f"{name} is not all ones" for name in sorted(alike & theirs_of - mine_of)]
         if self.casts != planned.casts:
             found.append("autocast is otherwise")
         if self.wanted != planned.wanted:

@@ -79,6 +79,12 @@ def kind_of(
     return kind if _is_hashable(kind) else None
 
 
+def leaves_of(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return what the arguments are made of, in the order in which the kind has it."""
+    named = _named(type(model).forward, args, kwargs)
+    return [leaf for _, value in named for leaf in tree_leaves(value)]
+
+
 def changeable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     """Return the kinds of objects among arguments that could change and be of the same kind.
 

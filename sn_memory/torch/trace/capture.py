@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..elsewhere.gpu import Gpu
 from ..errors import TraceError, first_line, innermost_line, sample_line
@@ -32,6 +32,7 @@ from ..model.guard import as_it_was, casting, changes_what_it_is_given, no_chanc
 from ..model.marks import Marks
 from ..model.results import taken_apart
 from .captured import Captured
+from .known_ones import KnownOnes, assuming_ones
 from .record import Layouts, Recorder, layout_key
 from .recurrent import FakeMode
 from .simplify import without_unused
@@ -49,10 +50,16 @@ def capture(
     layouts : how kernels were seen to lay results out, as in Recorder; gpu : where the step is to
     run, if not where the model is
     """
-    captured = _captured(model, args, kwargs, layouts, gpu, inside=False)
-    if gpu is not None or not casting():
+
+    def made(ones: frozenset[int], *, inside: bool = False) -> Captured:
+        return _captured(model, args, kwargs, layouts, gpu, ones, inside=inside)
+
+    if gpu is not None:
+        return made(frozenset())
+    captured = assuming_ones(made, tree_leaves((args, kwargs)))
+    if not casting():
         return captured
-    inside = _captured(model, args, kwargs, layouts, gpu, inside=True)
+    inside = made(captured.ones, inside=True)
     return replace(captured, only_outside=_course(inside) != _course(captured))
 
 
@@ -66,6 +73,7 @@ def _captured(
     kwargs: dict[str, Any],
     layouts: Layouts | None,
     gpu: Gpu | None,
+    ones: frozenset[int],
     *,
     inside: bool,
 ) -> Captured:
@@ -76,7 +84,7 @@ def _captured(
         )
     with as_it_was(model, (args, kwargs)), no_chance():
         try:
-            return _Capture(model, layouts, inside, gpu).run(args, kwargs)
+            return _Capture(model, layouts, inside, gpu, ones).run(args, kwargs)
         except TraceError:
             raise
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -128,9 +136,15 @@ class _Capture:
     """One capture: fake tensors by the identity of the real ones, and the recorder."""
 
     def __init__(
-        self, model: torch.nn.Module, layouts: Layouts | None, inside: bool, gpu: Gpu | None
+        self,
+        model: torch.nn.Module,
+        layouts: Layouts | None,
+        inside: bool,
+        gpu: Gpu | None,
+        ones: frozenset[int],
     ) -> None:
-        self.model, self.gpu = model, gpu
+        self.model, self.gpu, self.ones = model, gpu, ones
+        self.known = KnownOnes()
         # Whether the backward pass runs inside autocast, where the forward pass does.
         self.inside = inside
         # What has no rule for fake tensors runs on real ones made up, where the device is here.
@@ -146,13 +160,25 @@ class _Capture:
         flat, spec = tree_flatten((args, kwargs))
         inputs = [self.fake(arg, "input") if _is_tensor(arg) else arg for arg in flat]
         views = tuple(self.recorder.view(arg) if _is_tensor(arg) else None for arg in inputs)
-        args, kwargs = tree_unflatten(inputs, spec)
+        given_as = [
+            self.known.give(flat[place], it) if place in self.ones else it
+            for place, it in enumerate(inputs)
+        ]
+        args, kwargs = tree_unflatten(given_as, spec)
         # Its lists and mappings are others than the caller's.
         given = Marks([("arguments", (args, kwargs))])
-        with torch.enable_grad(), self.mode, self.recorder, scopes(self.model, self.recorder):
+        known = self.known if self.ones else nullcontext()
+        with (
+            torch.enable_grad(),
+            self.mode,
+            self.recorder,
+            known,
+            scopes(self.model, self.recorder),
+        ):
             with nullcontext() if self.gpu is None else self.gpu.forward():
                 returned = self.model.forward(*args, **kwargs)
             outputs, output_form = taken_apart(returned, self.model)
+            outputs = [self.known.twin(out) if _is_tensor(out) else out for out in outputs]
             del returned
             boundary = len(self.recorder.recording.calls)
             if given.changed():

@@ -47,6 +47,9 @@ class Captured:
     updated
         Per parameter that is updated as soon as its gradient is complete, and the gradient then let
         go, its name and storage. The update is a call, which in a replay is a hook's.
+    ones
+        Places of flat inputs that are all ones: the model looked at them, and would otherwise make
+        other calls.
     """
 
     recording: Recording
@@ -63,6 +66,7 @@ class Captured:
     numbers: tuple[int, ...] = ()
     earlier: tuple[tuple[str, int], ...] = ()
     updated: tuple[tuple[str, int], ...] = ()
+    ones: frozenset[int] = frozenset()
 
     @property
     def summed(self) -> dict[int, int]:

@@ -16,7 +16,6 @@ import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     unset_fake_temporarily,
 )
 from torch.utils._pytree import tree_map_only
@@ -28,10 +27,8 @@ from ..model.results import tensors_of
 from ..model.step import Measured, chance_put_back, ends_of, run_step, tensors
 from ..model.tracker import StorageTracker
 from .capture import fake_of
+from .known_ones import MOST_KNOWN, may_be_known
 from .recurrent import FakeMode
-
-# Elements of a tensor whose values are computed.
-MOST_KNOWN = 1 << 20
 
 
 def fake_step(
@@ -53,13 +50,7 @@ def fake_step(
 
 def is_known(tensor: torch.Tensor) -> bool:
     """Whether a step run without values has those of a tensor: a few integers that are there."""
-    return (
-        not isinstance(tensor, FakeTensor)
-        and tensor.device.type == "cpu"
-        and not tensor.dtype.is_floating_point
-        and not tensor.dtype.is_complex
-        and tensor.numel() <= MOST_KNOWN
-    )
+    return tensor.device.type == "cpu" and may_be_known(tensor)
 
 
 class _Knowing(FakeMode):

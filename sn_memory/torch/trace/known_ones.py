@@ -1,0 +1,199 @@
+"""Inputs that are all ones and that a model looks at, as at a mask that masks nothing.
+
+Under fake tensors nothing can be looked at: a model either takes the way that needs no look (the
+models of transformers then compute with the mask) or cannot be traced. Without a plan it looks, and
+a mask of ones is left out, for a kernel that needs none. So such an input is handed in with its
+values, and what follows from it alone has values too; beside each of them runs its fake twin, which
+is what is recorded. Where a step recorded so is another than without the values, it is for inputs
+of ones only, and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from ..errors import TraceError
+from ..model.ones import is_ones
+from .captured import Captured
+from .record import Call
+
+# Elements of a tensor whose values are computed.
+MOST_KNOWN = 1 << 20
+
+
+def may_be_known(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has values that a model may look at: a few integers that are there."""
+    return (
+        not isinstance(tensor, FakeTensor)
+        and not is_traceable_wrapper_subclass(tensor)
+        and not tensor.is_meta
+        and not tensor.dtype.is_floating_point
+        and not tensor.dtype.is_complex
+        and 0 < tensor.numel() <= MOST_KNOWN
+    )
+
+
+def assuming_ones(made: Callable[[frozenset[int]], Captured], arguments: Iterable[Any]) -> Captured:
+    """Return what is recorded of a step that may look at those of its inputs that are all ones.
+
+    Parameters
+    ----------
+    made
+        Records the step, where these inputs, by their places, have values.
+    arguments
+        The flat arguments.
+    """
+    ones = frozenset(
+        place
+        for place, it in enumerate(arguments)
+        if isinstance(it, torch.Tensor) and may_be_known(it) and is_ones(it)
+    )
+    looking = None
+    if ones:
+        # What cannot be recorded so is recorded as any other.
+        with suppress(TraceError):
+            looking = made(ones)
+    if looking is None:
+        return made(frozenset())
+    with suppress(TraceError):
+        # Where it raises, the model cannot be traced but for inputs of ones.
+        blind = made(frozenset())
+        if _same(blind, looking):
+            return blind
+    for place in ones if len(ones) > 1 else ():
+        with suppress(TraceError):
+            alone = made(frozenset({place}))
+            if _same(alone, looking):
+                return replace(alone, ones=frozenset({place}))
+    return replace(looking, ones=ones)
+
+
+def _same(one: Captured, other: Captured) -> bool:
+    """Whether two recordings make the same calls on the same storages, and hand out the same."""
+    constants, others = one.recording.constants, other.recording.constants
+    return (
+        list(map(_as_made, one.recording.calls)) == list(map(_as_made, other.recording.calls))
+        and (one.outputs, one.gradients) == (other.outputs, other.gradients)
+        and constants.keys() == others.keys()
+        and all(_equal(it, others[storage]) for storage, it in constants.items())
+    )
+
+
+def _as_made(call: Call) -> tuple[Any, ...]:
+    """Return what is called with what; a default that is spelled out, as some modes do, is one."""
+    args, kwargs = call.arguments(lambda view: view)
+    given = [
+        args[at] if at < len(args) else kwargs.get(it.name, it.default_value)
+        for at, it in enumerate(call.target._schema.arguments)
+    ]
+    # What is asked for its form only stands there as a tensor of that form.
+    given = tree_map_only(torch.Tensor, lambda it: (it.size(), it.stride(), it.dtype), given)
+    return call.target, given, call.outputs, call.makes, call.writes, call.phase, call.scope
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if isinstance(one, FakeTensor) or isinstance(other, FakeTensor) or one.dtype != other.dtype:
+        return one is other
+    return torch.equal(one, other)
+
+
+class KnownOnes(TorchDispatchMode):
+    """Gives values to what follows from some inputs alone. Entered last, so it sees calls first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Per storage with values: the storage, held so that its address stays its own, and a fake
+        # tensor that looks at its twin from end to end.
+        self._twins: dict[int, tuple[Any, torch.Tensor]] = {}
+        # By the identity of an input, what the model is given for it.
+        self._given: dict[int, torch.Tensor] = {}
+        # Storages whose values are no longer right: what has none was written into them.
+        self._stale: set[int] = set()
+
+    def give(self, tensor: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
+        """Return an input as the model is given it, with values, beside its fake twin."""
+        if id(tensor) not in self._given:
+            size = tensor.untyped_storage().nbytes() // tensor.itemsize
+            given = torch.ones(size, dtype=tensor.dtype, device=tensor.device).as_strided(
+                tensor.size(), tensor.stride(), tensor.storage_offset()
+            )
+            alike = _alike(given, fake)
+            if alike:
+                self._pair(given, fake)
+            self._given[id(tensor)] = given if alike else fake
+        return self._given[id(tensor)]
+
+    def twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the fake tensor beside one with values; any other as it is."""
+        known = self._twins.get(tensor.untyped_storage()._cdata)
+        if known is None:
+            return tensor
+        whole = known[1] if known[1].dtype == tensor.dtype else known[1].view(tensor.dtype)
+        return whole.as_strided(tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = [it for it in tree_flatten((args, kwargs))[0] if isinstance(it, torch.Tensor)]
+        memories = {it.untyped_storage()._cdata for it in given}
+        known = memories & self._twins.keys()
+        if not known:
+            return func(*args, **kwargs)
+        fakes, by_name = tree_map_only(torch.Tensor, self.twin, (args, kwargs))
+        schema = func._schema
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        if memories - known or known & self._stale or random:
+            if schema.is_mutable:
+                self._stale |= known
+            return func(*fakes, **by_name)
+        if not any("Tensor" in str(it.type) for it in schema.returns):
+            # A look: at one value, or at whether two are equal.
+            with _disable_current_modes():
+                return func(*args, **kwargs)
+        recorded = func(*fakes, **by_name)
+        with _disable_current_modes():
+            values = func(*args, **kwargs)
+        return self._paired(values, recorded)
+
+    def _paired(self, values: Any, recorded: Any) -> Any:
+        made = list(zip(tree_flatten(values)[0], tree_flatten(recorded)[0], strict=True))
+        for value, fake in made:
+            if isinstance(value, torch.Tensor) and not (
+                may_be_known(value) and _alike(value, fake)
+            ):
+                return recorded
+        for value, fake in made:
+            if isinstance(value, torch.Tensor):
+                self._pair(value, fake)
+        return values
+
+    def _pair(self, value: torch.Tensor, fake: torch.Tensor) -> None:
+        memory = value.untyped_storage()
+        if memory._cdata not in self._twins:
+            whole = fake.as_strided((memory.nbytes() // value.itemsize,), (1,), 0)
+            self._twins[memory._cdata] = (memory, whole)
+
+
+def _alike(value: torch.Tensor, fake: torch.Tensor) -> bool:
+    """Whether a tensor lies as its fake twin does, so that views of one are views of the other."""
+    return (
+        value.size() == fake.size()
+        and value.stride() == fake.stride()
+        and value.storage_offset() == fake.storage_offset()
+        and value.dtype == fake.dtype
+        and value.device == fake.device
+        and value.untyped_storage().nbytes() == fake.untyped_storage().nbytes()
+    )

@@ -1,0 +1,307 @@
+"""Masks of ones: a model may look at them in its plan as it does without one, and leave them out.
+
+Found by running Llama with the attention mask that a tokenizer gives: plain it skipped the mask,
+planned it computed with one, by another kernel.
+"""
+
+import warnings
+
+import pytest
+import torch
+
+from sn_memory import PlanError
+from sn_memory.torch import HostState, PlanWarning, TraceError, plan, trace, verify
+
+SETTINGS = {"profile": False, "planner": "greedy", "backend": "graph"}
+BATCH, LENGTH, WIDTH = 4, 8, 16
+
+
+class Attention(torch.nn.Module):
+    """Attention with a mask, which is left out where it masks nothing."""
+
+    def __init__(self, looks="all"):
+        super().__init__()
+        self.words = torch.nn.Embedding(64, WIDTH)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.looks = looks
+
+    def forward(self, ids, mask=None):
+        bias = None
+        if mask is not None and not self.masks_nothing(mask):
+            bias = mask.bool()[:, None, None, :].expand(-1, 1, LENGTH, -1)
+        x = self.words(ids)[:, None]
+        for layer in self.layers:
+            x = x + torch.nn.functional.scaled_dot_product_attention(x, x, layer(x), bias).tanh()
+        return x[:, 0]
+
+    def masks_nothing(self, mask):
+        if self.looks == "all":
+            return bool(mask.all())
+        if self.looks == "list":
+            return min(map(min, mask.tolist())) == 1
+        # As in transformers: it looks where it can, and takes the way with a mask where not.
+        fake = isinstance(mask, torch._subclasses.FakeTensor)
+        return not fake and bool(mask.bool().all())
+
+
+def ids_of(seed=0, batch=BATCH):
+    return torch.randint(0, 64, (batch, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def padded(batch=BATCH):
+    mask = torch.ones(batch, LENGTH, dtype=torch.long)
+    mask[0, 5:] = 0
+    return mask
+
+
+def ones(batch=BATCH):
+    return torch.ones(batch, LENGTH, dtype=torch.long)
+
+
+def model_of(looks="where it can"):
+    torch.manual_seed(0)
+    return Attention(looks)
+
+
+def attention_masks(planned):
+    """Of each call of attention in the plan made last, whether it takes a mask."""
+    calls = planned.sn_memory.latest_trace.captured.recording.calls
+    found = [it for it in calls if it.name == "_scaled_dot_product_flash_attention_for_cpu"]
+    assert found
+    return {it.arguments(lambda view: view)[1].get("attn_mask") is not None for it in found}
+
+
+def same_gradients(planned, model, *args, loss_of=lambda out: out.square().sum(), **kwargs):
+    results = []
+    for it in (planned, model):
+        loss = loss_of(it(*args, **kwargs))
+        loss.backward()
+        results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+        model.zero_grad()
+    assert all(map(torch.equal, *results))
+
+
+def test_a_mask_of_ones_is_left_out_as_without_a_plan():
+    model, sample = model_of(), (ids_of(), ones())
+    planned = plan(model, sample, "90%", **SETTINGS)
+    assert attention_masks(planned) == {False}
+    assert verify(planned, sample).equal
+    (kind,) = planned.sn_memory.kinds
+    assert kind.inputs == f"ids ({BATCH}, {LENGTH}), mask ({BATCH}, {LENGTH}) of ones"
+
+
+def test_one_that_masks_is_another_kind_of_input():
+    model = model_of()
+    planned = plan(model, (ids_of(), ones()), "90%", **SETTINGS)
+    for mask in (padded(), ones(), padded(), ones()):
+        same_gradients(planned, model, ids_of(1), mask)
+    _, with_zeros = planned.sn_memory.kinds
+    assert with_zeros.unlike == "mask is not all ones"
+    assert len(planned.sn_memory.steps) == 2
+    found = verify(planned, (ids_of(), padded()))
+    assert found.equal
+
+
+def test_planned_for_one_that_masks_there_is_one_kind():
+    model = model_of()
+    planned = plan(model, (ids_of(), padded()), "90%", **SETTINGS)
+    assert attention_masks(planned) == {True}
+    planned(ids_of(1), ones()).sum().backward()
+    assert len(planned.sn_memory.steps) == 1
+
+
+def test_both_can_be_planned_ahead():
+    model = model_of()
+    planned = plan(model, [(ids_of(), ones()), (ids_of(), padded())], "90%", **SETTINGS)
+    assert len(planned.sn_memory.kinds) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        for mask in (padded(), ones()):
+            same_gradients(planned, model, ids_of(1), mask)
+    assert all(it.how == "planned" for it in planned.sn_memory.kinds)
+
+
+def test_another_batch_of_ones_is_planned_when_it_comes():
+    model = model_of()
+    planned = plan(model, (ids_of(), ones()), "90%", **SETTINGS)
+    for mask in (ones(2), padded(2), ones(2)):
+        same_gradients(planned, model, ids_of(1, 2), mask)
+    assert [it.inputs.endswith("of ones") for it in planned.sn_memory.kinds] == [True, True, False]
+
+
+@pytest.mark.parametrize("looks", ["all", "list"])
+def test_a_model_that_can_only_look_is_planned_for_ones(looks):
+    """Neither way can be traced without values; `tolist` does not even go through a dispatcher."""
+    model = model_of(looks)
+    with pytest.raises(TraceError):
+        plan(model, (ids_of(), padded()), "90%", **SETTINGS)
+    planned = plan(model, (ids_of(), ones()), "90%", **SETTINGS)
+    assert attention_masks(planned) == {False}
+    same_gradients(planned, model, ids_of(1), ones())
+    with pytest.warns(PlanWarning, match="cannot be traced"):
+        planned(ids_of(), padded()).sum().backward()
+    model.zero_grad()
+    same_gradients(planned, model, ids_of(1), padded())
+    with pytest.raises(PlanError, match="mask is not all ones"):
+        plan(model, (ids_of(), ones()), "90%", strict=True, **SETTINGS)(ids_of(), padded())
+
+
+def test_ones_that_are_no_mask_are_as_any_other_input():
+    """A sample of ones is what many write: its words are not taken to be ones for ever."""
+    model = model_of()
+    sample = (torch.ones(BATCH, LENGTH, dtype=torch.long), ones())
+    planned = plan(model, sample, "90%", **SETTINGS)
+    assert attention_masks(planned) == {False}
+    assert planned.sn_memory.latest_trace.captured.ones == {1}
+    same_gradients(planned, model, ids_of(), ones())
+    assert len(planned.sn_memory.steps) == 1
+    assert trace(model, (sample[0],), profile=False).captured.ones == frozenset()
+
+
+class Pooling(Attention):
+    """Looks at the mask, and computes with it."""
+
+    def forward(self, ids, mask, *, given_back=False):
+        x = super().forward(ids, mask)
+        share = mask / mask.sum(1, keepdim=True) + torch.zeros_like(x[..., 0])
+        found = torch.einsum("btc,bt->bc", x, share)
+        return (found, mask[:, :2]) if given_back else found
+
+
+def test_a_mask_that_is_computed_with_is_an_input_as_well():
+    torch.manual_seed(0)
+    model = Pooling("where it can")
+    planned = plan(model, (ids_of(), ones()), "90%", **SETTINGS)
+    assert attention_masks(planned) == {False}
+    for mask in (ones(), padded()):
+        same_gradients(planned, model, ids_of(1), mask)
+    planned = plan(model, {"ids": ids_of(), "mask": ones(), "given_back": True}, "100%", **SETTINGS)
+    mine, theirs = (it(ids_of(1), ones(), given_back=True) for it in (planned, model))
+    assert all(map(torch.equal, mine, theirs))
+
+
+class Writes(torch.nn.Module):
+    """Writes what it computed into a copy of the mask, and looks at that."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x, mask):
+        own = mask.clone()
+        own[:, :1] = (x.sum(1, keepdim=True) > 0).long()
+        return self.layer(x) if own.all() else x
+
+
+def test_what_is_not_known_makes_a_copy_of_the_mask_unknown():
+    with pytest.raises(TraceError, match="depend on values"):
+        trace(Writes(), (torch.randn(4, 4), torch.ones(4, 4, dtype=torch.long)), profile=False)
+
+
+def test_one_mask_given_twice_is_one():
+    class Two(Attention):
+        def forward(self, ids, mask, other):
+            assert mask is other
+            return super().forward(ids, mask)
+
+    torch.manual_seed(0)
+    model, mask = Two("where it can"), ones()
+    planned = plan(model, (ids_of(), mask, mask), "90%", **SETTINGS)
+    assert attention_masks(planned) == {False}
+    planned(ids_of(1), mask, mask).sum().backward()
+    assert len(planned.sn_memory.steps) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.* finds gradients")
+def test_with_gradients_that_are_there_already():
+    model = model_of()
+    planned = plan(model, (ids_of(), ones()), "100%", accumulate=True, **SETTINGS)
+    for mask in (ones(), padded()):
+        for it in (planned, model):
+            it.zero_grad()
+        results = []
+        for it in (planned, model):
+            for seed in range(3):
+                it(ids_of(seed), mask).square().sum().backward()
+            results.append([p.grad.clone() for p in model.parameters()])
+            model.zero_grad()
+        assert all(map(torch.equal, *results))
+
+
+def test_with_the_state_on_the_host():
+    losses = []
+    for state in (None, HostState()):
+        model = model_of()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        if state is not None:
+            sample = (ids_of(), ones())
+            model = plan(model, sample, "100%", optimizer=optimizer, state=state, **SETTINGS)
+        for mask in (ones(), padded(), ones()):
+            loss = model(ids_of(1), mask).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[:3] == losses[3:]
+
+
+def test_kinds_that_go_are_forgotten(monkeypatch):
+    monkeypatch.setattr("sn_memory.torch.planned.KINDS", 2)
+    model = model_of()
+    planned = plan(model, (ids_of(), ones()), "90%", **SETTINGS)
+    for batch in (1, 2, 3):
+        planned(ids_of(0, batch), ones(batch)).sum().backward()
+    record = planned.sn_memory
+    assert len(record.steps) == 3
+    assert len([*record.ones]) == 3
+    assert len(record.ones._kinds) == 3
+    model.zero_grad()
+    same_gradients(planned, model, ids_of(1, 1), ones(1))
+
+
+def test_the_policy_of_a_planned_model_looks_at_ones_too():
+    planned = plan(model_of(), (ids_of(), ones()), "90%", **SETTINGS)
+    ids, mask = planned.sn_memory.sampled.arguments().args
+    assert mask.eq(1).all()
+    assert ids.shape == mask.shape
+
+
+def test_values_lie_as_their_twins():
+    """A mask cut out of a larger one, or turned, has values too."""
+    wide, tall = torch.ones(8, 2 * LENGTH, dtype=torch.bool), torch.ones(LENGTH, BATCH).bool()
+    for mask in (wide[2:6, ::2], tall.T):
+        model = model_of()
+        planned = plan(model, (ids_of(), mask), "90%", **SETTINGS)
+        assert attention_masks(planned) == {False}
+        same_gradients(planned, model, ids_of(1), mask)
+
+
+transformers = pytest.importorskip("transformers")
+
+
+def llama(kind="Llama"):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Mistral"])
+def test_models_of_transformers_with_a_tokenizers_mask(kind):
+    model = llama(kind)
+    sample = {"input_ids": ids_of(), "attention_mask": ones(), "labels": ids_of()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        planned = plan(model, sample, "90%", **SETTINGS)
+        for mask in (ones(), padded(), ones()):
+            given = {**sample, "attention_mask": mask}
+            same_gradients(planned, model, loss_of=lambda out: out.loss, **given)
+    assert verify(planned, sample).equal
+    assert len(planned.sn_memory.steps) == 2
