@@ -22,9 +22,8 @@ BY_MODULES = {
 }
 # No plan keeps the budget, and the error says what was tried.
 REFUSED = {"GCN": "BudgetError: run again module by module"}
-# Equal but for rounding. Llama and its kin skip a mask of ones, when they may look at it, and then
-# attention takes another kernel; in CLIP, sums of gradients are taken in another order.
-ROUNDED = {"Llama", "Qwen3", "LoRA", "CLIP"}
+# Equal but for rounding: sums of gradients are taken in another order.
+ROUNDED = {"CLIP"}
 BY_GRAPH = (
     *("GPT-2", "Llama", "Qwen3", "Mistral", "BERT", "RoBERTa", "T5", "BART", "ViT", "Swin"),
     *("Whisper", "CLIP", "Mamba", "UNet2DCondition", "DiT", "LoRA", "LSTM", "GRU", "GraphSAGE"),
