@@ -28,14 +28,13 @@ class Draw {
 class Annealer {
  public:
   Annealer(const Tables& tables, Simulation& simulation, const Lanes& lanes, const Settings& settings,
-           Choice& choice, std::vector<char>& moved)
+           const std::vector<char>& leaves, Choice& choice, std::vector<char>& moved)
       : t_(tables), offload_(tables, simulation, lanes), lanes_(lanes), set_(settings),
         draw_(settings.seed), choice_(choice), moved_(moved) {
     for (int32_t hole = 0; hole < t_.holes(); ++hole) {
       int32_t storage = t_.storage[hole];
-      bool leaves = lanes_.open() && t_.inner(hole) && t_.end[hole] - t_.start[hole] > 1;
       bool again = set_.recompute && t_.rebuildable[storage] && !t_.stays[hole];
-      leaves_.push_back(leaves && t_.bytes[storage] > 0);
+      leaves_.push_back(lanes_.open() && leaves[hole]);
       again_.push_back(again);
       if (leaves_.back() || again) free_.push_back(hole);
     }
@@ -186,8 +185,8 @@ class Annealer {
 }  // namespace
 
 void anneal(const Tables& tables, Simulation& simulation, const Lanes& lanes, const Settings& settings,
-            Choice& choice, std::vector<char>& moved, const Late& late) {
-  Annealer(tables, simulation, lanes, settings, choice, moved).run(late);
+            const std::vector<char>& leaves, Choice& choice, std::vector<char>& moved, const Late& late) {
+  Annealer(tables, simulation, lanes, settings, leaves, choice, moved).run(late);
 }
 
 }  // namespace sn

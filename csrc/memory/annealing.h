@@ -47,7 +47,8 @@ struct Settings {
 };
 
 // Changes choice and moved to the fastest found within the budget, or else to the least peak found.
+// `leaves`, per hole: it may be spent on the host.
 void anneal(const Tables& tables, Simulation& simulation, const Lanes& lanes, const Settings& settings,
-            Choice& choice, std::vector<char>& moved, const Late& late);
+            const std::vector<char>& leaves, Choice& choice, std::vector<char>& moved, const Late& late);
 
 }  // namespace sn

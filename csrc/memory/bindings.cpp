@@ -348,14 +348,14 @@ PyObject* trim_choice(PyObject*, PyObject* args) {
 }
 
 PyObject* anneal_choice(PyObject*, PyObject* args) {
-  PyObject *capsule, *choice_arg, *moved_arg, *late;
+  PyObject *capsule, *choice_arg, *moved_arg, *leaves_arg, *late;
   long long budget, tries, pinned;
   unsigned long long seed;
   int recompute;
   Lanes lanes;
   Settings settings;
-  if (!PyArg_ParseTuple(args, "OOOLLKp(dddL)(dd)O", &capsule, &choice_arg, &moved_arg, &budget,
-                        &tries, &seed, &recompute, &lanes.out, &lanes.back, &lanes.latency,
+  if (!PyArg_ParseTuple(args, "OOOOLLKp(dddL)(dd)O", &capsule, &choice_arg, &moved_arg,
+                        &leaves_arg, &budget, &tries, &seed, &recompute, &lanes.out, &lanes.back, &lanes.latency,
                         &pinned, &settings.warm, &settings.cold, &late))
     return nullptr;
   Bench* bench = bench_of(capsule);
@@ -364,9 +364,9 @@ PyObject* anneal_choice(PyObject*, PyObject* args) {
     Turn turn(bench);
     if (!turn) return nullptr;
     Choice choice;
-    std::vector<char> moved;
+    std::vector<char> moved, leaves;
     if (!read_choice(choice_arg, bench->tables, &choice) ||
-        !flags(moved_arg, choice.size(), &moved))
+        !flags(moved_arg, choice.size(), &moved) || !flags(leaves_arg, choice.size(), &leaves))
       return nullptr;
     if (!(settings.warm > 0) || !(settings.cold > 0)) {
       wrong("settings");
@@ -380,7 +380,8 @@ PyObject* anneal_choice(PyObject*, PyObject* args) {
     const int64_t before = bench->simulation->work;
     {
       Unlocked work(late, *bench->simulation);
-      anneal(bench->tables, *bench->simulation, lanes, settings, choice, moved, work.late());
+      anneal(bench->tables, *bench->simulation, lanes, settings, leaves, choice, moved,
+             work.late());
     }
     Choice flags(moved.begin(), moved.end());
     if (PyErr_Occurred() || !write_choice(choice_arg, choice) || !write_choice(moved_arg, flags))

@@ -250,6 +250,8 @@ class _Replayer:
             raise self.fail("the graph's device states no transfer speeds.")
         if storage in self.host:
             raise self.fail("it has a host copy already.")
+        if self.arrays.held[storage]:
+            raise self.fail("somebody outside holds it, so nothing would be free.")
         start = max(self.down, self.ready.get(storage, 0.0))
         start = max(start, self.compute)
         self.down = (

@@ -40,6 +40,8 @@ class Holes:
         Per op: it cannot run again once this op has run, because that one changes an input of it.
     bytes, seconds, workspace
         Per storage; per op, in the way it is priced; likewise.
+    held
+        Per storage: somebody outside holds it too, so it does not leave for the host.
     stays
         Per hole: it is the last one of a storage that must be there at the end.
     needs, touched
@@ -60,6 +62,7 @@ class Holes:
     bytes: list[int]
     seconds: list[float]
     workspace: list[int]
+    held: list[bool]
     stays: list[bool] = field(repr=False)
     needs: list[tuple[int, ...]] = field(repr=False)
     touched: list[tuple[int, ...]] = field(repr=False)
@@ -84,6 +87,13 @@ class Holes:
             KEEP if self.stays[hole] or hole not in last or not self.rebuildable[storage] else 0
             for hole, storage in enumerate(self.storage)
         ]
+
+    def may_leave(self, hole: int) -> bool:
+        """Whether a storage could spend this hole on the host: between uses, a while, not held."""
+        storage = self.storage[hole]
+        inner = hole + 1 < self.first[storage + 1]
+        longer = self.end[hole] - self.start[hole] > 1
+        return inner and longer and self.bytes[storage] > 0 and not self.held[storage]
 
     def main(self, storage: int) -> int:
         """The longest hole between two uses; the last hole where there is only one use."""
@@ -139,6 +149,7 @@ def holes(graph: Graph, *, lean: bool = False) -> Holes:
         bytes=arrays.bytes.tolist(),
         seconds=[min(ways) if lean else ways[0] for ways in arrays.seconds],
         workspace=[min(ways) if lean else ways[0] for ways in arrays.workspace_bytes],
+        held=arrays.held.tolist(),
         needs=needs,
         touched=touched,
         stays=[

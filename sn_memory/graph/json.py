@@ -31,6 +31,7 @@ def _read_storage(data: object, where: str) -> Storage:
         row.text("role", "activation"),
         row.flag("keep"),
         compressed,
+        row.flag("held"),
     )
     row.done()
     return storage

@@ -45,7 +45,7 @@ class Arrays:
     ----------
     bytes
         [storages] int64.
-    resident, keep
+    resident, keep, held
         [storages] bool.
     producer
         [storages] int64, the op that makes it; -1 where resident.
@@ -64,6 +64,7 @@ class Arrays:
     bytes: Ints
     resident: npt.NDArray[np.bool_]
     keep: npt.NDArray[np.bool_]
+    held: npt.NDArray[np.bool_]
     producer: Ints
     reads: list[tuple[int, ...]]
     outputs: list[tuple[int, ...]]
@@ -189,6 +190,7 @@ def number(graph: Records) -> Arrays:
         bytes=held,
         resident=np.array(resident, bool),
         keep=np.array([storage.keep for storage in graph.storages], bool),
+        held=np.array([storage.held for storage in graph.storages], bool),
         producer=np.array(producer, np.int64),
         reads=reads,
         outputs=outputs,

@@ -51,6 +51,9 @@ class Storage:
         It must be on the device, in its last version, when the last op has run.
     compressed
         The lossy form it may be held in, where the graph's owner allows one.
+    held
+        Somebody outside holds it too (an output, the gradient of one): moved to the host, nothing
+        would be free.
     """
 
     name: str
@@ -58,6 +61,7 @@ class Storage:
     role: str = "activation"
     keep: bool = False
     compressed: Compressed | None = None
+    held: bool = False
 
     @property
     def resident(self) -> bool:

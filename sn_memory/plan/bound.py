@@ -136,6 +136,9 @@ def relax(
     high[total] = np.inf
     if not offload:
         high[moved : moved + width] = 0.0
+    for storage in before:
+        if holes.held[storage]:
+            high[moved + place[storage]] = 0.0
     for storage in holes.needs[at]:
         if storage in place:
             low[place[storage]] = 1.0

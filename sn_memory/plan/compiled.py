@@ -135,6 +135,7 @@ class Compiled:
         self,
         choice: Sequence[int],
         moved: Sequence[bool],
+        leaves: Sequence[bool],
         budget_bytes: int,
         late: Until,
         lanes: tuple[float, float, float, int],
@@ -145,9 +146,9 @@ class Compiled:
         recompute: bool,
     ) -> tuple[list[int], list[bool]]:
         """Return the choice, and per hole whether it is moved, that `anneal.anneal` ends with."""
-        held, away = _column(choice), _column(moved)
+        held, away, may = _column(choice), _column(moved), _column(leaves)
         work = self._core.anneal(
-            self._tables, held, away, budget_bytes, tries, seed, recompute, lanes, heat, late
+            self._tables, held, away, may, budget_bytes, tries, seed, recompute, lanes, heat, late
         )
         spend(work)
         return self._listed(held), [bool(it) for it in away.tolist()]

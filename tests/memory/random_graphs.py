@@ -26,7 +26,9 @@ def random_graph(seed: int, *, most_ops: int = 12, plain: bool = False) -> Graph
         for _ in range(int(rng.choice([0, 1, 1, 1, 2]))):
             name = f"s{len(storages)}"
             keep = bool(rng.random() < 0.1)
-            storages.append(Storage(name, int(rng.integers(0, 50)), keep=keep))
+            # Not drawn, so that the graphs are those they were before storages could be held.
+            held = not plain and len(storages) % 4 == 0
+            storages.append(Storage(name, int(rng.integers(0, 50)), keep=keep, held=held))
             outputs.append(name)
         if not plain:
             if rng.random() < 0.15:

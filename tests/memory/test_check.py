@@ -64,6 +64,15 @@ def test_the_plain_run():
     assert found.reruns == 0
 
 
+def test_what_somebody_holds_does_not_leave():
+    actions = ("run f1", "run f2", "offload h1", "free h1", *RUNS[2:4], "prefetch h1", "run b2")
+    check = {"peak": 324, "seconds": 9.0}
+    check_plan(Graph(STORAGES, OPS, device=LANES), plan(*actions, **check))
+    outside = [replace(it, held=it.name == "h1") for it in STORAGES]
+    refused(Graph(outside, OPS, device=LANES), "somebody outside holds it", *actions, **check)
+    assert Graph.from_json(Graph(outside, OPS).to_json()).storages[1].held
+
+
 def test_predictions_are_held_to():
     graph = Graph(STORAGES, OPS)
     refused(graph, "peak_bytes: the plan says 300", *RUNS, peak=300, seconds=5.0)

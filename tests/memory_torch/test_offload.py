@@ -148,6 +148,43 @@ def test_nothing_moves_while_all_fits():
     assert found.measured_peak_bytes == found.predicted_peak_bytes
 
 
+class TwoOutputs(torch.nn.Module):
+    """A large output of an early layer: it and its gradient wait for all the layers behind."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.narrow = torch.nn.Linear(32, 512), torch.nn.Linear(512, 64)
+        self.rest = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(8))
+
+    def forward(self, x):
+        wide = self.first(x)
+        x = self.narrow(wide)
+        for layer in self.rest:
+            x = torch.tanh(layer(x) * torch.sigmoid(x))
+        return wide, x
+
+
+@pytest.mark.parametrize("planner", ["auto", "offload_conv", "superneurons"])
+def test_what_the_caller_holds_stays(planner):
+    """Found by a model with two outputs: the plan moved one, which the back end refused."""
+    model, sample = TwoOutputs(), torch.randn(128, 32)
+    planned = plan(
+        model, sample, "92%" if planner == "auto" else "100%",
+        techniques=("keep", "offload"), device=SLOW_LINK, profile=False,
+        backend="graph", planner=planner,
+    )  # fmt: skip
+    step = planned.sn_memory.plan
+    moved = {it.target for it in step.actions if it.kind == "offload"}
+    held = {it.name for it in planned.sn_memory.trace.graph.storages if it.held}
+    assert {"first/addmm#0", "gradient of output 0", "gradient of output 1"} < held
+    assert not moved & held
+    assert bool(moved) == (planner == "auto")
+    found = verify(planned, sample)
+    assert found.equal, found.different
+    assert found.measured_peak_bytes == found.predicted_peak_bytes
+
+
 @pytest.mark.gpu
 def test_streams_on_a_gpu():
     device = torch.device("cuda")

@@ -70,8 +70,9 @@ def anneal(holes: Holes, start: Mixed, rules: Rules, *, deadline: float) -> Mixe
         lanes = (out, back, device.transfer_latency_s)
     pinned = -1 if device.pinned_bytes is None else device.pinned_bytes
     away = [hole in start.moved for hole in range(holes.count)]
+    leaves = [holes.may_leave(hole) for hole in range(holes.count)]
     choice, flags = native.anneal(
-        start.choice, away, rules.budget_bytes, late_or_units(deadline), (*lanes, pinned),
+        start.choice, away, leaves, rules.budget_bytes, late_or_units(deadline), (*lanes, pinned),
         (rules.warm, COLD), tries=rules.tries, seed=rules.seed, recompute=rules.recompute,
     )  # fmt: skip
     return carried(holes, choice, [hole for hole, flag in enumerate(flags) if flag])
@@ -106,9 +107,7 @@ class _Annealer:
         lanes = rules.offload and holes.graph.device.can_offload
         self.leaves, self.again = [], []
         for hole, storage in enumerate(holes.storage):
-            inner = hole + 1 < holes.first[storage + 1]
-            long = holes.end[hole] - holes.start[hole] > 1
-            self.leaves.append(lanes and inner and long and holes.bytes[storage] > 0)
+            self.leaves.append(lanes and holes.may_leave(hole))
             self.again.append(
                 rules.recompute and holes.rebuildable[storage] and not holes.stays[hole]
             )

@@ -134,6 +134,6 @@ def _sides(
             dropped = list(mixed.choice)
             dropped[hole] = 0
             sides.append((dropped, mixed.moved - {hole}))
-    else:
+    elif not shape.held[shape.storage[hole]]:
         sides.append((held, mixed.moved | {hole}))
     return sides

@@ -78,9 +78,9 @@ def _ruined(
             later = held != KEEP and draw.random() < 0.15
             choice[hole] = draw.randint(holes.start[hole], count) if later else natural[hole]
             moved.discard(hole)
-            if leaving and _free(holes, hole) and draw.random() < leaving:
+            if leaving and holes.may_leave(hole) and draw.random() < leaving:
                 moved.add(hole)
-        elif held == KEEP and hole not in moved and draw.random() < 0.1 and _free(holes, hole):
+        elif held == KEEP and hole not in moved and draw.random() < 0.1 and holes.may_leave(hole):
             if leaving and draw.random() < leaving:
                 moved.add(hole)
             elif holes.rebuildable[holes.storage[hole]]:
@@ -114,10 +114,3 @@ def _repaired(
     if found is None or found.schedule.peak_bytes > budget_bytes:
         return None
     return found
-
-
-def _free(holes: Holes, hole: int) -> bool:
-    """Whether a hole between two uses is long enough, and its storage large enough, to leave."""
-    storage = holes.storage[hole]
-    inner = hole + 1 < holes.first[storage + 1]
-    return inner and holes.bytes[storage] > 0 and holes.end[hole] - holes.start[hole] > 1

@@ -105,7 +105,8 @@ def offloadable(graph: Graph, events: list[Event], among: Collection[int]) -> li
     chosen, held = [], 0
     for storage in sorted(found):
         held += int(graph.arrays.bytes[storage])
-        if graph.arrays.keep[storage] or (room is not None and held > room):
+        held_outside = graph.arrays.keep[storage] or graph.arrays.held[storage]
+        if held_outside or (room is not None and held > room):
             held -= int(graph.arrays.bytes[storage])
         else:
             chosen.append(storage)

@@ -191,14 +191,16 @@ def _storages(
     # What is added to a gradient that is there, or to its parameter, is not held beside it.
     there = {name for name, _ in (*captured.earlier, *captured.updated)}
     added = {view.storage for name, view in captured.gradients if view and name in there}
-    held = ((gradients - added) | _handed_out(captured)) - set(recording.given)
+    kept = ((gradients - added) | _handed_out(captured)) - set(recording.given)
+    # The caller's as well, or autograd's.
+    held = _handed_out(captured) | {view.storage for view in captured.output_gradients}
     result = []
     for number in sorted(names):
         role = recording.given.get(number, "gradient" if number in gradients else "activation")
         # What lies elsewhere (a scalar on the host) is no business of the device's budget.
         size = recording.nbytes[number] if recording.device[number] == main else 0
-        small = compressed.get(number) if number not in held else None
-        result.append(Storage(names[number], size, role, number in held, small))
+        small = compressed.get(number) if number not in kept else None
+        result.append(Storage(names[number], size, role, number in kept, small, number in held))
     return result
 
 
