@@ -104,12 +104,14 @@ def plan_state(
         If even with all of it on the host no plan keeps the budget.
     """
     planned: list[StatePlan] = []
-    for place, by in enumerate(updaters):
+    refused: list[BudgetError] = []
+    for by in updaters:
         try:
             planned.append(_counted(graph, units, budget_bytes, planner, update, by))
-        except BudgetError:
-            if not planned and place == len(updaters) - 1:
-                raise
+        except BudgetError as error:
+            refused.append(error)
+    if not planned:
+        raise refused[-1]
     best = min(planned, key=_ends)
     if update == "backward" and "device" in updaters:
         best = min([best, *_shared(best, graph, units, budget_bytes, planner)], key=_ends)
