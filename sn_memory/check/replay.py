@@ -289,6 +289,8 @@ class _Replayer:
         small = self.graph.storages[storage].compressed
         if small is None:
             raise self.fail("the graph allows no compressed form of it.")
+        if self.arrays.held[storage]:
+            raise self.fail("somebody outside holds it, so nothing would be free.")
         if storage in self.host:
             raise self.fail("it has a host copy; compress or offload, not both.")
         start = max(self.compute, self.ready.pop(storage, 0.0))

@@ -88,12 +88,15 @@ class Holes:
             for hole, storage in enumerate(self.storage)
         ]
 
-    def may_leave(self, hole: int) -> bool:
-        """Whether a storage could spend this hole on the host: between uses, a while, not held."""
+    def is_free(self, hole: int) -> bool:
+        """Whether a hole is between two uses, and long and large enough to be worth anything."""
         storage = self.storage[hole]
         inner = hole + 1 < self.first[storage + 1]
-        longer = self.end[hole] - self.start[hole] > 1
-        return inner and longer and self.bytes[storage] > 0 and not self.held[storage]
+        return inner and self.end[hole] - self.start[hole] > 1 and self.bytes[storage] > 0
+
+    def may_leave(self, hole: int) -> bool:
+        """Whether a storage could spend this hole on the host."""
+        return self.is_free(hole) and not self.held[self.storage[hole]]
 
     def main(self, storage: int) -> int:
         """The longest hole between two uses; the last hole where there is only one use."""

@@ -43,7 +43,7 @@ def waits(graph: Graph) -> dict[str, Wait]:
     """Return the storages that can be compressed, by name, and when.
 
     They have a compressed form, are made outside of the backward pass, are read in it by ops that
-    do not change them, and nobody keeps or releases them.
+    do not change them, and nobody keeps, holds or releases them.
     """
     found: dict[str, Wait] = {}
     arrays = graph.arrays
@@ -52,7 +52,8 @@ def waits(graph: Graph) -> dict[str, Wait]:
                for it in (*arrays.writes[at], *arrays.outputs[at])}  # fmt: skip
     changed |= {storage for released in arrays.releases for storage in released}
     for number, storage in enumerate(graph.storages):
-        free = not (storage.resident or storage.keep or number in changed)
+        ours = not (storage.resident or storage.keep or storage.held)
+        free = ours and number not in changed
         if storage.compressed is None or not free or number not in early or number not in late:
             continue
         if early[number][-1] < late[number][0]:

@@ -54,18 +54,21 @@ def smallest_peak(holes: Holes, *, offload: bool) -> tuple[int, int]:
     arrays, graph = holes.graph.arrays, holes.graph
     count = len(graph.ops)
     stuck = np.zeros(count + 1, np.int64)
-    if not offload:
-        for storage, chain in enumerate(holes.chain):
-            if chain and not _again(holes, chain[0]):
-                mine = holes.of(storage)
-                last = count if graph.storages[storage].keep else holes.start[mine[-1]] + 1
-                stuck[holes.start[mine[0]]] += holes.bytes[storage]
-                stuck[last] -= holes.bytes[storage]
+    # Neither made again nor moved: there from its first use to its last.
+    stays = [
+        bool(chain) and not _again(holes, chain[0]) and (not offload or holes.held[storage])
+        for storage, chain in enumerate(holes.chain)
+    ]
+    for storage in (it for it, stuck_there in enumerate(stays) if stuck_there):
+        mine = holes.of(storage)
+        last = count if graph.storages[storage].keep else holes.start[mine[-1]] + 1
+        stuck[holes.start[mine[0]]] += holes.bytes[storage]
+        stuck[last] -= holes.bytes[storage]
     fixed = np.cumsum(stuck)[:-1]
     best, at = graph.base_bytes, 0
     for op in range(count):
         here = holes.touched[op]
-        need = sum(holes.bytes[it] for it in here if offload or _again(holes, holes.chain[it][0]))
+        need = sum(holes.bytes[it] for it in here if not stays[it])
         total = graph.base_bytes + need + min(arrays.workspace_bytes[op]) + int(fixed[op])
         if total > best:
             best, at = total, op

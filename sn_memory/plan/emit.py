@@ -101,6 +101,11 @@ def plan_from_decisions(
             continue
         if technique == "keep":
             choice[mine[-1]] = KEEP
+        elif technique == "offload" and shape.held[storage]:
+            raise PlanError(
+                f"decisions[{name!r}]: got 'offload', but somebody outside holds it, so nothing "
+                "would be free. Keep it."
+            )
         elif technique == "offload":
             moved.append(shape.main(storage))
         else:

@@ -8,6 +8,7 @@ from random_graphs import random_graph, training_chain
 
 from sn_memory import (
     Action,
+    BudgetError,
     Compressed,
     Decision,
     Device,
@@ -19,7 +20,11 @@ from sn_memory import (
     Workspace,
     check_plan,
     plan_from_decisions,
+    plan_graph,
 )
+from sn_memory.graph.holes import holes
+from sn_memory.graph.rewrite import waits
+from sn_memory.plan.bound import smallest_peak
 
 STORAGES = [
     Storage("x", 10, "input"),
@@ -71,6 +76,25 @@ def test_what_somebody_holds_does_not_leave():
     outside = [replace(it, held=it.name == "h1") for it in STORAGES]
     refused(Graph(outside, OPS, device=LANES), "somebody outside holds it", *actions, **check)
     assert Graph.from_json(Graph(outside, OPS).to_json()).storages[1].held
+    with pytest.raises(PlanError, match="holds it"):
+        plan_from_decisions(Graph(outside, OPS, device=LANES), {"h1": "offload"}, planner="mine")
+    small = Compressed(1, 0.5, 0.5)
+    outside[1] = replace(outside[1], compressed=small)
+    refused(Graph(outside, OPS), "somebody outside holds it", "run f1", "run f2", "compress h1")
+    assert not waits(Graph(outside, OPS))
+    assert waits(Graph([replace(it, held=False) for it in outside], OPS))
+
+
+def test_what_is_held_and_cannot_be_made_again_counts_in_the_least_peak():
+    graph = Graph(STORAGES, [replace(it, once=True) for it in OPS], device=LANES)
+    # At the op b2: x, h1, g2 and g1; on the way the loss could be on the host.
+    assert smallest_peak(holes(graph), offload=True) == (220, 4)
+    outside = [replace(it, held=it.name in ("loss", "h1")) for it in STORAGES]
+    graph = Graph(outside, graph.ops, device=LANES)
+    assert smallest_peak(holes(graph), offload=True) == (314, 3)
+    with pytest.raises(BudgetError) as refusal:
+        plan_graph(graph, 300, techniques=("keep", "offload"))
+    assert refusal.value.peak_bytes >= 314
 
 
 def test_predictions_are_held_to():

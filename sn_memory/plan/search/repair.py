@@ -80,8 +80,8 @@ def _ruined(
             moved.discard(hole)
             if leaving and holes.may_leave(hole) and draw.random() < leaving:
                 moved.add(hole)
-        elif held == KEEP and hole not in moved and draw.random() < 0.1 and holes.may_leave(hole):
-            if leaving and draw.random() < leaving:
+        elif held == KEEP and hole not in moved and draw.random() < 0.1 and holes.is_free(hole):
+            if leaving and holes.may_leave(hole) and draw.random() < leaving:
                 moved.add(hole)
             elif holes.rebuildable[holes.storage[hole]]:
                 choice[hole] = 0
