@@ -185,7 +185,7 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
     )
     for row, (title, ways) in zip(axes, titles.items(), strict=True):
         panel(rows, ways, *row)
-        row[0].set_title(f"{title} (x: refused, at the smallest peak that can be had)", fontsize=9)
+        row[0].set_title(f"{title} (x: refused, at the smallest peak found)", fontsize=9)
         row[1].set_title(title, fontsize=9)
     figure.savefig(path, dpi=110)
 
