@@ -27,6 +27,8 @@ from .policy.policy import SelectivePolicy, checkpoint_policy
 from .trace.known_ones import may_be_known
 from .trace.trace import Given, Trace
 
+# Elements of an integer tensor of a sample that is held.
+_MOST_HELD = 1 << 16
 # Of the kinds that come while training so many steps are kept.
 KINDS = 64
 
@@ -35,7 +37,7 @@ KINDS = 64
 class Sampled:
     """A planned model, which this does not keep, and the form of a sample, without its memory.
 
-    Of what it holds only this: which tensors are all ones.
+    Of what it holds only a few integers: a model may look at them.
     """
 
     model: weakref.ref[torch.nn.Module]
@@ -44,15 +46,10 @@ class Sampled:
     @classmethod
     def of(cls, model: torch.nn.Module, given: Arguments) -> Sampled:
         """Note a model and its sample."""
-
-        def form(it: torch.Tensor) -> _Form:
-            ones = may_be_known(it) and is_ones(it)
-            return _Form(tuple(it.size()), it.stride(), it.dtype, it.device, it.requires_grad, ones)
-
-        return cls(weakref.ref(model), tree_map_only(torch.Tensor, form, given))
+        return cls(weakref.ref(model), tree_map_only(torch.Tensor, _Form.of, given))
 
     def arguments(self) -> Given:
-        """Return a sample of this form; what it holds else is not said."""
+        """Return a sample of this form; what else it holds is zeros."""
         return Given(*tree_map_only(_Form, _Form.made, self.form))
 
 
@@ -63,13 +60,35 @@ class _Form:
     dtype: torch.dtype
     device: torch.device
     wanted: bool
-    ones: bool
+    # The elements from the first to the last as they lie, or what each of them is.
+    values: torch.Tensor | int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Form:
+        values: torch.Tensor | int = 0
+        if may_be_known(tensor):
+            if (span := _span(tensor.size(), tensor.stride())) <= _MOST_HELD:
+                row = tensor.detach().as_strided((span,), (1,), tensor.storage_offset())
+                values = row.cpu().clone()
+            else:
+                values = int(is_ones(tensor))
+        form = (tuple(tensor.size()), tensor.stride(), tensor.dtype, tensor.device)
+        return cls(*form, tensor.requires_grad, values)
 
     def made(self) -> torch.Tensor:
-        found = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
-        if self.ones:
-            found.fill_(1)
-        return found.requires_grad_(self.wanted)
+        if isinstance(self.values, int):
+            span = _span(self.size, self.stride)
+            row = torch.full((span,), self.values, dtype=self.dtype, device=self.device)
+        else:
+            row = self.values.to(self.device, copy=True)
+        return row.as_strided(self.size, self.stride).requires_grad_(self.wanted)
+
+
+def _span(size: Sequence[int], stride: Sequence[int]) -> int:
+    """Return how many elements there are from the first to the last as they lie."""
+    if not all(size):
+        return 0
+    return 1 + sum((many - 1) * step for many, step in zip(size, stride, strict=True))
 
 
 @dataclass(repr=False)

@@ -11,6 +11,7 @@ import torch
 
 from sn_memory import PlanError
 from sn_memory.torch import HostState, PlanWarning, TraceError, plan, trace, verify
+from sn_memory.torch.planned import Sampled
 
 SETTINGS = {"profile": False, "planner": "greedy", "backend": "graph"}
 BATCH, LENGTH, WIDTH = 4, 8, 16
@@ -260,10 +261,17 @@ def test_kinds_that_go_are_forgotten(monkeypatch):
 
 
 def test_the_policy_of_a_planned_model_looks_at_ones_too():
-    planned = plan(model_of(), (ids_of(), ones()), "90%", **SETTINGS)
-    ids, mask = planned.sn_memory.sampled.arguments().args
-    assert mask.eq(1).all()
-    assert ids.shape == mask.shape
+    long = torch.ones(1, (1 << 16) + 1, dtype=torch.bool)
+    wide = padded()[:1].expand(BATCH, -1)
+    for mask in (ones(), padded(), padded().T, padded()[:, 1::3], wide, long, long[:0]):
+        sampled = Sampled.of(model_of(), ((ids_of(), mask, torch.randn(2)), {}))
+        ids, again, floats = sampled.arguments().args
+        assert torch.equal(again, mask)
+        assert again.stride() == mask.stride()
+        assert torch.equal(ids, ids_of())
+        assert not floats.any()
+    planned = plan(model_of(), (ids_of(), padded()), "90%", **SETTINGS)
+    assert torch.equal(planned.sn_memory.sampled.arguments().args[1], padded())
 
 
 def test_values_lie_as_their_twins():
