@@ -74,8 +74,10 @@ def compiled(rows: list[Row]) -> str:
                 least = f"refused: {mib(row['smallest_bytes'])} is the smallest found"
                 lines.append(["", asked, least, "", "", theirs, ""])
                 continue
-            mine = longer(row["step_s"], plain["step_s"])
-            beside = f"{row['step_s'] / other['step_s']:.2f}" if other else ""
+            # Rows of another run have its plain step with them, and are beside nothing of this one.
+            mine = longer(row["step_s"], row.get("plain_step_s") or plain["step_s"])
+            same_run = other is not None and "plain_step_s" not in row
+            beside = f"{row['step_s'] / other['step_s']:.2f}" if other and same_run else ""
             held = [mib(row["predicted_bytes"]), mib(row["peak_bytes"])]
             lines.append(["", asked, *held, mine, theirs, beside])
     found = ratios(rows)
