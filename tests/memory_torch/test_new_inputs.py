@@ -5,6 +5,7 @@ import logging
 import pickle
 import random
 import warnings
+from types import MethodType
 
 import pytest
 import torch
@@ -190,6 +191,38 @@ def test_autocast_switched_on(quiet):
     with torch.autocast("cpu", torch.bfloat16):
         assert verify(budgeted, rows(256)).measured_peak_bytes == kind.peak_bytes
     assert kind.peak_bytes <= budgeted.sn_memory.budget_bytes
+
+
+@pytest.mark.parametrize("backend", ["graph", "modules"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_what_others_put_around_the_forward_is_entered_once_a_step(backend, micro_batches):
+    """As accelerate puts autocast there: entered twice by planning inside it, it stayed on."""
+    found, plain = [], mlp(6)
+    for planned_by in ("", backend):
+        model = copy.deepcopy(plain)
+        with torch.autocast("cpu", torch.bfloat16):
+            if planned_by:
+                model = plan(model, rows(256), 2**20, **{**SETTINGS, "backend": planned_by})
+        autocast, calls = torch.autocast("cpu", torch.bfloat16), []
+        inner = type(model).forward
+
+        def around(self, x, autocast=autocast, calls=calls, inner=inner):
+            calls.append(len(x))
+            with autocast:
+                return inner(self, x)
+
+        model.forward = MethodType(around, model)
+        results = []
+        for count in (256, 64, 128, 64):
+            for _ in range(micro_batches):
+                out = model(rows(count))
+                assert not torch.is_autocast_enabled("cpu")
+                out.float().square().sum().backward()
+            results += [out.detach(), *(it.grad.clone() for it in model.parameters())]
+            model.zero_grad()
+        assert len(calls) == 4 * micro_batches
+        found.append(results)
+    assert all(map(torch.equal, *found))
 
 
 def test_evaluation_mode_with_gradients(quiet):

@@ -89,6 +89,17 @@ def plain_model(model: torch.nn.Module) -> torch.nn.Module:
     return plain
 
 
+def inner_model(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a planned model as it was before, for who is inside its forward.
+
+    A forward that others have put on the instance is left out: it runs around the planned one
+    already, and what it enters may not bear to be entered twice. An autocast stays on then.
+    """
+    inner = plain_model(model)
+    inner.__dict__.pop("forward", None)
+    return inner
+
+
 def is_compiled(model: torch.nn.Module) -> bool:
     """Whether a model was given to torch.compile, by either of its ways."""
     # Under the second name, model.compile() keeps what stands in for the model's own call.
