@@ -37,7 +37,7 @@ from .model.wrapping import inner_model
 from .modules.backend import ModuleStep
 from .on_paper import OnPaper
 from .planned import Planned
-from .planning import Step, ones_of, smallest_of_trace
+from .planning import Step, looked_at, smallest_of_trace
 from .trace.trace import Trace, beside
 
 log = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ class _FirstSight:
     def is_for(self, step: Step) -> None:
         """Note what a step takes from what the input holds: it is of that kind then."""
         if self.kind is not None:
-            ones, flat = self.record.ones, ones_of(step)
+            ones, flat = self.record.ones, looked_at(step)
             self.kind = self.like = ones.noted(self.plain, self.kind, self.given, flat)
 
     def refusal(self) -> str:

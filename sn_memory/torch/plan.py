@@ -41,7 +41,7 @@ from .model.wrapping import RECORD, as_written, bare, is_compiled, plain_model, 
 from .modules.backend import ModuleStep
 from .planned import Planned, Sampled
 from .planned_forward import PlannedForward
-from .planning import Made, Planning, ones_of
+from .planning import Made, Planning, looked_at
 from .state.arena import HostState
 from .state.model_state import ModelState
 from .trace.convolutions import Measure
@@ -351,7 +351,7 @@ def _record(
         record.ones = before.ones
     for sampled, given, made in found:
         plan = made.step.plan
-        kind = record.ones.noted(plain, sampled, given, ones_of(made.step))
+        kind = record.ones.noted(plain, sampled, given, looked_at(made.step))
         record.steps[kind] = step = made.first or made.step
         if planning.accumulate:
             record.later[step] = made.step

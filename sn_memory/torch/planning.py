@@ -418,9 +418,9 @@ class Planning:
         return Made(step, backend, result, otherwise)
 
 
-def ones_of(step: Step) -> frozenset[int]:
-    """Return the places of the flat inputs that a step takes to be all ones."""
-    return step.trace.captured.ones if step.trace else frozenset()
+def looked_at(step: Step) -> frozenset[int]:
+    """Return the places of the flat inputs of which it counts whether they are all ones."""
+    return step.trace.captured.looked if step.trace else frozenset()
 
 
 def smallest_of_trace(traced: Trace) -> Plan:

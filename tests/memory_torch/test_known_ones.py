@@ -103,12 +103,30 @@ def test_one_that_masks_is_another_kind_of_input():
     assert found.equal
 
 
-def test_planned_for_one_that_masks_there_is_one_kind():
+def test_planned_for_one_that_masks_one_of_ones_is_another_kind():
+    """Found by a Trainer: a batch without padding, of the shape of one with some, was rounded."""
     model = model_of()
     planned = plan(model, (ids_of(), padded()), "90%", **SETTINGS)
     assert attention_masks(planned) == {True}
-    planned(ids_of(1), ones()).sum().backward()
-    assert len(planned.sn_memory.steps) == 1
+    for mask in (ones(), padded(), ones()):
+        same_gradients(planned, model, ids_of(1), mask)
+    assert [it.unlike for it in planned.sn_memory.kinds] == ["", "mask is all ones"]
+
+
+def test_zeros_and_ones_that_are_no_mask_make_no_kinds():
+    class Typed(Attention):
+        def forward(self, ids, mask, types, labels):
+            x = super().forward(ids, mask) + self.words(types)
+            return torch.nn.functional.cross_entropy(x.mean(1), labels)
+
+    torch.manual_seed(0)
+    model = Typed("where it can")
+    zeros, labels = torch.zeros(BATCH, LENGTH, dtype=torch.long), torch.tensor([0, 1, 1, 0])
+    planned = plan(model, (ids_of(), padded(), zeros, labels), "100%", **SETTINGS)
+    assert planned.sn_memory.latest_trace.captured.looked == {1}
+    for types in (zeros, ones()):
+        planned(ids_of(1), padded(), types, labels | 1).backward()
+    assert len(planned.sn_memory.kinds) == 1
 
 
 def test_both_can_be_planned_ahead():

@@ -51,7 +51,7 @@ class Ones:
         model, kind, given
             What the step was planned for.
         flat
-            Places among the flat arguments that it takes to be all ones.
+            Places among the flat arguments of which it counts whether they are all ones.
         """
         arguments = tree_flatten(given)[0]
         wanted = {id(arguments[place]) for place in flat}

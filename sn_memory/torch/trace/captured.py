@@ -50,6 +50,8 @@ class Captured:
     ones
         Places of flat inputs that are all ones: the model looked at them, and would otherwise make
         other calls.
+    looked
+        These and those of inputs that are not, where it would make other calls if they were.
     """
 
     recording: Recording
@@ -67,6 +69,7 @@ class Captured:
     earlier: tuple[tuple[str, int], ...] = ()
     updated: tuple[tuple[str, int], ...] = ()
     ones: frozenset[int] = frozenset()
+    looked: frozenset[int] = frozenset()
 
     @property
     def summed(self) -> dict[int, int]:

@@ -11,7 +11,6 @@ of ones only, and says so.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -48,35 +47,59 @@ def may_be_known(tensor: torch.Tensor) -> bool:
 def assuming_ones(made: Callable[[frozenset[int]], Captured], arguments: Iterable[Any]) -> Captured:
     """Return what is recorded of a step that may look at those of its inputs that are all ones.
 
+    It says as well at which inputs the model would look if they were.
+
     Parameters
     ----------
     made
-        Records the step, where these inputs, by their places, have values.
+        Records the step, where these inputs, by their places, are ones and have values.
     arguments
         The flat arguments.
     """
-    ones = frozenset(
-        place
+    flags = [
+        (place, is_ones(it))
         for place, it in enumerate(arguments)
-        if isinstance(it, torch.Tensor) and may_be_known(it) and is_ones(it)
-    )
-    looking = None
-    if ones:
-        # What cannot be recorded so is recorded as any other.
-        with suppress(TraceError):
-            looking = made(ones)
+        if isinstance(it, torch.Tensor) and may_be_known(it) and _is_mask(it)
+    ]
+    found = _as_it_looks(made, frozenset(place for place, ones in flags if ones))
+
+    def differs(places: frozenset[int]) -> bool:
+        other = _or_none(made, found.ones | places)
+        return other is not None and not _same(found, other)
+
+    others = frozenset(place for place, ones in flags if not ones)
+    looked = set(found.ones)
+    # Together first: mostly none makes a difference.
+    if others and differs(others):
+        looked |= {it for it in others if len(others) == 1 or differs(frozenset({it}))}
+    return replace(found, looked=frozenset(looked))
+
+
+def _is_mask(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is made of zeros and ones."""
+    return bool(((tensor == 0) | (tensor == 1)).all())
+
+
+def _or_none(made: Callable[[frozenset[int]], Captured], ones: frozenset[int]) -> Captured | None:
+    try:
+        return made(ones)
+    except TraceError:
+        return None
+
+
+def _as_it_looks(made: Callable[[frozenset[int]], Captured], ones: frozenset[int]) -> Captured:
+    """Return what is recorded where the model may look at these; what cannot be so, without."""
+    looking = _or_none(made, ones) if ones else None
     if looking is None:
         return made(frozenset())
-    with suppress(TraceError):
-        # Where it raises, the model cannot be traced but for inputs of ones.
-        blind = made(frozenset())
-        if _same(blind, looking):
-            return blind
+    # Where this raises, the model cannot be traced but for inputs of ones.
+    blind = _or_none(made, frozenset())
+    if blind is not None and _same(blind, looking):
+        return blind
     for place in ones if len(ones) > 1 else ():
-        with suppress(TraceError):
-            alone = made(frozenset({place}))
-            if _same(alone, looking):
-                return replace(alone, ones=frozenset({place}))
+        alone = _or_none(made, frozenset({place}))
+        if alone is not None and _same(alone, looking):
+            return replace(alone, ones=frozenset({place}))
     return replace(looking, ones=ones)
 
 
