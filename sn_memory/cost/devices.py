@@ -40,7 +40,8 @@ class NamedDevice:
     architecture
         `sm_80` and the like, or `gfx942`: decides which kernels there are.
     total_bytes
-        As the driver reports them, not as they are sold.
+        As CUDA or HIP reports them, not as they are sold. `nvidia-smi` names more: what the
+        driver keeps for itself is in its total.
     bytes_per_s
         Of the device's own memory, peak.
     flops_per_s
@@ -93,9 +94,11 @@ class NamedDevice:
 
 
 _PCIE_3, _PCIE_4, _PCIE_5 = ("PCIe 3 x16", 16e9), ("PCIe 4 x16", 32e9), ("PCIe 5 x16", 64e9)
-# torch/aten CublasHandlePool.cpp: ":4096:2:16:8" KiB, and 32 MiB from Hopper on; 128 MiB on gfx94.
+# torch/aten CublasHandlePool.cpp: ":4096:2:16:8" KiB; 32 MiB on Hopper and, since pull request
+# 175344 (February 2026), on Blackwell; 128 MiB on gfx942. There hipBLASLt, which torch prefers, has
+# 76 MiB of its own, not counted here; cuBLASLt shares what cuBLAS has.
 _CUBLAS, _CUBLAS_HOPPER, _HIPBLAS = (2 * 4096 + 8 * 16) << 10, 32 * _MIB, 128 * _MIB
-# Of H100, H200 and B200 the datasheets state figures "with sparsity": half of them is dense.
+# Of H100, H200, B200 and L4 the datasheets state figures "with sparsity": half of them is dense.
 _HOPPER = (("fp32", 67e12), ("tf32", 494.5e12), ("fp16", 989.5e12), ("bf16", 989.5e12))
 _AMPERE = (("fp32", 19.5e12), ("tf32", 156e12), ("fp16", 312e12), ("bf16", 312e12))
 _MI300X = (("fp32", 163.4e12), ("tf32", 653.7e12), ("fp16", 1307.4e12), ("bf16", 1307.4e12))
@@ -147,7 +150,7 @@ DEVICES: Final = {
             "h100",
             "NVIDIA H100 SXM5 80 GB",
             "sm_90",
-            _gib(79.14),
+            _gib(79.10),
             3.35e12,
             (*_HOPPER, ("fp8", 1979e12)),
             *_PCIE_5,
@@ -170,7 +173,7 @@ DEVICES: Final = {
             "NVIDIA B200 SXM 180 GB",
             "sm_100",
             _gib(178.35),
-            8e12,
+            7.7e12,
             (
                 ("fp32", 75e12),
                 ("tf32", 1.125e15),
@@ -180,13 +183,14 @@ DEVICES: Final = {
             ),
             *_PCIE_5,
             _CUBLAS_HOPPER,
-            "NVIDIA DGX B200 datasheet and HGX B200 page, an eighth of the board" + _TOTAL,
+            "NVIDIA Blackwell datasheet, HGX B200, each GPU (the page of DGX B200 says 8 TB/s); "
+            "arithmetic an eighth of the board, HGX page" + _TOTAL,
         ),
         NamedDevice(
             "l4",
             "NVIDIA L4 24 GB",
             "sm_89",
-            _gib(22.03),
+            _gib(21.95),
             300e9,
             (
                 ("fp32", 30.3e12),
@@ -203,7 +207,7 @@ DEVICES: Final = {
             "rtx4090",
             "NVIDIA GeForce RTX 4090 24 GB",
             "sm_89",
-            _gib(23.64),
+            _gib(23.49),
             1008e9,
             (
                 ("fp32", 82.6e12),
