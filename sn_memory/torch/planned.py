@@ -24,7 +24,6 @@ from .model.wrapping import plain_model
 from .modules.backend import ModuleStep
 from .planning import Planning, StateOnHost, Step
 from .policy.policy import SelectivePolicy, checkpoint_policy
-from .trace.known_ones import may_be_known
 from .trace.trace import Given, Trace
 
 # Of the kinds that come while training so many steps are kept.
@@ -46,7 +45,7 @@ class Sampled:
         """Note a model and its sample."""
 
         def form(it: torch.Tensor) -> _Form:
-            ones = may_be_known(it) and is_ones(it)
+            ones = is_ones(it)
             return _Form(tuple(it.size()), it.stride(), it.dtype, it.device, it.requires_grad, ones)
 
         return cls(weakref.ref(model), tree_map_only(torch.Tensor, form, given))

@@ -17,32 +17,14 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    is_traceable_wrapper_subclass,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ..errors import TraceError
-from ..model.ones import is_ones
+from ..model.compare import same_bits
+from ..model.ones import is_ones, may_be_known
 from .captured import Captured
 from .record import Call
-
-# Elements of a tensor whose values are computed.
-MOST_KNOWN = 1 << 20
-
-
-def may_be_known(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has values that a model may look at: a few integers that are there."""
-    return (
-        not isinstance(tensor, FakeTensor)
-        and not is_traceable_wrapper_subclass(tensor)
-        and not tensor.is_meta
-        and not tensor.dtype.is_floating_point
-        and not tensor.dtype.is_complex
-        and 0 < tensor.numel() <= MOST_KNOWN
-    )
 
 
 def assuming_ones(made: Callable[[frozenset[int]], Captured], arguments: Iterable[Any]) -> Captured:
@@ -55,11 +37,7 @@ def assuming_ones(made: Callable[[frozenset[int]], Captured], arguments: Iterabl
     arguments
         The flat arguments.
     """
-    ones = frozenset(
-        place
-        for place, it in enumerate(arguments)
-        if isinstance(it, torch.Tensor) and may_be_known(it) and is_ones(it)
-    )
+    ones = frozenset(place for place, it in enumerate(arguments) if is_ones(it))
     looking = None
     if ones:
         # What cannot be recorded so is recorded as any other.
@@ -72,11 +50,14 @@ def assuming_ones(made: Callable[[frozenset[int]], Captured], arguments: Iterabl
         blind = made(frozenset())
         if _same(blind, looking):
             return blind
-    for place in ones if len(ones) > 1 else ():
-        with suppress(TraceError):
-            alone = made(frozenset({place}))
-            if _same(alone, looking):
-                return replace(alone, ones=frozenset({place}))
+    for place in sorted(ones):
+        fewer = ones - {place}
+        if fewer:
+            with suppress(TraceError):
+                # Where it raises, this one is looked at.
+                found = made(fewer)
+                if _same(found, looking):
+                    looking, ones = found, fewer
     return replace(looking, ones=ones)
 
 
@@ -100,13 +81,16 @@ def _as_made(call: Call) -> tuple[Any, ...]:
     ]
     # What is asked for its form only stands there as a tensor of that form.
     given = tree_map_only(torch.Tensor, lambda it: (it.size(), it.stride(), it.dtype), given)
+    # NaN, as it is written, is equal to itself.
+    given = tree_map_only(float, repr, given)
     return call.target, given, call.outputs, call.makes, call.writes, call.phase, call.scope
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if isinstance(one, FakeTensor) or isinstance(other, FakeTensor) or one.dtype != other.dtype:
+    if isinstance(one, FakeTensor) or isinstance(other, FakeTensor):
         return one is other
-    return torch.equal(one, other)
+    # By bits: NaN is not equal to itself.
+    return one.size() == other.size() and same_bits(one, other)
 
 
 class KnownOnes(TorchDispatchMode):
@@ -125,7 +109,8 @@ class KnownOnes(TorchDispatchMode):
     def give(self, tensor: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
         """Return an input as the model is given it, with values, beside its fake twin."""
         if id(tensor) not in self._given:
-            size = tensor.untyped_storage().nbytes() // tensor.itemsize
+            # A fake one of what is cut out of another ends where it is last looked at.
+            size = fake.untyped_storage().nbytes() // tensor.itemsize
             given = torch.ones(size, dtype=tensor.dtype, device=tensor.device).as_strided(
                 tensor.size(), tensor.stride(), tensor.storage_offset()
             )
@@ -160,7 +145,9 @@ class KnownOnes(TorchDispatchMode):
                 self._stale |= known
             return func(*fakes, **by_name)
         if not any("Tensor" in str(it.type) for it in schema.returns):
-            # A look: at one value, or at whether two are equal.
+            # A look: at one value, or at whether two are equal. Or several are written at once.
+            if schema.is_mutable:
+                func(*fakes, **by_name)
             with _disable_current_modes():
                 return func(*args, **kwargs)
         recorded = func(*fakes, **by_name)
