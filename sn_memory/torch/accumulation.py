@@ -26,7 +26,7 @@ from ..plan.plan import BudgetError, Plan
 from .eager.replay import Replay
 from .model.kinds import Arguments
 from .model.step import gradient_bytes, wanted_bytes
-from .model.wrapping import RECORD, plain_class, plain_model
+from .model.wrapping import RECORD, plain_class, plain_inside
 from .modules.backend import ModuleStep
 from .planned import Planned
 from .planning import EARLIER, Made, Planning, Step
@@ -137,7 +137,7 @@ def _with_gradients(model: torch.nn.Module, record: Planned, step: Step, given: 
             # As it was planned itself: nothing is timed, and the search is short.
             planning = planning.at_once(budget_bytes, step.trace.graph.device)
         with _disable_current_modes(), sharing(planning.time_limit_s):
-            made, least = _planned_with(planning, budget_bytes, step, plain_model(model), given)
+            made, least = _planned_with(planning, budget_bytes, step, plain_inside(model), given)
         need = made.plan.peak_bytes
         line = repr(planning.share) if planning.share else str(least and least.peak_bytes)
     if need > budget_bytes:

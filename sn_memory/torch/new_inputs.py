@@ -33,7 +33,7 @@ from .model.kind import Kind
 from .model.kinds import Arguments, kind_of
 from .model.sharded import first_fsdp_refused, of_first_fsdp
 from .model.step import apart, chance_put_back, tensors
-from .model.wrapping import plain_model
+from .model.wrapping import plain_inside
 from .modules.backend import ModuleStep
 from .on_paper import OnPaper
 from .planned import Planned
@@ -77,7 +77,7 @@ def step_for(
         raise first_fsdp_refused()
     if isinstance(record.latest, OnPaper):
         raise record.latest.refusal()
-    plain = plain_model(model)
+    plain = plain_inside(model)
     like = kind or kind_of(plain, *given, record.noted, loosely=True)
     assert like is not None
     held = (*tensors(given), *plain.parameters())

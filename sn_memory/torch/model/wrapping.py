@@ -89,6 +89,17 @@ def plain_model(model: torch.nn.Module) -> torch.nn.Module:
     return plain
 
 
+def plain_inside(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a planned model as it was before, for who is called from its forward.
+
+    So without a forward that others have put on the instance: that one is running. Accelerate's
+    has one `torch.autocast`, which stays on for good if it is entered within itself.
+    """
+    plain = plain_model(model)
+    plain.__dict__.pop("forward", None)
+    return plain
+
+
 def is_compiled(model: torch.nn.Module) -> bool:
     """Whether a model was given to torch.compile, by either of its ways."""
     # Under the second name, model.compile() keeps what stands in for the model's own call.
