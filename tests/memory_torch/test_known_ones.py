@@ -11,6 +11,7 @@ import torch
 
 from sn_memory import PlanError
 from sn_memory.torch import HostState, PlanWarning, TraceError, estimate, plan, trace, verify
+from sn_memory.torch.model.allocations import AllocationTracker
 
 SETTINGS = {"profile": False, "planner": "greedy", "backend": "graph"}
 BATCH, LENGTH, WIDTH = 4, 8, 16
@@ -338,6 +339,41 @@ def test_several_written_at_once():
     assert planned.sn_memory.latest_trace.captured.ones == frozenset()
 
 
+def into_another(x, mask):
+    wide = torch.zeros(mask.size(0), 16, dtype=torch.long)
+    wide[:, :8] = mask
+    return x if mask.all() else x * wide[:, :8]
+
+
+def out_of_another(x, mask):
+    found = torch.zeros_like(mask)
+    torch.add(mask, (x > 0).long(), out=found)
+    return x * found if mask.all() else x
+
+
+def longer(x, mask):
+    """As peft's prompts: ones for what stands before the words."""
+    whole = torch.cat([torch.ones(mask.size(0), 2, dtype=torch.long), mask], 1)
+    return x if whole.all() else x * whole[:, 2:]
+
+
+@pytest.mark.parametrize("ends", [into_another, out_of_another, longer])
+def test_a_mask_that_is_read_while_another_is_written_is_known(ends):
+    """Whatever stood beside what was written was taken to be written too, so no look was had."""
+    model, sample = MaskOf(ends), (torch.randn(4, 8), ones(4))
+    planned = plan(model, sample, "100%", **SETTINGS)
+    assert planned.sn_memory.latest_trace.captured.ones == {1}
+    same_gradients(planned, model, *sample)
+
+
+def test_the_word_on_a_sample_without_a_plan_says_what_is_otherwise():
+    planned = plan(model_of(), (ids_of(), ones()), "90%", **SETTINGS)
+    with pytest.raises(PlanError, match="no plan for this sample: mask is not all ones"):
+        verify(planned, (ids_of(), padded()))
+    with pytest.raises(PlanError, match=r"ids is int64 of shape \(2, 8\), and was"):
+        verify(planned, (ids_of(0, 2), ones(2)))
+
+
 @pytest.mark.parametrize(
     "ends",
     [
@@ -350,6 +386,16 @@ def test_nan_is_the_same_in_both_recordings(ends):
     """It equals nothing, so a model that never looks was planned for ones only."""
     planned = plan(MaskOf(ends), (torch.randn(4, 8), ones(4)), "100%", **SETTINGS)
     assert planned.sn_memory.latest_trace.captured.ones == frozenset()
+
+
+def test_what_is_large_is_not_computed():
+    """Of a mask of ones all pairs were computed while planning, however many, and then let go."""
+    many = 5_000
+    model = MaskOf(lambda x, mask: x * (mask[:, None] & mask[None])[0, :8])
+    sample = (torch.randn(4, 8), torch.ones(many, dtype=torch.bool))
+    with AllocationTracker([]) as tracker:
+        assert trace(model, sample, profile=False).captured.ones == frozenset()
+    assert tracker.scratch_peak_bytes - tracker.start_bytes < many**2
 
 
 @pytest.mark.parametrize("dtype", [torch.bits8, torch.uint4, torch.uint16])

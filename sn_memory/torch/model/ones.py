@@ -16,7 +16,7 @@ from .kinds import Arguments, leaves_of
 # Elements of a tensor whose values are computed.
 MOST_KNOWN = 1 << 20
 # Torch has others, for storing only: they cannot even be compared.
-_INTEGERS = {
+INTEGERS = {
     torch.bool,
     *(torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
@@ -26,7 +26,7 @@ _INTEGERS = {
 def may_be_known(tensor: torch.Tensor) -> bool:
     """Whether a tensor has values that a model may look at: a few integers that are there."""
     return (
-        tensor.dtype in _INTEGERS
+        tensor.dtype in INTEGERS
         and tensor.layout == torch.strided
         and not isinstance(tensor, FakeTensor)
         and not is_traceable_wrapper_subclass(tensor)

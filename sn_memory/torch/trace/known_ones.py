@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ..errors import TraceError
 from ..model.compare import same_bits
-from ..model.ones import is_ones, may_be_known
+from ..model.ones import INTEGERS, MOST_KNOWN, is_ones, may_be_known
 from .captured import Captured
 from .record import Call
 
@@ -94,7 +94,10 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class KnownOnes(TorchDispatchMode):
-    """Gives values to what follows from some inputs alone. Entered last, so it sees calls first."""
+    """Gives values to what follows from some inputs alone. Entered last, so it sees calls first.
+
+    Only to a few integers: masks, and what is made of them before they are numbers to add.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,25 +135,26 @@ class KnownOnes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = [it for it in tree_flatten((args, kwargs))[0] if isinstance(it, torch.Tensor)]
-        memories = {it.untyped_storage()._cdata for it in given}
-        known = memories & self._twins.keys()
-        if not known:
-            return func(*args, **kwargs)
-        fakes, by_name = tree_map_only(torch.Tensor, self.twin, (args, kwargs))
-        schema = func._schema
+        given = _memories((args, kwargs))
+        known = given & self._twins.keys()
+        fakes, by_name = (
+            tree_map_only(torch.Tensor, self.twin, (args, kwargs)) if known else (args, kwargs)
+        )
         random = torch.Tag.nondeterministic_seeded in func.tags
-        if memories - known or known & self._stale or random:
-            if schema.is_mutable:
-                self._stale |= known
+        if given - known or known & self._stale or random:
+            self._stale |= _written(func, args, kwargs) & known
             return func(*fakes, **by_name)
-        if not any("Tensor" in str(it.type) for it in schema.returns):
+        if not any("Tensor" in str(it.type) for it in func._schema.returns):
             # A look: at one value, or at whether two are equal. Or several are written at once.
-            if schema.is_mutable:
+            if func._schema.is_mutable:
                 func(*fakes, **by_name)
             with _disable_current_modes():
                 return func(*args, **kwargs)
+        # What follows from nothing at all is known as well: the ones beside a mask, say.
         recorded = func(*fakes, **by_name)
+        if not all(_is_small(it) for it in tree_flatten(recorded)[0]):
+            self._stale |= _written(func, args, kwargs) & known
+            return recorded
         with _disable_current_modes():
             values = func(*args, **kwargs)
         return self._paired(values, recorded)
@@ -172,6 +176,30 @@ class KnownOnes(TorchDispatchMode):
         if memory._cdata not in self._twins:
             whole = fake.as_strided((memory.nbytes() // value.itemsize,), (1,), 0)
             self._twins[memory._cdata] = (memory, whole)
+
+
+def _memories(tree: Any) -> set[int]:
+    flat = tree_flatten(tree)[0]
+    return {it.untyped_storage()._cdata for it in flat if isinstance(it, torch.Tensor)}
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+    """Return the storages that a call writes into."""
+    if not func._schema.is_mutable:
+        return set()
+    given = [
+        args[at] if at < len(args) else kwargs.get(it.name)
+        for at, it in enumerate(func._schema.arguments)
+        if it.alias_info is not None and it.alias_info.is_write
+    ]
+    return _memories(given)
+
+
+def _is_small(result: Any) -> bool:
+    """Whether a result is one that may be known once it is computed."""
+    return not isinstance(result, torch.Tensor) or (
+        result.dtype in INTEGERS and result.numel() <= MOST_KNOWN
+    )
 
 
 def _alike(value: torch.Tensor, fake: torch.Tensor) -> bool:
