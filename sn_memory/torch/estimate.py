@@ -22,9 +22,9 @@ from ..graph.records import Device
 from ..run.estimate import Estimate
 from .elsewhere.gpu import Gpu, gpu_of
 from .errors import TraceError
+from .model.ones import MOST_KNOWN
 from .model.step import Measured, device_of, tensors
 from .trace.fake_step import fake_step, fake_step_on, is_known
-from .trace.known_ones import MOST_KNOWN
 from .trace.optimizer import OptimizerMemory, optimizer_memory
 from .trace.record import View
 from .trace.trace import Trace, call_arguments, trace_unplanned

@@ -18,13 +18,12 @@ from ..run.planned import PlannedKind, PlannedRecord
 from .eager.trial import Trial
 from .model.kind import Kind
 from .model.kinds import Arguments, Written
-from .model.ones import Ones, is_ones
+from .model.ones import Ones, is_ones, may_be_known
 from .model.recent import Recent
 from .model.wrapping import plain_model
 from .modules.backend import ModuleStep
 from .planning import Planning, StateOnHost, Step
 from .policy.policy import SelectivePolicy, checkpoint_policy
-from .trace.known_ones import may_be_known
 from .trace.trace import Given, Trace
 
 # Elements of an integer tensor of a sample that is held.

@@ -9,9 +9,12 @@ import torch
 from ..base.errors import PlanError
 from ..run.verification import Verification
 from .model.compare import differences
+from .model.kind import Kind
 from .model.kinds import Arguments, kind_of
 from .model.step import Loss, Measured, put_back, run_step
 from .model.wrapping import RECORD, plain_model
+from .planned import Planned
+from .planning import Step
 from .trace.trace import call_arguments
 
 
@@ -43,12 +46,13 @@ def verify(
         If the model is not planned, or not for this input; or if a step of it updates parameters:
         with its state on the host, where the one without the plan has no room, or by hooks.
     """
-    record = model.__dict__.get(RECORD)
+    record: Planned | None = model.__dict__.get(RECORD)
     arguments = call_arguments(sample)
     step = None if record is None else _step_of(record, model, arguments)
     if record is None or step is None:
+        why = "" if record is None else _unlike(record, model, arguments)
         raise PlanError(
-            "the model has no plan for this sample; call verify with what "
+            f"the model has no plan for this sample{why}; call verify with what "
             "sn_memory.torch.plan returned, and with a sample like the one it was given."
         )
     if record.planning.state is not None:
@@ -98,6 +102,21 @@ def verify(
     )
 
 
-def _step_of(record: Any, model: torch.nn.Module, arguments: Arguments) -> Any:
+def _kind_of(record: Planned, model: torch.nn.Module, arguments: Arguments) -> Kind | None:
     kind = kind_of(model, *arguments, record.noted)
-    return kind and record.steps.get(record.ones.kind(model, kind, arguments))
+    return kind and record.ones.kind(model, kind, arguments)
+
+
+def _step_of(record: Planned, model: torch.nn.Module, arguments: Arguments) -> Step | None:
+    kind = _kind_of(record, model, arguments)
+    return None if kind is None else record.steps.get(kind)
+
+
+def _unlike(record: Planned, model: torch.nn.Module, arguments: Arguments) -> str:
+    """Say what is otherwise than in the nearest sample that has a plan."""
+    kind = _kind_of(record, model, arguments)
+    if kind is None:
+        return ""
+    paths = [path for path, _ in model.named_modules()]
+    nearest = min((kind.unlike(it, paths) for it in record.steps), key=len)
+    return f": {'; '.join(nearest)}"

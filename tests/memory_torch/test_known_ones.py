@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from sn_memory import PlanError
-from sn_memory.torch import HostState, PlanWarning, TraceError, plan, trace, verify
+from sn_memory.torch import HostState, PlanWarning, TraceError, estimate, plan, trace, verify
+from sn_memory.torch.model.allocations import AllocationTracker
 from sn_memory.torch.planned import Sampled
 
 SETTINGS = {"profile": False, "planner": "greedy", "backend": "graph"}
@@ -295,11 +296,170 @@ def test_the_policy_of_a_planned_model_looks_at_ones_too():
 def test_values_lie_as_their_twins():
     """A mask cut out of a larger one, or turned, has values too."""
     wide, tall = torch.ones(8, 2 * LENGTH, dtype=torch.bool), torch.ones(LENGTH, BATCH).bool()
-    for mask in (wide[2:6, ::2], tall.T):
+    words = torch.ones(BATCH, LENGTH + 2, dtype=torch.long)
+    for mask in (wide[2:6, ::2], tall.T, words[:, :LENGTH], words[:, 2:], wide[:4, :LENGTH]):
         model = model_of()
         planned = plan(model, (ids_of(), mask), "90%", **SETTINGS)
         assert attention_masks(planned) == {False}
         same_gradients(planned, model, ids_of(1), mask)
+
+
+def test_a_shape_whose_first_mask_masks_is_told_from_ones_too():
+    """Found with dynamic padding: ones of a shape that came masked first took the mask's plan."""
+    model = model_of()
+    planned = plan(model, (ids_of(), ones()), "90%", **SETTINGS)
+    for mask in (padded(2), ones(2), padded(2), ones(2)):
+        same_gradients(planned, model, ids_of(1, 2), mask)
+    assert attention_masks(planned) == {False}
+    names = [it.inputs.endswith("of ones") for it in planned.sn_memory.kinds]
+    assert names == [True, False, True]
+
+
+def test_once_a_model_was_seen_to_look_the_samples_own_shape_is_looked_at():
+    model = model_of()
+    planned = plan(model, (ids_of(), padded()), "90%", **SETTINGS)
+    same_gradients(planned, model, ids_of(1, 2), ones(2))
+    for mask in (ones(), padded()):
+        same_gradients(planned, model, ids_of(1), mask)
+    assert len(planned.sn_memory.steps) == 3
+
+
+def test_a_kind_that_goes_takes_no_knowledge_with_it(monkeypatch):
+    """Found by reading: with the plan for ones, the word that ones of that shape differ went."""
+    monkeypatch.setattr("sn_memory.torch.planned.KINDS", 2)
+    model = model_of()
+    planned = plan(model, (ids_of(), ones()), "90%", **SETTINGS)
+    for batch, mask in ((1, ones(1)), (1, padded(1)), (2, ones(2)), (1, padded(1)), (1, ones(1))):
+        same_gradients(planned, model, ids_of(1, batch), mask)
+    names = [it.inputs.endswith("of ones") for it in planned.sn_memory.kinds]
+    assert names == [True, False, True]
+
+
+class MaskOf(torch.nn.Module):
+    """Layers, and then something done with what a mask is."""
+
+    def __init__(self, ends):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+        self.ends = ends
+
+    def forward(self, x, mask):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.ends(x, mask)
+
+
+def one_more(x, mask):
+    own = mask.clone()
+    torch._foreach_add_([own], 1)
+    return x * own
+
+
+def test_several_written_at_once():
+    """Such a call returns nothing, and was taken for a look: its write was left out."""
+    model = MaskOf(one_more)
+    planned = plan(model, (torch.randn(4, 8), padded(4)), "100%", **SETTINGS)
+    # Nothing is tried at sight, so a wrong plan would be wrong results.
+    same_gradients(planned, model, torch.randn(2, 8), ones(2))
+    assert planned.sn_memory.latest_trace.captured.ones == frozenset()
+
+
+def into_another(x, mask):
+    wide = torch.zeros(mask.size(0), 16, dtype=torch.long)
+    wide[:, :8] = mask
+    return x if mask.all() else x * wide[:, :8]
+
+
+def out_of_another(x, mask):
+    found = torch.zeros_like(mask)
+    torch.add(mask, (x > 0).long(), out=found)
+    return x * found if mask.all() else x
+
+
+def longer(x, mask):
+    """As peft's prompts: ones for what stands before the words."""
+    whole = torch.cat([torch.ones(mask.size(0), 2, dtype=torch.long), mask], 1)
+    return x if whole.all() else x * whole[:, 2:]
+
+
+@pytest.mark.parametrize("ends", [into_another, out_of_another, longer])
+def test_a_mask_that_is_read_while_another_is_written_is_known(ends):
+    """Whatever stood beside what was written was taken to be written too, so no look was had."""
+    model, sample = MaskOf(ends), (torch.randn(4, 8), ones(4))
+    planned = plan(model, sample, "100%", **SETTINGS)
+    assert planned.sn_memory.latest_trace.captured.ones == {1}
+    same_gradients(planned, model, *sample)
+
+
+def test_the_word_on_a_sample_without_a_plan_says_what_is_otherwise():
+    planned = plan(model_of(), (ids_of(), ones()), "90%", **SETTINGS)
+    with pytest.raises(PlanError, match="no plan for this sample: mask is not all ones"):
+        verify(planned, (ids_of(), padded()))
+    with pytest.raises(PlanError, match=r"ids is int64 of shape \(2, 8\), and was"):
+        verify(planned, (ids_of(0, 2), ones(2)))
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        lambda x, mask: x.masked_fill(mask == 0, float("nan")),
+        lambda x, mask: torch.where(mask == 0, torch.tensor([float("nan")] * 8), x),
+    ],
+    ids=["number", "constant"],
+)
+def test_nan_is_the_same_in_both_recordings(ends):
+    """It equals nothing, so a model that never looks was planned for ones only."""
+    planned = plan(MaskOf(ends), (torch.randn(4, 8), ones(4)), "100%", **SETTINGS)
+    assert planned.sn_memory.latest_trace.captured.ones == frozenset()
+
+
+def test_what_is_large_is_not_computed():
+    """Of a mask of ones all pairs were computed while planning, however many, and then let go."""
+    many = 5_000
+    model = MaskOf(lambda x, mask: x * (mask[:, None] & mask[None])[0, :8])
+    sample = (torch.randn(4, 8), torch.ones(many, dtype=torch.bool))
+    with AllocationTracker([]) as tracker:
+        assert trace(model, sample, profile=False).captured.ones == frozenset()
+    assert tracker.scratch_peak_bytes - tracker.start_bytes < many**2
+
+
+@pytest.mark.parametrize("dtype", [torch.bits8, torch.uint4, torch.uint16])
+def test_types_that_nobody_computes_with_are_inputs_still(dtype):
+    """Found by running: these cannot be compared with 1, and `plan` raised."""
+    raw = torch.ones(4, 8, dtype=torch.uint16 if dtype == torch.uint16 else torch.uint8)
+    model = MaskOf(lambda x, mask: x * mask.size(0))
+    sample = (torch.randn(4, 8), raw.view(dtype))
+    planned = plan(model, sample, "100%", **SETTINGS)
+    same_gradients(planned, model, *sample)
+
+
+def test_a_mask_of_nothing_is_known():
+    """A batch without a sentence: all of its mask is ones, and a model may look."""
+    model = MaskOf(lambda x, mask: x * 2 if mask.all() else x)
+    sample = (torch.randn(4, 8), torch.ones(0, 8, dtype=torch.long))
+    assert estimate(model, sample).peak_bytes > 0
+    planned = plan(model, sample, "100%", **SETTINGS)
+    same_gradients(planned, model, *sample)
+
+
+def test_of_several_ones_only_those_count_that_a_model_looks_at():
+    """Found with T5: two masks count, and the words of a sample of ones counted with them."""
+
+    class Two(Attention):
+        def forward(self, ids, mask, other):
+            x = super().forward(ids, mask)
+            return x if self.masks_nothing(other) else x * other[..., None]
+
+    torch.manual_seed(0)
+    model = Two("where it can")
+    sample = (torch.ones(BATCH, LENGTH, dtype=torch.long), ones(), ones())
+    planned = plan(model, sample, "90%", **SETTINGS)
+    assert planned.sn_memory.latest_trace.captured.ones == {1, 2}
+    same_gradients(planned, model, ids_of(), ones(), ones())
+    assert len(planned.sn_memory.steps) == 1
+    for masks in ((padded(), ones()), (ones(), padded()), (padded(), padded())):
+        same_gradients(planned, model, ids_of(), *masks)
 
 
 transformers = pytest.importorskip("transformers")
@@ -329,5 +489,13 @@ def test_models_of_transformers_with_a_tokenizers_mask(kind):
         for mask in (ones(), padded(), ones()):
             given = {**sample, "attention_mask": mask}
             same_gradients(planned, model, loss_of=lambda out: out.loss, **given)
+        assert len(planned.sn_memory.steps) == 2
+        # As with dynamic padding: another length, and the first of it masks.
+        for mask in (padded()[:, :6], ones()[:, :6]):
+            given = {
+                "input_ids": ids_of()[:, :6],
+                "attention_mask": mask,
+                "labels": ids_of()[:, :6],
+            }
+            same_gradients(planned, model, loss_of=lambda out: out.loss, **given)
     assert verify(planned, sample).equal
-    assert len(planned.sn_memory.steps) == 2

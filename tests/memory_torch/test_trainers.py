@@ -246,6 +246,35 @@ def test_accelerate_in_bf16(backend):
         by_accelerate(make, "after", backend, mixed_precision="bf16")
 
 
+@BACKENDS
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_accelerate_in_bf16_with_an_input_not_planned_for(backend, accumulated):
+    """Its autocast is one object, and entered once more while planning it stayed on for good."""
+    accelerate = pytest.importorskip("accelerate")
+    results = []
+    for planned in (False, True):
+        accelerate.state.AcceleratorState._reset_state(True)
+        accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+        torch.manual_seed(0)
+        model = WithLoss()
+        if planned:
+            with accelerator.autocast():
+                model = plan(model, rows(), "80%", backend=backend, **SETTINGS)
+        model = accelerator.prepare(model)
+        # Gradients of an earlier micro-batch are planned for at sight as well.
+        for few in (False, True):
+            batch = rows()[: ROWS // 2] if few and not accumulated else rows()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", PlanWarning)
+                loss = model(batch)
+            assert not torch.is_autocast_enabled("cpu")
+            accelerator.backward(loss)
+            results.append(loss.detach())
+        results += [it.grad for it in model.parameters()]
+    half = len(results) // 2
+    assert all(map(torch.equal, results[:half], results[half:]))
+
+
 def test_accelerate_with_dynamo():
     torch._dynamo.reset()
     with pytest.raises(TraceError, match="Plan with backend='compile'"):

@@ -6,24 +6,56 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten
 
 from .kind import Kind
 from .kinds import Arguments, leaves_of
 
+# Elements of a tensor whose values are computed.
+MOST_KNOWN = 1 << 20
+# Torch has others, for storing only: they cannot even be compared.
+INTEGERS = {
+    torch.bool,
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+}
 
-def is_ones(tensor: torch.Tensor) -> bool:
-    """Whether all elements are 1. On a GPU this waits for it, as a model that looks does."""
-    return bool((tensor == 1).all())
+
+def may_be_known(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has values that a model may look at: a few integers that are there."""
+    return (
+        tensor.dtype in INTEGERS
+        and tensor.layout == torch.strided
+        and not isinstance(tensor, FakeTensor)
+        and not is_traceable_wrapper_subclass(tensor)
+        and not tensor.is_meta
+        and tensor.numel() <= MOST_KNOWN
+    )
+
+
+def is_ones(value: object) -> bool:
+    """Whether it is a tensor whose values may be known, and all are 1.
+
+    On a GPU this waits for it, as a model that looks does.
+    """
+    return isinstance(value, torch.Tensor) and may_be_known(value) and bool((value == 1).all())
 
 
 class Ones:
-    """Per kind of input, the arguments that steps were planned for as all ones.
+    """The arguments that steps were planned for as all ones; and per kind, whether they are.
+
+    An argument that counts in one kind of input counts in all: a shape that came masked first is
+    told from ones of that shape, which the model computes otherwise.
 
     Iterates over kinds without a word on what inputs hold.
     """
 
     def __init__(self) -> None:
+        # Name of an argument, and the place in it.
+        self._names: set[tuple[str, int]] = set()
+        # Where these are in each kind.
         self._places: dict[Kind, tuple[int, ...]] = {}
         self._kinds: dict[tuple[Kind, tuple[int, ...]], Kind] = {}
 
@@ -32,8 +64,14 @@ class Ones:
 
     def kind(self, model: torch.nn.Module, kind: Kind, given: Arguments) -> Kind:
         """Return the kind of an input with what it holds, where a step depends on that."""
+        if not self._names:
+            return kind
         places = self._places.get(kind)
         if places is None:
+            names = enumerate(_names(kind))
+            places = tuple(at for at, name in names if name in self._names)
+            self._places[kind] = places
+        if not places:
             return kind
         leaves = leaves_of(model, *given)
         ones = tuple(at for at in places if is_ones(leaves[at]))
@@ -44,7 +82,7 @@ class Ones:
     def noted(
         self, model: torch.nn.Module, kind: Kind, given: Arguments, flat: Iterable[int]
     ) -> Kind:
-        """Return the kind that a step is for, and look at inputs of it from now on.
+        """Return the kind that a step is for, and look at such arguments from now on.
 
         Parameters
         ----------
@@ -56,15 +94,21 @@ class Ones:
         arguments = tree_flatten(given)[0]
         wanted = {id(arguments[place]) for place in flat}
         leaves = leaves_of(model, *given)
-        places = [at for at, leaf in enumerate(leaves) if id(leaf) in wanted]
         bare = replace(kind, ones=()) if kind.ones else kind
-        if places:
-            self._places[bare] = tuple(sorted({*places, *self._places.get(bare, ())}))
+        names = zip(_names(bare), leaves, strict=True)
+        found = {name for name, leaf in names if id(leaf) in wanted}
+        if not found <= self._names:
+            self._names |= found
+            self._places.clear()
         return self.kind(model, bare, given)
 
     def forget(self, kind: Kind) -> None:
-        """Forget a kind that no step is kept for."""
-        if kind.ones:
-            bare = replace(kind, ones=())
-            self._places.pop(bare, None)
-            self._kinds.pop((bare, kind.ones), None)
+        """Forget a kind that no step is kept for; not which arguments count."""
+        bare = replace(kind, ones=()) if kind.ones else kind
+        self._places.pop(bare, None)
+        self._kinds.pop((bare, kind.ones), None)
+
+
+def _names(kind: Kind) -> list[tuple[str, int]]:
+    """Return, for each thing that arguments are made of, the argument and the place in it."""
+    return [(name, at) for name, (_, leaves) in kind.arguments for at in range(len(leaves))]

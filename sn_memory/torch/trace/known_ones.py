@@ -16,32 +16,14 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    is_traceable_wrapper_subclass,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ..errors import TraceError
-from ..model.ones import is_ones
+from ..model.compare import same_bits
+from ..model.ones import INTEGERS, MOST_KNOWN, is_ones, may_be_known
 from .captured import Captured
 from .record import Call
-
-# Elements of a tensor whose values are computed.
-MOST_KNOWN = 1 << 20
-
-
-def may_be_known(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has values that a model may look at: a few integers that are there."""
-    return (
-        not isinstance(tensor, FakeTensor)
-        and not is_traceable_wrapper_subclass(tensor)
-        and not tensor.is_meta
-        and not tensor.dtype.is_floating_point
-        and not tensor.dtype.is_complex
-        and 0 < tensor.numel() <= MOST_KNOWN
-    )
 
 
 def assuming_ones(made: Callable[[frozenset[int]], Captured], arguments: Iterable[Any]) -> Captured:
@@ -96,10 +78,11 @@ def _as_it_looks(made: Callable[[frozenset[int]], Captured], ones: frozenset[int
     blind = _or_none(made, frozenset())
     if blind is not None and _same(blind, looking):
         return blind
-    for place in ones if len(ones) > 1 else ():
-        alone = _or_none(made, frozenset({place}))
-        if alone is not None and _same(alone, looking):
-            return replace(alone, ones=frozenset({place}))
+    for place in sorted(ones) if len(ones) > 1 else ():
+        # Where it cannot be recorded without the values of one, that one is looked at.
+        fewer = _or_none(made, ones - {place}) if len(ones) > 1 else None
+        if fewer is not None and _same(fewer, looking):
+            looking, ones = fewer, ones - {place}
     return replace(looking, ones=ones)
 
 
@@ -123,17 +106,23 @@ def _as_made(call: Call) -> tuple[Any, ...]:
     ]
     # What is asked for its form only stands there as a tensor of that form.
     given = tree_map_only(torch.Tensor, lambda it: (it.size(), it.stride(), it.dtype), given)
+    # NaN, as it is written, is equal to itself.
+    given = tree_map_only(float, repr, given)
     return call.target, given, call.outputs, call.makes, call.writes, call.phase, call.scope
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if isinstance(one, FakeTensor) or isinstance(other, FakeTensor) or one.dtype != other.dtype:
+    if isinstance(one, FakeTensor) or isinstance(other, FakeTensor):
         return one is other
-    return torch.equal(one, other)
+    # By bits: NaN is not equal to itself.
+    return one.size() == other.size() and same_bits(one, other)
 
 
 class KnownOnes(TorchDispatchMode):
-    """Gives values to what follows from some inputs alone. Entered last, so it sees calls first."""
+    """Gives values to what follows from some inputs alone. Entered last, so it sees calls first.
+
+    Only to a few integers: masks, and what is made of them before they are numbers to add.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +137,8 @@ class KnownOnes(TorchDispatchMode):
     def give(self, tensor: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
         """Return an input as the model is given it, with values, beside its fake twin."""
         if id(tensor) not in self._given:
-            size = tensor.untyped_storage().nbytes() // tensor.itemsize
+            # A fake one of what is cut out of another ends where it is last looked at.
+            size = fake.untyped_storage().nbytes() // tensor.itemsize
             given = torch.ones(size, dtype=tensor.dtype, device=tensor.device).as_strided(
                 tensor.size(), tensor.stride(), tensor.storage_offset()
             )
@@ -170,23 +160,26 @@ class KnownOnes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = [it for it in tree_flatten((args, kwargs))[0] if isinstance(it, torch.Tensor)]
-        memories = {it.untyped_storage()._cdata for it in given}
-        known = memories & self._twins.keys()
-        if not known:
-            return func(*args, **kwargs)
-        fakes, by_name = tree_map_only(torch.Tensor, self.twin, (args, kwargs))
-        schema = func._schema
+        given = _memories((args, kwargs))
+        known = given & self._twins.keys()
+        fakes, by_name = (
+            tree_map_only(torch.Tensor, self.twin, (args, kwargs)) if known else (args, kwargs)
+        )
         random = torch.Tag.nondeterministic_seeded in func.tags
-        if memories - known or known & self._stale or random:
-            if schema.is_mutable:
-                self._stale |= known
+        if given - known or known & self._stale or random:
+            self._stale |= _written(func, args, kwargs) & known
             return func(*fakes, **by_name)
-        if not any("Tensor" in str(it.type) for it in schema.returns):
-            # A look: at one value, or at whether two are equal.
+        if not any("Tensor" in str(it.type) for it in func._schema.returns):
+            # A look: at one value, or at whether two are equal. Or several are written at once.
+            if func._schema.is_mutable:
+                func(*fakes, **by_name)
             with _disable_current_modes():
                 return func(*args, **kwargs)
+        # What follows from nothing at all is known as well: the ones beside a mask, say.
         recorded = func(*fakes, **by_name)
+        if not all(_is_small(it) for it in tree_flatten(recorded)[0]):
+            self._stale |= _written(func, args, kwargs) & known
+            return recorded
         with _disable_current_modes():
             values = func(*args, **kwargs)
         return self._paired(values, recorded)
@@ -208,6 +201,30 @@ class KnownOnes(TorchDispatchMode):
         if memory._cdata not in self._twins:
             whole = fake.as_strided((memory.nbytes() // value.itemsize,), (1,), 0)
             self._twins[memory._cdata] = (memory, whole)
+
+
+def _memories(tree: Any) -> set[int]:
+    flat = tree_flatten(tree)[0]
+    return {it.untyped_storage()._cdata for it in flat if isinstance(it, torch.Tensor)}
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+    """Return the storages that a call writes into."""
+    if not func._schema.is_mutable:
+        return set()
+    given = [
+        args[at] if at < len(args) else kwargs.get(it.name)
+        for at, it in enumerate(func._schema.arguments)
+        if it.alias_info is not None and it.alias_info.is_write
+    ]
+    return _memories(given)
+
+
+def _is_small(result: Any) -> bool:
+    """Whether a result is one that may be known once it is computed."""
+    return not isinstance(result, torch.Tensor) or (
+        result.dtype in INTEGERS and result.numel() <= MOST_KNOWN
+    )
 
 
 def _alike(value: torch.Tensor, fake: torch.Tensor) -> bool:
