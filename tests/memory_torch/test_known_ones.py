@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from sn_memory import PlanError
-from sn_memory.torch import HostState, PlanWarning, TraceError, estimate, plan, trace, verify
+from sn_memory.torch import (
+    HostState,
+    PlanWarning,
+    StorageTracker,
+    TraceError,
+    estimate,
+    plan,
+    trace,
+    verify,
+)
 from sn_memory.torch.model.allocations import AllocationTracker
 
 SETTINGS = {"profile": False, "planner": "greedy", "backend": "graph"}
@@ -517,3 +526,38 @@ def test_models_of_transformers_with_a_tokenizers_mask(kind):
             }
             same_gradients(planned, model, loss_of=lambda out: out.loss, **given)
     assert verify(planned, sample).equal
+
+
+@pytest.mark.parametrize("mask", [None, ones(), padded()], ids=["none", "ones", "masks"])
+def test_an_estimate_looks_at_what_the_model_looks_at(mask):
+    """Without a mask Llama looks at its own positions; the estimate was of a step with a mask."""
+    model = llama()
+    sample = {"input_ids": ids_of(), "labels": ids_of()}
+    sample |= {} if mask is None else {"attention_mask": mask}
+    with StorageTracker([*model.parameters(), *model.buffers(), *sample.values()]) as tracker:
+        found = model(**sample)
+        found.loss.backward()
+    model.zero_grad()
+    assert estimate(model, sample).peak_bytes == tracker.peak_bytes
+
+
+def test_an_estimate_does_not_look_at_what_was_written_meanwhile():
+    def counted(x, mask):
+        found = torch.zeros(8, dtype=torch.long)
+        found[:] = (x > 0).sum(0)
+        return x if found.max() > 0 else x * 2
+
+    with pytest.raises(TraceError, match="depend on values"):
+        estimate(MaskOf(counted), (torch.randn(4, 8), ones(4)))
+
+
+def test_a_sparse_tensor_is_refused_by_name_still():
+    """It has no memory to know it by, and every call is looked at now."""
+
+    def gathered(x, mask):
+        places = torch.stack([torch.arange(4), torch.arange(4)])
+        return torch.sparse.mm(torch.sparse_coo_tensor(places, torch.ones(4), (4, 4)), x)
+
+    for refusing in (trace, estimate):
+        with pytest.raises(TraceError, match="is sparse"):
+            refusing(MaskOf(gathered), (torch.randn(4, 8), ones(4)))

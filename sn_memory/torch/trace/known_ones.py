@@ -142,11 +142,10 @@ class KnownOnes(TorchDispatchMode):
         fakes, by_name = (
             tree_map_only(torch.Tensor, self.twin, (args, kwargs)) if known else (args, kwargs)
         )
-        random = torch.Tag.nondeterministic_seeded in func.tags
         # What follows from no tensor at all is known as well: positions, the ones beside a mask.
-        alone = not given and (func.namespace != "aten" or not _makes_tensors(func))
-        if given - known or known & self._stale or random or alone:
-            self._stale |= _written(func, args, kwargs) & known
+        chosen = _is_random(func) if given else not makes_known(func)
+        if given - known or known & self._stale or chosen:
+            self._stale |= written(func, args, kwargs) & known
             return func(*fakes, **by_name)
         if not _makes_tensors(func):
             # A look: at one value, or at whether two are equal. Or several are written at once.
@@ -155,8 +154,8 @@ class KnownOnes(TorchDispatchMode):
             with _disable_current_modes():
                 return func(*args, **kwargs)
         recorded = func(*fakes, **by_name)
-        if not all(_is_small(it) for it in tree_flatten(recorded)[0]):
-            self._stale |= _written(func, args, kwargs) & known
+        if not all(is_small(it) for it in tree_flatten(recorded)[0]):
+            self._stale |= written(func, args, kwargs) & known
             return recorded
         with _disable_current_modes():
             values = func(*args, **kwargs)
@@ -182,15 +181,25 @@ class KnownOnes(TorchDispatchMode):
 
 
 def _memories(tree: Any) -> set[int]:
-    flat = tree_flatten(tree)[0]
-    return {it.untyped_storage()._cdata for it in flat if isinstance(it, torch.Tensor)}
+    found = [it for it in tree_flatten(tree)[0] if isinstance(it, torch.Tensor)]
+    # A sparse one has no memory of its own, and is never known.
+    return {it.untyped_storage()._cdata if it.layout == torch.strided else -id(it) for it in found}
+
+
+def makes_known(func: Any) -> bool:
+    """Whether what an op makes from no tensor is the same each time."""
+    return func.namespace == "aten" and _makes_tensors(func) and not _is_random(func)
 
 
 def _makes_tensors(func: Any) -> bool:
     return any("Tensor" in str(it.type) for it in func._schema.returns)
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+def _is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
     """Return the storages that a call writes into."""
     if not func._schema.is_mutable:
         return set()
@@ -202,7 +211,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[in
     return _memories(given)
 
 
-def _is_small(result: Any) -> bool:
+def is_small(result: Any) -> bool:
     """Whether a result is one that may be known once it is computed."""
     return not isinstance(result, torch.Tensor) or (
         result.dtype in INTEGERS and result.numel() <= MOST_KNOWN
