@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from sn_memory import PlanError
-from sn_memory.torch import HostState, PlanWarning, TraceError, estimate, plan, trace, verify
+from sn_memory.torch import (
+    HostState,
+    PlanWarning,
+    StorageTracker,
+    TraceError,
+    estimate,
+    plan,
+    trace,
+    verify,
+)
 from sn_memory.torch.model.allocations import AllocationTracker
 from sn_memory.torch.planned import Sampled
 
@@ -414,6 +423,33 @@ def test_nan_is_the_same_in_both_recordings(ends):
     assert planned.sn_memory.latest_trace.captured.ones == frozenset()
 
 
+def test_what_follows_from_no_input_is_known():
+    """Llama looks at the positions it makes itself where it gets no mask: whether they go on."""
+
+    class Positions(Attention):
+        def forward(self, ids):
+            places = torch.arange(LENGTH).expand(len(ids), -1)
+            return super().forward(ids, (places.diff(dim=1, prepend=places[:, :1] - 1) == 1).long())
+
+    torch.manual_seed(0)
+    model = Positions("where it can")
+    planned = plan(model, ids_of(), "90%", **SETTINGS)
+    assert attention_masks(planned) == {False}
+    for batch in (BATCH, 2):
+        same_gradients(planned, model, ids_of(1, batch))
+    assert planned.sn_memory.latest_trace.captured.ones == frozenset()
+    assert plan(Positions("all"), ids_of(), "90%", **SETTINGS).sn_memory.backend == "graph"
+
+
+def test_what_is_drawn_is_not_known():
+    model = MaskOf(lambda x, mask: x * 2 if torch.randint(2, (1,)) == 1 else x)
+    with pytest.raises(TraceError, match="depend on values"):
+        trace(model, (torch.randn(4, 8), ones(4)), profile=False)
+    model = MaskOf(lambda x, mask: x[torch.randperm(4)] if torch.randperm(4)[0] else x)
+    with pytest.raises(TraceError, match="depend on values"):
+        trace(model, (torch.randn(4, 8), ones(4)), profile=False)
+
+
 def test_what_is_large_is_not_computed():
     """Of a mask of ones all pairs were computed while planning, however many, and then let go."""
     many = 5_000
@@ -422,6 +458,21 @@ def test_what_is_large_is_not_computed():
     with AllocationTracker([]) as tracker:
         assert trace(model, sample, profile=False).captured.ones == frozenset()
     assert tracker.scratch_peak_bytes - tracker.start_bytes < many**2
+
+
+def test_what_a_model_lets_go_is_let_go():
+    """All that was computed of masks and positions was held to the end of tracing."""
+    many = 1 << 17
+
+    def rounds(x, mask):
+        for _ in range(20):
+            mask = mask + torch.arange(many) // many
+        return x * mask[:8]
+
+    sample = (torch.randn(4, 8), torch.ones(many, dtype=torch.long))
+    with AllocationTracker([]) as tracker:
+        trace(MaskOf(rounds), sample, profile=False)
+    assert tracker.scratch_peak_bytes - tracker.start_bytes < 10 * 8 * many
 
 
 @pytest.mark.parametrize("dtype", [torch.bits8, torch.uint4, torch.uint16])
@@ -490,6 +541,8 @@ def test_models_of_transformers_with_a_tokenizers_mask(kind):
             given = {**sample, "attention_mask": mask}
             same_gradients(planned, model, loss_of=lambda out: out.loss, **given)
         assert len(planned.sn_memory.steps) == 2
+        del given["attention_mask"]
+        same_gradients(planned, model, loss_of=lambda out: out.loss, **given)
         # As with dynamic padding: another length, and the first of it masks.
         for mask in (padded()[:, :6], ones()[:, :6]):
             given = {
@@ -499,3 +552,38 @@ def test_models_of_transformers_with_a_tokenizers_mask(kind):
             }
             same_gradients(planned, model, loss_of=lambda out: out.loss, **given)
     assert verify(planned, sample).equal
+
+
+@pytest.mark.parametrize("mask", [None, ones(), padded()], ids=["none", "ones", "masks"])
+def test_an_estimate_looks_at_what_the_model_looks_at(mask):
+    """Without a mask Llama looks at its own positions; the estimate was of a step with a mask."""
+    model = llama()
+    sample = {"input_ids": ids_of(), "labels": ids_of()}
+    sample |= {} if mask is None else {"attention_mask": mask}
+    with StorageTracker([*model.parameters(), *model.buffers(), *sample.values()]) as tracker:
+        found = model(**sample)
+        found.loss.backward()
+    model.zero_grad()
+    assert estimate(model, sample).peak_bytes == tracker.peak_bytes
+
+
+def test_an_estimate_does_not_look_at_what_was_written_meanwhile():
+    def counted(x, mask):
+        found = torch.zeros(8, dtype=torch.long)
+        found[:] = (x > 0).sum(0)
+        return x if found.max() > 0 else x * 2
+
+    with pytest.raises(TraceError, match="depend on values"):
+        estimate(MaskOf(counted), (torch.randn(4, 8), ones(4)))
+
+
+def test_a_sparse_tensor_is_refused_by_name_still():
+    """It has no memory to know it by, and every call is looked at now."""
+
+    def gathered(x, mask):
+        places = torch.stack([torch.arange(4), torch.arange(4)])
+        return torch.sparse.mm(torch.sparse_coo_tensor(places, torch.ones(4), (4, 4)), x)
+
+    for refusing in (trace, estimate):
+        with pytest.raises(TraceError, match="is sparse"):
+            refusing(MaskOf(gathered), (torch.randn(4, 8), ones(4)))

@@ -167,7 +167,7 @@ class _Capture:
         args, kwargs = tree_unflatten(given_as, spec)
         # Its lists and mappings are others than the caller's.
         given = Marks([("arguments", (args, kwargs))])
-        known = self.known if self.ones else nullcontext()
+        known = self.known if self.gpu is None else nullcontext()
         with (
             torch.enable_grad(),
             self.mode,

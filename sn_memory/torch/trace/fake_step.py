@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     unset_fake_temporarily,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map_only
 
 from ..elsewhere.gpu import Gpu
@@ -28,6 +29,7 @@ from ..model.results import tensors_of
 from ..model.step import Measured, chance_put_back, ends_of, run_step, tensors
 from ..model.tracker import StorageTracker
 from .capture import fake_of
+from .known_ones import is_small, makes_known, written
 from .recurrent import FakeMode
 
 
@@ -62,6 +64,8 @@ class _Knowing(FakeMode):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._given: dict[int, torch.Tensor] = {}
+        # Storages whose values are no longer right: what has none was written into them.
+        self._stale: dict[int, StorageWeakRef] = {}
 
     def given(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return an input as the model is given it: the same tensor twice is one."""
@@ -76,7 +80,16 @@ class _Knowing(FakeMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         given = tensors((args, kwargs))
-        if not given or not all(map(is_known, given)):
+        if not given:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            if not makes_known(func) or not all(map(_could_be_known, tensors(result))):
+                return result
+            with unset_fake_temporarily():
+                return func(*args, **(kwargs or {}))
+        if not all(map(self._knows, given)):
+            into = written(func, args, kwargs or {})
+            memories = [it.untyped_storage() for it in given if into and is_known(it)]
+            self._stale |= {it._cdata: StorageWeakRef(it) for it in memories if it._cdata in into}
             return super().__torch_dispatch__(func, types, args, kwargs)
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -87,6 +100,13 @@ class _Knowing(FakeMode):
                 return result
         with unset_fake_temporarily():
             return func(*args, **(kwargs or {}))
+
+    def _knows(self, tensor: torch.Tensor) -> bool:
+        return is_known(tensor) and tensor.untyped_storage()._cdata not in self._stale
+
+
+def _could_be_known(made: torch.Tensor) -> bool:
+    return made.device.type == "cpu" and is_small(made)
 
 
 def fake_step_on(

@@ -5,7 +5,7 @@ models of transformers then compute with the mask) or cannot be traced. Without 
 a mask of ones is left out, for a kernel that needs none. So such an input is handed in with its
 values, and what follows from it alone has values too; beside each of them runs its fake twin, which
 is what is recorded. Where a step recorded so is another than without the values, it is for inputs
-of ones only, and says so.
+of ones only, and says so. What the model makes itself, from no input, has values in any case.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
@@ -119,16 +120,17 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class KnownOnes(TorchDispatchMode):
-    """Gives values to what follows from some inputs alone. Entered last, so it sees calls first.
+    """Gives values to what follows from some inputs alone, or from none.
 
-    Only to a few integers: masks, and what is made of them before they are numbers to add.
+    Entered last, so it sees calls first. Only to a few integers: masks, positions, and what is made
+    of them before they are numbers to compute with.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # Per storage with values: the storage, held so that its address stays its own, and a fake
-        # tensor that looks at its twin from end to end.
-        self._twins: dict[int, tuple[Any, torch.Tensor]] = {}
+        # Per storage with values: a reference to it, so that its address stays its own while its
+        # memory may go, and a fake tensor that looks at its twin from end to end.
+        self._twins: dict[int, tuple[StorageWeakRef, torch.Tensor]] = {}
         # By the identity of an input, what the model is given for it.
         self._given: dict[int, torch.Tensor] = {}
         # Storages whose values are no longer right: what has none was written into them.
@@ -165,20 +167,20 @@ class KnownOnes(TorchDispatchMode):
         fakes, by_name = (
             tree_map_only(torch.Tensor, self.twin, (args, kwargs)) if known else (args, kwargs)
         )
-        random = torch.Tag.nondeterministic_seeded in func.tags
-        if given - known or known & self._stale or random:
-            self._stale |= _written(func, args, kwargs) & known
+        # What follows from no tensor at all is known as well: positions, the ones beside a mask.
+        chosen = _is_random(func) if given else not makes_known(func)
+        if given - known or known & self._stale or chosen:
+            self._stale |= written(func, args, kwargs) & known
             return func(*fakes, **by_name)
-        if not any("Tensor" in str(it.type) for it in func._schema.returns):
+        if not _makes_tensors(func):
             # A look: at one value, or at whether two are equal. Or several are written at once.
             if func._schema.is_mutable:
                 func(*fakes, **by_name)
             with _disable_current_modes():
                 return func(*args, **kwargs)
-        # What follows from nothing at all is known as well: the ones beside a mask, say.
         recorded = func(*fakes, **by_name)
-        if not all(_is_small(it) for it in tree_flatten(recorded)[0]):
-            self._stale |= _written(func, args, kwargs) & known
+        if not all(is_small(it) for it in tree_flatten(recorded)[0]):
+            self._stale |= written(func, args, kwargs) & known
             return recorded
         with _disable_current_modes():
             values = func(*args, **kwargs)
@@ -200,15 +202,29 @@ class KnownOnes(TorchDispatchMode):
         memory = value.untyped_storage()
         if memory._cdata not in self._twins:
             whole = fake.as_strided((memory.nbytes() // value.itemsize,), (1,), 0)
-            self._twins[memory._cdata] = (memory, whole)
+            self._twins[memory._cdata] = (StorageWeakRef(memory), whole)
 
 
 def _memories(tree: Any) -> set[int]:
-    flat = tree_flatten(tree)[0]
-    return {it.untyped_storage()._cdata for it in flat if isinstance(it, torch.Tensor)}
+    found = [it for it in tree_flatten(tree)[0] if isinstance(it, torch.Tensor)]
+    # A sparse one has no memory of its own, and is never known.
+    return {it.untyped_storage()._cdata if it.layout == torch.strided else -id(it) for it in found}
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+def makes_known(func: Any) -> bool:
+    """Whether what an op makes from no tensor is the same each time."""
+    return func.namespace == "aten" and _makes_tensors(func) and not _is_random(func)
+
+
+def _makes_tensors(func: Any) -> bool:
+    return any("Tensor" in str(it.type) for it in func._schema.returns)
+
+
+def _is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
     """Return the storages that a call writes into."""
     if not func._schema.is_mutable:
         return set()
@@ -220,7 +236,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[in
     return _memories(given)
 
 
-def _is_small(result: Any) -> bool:
+def is_small(result: Any) -> bool:
     """Whether a result is one that may be known once it is computed."""
     return not isinstance(result, torch.Tensor) or (
         result.dtype in INTEGERS and result.numel() <= MOST_KNOWN
