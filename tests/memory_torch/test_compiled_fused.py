@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from sn_memory import BudgetError, check_plan, plan_graph
 from sn_memory.base.errors import PlanWarning
 from sn_memory.graph.graph import Graph
 from sn_memory.plan.plan import Plan
-from sn_memory.torch import TraceError, plan, verify
+from sn_memory.torch import TraceError, estimate, plan, verify
 from sn_memory.torch.model.allocations import AllocationTracker
 
 COMPILE = "sn_memory.torch.compile"
@@ -469,6 +470,31 @@ def test_the_quicker_step_is_found_and_nothing_is_changed():
         assert torch.equal(it, before[name])
         assert it.grad is None
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.slow
+def test_a_step_that_holds_more_when_it_runs_is_no_plan(monkeypatch):
+    """Found at a budget of a half: 686 reruns of attention, of which no peak was the promised."""
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(64, 256), nn.SiLU(), nn.Linear(256, 64)) for _ in range(4))
+    model, sample = nn.Sequential(*blocks), torch.randn(512, 64)
+    measured, settings = [], {"backend": "compile", "time_limit_s": 2}
+
+    def noted(*args, real=seconds_of_steps.step_peaks):
+        measured.append(real(*args))
+        return measured[-1]
+
+    monkeypatch.setattr(f"{COMPILE}.inductor.step_peaks", noted)
+    # Of all processes this one alone plans for so many bytes.
+    budget = int(0.8 * estimate(model, sample).peak_bytes) + os.getpid() % 997
+    planned = plan(copy.deepcopy(model), sample, budget, **settings)
+    assert planned.sn_memory.plan.peak_bytes in measured[-1]
+    more = [budget + 99]
+    monkeypatch.setattr(f"{COMPILE}.inductor.step_peaks", lambda runs, _: more * len(runs))
+    torch._dynamo.reset()
+    with pytest.raises(BudgetError, match="but its compiled step held") as refusal:
+        plan(copy.deepcopy(model), sample, budget - 1, **settings)
+    assert refusal.value.peak_bytes == budget + 99
 
 
 @pytest.mark.slow

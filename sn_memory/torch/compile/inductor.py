@@ -28,10 +28,11 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from ...base.clock import counts_work
 from ...base.progress import say
+from ...base.sizes import parse_bytes, show_bytes
 from ...cost.devices import NOMINAL
 from ...graph.graph import Graph
 from ...graph.records import Device, Storage
-from ...plan.plan import Plan
+from ...plan.plan import BudgetError, Plan
 from ..trace.op_seconds import measured_device, measured_seconds
 from ..trace.record import Recording
 from ..trace.to_graph import flops
@@ -39,7 +40,7 @@ from .dry_step import DryStep
 from .fused import Compilation, Costs, Found, FusedPlanner, Partition
 from .lowering import copied, lowered
 from .program import Program, end_of, rebuilt, results_of
-from .step_seconds import ROUNDS, step_seconds
+from .step_seconds import ROUNDS, step_peaks, step_seconds
 from .torch_inductor import (
     CustomPartitionerFn,
     cache_dir,
@@ -199,7 +200,7 @@ def compiled(module: fx.GraphModule, inputs: list[Any], asked: Asked) -> tuple[K
         if found:
             best, checked = found[0], False
             if best.program is not None and asked.profile and not counts_work():
-                best, checked = _fastest(found, module, inputs)
+                best, checked = _fastest(found, module, inputs, asked)
             kept = Kept(best.graph, best.plan, best.program, checked)
             _write(path, kept)
     if kept is None:
@@ -226,23 +227,50 @@ def _compiled(
 
 
 def _fastest(
-    found: Sequence[Found], module: fx.GraphModule, inputs: list[Any]
+    found: Sequence[Found], module: fx.GraphModule, inputs: list[Any], asked: Asked
 ) -> tuple[Found, bool]:
-    """Return the plan whose compiled step took the fewest seconds, and whether they ran."""
+    """Return the plan whose compiled step took the fewest seconds, and whether they ran.
+
+    Those whose step holds more than the budget when it runs are left out; BudgetError if all do.
+    """
     runs = []
     for number, each in enumerate(found):
         say("compile", number, len(found))
         with torch._guards.tracing(copy.copy(torch._guards.TracingContext.get())):
             runs.append(_compiled(copied(module), inputs, each.program))
     try:
+        found, runs = _within(found, runs, inputs, asked)
         # One alone is run to be checked.
         seconds = step_seconds(runs, inputs, rounds=ROUNDS if len(found) > 1 else 1)
+    except BudgetError:
+        raise
     except RuntimeError as error:
         # No memory for it, as a rule: the model's own step may be all that fits.
         log.warning("steps could not be timed (%s); the plan reckoned fastest is taken", error)
         return found[0], False
     log.info("seconds of steps: %s; reckoned: %s", seconds, [it.plan.seconds for it in found])
     return found[seconds.index(min(seconds))], True
+
+
+def _within(
+    found: Sequence[Found], runs: Sequence[Any], inputs: list[Any], asked: Asked
+) -> tuple[list[Found], list[Any]]:
+    """Return the plans whose compiled step keeps the budget when it runs, and what runs them."""
+    budget = parse_bytes(asked.budget, whole=found[0].plan.baseline_peak_bytes)
+    beside = sum(it.bytes for it in asked.extra)
+    peaks = [it + beside for it in step_peaks(runs, inputs)]
+    log.info("peaks of steps: %s; promised: %s", peaks, [it.plan.peak_bytes for it in found])
+    within = [at for at, measured in enumerate(peaks) if measured <= budget]
+    if not within:
+        raise BudgetError(
+            f"the plan promises {show_bytes(found[0].plan.peak_bytes)}, but its compiled step held "
+            f"{show_bytes(min(peaks))} when it ran. The budget is {show_bytes(budget)}. Raise the "
+            "budget, or plan with backend='graph'.",
+            peak_bytes=min(peaks),
+            budget_bytes=budget,
+            op="the compiled step",
+        )
+    return [found[at] for at in within], [runs[at] for at in within]
 
 
 def planned(module: fx.GraphModule, inputs: list[Any], asked: Asked) -> list[Found]:

@@ -1,4 +1,4 @@
-"""Seconds of compiled steps that are compared: run in turn, on the inputs that are there.
+"""Seconds and peaks of compiled steps that are compared: run on the inputs that are there.
 
 Seconds of kernels that are reckoned one by one miss what fusion does to a changed partition. So
 where a plan may measure, partitions that keep the budget are compiled and run. What loses costs its
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..model.allocations import AllocationTracker
 from ..trace.op_seconds import clock_of
 
 # Rounds that count; fewer once so many seconds are spent. With seven, of
@@ -51,14 +52,39 @@ def step_seconds(
     return least
 
 
-def _seconds(run: Callable[..., Any], inputs: Sequence[Any], wanted: list[torch.Tensor]) -> float:
+def step_peaks(runs: Sequence[Callable[..., Any]], inputs: Sequence[Any]) -> list[int]:
+    """Return the most bytes that torch's CPU allocator had given out in a step of each.
+
+    runs, inputs : as in `step_seconds`; the inputs count. RuntimeError where a profiler runs.
+    """
+    found = []
+    wanted = [it for it in inputs if isinstance(it, torch.Tensor) and it.requires_grad]
+    with _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.enable_grad():
+        for run in runs:
+            given = _given(inputs)
+            tracker = AllocationTracker([it for it in given if isinstance(it, torch.Tensor)])
+            with tracker:
+                _step(run, given, wanted)
+            found.append(tracker.peak_bytes)
+    return found
+
+
+def _given(inputs: Sequence[Any]) -> list[Any]:
     # Statistics of batch norms are written to.
-    given = [
+    return [
         it.detach().clone() if isinstance(it, torch.Tensor) and not it.requires_grad else it
         for it in inputs
     ]
-    clock = clock_of(torch.device("cpu"))
-    began = clock()
+
+
+def _step(run: Callable[..., Any], given: Sequence[Any], wanted: list[torch.Tensor]) -> None:
     ends = [it for it in run(*given) if isinstance(it, torch.Tensor) and it.requires_grad]
     torch.autograd.grad(ends, wanted, [torch.ones_like(it) for it in ends], allow_unused=True)
+
+
+def _seconds(run: Callable[..., Any], inputs: Sequence[Any], wanted: list[torch.Tensor]) -> float:
+    given = _given(inputs)
+    clock = clock_of(torch.device("cpu"))
+    began = clock()
+    _step(run, given, wanted)
     return clock() - began
