@@ -18,10 +18,11 @@ from ..run.planned import PlannedKind, PlannedRecord
 from .eager.trial import Trial
 from .model.kind import Kind
 from .model.kinds import Arguments, Written
-from .model.ones import Ones, is_ones, may_be_known
 from .model.recent import Recent
 from .model.wrapping import plain_model
 from .modules.backend import ModuleStep
+from .ones.by_kind import Ones
+from .ones.values import is_ones, may_be_known
 from .planning import Planning, StateOnHost, Step
 from .policy.policy import SelectivePolicy, checkpoint_policy
 from .trace.trace import Given, Trace

@@ -119,6 +119,7 @@ MEMORY_LAYERS = (
     # The rim of torch.
     ("sn_memory.torch.errors",),
     ("sn_memory.torch.model",),
+    ("sn_memory.torch.ones",),
     ("sn_memory.torch.compress",),
     ("sn_memory.torch.elsewhere",),
     ("sn_memory.torch.trace",),

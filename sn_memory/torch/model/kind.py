@@ -29,7 +29,7 @@ class Kind:
         Per module, names and values of what a forward may read beside tensors it registers.
     ones
         Places, among what the arguments are made of, of inputs that are all ones, where the step
-        was planned for that (a mask that masks nothing); see `ones.py`.
+        was planned for that (a mask that masks nothing); see `ones/by_kind.py`.
     """
 
     arguments: tuple[tuple[str, Any], ...]

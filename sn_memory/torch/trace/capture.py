@@ -31,8 +31,8 @@ from ..errors import TraceError, first_line, innermost_line, sample_line
 from ..model.guard import as_it_was, casting, changes_what_it_is_given, no_chance, outside_autocast
 from ..model.marks import Marks
 from ..model.results import taken_apart
-from .captured import Captured
-from .known_ones import KnownOnes, assuming_ones
+from ..ones.known import KnownOnes
+from .captured import Captured, assuming_ones
 from .record import Layouts, Recorder, layout_key
 from .recurrent import FakeMode
 from .simplify import without_unused

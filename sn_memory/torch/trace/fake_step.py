@@ -24,12 +24,12 @@ from torch.utils._pytree import tree_map_only
 from ..elsewhere.gpu import Gpu
 from ..elsewhere.scratch import form_of, scratch_bytes
 from ..model.guard import as_it_was
-from ..model.ones import MOST_KNOWN, may_be_known
 from ..model.results import tensors_of
 from ..model.step import Measured, chance_put_back, ends_of, run_step, tensors
 from ..model.tracker import StorageTracker
+from ..ones.known import is_small, makes_known, written
+from ..ones.values import MOST_KNOWN, may_be_known
 from .capture import fake_of
-from .known_ones import is_small, makes_known, written
 from .recurrent import FakeMode
 
 

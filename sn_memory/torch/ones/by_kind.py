@@ -1,4 +1,4 @@
-"""Inputs that are all ones: the one thing that a plan may take from what inputs hold."""
+"""Per kind of input, which arguments are all ones: all that a plan takes from what they hold."""
 
 from __future__ import annotations
 
@@ -6,41 +6,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten
 
-from .kind import Kind
-from .kinds import Arguments, leaves_of
-
-# Elements of a tensor whose values are computed.
-MOST_KNOWN = 1 << 20
-# Torch has others, for storing only: they cannot even be compared.
-INTEGERS = {
-    torch.bool,
-    *(torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
-}
-
-
-def may_be_known(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has values that a model may look at: a few integers that are there."""
-    return (
-        tensor.dtype in INTEGERS
-        and tensor.layout == torch.strided
-        and not isinstance(tensor, FakeTensor)
-        and not is_traceable_wrapper_subclass(tensor)
-        and not tensor.is_meta
-        and tensor.numel() <= MOST_KNOWN
-    )
-
-
-def is_ones(value: object) -> bool:
-    """Whether it is a tensor whose values may be known, and all are 1.
-
-    On a GPU this waits for it, as a model that looks does.
-    """
-    return isinstance(value, torch.Tensor) and may_be_known(value) and bool((value == 1).all())
+from ..model.kind import Kind
+from ..model.kinds import Arguments, leaves_of
+from .values import is_ones
 
 
 class Ones:

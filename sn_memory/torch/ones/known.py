@@ -10,113 +10,14 @@ of ones only, and says so. What the model makes itself, from no input, has value
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from ..errors import TraceError
-from ..model.compare import same_bits
-from ..model.ones import INTEGERS, MOST_KNOWN, is_ones, may_be_known
-from .captured import Captured
-from .record import Call
-
-
-def assuming_ones(made: Callable[[frozenset[int]], Captured], arguments: Iterable[Any]) -> Captured:
-    """Return what is recorded of a step that may look at those of its inputs that are all ones.
-
-    It says as well at which inputs the model would look if they were.
-
-    Parameters
-    ----------
-    made
-        Records the step, where these inputs, by their places, are ones and have values.
-    arguments
-        The flat arguments.
-    """
-    flags = [
-        (place, is_ones(it))
-        for place, it in enumerate(arguments)
-        if isinstance(it, torch.Tensor) and may_be_known(it) and _is_mask(it)
-    ]
-    found = _as_it_looks(made, frozenset(place for place, ones in flags if ones))
-
-    def differs(places: frozenset[int]) -> bool:
-        other = _or_none(made, found.ones | places)
-        return other is not None and not _same(found, other)
-
-    others = frozenset(place for place, ones in flags if not ones)
-    looked = set(found.ones)
-    # Together first: mostly none makes a difference.
-    if others and differs(others):
-        looked |= {it for it in others if len(others) == 1 or differs(frozenset({it}))}
-    return replace(found, looked=frozenset(looked))
-
-
-def _is_mask(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is made of zeros and ones."""
-    return bool(((tensor == 0) | (tensor == 1)).all())
-
-
-def _or_none(made: Callable[[frozenset[int]], Captured], ones: frozenset[int]) -> Captured | None:
-    try:
-        return made(ones)
-    except TraceError:
-        return None
-
-
-def _as_it_looks(made: Callable[[frozenset[int]], Captured], ones: frozenset[int]) -> Captured:
-    """Return what is recorded where the model may look at these; what cannot be so, without."""
-    looking = _or_none(made, ones) if ones else None
-    if looking is None:
-        return made(frozenset())
-    # Where this raises, the model cannot be traced but for inputs of ones.
-    blind = _or_none(made, frozenset())
-    if blind is not None and _same(blind, looking):
-        return blind
-    for place in sorted(ones) if len(ones) > 1 else ():
-        # Where it cannot be recorded without the values of one, that one is looked at.
-        fewer = _or_none(made, ones - {place}) if len(ones) > 1 else None
-        if fewer is not None and _same(fewer, looking):
-            looking, ones = fewer, ones - {place}
-    return replace(looking, ones=ones)
-
-
-def _same(one: Captured, other: Captured) -> bool:
-    """Whether two recordings make the same calls on the same storages, and hand out the same."""
-    constants, others = one.recording.constants, other.recording.constants
-    return (
-        list(map(_as_made, one.recording.calls)) == list(map(_as_made, other.recording.calls))
-        and (one.outputs, one.gradients) == (other.outputs, other.gradients)
-        and constants.keys() == others.keys()
-        and all(_equal(it, others[storage]) for storage, it in constants.items())
-    )
-
-
-def _as_made(call: Call) -> tuple[Any, ...]:
-    """Return what is called with what; a default that is spelled out, as some modes do, is one."""
-    args, kwargs = call.arguments(lambda view: view)
-    given = [
-        args[at] if at < len(args) else kwargs.get(it.name, it.default_value)
-        for at, it in enumerate(call.target._schema.arguments)
-    ]
-    # What is asked for its form only stands there as a tensor of that form.
-    given = tree_map_only(torch.Tensor, lambda it: (it.size(), it.stride(), it.dtype), given)
-    # NaN, as it is written, is equal to itself.
-    given = tree_map_only(float, repr, given)
-    return call.target, given, call.outputs, call.makes, call.writes, call.phase, call.scope
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if isinstance(one, FakeTensor) or isinstance(other, FakeTensor):
-        return one is other
-    # By bits: NaN is not equal to itself.
-    return one.size() == other.size() and same_bits(one, other)
+from .values import INTEGERS, MOST_KNOWN, may_be_known
 
 
 class KnownOnes(TorchDispatchMode):
