@@ -156,6 +156,8 @@ class _Replayer:
                 raise self.fail("the graph has no storage of this name.")
             if self.arrays.resident[storages[target]]:
                 raise self.fail("it is resident; plans leave resident storages where they are.")
+            if kind in ("offload", "compress") and self.arrays.held[storages[target]]:
+                raise self.fail("somebody outside holds it, so nothing would be free.")
             live[at], start[at], end[at] = methods[kind](storages[target])
         self.finish()
         peak = int(live.max(initial=self.graph.base_bytes))
@@ -250,8 +252,6 @@ class _Replayer:
             raise self.fail("the graph's device states no transfer speeds.")
         if storage in self.host:
             raise self.fail("it has a host copy already.")
-        if self.arrays.held[storage]:
-            raise self.fail("somebody outside holds it, so nothing would be free.")
         start = max(self.down, self.ready.get(storage, 0.0))
         start = max(start, self.compute)
         self.down = (
@@ -289,8 +289,6 @@ class _Replayer:
         small = self.graph.storages[storage].compressed
         if small is None:
             raise self.fail("the graph allows no compressed form of it.")
-        if self.arrays.held[storage]:
-            raise self.fail("somebody outside holds it, so nothing would be free.")
         if storage in self.host:
             raise self.fail("it has a host copy; compress or offload, not both.")
         start = max(self.compute, self.ready.pop(storage, 0.0))

@@ -66,6 +66,7 @@ class Compiled:
             _column(holes.stays),
             holes.graph.base_bytes,
         )
+        self._leaves = _column(map(holes.may_leave, range(holes.count)))
         self._dear = sum(holes.seconds)
         # Ops, one more for the end, and KEEP, which is -1, at its end.
         self._numbers = [*range(last + 1), -1]
@@ -135,7 +136,6 @@ class Compiled:
         self,
         choice: Sequence[int],
         moved: Sequence[bool],
-        leaves: Sequence[bool],
         budget_bytes: int,
         late: Until,
         lanes: tuple[float, float, float, int],
@@ -146,10 +146,11 @@ class Compiled:
         recompute: bool,
     ) -> tuple[list[int], list[bool]]:
         """Return the choice, and per hole whether it is moved, that `anneal.anneal` ends with."""
-        held, away, may = _column(choice), _column(moved), _column(leaves)
+        held, away = _column(choice), _column(moved)
         work = self._core.anneal(
-            self._tables, held, away, may, budget_bytes, tries, seed, recompute, lanes, heat, late
-        )
+            self._tables, held, away, self._leaves,
+            budget_bytes, tries, seed, recompute, lanes, heat, late,
+        )  # fmt: skip
         spend(work)
         return self._listed(held), [bool(it) for it in away.tolist()]
 

@@ -153,7 +153,7 @@ def test_other_threads_run_while_the_planner_anneals():
     with Ticks() as ticks:
         # `bool` is no Python code: asked, it gives no other thread a turn.
         compiled(shape).anneal(
-            shape.natural(), *2 * [[False] * shape.count], budget, bool, (0.0, 0.0, 0.0, -1),
+            shape.natural(), [False] * shape.count, budget, bool, (0.0, 0.0, 0.0, -1),
             (0.003, 1e-5), tries=20_000, seed=0, recompute=True,
         )  # fmt: skip
     assert ticks.seen > 3
@@ -173,7 +173,7 @@ def test_counted_work_in_cpp_can_be_interrupted():
     try:
         with pytest.raises(KeyboardInterrupt):
             compiled(shape).anneal(
-                shape.natural(), *2 * [[False] * shape.count], budget, 2**60, (0.0, 0.0, 0.0, -1),
+                shape.natural(), [False] * shape.count, budget, 2**60, (0.0, 0.0, 0.0, -1),
                 (0.003, 1e-5), tries=2**40, seed=0, recompute=True,
             )  # fmt: skip
     finally:

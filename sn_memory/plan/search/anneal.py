@@ -70,9 +70,8 @@ def anneal(holes: Holes, start: Mixed, rules: Rules, *, deadline: float) -> Mixe
         lanes = (out, back, device.transfer_latency_s)
     pinned = -1 if device.pinned_bytes is None else device.pinned_bytes
     away = [hole in start.moved for hole in range(holes.count)]
-    leaves = [holes.may_leave(hole) for hole in range(holes.count)]
     choice, flags = native.anneal(
-        start.choice, away, leaves, rules.budget_bytes, late_or_units(deadline), (*lanes, pinned),
+        start.choice, away, rules.budget_bytes, late_or_units(deadline), (*lanes, pinned),
         (rules.warm, COLD), tries=rules.tries, seed=rules.seed, recompute=rules.recompute,
     )  # fmt: skip
     return carried(holes, choice, [hole for hole, flag in enumerate(flags) if flag])
