@@ -239,38 +239,34 @@ def _fastest(
         with torch._guards.tracing(copy.copy(torch._guards.TracingContext.get())):
             runs.append(_compiled(copied(module), inputs, each.program))
     try:
-        found, runs = _within(found, runs, inputs, asked)
+        peaks = step_peaks(runs, inputs)
         # One alone is run to be checked.
         seconds = step_seconds(runs, inputs, rounds=ROUNDS if len(found) > 1 else 1)
-    except BudgetError:
-        raise
     except RuntimeError as error:
         # No memory for it, as a rule: the model's own step may be all that fits.
         log.warning("steps could not be timed (%s); the plan reckoned fastest is taken", error)
         return found[0], False
     log.info("seconds of steps: %s; reckoned: %s", seconds, [it.plan.seconds for it in found])
-    return found[seconds.index(min(seconds))], True
+    return found[min(_within(found, peaks, asked), key=seconds.__getitem__)], True
 
 
-def _within(
-    found: Sequence[Found], runs: Sequence[Any], inputs: list[Any], asked: Asked
-) -> tuple[list[Found], list[Any]]:
-    """Return the plans whose compiled step keeps the budget when it runs, and what runs them."""
-    budget = parse_bytes(asked.budget, whole=found[0].plan.baseline_peak_bytes)
-    beside = sum(it.bytes for it in asked.extra)
-    peaks = [it + beside for it in step_peaks(runs, inputs)]
-    log.info("peaks of steps: %s; promised: %s", peaks, [it.plan.peak_bytes for it in found])
-    within = [at for at, measured in enumerate(peaks) if measured <= budget]
+def _within(found: Sequence[Found], peaks: Sequence[int], asked: Asked) -> list[int]:
+    """Return the places of the plans whose step kept the budget when it ran, by what it held."""
+    first = found[0].plan
+    budget = parse_bytes(asked.budget, whole=first.baseline_peak_bytes)
+    held = [it + sum(storage.bytes for storage in asked.extra) for it in peaks]
+    log.info("peaks of steps: %s; promised: %s", held, [it.plan.peak_bytes for it in found])
+    within = [at for at, measured in enumerate(held) if measured <= budget]
     if not within:
         raise BudgetError(
-            f"the plan promises {show_bytes(found[0].plan.peak_bytes)}, but its compiled step held "
-            f"{show_bytes(min(peaks))} when it ran. The budget is {show_bytes(budget)}. Raise the "
+            f"the plan promises {show_bytes(first.peak_bytes)}, but its compiled step held "
+            f"{show_bytes(min(held))} when it ran. The budget is {show_bytes(budget)}. Raise the "
             "budget, or plan with backend='graph'.",
-            peak_bytes=min(peaks),
+            peak_bytes=min(held),
             budget_bytes=budget,
             op="the compiled step",
         )
-    return [found[at] for at in within], [runs[at] for at in within]
+    return within
 
 
 def planned(module: fx.GraphModule, inputs: list[Any], asked: Asked) -> list[Found]:

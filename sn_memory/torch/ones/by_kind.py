@@ -47,7 +47,9 @@ class Ones:
         ones = tuple(at for at in places if is_ones(leaves[at]))
         if not ones:
             return kind
-        return self._kinds.setdefault((kind, ones), replace(kind, ones=ones))
+        if (kind, ones) not in self._kinds:
+            self._kinds[kind, ones] = replace(kind, ones=ones)
+        return self._kinds[kind, ones]
 
     def noted(
         self, model: torch.nn.Module, kind: Kind, given: Arguments, flat: Iterable[int]
