@@ -59,7 +59,7 @@ class Seen:
     """What was planned when torch.compile took a model, for several budgets; nothing compiled."""
 
     def __init__(self, model, sample, shares, *, others=False):
-        self.found, self.refused, self.compared = {}, {}, {}
+        self.found, self.refused, self.compared, self.lowered = {}, {}, {}, []
         seen = self
 
         def make(graph: Graph, budget: int) -> Plan:
@@ -76,6 +76,11 @@ class Seen:
                     except BudgetError as refusal:
                         seen.refused[share] = refusal
                 return [self.plain]
+
+            def lower(self, ground, made):
+                found = super().lower(ground, made)
+                seen.lowered.append(found.program)
+                return found
 
         def backend(module, inputs):
             asked = inductor.Asked(make, 0, False, None, (), None, "model")
@@ -389,6 +394,19 @@ def test_several_plans_are_compared_and_tell_what_is_made_again():
     assert own.program.setting is not None
     reasons = {it.reason for it in own.plan.decisions if it.technique == "recompute"}
     assert any("activation_memory_budget" in it for it in reasons)
+
+
+def test_what_torchs_budget_makes_again_is_made_once():
+    """A plan from such a partition once made a chain of blocks anew for each kernel that reads it."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    seen = Seen(Residual(depth=4), torch.randn(64, 16), ("50%",), others=True)
+    programs_of_others = [it for it in seen.lowered if it.setting is not None]
+    assert programs_of_others
+    for program in programs_of_others:
+        names = [name for kind, name, _ in program.lines if kind == "backward" and "mm" in name]
+        assert names
+        assert sorted(names) == sorted(set(names))
 
 
 def test_torchs_largest_and_smallest_budget_are_compared():

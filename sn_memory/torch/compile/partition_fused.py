@@ -156,7 +156,8 @@ class _Writer:
                     if at < step.boundary:
                         self.again[node] = self.forward(node, anew=True)
                     else:
-                        self.backward(node)
+                        # What torch's budget makes again lies in a buffer, too: it is made once.
+                        self.own[node] = self.backward(node)
 
     def program(self, setting: tuple[float, str] | None) -> Program:
         fused = self.fused
@@ -227,7 +228,7 @@ class _Writer:
             return self.inside[node]
         uses = {it.name: self.backward(it) for it in node.all_input_nodes}
         made = self.line(BACKWARD, node, uses)
-        # What is made of handed-over values alone is computed where it is used.
+        # What is made of handed-over values alone, and is in no buffer, is computed where it is used.
         (self.own if node in self.fused.late else self.inside)[node] = made
         return made
 
