@@ -397,7 +397,7 @@ def test_several_plans_are_compared_and_tell_what_is_made_again():
 
 
 def test_what_torchs_budget_makes_again_is_made_once():
-    """A plan from such a partition once made a chain of blocks anew for each kernel that reads it."""
+    """A plan from such a partition made a chain of blocks anew for each kernel that reads it."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     seen = Seen(Residual(depth=4), torch.randn(64, 16), ("50%",), others=True)
@@ -449,6 +449,37 @@ def test_where_halving_finds_no_budget_of_torchs_a_grid_is_tried():
     assert [it.own.plan.peak_bytes <= 100 for it in found] == [False] * 2 + [True]
     # From above: it runs the least again.
     assert stairs.asked[-1] == (0.2, "ilp")
+
+
+def test_above_the_smallest_plan_that_holds_too_much_others_are_tried(monkeypatch):
+    """What a lowered step holds does not grow evenly with what its plan was made for."""
+    monkeypatch.setattr(f"{COMPILE}.fused.peak", lambda graph: SimpleNamespace(bytes=graph))
+    held = {1050: 1200, 1000: 1150, 1020: 1130, 1040: 1080, 1060: 1010}
+
+    class Uneven(fused.FusedPlanner):
+        def __init__(self):
+            own = SimpleNamespace(plan=SimpleNamespace(peak_bytes=2000))
+            self.ground = SimpleNamespace(own=own, values=SimpleNamespace(graph=2000))
+            self.made = []
+
+        def lower(self, ground, made):
+            self.made.append(made)
+            return SimpleNamespace(plan=SimpleNamespace(peak_bytes=held[made]))
+
+        def is_late(self):
+            return False
+
+    def make(graph, asked):
+        if asked < 1000:
+            raise BudgetError("", peak_bytes=1000, budget_bytes=asked, op="", plan=object())
+        return asked
+
+    uneven = Uneven()
+    assert uneven.search(uneven.ground, 1050, make, 5)[0] == []
+    kept, missed = uneven.search(uneven.ground, 1050, make, 5, above=True)
+    assert [it.plan.peak_bytes for it in kept] == [1010]
+    assert [it.plan.peak_bytes for it in missed] == [1200, 1150, 1130, 1080]
+    assert uneven.made[-5:] == [1050, 1000, 1020, 1040, 1060]
 
 
 def test_the_other_solver_is_asked_near_to_where_the_first_one_ended():

@@ -58,6 +58,10 @@ _COMPARED = 3
 _NEAR_S = 1.1
 # With fewer seconds left, what keeps the budget is taken as it is.
 _LEAST_S = 5.0
+# What a lowered step holds does not grow evenly with what its plan was made for: kernels of several
+# blocks are fused, and wait for the last of them. Where nothing else keeps the budget, plans are
+# tried that hold so many times the smallest.
+_ABOVE = (1.02, 1.04, 1.06)
 # So near below the budget a plan is near enough.
 _NEAR = 0.01
 
@@ -337,7 +341,9 @@ class FusedPlanner:
         for start, tries in self.starts(others, allowed):
             if kept and self.is_late():
                 break
-            more, less = self.search(start, allowed, make, tries)
+            more, less = self.search(
+                start, allowed, make, tries, above=not kept and start is self.ground
+            )
             kept += more
             missed += less
             if min((self.cost(it) for it in kept), default=math.inf) <= ground.seconds * (
@@ -468,9 +474,18 @@ class FusedPlanner:
         return self._by_key[self._by_setting[share, solver]]
 
     def search(
-        self, ground: Ground, allowed: int, make: Callable[[Graph, int], Plan], tries: int
+        self,
+        ground: Ground,
+        allowed: int,
+        make: Callable[[Graph, int], Plan],
+        tries: int,
+        *,
+        above: bool = False,
     ) -> tuple[list[Found], list[Found]]:
-        """Return plans that start from a partition: those that keep the budget, and the others."""
+        """Return plans that start from a partition: those that keep the budget, and the others.
+
+        above : whether to go on above the smallest plan where none keeps it
+        """
         kept: list[Found] = []
         missed: list[Found] = []
         own = ground.own.plan.peak_bytes
@@ -478,13 +493,13 @@ class FusedPlanner:
             return kept, missed
         # In the graph of values buffers are not used again, so its peaks are a little larger.
         asked = allowed + max(0, peak(ground.values.graph).bytes - own)
-        low, high = 0, 1 << 62
+        low, high, smallest = 0, 1 << 62, 0
         for tried in range(tries):
             say("lower", tried, tries)
             try:
                 found = self.lower(ground, make(ground.values.graph, asked))
             except BudgetError as error:
-                low = max(low, asked)
+                low, smallest = max(low, asked), error.peak_bytes
                 if kept or error.plan is None or error.peak_bytes >= high:
                     break
                 asked = error.peak_bytes
@@ -503,6 +518,15 @@ class FusedPlanner:
             asked = min(max(asked - over, low + 1), high - 1)
             if asked <= low or asked >= high:
                 break
+        for number, times in enumerate(_ABOVE if above and smallest and not kept else ()):
+            say("lower", tries + number, tries + len(_ABOVE))
+            try:
+                found = self.lower(ground, make(ground.values.graph, int(times * smallest)))
+            except (BudgetError, ReplayError):
+                continue
+            if found.plan.peak_bytes <= allowed:
+                return [found], missed
+            missed.append(found)
         return kept, missed
 
     def refusal(self, missed: list[Found], allowed: int) -> BudgetError:

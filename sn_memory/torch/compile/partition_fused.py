@@ -228,7 +228,7 @@ class _Writer:
             return self.inside[node]
         uses = {it.name: self.backward(it) for it in node.all_input_nodes}
         made = self.line(BACKWARD, node, uses)
-        # What is made of handed-over values alone, and is in no buffer, is computed where it is used.
+        # What is made of handed-over values alone, in no buffer, is computed where it is used.
         (self.own if node in self.fused.late else self.inside)[node] = made
         return made
 
