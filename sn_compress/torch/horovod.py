@@ -25,8 +25,10 @@ from ..settings import Settings
 from .under_horovod.alike import (
     Checked,
     agree_on_calls,
+    agree_on_number,
     agree_on_optimizers,
     alike_in_hardware,
+    end_what_is_left,
     total,
 )
 from .under_horovod.caller import Caller, find_caller, sparse_gradient
@@ -142,6 +144,8 @@ def _open(memory: Memory, caller: Caller, device: torch.device) -> None:
     else:
         memory.begin_step()
         _lay_out(memory, caller.optimizer)
+        if memory.leaves_some:
+            end_what_is_left(memory, sets)
     if memory.engine.agreed == ranks:
         return
     memory.engine.traffic.speaks = sets.rank() == 0
@@ -151,7 +155,9 @@ def _open(memory: Memory, caller: Caller, device: torch.device) -> None:
     else:
         new = agree_on_optimizers(memory, sets, lambda each: memory_of(each).engine.agreed != ranks)
         agreed = list(map(memory_of, new))
+        number = agree_on_number(memory, sets)
         for own in agreed:
+            own.take_number(number)
             if own.engine.agreed is not None:  # ranks have come or gone, and nobody said so
                 own.begin_anew()
     if any(own.settings.exchange == "shared" for own in agreed):

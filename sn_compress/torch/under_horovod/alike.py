@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from ...engine.hardware import said
 from ...settings import Settings
 from ..digests import digest
 from .in_flight import complete
-from .memory import Memory
+from .memory import Memory, unused_number
 
 _DO = (
     "Give all ranks the same model, the same named_parameters in the same order, as many "
@@ -51,6 +52,51 @@ def agree_on_optimizers(memory: Memory, process_set: Any, new: Callable[[Any], b
         found = list(filter(new, _optimizers(process_set)))
         _agree(memory, process_set, _said(found))
     return found
+
+
+def agree_on_number(memory: Memory, process_set: Any) -> int:
+    """Return a number that names of collectives have not had on any rank.
+
+    What an optimizer that is gone left behind on one rank waits in Horovod for one that never sends
+    it. Under the names of a new optimizer it would be taken for that one's.
+    """
+    name, wire = "sn.agree.number", torch.tensor([unused_number()])
+    memory.engine.traffic.beside(wire.nbytes)
+    handle = hvd.allreduce_async(wire, name=name, op=hvd.Max, process_set=process_set)
+    return int(result_of(hvd, handle, limit_s=memory.settings.wait_s, what=name))
+
+
+def end_what_is_left(memory: Memory, process_set: Any) -> None:
+    """Bring to an end what a step that broke off left with some ranks, which others never sent.
+
+    For ever in Horovod's table it would do no harm, as later names are others, until a rank calls
+    hvd.join(): what waits for that one alone is then carried out, and a rank that does not know it
+    crashes. So all tell each other what they sent, and each sends a word for what it did not. It is
+    of another form, so Horovod makes it an error for all, and waits no more.
+    """
+    words = "\n".join(f"{kind} {name}" for kind, name in sorted(memory.sent)) + "\n"
+    wire = torch.frombuffer(bytearray(words.encode()), dtype=torch.uint8)
+    memory.engine.traffic.beside(wire.nbytes)
+    what = memory.wire_name("sn.left")
+    handle = hvd.allgather_async(wire, name=what, process_set=process_set)
+    told = result_of(hvd, handle, limit_s=memory.settings.wait_s, what=what)
+    every = {tuple(it.split(" ", 1)) for it in bytes(told.tolist()).decode().split("\n") if it}
+    for kind, name in sorted(every - memory.sent):
+        with suppress(hvd.mpi_ops.HorovodInternalError):
+            handle = _word(kind, name, process_set)
+            result_of(hvd, handle, limit_s=memory.settings.wait_s, what=name)
+    memory.forget_sent()
+
+
+def _word(kind: str, name: str, process_set: Any) -> int:
+    if kind == "gather":
+        word = torch.zeros(1, dtype=torch.int32)
+        return hvd.allgather_async(word, name=name, process_set=process_set)  # type: ignore[no-any-return]
+    if kind == "alltoall":
+        words = torch.zeros(process_set.size(), dtype=torch.int32)
+        return hvd.alltoall_async(words, name=name, process_set=process_set)  # type: ignore[no-any-return]
+    word = torch.zeros(1, dtype=torch.int32)
+    return hvd.allreduce_async_(word, name=name, op=hvd.Sum, process_set=process_set)  # type: ignore[no-any-return]
 
 
 def agree_on_calls(memory: Memory, process_set: Any) -> None:
@@ -140,10 +186,11 @@ class Checked:
         ]
         words = question(said)
         memory.engine.traffic.beside(words.nbytes)
+        name = memory.wire_name("sn.same." + said[0][0])
+        memory.sent.add(("shared", name))
         handle = hvd.allreduce_async(
-            torch.from_numpy(words), name="sn.same." + said[0][0], op=hvd.Sum,
-            process_set=optimizer.process_set,
-        )  # fmt: skip
+            torch.from_numpy(words), name=name, op=hvd.Sum, process_set=optimizer.process_set
+        )
         return cls(memory, optimizer, said, memory.engine.sameness.steps - 1, handle, inner)
 
     def finish(self, reduced: Any) -> Any:

@@ -106,11 +106,16 @@ class _ElasticHandler(StateHandler):
         self._saved = copy.deepcopy(state_dict(self.value.optimizer))
 
     def restore(self) -> None:
-        memory_of(self.value.optimizer).give_up()
+        self._give_up()
         memory_of(self.value.optimizer).begin_anew()
         load_state_dict(self.value.optimizer, copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        memory_of(self.value.optimizer).give_up()
+        self._give_up()
         synchronize(self.value.optimizer, 0)
         self.save()
+
+    def _give_up(self) -> None:
+        memory = memory_of(self.value.optimizer)
+        memory.give_up()
+        memory.forget_sent()  # Horovod was started anew, or nothing broke off

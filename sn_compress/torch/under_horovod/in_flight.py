@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
@@ -98,6 +98,7 @@ class Reducer:
     """Horovod's collectives on the ranks of a process set, where the words are.
 
     named : False leaves the names to Horovod
+    sent : is told the kind and the name of what is sent
     waiting : around what waits for the others
     """
 
@@ -106,6 +107,7 @@ class Reducer:
     side: SideStream
     device: torch.device
     named: bool = True
+    sent: set[tuple[str, str]] = field(default_factory=set)
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def beside(self) -> AbstractContextManager[None]:
@@ -119,7 +121,10 @@ class Reducer:
 
     def _send(self, carry: Carry | Plain, name: str) -> Any:
         if isinstance(carry, Plain):
-            return carry.send(carry.words, f"{name}.{carry.words.dtype}")
+            name = f"{name}.{carry.words.dtype}"
+            self.sent.add((carry.kind, name))
+            return carry.send(carry.words, name)
+        self.sent.add((carry.kind, name))
         called = name if self.named else None
         if carry.kind == "gather":
             return hvd.allgather_async(carry.words, name=called, process_set=self.process_set)
@@ -222,7 +227,7 @@ def begin(memory: Memory, number: int, process_set: Any) -> None:
     device = members[0].tensor.device
     beside = memory.settings.overlap and device.type == "cpu"
     wire = Reducer(
-        process_set, memory.settings.wait_s, memory.side, device,
+        process_set, memory.settings.wait_s, memory.side, device, sent=memory.sent,
         waiting=memory.engine.seconds.waiting,
     )  # fmt: skip
     key = memory.wire_name(f"{number}.{memory.buckets.members[number][0]}")

@@ -20,6 +20,13 @@ from .submission import Submission
 
 # Optimizers are held weakly: a dropped optimizer takes its memory along.
 _of_optimizer: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
+# The least number that no names of collectives have had on this rank.
+_unused = 0
+
+
+def unused_number() -> int:
+    """Return a number that names of collectives have not had on this rank."""
+    return _unused
 
 
 class Memory:
@@ -45,7 +52,12 @@ class Memory:
         self.aside: Aside | None = None  # where the tuner has settled on plain
         self._coded: set[str] = set()  # of which the engine has begun this step, until its end
         self._dense: set[str] = set()  # likewise, where it is dense
-        self._broken = 0  # steps that broke off, on all ranks alike
+        self._number = 0  # of its names, on all ranks alike
+        self._broken = 0  # steps that broke off since it has that, on all ranks alike
+        # Kinds and names of collectives since the last step that came to its end.
+        self.sent: set[tuple[str, str]] = set()
+        # On all ranks alike: some of these may wait for a rank that never sends them.
+        self.leaves_some = False
         self._steps = 0  # begun in a row, since ranks came or this stood aside
 
     def begin_step(self) -> None:
@@ -71,14 +83,29 @@ class Memory:
         if filed or begun or under_way:
             # Some ranks may have sent a round off that others never will.
             self._broken += 1
+            self.leaves_some = True
         if self.settings.exchange == "shared":
             self.engine.shared.undo(begun)
         if self.buckets is not None:
             self.buckets.begin()
 
+    def take_number(self, number: int) -> None:
+        """Ranks have agreed on a number that no names had before on any of them."""
+        global _unused
+        self._number, self._broken = number, 0
+        _unused = max(_unused, number + 1)
+
+    def forget_sent(self) -> None:
+        """Nothing waits any more: Horovod was started anew, or it was brought to its end."""
+        self.sent.clear()
+        self.leaves_some = False
+
     def wire_name(self, key: str) -> str:
-        """That of collectives, under which nothing of a step that broke off is still waiting."""
-        return f"{key}.{self._broken}" if self._broken else key
+        """That of collectives, under which nothing of a step that broke off is still waiting.
+
+        Of no optimizer that is gone, either: what one rank had sent, and no other, waits for ever.
+        """
+        return f"{key}.{self._number}.{self._broken}" if self._number or self._broken else key
 
     def begins(self, names: Iterable[str], *, dense: bool = False) -> None:
         """The engine begins a step of these tensors."""
@@ -102,6 +129,7 @@ class Memory:
             raise
         self.side.join()
         self._coded.clear()
+        self.sent.clear()
 
     def rest(self) -> None:
         """Nothing is being computed any more, in whatever thread or stream."""
