@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # a CPU only oneDNN's allocator counts: the planner's tests measure the same on each machine.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 MARK = "SN_TEST_RANKS"
+LAUNCH = ROOT / "tests" / "launch.py"
 # Folders whose tests start ranks, and measure or count them: one worker runs them in turn. The
 # documents' start some too, but measure nothing, and this worker is the last one to end.
 OF_RANKS = frozenset({"ddp", "horovod", "benchmarks", "examples", "gossip"})
@@ -74,10 +75,11 @@ def run_ranks(
 
     options : further ones for horovodrun
     """
-    command = [sys.executable, "-m", "horovod.runner.launch", "--gloo", "-np", str(np), *options]
+    command = [sys.executable, str(LAUNCH), "--gloo", "-np", str(np), *options]
     command += [sys.executable, str(script), *map(str, args)]
     # One thread per rank: more ranks than cores would otherwise spend their time waiting.
-    quiet = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1"}
+    quiet = {"OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1"}
+    quiet |= {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     mark = uuid.uuid4().hex
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     quiet["PYTHONPATH"] = os.pathsep.join(filter(None, paths))

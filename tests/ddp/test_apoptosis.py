@@ -23,8 +23,8 @@ NET_CASES = {
 
 
 @pytest.mark.slow
-def test_four_ranks_shrink_one_net(ranks):
-    for rank in ranks(4, Path(__file__).parent / "ranks" / "apoptosis_net.py", timeout=280):
+def test_three_ranks_shrink_one_net(ranks):
+    for rank in ranks(3, Path(__file__).parent / "ranks" / "apoptosis_net.py", timeout=280):
         assert rank.returncode == 0, rank.output
         said = {line.split()[1] for line in rank.output.splitlines() if line.startswith("ok ")}
         assert said == NET_CASES, rank.output

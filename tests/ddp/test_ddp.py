@@ -11,7 +11,7 @@ import pytest
 RANKS = Path(__file__).parent / "ranks"
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_hook(ranks, n, cases_of):
     """The cases share one launch: starting torch takes longer than most of them."""
     cases = cases_of(RANKS / "behave.py")

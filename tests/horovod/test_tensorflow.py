@@ -18,11 +18,11 @@ WAYS = [
 ]  # fmt: skip
 
 
-FOR_FOUR = ["bf16", "sum", "groups", "shared", "process-sets", "process-sets-traced"]
+FOR_THREE = ["bf16", "groups", "shared", "process-sets-traced"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "cases"), [(2, WAYS), (4, FOR_FOUR)])
+@pytest.mark.parametrize(("ranks", "cases"), [(2, WAYS), (3, FOR_THREE)])
 def test_ranks_stay_bit_identical_over_20_steps(horovodrun, ranks, cases):
     """The cases share one launch: starting horovodrun takes longer than any of them."""
     run = horovodrun(ranks, RANKS / "tensorflow_train.py", *cases, timeout=280).check()

@@ -1,6 +1,7 @@
 """One rank: train a small net for some steps in one of many ways, then compare all ranks.
 
-Run as `train.py CASE`; prints "ok CASE" on every rank, or fails with an assertion.
+Run as `train.py EXCHANGE CASE...`, with further exchanges and their cases behind it; prints
+"ok CASE" on every rank, or fails with an assertion.
 """
 
 import sys
@@ -242,8 +243,10 @@ if __name__ == "__main__":
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     hvd.init(process_sets="dynamic")
-    overlap = SHARED.using(overlap=True)
-    way = {"gather": GATHER, "shared": SHARED, "overlap": overlap}[sys.argv[1]]
-    for case in sys.argv[2:]:
-        CASES[case](way)
-        print(f"ok {case}", flush=True)
+    ways = {"gather": GATHER, "shared": SHARED, "overlap": SHARED.using(overlap=True)}
+    for word in sys.argv[1:]:
+        if word in ways:
+            way = ways[word]
+            continue
+        CASES[word](way)
+        print(f"ok {word}", flush=True)
