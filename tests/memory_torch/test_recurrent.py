@@ -11,7 +11,7 @@ from sn_memory.base.errors import PlanWarning
 from sn_memory.torch import estimate, plan, trace, verify
 from sn_memory.torch.model.step import put_back, run_step
 from sn_memory.torch.trace.capture import fake_of
-from sn_memory.torch.trace.recurrent import LAYER, FakeMode, workspace_bytes
+from sn_memory.torch.trace.fake_rules import LAYER, FakeMode, workspace_bytes
 
 STEPS, BATCH, WIDTH, HIDDEN = 7, 5, 8, 24
 

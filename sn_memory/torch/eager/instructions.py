@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import ReplayError
 from ..trace.convolutions import carried_out
+from ..trace.fake_rules import LAYER, in_training
 from ..trace.record import Call, Layouts, View, form_of, layout_key
-from ..trace.recurrent import LAYER, in_training
 from ..trace.to_graph import statistics
 from .host_arena import HostArena
 

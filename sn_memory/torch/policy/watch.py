@@ -23,9 +23,9 @@ from ..model.guard import as_it_was
 from ..model.marks import fingerprint
 from ..model.step import chance_put_back, tensors
 from ..trace.capture import fake_of, scopes
+from ..trace.fake_rules import FakeMode
 from ..trace.fake_step import swapped
 from ..trace.record import Recorder, Recording
-from ..trace.recurrent import FakeMode
 from .contexts import Numbers
 
 

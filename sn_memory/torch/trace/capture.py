@@ -33,8 +33,8 @@ from ..model.marks import Marks
 from ..model.results import taken_apart
 from ..ones.known import KnownOnes
 from .captured import Captured, assuming_ones
+from .fake_rules import FakeMode
 from .record import Layouts, Recorder, layout_key
-from .recurrent import FakeMode
 from .simplify import without_unused
 
 

@@ -30,7 +30,7 @@ from ..model.tracker import StorageTracker
 from ..ones.known import is_small, makes_known, written
 from ..ones.values import MOST_KNOWN, may_be_known
 from .capture import fake_of
-from .recurrent import FakeMode
+from .fake_rules import FakeMode
 
 
 def fake_step(

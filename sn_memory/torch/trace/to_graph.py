@@ -14,15 +14,17 @@ from ...graph.graph import Graph
 from ...graph.records import Compressed, Device, Op, Storage, Workspace
 from ...run.loss import loss_op
 from .captured import Captured
-from .record import Call, View
-from .recurrent import (
+from .fake_rules import (
     CUDNN,
     CUDNN_BACKWARD,
+    GROUPED,
     LAYER,
     LAYER_BACKWARD,
     cudnn_flops,
+    grouped_flops,
     layer_flops,
 )
+from .record import Call, View
 
 
 @dataclass(frozen=True)
@@ -124,10 +126,11 @@ def statistics(call: Call) -> tuple[int, ...]:
 
 
 def flops(call: Call) -> float:
-    """Arithmetic of a call, as torch's own counter or `recurrent` has it; 0 for the rest."""
+    """Arithmetic of a call, as torch's own counter or `fake_rules` has it; 0 for the rest."""
     count = flop_registry.get(call.target.overloadpacket)
-    if call.target in (CUDNN, CUDNN_BACKWARD):
-        return cudnn_flops(call.target, [it.size for it in call.flat if isinstance(it, View)])
+    if call.target in (CUDNN, CUDNN_BACKWARD, GROUPED):
+        sizes = [it.size for it in call.flat if isinstance(it, View)]
+        return grouped_flops(sizes) if call.target is GROUPED else cudnn_flops(call.target, sizes)
     if count is None and call.target not in (LAYER, LAYER_BACKWARD):
         return 0.0
     args, kwargs = call.arguments(lambda view: torch.Size(view.size))

@@ -1,9 +1,14 @@
-"""An LSTM layer on the CPU is one op of oneDNN, about which torch's fake tensors are wrong.
+"""Rules of torch's fake tensors that are wrong, put right: recurrent layers, grouped products.
 
-Its forward leaves a workspace for its backward, larger than all else it makes; the rule for fake
-tensors has it empty. Where no gradient is wanted it makes none. Its backward returns the gradient
-of the bias twice, in storages of their own; the rule has one. Traced as torch says, memory is told
-at half and the backward kernel reads a workspace that is not there. Here both are put right.
+An LSTM layer on the CPU is one op of oneDNN. Its forward leaves a workspace for its backward,
+larger than all else it makes; the rule for fake tensors has it empty. Where no gradient is wanted
+it makes none. Its backward returns the gradient of the bias twice, in storages of their own; the
+rule has one. Traced as torch says, memory is told at half and the backward kernel reads a workspace
+that is not there.
+
+Products of groups of rows with a matrix each, as mixtures of experts compute them, run in any
+floating-point type, and rows of their result are whole multiples of 16 bytes. torch's rule refuses
+all but bfloat16, and where torch is built without CUDA it pads no rows.
 """
 
 from __future__ import annotations
@@ -19,6 +24,9 @@ LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 CUDNN = torch.ops.aten._cudnn_rnn.default
 CUDNN_BACKWARD = torch.ops.aten._cudnn_rnn_backward.default
 LAYER_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
+# torch has it since 2.8.
+GROUPED = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
+_ROW = 16
 # Per mode of cuDNN (ReLU, tanh, LSTM, GRU), vectors of the hidden size that a step of a layer keeps
 # for the backward pass: gates and states. An estimate; cuDNN does not document its own.
 _CUDNN_KEEPS = (2, 2, 6, 5)
@@ -27,13 +35,15 @@ _FLOAT = 4
 
 
 class FakeMode(FakeTensorMode):
-    """Fake tensors, with torch's rules for recurrent layers put right."""
+    """Fake tensors, with torch's rules for recurrent layers and grouped products put right."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is CUDNN_BACKWARD:
             return self._cudnn_gradients(args)
+        if func is GROUPED:
+            return self._grouped(*args, **(kwargs or {}))
         result = super().__torch_dispatch__(func, types, args, kwargs or {})
         if func is LAYER:
             *made, _ = result
@@ -66,6 +76,23 @@ class FakeMode(FakeTensorMode):
             ]
             return (*made, [torch.empty_like(it) for it in weights] if wanted[3] else [])
 
+    def _grouped(
+        self,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        offs: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """The product of groups: `offs` says where each ends, in the dimension that is shared."""
+        del bias  # refused by the kernel
+        size = grouped_size(tuple(first.shape), tuple(second.shape), offs)
+        dtype = out_dtype or first.dtype
+        padded = -(-size[-1] * dtype.itemsize // _ROW) * _ROW // dtype.itemsize
+        stride = (padded, 1) if len(size) == 2 else (size[1] * padded, padded, 1)
+        with self:
+            return torch.empty_strided(size, stride, dtype=dtype, device=first.device)
+
     def _workspace(self, args: tuple[Any, ...]) -> torch.Tensor:
         x, cell, hidden = args[0], args[6], args[10]
         steps, batch, inputs = x.shape
@@ -95,6 +122,28 @@ def workspace_bytes(
         steps * batch * _row(hidden, itemsize),
     )
     return sum(-(-part // _PAGE) * _PAGE for part in parts)
+
+
+def grouped_size(
+    first: tuple[int, ...], second: tuple[int, ...], offs: torch.Tensor | None
+) -> tuple[int, ...]:
+    """Return the size of a product of groups, given the sizes of its factors.
+
+    A factor of two dimensions is cut into groups, one of three has a matrix a group. Cut are rows
+    of the first or columns of the second; where both have two dimensions, the one they share.
+    """
+    rows, columns = first[-2], second[-1]
+    if len(first) == len(second):
+        groups = first[0] if offs is None else offs.shape[0]
+        return groups, rows, columns
+    return rows, columns
+
+
+def grouped_flops(sizes: Sequence[tuple[int, ...]]) -> float:
+    """Return the arithmetic of a product of groups; sizes are those of its tensors, in order."""
+    first, second = sizes[:2]
+    groups = first[0] if len(first) == len(second) == 3 else 1
+    return 2.0 * groups * first[-2] * first[-1] * second[-1]
 
 
 def layer_flops(func: Any, args: tuple[Any, ...]) -> float:
