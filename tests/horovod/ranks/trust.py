@@ -209,7 +209,9 @@ def equal_ranks_are_never_told_to_differ():
             # One question at the start of 17 words of 8 bytes, and one every 5 steps; where factors
             # are multiplied, one of hardware.
             asked = 4 + (memory.settings.exchange == "shared")
-            assert FFTCompression.report(optimizer)["other_bytes"] == asked * 17 * 8
+            assert (
+                FFTCompression.report(optimizer)["other_bytes"] == asked * 17 * 8 + 8
+            )  # and the number of its names
 
 
 def sparse_gradients_are_in_the_report():
