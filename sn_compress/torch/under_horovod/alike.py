@@ -20,7 +20,7 @@ from ...engine.hardware import said
 from ...settings import Settings
 from ..digests import digest
 from .in_flight import complete
-from .memory import Memory, unused_number
+from .memory import Memory
 
 _DO = (
     "Give all ranks the same model, the same named_parameters in the same order, as many "
@@ -31,10 +31,15 @@ _OPTIONS = ("op", "backward_passes_per_step", "gradient_predivide_factor", "spar
 
 def total(memory: Memory, process_set: Any, name: str, words: Any) -> Any:
     """The sum over the ranks, at once; counted as what is sent beside the gradients."""
-    memory.engine.traffic.beside(words.nbytes)
-    wire = torch.from_numpy(words.copy())
-    handle = hvd.allreduce_async(wire, name=name, op=hvd.Sum, process_set=process_set)
-    return result_of(hvd, handle, limit_s=memory.settings.wait_s, what=name).numpy()
+    send = partial(hvd.allreduce_async, op=hvd.Sum, process_set=process_set)
+    return _at_once(memory, name, torch.from_numpy(words.copy()), send).numpy()
+
+
+def _at_once(memory: Memory, name: str, wire: torch.Tensor, send: Callable[..., int]) -> Any:
+    """What comes of a collective that is waited for; counted beside the gradients."""
+    memory.engine.traffic.beside(wire.nbytes)
+    handle = send(wire, name=name)
+    return result_of(hvd, handle, limit_s=memory.settings.wait_s, what=name)
 
 
 def agree_on_optimizers(memory: Memory, process_set: Any, new: Callable[[Any], bool]) -> list[Any]:
@@ -60,10 +65,8 @@ def agree_on_number(memory: Memory, process_set: Any) -> int:
     What an optimizer that is gone left behind on one rank waits in Horovod for one that never sends
     it. Under the names of a new optimizer it would be taken for that one's.
     """
-    name, wire = "sn.agree.number", torch.tensor([unused_number()])
-    memory.engine.traffic.beside(wire.nbytes)
-    handle = hvd.allreduce_async(wire, name=name, op=hvd.Max, process_set=process_set)
-    return int(result_of(hvd, handle, limit_s=memory.settings.wait_s, what=name))
+    send = partial(hvd.allreduce_async, op=hvd.Max, process_set=process_set)
+    return int(_at_once(memory, "sn.agree.number", torch.tensor([Memory.unused_number]), send))
 
 
 def end_what_is_left(memory: Memory, process_set: Any) -> None:
@@ -76,10 +79,8 @@ def end_what_is_left(memory: Memory, process_set: Any) -> None:
     """
     words = "\n".join(f"{kind} {name}" for kind, name in sorted(memory.sent)) + "\n"
     wire = torch.frombuffer(bytearray(words.encode()), dtype=torch.uint8)
-    memory.engine.traffic.beside(wire.nbytes)
-    what = memory.wire_name("sn.left")
-    handle = hvd.allgather_async(wire, name=what, process_set=process_set)
-    told = result_of(hvd, handle, limit_s=memory.settings.wait_s, what=what)
+    send = partial(hvd.allgather_async, process_set=process_set)
+    told = _at_once(memory, memory.wire_name("sn.left"), wire, send)
     every = {tuple(it.split(" ", 1)) for it in bytes(told.tolist()).decode().split("\n") if it}
     for kind, name in sorted(every - memory.sent):
         with suppress(hvd.mpi_ops.HorovodInternalError):
@@ -88,15 +89,14 @@ def end_what_is_left(memory: Memory, process_set: Any) -> None:
     memory.forget_sent()
 
 
-def _word(kind: str, name: str, process_set: Any) -> int:
-    if kind == "gather":
-        word = torch.zeros(1, dtype=torch.int32)
-        return hvd.allgather_async(word, name=name, process_set=process_set)  # type: ignore[no-any-return]
+def _word(kind: str, name: str, process_set: Any) -> Any:
     if kind == "alltoall":
         words = torch.zeros(process_set.size(), dtype=torch.int32)
-        return hvd.alltoall_async(words, name=name, process_set=process_set)  # type: ignore[no-any-return]
+        return hvd.alltoall_async(words, name=name, process_set=process_set)
     word = torch.zeros(1, dtype=torch.int32)
-    return hvd.allreduce_async_(word, name=name, op=hvd.Sum, process_set=process_set)  # type: ignore[no-any-return]
+    if kind == "gather":
+        return hvd.allgather_async(word, name=name, process_set=process_set)
+    return hvd.allreduce_async_(word, name=name, op=hvd.Sum, process_set=process_set)
 
 
 def agree_on_calls(memory: Memory, process_set: Any) -> None:

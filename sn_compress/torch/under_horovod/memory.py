@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,13 +20,6 @@ from .submission import Submission
 
 # Optimizers are held weakly: a dropped optimizer takes its memory along.
 _of_optimizer: weakref.WeakKeyDictionary[Any, Memory] = weakref.WeakKeyDictionary()
-# The least number that no names of collectives have had on this rank.
-_unused = 0
-
-
-def unused_number() -> int:
-    """Return a number that names of collectives have not had on this rank."""
-    return _unused
 
 
 class Memory:
@@ -34,6 +27,8 @@ class Memory:
 
     alone : of calls without an optimizer, each of which is a step of its own
     """
+
+    unused_number: ClassVar[int] = 0  # that no names of collectives have had on this rank
 
     def __init__(self, settings: Settings, *, alone: bool = False) -> None:
         self.settings = settings
@@ -91,9 +86,8 @@ class Memory:
 
     def take_number(self, number: int) -> None:
         """Ranks have agreed on a number that no names had before on any of them."""
-        global _unused
         self._number, self._broken = number, 0
-        _unused = max(_unused, number + 1)
+        Memory.unused_number = max(Memory.unused_number, number + 1)
 
     def forget_sent(self) -> None:
         """Nothing waits any more: Horovod was started anew, or it was brought to its end."""

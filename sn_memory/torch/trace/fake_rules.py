@@ -24,7 +24,7 @@ LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 CUDNN = torch.ops.aten._cudnn_rnn.default
 CUDNN_BACKWARD = torch.ops.aten._cudnn_rnn_backward.default
 LAYER_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
-# torch has it since 2.8.
+# None where torch has no such op.
 GROUPED = getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)
 _ROW = 16
 # Per mode of cuDNN (ReLU, tanh, LSTM, GRU), vectors of the hidden size that a step of a layer keeps

@@ -5,6 +5,7 @@ Run as `buckets.py [CASE...]`; prints "ok CASE" on every rank, or fails with an 
 
 import sys
 import time
+from contextlib import contextmanager
 from functools import partial
 
 import horovod.torch as hvd
@@ -241,18 +242,11 @@ def what_gathers_goes_on_after_a_step_that_broke_off():
 
 def what_has_arrived_before_it_is_asked_for_is_no_step_that_broke_off():
     """On one rank all rounds are over before the first mean is asked for, on the other none is."""
-    inner = Pending.poll
 
-    def patient(pending):
-        if len(pending._underway) == 3:  # what the other rank waits for is on its way
-            until = time.monotonic() + 0.3  # some rounds are left for the end of the step
-            while time.monotonic() < until and not all(
-                each.ended for each in pending._underway.values()
-            ):
-                inner(pending)
+    def waits(under_way):  # for three: what the other rank waits for is on its way
+        return len(under_way) == 3 and not all(each.ended for each in under_way)
 
-    Pending.poll = patient if hvd.rank() else lambda pending: None
-    try:
+    with polling(1, waits, limit_s=0.3):  # some rounds are left for the end of the step
         for way in (SHARED, GATHER):
             with small_buckets():
                 net = sides(10)
@@ -261,29 +255,33 @@ def what_has_arrived_before_it_is_asked_for_is_no_step_that_broke_off():
                     step(net, optimizer, number)
             assert memory_of(optimizer)._broken == 0
             assert_alike(net)
+
+
+@contextmanager
+def polling(rank, waits, *, limit_s):
+    """One rank looks for what has arrived for as long as it `waits`, the others never do."""
+    inner = Pending.poll
+
+    def patient(pending):
+        until = time.monotonic() + limit_s
+        while waits(pending._underway.values()) and time.monotonic() < until:
+            inner(pending)
+
+    Pending.poll = patient if hvd.rank() == rank else lambda pending: None
+    try:
+        yield
     finally:
         Pending.poll = inner
 
 
 def break_off_ahead(net, optimizer, ahead):
     """One rank has sent off a round that the others never come to."""
-    inner = Pending.poll
 
-    def patient(pending):
-        until = time.monotonic() + 0.5
-        under_way = pending._underway
-        while (
-            under_way
-            and time.monotonic() < until
-            and not any(it.round for it in under_way.values())
-        ):
-            inner(pending)
+    def waits(under_way):
+        return under_way and not any(it.round for it in under_way)
 
-    Pending.poll = patient if hvd.rank() == ahead else lambda pending: None
-    try:
+    with polling(ahead, waits, limit_s=0.5):
         break_off(net, optimizer, 100)
-    finally:
-        Pending.poll = inner
     rounds = [it.round for it in memory_of(optimizer).pending._underway.values()]
     assert any(rounds) == (hvd.rank() == ahead), rounds
 
@@ -315,13 +313,18 @@ def what_a_step_left_behind_is_over_when_a_rank_joins():
                     break_off_ahead(net, optimizer, 0)
                 else:
                     break_off(net, optimizer, 100)
-            for number in range(3, 7 if hvd.rank() else 5):
-                step(net, optimizer, number)
-            last = hvd.join()
-            hvd.broadcast_parameters(net.state_dict(), root_rank=last)
-            FFTCompression.synchronize(optimizer, root_rank=last)
-            step(net, optimizer, 7)
-            assert_alike(net)
+            with_a_rank_that_joins(net, optimizer, 3, 7 if hvd.rank() else 5)
+
+
+def with_a_rank_that_joins(net, optimizer, start, end):
+    """Steps of which ranks have unlike many, and one of all behind them."""
+    for number in range(start, end):
+        step(net, optimizer, number)
+    last = hvd.join()
+    hvd.broadcast_parameters(net.state_dict(), root_rank=last)
+    FFTCompression.synchronize(optimizer, root_rank=last)
+    step(net, optimizer, 7)
+    assert_alike(net)
 
 
 def a_rank_that_has_joined_is_asked_for_nothing():
@@ -329,13 +332,7 @@ def a_rank_that_has_joined_is_asked_for_nothing():
     with small_buckets():
         net = sides(10)
         optimizer = wrap(net.named_parameters(), SHARED)
-        for number in range(5 if hvd.rank() else 2):
-            step(net, optimizer, number)
-        last = hvd.join()
-        hvd.broadcast_parameters(net.state_dict(), root_rank=last)
-        FFTCompression.synchronize(optimizer, root_rank=last)
-        step(net, optimizer, 6)
-    assert_alike(net)
+        with_a_rank_that_joins(net, optimizer, 0, 5 if hvd.rank() else 2)
 
 
 def a_parameter_added_after_the_start_is_refused():

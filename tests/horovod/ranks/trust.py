@@ -207,11 +207,9 @@ def equal_ranks_are_never_told_to_differ():
             memory = memory_of(optimizer)
             assert memory.engine.sameness.same_at == 15, memory.engine.sameness.same_at
             # One question at the start of 17 words of 8 bytes, and one every 5 steps; where factors
-            # are multiplied, one of hardware.
+            # are multiplied, one of hardware; and one word, the number of its names.
             asked = 4 + (memory.settings.exchange == "shared")
-            assert (
-                FFTCompression.report(optimizer)["other_bytes"] == asked * 17 * 8 + 8
-            )  # and the number of its names
+            assert FFTCompression.report(optimizer)["other_bytes"] == asked * 17 * 8 + 8
 
 
 def sparse_gradients_are_in_the_report():
