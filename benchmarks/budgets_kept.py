@@ -12,7 +12,8 @@ step without a budget: the eager one, or the one that Inductor compiled.
 Ways of eager ops: torch's budget with each of its solvers under aot_eager (`aot_eager:`), our plan
 of ops (`ours:graph`), our checkpoint policy (`ours:policy`). Ways that Inductor compiles: torch's
 budget with its solvers (`inductor:`), our plan (`ours:compile`), our policy under torch.compile
-(`ours:policy, compiled`). Where ours refuses, the row has the smallest peak that BudgetError names.
+(`ours:policy, compiled`). Where ours refuses, the row has the smallest peak that BudgetError names,
+and what it says no plan goes below.
 
 Peaks of eager ops are counted by StorageTracker, of compiled steps by what torch's CPU allocator
 gave out. Seconds of eager ops are CPU seconds of the calls of a step, each at the least its
@@ -132,7 +133,10 @@ class Bench:
         try:
             peak, seconds, plain_seconds = run(how, share, self.base_bytes + asked)
         except BudgetError as error:
-            return row | {"refused": True, "smallest_bytes": error.peak_bytes - self.base_bytes}
+            found = {"refused": True, "smallest_bytes": error.peak_bytes - self.base_bytes}
+            if error.floor_bytes is not None:
+                found["floor_bytes"] = error.floor_bytes - self.base_bytes
+            return row | found
         except Exception as error:
             if way.startswith("ours:"):
                 raise

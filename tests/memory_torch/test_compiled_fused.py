@@ -127,6 +127,9 @@ def test_what_cannot_be_kept_is_refused_with_the_nearest(residual):
     refusal = residual.refused["5%"]
     assert refusal.budget_bytes < refusal.peak_bytes
     assert "compiled step" in str(refusal)
+    # And with what no plan goes below: it is below all that was found.
+    assert residual.planner.plain.graph.base_bytes < refusal.floor_bytes <= refusal.peak_bytes
+    assert "no plan of it can go below" in str(refusal)
 
 
 def test_a_program_computes_what_the_partition_does(residual):

@@ -31,6 +31,7 @@ from ...plan.plan import BudgetError, Decision, Plan, percent_kept
 from ...plan.policies import policy
 from ..errors import ReplayError
 from .dry_step import DryStep, dry_step
+from .floor import floor_bytes
 from .kernel_graph import KernelGraph, kernel_graph
 from .lowering import Lowered, lowered
 from .partition_fused import Fused
@@ -540,14 +541,28 @@ class FusedPlanner:
         )
         percent = percent_kept(found, ground)
         share = f', "{percent}%" of the compiled step without a plan' if percent else ""
+        floor, working = self.floor()
+        why = f"what {working!r} works on" if working else "what it ends with"
         # It carries no plan: one of fused kernels fits no graph that could be planned again.
         return BudgetError(
-            f"the compiled step needs {show_bytes(found)}, set by {op!r}. The budget is "
-            f"{show_bytes(allowed)}. The nearest that was found is {found} bytes{share}. Raise the "
-            "budget, make the batch smaller, or plan with backend='graph', which may also move the "
-            "order of calls.",
+            f"the compiled step needs {show_bytes(found)}, set by {op!r}; no plan of it can go "
+            f"below {show_bytes(floor)}, {why}. The budget is {show_bytes(allowed)}. The nearest "
+            f"that was found is {found} bytes{share}. Raise the budget, make the batch smaller, or "
+            "plan with backend='graph', which may also move the order of calls.",
             peak_bytes=found,
             budget_bytes=allowed,
             op=op,
+            floor_bytes=floor,
             percent=percent,
+        )
+
+    def floor(self) -> tuple[int, str]:
+        """Return bytes that no partition goes below, and the node at work then, if there is one."""
+        compilation, fused = self.compilation, self.ground.fused
+        return floor_bytes(
+            compilation.forward,
+            compilation.backward,
+            compilation.outputs,
+            self.plain.graph.base_bytes,
+            fused.called(),
         )

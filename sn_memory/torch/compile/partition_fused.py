@@ -7,6 +7,7 @@ again is written there a second time, of values that are there at that moment.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 
 import torch
@@ -97,6 +98,20 @@ class Fused:
             if not all(copyable(it, self.changed) for node in nodes for it in self._made_of(node)):
                 found.add(at)
         return frozenset(found)
+
+    def called(self) -> set[fx.Node]:
+        """Nodes that are ops of torch when they run, fused with nothing.
+
+        Of the backward graph those that need a gradient: others may run in the forward pass, where
+        another partition is torch's.
+        """
+        found: set[fx.Node] = set()
+        for each in self.step.watch.steps:
+            if each.call is not None:
+                found.update(it for made in each.makes for it in self.nodes_of.get(made, ()))
+        # Of several results each is a node.
+        found |= {it.all_input_nodes[0] for it in found if it.target is operator.getitem}
+        return {it for it in found if it.graph is self.forward.graph or it in self.late}
 
     def _made_of(self, node: fx.Node) -> Iterator[fx.Node]:
         """A node and all that is computed with it: down to values in buffers."""
