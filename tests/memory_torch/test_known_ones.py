@@ -5,6 +5,7 @@ planned it computed with one, by another kernel.
 """
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from sn_memory.torch import (
     verify,
 )
 from sn_memory.torch.model.allocations import AllocationTracker
+from sn_memory.torch.model.step import run_step
 from sn_memory.torch.planned import Sampled
 
 SETTINGS = {"profile": False, "planner": "greedy", "backend": "graph"}
@@ -439,6 +441,46 @@ def test_what_follows_from_no_input_is_known():
         same_gradients(planned, model, ids_of(1, batch))
     assert planned.sn_memory.latest_trace.captured.ones == frozenset()
     assert plan(Positions("all"), ids_of(), "90%", **SETTINGS).sn_memory.backend == "graph"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_that_becomes_floats_is_looked_at(dtype):
+    """Planned, and estimated, it was computed with, and left out by the plain model.
+
+    Pegasus makes ones of floats for its decoder, and peft's prompt tuning puts them before a mask.
+    """
+
+    class Prompted(Attention):
+        def forward(self, ids, mask):
+            before = torch.ones(len(ids), 2, dtype=dtype)
+            return super().forward(ids, torch.cat([before, mask[:, 2:].to(dtype)], 1))
+
+    torch.manual_seed(0)
+    model = Prompted("where it can")
+    planned = plan(model, (ids_of(), ones()), "90%", **SETTINGS)
+    assert attention_masks(planned) == {False}
+    for mask in (ones(), padded(), ones()):
+        same_gradients(planned, model, ids_of(1), mask)
+    assert len(planned.sn_memory.steps) == 2
+    sample = ids_of(), ones()
+    assert estimate(model, sample).peak_bytes == run_step(model, model, (sample, {})).peak_bytes
+
+
+def test_floats_that_are_given_are_not_looked_at():
+    """Ones are what many write for any input; what is made of none may be written to."""
+
+    def looked(x, mask):
+        return x * 2 if x.sum() > 0 else x
+
+    def filled(x, mask):
+        found = torch.zeros(4, 8)
+        found[1:] = x[1:]
+        return x * 2 if found.sum() > 0 else x
+
+    for ends in (looked, filled):
+        for refusing in (partial(trace, profile=False), estimate):
+            with pytest.raises(TraceError, match="depend on values"):
+                refusing(MaskOf(ends), (torch.ones(4, 8), ones(4)))
 
 
 def test_what_is_drawn_is_not_known():

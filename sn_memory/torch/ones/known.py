@@ -17,14 +17,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from .values import INTEGERS, MOST_KNOWN, may_be_known
+from .values import COMPUTED, MOST_KNOWN, may_be_known
 
 
 class KnownOnes(TorchDispatchMode):
     """Gives values to what follows from some inputs alone, or from none.
 
-    Entered last, so it sees calls first. Only to a few integers: masks, positions, and what is made
-    of them before they are numbers to compute with.
+    Entered last, so it sees calls first. Only to a few numbers: masks, positions, and what is made
+    of them before a parameter or another input is met.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class KnownOnes(TorchDispatchMode):
             tree_map_only(torch.Tensor, self.twin, (args, kwargs)) if known else (args, kwargs)
         )
         # What follows from no tensor at all is known as well: positions, the ones beside a mask.
-        chosen = _is_random(func) if given else not makes_known(func)
+        chosen = is_any(func) if given else not makes_known(func)
         if given - known or known & self._stale or chosen:
             self._stale |= written(func, args, kwargs) & known
             return func(*fakes, **by_name)
@@ -91,7 +91,7 @@ class KnownOnes(TorchDispatchMode):
         made = list(zip(tree_flatten(values)[0], tree_flatten(recorded)[0], strict=True))
         for value, fake in made:
             if isinstance(value, torch.Tensor) and not (
-                may_be_known(value) and _alike(value, fake)
+                may_be_known(value, COMPUTED) and _alike(value, fake)
             ):
                 return recorded
         for value, fake in made:
@@ -114,15 +114,19 @@ def _memories(tree: Any) -> set[int]:
 
 def makes_known(func: Any) -> bool:
     """Whether what an op makes from no tensor is the same each time."""
-    return func.namespace == "aten" and _makes_tensors(func) and not _is_random(func)
+    return func.namespace == "aten" and _makes_tensors(func) and not is_any(func)
 
 
 def _makes_tensors(func: Any) -> bool:
     return any("Tensor" in str(it.type) for it in func._schema.returns)
 
 
-def _is_random(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
+def is_any(func: Any) -> bool:
+    """Whether what it makes is drawn, or what was in memory.
+
+    What fills that may be no op of torch (a kernel of others writes to an address), and unseen.
+    """
+    return torch.Tag.nondeterministic_seeded in func.tags or "empty" in func.overloadpacket.__name__
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
@@ -140,7 +144,7 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int
 def is_small(result: Any) -> bool:
     """Whether a result is one that may be known once it is computed."""
     return not isinstance(result, torch.Tensor) or (
-        result.dtype in INTEGERS and result.numel() <= MOST_KNOWN
+        result.dtype in COMPUTED and result.numel() <= MOST_KNOWN
     )
 
 

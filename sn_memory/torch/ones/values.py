@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -14,12 +16,17 @@ INTEGERS = {
     *(torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
 }
+# What is made of integers, or of nothing, may be floats on its way to a mask.
+COMPUTED = {*INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
-def may_be_known(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has values that a model may look at: a few integers that are there."""
+def may_be_known(tensor: torch.Tensor, dtypes: Container[torch.dtype] = INTEGERS) -> bool:
+    """Whether a tensor has values that a model may look at: a few that are there.
+
+    dtypes : of an input, integers: floats of ones are what many write for any input
+    """
     return (
-        tensor.dtype in INTEGERS
+        tensor.dtype in dtypes
         and tensor.layout == torch.strided
         and not isinstance(tensor, FakeTensor)
         and not is_traceable_wrapper_subclass(tensor)

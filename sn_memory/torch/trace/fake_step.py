@@ -16,6 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     unset_fake_temporarily,
 )
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -27,8 +28,8 @@ from ..model.guard import as_it_was
 from ..model.results import tensors_of
 from ..model.step import Measured, chance_put_back, ends_of, run_step, tensors
 from ..model.tracker import StorageTracker
-from ..ones.known import is_small, makes_known, written
-from ..ones.values import MOST_KNOWN, may_be_known
+from ..ones.known import is_any, is_small, makes_known, written
+from ..ones.values import COMPUTED, MOST_KNOWN, may_be_known
 from .capture import fake_of
 from .fake_rules import FakeMode
 
@@ -51,12 +52,12 @@ def fake_step(
 
 
 def is_known(tensor: torch.Tensor) -> bool:
-    """Whether a step run without values has those of a tensor: a few integers that are there."""
+    """Whether a step run without values has those of an input: a few integers that are there."""
     return tensor.device.type == "cpu" and may_be_known(tensor)
 
 
 class _Knowing(FakeMode):
-    """Fake tensors; but what follows from small integers of the sample alone has its values.
+    """Fake tensors; but what follows from small integers of the sample, or of none, has values.
 
     Models look at them: at a mask of ones, which they then leave out, or at the edges of a graph.
     """
@@ -86,10 +87,12 @@ class _Knowing(FakeMode):
                 return result
             with unset_fake_temporarily():
                 return func(*args, **(kwargs or {}))
-        if not all(map(self._knows, given)):
+        if is_any(func) or not all(map(self._knows, given)):
             into = written(func, args, kwargs or {})
-            memories = [it.untyped_storage() for it in given if into and is_known(it)]
+            memories = [it.untyped_storage() for it in given if into and _has_values(it)]
             self._stale |= {it._cdata: StorageWeakRef(it) for it in memories if it._cdata in into}
+            # To make a fake one of it, torch looks at its `grad`, and warns of what autograd made.
+            args, kwargs = tree_map_only(torch.Tensor, _detached, (args, kwargs))
             return super().__torch_dispatch__(func, types, args, kwargs)
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -102,7 +105,18 @@ class _Knowing(FakeMode):
             return func(*args, **(kwargs or {}))
 
     def _knows(self, tensor: torch.Tensor) -> bool:
-        return is_known(tensor) and tensor.untyped_storage()._cdata not in self._stale
+        return _has_values(tensor) and tensor.untyped_storage()._cdata not in self._stale
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and may_be_known(tensor, COMPUTED)
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_leaf or isinstance(tensor, FakeTensor):
+        return tensor
+    with unset_fake_temporarily():
+        return tensor.detach()
 
 
 def _could_be_known(made: torch.Tensor) -> bool:
