@@ -47,3 +47,14 @@ def mlp(layers=8, width=32):
 
 def images(batch=4, size=16):
     return torch.randn(batch, 3, size, size)
+
+
+def same_gradients(planned, model, *args, loss_of=lambda out: out.square().sum(), **kwargs):
+    """A planned model, and the model it is of, give the same loss and gradients to the bit."""
+    results = []
+    for it in (planned, model):
+        loss = loss_of(it(*args, **kwargs))
+        loss.backward()
+        results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+        model.zero_grad()
+    assert all(map(torch.equal, *results))

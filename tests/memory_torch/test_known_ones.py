@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from small_models import same_gradients
 
 from sn_memory import PlanError
 from sn_memory.torch import (
@@ -82,16 +83,6 @@ def attention_masks(planned):
     found = [it for it in calls if it.name == "_scaled_dot_product_flash_attention_for_cpu"]
     assert found
     return {it.arguments(lambda view: view)[1].get("attn_mask") is not None for it in found}
-
-
-def same_gradients(planned, model, *args, loss_of=lambda out: out.square().sum(), **kwargs):
-    results = []
-    for it in (planned, model):
-        loss = loss_of(it(*args, **kwargs))
-        loss.backward()
-        results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
-        model.zero_grad()
-    assert all(map(torch.equal, *results))
 
 
 def test_a_mask_of_ones_is_left_out_as_without_a_plan():

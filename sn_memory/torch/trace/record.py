@@ -23,6 +23,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import TraceError
 
+# A conjugate, or a negation, is a mark on a tensor until somebody reads it, who then makes one that
+# has none. A call that is recorded bears no mark, so it is made where it is asked for.
+_MADE_AT_ONCE = {
+    torch.ops.aten._conj.default: torch.ops.aten._conj_physical.default,
+    torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
+}
 _FORM_ONLY = {
     getattr(torch.ops.aten, name)
     for name in (
@@ -186,6 +192,8 @@ class Recorder(TorchDispatchMode):
         self._number: dict[int, int] = {}
         # A storage that dies would leave its address to the next one.
         self._alive: list[Any] = []
+        # Storages of which one is the other's conjugate.
+        self._apart: set[int] = set()
         self._silent = False
         # Sizes, strides and views that were met before: equal ones are one object.
         self._met: dict[Any, Any] = {}
@@ -229,6 +237,8 @@ class Recorder(TorchDispatchMode):
             return self._lift(func, args[0])
         if func.overloadpacket in _FORM_ONLY:
             return self._of_form(func, args, kwargs)
+        if func in _MADE_AT_ONCE:
+            return self._made_at_once(_MADE_AT_ONCE[func], args[0])
         flat, spec = flattened((args, kwargs))
         views = tuple(self._argument(arg, func) for arg in flat)
         result = func(*args, **kwargs)
@@ -258,6 +268,11 @@ class Recorder(TorchDispatchMode):
             for out in tree_flatten(result)[0]
         )
         writes = written(func, views, spec)
+        if self._apart.intersection(writes):
+            raise TraceError(
+                f"{func} writes into a tensor whose conjugate, or imaginary part of one, the model "
+                "has in use, which would change with it. Write into a clone."
+            )
         random = (
             torch.Tag.nondeterministic_seeded in func.tags
             and func.overloadpacket not in _SEED_GIVEN
@@ -293,6 +308,14 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         flat, spec = flattened(((form, *args[1:]), asked))
         self._note(func, flat, spec, result)
+        return result
+
+    def _made_at_once(self, func: Any, tensor: torch.Tensor) -> Any:
+        """A conjugate that looks at nothing: from now on neither of the two may be written to."""
+        result = func(tensor)
+        flat, spec = flattened(((tensor,), {}))
+        self._note(func, [self._view(it) for it in flat], spec, result)
+        self._apart |= {self._storage(tensor), self._storage(result)}
         return result
 
     def _argument(self, arg: Any, func: Any) -> Any:
