@@ -457,6 +457,42 @@ def test_a_mask_that_becomes_floats_is_looked_at(dtype):
     assert estimate(model, sample).peak_bytes == run_step(model, model, (sample, {})).peak_bytes
 
 
+@pytest.mark.parametrize(
+    ("make", "more"),
+    [
+        (lambda ids: torch.ones_like(ids), False),
+        (lambda ids: ids.new_full((len(ids), LENGTH), 1.0, dtype=torch.float32), False),
+        (lambda ids: torch.zeros_like(ids) + torch.tensor([1]), False),
+        (lambda ids: torch.full_like(ids, 2), False),
+        (lambda ids: ids.new_zeros(len(ids), LENGTH), True),
+        (lambda ids: torch.zeros_like(ids).add_(ids), None),
+        (lambda ids: torch.empty_like(ids), None),
+    ],
+    ids=["ones like", "full", "a constant", "twos", "zeros", "written to", "empty"],
+)
+def test_what_is_made_in_the_form_of_an_input_is_known(make, more):
+    """Longformer makes a mask in the form of its words, and a constant beside it."""
+
+    class Own(Attention):
+        def forward(self, ids):
+            return super().forward(ids, make(ids))
+
+    torch.manual_seed(0)
+    model = Own("where it can" if more else "all")
+    if more is None:
+        with pytest.raises(TraceError, match="depend on values"):
+            trace(model, ids_of(), profile=False)
+        return
+    planned = plan(model, ids_of(), "100%", **SETTINGS)
+    assert attention_masks(planned) == {more}
+    same_gradients(planned, model, ids_of(1))
+    same_gradients(planned, model, ids_of(2, 2))
+    assert planned.sn_memory.latest_trace.captured.ones == frozenset()
+    # A plan holds its constants, so they count.
+    held = run_step(model, model, ((ids_of(),), {})).peak_bytes
+    assert 0 <= estimate(model, ids_of()).peak_bytes - held <= 8
+
+
 def test_floats_that_are_given_are_not_looked_at():
     """Ones are what many write for any input; what is made of none may be written to."""
 

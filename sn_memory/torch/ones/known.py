@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -63,6 +64,8 @@ class KnownOnes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
+            return self._lifted(func, args[0])
         given = _memories((args, kwargs))
         known = given & self._twins.keys()
         fakes, by_name = (
@@ -70,6 +73,12 @@ class KnownOnes(TorchDispatchMode):
         )
         # What follows from no tensor at all is known as well: positions, the ones beside a mask.
         chosen = is_any(func) if given else not makes_known(func)
+        fill = filling(func, args, kwargs)
+        if fill is not None:
+            recorded = func(*fakes, **by_name)
+            if is_small(recorded):
+                return self._paired(filled(recorded, fill), recorded)
+            return recorded
         if given - known or known & self._stale or chosen:
             self._stale |= written(func, args, kwargs) & known
             return func(*fakes, **by_name)
@@ -86,6 +95,16 @@ class KnownOnes(TorchDispatchMode):
         with _disable_current_modes():
             values = func(*args, **kwargs)
         return self._paired(values, recorded)
+
+    def _lifted(self, func: Any, made: torch.Tensor) -> Any:
+        """A tensor that Python made, as torch.tensor([1, 2]), which is a constant of the plan."""
+        recorded = func(made)
+        if not is_small(made):
+            return recorded
+        with _disable_current_modes():
+            # The constant stays as it is, whatever the model writes into it while it is traced.
+            value = made.clone()
+        return self._paired(value, recorded)
 
     def _paired(self, values: Any, recorded: Any) -> Any:
         made = list(zip(tree_flatten(values)[0], tree_flatten(recorded)[0], strict=True))
@@ -115,6 +134,31 @@ def _memories(tree: Any) -> set[int]:
 def makes_known(func: Any) -> bool:
     """Whether what an op makes from no tensor is the same each time."""
     return func.namespace == "aten" and _makes_tensors(func) and not is_any(func)
+
+
+# Of their first argument these ask the form only; what they fill the result with.
+_FILLS: dict[Any, Any] = {
+    torch.ops.aten.zeros_like: 0,
+    torch.ops.aten.new_zeros: 0,
+    torch.ops.aten.ones_like: 1,
+    torch.ops.aten.new_ones: 1,
+}
+_FILLS_WITH = {torch.ops.aten.full_like: 1, torch.ops.aten.new_full: 2}
+
+
+def filling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what a call fills a new tensor with, whatever tensor it is given; None for others."""
+    place = _FILLS_WITH.get(func.overloadpacket)
+    if place is None:
+        return _FILLS.get(func.overloadpacket)
+    return args[place] if len(args) > place else kwargs["fill_value"]
+
+
+def filled(like: torch.Tensor, fill: Any) -> torch.Tensor:
+    """Return a tensor with values that lies as a fake one does."""
+    with _disable_current_modes():
+        made = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=like.device)
+        return made.fill_(fill)
 
 
 def _makes_tensors(func: Any) -> bool:

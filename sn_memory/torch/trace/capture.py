@@ -180,6 +180,7 @@ class _Capture:
             outputs, output_form = taken_apart(returned, self.model)
             outputs = [self.known.twin(out) if _is_tensor(out) else out for out in outputs]
             del returned
+            self.recorder.hand_out(it for it in outputs if _is_tensor(it))
             boundary = len(self.recorder.recording.calls)
             if given.changed():
                 raise changes_what_it_is_given()

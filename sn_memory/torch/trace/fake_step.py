@@ -28,7 +28,7 @@ from ..model.guard import as_it_was
 from ..model.results import tensors_of
 from ..model.step import Measured, chance_put_back, ends_of, run_step, tensors
 from ..model.tracker import StorageTracker
-from ..ones.known import is_any, is_small, makes_known, written
+from ..ones.known import filled, filling, is_any, is_small, makes_known, written
 from ..ones.values import COMPUTED, MOST_KNOWN, may_be_known
 from .capture import fake_of
 from .fake_rules import FakeMode
@@ -87,6 +87,10 @@ class _Knowing(FakeMode):
                 return result
             with unset_fake_temporarily():
                 return func(*args, **(kwargs or {}))
+        fill = filling(func, args, kwargs or {})
+        if fill is not None:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            return filled(result, fill) if _could_be_known(result) else result
         if is_any(func) or not all(map(self._knows, given)):
             into = written(func, args, kwargs or {})
             memories = [it.untyped_storage() for it in given if into and _has_values(it)]

@@ -10,9 +10,9 @@ Over 300 lines: the three records that everything else reads, and the one mode t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -192,6 +192,8 @@ class Recorder(TorchDispatchMode):
         self._number: dict[int, int] = {}
         # A storage that dies would leave its address to the next one.
         self._alive: list[Any] = []
+        # Per storage of a tensor that Python made: how many calls were before it, and the scope.
+        self._lifted: dict[int, tuple[int, str]] = {}
         # Storages of which one is the other's conjugate.
         self._apart: set[int] = set()
         self._silent = False
@@ -262,12 +264,14 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, func: Any, flat: Sequence[Any], spec: Any, result: Any) -> None:
         views = tuple(flat)
+        writes = written(func, views, spec)
+        for storage in self._lifted.keys() & set(writes):
+            self._lift_anew(storage)
         known = len(self.recording.nbytes)
         outputs = tuple(
             self._view(out) if isinstance(out, torch.Tensor) else None
             for out in tree_flatten(result)[0]
         )
-        writes = written(func, views, spec)
         if self._apart.intersection(writes):
             raise TraceError(
                 f"{func} writes into a tensor whose conjugate, or imaginary part of one, the model "
@@ -297,7 +301,34 @@ class Recorder(TorchDispatchMode):
         storage = self._storage(result)
         self.recording.given.setdefault(storage, "constant")
         self.recording.constants.setdefault(storage, tensor)
+        self._lifted.setdefault(storage, (len(self.recording.calls), self.scope))
         return result
+
+    def hand_out(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Say what the model returns: of what Python made the caller may write to it."""
+        for storage in self._lifted.keys() & {self._storage(it) for it in tensors}:
+            self._lift_anew(storage)
+
+    def _lift_anew(self, storage: int) -> None:
+        """Let each step have a tensor of its own of one that Python made, as it is written to."""
+        if self.phase == "backward":
+            raise TraceError(
+                "the backward pass writes into a tensor that the forward pass made of Python's "
+                "numbers. Write into a clone."
+            )
+        place, scope = self._lifted.pop(storage)
+        constant = self.recording.constants.pop(storage)
+        del self.recording.given[storage]
+        view = self.give(constant, "constant")
+        self.recording.constants[view.storage] = constant
+        _, spec = flattened(((constant,), {}))
+        made = (replace(view, storage=storage),)
+        clone = torch.ops.aten.clone.default
+        call = Call(clone, (view,), spec, made, (storage,), (), "forward", False, scope)
+        self.recording.calls.insert(place, call)
+        self._lifted = {
+            key: (at + (at >= place), where) for key, (at, where) in self._lifted.items()
+        }
 
     def _of_form(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that asks its first argument for shape and type only, and so need not have it."""
