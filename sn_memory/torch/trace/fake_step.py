@@ -92,12 +92,18 @@ class _Knowing(FakeMode):
             result = super().__torch_dispatch__(func, types, args, kwargs)
             return filled(result, fill) if _could_be_known(result) else result
         if is_any(func) or not all(map(self._knows, given)):
+            if _looks(func) and all(map(_has_values, given)):
+                # Of one tensor there are no two, one with values and one without.
+                with unset_fake_temporarily():
+                    return func(*args, **(kwargs or {}))
             into = written(func, args, kwargs or {})
             memories = [it.untyped_storage() for it in given if into and _has_values(it)]
             self._stale |= {it._cdata: StorageWeakRef(it) for it in memories if it._cdata in into}
             # To make a fake one of it, torch looks at its `grad`, and warns of what autograd made.
-            args, kwargs = tree_map_only(torch.Tensor, _detached, (args, kwargs))
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            own, by_name = tree_map_only(torch.Tensor, _detached, (args, kwargs or {}))
+            result = super().__torch_dispatch__(func, types, own, by_name)
+            # The one that was written to, not the fake one beside it that was computed with.
+            return _written_to(func, args, kwargs or {}) if into else result
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
@@ -114,6 +120,24 @@ class _Knowing(FakeMode):
 
 def _has_values(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and may_be_known(tensor, COMPUTED)
+
+
+def _looks(func: Any) -> bool:
+    """Whether a call returns a view of what it is given."""
+    return any(it.alias_info is not None for it in func._schema.returns) and not (
+        func._schema.is_mutable
+    )
+
+
+def _written_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the arguments that a call writes into and returns."""
+    given = [
+        args[at] if at < len(args) else kwargs.get(it.name)
+        for at, it in enumerate(func._schema.arguments)
+        if it.alias_info is not None and it.alias_info.is_write
+    ]
+    returned = given[: len(func._schema.returns)]
+    return returned[0] if len(returned) == 1 else tuple(returned) or None
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
