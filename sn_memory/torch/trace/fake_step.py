@@ -141,7 +141,8 @@ def _written_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_leaf or isinstance(tensor, FakeTensor):
+    # Not `is_leaf`: where autograd makes the history of a view anew, that waits for itself.
+    if not tensor.requires_grad or isinstance(tensor, FakeTensor):
         return tensor
     with unset_fake_temporarily():
         return tensor.detach()
