@@ -12,6 +12,8 @@ from architectures import ARCHITECTURES
 from planner_architectures import BACKENDS, fake_tensors, row_of, table
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from sn_memory.torch import TraceError, estimate
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # Planned by modules: their course depends on values, or they raise under fake tensors.
@@ -95,6 +97,14 @@ def test_cells(name, backend):
     assert found["different"] == found["fake"] == 0, found
     assert 0 <= found["measured_bytes"] <= found["budget_bytes"] * 1.02
     assert min(found[f"{it}_step_s"] for it in ("plain", "planned", "checkpoint")) > 0
+
+
+@pytest.mark.timeout(60)
+def test_an_estimate_that_is_refused_ends():
+    """To ask a view for its history in the middle of a call may be to wait for oneself, for ever."""
+    made = ARCHITECTURES["wav2vec2"]
+    with pytest.raises(TraceError, match="depend on values"):
+        estimate(made.model(), made.sample())
 
 
 def test_fake_tensors_are_found_where_they_are_left():

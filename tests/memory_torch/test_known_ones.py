@@ -656,22 +656,3 @@ def test_a_sparse_tensor_is_refused_by_name_still():
     for refusing in (trace, estimate):
         with pytest.raises(TraceError, match="is sparse"):
             refusing(MaskOf(gathered), (torch.randn(4, 8), ones(4)))
-
-
-@pytest.mark.timeout(60)
-def test_a_view_that_is_to_have_a_gradient():
-    """As in wav2vec2. To ask such a one whether it is a leaf, in the middle of a call, is to hang."""
-
-    class Waves(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = torch.nn.Conv1d(1, 4, 3)
-
-        def forward(self, waves):
-            waves = waves[:, None]
-            waves.requires_grad = True
-            return self.conv(waves)
-
-    model, sample = Waves(), torch.randn(2, 32)
-    held = run_step(model, model, ((sample,), {})).peak_bytes
-    assert estimate(model, sample).peak_bytes == held
