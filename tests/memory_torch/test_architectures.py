@@ -101,7 +101,7 @@ def test_cells(name, backend):
 
 @pytest.mark.timeout(60)
 def test_an_estimate_that_is_refused_ends():
-    """To ask a view for its history in the middle of a call may be to wait for oneself, for ever."""
+    """To ask a view for its history in the middle of a call may be to wait for oneself."""
     made = ARCHITECTURES["wav2vec2"]
     with pytest.raises(TraceError, match="depend on values"):
         estimate(made.model(), made.sample())

@@ -40,6 +40,8 @@ class Memory:
         Whether a backward pass has begun to use it up.
     underway
         Per storage that a lane reads or writes, what waits for that.
+    left_out
+        Places of gradients that are None in this step, as no output they come from has one.
 
     Notes
     -----
@@ -55,6 +57,7 @@ class Memory:
         self.layouts: Layouts | None = None
         self.begun = False
         self.underway: dict[int, Callable[[], None]] = {}
+        self.left_out: frozenset[int] = frozenset()
 
     def clear(self) -> None:
         """Let go of everything."""

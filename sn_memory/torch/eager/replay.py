@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from ...plan.plan import Plan
 from ..errors import ReplayError
 from ..model.guard import casting
+from ..trace.reached import reached
 from ..trace.record import Layouts, View
 from ..trace.to_graph import main_device
 from ..trace.trace import Trace
@@ -96,6 +97,19 @@ class Replay:
         """What each of them holds until then, and what of that the caller has: input and output."""
         return waiting_bytes(self.trace.named, self.plan)
 
+    def left_out(self, arrived: Sequence[torch.Tensor | None]) -> frozenset[int]:
+        """Return the places of gradients that come from those alone that are None."""
+        if all(it is not None for it in arrived):
+            return frozenset()
+        here = sum(1 << number for number, it in enumerate(arrived) if it is not None)
+        return frozenset(
+            place for place, numbers in enumerate(self._reached) if numbers and not numbers & here
+        )
+
+    @cached_property
+    def _reached(self) -> tuple[int, ...]:
+        return reached(self.captured)
+
     @property
     def adding_peak_bytes(self) -> int:
         """The peak of a backward pass whose gradients are added to those of another."""
@@ -146,7 +160,10 @@ class Replay:
         try:
             with _as_recorded(self.device):
                 section.row.run(memory)
-                gradients: list[torch.Tensor | None] = [take(memory.held) for take in section.takes]
+                gradients: list[torch.Tensor | None] = [
+                    None if place in memory.left_out else take(memory.held)
+                    for place, take in zip(section.ready, section.takes, strict=True)
+                ]
                 # Nobody else holds them, so they become `.grad` and are not copied.
                 for storage in section.storages:
                     memory.held[storage] = None
@@ -154,8 +171,9 @@ class Replay:
                     gradients.append(torch.empty(0, device=self.device) if token is None else token)
                     return gradients
                 gradients += [
-                    None if take is None else take(memory.held)
-                    for take in self.program.gradients[self.program.leaves :]
+                    None if take is None or place in memory.left_out else take(memory.held)
+                    for place, take in enumerate(self.program.gradients)
+                    if place >= self.program.leaves
                 ]
                 if self.inside and len(self.program.gradients) == self.program.leaves:
                     gradients.append(None)
@@ -240,6 +258,7 @@ class _Planned(torch.autograd.Function):
         memory.begun = True
         arrived = [it for it, again in zip(incoming, replay.differentiable, strict=True) if again]
         del incoming
+        memory.left_out = replay.left_out(arrived)
         with _as_recorded(replay.device):
             for view in captured.output_gradients:
                 memory.held[view.storage] = _as_planned(view, arrived.pop(0), replay.device)

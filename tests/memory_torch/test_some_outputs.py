@@ -1,0 +1,95 @@
+"""A loss of some of the outputs leaves the parameters of the others without a gradient.
+
+Found by running: with a plan they had zeros, so that an optimizer with moments or weight decay
+changed the head of a task that was not trained in that step.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from sn_memory.torch import plan
+
+
+class Tasks(nn.Module):
+    """Two heads on one body; the second also scales what a buffer says."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8), nn.Tanh())
+        self.first, self.second = nn.Linear(8, 3), nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        found = self.body(x)
+        return {
+            "first": self.first(found),
+            "second": self.norm(self.second(found)) * self.scale,
+            "both": [self.first(found.square()), self.scale * 2],
+        }
+
+
+LOSSES = {
+    "first": lambda out: out["first"].square().sum(),
+    "second": lambda out: out["second"].sin().sum(),
+    "scale": lambda out: out["both"][1].square().sum(),
+    "two": lambda out: out["both"][0].sum() + out["second"].square().sum(),
+    "all": lambda out: out["first"].sum() + out["second"].sin().sum() + out["both"][1].sum(),
+}
+
+
+def gradients(model):
+    return {name: it.grad for name, it in model.named_parameters()}
+
+
+def same(mine, theirs):
+    return mine.keys() == theirs.keys() and all(
+        theirs[name] is None if it is None else torch.equal(it, theirs[name])
+        for name, it in mine.items()
+    )
+
+
+@pytest.mark.parametrize("backend", ["graph", "modules"])
+@pytest.mark.parametrize("accumulate", [False, True], ids=["one", "several"])
+def test_optimizers_pass_over_what_has_no_gradient(backend, accumulate):
+    model, x = Tasks(), torch.randn(16, 8)
+    mine = copy.deepcopy(model)
+    planned = plan(mine, x, "100%", backend=backend, profile=False, accumulate=accumulate)
+    steps = [torch.optim.AdamW(it.parameters(), 0.1, weight_decay=0.1) for it in (mine, model)]
+    for task in ("all", "first", "second", "scale", "two", "first"):
+        for step in steps:
+            step.zero_grad()
+        for micro in range(1 + accumulate):
+            for it in (planned, model):
+                LOSSES[task](it(x + micro)).backward()
+            assert same(gradients(mine), gradients(model))
+            task = "first" if task == "two" else task
+        for step in steps:
+            step.step()
+        assert all(map(torch.equal, mine.state_dict().values(), model.state_dict().values()))
+
+
+def test_an_input_has_none_either():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x, y):
+            return self.layer(x).tanh(), y.exp() * 2
+
+    model = Two()
+    sample = [torch.randn(4, 8, requires_grad=True) for _ in range(2)]
+    planned = plan(model, tuple(sample), "100%", backend="graph", profile=False)
+    for which in (0, 1):
+        planned.zero_grad()
+        for it in sample:
+            it.grad = None
+        planned(*sample)[which].sum().backward()
+        assert [it.grad is None for it in sample] == [which == 1, which == 0]
+        assert [it.grad is None for it in model.parameters()] == [which == 1] * 2
