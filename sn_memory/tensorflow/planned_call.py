@@ -24,6 +24,7 @@ from .model.arguments import Call, call_of, refilled
 from .modules.backend import LayerStep
 from .new_inputs import step_for
 from .planned import RECORD, Planned
+from .trace.reached import left_out
 
 
 class PlannedCall:
@@ -119,8 +120,13 @@ def _differentiable(program: Program, given: list[Any], variables: Sequence[Any]
         places = [captured.outputs.index(value) for value in captured.targets]
 
         def backward(*incoming: Any) -> Any:
-            emission.backward([incoming[place] for place in places])
-            found = iter([emission.need(value) for value in captured.outputs[count:]])
+            given = [incoming[place] for place in places]
+            none = left_out(captured, given)
+            emission.backward(given)
+            found = iter(
+                None if place in none else emission.need(value)
+                for place, value in enumerate(captured.outputs[count:])
+            )
             for name in registered:
                 framework_ops.gradient_registry._registry.pop(name, None)
             return [next(found) if there else None for there in program.has_gradient]

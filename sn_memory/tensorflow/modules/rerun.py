@@ -17,6 +17,8 @@ from keras.src.backend.common import global_state  # has no public name
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from tensorflow.python.eager import record  # what tf.recompute_grad stops its tape with
 
+from ..trace.reached import those_there
+
 # What Keras has in force around the call of a layer, for those inside.
 _SETTINGS = ("current_call_ctx", "autocast_scope")
 Function = Callable[[list[Any]], list[Any]]
@@ -79,6 +81,7 @@ def _backward(
     settings: dict[str, Any],
 ) -> Any:
     """Run again, and differentiate; return the gradients of the tensors, and of the weights."""
+    incoming = those_there(incoming)
     arrived = [it for it in incoming if it is not None]
     # Not before it is needed: the executor would run it at once.
     with tf.control_dependencies(arrived), keras.StatelessScope(before), _in_force(settings):
