@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from sn_memory.torch import plan
+from sn_memory.torch import HostState, plan
 
 
 class Tasks(nn.Module):
     """Two heads on one body; the second also scales what a buffer says."""
 
-    def __init__(self):
+    def __init__(self, width=32):
         super().__init__()
         torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8), nn.Tanh())
+        self.body = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 8), nn.Tanh())
         self.first, self.second = nn.Linear(8, 3), nn.Linear(8, 8)
         self.norm = nn.BatchNorm1d(8)
         self.scale = nn.Parameter(torch.ones(8))
@@ -70,6 +70,23 @@ def test_optimizers_pass_over_what_has_no_gradient(backend, accumulate):
             task = "first" if task == "two" else task
         for step in steps:
             step.step()
+        assert all(map(torch.equal, mine.state_dict().values(), model.state_dict().values()))
+
+
+@pytest.mark.parametrize(("update", "budget"), [("step", "70%"), ("backward", "75%")])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_what_rests_on_the_host_is_not_updated_either(update, budget, in_place):
+    model, x = Tasks(width=128), torch.randn(4, 8)
+    mine = copy.deepcopy(model)
+    steps = [torch.optim.AdamW(it.parameters(), 0.1, weight_decay=0.1) for it in (mine, model)]
+    state = HostState(in_place=in_place)
+    planned = plan(mine, x, budget, profile=False, state=state, update=update, optimizer=steps[0])
+    for task in ("all", "first", "second", "scale", "two", "first"):
+        for it in (planned, model):
+            LOSSES[task](it(x)).backward()
+        for step in steps:
+            step.step()
+            step.zero_grad()
         assert all(map(torch.equal, mine.state_dict().values(), model.state_dict().values()))
 
 

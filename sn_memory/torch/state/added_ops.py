@@ -43,6 +43,7 @@ class AddedOps:
         self.owned, self.named = owned, named
         self.forms = dict(captured.parameters)
         self.gradients = dict(captured.gradients)
+        self.places = {name: place for place, (name, _) in enumerate(captured.gradients)}
         self.storages = max(named.storage_of.values()) + 1
         made = {it for op in named.graph.ops if op.kind == "fetch" for it in op.outputs}
         self.brought = frozenset(view.storage for name, view in captured.parameters if name in made)
@@ -77,14 +78,16 @@ class AddedOps:
             name = op.removeprefix(STORE_GRADIENT)
             gradient = self.gradients[name]
             assert gradient is not None
-            return StoreGradientOf(self.owned[name], gradient.storage, take(gradient))
+            return StoreGradientOf(
+                self.owned[name], gradient.storage, take(gradient), self.places[name]
+            )
         name = op.removeprefix(UPDATE).removeprefix(STORE)
         owned = self.owned[name]
         # In place nothing of it is brought.
         storage = number[name] if owned.place == "host" and owned.by == "device" else None
         state = number.get(name + STATE)
         if op.startswith(STORE):
-            return StoreOf(owned, storage, state)
+            return StoreOf(owned, storage, state, self.places[name])
         gradient = self.gradients[name]
         assert gradient is not None
-        return UpdateOf(owned, storage, state, take(gradient))
+        return UpdateOf(owned, storage, state, take(gradient), self.places[name])

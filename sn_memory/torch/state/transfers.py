@@ -42,17 +42,21 @@ class UpdateOf:
         Numbers of what is brought; None for what is on the device anyway.
     gradient
         Takes its gradient.
+    place
+        Of that among the gradients; there is none, and no update, where the loss is of others'
+        outputs.
     """
 
     def __init__(
-        self, owned: Owned, storage: int | None, state: int | None, gradient: Take
+        self, owned: Owned, storage: int | None, state: int | None, gradient: Take, place: int
     ) -> None:
         self.owned, self.storage, self.state, self.gradient = owned, storage, state, gradient
+        self.place = place
 
     def __call__(self, memory: Memory) -> None:
         held: list[Any] = memory.held
         gradient = self.gradient(held)
-        if self.owned.is_dry:
+        if self.owned.is_dry or self.place in memory.left_out:
             return
         self.owned.used_up()
         if self.state is None and self.storage is None:
@@ -70,11 +74,11 @@ class UpdateOf:
 class StoreOf:
     """The instruction that starts to write a parameter and its state back."""
 
-    def __init__(self, owned: Owned, storage: int | None, state: int | None) -> None:
-        self.owned, self.storage, self.state = owned, storage, state
+    def __init__(self, owned: Owned, storage: int | None, state: int | None, place: int) -> None:
+        self.owned, self.storage, self.state, self.place = owned, storage, state, place
 
     def __call__(self, memory: Memory) -> None:
-        if self.owned.is_dry:
+        if self.owned.is_dry or self.place in memory.left_out:
             return
         held: list[Any] = memory.held
         here = None if self.storage is None else held[self.storage]
@@ -88,9 +92,9 @@ class StoreOf:
 class StoreGradientOf:
     """The instruction that starts to write the gradient of a parameter to the host."""
 
-    def __init__(self, owned: Owned, storage: int, gradient: Take) -> None:
-        self.owned, self.storage, self.gradient = owned, storage, gradient
+    def __init__(self, owned: Owned, storage: int, gradient: Take, place: int) -> None:
+        self.owned, self.storage, self.gradient, self.place = owned, storage, gradient, place
 
     def __call__(self, memory: Memory) -> None:
-        if not self.owned.is_dry:
+        if not self.owned.is_dry and self.place not in memory.left_out:
             memory.underway[self.storage] = self.owned.keep_gradient(self.gradient(memory.held))
