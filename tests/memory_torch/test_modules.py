@@ -174,6 +174,30 @@ def test_an_input_changed_in_place_is_no_unit():
     assert verify(planned, sample).equal
 
 
+def test_a_model_that_changes_its_input_is_tried_on_the_sample_as_it_was():
+    """The step without the plan was run on what the one with it had left, and found to differ."""
+
+    class Scales(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, images):
+            images.div_(2).sub_(1)
+            return self.net(images)
+
+    torch.manual_seed(0)
+    model, sample = Scales(), torch.randn(8, 32)
+    before = sample.clone()
+    with pytest.warns(PlanWarning, match="changes an input in place"):
+        planned = plan(model, sample, "100%", profile=False)
+    assert planned.sn_memory.backend == "modules"
+    assert torch.equal(sample, before)
+    found = verify(planned, sample)
+    assert found.equal
+    assert torch.equal(sample, before)
+
+
 def test_a_sample_without_memory():
     with pytest.raises(TraceError, match="meta device"):
         plan(mlp(2), torch.empty(4, 32, device="meta"), "90%", backend="modules")

@@ -184,7 +184,8 @@ def put_back(model: torch.nn.Module, inputs: Any) -> Iterator[None]:
     """Put gradients, buffers, attributes and the states of chance back as they were.
 
     So are the tensors that modules have as attributes, and what lists, mappings and objects hold
-    that a forward pass or a hook may write to. Values of parameters are not: that is for training.
+    that a forward pass or a hook may write to, and inputs. Values of parameters are not: that is
+    for training.
     Inside, other parameters with the same memory stand in the model, so that hooks on the user's
     own, an optimizer's step among them, do not run.
     """
@@ -194,7 +195,9 @@ def put_back(model: torch.nn.Module, inputs: Any) -> Iterator[None]:
     attributes = [(module, dict(module.__dict__)) for module in modules]
     kept = Marks([("arguments", inputs), *(it for module in modules for it in kept_by(module))])
     held = (it for _, before in attributes for it in before.values())
-    values = Values((*model.buffers(), *kept.tensors(), *held), leaves)
+    # A forward may write into its input, as where it scales images in place.
+    trained = [*model.parameters(), *(it for it in leaves if it.requires_grad)]
+    values = Values((*model.buffers(), *tensors(inputs), *kept.tensors(), *held), trained)
     with chance_put_back(), shards_put_back(model) as spared, _without_hooks(model, spared):
         try:
             yield
