@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from small_models import mlp
+from small_models import mlp, same_gradients
 from torch import nn
 
 from sn_memory import BudgetError, PlanError
@@ -196,6 +196,46 @@ def test_a_model_that_changes_its_input_is_tried_on_the_sample_as_it_was():
     found = verify(planned, sample)
     assert found.equal
     assert torch.equal(sample, before)
+
+
+class Forces(nn.Module):
+    """As models of molecules do: the result is a gradient of an energy."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp(4)
+
+    def forward(self, places):
+        with torch.enable_grad():
+            places = places.detach().requires_grad_()
+            energy = self.net(places).square().sum()
+            (forces,) = torch.autograd.grad(energy, places, create_graph=True)
+        return forces if energy.item() > 0 else -forces
+
+
+class Rows(nn.Module):
+    """Modules inside of vmap get tensors that have no memory of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.after = mlp(3), mlp(3)
+
+    def forward(self, x):
+        return self.after(torch.vmap(lambda row: self.net(row[None])[0])(x))
+
+
+@pytest.mark.parametrize(("kind", "budget"), [(Forces, "100%"), (Rows, "90%")])
+def test_what_runs_otherwise_inside_is_watched(kind, budget):
+    """Planning raised an AssertionError, and a NotImplementedError of torch's."""
+    torch.manual_seed(0)
+    model, sample = kind(), torch.randn(64, 32)
+    planned = plan(model, sample, budget, backend="modules", profile=False)
+    same_gradients(planned, model, torch.randn(64, 32))
+    assert verify(planned, sample).equal
+    if kind is Rows:
+        again = {it.name for it in planned.sn_memory.plan.choices}
+        assert again
+        assert not any(name.startswith("net") for name in again)
 
 
 def test_a_sample_without_memory():

@@ -11,13 +11,14 @@ from __future__ import annotations
 import random
 import time
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from torch._C._functorch import is_batchedtensor as is_batched
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..model.marks import Marks, fingerprint, kept_by
@@ -92,8 +93,7 @@ class Probe:
                 (module, dict(module.__dict__), Marks(_kept_by(module)))
                 for module in model.modules()
             ]
-            with torch.enable_grad(), self._watched(), saved_tensors_hooks(self._saved, _gone):
-                model(*args, **kwargs)
+            self._run(lambda: model(*args, **kwargs))
             for module, name, buffer, before in buffers:
                 if module._buffers[name] is not buffer or not torch.equal(buffer, before):
                     self.changed.append((module, name))
@@ -107,6 +107,24 @@ class Probe:
                 if fingerprint(given) != seen:
                     self._mark(module)
             self._given.clear()
+
+    def _run(self, forward: Callable[[], Any]) -> None:
+        """Run the pass and drop what it saves; keep it where the model differentiates inside."""
+        for keep in (False, True):
+            self.behaviour.clear()
+            self._running.clear()
+            self._given.clear()
+
+            def saved(tensor: torch.Tensor, keep: bool = keep) -> torch.Tensor | None:
+                self._saved(tensor)
+                return tensor if keep else None
+
+            try:
+                with torch.enable_grad(), self._watched(), saved_tensors_hooks(saved, _needed):
+                    forward()
+            except _Differentiates:
+                continue
+            return
 
     def agree(self) -> None:
         """Let ranks that share the model's parameters see the same of each module."""
@@ -133,7 +151,10 @@ class Probe:
 
         def enter(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             given = (args, kwargs)
-            inputs = [(it, it._version) for it in tensors(given)]
+            plain = [it for it in tensors(given) if not is_batched(it)]
+            if len(plain) < len(tensors(given)):
+                self._mark(module)
+            inputs = [(it, it._version) for it in plain]
             own = {it.untyped_storage()._cdata for it, _ in inputs}
             chance, seen = _chance(), fingerprint(_beside_tensors(args, kwargs))
             self._running.append(_Running(module, time.perf_counter(), chance, seen, inputs, own))
@@ -170,6 +191,8 @@ class Probe:
         if isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
             # One that FSDP2 has gathered is none of the model's, and freed when it likes.
             return
+        if is_batched(tensor):
+            return
         memory = tensor.untyped_storage()
         key, size = memory._cdata, memory.nbytes()
         for run in self._running:
@@ -196,8 +219,14 @@ def _kept_by(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     yield from (it for it in kept_by(module) if not (split and it[0] == "_parameters"))
 
 
-def _gone(_: Any) -> torch.Tensor:
-    raise AssertionError("a probe has no backward pass")
+class _Differentiates(Exception):  # noqa: N818 - says that the pass has a backward pass inside
+    """What was saved is needed in the pass itself."""
+
+
+def _needed(kept: torch.Tensor | None) -> torch.Tensor:
+    if kept is None:
+        raise _Differentiates
+    return kept
 
 
 def _chance() -> tuple[Any, str]:
