@@ -196,6 +196,15 @@ def test_a_model_that_changes_its_input_is_tried_on_the_sample_as_it_was():
     found = verify(planned, sample)
     assert found.equal
     assert torch.equal(sample, before)
+    # Of another size choices are measured on the batch itself, before it is trained on.
+    mine, theirs = (torch.linspace(0, 1, 32 * 12).view(12, 32) for _ in range(2))
+    with pytest.warns(PlanWarning, match=r"\(12, 32\)"):
+        planned(mine).sum().backward()
+    got = [it.grad.clone() for it in model.parameters()]
+    model.zero_grad()
+    model(theirs).sum().backward()
+    assert torch.equal(mine, theirs)
+    assert all(map(torch.equal, got, (it.grad for it in model.parameters())))
 
 
 class Forces(nn.Module):

@@ -180,14 +180,15 @@ def run_step(
 
 
 @contextmanager
-def put_back(model: torch.nn.Module, inputs: Any) -> Iterator[None]:
+def put_back(model: torch.nn.Module, inputs: Any, *, inputs_too: bool = True) -> Iterator[None]:
     """Put gradients, buffers, attributes and the states of chance back as they were.
 
     So are the tensors that modules have as attributes, and what lists, mappings and objects hold
-    that a forward pass or a hook may write to, and inputs. Values of parameters are not: that is
-    for training.
+    that a forward pass or a hook may write to. Values of parameters are not: that is for training.
     Inside, other parameters with the same memory stand in the model, so that hooks on the user's
     own, an optimizer's step among them, do not run.
+
+    inputs_too : whether values of inputs are put back, which takes a copy of each
     """
     leaves = [it for it in (*model.parameters(), *tensors(inputs)) if it.is_leaf]
     gradients = [(it, it.grad, it.requires_grad) for it in leaves]
@@ -196,8 +197,11 @@ def put_back(model: torch.nn.Module, inputs: Any) -> Iterator[None]:
     kept = Marks([("arguments", inputs), *(it for module in modules for it in kept_by(module))])
     held = (it for _, before in attributes for it in before.values())
     # A forward may write into its input, as where it scales images in place.
-    trained = [*model.parameters(), *(it for it in leaves if it.requires_grad)]
-    values = Values((*model.buffers(), *tensors(inputs), *kept.tensors(), *held), trained)
+    given = tensors(inputs)
+    as_they_are = [it for it in given if it.requires_grad or not inputs_too]
+    values = Values(
+        (*model.buffers(), *given, *kept.tensors(), *held), (*model.parameters(), *as_they_are)
+    )
     with chance_put_back(), shards_put_back(model) as spared, _without_hooks(model, spared):
         try:
             yield

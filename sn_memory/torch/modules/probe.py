@@ -69,6 +69,8 @@ class Probe:
         Per module that was called.
     changed
         Buffers whose values the pass changed, as (module, name).
+    changes_inputs
+        Whether the pass wrote into what the model is given.
     """
 
     def __init__(self, model: torch.nn.Module, arguments: tuple[Any, dict[str, Any]]) -> None:
@@ -82,6 +84,7 @@ class Probe:
             it.untyped_storage()._cdata for it in (*model.parameters(), *model.buffers())
         }
         args, kwargs = arguments
+        entered = [(it, it._version) for it in tensors(arguments)]
         with put_back(model, arguments):
             buffers = [
                 (module, name, it, it.clone())
@@ -94,6 +97,7 @@ class Probe:
                 for module in model.modules()
             ]
             self._run(lambda: model(*args, **kwargs))
+            self.changes_inputs = any(it._version != version for it, version in entered)
             for module, name, buffer, before in buffers:
                 if module._buffers[name] is not buffer or not torch.equal(buffer, before):
                     self.changed.append((module, name))
