@@ -29,6 +29,7 @@ from ..run.measured_choice import summary
 from .eager.trial import left_alone, try_model
 from .errors import TraceError, first_line
 from .model.settings import settings_of, steady
+from .model.variables import variables_of
 from .modules.backend import LayerStep
 from .planned import (
     RECORD,
@@ -228,7 +229,7 @@ def plan(
             twin,
             sample,
             device=main_device(),
-            variables=plain.variables,
+            variables=variables_of(plain),
             captured=None,
             base_bytes=step.base_bytes,
             plan=step.plan,

@@ -14,6 +14,7 @@ from ..check.replay import check_plan
 from ..run.verification import Verification
 from .eager.trial import as_tensor, asked, compute_dtypes
 from .model.compare import Results, different, nudged, put_back, relative_error, results_of, unit_of
+from .model.variables import variables_of
 from .modules.backend import LayerStep
 from .planned import RECORD, Planned, plain_model
 from .planned_step import PlannedStep
@@ -55,7 +56,7 @@ def verify(model: Any, sample: Any) -> Verification:
         args = tf.nest.map_structure(as_tensor, args)
         steps = [model_step(plain_model(model)), model_step(model)]
         runs = [lambda: steps[0](*args), lambda: steps[1](*args)]
-    touched = record.traced.captured.variables.values() if record.traced else model.variables
+    touched = record.traced.captured.variables.values() if record.traced else variables_of(model)
     variables = list({id(it): it for it in touched}.values())
     unit = unit_of(_dtypes(record, model))
     with put_back(variables):

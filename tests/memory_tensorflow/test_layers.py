@@ -191,6 +191,41 @@ class Moody(keras.layers.Layer):
         return tf.tanh(x)
 
 
+def test_the_state_of_a_recurrent_layer_stays_where_it_was():
+    """Keras does not count it among a model's variables, and planning went on with the sequence."""
+
+    def made():
+        keras.utils.set_random_seed(0)
+        x = keras.Input(batch_shape=(4, 6, 8))
+        found = keras.layers.GRU(16, stateful=True, return_sequences=True)(x)
+        return keras.Model(x, keras.layers.Dense(8)(keras.layers.GRU(16)(found)))
+
+    def trained(model, batches):
+        optimizer = keras.optimizers.SGD(0.1)
+
+        @tf.function
+        def step(x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(model(x, training=True) ** 2)
+            optimizer.apply(
+                tape.gradient(loss, model.trainable_variables), model.trainable_variables
+            )
+            return loss
+
+        return [float(step(x)) for x in batches]
+
+    batches = [tf.random.stateless_normal((4, 6, 8), (1, at)) for at in range(4)]
+    model, plain = made(), made()
+    for it in (model, plain):
+        it(batches[0])
+    planned = rim.plan(model, batches[0], "100%", backend="layers", profile=False)
+    layer = model.layers[1]
+    before = layer.states[0].numpy()
+    assert rim.verify(planned, batches[1]).equal
+    assert np.array_equal(layer.states[0].numpy(), before)
+    assert trained(planned, batches) == trained(plain, batches)
+
+
 def test_what_cannot_run_again_is_not_run_again():
     ways = ("attribute", "loss", "chance", "stateful")
     layers = [it for way in ways for it in (keras.layers.Dense(256, "gelu"), Moody(way))]

@@ -26,6 +26,7 @@ from ..errors import TraceError
 from ..model.allocations import Allocations
 from ..model.compare import put_back
 from ..model.memory import has_statistics
+from ..model.variables import variables_of
 from ..trace.model import model_step, twin_of
 from .made_up import SHARE, fewer_rows, made_up
 from .probe import Probe, bytes_of
@@ -112,10 +113,10 @@ class LayerStep:
                 "tensor, or change the model so that it can be traced."
             )
         args = tf.nest.map_structure(tf.convert_to_tensor, args)
-        given = [*model.variables, *tf.nest.flatten(args)]
+        given = [*variables_of(model), *tf.nest.flatten(args)]
         self.base_bytes = resident_bytes + sum(bytes_of(it) for it in given)
         self.sections: tuple[Section, ...] = ()
-        with put_back(model.variables), left_alone(model):
+        with put_back(variables_of(model)), left_alone(model):
             search = _Search(self, model, args, device, safely=safely)
             self.plan = search.safe(int(budget)) if safely else search.plan(budget)
 

@@ -21,6 +21,7 @@ import tensorflow as tf
 from ..model.allocations import MARK, Allocations
 from ..model.arguments import closed
 from ..model.memory import has_statistics
+from ..model.variables import variables_of
 from ..trace import kernels
 from .sections import Chain, Item, chains_of, crossing, watched
 
@@ -87,7 +88,7 @@ class Probe:
         self._all = [chain for chains in self.chains.values() for chain in chains]
         self.behaviour = {item: Behaviour() for chain in self._all for item in chain.items}
         self.held: dict[Item, int] = {}
-        self._variables = {id(it): it for it in model.variables}
+        self._variables = {id(it): it for it in variables_of(model)}
         self._trains = {id(it) for it in model.trainable_variables}
         self._measure(model, args, device)
         self._trace(model, args)
