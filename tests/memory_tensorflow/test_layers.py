@@ -150,9 +150,10 @@ def test_fit_of_any_batch_is_fit():
         history = model.fit(x, x[:, 0, 0], batch_size=BATCH, epochs=2, verbose=0, shuffle=False)
         histories.append(history.history["loss"])
         states.append(state(model))
-    assert histories[0] == histories[1]
+    # TensorFlow's kernels add in another order now and then, with the plan or without.
+    assert histories[0] == pytest.approx(histories[1], rel=1e-5)
     for one, other in zip(*states, strict=True):
-        np.testing.assert_array_equal(one, other)
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow
