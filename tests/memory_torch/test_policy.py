@@ -27,7 +27,7 @@ backends, autograd, partitioners, dry_run = map(
         "torch._dynamo.backends.common",
         "torch._functorch.aot_autograd",
         "torch._functorch.partitioners",
-        "sn_memory.torch.compile.dry_run",
+        "sn_memory.torch.policy.dry_run",
     ),
 )
 

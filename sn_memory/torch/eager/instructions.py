@@ -59,6 +59,10 @@ class Memory:
         self.underway: dict[int, Callable[[], None]] = {}
         self.left_out: frozenset[int] = frozenset()
 
+    def gradient(self, place: int, take: Take | None) -> torch.Tensor | None:
+        """Return the gradient of that place; None where there is none in this step."""
+        return None if take is None or place in self.left_out else take(self.held)
+
     def clear(self) -> None:
         """Let go of everything."""
         while self.underway:

@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 from ...plan.plan import Plan
 from ..errors import ReplayError
 from ..model.guard import casting
-from ..trace.reached import reached
 from ..trace.record import Layouts, View
 from ..trace.to_graph import main_device
 from ..trace.trace import Trace
@@ -30,6 +29,7 @@ from .instructions import Memory
 from .journeys import waiting_bytes
 from .like import like
 from .program import Program
+from .reached import left_out, reached
 
 
 class Replay:
@@ -58,6 +58,7 @@ class Replay:
             for again, out in zip(captured.differentiable, captured.outputs, strict=True)
             if isinstance(out, View)
         ]
+        self.reached = reached(captured)
         self._given = [view for _, view in (*captured.parameters, *captured.buffers)]
         self._given += [view for view in captured.inputs if view is not None]
         self._held_as_given = [
@@ -96,19 +97,6 @@ class Replay:
     def waiting_bytes(self) -> tuple[int, int]:
         """What each of them holds until then, and what of that the caller has: input and output."""
         return waiting_bytes(self.trace.named, self.plan)
-
-    def left_out(self, arrived: Sequence[torch.Tensor | None]) -> frozenset[int]:
-        """Return the places of gradients that come from those alone that are None."""
-        if all(it is not None for it in arrived):
-            return frozenset()
-        here = sum(1 << number for number, it in enumerate(arrived) if it is not None)
-        return frozenset(
-            place for place, numbers in enumerate(self._reached) if numbers and not numbers & here
-        )
-
-    @cached_property
-    def _reached(self) -> tuple[int, ...]:
-        return reached(self.captured)
 
     @property
     def adding_peak_bytes(self) -> int:
@@ -160,9 +148,8 @@ class Replay:
         try:
             with _as_recorded(self.device):
                 section.row.run(memory)
-                gradients: list[torch.Tensor | None] = [
-                    None if place in memory.left_out else take(memory.held)
-                    for place, take in zip(section.ready, section.takes, strict=True)
+                gradients = [
+                    memory.gradient(*it) for it in zip(section.ready, section.takes, strict=True)
                 ]
                 # Nobody else holds them, so they become `.grad` and are not copied.
                 for storage in section.storages:
@@ -170,11 +157,8 @@ class Replay:
                 if at < len(self.program.backward) - 1:
                     gradients.append(torch.empty(0, device=self.device) if token is None else token)
                     return gradients
-                gradients += [
-                    None if take is None or place in memory.left_out else take(memory.held)
-                    for place, take in enumerate(self.program.gradients)
-                    if place >= self.program.leaves
-                ]
+                of_inputs = list(enumerate(self.program.gradients))[self.program.leaves :]
+                gradients += [memory.gradient(*it) for it in of_inputs]
                 if self.inside and len(self.program.gradients) == self.program.leaves:
                     gradients.append(None)
         except BaseException:
@@ -258,7 +242,7 @@ class _Planned(torch.autograd.Function):
         memory.begun = True
         arrived = [it for it, again in zip(incoming, replay.differentiable, strict=True) if again]
         del incoming
-        memory.left_out = replay.left_out(arrived)
+        memory.left_out = left_out(replay.reached, arrived)
         with _as_recorded(replay.device):
             for view in captured.output_gradients:
                 memory.held[view.storage] = _as_planned(view, arrived.pop(0), replay.device)

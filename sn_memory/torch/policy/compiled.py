@@ -70,7 +70,7 @@ class CompiledPeaks:
         say("lower", self.lowered, self.lowered + 1)
         made = self.wrapped(shell(self.model), selection)
         # Not before it is asked for: torch.compile takes seconds to import.
-        dry_run: Any = importlib.import_module("..compile.dry_run", __package__)
+        dry_run: Any = importlib.import_module(".dry_run", __package__)
         return int(dry_run.compiled_peak(made, self.arguments)) + self.held
 
     def found(self, chooser: Chooser, found: Found) -> Found:

@@ -6,7 +6,9 @@ gradient, and an optimizer passes them over. Zeros are not the same: moments go 
 
 from __future__ import annotations
 
-from .captured import Captured
+from collections.abc import Sequence
+
+from ..trace.captured import Captured
 
 
 def reached(captured: Captured) -> tuple[int, ...]:
@@ -26,3 +28,14 @@ def reached(captured: Captured) -> tuple[int, ...]:
         for storage in call.writes:
             of[storage] = of.get(storage, 0) | found
     return tuple(0 if view is None else of.get(view.storage, 0) for _, view in captured.gradients)
+
+
+def left_out(reached: Sequence[int], arrived: Sequence[object]) -> frozenset[int]:
+    """Return the places of gradients that come from outputs alone that have none.
+
+    arrived : the gradients of the outputs, None where there is none
+    """
+    if all(it is not None for it in arrived):
+        return frozenset()
+    here = sum(1 << number for number, it in enumerate(arrived) if it is not None)
+    return frozenset(place for place, bits in enumerate(reached) if bits and not bits & here)

@@ -12,9 +12,9 @@ from ...cost.devices import NOMINAL
 from ...graph.graph import Graph
 from ...graph.records import Storage
 from ...plan.plan import Plan
+from ..compile.backend import Ready, storage_bytes, until_ready
 from ..errors import TraceError
 from ..model.step import tensors
-from .backend import Ready, storage_bytes, until_ready
 
 
 def _never(graph: Graph, budget_bytes: int) -> Plan:
@@ -45,7 +45,7 @@ def compiled_peak(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict
             "is read in its C++ text. Plan for the eager step, which holds no less."
         )
     # Not before it is asked for: it needs torch's hooks of 2.13.
-    inductor: Any = importlib.import_module(".inductor", __package__)
+    inductor: Any = importlib.import_module("..compile.inductor", __package__)
 
     peaks: list[int] = []
 
