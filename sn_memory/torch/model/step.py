@@ -186,23 +186,18 @@ def put_back(model: torch.nn.Module, inputs: Any, *, inputs_too: bool = True) ->
     So are the tensors that modules have as attributes, and what lists, mappings and objects hold
     that a forward pass or a hook may write to. Values of parameters are not: that is for training.
     Inside, other parameters with the same memory stand in the model, so that hooks on the user's
-    own, an optimizer's step among them, do not run.
-
-    inputs_too : whether values of inputs are put back, which takes a copy of each
+    own, an optimizer's step among them, do not run. With `inputs_too` values of inputs, which a
+    forward may scale in place, are copied and put back.
     """
-    leaves = [it for it in (*model.parameters(), *tensors(inputs)) if it.is_leaf]
-    gradients = [(it, it.grad, it.requires_grad) for it in leaves]
+    weights, given = list(model.parameters()), tensors(inputs)
+    gradients = [(it, it.grad, it.requires_grad) for it in (*weights, *given) if it.is_leaf]
     modules = list(model.modules())
     attributes = [(module, dict(module.__dict__)) for module in modules]
     kept = Marks([("arguments", inputs), *(it for module in modules for it in kept_by(module))])
     held = (it for _, before in attributes for it in before.values())
-    # A forward may write into its input, as where it scales images in place.
-    given = tensors(inputs)
-    as_they_are = [it for it in given if it.requires_grad or not inputs_too]
-    values = Values(
-        (*model.buffers(), *given, *kept.tensors(), *held), (*model.parameters(), *as_they_are)
-    )
-    with chance_put_back(), shards_put_back(model) as spared, _without_hooks(model, spared):
+    spared = [*weights, *(it for it in given if it.requires_grad or not inputs_too)]
+    values = Values((*model.buffers(), *given, *kept.tensors(), *held), spared)
+    with chance_put_back(), shards_put_back(model) as shards, _without_hooks(model, shards):
         try:
             yield
         finally:
