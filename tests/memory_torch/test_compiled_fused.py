@@ -450,7 +450,7 @@ def test_where_halving_finds_no_budget_of_torchs_a_grid_is_tried():
     """What a step holds is not monotone in torch's budget: below a fifth it may hold more again."""
     stairs = planner_of(lambda share, _: 90 if 0.15 < share < 0.22 else 120, ("ilp", "dp"))
     assert not [it for it in stairs.grounds(100) if it.own.plan.peak_bytes <= 100]
-    assert {solver for _, solver in stairs.asked} == {"ilp"}
+    assert {solver for share, solver in stairs.asked if share < 0.6} == {"ilp"}
     found = stairs.passed_by(100)
     assert [it.own.plan.peak_bytes <= 100 for it in found] == [False] * 2 + [True]
     # From above: it runs the least again.
@@ -486,6 +486,18 @@ def test_above_the_smallest_plan_that_holds_too_much_others_are_tried(monkeypatc
     assert [it.plan.peak_bytes for it in kept] == [1010]
     assert [it.plan.peak_bytes for it in missed] == [1200, 1150, 1130, 1080]
     assert uneven.made[-5:] == [1050, 1000, 1020, 1040, 1060]
+
+
+def test_a_large_share_that_holds_less_than_a_half_is_found():
+    """Halving goes down from a half that holds too much, and passes by U-Net's 0.7."""
+    stairs = planner_of(lambda share, _: 90 if 0.65 < share < 0.75 else 120, ("ilp", "dp"))
+    kept = [it for it in stairs.grounds(100) if it.own.plan.peak_bytes <= 100]
+    assert len(kept) == 2
+    assert {(0.7, "ilp"), (0.7, "dp")} <= set(stairs.asked)
+    # Nothing above is asked for where halving finds one.
+    lower = planner_of(lambda share, _: 100 * share, ("ilp", "dp"))
+    lower.grounds(45)
+    assert not {it for it in lower.asked if it[0] > 0.6}
 
 
 def test_the_other_solver_is_asked_near_to_where_the_first_one_ended():
