@@ -123,10 +123,11 @@ def _differentiable(program: Program, given: list[Any], variables: Sequence[Any]
             given = [incoming[place] for place in places]
             none = left_out(captured, given)
             emission.backward(given)
-            found = iter(
+            made = [
                 None if place in none else emission.need(value)
                 for place, value in enumerate(captured.outputs[count:])
-            )
+            ]
+            found = iter(made)
             for name in registered:
                 framework_ops.gradient_registry._registry.pop(name, None)
             return [next(found) if there else None for there in program.has_gradient]

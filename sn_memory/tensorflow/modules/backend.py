@@ -113,10 +113,11 @@ class LayerStep:
                 "tensor, or change the model so that it can be traced."
             )
         args = tf.nest.map_structure(tf.convert_to_tensor, args)
-        given = [*variables_of(model), *tf.nest.flatten(args)]
+        variables = variables_of(model)
+        given = [*variables, *tf.nest.flatten(args)]
         self.base_bytes = resident_bytes + sum(bytes_of(it) for it in given)
         self.sections: tuple[Section, ...] = ()
-        with put_back(variables_of(model)), left_alone(model):
+        with put_back(variables), left_alone(model):
             search = _Search(self, model, args, device, safely=safely)
             self.plan = search.safe(int(budget)) if safely else search.plan(budget)
 

@@ -175,14 +175,16 @@ def is_any(func: Any) -> bool:
 
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
     """Return the storages that a call writes into."""
-    if not func._schema.is_mutable:
-        return set()
-    given = [
+    return _memories(written_arguments(func, args, kwargs)) if func._schema.is_mutable else set()
+
+
+def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that a call writes into, in the order of its schema."""
+    return [
         args[at] if at < len(args) else kwargs.get(it.name)
         for at, it in enumerate(func._schema.arguments)
         if it.alias_info is not None and it.alias_info.is_write
     ]
-    return _memories(given)
 
 
 def is_small(result: Any) -> bool:

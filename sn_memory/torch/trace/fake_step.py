@@ -28,7 +28,15 @@ from ..model.guard import as_it_was
 from ..model.results import tensors_of
 from ..model.step import Measured, chance_put_back, ends_of, run_step, tensors
 from ..model.tracker import StorageTracker
-from ..ones.known import filled, filling, is_any, is_small, makes_known, written
+from ..ones.known import (
+    filled,
+    filling,
+    is_any,
+    is_small,
+    makes_known,
+    written,
+    written_arguments,
+)
 from ..ones.values import COMPUTED, MOST_KNOWN, may_be_known
 from .capture import fake_of
 from .fake_rules import FakeMode
@@ -80,14 +88,15 @@ class _Knowing(FakeMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
         given = tensors((args, kwargs))
         if not given:
             result = super().__torch_dispatch__(func, types, args, kwargs)
             if not makes_known(func) or not all(map(_could_be_known, tensors(result))):
                 return result
             with unset_fake_temporarily():
-                return func(*args, **(kwargs or {}))
-        fill = filling(func, args, kwargs or {})
+                return func(*args, **kwargs)
+        fill = filling(func, args, kwargs)
         if fill is not None:
             result = super().__torch_dispatch__(func, types, args, kwargs)
             return filled(result, fill) if _could_be_known(result) else result
@@ -95,15 +104,15 @@ class _Knowing(FakeMode):
             if _looks(func) and all(map(_has_values, given)):
                 # Of one tensor there are no two, one with values and one without.
                 with unset_fake_temporarily():
-                    return func(*args, **(kwargs or {}))
-            into = written(func, args, kwargs or {})
+                    return func(*args, **kwargs)
+            into = written(func, args, kwargs)
             memories = [it.untyped_storage() for it in given if into and _has_values(it)]
             self._stale |= {it._cdata: StorageWeakRef(it) for it in memories if it._cdata in into}
             # To make a fake one of it, torch looks at its `grad`, and warns of what autograd made.
-            own, by_name = tree_map_only(torch.Tensor, _detached, (args, kwargs or {}))
+            own, by_name = tree_map_only(torch.Tensor, _detached, (args, kwargs))
             result = super().__torch_dispatch__(func, types, own, by_name)
             # The one that was written to, not the fake one beside it that was computed with.
-            return _written_to(func, args, kwargs or {}) if into else result
+            return _written_to(func, args, kwargs) if into else result
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
@@ -112,7 +121,7 @@ class _Knowing(FakeMode):
             if sum(it.numel() for it in tensors(result)) > MOST_KNOWN:
                 return result
         with unset_fake_temporarily():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
     def _knows(self, tensor: torch.Tensor) -> bool:
         return _has_values(tensor) and tensor.untyped_storage()._cdata not in self._stale
@@ -131,12 +140,7 @@ def _looks(func: Any) -> bool:
 
 def _written_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the arguments that a call writes into and returns."""
-    given = [
-        args[at] if at < len(args) else kwargs.get(it.name)
-        for at, it in enumerate(func._schema.arguments)
-        if it.alias_info is not None and it.alias_info.is_write
-    ]
-    returned = given[: len(func._schema.returns)]
+    returned = written_arguments(func, args, kwargs)[: len(func._schema.returns)]
     return returned[0] if len(returned) == 1 else tuple(returned) or None
 
 
