@@ -22,6 +22,7 @@ from ...graph.liveness import peak
 from ..compress.kept import all_counted
 from ..eager.trial import asked
 from ..model.compare import put_back
+from ..model.variables import variables_of
 from ..trace import kernels
 from ..trace.capture import Captured
 from ..trace.model import call_arguments, capture_model, model_step
@@ -54,7 +55,7 @@ def peaks(compressed: Compressing, sample: Any) -> Peaks:
     )
 
     def measured() -> list[int]:
-        variables = compressed.model.variables
+        variables = variables_of(compressed.model)
         step = model_step(compressed.model)
         with put_back(variables):
             step(*args)  # it is traced, and kernels get ready
