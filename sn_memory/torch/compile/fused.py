@@ -40,17 +40,18 @@ from .program import Program, ground_of, rebuilt, results_of
 # Plans that are lowered for one budget, of torch's own partition and of one with torch's budget.
 _TRIES = 5
 _TRIES_OF_OTHERS = 2
-# Partitions with a budget of torch's that are lowered: its budgets are halved in as often with the
-# first solver. With another one it is done near to where that ended.
-_SHARES = 6
-_SHARES_OF_OTHERS = 3
+# Shares of torch's own budget whose partitions are lowered. What a step holds does not always grow
+# with the share: U-Net holds 9.25 MiB at 0.7 and 9.69 at 0.5, Llama 18.2 at 0.7 and 18.8 at 0.5,
+# and those of 0.7 take the fewest seconds of all. So shares are spread before any is halved in. The
+# first keeps some budget soonest, should seconds run out.
+_GRID = (0.5, 0.7, 0.3, 0.9, 0.1)
+# How often what lies between the largest share that keeps the bytes and the next is halved in; with
+# another solver it is done near to where that ended.
+_HALVED = 3
+_HALVED_OF_OTHERS = 3
 _NEAR_SHARE = 1 / 8
-# What a step holds does not always grow with torch's budget, so halving may pass by what keeps the
-# bytes: these are tried where nothing else does.
-_GRID = (0.3, 0.2, 0.15, 0.1)
-# And these, where halving ends at nothing: a large share may hold less than a half. U-Net's 0.7
-# holds 9.25 MiB and takes 4 % less than no budget, its 0.5 holds 9.69.
-_LARGE = (0.9, 0.8, 0.7, 0.6)
+# These are tried where nothing else keeps the bytes.
+_LAST_SHARES = (0.8, 0.6, 0.4, 0.2, 0.15)
 # What is made again breaks and joins loops of kernels, which is not in the seconds that are
 # reckoned: GPT-2's took about four times as much longer (benchmarks/compiled_peaks.py).
 _UNSEEN = 4
@@ -423,29 +424,43 @@ class FusedPlanner:
         """Return torch's partitions with budgets of its own around the one that holds as much.
 
         Its budget is a share of saved bytes, and what a step then holds is known when it is
-        lowered; so the share is halved in.
+        lowered; so shares are spread, and the best of them halved in.
         """
         if self.other is None or not self.solvers:
             return []
         first, *more = self.solvers
         found: list[Ground] = []
-        best = self.halved(first, 0.0, 1.0, _SHARES, allowed, found)
-        if best == 0.0:
-            tried = [self.with_budget(*it) for it in product(_LARGE, self.solvers)]
-            found += [it for it in tried if it.own.plan.peak_bytes <= allowed]
+        best = self.spread(first, allowed, found)
+        if best:
+            higher = min((it for it in _GRID if it > best), default=1.0)
+            best = self.halved(first, best, higher, _HALVED, allowed, found)
         for solver in more:
-            if best == 0.0 or self.is_late():
+            if best and self.is_late():
                 break
-            low, high = max(0.0, best - _NEAR_SHARE), min(1.0, best + _NEAR_SHARE)
-            self.halved(solver, low, high, _SHARES_OF_OTHERS, allowed, found)
+            if best:
+                low, high = max(0.0, best - _NEAR_SHARE), min(1.0, best + _NEAR_SHARE)
+                self.halved(solver, low, high, _HALVED_OF_OTHERS, allowed, found)
+            else:
+                self.spread(solver, allowed, found)
         return found
 
+    def spread(self, solver: str, allowed: int, found: list[Ground]) -> float:
+        """Add partitions of shares all over; return the largest share whose step keeps the bytes."""
+        best = 0.0
+        for share in _GRID:
+            if best and self.is_late():
+                break
+            found.append(self.with_budget(share, solver))
+            if found[-1].own.plan.peak_bytes <= allowed:
+                best = max(best, share)
+        return best
+
     def passed_by(self, allowed: int) -> list[Ground]:
-        """Return torch's partitions with budgets that halving passes by, until one keeps bytes."""
+        """Return torch's partitions with further budgets, until one keeps the bytes."""
         found: list[Ground] = []
         if self.other is None:
             return found
-        for share, solver in product(_GRID, self.solvers):
+        for share, solver in product(_LAST_SHARES, self.solvers):
             found.append(self.with_budget(share, solver))
             if found[-1].own.plan.peak_bytes <= allowed:
                 break
