@@ -445,7 +445,7 @@ class FusedPlanner:
         return found
 
     def spread(self, solver: str, allowed: int, found: list[Ground]) -> float:
-        """Add partitions of shares all over; return the largest share whose step keeps the bytes."""
+        """Add partitions of shares all over; return the largest whose step keeps the bytes."""
         best = 0.0
         for share in _GRID:
             if best and self.is_late():
