@@ -17,8 +17,9 @@ import torch
 from ...base.errors import PlanError
 from ...graph.numbers import Ints
 from ...pool.pack import arrange
+from ..device.accelerator import is_apart
+from ..device.streams import Lanes, Ticket, lanes_for
 from ..trace.record import View
-from .streams import Lanes, Ticket, lanes_for
 
 _ALIGNMENT = 64
 
@@ -125,7 +126,7 @@ class HostArena:
                 f"{pinned_bytes}. Allow {packed.height}, or plan with a smaller pinned_bytes."
             )
         self.offsets = dict(zip(host_copies, packed.offsets, strict=True))
-        self.block = torch.empty(packed.height, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.block = torch.empty(packed.height, dtype=torch.uint8, pin_memory=is_apart(device))
         self._left: dict[int, Ticket] = {}
         self._arriving: dict[int, Ticket] = {}
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ..device.accelerator import chance, set_chance
 from ..errors import ReplayError
 from ..trace.convolutions import carried_out
 from ..trace.fake_rules import LAYER, in_training
@@ -279,18 +280,3 @@ def _in_way(target: Any, way: str) -> Callable[..., Any]:
             return target(*args, **kwargs)
 
     return run
-
-
-def chance(device: torch.device) -> torch.Tensor:
-    """Return the state of a device's random number generator."""
-    if device.type == "cuda":
-        return torch.cuda.get_rng_state(device)
-    return torch.get_rng_state()
-
-
-def set_chance(device: torch.device, state: torch.Tensor) -> None:
-    """Set the state of a device's random number generator."""
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .streams import Ticket
+from ..device.streams import Ticket
 
 # A copy goes in pieces of so many bytes, between which it keeps to the rate.
 _PIECE = 1 << 18

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...base.host import available_bytes
+from ..device.accelerator import free_bytes, is_apart
 from ..errors import ReplayError, innermost_line
 from ..model.compare import differences
 from ..model.sharded import somewhere
@@ -261,9 +262,9 @@ def _real(held: Sequence[torch.Tensor]) -> bool:
 
 def _enough(nbytes: int, device: torch.device) -> bool:
     """Whether a step of this peak fits into what is free; on a host twice, as a full one stops."""
-    if device.type == "cuda":
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return nbytes < torch.cuda.mem_get_info(device)[0] + held
+    if is_apart(device):
+        free = free_bytes(device)
+        return free is not None and nbytes < free
     free = available_bytes()
     if free is None:
         return False

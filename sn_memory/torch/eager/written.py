@@ -21,7 +21,8 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from .instructions import FreeStorage, Instruction, Memory, RunCall, Take, chance, set_chance
+from ..device.accelerator import chance, set_chance
+from .instructions import FreeStorage, Instruction, Memory, RunCall, Take
 
 # Instructions that are compiled at once.
 PART = 1000

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..device.accelerator import kinds
 from ..errors import TraceError
 from .marks import Marks, Values, kept_by
 
@@ -24,7 +25,7 @@ _legacy: Any = np.random.mtrand._rand
 
 def casting() -> list[str]:
     """Return the kinds of devices for which autocast is on."""
-    return [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return [kind for kind in ("cpu", *kinds()) if torch.is_autocast_enabled(kind)]
 
 
 @contextmanager

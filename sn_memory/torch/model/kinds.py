@@ -18,6 +18,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from .contents import OF_TORCH, contents, hooks, plain
+from .guard import casting
 from .kind import Kind
 from .marks import Marks
 from .reads import not_read
@@ -60,11 +61,7 @@ def kind_of(
             leaves.append(type(leaf) if loosely and not _is_hashable(form) else form)
             count += 1
         arguments.append((name, (str(spec), tuple(leaves))))
-    casts = [
-        (kind, torch.get_autocast_dtype(kind))
-        for kind in ("cpu", "cuda")
-        if torch.is_autocast_enabled(kind)
-    ]
+    casts = [(kind, torch.get_autocast_dtype(kind)) for kind in casting()]
     kind = Kind(
         tuple(arguments),
         tuple(casts),

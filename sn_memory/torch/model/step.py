@@ -7,9 +7,8 @@ gradients, buffers, attributes and all states of chance are as before.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..device.accelerator import in_use, now
 from .allocations import AllocationTracker
 from .guard import outside_autocast
 from .marks import Marks, Values, kept_by
@@ -150,7 +150,7 @@ def run_step(
             ignored=ignored,
             heard=heard,
         )
-    began = _now(device)
+    began = now(device)
     with _counted(tracker, count):
         returned = forward(*args, **kwargs)
         outputs = tensors_of(returned, model)
@@ -162,7 +162,7 @@ def run_step(
         tracker.meet(output_gradient)
     with _counted(tracker, count), outside_autocast():
         torch.autograd.backward(ends, output_gradients)
-    seconds = _now(device) - began
+    seconds = now(device) - began
     results: dict[str, torch.Tensor | None] = {
         f"output {place}": here(it)
         for place, it in enumerate(outputs)
@@ -247,9 +247,12 @@ def _tell_recurrent(modules: Sequence[torch.nn.Module]) -> None:
 def chance_put_back() -> Iterator[None]:
     """Put the random number generators of torch, Python and NumPy back as they were."""
     ours, arrays = random.getstate(), np.random.mtrand._rand.get_state(legacy=False)  # type: ignore[attr-defined]
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     try:
-        with torch.random.fork_rng(devices=devices):
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            for kind in in_use():
+                devices = range(getattr(torch, kind).device_count())
+                stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
             yield
     finally:
         random.setstate(ours)
@@ -263,12 +266,6 @@ def _counted(tracker: StorageTracker | AllocationTracker, count: bool) -> Iterat
         return
     with tracker:
         yield
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def loss_among(returned: Any) -> torch.Tensor | None:

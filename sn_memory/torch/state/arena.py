@@ -21,7 +21,7 @@ import torch
 
 from ...base.errors import PlanError
 from ...base.host import available_bytes
-from ..eager.streams import Lanes, Ticket
+from ..device.streams import Lanes, Ticket
 from .lanes import FileLanes
 
 _PAGE = mmap.PAGESIZE

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from ..eager.streams import Ticket
+from ..device.streams import Ticket
 
 
 class FileLanes:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...base.errors import PlanError
-from ..eager.streams import Ticket
+from ..device.streams import Ticket
 from ..trace.record import View
 from .arena import HostState, Place
 from .optimizer import moves, updated

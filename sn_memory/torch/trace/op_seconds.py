@@ -19,6 +19,7 @@ import torch
 from ...cost.measured import is_seconds
 from ...cost.op_times import OpTimes, plain_name, quickest, while_time_lasts
 from ...graph.records import Device
+from ..device.accelerator import is_apart, module_of, synchronize
 from .record import Call, Recording, View
 from .timeable import timeable
 
@@ -89,8 +90,8 @@ def _precisions() -> list[Any]:
 
 def cache_name(device: torch.device) -> str:
     """Name of the file of times for a device, this torch and this number of threads."""
-    if device.type == "cuda":
-        what = torch.cuda.get_device_name(device)
+    if is_apart(device):
+        what = module_of(device).get_device_name(device)
     else:
         what = f"{device.type}-{torch.get_num_threads()}-{torch.backends.cpu.get_cpu_capability()}"
     return f"op-seconds-2-{plain_name(what)}-torch-{torch.__version__}.json"
@@ -112,13 +113,13 @@ def signature(call: Call) -> str:
 
 def measured_device(device: torch.device) -> Device:
     """Return the speeds of a device, measured: matrix products, copies, transfers."""
-    side = 1024 if device.type == "cpu" else 8192
+    side = 8192 if is_apart(device) else 1024
     left = torch.rand(side, side, device=device)
     product_s = best_seconds(lambda: left @ left, device)
     block = torch.rand(1 << 24, device=device)
     target = torch.empty_like(block)
     copy_s = best_seconds(lambda: target.copy_(block), device)
-    host = torch.empty(1 << 24, pin_memory=device.type == "cuda")
+    host = torch.empty(1 << 24, pin_memory=is_apart(device))
     up_s = best_seconds(lambda: host.copy_(block), device)
     down_s = best_seconds(lambda: block.copy_(host), device)
     size = block.nbytes
@@ -183,7 +184,6 @@ def best_seconds(work: Any, device: torch.device) -> float:
 
     def done() -> None:
         work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
 
     return quickest(done, clock)

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from .accelerator import has_streams, module_of
+
 # What a copy gives back to wait for.
 Ticket = Any
 
@@ -49,18 +51,18 @@ class PlainLanes:
 
 
 class StreamLanes:
-    """A CUDA stream for each direction."""
+    """A stream for each direction, of a device that has streams."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.device, self.of = device, module_of(device)
+        self.out, self.back = self.of.Stream(device), self.of.Stream(device)
 
     def leave(self, here: torch.Tensor, host: torch.Tensor, after: Sequence[Ticket] = ()) -> Ticket:
         """Queue the copy behind the ops so far, and behind those that read its place before."""
-        self.out.wait_event(torch.cuda.current_stream(self.device).record_event())
+        self.out.wait_event(self.of.current_stream(self.device).record_event())
         for ticket in after:
             self.out.wait_event(ticket)
-        with torch.cuda.stream(self.out):
+        with self.of.stream(self.out):
             host.copy_(here, non_blocking=True)
         return self.out.record_event()
 
@@ -68,16 +70,16 @@ class StreamLanes:
         """Queue the copy behind its way out, and behind ops that used this memory before."""
         if after is not None:
             self.back.wait_event(after)
-        self.back.wait_event(torch.cuda.current_stream(self.device).record_event())
-        with torch.cuda.stream(self.back):
+        self.back.wait_event(self.of.current_stream(self.device).record_event())
+        with self.of.stream(self.back):
             here.copy_(host, non_blocking=True)
         return self.back.record_event()
 
     def wait(self, ticket: Ticket) -> None:
         """Queue a wait for the event on the stream of the ops."""
-        torch.cuda.current_stream(self.device).wait_event(ticket)
+        self.of.current_stream(self.device).wait_event(ticket)
 
 
 def lanes_for(device: torch.device) -> Lanes:
-    """Return streams for a GPU, plain copies for the CPU."""
-    return StreamLanes(device) if device.type == "cuda" else PlainLanes()
+    """Return streams where a device has them, copies that are done when asked for elsewhere."""
+    return StreamLanes(device) if has_streams(device) else PlainLanes()

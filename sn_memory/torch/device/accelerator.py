@@ -1,0 +1,79 @@
+"""What torch has for a device with memory of its own: `torch.cuda`, `torch.xpu` and their like.
+
+Their modules have the same names for the same things, so nothing here or elsewhere asks which it
+is; what only CUDA has (its caching allocator's rounding, cuDNN) is asked for by name where it is.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+# Those whose memory is the host's, or nowhere.
+_ON_HOST = ("cpu", "meta", "mkldnn")
+
+
+def is_apart(device: torch.device) -> bool:
+    """Whether a device has memory beside the host's."""
+    return device.type not in _ON_HOST
+
+
+def module_of(device: torch.device) -> Any:
+    """Return torch's module of a device that is apart."""
+    return getattr(torch, device.type)
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether copies may run on streams of their own beside the ops of a device."""
+    return is_apart(device) and hasattr(module_of(device), "Stream")
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done what it was asked for."""
+    if is_apart(device):
+        module_of(device).synchronize(device)
+
+
+def now(device: torch.device) -> float:
+    """Return the seconds of a clock, once all before is done."""
+    synchronize(device)
+    return time.perf_counter()
+
+
+def chance(device: torch.device) -> torch.Tensor:
+    """Return the state of a device's random number generator."""
+    if is_apart(device):
+        state: torch.Tensor = module_of(device).get_rng_state(device)
+        return state
+    return torch.get_rng_state()
+
+
+def set_chance(device: torch.device, state: torch.Tensor) -> None:
+    """Set the state of a device's random number generator."""
+    if is_apart(device):
+        module_of(device).set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return what tensors may still take on a device that is apart; None if it does not say."""
+    module = module_of(device)
+    if not hasattr(module, "mem_get_info"):
+        return None
+    kept = module.memory_reserved(device) - module.memory_allocated(device)
+    free: int = module.mem_get_info(device)[0] + kept
+    return free
+
+
+def kinds() -> list[str]:
+    """Return the types of devices that are apart and that this torch knows by a module."""
+    named = ("cuda", "xpu", torch._C._get_privateuse1_backend_name())
+    return [it for it in named if hasattr(getattr(torch, it, None), "is_initialized")]
+
+
+def in_use() -> list[str]:
+    """Return those of them that this process has begun to use."""
+    return [it for it in kinds() if getattr(torch, it).is_initialized()]
