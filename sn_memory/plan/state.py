@@ -80,6 +80,7 @@ def plan_state(
     *,
     update: str = "backward",
     updaters: Sequence[str] = ("device",),
+    places: Sequence[str] = ("state", "host"),
 ) -> StatePlan:
     """Return the fastest plan found of a step with its updates, and what of the state moves.
 
@@ -97,6 +98,8 @@ def plan_state(
         As in `with_state`.
     updaters
         Who may update what lies on the host.
+    places
+        Where what moves may lie; see `with_state`.
 
     Raises
     ------
@@ -107,7 +110,7 @@ def plan_state(
     refused: list[BudgetError] = []
     for by in updaters:
         try:
-            planned.append(_counted(graph, units, budget_bytes, planner, update, by))
+            planned.append(_counted(graph, units, budget_bytes, planner, update, by, places))
         except BudgetError as error:
             refused.append(error)
     if not planned:
@@ -145,9 +148,10 @@ def _counted(
     planner: Planner,
     update: str,
     by: str,
+    places: Sequence[str],
 ) -> StatePlan:
     """Return the fastest plan found over the number of units on the host, all updated alike."""
-    moves = moves_of(graph, units)
+    moves = [it for it in moves_of(graph, units) if it[1] in places]
     updaters = {it.parameter: by for it in units}
     found: dict[int, StatePlan] = {}
 

@@ -19,7 +19,8 @@ from .model.tracker import StorageTracker
 from .plan import plan
 from .planned import Planned
 from .policy.policy import SelectivePolicy, checkpoint_policy
-from .state.arena import HostState
+from .state.files import HostState
+from .state.pinned import PinnedState
 from .trace.trace import Trace, trace
 from .verify import verify
 
@@ -29,6 +30,7 @@ __all__ = [
     "Estimate",
     "HostState",
     "Peaks",
+    "PinnedState",
     "PlanWarning",
     "Planned",
     "PlannedKind",

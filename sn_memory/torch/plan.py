@@ -42,7 +42,8 @@ from .modules.backend import ModuleStep
 from .planned import Planned, Sampled
 from .planned_forward import PlannedForward
 from .planning import Made, Planning, looked_at
-from .state.arena import HostState
+from .state.arena import StateArena
+from .state.arenas import arena_for
 from .state.model_state import ModelState
 from .trace.convolutions import Measure
 from .trace.trace import call_arguments
@@ -72,7 +73,7 @@ def plan(
     trial: bool = True,
     accumulate: bool = False,
     loss_chunks: int | str | None = None,
-    state: str | os.PathLike[str] | HostState | None = None,
+    state: str | os.PathLike[str] | StateArena | None = None,
     update: str = "step",
     strict: bool = False,
     deterministic: bool = False,
@@ -144,9 +145,10 @@ def plan(
         `auto` takes chunks where the budget asks for them, as many as fit at the fewest seconds.
     state
         Let parameters and the state of `optimizer`, an instance then, lie on the host, as far as
-        the budget asks for it, in one plan with the activations: "host" or the path of a folder for
-        a file (`HostState`, which has a docstring of its own, for a model that is made there). With
-        `graph`, `keep` and `recompute` only.
+        the budget asks for it, in one plan with the activations: "host" or, of a model on
+        the CPU, the path of a folder for a file. `HostState`, and `PinnedState` beside a GPU, have
+        docstrings of their own, for a model that is made there. With `graph`, `keep` and
+        `recompute` only.
     update
         When parameters are updated. `step`: by `optimizer.step()`, as ever; with `state` each
         gradient is written to the host as soon as it is complete, one parameter is updated after
@@ -263,9 +265,8 @@ def plan(
     )
     planning = replace(planning, budget=budget)
     if state is not None:
-        place = state if isinstance(state, HostState) else None
-        place = place or HostState(None if state == "host" else state)  # type: ignore[arg-type]
-        held = ModelState(plain_model(model), optimizer, place, update)
+        arena = arena_for(plain_model(model), state)
+        held = ModelState(plain_model(model), optimizer, arena, update)
         planning = replace(planning, state=held)
     noted = before.noted if before else attributes_of(plain)
     # The largest first: of several samples the budget is of it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -193,6 +194,10 @@ class Planned(PlannedRecord[Trace]):
     def state(self) -> StateOnHost | None:
         """All of the state, where it was planned: what lies where, and what that costs."""
         return self.planning.state
+
+    def all_brought(self) -> AbstractContextManager[Any]:
+        """Where the model's own forward runs: what rests on the host is brought for each op."""
+        return nullcontext() if self.state is None else self.state.brought()
 
     @property
     def plan(self) -> Any:

@@ -27,9 +27,10 @@ class PlannedForward:
         self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run the forward pass by the plan; as the class does where no gradient is wanted."""
-        if not torch.is_grad_enabled():
-            return plain(self, *args, **kwargs)
         record: Planned = self.__dict__[RECORD]
+        if not torch.is_grad_enabled():
+            with record.all_brought():
+                return plain(self, *args, **kwargs)
         kind, parameters, buffers = record.recent.glance(
             self,  # type: ignore[arg-type]
             (args, kwargs),
@@ -42,7 +43,8 @@ class PlannedForward:
         if step is None or getattr(step, "layouts", None):
             step = step_for(self, record, kind, (args, kwargs))  # type: ignore[arg-type]
         if step is None:
-            return plain(self, *args, **kwargs)
+            with record.all_brought():
+                return plain(self, *args, **kwargs)
         record.count += 1
         if kind is not None:
             if kind in record.at_sight:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -91,6 +92,9 @@ class StateOnHost(Protocol):
         measured: bool,
     ) -> Replay:
         """Return what carries a traced step out, its updates included."""
+
+    def brought(self) -> AbstractContextManager[Any]:
+        """Let ops inside find on the device what rests on the host."""
 
     def rehearsed(
         self,
@@ -371,7 +375,7 @@ class Planning:
         if self.state is not None:
             # Speeds that were handed in, or that stand for any machine, are not measured; those of
             # a GPU were, with the trace.
-            place = next(iter(model.parameters())).device
+            place = device_of(model)
             measured = profile and self.device is None and place.type == "cpu"
             return self.state.replay(
                 model, traced, self.budget, self.planned_state, measured=measured

@@ -77,16 +77,16 @@ class Module(ModuleType):
         return "stand-in"
 
     def manual_seed_all(self, seed: int) -> None:
-        pass
+        torch.ops.standin.seed(seed)
 
     def manual_seed(self, seed: int) -> None:
-        pass
+        torch.ops.standin.seed(seed)
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        return torch.get_rng_state()
+        return torch.ops.standin.chance()
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        torch.set_rng_state(state)
+        torch.ops.standin.set_chance(state)
 
     def memory_allocated(self, device: Any = None) -> int:
         return torch.ops.standin.allocated()

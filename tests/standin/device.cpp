@@ -4,6 +4,7 @@
 // error; memory that is given back is handed out again at once; and a copy on a side stream runs as
 // late as its events allow, so whoever reads before he waited reads what was there before.
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
@@ -216,6 +217,31 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
+// ---- random numbers
+
+// Numbers of the CPU's kernels, in a state of the device's own.
+struct Chance final : c10::GeneratorImpl {
+    at::Generator inner;
+
+    explicit Chance(at::Generator inner)
+        : c10::GeneratorImpl(kDevice, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)), inner(std::move(inner)) {}
+    void set_current_seed(uint64_t seed) override { inner.set_current_seed(seed); }
+    void set_offset(uint64_t) override { TORCH_CHECK(false, "stand-in device: no offsets"); }
+    uint64_t get_offset() const override { return 0; }
+    uint64_t current_seed() const override { return inner.current_seed(); }
+    uint64_t seed() override { return inner.seed(); }
+    void set_state(const c10::TensorImpl& state) override { inner.unsafeGetGeneratorImpl()->set_state(state); }
+    c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+        return inner.unsafeGetGeneratorImpl()->get_state();
+    }
+    Chance* clone_impl() const override { return new Chance(inner.clone()); }
+};
+
+at::Generator& chance() {
+    static at::Generator made = at::make_generator<Chance>(at::detail::createCPUGenerator());
+    return made;
+}
+
 struct Hooks final : at::PrivateUse1HooksInterface {
     bool isBuilt() const override { return true; }
     bool isAvailable() const override { return true; }
@@ -226,6 +252,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
     bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
     c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
+    const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return chance(); }
+    at::Generator getNewGenerator(c10::DeviceIndex) const override {
+        return at::make_generator<Chance>(at::detail::createCPUGenerator());
+    }
     void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
         c10::DataPtr made = device_memory.allocate(bytes);
         std::memcpy(made.get(), storage.data(), std::min(bytes, storage.nbytes()));
@@ -306,8 +336,6 @@ at::Scalar local_scalar(const at::Tensor& self) {
     return as_host(self).item();
 }
 
-std::vector<bool> both{true, true, true};
-
 at::Tensor convolution(const at::Tensor& x, const at::Tensor& w, const std::optional<at::Tensor>& b,
                        c10::IntArrayRef stride, c10::IntArrayRef padding, c10::IntArrayRef dilation,
                        bool transposed, c10::IntArrayRef output_padding, int64_t groups) {
@@ -347,13 +375,40 @@ void check_devices(const c10::OperatorHandle& op, const torch::jit::Stack& stack
                 "expected all tensors to be on one device, ", op.schema().name(), " got two");
 }
 
+// The CPU's kernels draw from the device's state. Returns whether the op takes a generator.
+bool hand_chance(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+    const auto& arguments = op.schema().arguments();
+    bool takes = false;
+    for (size_t at = 0; at < arguments.size(); ++at) {
+        const auto type = arguments[at].type();
+        const auto optional = type->cast<c10::OptionalType>();
+        if ((optional ? optional->getElementType() : type)->kind() != c10::TypeKind::GeneratorType) continue;
+        takes = true;
+        c10::IValue& value = (*stack)[stack->size() - arguments.size() + at];
+        at::Generator given = value.isNone() ? chance() : value.toGenerator();
+        if (given.device().type() == kType) value = static_cast<Chance*>(given.unsafeGetGeneratorImpl())->inner;
+    }
+    return takes;
+}
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     check_devices(op, *stack);
+    const bool draws = !hand_chance(op, stack) && op.hasTag(at::Tag::nondeterministic_seeded);
     run_all(current);
     const auto before = counts;
     const auto stream = current;
     current = 0;
-    at::native::cpu_fallback(op, stack, true);
+    if (draws) {
+        // As dropout, which knows the CPU's own generator alone.
+        at::Generator host = at::detail::getDefaultCPUGenerator();
+        const at::Tensor state = host.get_state();
+        host.set_state(chance().get_state());
+        at::native::cpu_fallback(op, stack, true);
+        chance().set_state(host.get_state());
+        host.set_state(state);
+    } else {
+        at::native::cpu_fallback(op, stack, true);
+    }
     current = stream;
     counts.to_host = before.to_host;
     counts.to_device = before.to_device;
@@ -388,6 +443,9 @@ TORCH_LIBRARY(standin, m) {
     m.def("copies_to_device() -> int", []() { return counts.to_device; });
     m.def("scalars() -> int", []() { return counts.scalars; });
     m.def("run_late(bool late) -> ()", [](bool late) { run_late = late; });
+    m.def("seed(int seed) -> ()", [](int64_t seed) { chance().set_current_seed(static_cast<uint64_t>(seed)); });
+    m.def("chance() -> Tensor", []() { return chance().get_state(); });
+    m.def("set_chance(Tensor state) -> ()", [](const at::Tensor& state) { chance().set_state(state); });
     m.def("start() -> ()", []() {
         c10::SetAllocator(kType, &device_memory);
         at::RegisterPrivateUse1HooksInterface(new Hooks());

@@ -34,6 +34,9 @@ class Lanes(Protocol):
     def wait(self, ticket: Ticket) -> None:
         """Let ops from now on wait for a copy; the program does not."""
 
+    def finish(self, ticket: Ticket) -> None:
+        """Let the program wait for a copy."""
+
 
 class PlainLanes:
     """Copies at once: for the CPU, where host and device are the same memory."""
@@ -47,6 +50,9 @@ class PlainLanes:
         here.copy_(host)
 
     def wait(self, ticket: Ticket) -> None:
+        """Nothing to wait for."""
+
+    def finish(self, ticket: Ticket) -> None:
         """Nothing to wait for."""
 
 
@@ -78,6 +84,10 @@ class StreamLanes:
     def wait(self, ticket: Ticket) -> None:
         """Queue a wait for the event on the stream of the ops."""
         self.of.current_stream(self.device).wait_event(ticket)
+
+    def finish(self, ticket: Ticket) -> None:
+        """Wait for the event."""
+        ticket.synchronize()
 
 
 def lanes_for(device: torch.device) -> Lanes:

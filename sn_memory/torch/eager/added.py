@@ -30,6 +30,9 @@ class Added(Protocol):
     def begin(self) -> None:
         """Hear that a forward pass begins; raises where it would not compute what it should."""
 
+    def end(self) -> None:
+        """Hear that a backward pass has ended; from now on the caller reads what was written."""
+
     def without_updates(self) -> AbstractContextManager[None]:
         """Let steps inside change no parameter, no gradient and no state of the optimizer."""
 

@@ -91,6 +91,10 @@ class LinkLanes:
         ticket.result()
         self.link.waits.append((begin, time.perf_counter()))
 
+    def finish(self, ticket: Ticket) -> None:
+        """Wait for a copy; on the CPU ops and the program wait alike."""
+        self.wait(ticket)
+
     def _copy(
         self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Future[None]]
     ) -> None:

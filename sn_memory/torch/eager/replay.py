@@ -165,6 +165,8 @@ class Replay:
             memory.clear()
             raise
         memory.clear()
+        if self.added is not None:
+            self.added.end()
         return gradients
 
     def start(self, given: Sequence[torch.Tensor]) -> Memory:
@@ -174,7 +176,10 @@ class Replay:
         memory = self.program.memory()
         memory.layouts = self.layouts
         if self._given_as_planned is None or not self._given_as_planned(given):
+            brought = () if self.added is None else self.added.brought
             for view, tensor in zip(self._given, given, strict=True):
+                if view.storage in brought:
+                    continue  # it rests on the host, and who brings it looks at it
                 place = self.captured.recording.device[view.storage]
                 if not view.shows(tensor) or tensor.device != place:
                     raise ReplayError(

@@ -17,6 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..device.accelerator import in_use, now
+from ..device.resting import working_device
 from .allocations import AllocationTracker
 from .guard import outside_autocast
 from .marks import Marks, Values, kept_by
@@ -85,8 +86,8 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
-    """Return where the parameters lie."""
-    return next(iter(model.parameters())).device
+    """Return where ops on the parameters run."""
+    return working_device(next(iter(model.parameters())))
 
 
 def run_step(

@@ -20,6 +20,8 @@ class Steps(Protocol):
 
     def begin(self) -> None: ...
 
+    def end(self) -> None: ...
+
     def without_updates(self) -> AbstractContextManager[None]: ...
 
 
@@ -53,7 +55,8 @@ class AddedOps:
             for prefix in (UPDATE, STORE_GRADIENT)
             if op.kind in ("update", "store") and op.name.startswith(prefix)
         )
-        self.begin, self.without_updates = steps.begin, steps.without_updates
+        self.begin, self.end = steps.begin, steps.end
+        self.without_updates = steps.without_updates
         self.kinds = {op.name: op.kind for op in named.graph.ops}
 
     def moves(self, op: str) -> tuple[int, ...] | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -17,13 +18,14 @@ from ...graph.liveness import peak
 from ...graph.unit import Unit
 from ...plan.plan import Plan
 from ...plan.state import StatePlan, plan_state, planned_with, step_bytes
+from ..device.resting import Brought
 from ..eager.replay import Replay
 from ..model.kinds import Arguments
 from ..trace.record import Layouts
 from ..trace.to_graph import Named
 from ..trace.trace import Trace
 from .added_ops import AddedOps
-from .arena import HostState
+from .arena import StateArena
 from .checks import check_model
 from .in_turn import update_in_turn
 from .owned import Owned
@@ -59,7 +61,7 @@ class ModelState:
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        arena: HostState,
+        arena: StateArena,
         update: str = "step",
     ) -> None:
         if update not in UPDATES:
@@ -79,7 +81,7 @@ class ModelState:
         return (
             f"of {len(self.owned)} parameters {many['host']} lie on the host with their state, "
             f"{many['state']} have their state there ({show_bytes(self.arena.nbytes)} in "
-            f"{self.arena.folder}), {many['device']} stay{step}; a step takes {lanes.seconds:.3g} "
+            f"{self.arena.where}), {many['device']} stay{step}; a step takes {lanes.seconds:.3g} "
             f"s, {100 * lanes.hidden:.0f} % of {lanes.copies_s:.3g} s of copies beside ops"
         )
 
@@ -129,7 +131,13 @@ class ModelState:
             )  # fmt: skip
         else:
             found = plan_state(
-                graph, units, budget_bytes, planner, update=self.update, updaters=(by,)
+                graph,
+                units,
+                budget_bytes,
+                planner,
+                update=self.update,
+                updaters=(by,),
+                places=self._places(),
             )
         plan = replace(found.plan, baseline_peak_bytes=whole, budget_bytes=budget_bytes)
         self.latest = found = replace(found, plan=plan)
@@ -164,6 +172,7 @@ class ModelState:
                 if owned.by != "device":
                     owned.update_at_rest()
             step_in_memory(self.optimizer, lambda it: id(it) in inside)
+            self.arena.finish()
             return
         for owned in inside.values():
             gradient = owned.parameter.grad
@@ -177,6 +186,7 @@ class ModelState:
         step_in_memory(self.optimizer, lambda it: id(it) in inside)
         for owned in inside.values():
             owned.is_updated, owned.parameter.grad = False, None
+        self.arena.finish()
 
     def _inside(self) -> dict[int, Owned]:
         """Return the parameters that are not updated by the optimizer's own step."""
@@ -199,6 +209,17 @@ class ModelState:
                 "Call optimizer.step() after each backward pass; to add gradients of several "
                 "micro-batches, plan with update='step'."
             )
+
+    def brought(self) -> AbstractContextManager[Any]:
+        """Let ops inside find on the device what rests on the host."""
+        device = self.arena.device
+        # On the CPU what rests is a tensor like any other.
+        return nullcontext() if device.type == "cpu" else Brought(self.arena, device)
+
+    def end(self) -> None:
+        """Wait for gradients that are on their way to the host: the caller reads `.grad` next."""
+        if self.update == "step":
+            self.arena.finish()
 
     @contextmanager
     def without_updates(self) -> Iterator[None]:
@@ -229,6 +250,15 @@ class ModelState:
     ) -> Replay:
         """Return a step that runs on a sample as traced; see rehearsal.py."""
         return rehearsed(replay, model, given, planned_with)
+
+    def _places(self) -> tuple[str, ...]:
+        """Return where what moves may lie.
+
+        With `step` a gradient waits on the host, and torch wants `.grad` where the parameter is; so
+        beside a device with memory of its own the parameter is there as well.
+        """
+        apart = self.arena.device.type != "cpu"
+        return ("host",) if apart and self.update == "step" else ("state", "host")
 
     def _updater(self, graph: Graph, units: Sequence[Unit]) -> str:
         """Return who updates what lies on the host, if all of it does."""

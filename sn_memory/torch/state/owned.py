@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ...base.errors import PlanError
+from ..device.resting import working_device
 from ..device.streams import Ticket
 from ..trace.record import View
-from .arena import HostState, Place
+from .arena import Place, StateArena, give_memory
 from .optimizer import moves, updated
 from .stepping import UsedUp
 
@@ -47,14 +48,14 @@ class Owned:
         name: str,
         parameter: torch.nn.Parameter,
         place: str,
-        arena: HostState,
+        arena: StateArena,
         optimizer: torch.optim.Optimizer | None,
         group: dict[str, Any] | None,
         by: str = "device",
     ) -> None:
         self.name, self.parameter, self.place, self.by = name, parameter, place, by
         self.arena, self.optimizer, self.group = arena, optimizer, group
-        self.device = parameter.device
+        self.device = working_device(parameter)
         self.lanes = arena.lanes()
         self.is_updated = False
         # While a step is tried nothing is updated or written.
@@ -65,11 +66,9 @@ class Owned:
             arena.take(parameter)
         elif (found := arena.place(parameter)) is not None:
             # It was made on the host, and there is room for it.
-            parameter.data = (
-                found.block.clone()
-                .view(parameter.dtype)
-                .as_strided(parameter.size(), parameter.stride())
-            )
+            own = found.block.clone().view(parameter.dtype)
+            here = own.as_strided(parameter.size(), parameter.stride()).to(self.device)
+            give_memory(parameter, here)
         if place != "device":
             self.adopt()
 
@@ -184,8 +183,11 @@ class Owned:
         """
         there = self.parameter.grad
         if there is not None:
+            found = self.arena.place(there)
+            if found is not None and found.written is not None:
+                self.lanes.finish(found.written)
             with torch.no_grad():
-                there.add_(gradient)
+                there.add_(gradient.to(there.device))
             return _nothing
         if self._gradient is None:
             self._gradient = self.arena.resting(self.parameter)
@@ -208,6 +210,8 @@ class Owned:
         place = self.arena.place(gradient)
         if place is not None:
             gradient, other = self._bring_like(place, gradient)
+        elif gradient.device != self.device:
+            gradient = gradient.to(self.device)
 
         def arrived() -> Brought:
             state_here()

@@ -26,6 +26,7 @@ from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from ..device.resting import working_device
 from ..elsewhere.gpu import Gpu
 from ..errors import TraceError, first_line, innermost_line, sample_line
 from ..model.guard import as_it_was, casting, changes_what_it_is_given, no_chance, outside_autocast
@@ -113,7 +114,8 @@ def fake_of(
 ) -> torch.Tensor:
     """Return a fake leaf like a tensor, on another device if one is given.
 
-    One on the meta device counts as one on the CPU.
+    One on the meta device counts as one on the CPU, and one that rests on the host as one on the
+    device that it is worked on.
     """
     if is_traceable_wrapper_subclass(tensor):
         raise TraceError(
@@ -121,6 +123,8 @@ def fake_of(
             "an input; only plain tensors can be traced. With backend='modules', or 'auto', a "
             "sharded model is planned by its modules; plan before it is quantised."
         )
+    if place is None and (working := working_device(tensor)) != tensor.device:
+        place = working
     if place is None and tensor.device.type != "meta":
         return mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
     # On the meta device attention would be taken apart into its matrices.

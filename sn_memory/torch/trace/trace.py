@@ -23,7 +23,7 @@ from ...graph.rewrite import waits
 from ..elsewhere.gpu import Gpu, gpu_of
 from ..elsewhere.scratch import scratch_bytes
 from ..errors import TraceError
-from ..model.step import chance_put_back
+from ..model.step import chance_put_back, device_of
 from .capture import capture
 from .captured import Captured
 from .compressible import Form, Widths, forms, seconds_of_forms
@@ -178,7 +178,7 @@ def trace(
     ['addmm', 'relu', 'addmm', 'loss']
     """
     args, kwargs = call_arguments(sample)
-    there = next(iter(model.parameters())).device
+    there = device_of(model)
     gpu = gpu_of(device, there)
     captured = taken_apart(in_place(capture(model, args, kwargs, layouts, gpu)))
     if update == "hooks":
@@ -289,7 +289,7 @@ def trace_unplanned(
     """
     args, kwargs = call_arguments(sample)
     captured = in_place(capture(model, args, kwargs, gpu=gpu), sums_only=True)
-    place = next(iter(model.parameters())).device if gpu is None else gpu.place
+    place = device_of(model) if gpu is None else gpu.place
     named = to_graph(
         captured,
         name=type(model).__name__,

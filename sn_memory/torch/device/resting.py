@@ -1,0 +1,65 @@
+"""Tensors that rest on the host and are worked on elsewhere: where, and how to bring them.
+
+A parameter whose state is planned may lie in pinned memory: it is a tensor of the CPU, and its ops
+run on a device. Who traces a model asks here on which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+
+class Arena(Protocol):
+    """Who knows what rests in it."""
+
+    def place(self, tensor: torch.Tensor) -> Any: ...
+
+
+_devices: WeakKeyDictionary[Arena, torch.device] = WeakKeyDictionary()
+
+
+def rests_for(arena: Arena, device: torch.device) -> None:
+    """Note that what rests in an arena is worked on on a device."""
+    _devices[arena] = device
+
+
+def working_device(tensor: torch.Tensor) -> torch.device:
+    """Return where ops on a tensor run: where it is, or where it is brought."""
+    for arena, device in _devices.items() if tensor.device.type == "cpu" else ():
+        if arena.place(tensor) is not None:
+            return device
+    return tensor.device
+
+
+class Brought(TorchFunctionMode):
+    """Brings what rests in an arena for each call that is given it, as where a model is evaluated.
+
+    Nothing is kept: a parameter that two calls read is brought twice.
+    """
+
+    def __init__(self, arena: Arena, device: torch.device) -> None:
+        super().__init__()
+        self.arena, self.device = arena, device
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call with copies on the device; what is only asked of a tensor is asked of itself."""
+        if getattr(func, "__name__", "") == "__get__":
+            owner = getattr(func, "__self__", None)
+            if owner is torch.Tensor.device and self.arena.place(args[0]) is not None:
+                return self.device
+            return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map_only(torch.Tensor, self._here, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _here(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type == "cpu" and self.arena.place(tensor) is not None:
+            return tensor.to(self.device, non_blocking=True)
+        return tensor
