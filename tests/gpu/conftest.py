@@ -1,8 +1,10 @@
 """Tests that need torch alone, and run on a GPU and, so that they stay whole, on the CPU as well.
 
-A test takes `device` and runs once on each; the run on "cuda" has the mark gpu.
+A test takes `device` and runs once on each; the run on "cuda" has the mark gpu. In a process of
+its own, which `tests/standin/test_here.py` starts, they run on the stand-in device.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -10,12 +12,19 @@ import pytest
 
 torch = pytest.importorskip("torch")
 TESTS = Path(__file__).resolve().parents[1]
-for folder in ("memory_torch", "apoptosis", "ddp"):
+for folder in ("memory_torch", "apoptosis", "ddp", "standin"):
     if str(TESTS / folder) not in sys.path:
         sys.path.append(str(TESTS / folder))
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+if os.environ.get("SN_TEST_DEVICE") == "standin":
+    import standin
+
+    DEVICES = [str(standin.start())]
+
+
+@pytest.fixture(params=DEVICES)
 def device(request):
     return torch.device(request.param)
 
@@ -37,6 +46,13 @@ def alone(device, tmp_path):
     import torch.distributed as dist
 
     cuda = device.type == "cuda"
+    if device.type == "standin":
+        from alone_group import init_alone
+
+        init_alone(device.type, tmp_path / "meet")
+        yield
+        dist.destroy_process_group()
+        return
     if cuda and not dist.is_nccl_available():
         pytest.skip("this torch has no NCCL")
     given = {"device_id": torch.device("cuda", 0)} if cuda else {}

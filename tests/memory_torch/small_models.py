@@ -23,7 +23,7 @@ class Everything(nn.Module):
         x = max_pool2d(x, 2).flatten(2).transpose(1, 2)
         x = self.layer_norm(self.linear(x))
         y = scaled_dot_product_attention(x, x, x)
-        return (x + y) * self.scale.to(x.device) * torch.tensor([2.0])
+        return (x + y) * self.scale.to(x.device) * torch.tensor([2.0], device=x.device)
 
 
 class SeveralOutputs(nn.Module):

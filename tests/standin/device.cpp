@@ -5,6 +5,7 @@
 // late as its events allow, so whoever reads before he waited reads what was there before.
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
@@ -15,6 +16,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/set_cpu_dispatch.h>
 #include <ATen/ops/_reshape_alias_cpu_dispatch.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_cpu_dispatch.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -425,6 +429,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("as_strided", as_strided);
     m.impl("view", view);
     m.impl("_reshape_alias", reshape_alias);
+    m.impl("view_as_real", at::native::view_as_real);
+    m.impl("view_as_complex", at::native::view_as_complex);
+    m.impl("unfold", at::native::unfold);
     m.impl("set_.source_Storage_storage_offset", set_storage);
     m.impl("set_.source_Storage", set_source);
     m.impl("_local_scalar_dense", local_scalar);
@@ -433,6 +440,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+    KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
+    KERNEL_PRIVATEUSEONE(matmul, lower_precision_fp)
+    KERNEL_PRIVATEUSEONE(mm, lower_precision_fp)
+    KERNEL_PRIVATEUSEONE(addmm, lower_precision_fp)
+}
 
 TORCH_LIBRARY(standin, m) {
     m.def("allocated() -> int", []() { return counts.allocated; });

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
@@ -31,7 +32,9 @@ def rests_for(arena: Arena, device: torch.device) -> None:
 
 def working_device(tensor: torch.Tensor) -> torch.device:
     """Return where ops on a tensor run: where it is, or where it is brought."""
-    for arena, device in _devices.items() if tensor.device.type == "cpu" else ():
+    if tensor.device.type != "cpu" or isinstance(tensor, FakeTensor):
+        return tensor.device
+    for arena, device in _devices.items():
         if arena.place(tensor) is not None:
             return device
     return tensor.device

@@ -108,7 +108,9 @@ class Module(ModuleType):
 
 
 def start() -> torch.device:
-    """Let this process have the device; return it."""
+    """Let this process have the device; return it. Once it has it, nothing more is done."""
+    if hasattr(torch, NAME):
+        return torch.device(NAME, 0)
     torch.ops.load_library(str(library()))
     torch.ops.standin.start()
     torch.utils.rename_privateuse1_backend(NAME)

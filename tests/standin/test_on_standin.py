@@ -1,0 +1,163 @@
+"""What only the stand-in device tells: what crosses over, what is late, what is held."""
+
+import os
+
+import pytest
+
+if os.environ.get("SN_TEST_DEVICE") != "standin":
+    pytest.skip("runs where test_here.py has started the device", allow_module_level=True)
+
+import copy
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.append(str(Path(__file__).parent))
+import standin
+from alone_group import init_alone
+
+from sn_compress import AutoCompression, FFTCompression, LowRankCompression
+from sn_compress.torch.ddp import CompressionState, compression_hook
+from sn_memory import Device
+from sn_memory.torch import plan
+from sn_memory.torch.device.streams import StreamLanes
+
+DEVICE = standin.start()
+COUNTS = torch.ops.standin
+LINK = Device("link", 5e10, 2e10, 1e11, 1e11, 0.0, launch_s=1e-5)
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    COUNTS.run_late(True)
+    yield
+    COUNTS.run_late(True)
+
+
+def net():
+    block = lambda: nn.Sequential(  # noqa: E731
+        nn.Linear(64, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 64)
+    )
+    return nn.Sequential(*(block() for _ in range(6))).to(DEVICE)
+
+
+def gradients(model, sample):
+    torch.manual_seed(5)
+    model.zero_grad(set_to_none=True)
+    model(sample).square().mean().backward()
+    return [it.grad.cpu() for it in model.parameters()]
+
+
+def test_two_devices_do_not_mix_and_copies_are_late():
+    here = torch.ones(1000, device=DEVICE)
+    with pytest.raises(RuntimeError, match="same device"):
+        here + torch.ones(1000)
+    host, side = torch.zeros(1000, pin_memory=True), torch.Stream(DEVICE)
+    with side:
+        host.copy_(here, non_blocking=True)
+        copied = side.record_event()
+    assert not host.any()
+    copied.synchronize()
+    assert host.all()
+
+
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("techniques", [("keep", "recompute"), ("keep", "offload")], ids=str)
+def test_a_step_keeps_its_budget_by_the_devices_own_count(techniques, late):
+    COUNTS.run_late(late)
+    model, sample = net(), torch.randn(256, 64, device=DEVICE)
+    expected = gradients(copy.deepcopy(model), sample)
+    mine = plan(model, sample, "60%", techniques=techniques, device=LINK, profile=False)
+    gradients(mine, sample)
+    mine.zero_grad(set_to_none=True)
+    torch.manual_seed(5)
+    resident = sum(it.nbytes for it in (*mine.parameters(), sample))
+    before = COUNTS.allocated() - resident
+    crossed, asked, was_late = COUNTS.copies_to_host(), COUNTS.scalars(), COUNTS.late_copies()
+    COUNTS.reset_peak()
+    mine(sample).square().mean().backward()
+    # The loss is outside of the plan; blocks are rounded up to 512 bytes.
+    storages = len(mine.sn_memory.latest_trace.graph.storages)
+    assert COUNTS.peak() - before <= mine.sn_memory.plan.peak_bytes + 512 * storages
+    assert COUNTS.scalars() == asked
+    moves = COUNTS.late_copies() - was_late
+    assert COUNTS.copies_to_host() - crossed <= moves
+    assert bool(moves) == ("offload" in techniques)
+    assert all(map(torch.equal, gradients(mine, sample), expected))
+
+
+def test_who_does_not_wait_is_found_out(monkeypatch):
+    """Otherwise the tests beside this one prove nothing."""
+    model, sample = net(), torch.randn(256, 64, device=DEVICE)
+    expected = gradients(copy.deepcopy(model), sample)
+    mine = plan(model, sample, "60%", techniques=("keep", "offload"), device=LINK, profile=False)
+    monkeypatch.setattr(StreamLanes, "wait", lambda self, ticket: None)
+    assert not all(map(torch.equal, gradients(mine, sample), expected))
+
+
+def test_backward_returns_when_gradients_are_on_the_host(monkeypatch):
+    """Ops of the device wait for copies by themselves; the program, which reads `.grad`, must."""
+    model, sample = net(), torch.randn(256, 64, device=DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = gradients(copy.deepcopy(model), sample)
+    mine = plan(
+        model,
+        sample,
+        "40%",
+        optimizer=optimizer,
+        state="host",
+        device=LINK,
+        profile=False,
+        time_limit_s=0.5,
+        deterministic=True,
+    )
+    on_host = [it for it in mine.parameters() if it.device.type == "cpu"]
+    assert on_host
+    finished, own = [], StreamLanes.finish
+    monkeypatch.setattr(
+        StreamLanes, "finish", lambda self, ticket: (finished.append(ticket), own(self, ticket))
+    )
+    found = gradients(mine, sample)
+    assert len(finished) == len(on_host)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize(
+    "compression",
+    [
+        FFTCompression.using(theta=0.9),
+        FFTCompression.using(theta=0.9, transform="dct"),
+        LowRankCompression.using(ratio=20, warmup=1),
+        AutoCompression.using(ratio=20, warmup=1),
+    ],
+    ids=["fft", "dct", "low rank", "auto"],
+)
+def test_a_compressed_step_asks_the_device_for_nothing(tmp_path, compression, late):
+    """No value crosses over but the flag of damage, which is copied to pinned memory."""
+    COUNTS.run_late(late)
+    init_alone(DEVICE.type, tmp_path / "meet")
+    try:
+        model = net()
+        state = CompressionState(compression, named_parameters=model.named_parameters())
+        ddp = nn.parallel.DistributedDataParallel(model)
+        ddp.register_comm_hook(state, compression_hook)
+        sample = torch.randn(256, 64, device=DEVICE)
+        for _ in range(4):
+            ddp.zero_grad()
+            ddp(sample).square().mean().backward()
+        before = COUNTS.copies_to_host(), COUNTS.scalars()
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp(sample).square().mean().backward()
+        crossed, asked = COUNTS.copies_to_host() - before[0], COUNTS.scalars() - before[1]
+        print(crossed, asked)
+        assert asked == 0
+        assert crossed <= 3
+        assert all(it.grad.isfinite().all() for it in ddp.parameters())
+    finally:
+        torch.distributed.destroy_process_group()
