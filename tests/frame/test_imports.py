@@ -118,6 +118,7 @@ MEMORY_LAYERS = (
     ("sn_memory.tensorflow",),
     # The rim of torch.
     ("sn_memory.torch.errors",),
+    ("sn_memory.torch.device",),
     ("sn_memory.torch.model",),
     ("sn_memory.torch.ones",),
     ("sn_memory.torch.compress",),

@@ -142,8 +142,8 @@ class Owned:
         gradient = self.parameter.grad
         assert gradient is not None
         place = self.arena.place(gradient)
-        if place is not None:
-            self.lanes.wait(place.written)
+        if place is not None and place.written is not None:
+            self.lanes.finish(place.written)
         self.update_here(gradient)
 
     def used_up(self) -> None:
