@@ -2,7 +2,7 @@
 
 Of each batch a plan is made with all of the state on the host, and with the parameters there as
 well; the host makes the updates beside the device (Ren et al. 2021), or the device does with state
-that is brought and sent back, whichever ends first. It is predicted; nothing of it was run on a GPU.
+that is brought and sent back, whichever ends first. It is predicted, and was not run on a GPU.
 """
 
 from __future__ import annotations
