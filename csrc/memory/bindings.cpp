@@ -77,9 +77,10 @@ bool column(PyObject* arg, size_t count, int64_t bound, std::vector<int32_t>* ou
   return out->size() == count ? true : wrong("columns");
 }
 
-bool flags(PyObject* arg, size_t count, std::vector<char>* out) {
+// Small numbers below `bound`; without one, flags.
+bool flags(PyObject* arg, size_t count, std::vector<char>* out, int64_t bound = 2) {
   std::vector<int32_t> values;
-  if (!column(arg, count, 2, &values)) return false;
+  if (!column(arg, count, bound, &values)) return false;
   out->assign(values.begin(), values.end());
   return true;
 }
@@ -366,7 +367,8 @@ PyObject* anneal_choice(PyObject*, PyObject* args) {
     Choice choice;
     std::vector<char> moved, leaves;
     if (!read_choice(choice_arg, bench->tables, &choice) ||
-        !flags(moved_arg, choice.size(), &moved) || !flags(leaves_arg, choice.size(), &leaves))
+        !flags(moved_arg, choice.size(), &moved, 2 + (kOut | kBack)) ||
+        !flags(leaves_arg, choice.size(), &leaves))
       return nullptr;
     if (!(settings.warm > 0) || !(settings.cold > 0)) {
       wrong("settings");
@@ -383,8 +385,8 @@ PyObject* anneal_choice(PyObject*, PyObject* args) {
       anneal(bench->tables, *bench->simulation, lanes, settings, leaves, choice, moved,
              work.late());
     }
-    Choice flags(moved.begin(), moved.end());
-    if (PyErr_Occurred() || !write_choice(choice_arg, choice) || !write_choice(moved_arg, flags))
+    Choice away(moved.begin(), moved.end());
+    if (PyErr_Occurred() || !write_choice(choice_arg, choice) || !write_choice(moved_arg, away))
       return nullptr;
     return PyLong_FromLongLong(bench->simulation->work - before);
   });

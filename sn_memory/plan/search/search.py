@@ -25,7 +25,7 @@ from .archive import Archive, Candidate
 from .chain import Chain
 from .greedy import fit, trim
 from .initial import start_from_relaxed, starts_from_plan
-from .mixed import Mixed, from_relaxed, improve
+from .mixed import Mixed, all_moved, from_relaxed, improve
 from .repair import refine
 
 # A candidate this close to the bound ends the search.
@@ -225,6 +225,9 @@ class Search:
         """
         if not self.recompute and not self.offload:
             return
+        away = all_moved(self.shape) if self.offload else None
+        if away is not None:
+            self.take(away, "all moved", budget_bytes)
         start = self.archive.smallest()
         tries = 1 + self.first_tries // 4
         until = max(self.deadline, now() + LEAST_S)
@@ -292,20 +295,23 @@ class Search:
                 lanes=lanes,
                 deadline=self.deadline,
             )
-            start = None
-            if relaxed is not None:
-                start = from_relaxed(
-                    self.shape,
-                    relaxed,
-                    budget_bytes,
-                    recompute=self.recompute,
-                    deadline=self.deadline,
-                )
-            if start is not None:
+            if relaxed is None:
+                continue
+            for start in from_relaxed(
+                self.shape,
+                relaxed,
+                budget_bytes,
+                recompute=self.recompute,
+                deadline=self.deadline,
+            ):
                 starts.append(start)
                 self.take(start, f"lanes at {lanes:.0%}", budget_bytes)
         if not starts:
-            return
+            away = all_moved(self.shape)
+            if away is None or away.schedule.peak_bytes > budget_bytes:
+                return
+            starts.append(away)
+            self.take(away, "all moved", budget_bytes)
         # Half of what time is left: the ways without lanes want a turn as well.
         half = now() + (self.deadline - now()) / 2
         best = min(starts, key=lambda item: item.seconds)
