@@ -312,7 +312,7 @@ def test_counted_work_gives_the_same_plan_whatever_the_clock(monkeypatch, share)
         done.set()
         thread.join()
     assert second.to_json() == first.to_json()
-    more = planned(1.0)
+    more = planned(3.0)
     assert (more.peak_bytes, more.seconds) != (first.peak_bytes, first.seconds)
 
 
@@ -323,7 +323,7 @@ def test_the_clock_on_the_wall_is_the_rule(monkeypatch):
     real, began = time.perf_counter, time.perf_counter()
     monkeypatch.setattr(clock.time, "perf_counter", lambda: 10_000_000 * real())
     with pytest.raises(BudgetError, match="found in 600 s, when the search was cut"):
-        plan_graph(graph, budget, time_limit_s=600)
+        plan_graph(graph, budget, techniques=("keep", "recompute"), time_limit_s=600)
     assert real() - began < 3
 
 

@@ -308,10 +308,12 @@ class Search:
                 self.take(start, f"lanes at {lanes:.0%}", budget_bytes)
         if not starts:
             away = all_moved(self.shape)
-            if away is None or away.schedule.peak_bytes > budget_bytes:
+            if away is None:
+                return
+            self.take(away, "all moved", budget_bytes)
+            if self.recompute or away.schedule.peak_bytes > budget_bytes:
                 return
             starts.append(away)
-            self.take(away, "all moved", budget_bytes)
         # Half of what time is left: the ways without lanes want a turn as well.
         half = now() + (self.deadline - now()) / 2
         best = min(starts, key=lambda item: item.seconds)
