@@ -146,7 +146,7 @@ class Annealer {
     int32_t way = draw_.below(8), held = kKeep;
     char moved = 0;
     if (leaves_[hole] && way >= 6)
-      moved = static_cast<char>(1 + kWaits[draw_.below(std::size(kWaits))]);
+      moved = static_cast<char>(1 + (set_.wait ? kWaits[draw_.below(std::size(kWaits))] : 0));
     if (!moved && again_[hole] && way >= 2) {
       held = 0;
       if (way == 4) held = t_.ops();

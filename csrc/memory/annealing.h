@@ -46,7 +46,7 @@ class Offload {
 struct Settings {
   int64_t budget = 0, tries = 0;
   uint64_t seed = 0;
-  bool recompute = true;
+  bool recompute = true, wait = true;
   double warm = 0, cold = 0;
 };
 

@@ -352,12 +352,12 @@ PyObject* anneal_choice(PyObject*, PyObject* args) {
   PyObject *capsule, *choice_arg, *moved_arg, *leaves_arg, *late;
   long long budget, tries, pinned;
   unsigned long long seed;
-  int recompute;
+  int recompute, wait;
   Lanes lanes;
   Settings settings;
-  if (!PyArg_ParseTuple(args, "OOOOLLKp(dddL)(dd)O", &capsule, &choice_arg, &moved_arg,
-                        &leaves_arg, &budget, &tries, &seed, &recompute, &lanes.out, &lanes.back, &lanes.latency,
-                        &pinned, &settings.warm, &settings.cold, &late))
+  if (!PyArg_ParseTuple(args, "OOOOLLKpp(dddL)(dd)O", &capsule, &choice_arg, &moved_arg,
+                        &leaves_arg, &budget, &tries, &seed, &recompute, &wait, &lanes.out, &lanes.back,
+                        &lanes.latency, &pinned, &settings.warm, &settings.cold, &late))
     return nullptr;
   Bench* bench = bench_of(capsule);
   if (!bench) return nullptr;
@@ -379,6 +379,7 @@ PyObject* anneal_choice(PyObject*, PyObject* args) {
     settings.tries = tries;
     settings.seed = seed;
     settings.recompute = recompute != 0;
+    settings.wait = wait != 0;
     const int64_t before = bench->simulation->work;
     {
       Unlocked work(late, *bench->simulation);

@@ -144,6 +144,7 @@ class Compiled:
         tries: int,
         seed: int,
         recompute: bool,
+        wait: bool,
     ) -> tuple[list[int], list[int]]:
         """Return the choice that `anneal.anneal` ends with, and what is moved.
 
@@ -152,7 +153,7 @@ class Compiled:
         held, away = _column(choice), _column(moved)
         work = self._core.anneal(
             self._tables, held, away, self._leaves,
-            budget_bytes, tries, seed, recompute, lanes, heat, late,
+            budget_bytes, tries, seed, recompute, wait, lanes, heat, late,
         )  # fmt: skip
         spend(work)
         return self._listed(held), away.tolist()

@@ -154,7 +154,7 @@ def test_other_threads_run_while_the_planner_anneals():
         # `bool` is no Python code: asked, it gives no other thread a turn.
         compiled(shape).anneal(
             shape.natural(), [False] * shape.count, budget, bool, (0.0, 0.0, 0.0, -1),
-            (0.003, 1e-5), tries=20_000, seed=0, recompute=True,
+            (0.003, 1e-5), tries=20_000, seed=0, recompute=True, wait=False,
         )  # fmt: skip
     assert ticks.seen > 3
 
@@ -174,7 +174,7 @@ def test_counted_work_in_cpp_can_be_interrupted():
         with pytest.raises(KeyboardInterrupt):
             compiled(shape).anneal(
                 shape.natural(), [False] * shape.count, budget, 2**60, (0.0, 0.0, 0.0, -1),
-                (0.003, 1e-5), tries=2**40, seed=0, recompute=True,
+                (0.003, 1e-5), tries=2**40, seed=0, recompute=True, wait=False,
             )  # fmt: skip
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -47,6 +47,8 @@ class Rules:
         Heat at the start.
     seed
         Of the random numbers.
+    wait
+        Whether holes are tried on the host with ops that wait for the copies.
     """
 
     budget_bytes: int
@@ -55,6 +57,7 @@ class Rules:
     tries: int
     warm: float
     seed: int = 0
+    wait: bool = True
 
 
 def anneal(holes: Holes, start: Mixed, rules: Rules, *, deadline: float) -> Mixed | None:
@@ -77,6 +80,7 @@ def anneal(holes: Holes, start: Mixed, rules: Rules, *, deadline: float) -> Mixe
     choice, away = native.anneal(
         start.choice, away, rules.budget_bytes, late_or_units(deadline), (*lanes, pinned),
         (rules.warm, COLD), tries=rules.tries, seed=rules.seed, recompute=rules.recompute,
+        wait=rules.wait,
     )  # fmt: skip
     return carried(holes, choice, {hole: it - 1 for hole, it in enumerate(away) if it})
 
@@ -218,6 +222,6 @@ class _Annealer:
                 held = start + 1 + self.draw.below(end - start)
         self.choice[hole] = held
         if away:
-            self.moved[hole] = WAITS[self.draw.below(len(WAITS))]
+            self.moved[hole] = WAITS[self.draw.below(len(WAITS))] if self.rules.wait else BESIDE
         else:
             self.moved.pop(hole, None)

@@ -216,7 +216,11 @@ class Search:
         deadline: float,
     ) -> None:
         """Put what one annealing finds into the archive."""
-        rules = Rules(budget_bytes, self.offload, self.recompute, tries, warm, seed)
+        # Where nothing waits yet, every second round leaves it so: most tries would be wasted.
+        waits = start.peak_bytes > budget_bytes or any(start.moved.values())
+        rules = Rules(
+            budget_bytes, self.offload, self.recompute, tries, warm, seed, waits or seed % 2 == 1
+        )
         found = anneal(self.shape, start.mixed, rules, deadline=deadline)
         if found is not None:
             self.take(found, "annealing", budget_bytes)
