@@ -252,6 +252,9 @@ class Search:
         for item in within:
             if item.schedule.run_seconds >= within[0].seconds:
                 continue
+            # However late it is, one of them.
+            if self.late and item is not within[0]:
+                break
             schedule = widen(self.shape, item.schedule, budget_bytes)
             if schedule is not item.schedule:
                 self.archive.add(item.choice, schedule, f"{item.origin}, widened", item.moved)

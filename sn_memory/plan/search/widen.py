@@ -13,9 +13,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ...base.clock import spend
 from ...cost.offload import lane_seconds
 from ...cost.schedule import HostCopy, Schedule
 from ...graph.holes import Holes
+
+# Units of work a run.
+WORK = 400
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ def widen(holes: Holes, schedule: Schedule, budget_bytes: int) -> Schedule:
     before = lane_seconds(holes, schedule)
     if before <= schedule.run_seconds:
         return schedule
+    spend(WORK * len(schedule.ops))
     best, seconds = schedule, before
     for first_out in (True, False):
         live = schedule.live_bytes.tolist()
