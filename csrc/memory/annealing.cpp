@@ -2,11 +2,15 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <limits>
 
 namespace sn {
 
 namespace {
+
+// What a hole that is moved is tried with.
+constexpr char kWaits[] = {0, 0, 0, 0, 0, kOut, kBack, kOut | kBack};
 
 // splitmix64 (Steele et al., 2014): the same numbers in C++ and Python.
 class Draw {
@@ -28,7 +32,7 @@ class Draw {
 class Annealer {
  public:
   Annealer(const Tables& tables, Simulation& simulation, const Lanes& lanes, const Settings& settings,
-           const std::vector<char>& leaves, Choice& choice, std::vector<char>& moved)
+           const std::vector<char>& leaves, Choice& choice, Moved& moved)
       : t_(tables), offload_(tables, simulation, lanes), lanes_(lanes), set_(settings),
         draw_(settings.seed), choice_(choice), moved_(moved) {
     for (int32_t hole = 0; hole < t_.holes(); ++hole) {
@@ -140,14 +144,16 @@ class Annealer {
 
   void alter(int32_t hole) {
     int32_t way = draw_.below(8), held = kKeep;
-    bool moved = leaves_[hole] && way >= 6;
+    char moved = 0;
+    if (leaves_[hole] && way >= 6)
+      moved = static_cast<char>(1 + (set_.wait ? kWaits[draw_.below(std::size(kWaits))] : 0));
     if (!moved && again_[hole] && way >= 2) {
       held = 0;
       if (way == 4) held = t_.ops();
       if (way == 5)
         held = t_.start[hole] + 1 + draw_.below(static_cast<size_t>(t_.end[hole] - t_.start[hole]));
     }
-    if (held == choice_[hole] && moved == static_cast<bool>(moved_[hole])) return;
+    if (held == choice_[hole] && moved == moved_[hole]) return;
     undo_.push_back({hole, choice_[hole], moved_[hole]});
     choice_[hole] = held;
     moved_[hole] = moved;
@@ -171,7 +177,7 @@ class Annealer {
   Settings set_;
   Draw draw_;
   Choice& choice_;
-  std::vector<char>& moved_;
+  Moved& moved_;
   std::vector<char> leaves_, again_;
   std::vector<int32_t> free_, hot_;
   std::vector<Undo> undo_;
@@ -179,13 +185,13 @@ class Annealer {
   int64_t best_above_ = std::numeric_limits<int64_t>::max();
   double best_seconds_ = 0;
   Choice best_choice_;
-  std::vector<char> best_moved_;
+  Moved best_moved_;
 };
 
 }  // namespace
 
 void anneal(const Tables& tables, Simulation& simulation, const Lanes& lanes, const Settings& settings,
-            const std::vector<char>& leaves, Choice& choice, std::vector<char>& moved, const Late& late) {
+            const std::vector<char>& leaves, Choice& choice, Moved& moved, const Late& late) {
   Annealer(tables, simulation, lanes, settings, leaves, choice, moved).run(late);
 }
 

@@ -13,18 +13,22 @@ struct Lanes {
   bool open() const { return out > 0 && back > 0; }
 };
 
+// Per hole: 0, or if it is moved one more than the copies that ops wait for, kOut and kBack.
+using Moved = std::vector<char>;
+constexpr char kOut = 1, kBack = 2;
+
 // sn_memory.cost.offload: carries out choices whose moved holes get windows on the lanes.
 class Offload {
  public:
   Offload(const Tables& tables, Simulation& simulation, const Lanes& lanes);
 
   // False if the choice cannot be carried out, or the host is too small for it.
-  bool run(const Choice& choice, const std::vector<char>& moved);
+  bool run(const Choice& choice, const Moved& moved);
   double seconds = 0;
   const Simulation& made() const { return simulation_; }
 
  private:
-  void windows();
+  void windows(const Moved& moved);
   bool early();
   double lanes();
   int64_t host_peak();
@@ -42,13 +46,13 @@ class Offload {
 struct Settings {
   int64_t budget = 0, tries = 0;
   uint64_t seed = 0;
-  bool recompute = true;
+  bool recompute = true, wait = true;
   double warm = 0, cold = 0;
 };
 
 // Changes choice and moved to the fastest found within the budget, or else to the least peak found.
 // `leaves`, per hole: it may be spent on the host.
 void anneal(const Tables& tables, Simulation& simulation, const Lanes& lanes, const Settings& settings,
-            const std::vector<char>& leaves, Choice& choice, std::vector<char>& moved, const Late& late);
+            const std::vector<char>& leaves, Choice& choice, Moved& moved, const Late& late);
 
 }  // namespace sn

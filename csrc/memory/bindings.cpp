@@ -77,9 +77,10 @@ bool column(PyObject* arg, size_t count, int64_t bound, std::vector<int32_t>* ou
   return out->size() == count ? true : wrong("columns");
 }
 
-bool flags(PyObject* arg, size_t count, std::vector<char>* out) {
+// Small numbers below `bound`; without one, flags.
+bool flags(PyObject* arg, size_t count, std::vector<char>* out, int64_t bound = 2) {
   std::vector<int32_t> values;
-  if (!column(arg, count, 2, &values)) return false;
+  if (!column(arg, count, bound, &values)) return false;
   out->assign(values.begin(), values.end());
   return true;
 }
@@ -351,12 +352,12 @@ PyObject* anneal_choice(PyObject*, PyObject* args) {
   PyObject *capsule, *choice_arg, *moved_arg, *leaves_arg, *late;
   long long budget, tries, pinned;
   unsigned long long seed;
-  int recompute;
+  int recompute, wait;
   Lanes lanes;
   Settings settings;
-  if (!PyArg_ParseTuple(args, "OOOOLLKp(dddL)(dd)O", &capsule, &choice_arg, &moved_arg,
-                        &leaves_arg, &budget, &tries, &seed, &recompute, &lanes.out, &lanes.back, &lanes.latency,
-                        &pinned, &settings.warm, &settings.cold, &late))
+  if (!PyArg_ParseTuple(args, "OOOOLLKpp(dddL)(dd)O", &capsule, &choice_arg, &moved_arg,
+                        &leaves_arg, &budget, &tries, &seed, &recompute, &wait, &lanes.out, &lanes.back,
+                        &lanes.latency, &pinned, &settings.warm, &settings.cold, &late))
     return nullptr;
   Bench* bench = bench_of(capsule);
   if (!bench) return nullptr;
@@ -366,7 +367,8 @@ PyObject* anneal_choice(PyObject*, PyObject* args) {
     Choice choice;
     std::vector<char> moved, leaves;
     if (!read_choice(choice_arg, bench->tables, &choice) ||
-        !flags(moved_arg, choice.size(), &moved) || !flags(leaves_arg, choice.size(), &leaves))
+        !flags(moved_arg, choice.size(), &moved, 2 + (kOut | kBack)) ||
+        !flags(leaves_arg, choice.size(), &leaves))
       return nullptr;
     if (!(settings.warm > 0) || !(settings.cold > 0)) {
       wrong("settings");
@@ -377,14 +379,15 @@ PyObject* anneal_choice(PyObject*, PyObject* args) {
     settings.tries = tries;
     settings.seed = seed;
     settings.recompute = recompute != 0;
+    settings.wait = wait != 0;
     const int64_t before = bench->simulation->work;
     {
       Unlocked work(late, *bench->simulation);
       anneal(bench->tables, *bench->simulation, lanes, settings, leaves, choice, moved,
              work.late());
     }
-    Choice flags(moved.begin(), moved.end());
-    if (PyErr_Occurred() || !write_choice(choice_arg, choice) || !write_choice(moved_arg, flags))
+    Choice away(moved.begin(), moved.end());
+    if (PyErr_Occurred() || !write_choice(choice_arg, choice) || !write_choice(moved_arg, away))
       return nullptr;
     return PyLong_FromLongLong(bench->simulation->work - before);
   });

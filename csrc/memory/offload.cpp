@@ -18,17 +18,17 @@ Offload::Offload(const Tables& tables, Simulation& simulation, const Lanes& lane
   }
 }
 
-bool Offload::run(const Choice& choice, const std::vector<char>& moved) {
+bool Offload::run(const Choice& choice, const Moved& moved) {
   chosen_.clear();
   if (lanes_.open())
     for (int32_t hole = 0; hole < t_.holes(); ++hole)
       if (moved[hole]) chosen_.push_back(hole);
   for (int32_t hole : chosen_) ending_[hole] = t_.end[hole];
-  windows();
+  windows(moved);
   if (!simulation_.run(choice, moves_)) return false;
   // Rebuilds may need a storage earlier than its own next use.
   if (early()) {
-    windows();
+    windows(moved);
     if (!simulation_.run(choice, moves_)) return false;
   }
   seconds = simulation_.host_copies.empty() ? simulation_.seconds : lanes();
@@ -47,32 +47,45 @@ bool Offload::early() {
   return any;
 }
 
-void Offload::windows() {
+void Offload::windows(const Moved& moved) {
   moves_.clear();
   std::vector<int32_t>& holes = chosen_;
   auto brief = [&](int32_t hole) { return ending_[hole] - t_.start[hole] <= 1; };
   std::sort(holes.begin(), holes.end(), [&](int32_t a, int32_t b) {
     return std::tie(t_.start[a], a) < std::tie(t_.start[b], b);
   });
-  double lane = 0;
+  double lane = 0, late = 0;
   for (int32_t hole : holes) {
     if (brief(hole)) continue;
     double copy = lanes_.latency + static_cast<double>(t_.bytes[t_.storage[hole]]) / lanes_.out;
-    lane = std::max(lane, ends_[t_.start[hole]]) + copy;
-    auto place = std::lower_bound(ends_.begin() + t_.start[hole], ends_.end(), lane);
+    double left = ends_[t_.start[hole]];
+    lane = std::max(lane, left + late) + copy;
+    if ((moved[hole] - 1) & kOut) {
+      back_[hole] = t_.start[hole];
+      late = lane - left;
+      continue;
+    }
+    auto place = std::lower_bound(ends_.begin() + t_.start[hole], ends_.end(), lane - late);
     back_[hole] = std::min(static_cast<int32_t>(place - ends_.begin()), ending_[hole] - 2);
   }
   std::sort(holes.begin(), holes.end(), [&](int32_t a, int32_t b) {
     return ending_[a] != ending_[b] ? ending_[a] > ending_[b] : a < b;
   });
   lane = std::numeric_limits<double>::infinity();
+  double early = 0;
   for (int32_t hole : holes) {
     if (brief(hole)) continue;
     int32_t end = ending_[hole], out = back_[hole];
     double copy = lanes_.latency + static_cast<double>(t_.bytes[t_.storage[hole]]) / lanes_.back;
-    lane = std::min(lane, end < t_.ops() ? starts_[end] : ends_.back()) - copy;
+    double need = end < t_.ops() ? starts_[end] : ends_.back();
+    lane = std::min(lane, need - early) - copy;
+    if ((moved[hole] - 1) & kBack) {
+      moves_.push_back({hole, out, end});
+      early = need - lane;
+      continue;
+    }
     auto place = static_cast<int32_t>(
-        std::upper_bound(starts_.begin(), starts_.end(), lane) - starts_.begin());
+        std::upper_bound(starts_.begin(), starts_.end(), lane + early) - starts_.begin());
     moves_.push_back({hole, out, std::min(std::max(place - 1, out + 1), end)});
   }
 }

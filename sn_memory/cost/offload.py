@@ -4,26 +4,40 @@ vDNN (Rhu et al., MICRO 2016) and SuperNeurons copy out as soon as a storage is 
 layer ahead. Here each copy has a window: the device memory is given back when the copy out ends,
 and taken again as late as the copy back allows, both counted on the lanes they share, so that what
 fits in the time of the ops beside it costs nothing.
+
+Where that is too little, ops wait for a copy: right after the use before it, until it is out, or
+right before the use after it, until it is back. That frees the most memory and costs the most.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from ..graph.holes import Holes
 from .schedule import Schedule
 
+# For which copies of a stay on the host the ops wait: neither, the one out, the one back, or both.
+BESIDE, OUT, BACK, BOTH = 0, 1, 2, 3
+
 
 def windows(
-    holes: Holes, moved: Iterable[int], needed: Mapping[int, int] | None = None
+    holes: Holes, moved: Mapping[int, int], needed: Mapping[int, int] | None = None
 ) -> dict[int, tuple[int, int]]:
     """Return for each hole the op after which memory is free and the op before which it is taken.
 
-    `needed` gives holes an earlier op than their end by which they must be back, for rebuilds.
+    Times are those of the ops run once each, and of the waits in `moved`; reruns only widen the
+    windows. Holes too short for both copies get the narrowest window, and the ops wait. Holes with
+    no op inside are left out.
 
-    Times are those of the ops run once each; reruns only widen the windows. Holes too short for
-    both copies get the narrowest window, and the ops wait. Holes with no op inside are left out.
+    Parameters
+    ----------
+    holes
+        The holes of a graph.
+    moved
+        The holes that are spent on the host, each with the copies that ops wait for.
+    needed
+        Gives holes an earlier op than their end by which they must be back, for rebuilds.
     """
     device = holes.graph.device
     if device.to_host_bytes_per_s is None or device.to_device_bytes_per_s is None:
@@ -38,22 +52,33 @@ def windows(
     }
     chosen = [hole for hole in ending if ending[hole] - holes.start[hole] > 1]
     out: dict[int, int] = {}
-    lane = 0.0
+    # When the lane is free; by how much the ops have been put off by waits.
+    lane = late = 0.0
     for hole in sorted(chosen, key=lambda it: (holes.start[it], it)):
         size = holes.bytes[holes.storage[hole]]
         copy = device.transfer_latency_s + size / device.to_host_bytes_per_s
-        lane = max(lane, ends[holes.start[hole]]) + copy
-        place = bisect_left(ends, lane, lo=holes.start[hole])
-        out[hole] = min(place, ending[hole] - 2)
+        left = ends[holes.start[hole]]
+        lane = max(lane, left + late) + copy
+        if moved[hole] & OUT:
+            out[hole] = holes.start[hole]
+            late = lane - left
+        else:
+            place = bisect_left(ends, lane - late, lo=holes.start[hole])
+            out[hole] = min(place, ending[hole] - 2)
     result: dict[int, tuple[int, int]] = {}
-    lane = float("inf")
+    # The same from the end backwards: by how much the ops are put forward.
+    lane, early = float("inf"), 0.0
     for hole in sorted(chosen, key=lambda it: (-ending[it], it)):
         size = holes.bytes[holes.storage[hole]]
         copy = device.transfer_latency_s + size / device.to_device_bytes_per_s
         need = starts[ending[hole]] if ending[hole] < len(starts) else clock
-        lane = min(lane, need) - copy
-        place = bisect_right(starts, lane) - 1
-        result[hole] = (out[hole], min(max(place, out[hole] + 1), ending[hole]))
+        lane = min(lane, need - early) - copy
+        if moved[hole] & BACK:
+            result[hole] = (out[hole], ending[hole])
+            early = need - lane
+        else:
+            place = bisect_right(starts, lane + early) - 1
+            result[hole] = (out[hole], min(max(place, out[hole] + 1), ending[hole]))
     return result
 
 

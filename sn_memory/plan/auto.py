@@ -101,6 +101,7 @@ class Auto:
         if best is not None and best.planner != "exact" and self.search.recompute:
             self.search.from_plan(best, budget_bytes)
         self.search.solve(budget_bytes)
+        self.search.widened(budget_bytes)
 
     @property
     def small(self) -> bool:

@@ -135,7 +135,7 @@ class Compiled:
     def anneal(
         self,
         choice: Sequence[int],
-        moved: Sequence[bool],
+        moved: Sequence[int],
         budget_bytes: int,
         late: Until,
         lanes: tuple[float, float, float, int],
@@ -144,15 +144,19 @@ class Compiled:
         tries: int,
         seed: int,
         recompute: bool,
-    ) -> tuple[list[int], list[bool]]:
-        """Return the choice, and per hole whether it is moved, that `anneal.anneal` ends with."""
+        wait: bool,
+    ) -> tuple[list[int], list[int]]:
+        """Return the choice that `anneal.anneal` ends with, and what is moved.
+
+        `moved`, per hole: 0, or one more than the copies that ops wait for.
+        """
         held, away = _column(choice), _column(moved)
         work = self._core.anneal(
             self._tables, held, away, self._leaves,
-            budget_bytes, tries, seed, recompute, lanes, heat, late,
+            budget_bytes, tries, seed, recompute, wait, lanes, heat, late,
         )  # fmt: skip
         spend(work)
-        return self._listed(held), [bool(it) for it in away.tolist()]
+        return self._listed(held), away.tolist()
 
 
 def compiled(holes: Holes) -> Compiled | None:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from ..base.errors import PlanError
-from ..cost.offload import lane_seconds, windows
+from ..cost.offload import BESIDE, lane_seconds, windows
 from ..cost.schedule import Impossible, Schedule
 from ..graph.graph import Graph
 from ..graph.holes import KEEP, Holes, holes
@@ -86,7 +86,7 @@ def plan_from_decisions(
         carried out together.
     """
     shape = holes(graph)
-    choice, moved = shape.natural(), []
+    choice, moved = shape.natural(), {}
     for name, technique in decisions.items():
         if name not in graph.storage_index:
             raise PlanError(f"decisions: the graph has no storage or alias named {name!r}.")
@@ -107,7 +107,7 @@ def plan_from_decisions(
                 "would be free. Keep it."
             )
         elif technique == "offload":
-            moved.append(shape.main(storage))
+            moved[shape.main(storage)] = BESIDE
         else:
             if not shape.rebuildable[storage]:
                 raise PlanError(

@@ -18,7 +18,7 @@ the intervals between first and last touch alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -244,15 +244,14 @@ def _live(
 
 
 def simulate_moved(
-    holes: Holes, choice: Sequence[int], moved: Iterable[int]
+    holes: Holes, choice: Sequence[int], moved: Mapping[int, int]
 ) -> tuple[Schedule, dict[int, tuple[int, int]]]:
     """Carry a choice out with holes spent on the host; return the schedule and the windows.
 
     Rebuilds may need a storage earlier than its own next use. Simulated once, that moment is known,
     and the copy back gets a window that ends there. Raises Impossible as `simulate` does.
     """
-    chosen = list(moved)
-    first = windows(holes, chosen)
+    first = windows(holes, moved)
     schedule = simulate(holes, choice, first)
     needed = {}
     for hole, (_, back) in first.items():
@@ -263,5 +262,5 @@ def simulate_moved(
                 needed[hole] = schedule.at[host_copy.fetched]
     if not needed:
         return schedule, first
-    again = windows(holes, chosen, needed)
+    again = windows(holes, moved, needed)
     return simulate(holes, choice, again), again

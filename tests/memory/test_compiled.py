@@ -8,14 +8,16 @@ import pytest
 from graphs import resnet
 from random_graphs import random_graph
 
+from sn_memory import Device, Graph
 from sn_memory.base import native
+from sn_memory.cost.offload import BACK, BESIDE, BOTH, OUT
 from sn_memory.cost.schedule import Impossible
 from sn_memory.graph.holes import KEEP, holes
 from sn_memory.graph.liveness import peak
 from sn_memory.plan.compiled import compiled
 from sn_memory.plan.search.anneal import Rules, anneal
 from sn_memory.plan.search.greedy import fit, fit_in_python, trim, trim_in_python
-from sn_memory.plan.search.mixed import carried
+from sn_memory.plan.search.mixed import all_moved, carried
 from sn_memory.plan.simulate import simulate, simulate_in_python
 
 pytestmark = pytest.mark.skipif(native.core() is None, reason=native.load()[1])
@@ -138,22 +140,27 @@ def test_one_search_at_a_time():
         loops.fit(shape.natural(), 0, meanwhile, None, 3, ())
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_annealing_makes_the_same_choices(offload):
-    changed = 0
+@pytest.mark.parametrize("speed", [None, 40.0, 4.0])
+def test_annealing_makes_the_same_choices(speed):
+    changed, waits = 0, set()
     for number in range(12):
-        shape = holes(random_graph(number, most_ops=16, plain=number % 3 == 0), lean=True)
+        graph = random_graph(number, most_ops=16, plain=number % 3 == 0)
+        link = Device(to_host_bytes_per_s=speed, to_device_bytes_per_s=speed)
+        graph = Graph(graph.storages, graph.ops, name=graph.name, device=link)
+        shape = holes(graph, lean=True)
         twin = replace(shape)
         twin.memo["compiled"] = None
         base = shape.graph.base_bytes
         rules = Rules(
             budget_bytes=base + int((peak(shape.graph).bytes - base) * 0.8),
-            offload=offload, recompute=True, tries=300, warm=0.01, seed=number,
+            offload=speed is not None, recompute=True, tries=300, warm=0.01, seed=number,
         )  # fmt: skip
-        start = carried(shape, shape.natural(), ())
+        start = all_moved(shape) if number % 2 and speed else carried(shape, shape.natural(), {})
         ours = anneal(shape, start, rules, deadline=math.inf)
         theirs = anneal(twin, start, rules, deadline=math.inf)
         assert (ours.choice, ours.moved) == (theirs.choice, theirs.moved), f"graph {number}"
         assert ours.seconds == theirs.seconds
-        changed += ours.choice != start.choice or bool(ours.moved)
+        changed += (ours.choice, ours.moved) != (start.choice, start.moved)
+        waits |= set(ours.moved.values())
     assert changed > 5
+    assert waits == (set() if speed is None else {BESIDE, OUT, BACK, BOTH})

@@ -6,7 +6,7 @@ import pytest
 from random_graphs import random_graph, training_chain
 
 from sn_memory import Device, Graph, Op, Storage, Workspace, check_plan, plan_graph
-from sn_memory.cost.offload import lane_seconds, windows
+from sn_memory.cost.offload import BESIDE, lane_seconds, windows
 from sn_memory.cost.workspace import equip
 from sn_memory.graph.holes import KEEP, holes
 from sn_memory.graph.liveness import peak
@@ -76,8 +76,8 @@ def test_windows_are_as_wide_as_the_lanes_let_them_be():
     #   h0    #  #  ##out####      ##back#      gone after op 4, there again before op 7
     shape = holes(ladder(Device(to_host_bytes_per_s=4.0, to_device_bytes_per_s=10 / 1.5)))
     hole = shape.main(shape.graph.storage_index["h0"])
-    assert windows(shape, [hole]) == {hole: (4, 7)}
-    schedule, _ = simulate_moved(shape, shape.natural(), [hole])
+    assert windows(shape, {hole: BESIDE}) == {hole: (4, 7)}
+    schedule, _ = simulate_moved(shape, shape.natural(), {hole: BESIDE})
     assert lane_seconds(shape, schedule) == 10.0
     assert accepted(shape, schedule).live_bytes.max() == 31
 
@@ -85,7 +85,7 @@ def test_windows_are_as_wide_as_the_lanes_let_them_be():
 def test_slow_lanes_make_the_ops_wait():
     shape = holes(ladder(Device(to_host_bytes_per_s=1.0, to_device_bytes_per_s=1.0)))
     hole = shape.main(shape.graph.storage_index["h0"])
-    schedule, _ = simulate_moved(shape, shape.natural(), [hole])
+    schedule, _ = simulate_moved(shape, shape.natural(), {hole: BESIDE})
     # Out from 2.0 to 12.0, back from 12.0 to 22.0, the last op after it.
     assert lane_seconds(shape, schedule) == pytest.approx(23.0)
     accepted(shape, schedule)
@@ -103,7 +103,7 @@ def test_a_rebuild_fetches_what_it_starts_from():
     moved = shape.main(graph.storage_index["c0"])
     choice = shape.natural()
     choice[shape.main(graph.storage_index["a0"])] = 0
-    schedule, spans = simulate_moved(shape, choice, [moved])
+    schedule, spans = simulate_moved(shape, choice, {moved: BESIDE})
     (host_copy,) = schedule.host_copies
     assert schedule.at[host_copy.fetched] <= graph.op_index["dconv1"]
     assert spans[moved][1] <= graph.op_index["dconv1"]
@@ -163,7 +163,7 @@ def test_fit_trim_and_refine_keep_the_budget_and_do_not_get_worse():
             continue
         fitted_any += 1
         trimmed = trim(shape, *fitted, budget, deadline=late)
-        start = carried(shape, trimmed[0], ())
+        start = carried(shape, trimmed[0], {})
         assert start is not None
         for offload in (False, True):
             refined = refine(
@@ -182,7 +182,7 @@ def test_fit_trim_and_refine_keep_the_budget_and_do_not_get_worse():
 def test_annealing_keeps_the_budget_or_comes_close(offload):
     graph = training_chain(12)
     shape = holes(graph)
-    start = carried(shape, shape.natural(), ())
+    start = carried(shape, shape.natural(), {})
     assert start is not None
     whole, base = peak(graph).bytes, graph.base_bytes
     for budget, kept in ((base + (whole - base) // 2, True), (base, False)):

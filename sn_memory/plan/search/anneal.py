@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...base.clock import after, late_or_units
+from ...cost.offload import BACK, BESIDE, BOTH, OUT
 from ...graph.holes import KEEP, Holes
 from ...graph.numbers import Ints
 from ..compiled import compiled
@@ -26,6 +27,8 @@ from .mixed import Mixed, carried
 # Heat, in shares of the first seconds: what a try may lose at the start, and at the end.
 COLD = 1e-5
 WORD = (1 << 64) - 1
+# What a hole that is moved is tried with.
+WAITS = (BESIDE, BESIDE, BESIDE, BESIDE, BESIDE, OUT, BACK, BOTH)
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class Rules:
         Heat at the start.
     seed
         Of the random numbers.
+    wait
+        Whether holes are tried on the host with ops that wait for the copies.
     """
 
     budget_bytes: int
@@ -52,6 +57,7 @@ class Rules:
     tries: int
     warm: float
     seed: int = 0
+    wait: bool = True
 
 
 def anneal(holes: Holes, start: Mixed, rules: Rules, *, deadline: float) -> Mixed | None:
@@ -69,12 +75,14 @@ def anneal(holes: Holes, start: Mixed, rules: Rules, *, deadline: float) -> Mixe
     if rules.offload and out is not None and back is not None:
         lanes = (out, back, device.transfer_latency_s)
     pinned = -1 if device.pinned_bytes is None else device.pinned_bytes
-    away = [hole in start.moved for hole in range(holes.count)]
-    choice, flags = native.anneal(
+    # 0 is a hole that is not moved.
+    away = [1 + start.moved[hole] if hole in start.moved else 0 for hole in range(holes.count)]
+    choice, away = native.anneal(
         start.choice, away, rules.budget_bytes, late_or_units(deadline), (*lanes, pinned),
         (rules.warm, COLD), tries=rules.tries, seed=rules.seed, recompute=rules.recompute,
+        wait=rules.wait,
     )  # fmt: skip
-    return carried(holes, choice, [hole for hole, flag in enumerate(flags) if flag])
+    return carried(holes, choice, {hole: it - 1 for hole, it in enumerate(away) if it})
 
 
 class _Draw:
@@ -102,7 +110,7 @@ class _Annealer:
 
     def __init__(self, holes: Holes, start: Mixed, rules: Rules) -> None:
         self.holes, self.rules, self.draw = holes, rules, _Draw(rules.seed)
-        self.choice, self.moved = list(start.choice), set(start.moved)
+        self.choice, self.moved = list(start.choice), dict(start.moved)
         lanes = rules.offload and holes.graph.device.can_offload
         self.leaves, self.again = [], []
         for hole, storage in enumerate(holes.storage):
@@ -111,9 +119,9 @@ class _Annealer:
                 rules.recompute and holes.rebuildable[storage] and not holes.stays[hole]
             )
         self.free = [hole for hole in range(holes.count) if self.leaves[hole] or self.again[hole]]
-        self.best: tuple[int, float, list[int], set[int]] | None = None
+        self.best: tuple[int, float, list[int], dict[int, int]] | None = None
 
-    def run(self, late: Callable[[], bool]) -> tuple[list[int], set[int]]:
+    def run(self, late: Callable[[], bool]) -> tuple[list[int], dict[int, int]]:
         here = carried(self.holes, self.choice, self.moved)
         if not self.free or here is None:
             return self.choice, self.moved
@@ -128,7 +136,7 @@ class _Annealer:
                 # The price of a byte too many swings about the one at which choices just fit.
                 price *= 1.05 if self.over > 0 else 0.95
                 price = min(max(price, 1e-3 * scale), 1e4 * scale)
-            before = list(self.choice), set(self.moved)
+            before = list(self.choice), dict(self.moved)
             self.propose()
             if (self.choice, self.moved) == before:
                 continue
@@ -157,7 +165,7 @@ class _Annealer:
         self.hot = [at for at, above in zip(schedule.at, over, strict=True) if above]
         rank = (max(0, schedule.peak_bytes - self.rules.budget_bytes), here.seconds)
         if self.best is None or rank < self.best[:2]:
-            self.best = (*rank, list(self.choice), set(self.moved))
+            self.best = (*rank, list(self.choice), dict(self.moved))
 
     def propose(self) -> None:
         many = self.draw.part()
@@ -213,4 +221,7 @@ class _Annealer:
             elif way == 5:
                 held = start + 1 + self.draw.below(end - start)
         self.choice[hole] = held
-        (self.moved.add if away else self.moved.discard)(hole)
+        if away:
+            self.moved[hole] = WAITS[self.draw.below(len(WAITS))] if self.rules.wait else BESIDE
+        else:
+            self.moved.pop(hole, None)

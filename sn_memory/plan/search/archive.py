@@ -6,7 +6,7 @@ candidates within it, whatever budget they were found for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...cost.offload import host_peak_bytes, lane_seconds
@@ -25,7 +25,7 @@ class Candidate:
     schedule: Schedule = field(repr=False)
     seconds: float
     origin: str
-    moved: frozenset[int] = frozenset()
+    moved: Mapping[int, int]
 
     @property
     def peak_bytes(self) -> int:
@@ -53,14 +53,14 @@ class Archive:
         choice: Sequence[int],
         schedule: Schedule,
         origin: str,
-        moved: frozenset[int] = frozenset(),
+        moved: Mapping[int, int] | None = None,
     ) -> Candidate | None:
         """Put a candidate in, unless it breaks the host's limit."""
         pinned = self.shape.graph.device.pinned_bytes
         if pinned is not None and host_peak_bytes(self.shape, schedule) > pinned:
             return None
         seconds = lane_seconds(self.shape, schedule)
-        candidate = Candidate(list(choice), schedule, seconds, origin, moved)
+        candidate = Candidate(list(choice), schedule, seconds, origin, moved or {})
         self.items.append(candidate)
         return candidate
 

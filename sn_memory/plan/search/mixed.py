@@ -3,16 +3,17 @@
 The lanes carry what fits beside the ops for nothing; beyond that a copy delays the step, and a
 rebuild costs what it costs. The relaxation splits the storages between the two. Here its split is
 made whole: moved holes get windows, the rest is fitted, and then single holes change sides while
-the replayed time of ops and lanes falls.
+the replayed time of ops and lanes falls. Where windows leave too much on the device, ops wait for
+the copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...base.clock import now
-from ...cost.offload import host_peak_bytes, lane_seconds
+from ...cost.offload import BESIDE, BOTH, host_peak_bytes, lane_seconds
 from ...cost.recompute import Presence
 from ...cost.schedule import Impossible, Schedule
 from ...graph.holes import KEEP, Holes
@@ -23,15 +24,25 @@ from .greedy import fit
 
 @dataclass(frozen=True)
 class Mixed:
-    """A choice with moved holes, carried out."""
+    """A choice with moved holes, carried out.
+
+    Parameters
+    ----------
+    choice
+        See `simulate`.
+    moved
+        The holes that are spent on the host, each with the copies that ops wait for: see `windows`.
+    schedule, seconds
+        What it leads to.
+    """
 
     choice: list[int] = field(repr=False)
-    moved: frozenset[int]
+    moved: Mapping[int, int]
     schedule: Schedule = field(repr=False)
     seconds: float
 
 
-def carried(shape: Holes, choice: Sequence[int], moved: Collection[int]) -> Mixed | None:
+def carried(shape: Holes, choice: Sequence[int], moved: Mapping[int, int]) -> Mixed | None:
     """Carry a choice with moved holes out; None if that cannot be, or the host is too small."""
     try:
         schedule, _ = simulate_moved(shape, choice, moved)
@@ -40,13 +51,19 @@ def carried(shape: Holes, choice: Sequence[int], moved: Collection[int]) -> Mixe
     pinned = shape.graph.device.pinned_bytes
     if pinned is not None and host_peak_bytes(shape, schedule) > pinned:
         return None
-    return Mixed(list(choice), frozenset(moved), schedule, lane_seconds(shape, schedule))
+    return Mixed(list(choice), dict(moved), schedule, lane_seconds(shape, schedule))
+
+
+def all_moved(shape: Holes) -> Mixed | None:
+    """Return what leaves the least on the device without rebuilds: all is away between its uses."""
+    leaves = [hole for hole in range(shape.count) if shape.may_leave(hole)]
+    return carried(shape, shape.natural(), dict.fromkeys(leaves, BOTH))
 
 
 def from_relaxed(
     shape: Holes, relaxed: Relaxed, budget_bytes: int, *, recompute: bool, deadline: float
-) -> Mixed | None:
-    """Make a relaxation's split whole and, where ops may run twice, fit the rest by rebuilds."""
+) -> list[Mixed]:
+    """Make a relaxation's split whole, within the budget: by windows, and where ops wait."""
     choice, moved = shape.natural(), []
     for storage, kept in relaxed.kept.items():
         for hole in shape.of(storage):
@@ -60,6 +77,29 @@ def from_relaxed(
                     moved.append(hole)
             elif recompute and shape.rebuildable[storage]:
                 choice[hole] = KEEP if kept > 0.5 else 0
+    found: list[Mixed] = []
+    for waits in (BESIDE, BOTH):
+        start = _within(
+            shape, choice, dict.fromkeys(moved, waits), budget_bytes,
+            recompute=recompute, deadline=deadline,
+        )  # fmt: skip
+        if start is not None:
+            found.append(start)
+            if start.choice == choice:
+                break
+    return found
+
+
+def _within(
+    shape: Holes,
+    choice: list[int],
+    moved: Mapping[int, int],
+    budget_bytes: int,
+    *,
+    recompute: bool,
+    deadline: float,
+) -> Mixed | None:
+    """Carry out what keeps the budget; what does not is fitted, where ops may run twice."""
     start = carried(shape, choice, moved)
     if start is None or start.schedule.peak_bytes <= budget_bytes:
         return start
@@ -124,16 +164,18 @@ def lane_share(shape: Holes, storage: int) -> float:
 
 def _sides(
     shape: Holes, mixed: Mixed, hole: int, recompute: bool
-) -> list[tuple[list[int], frozenset[int]]]:
-    """Return the other things that can be done in a hole: stay, leave to be rebuilt, move."""
+) -> list[tuple[list[int], Mapping[int, int]]]:
+    """Return what else can be done in a hole: stay, leave to be rebuilt, move, wait less."""
     held = list(mixed.choice)
     held[hole] = KEEP
-    sides = [(held, mixed.moved - {hole})]
+    rest = {other: waits for other, waits in mixed.moved.items() if other != hole}
+    sides: list[tuple[list[int], Mapping[int, int]]] = [(held, rest)]
     if hole in mixed.moved:
         if recompute and shape.rebuildable[shape.storage[hole]]:
             dropped = list(mixed.choice)
             dropped[hole] = 0
-            sides.append((dropped, mixed.moved - {hole}))
+            sides.append((dropped, rest))
+        sides += [(held, {**rest, hole: waits}) for waits in range(mixed.moved[hole])]
     elif not shape.held[shape.storage[hole]]:
-        sides.append((held, mixed.moved | {hole}))
+        sides += [(held, {**rest, hole: waits}) for waits in (BESIDE, BOTH)]
     return sides

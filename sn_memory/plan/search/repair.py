@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 
 from ...base.clock import now
-from ...cost.offload import windows
+from ...cost.offload import BESIDE, BOTH, windows
 from ...graph.holes import KEEP, Holes
 from .greedy import fit, trim
 from .mixed import Mixed, carried
@@ -61,7 +61,7 @@ def refine(
 
 def _ruined(
     holes: Holes, here: Mixed, natural: list[int], draw: random.Random, *, offload: bool
-) -> tuple[list[int], set[int]] | None:
+) -> tuple[list[int], dict[int, int]] | None:
     """Undo what ends in a stretch, in part; None if there was nothing to undo."""
     count = len(holes.graph.ops)
     length = max(2, int(count * draw.uniform(0.02, 0.4)))
@@ -69,7 +69,7 @@ def _ruined(
     part = draw.uniform(0.2, 1.0)
     # In some attempts nothing new leaves for the host: lanes have little room to begin with.
     leaving = draw.choice((0.0, 0.05, 0.3)) if offload else 0.0
-    choice, moved = list(here.choice), set(here.moved)
+    choice, moved = list(here.choice), dict(here.moved)
     for hole, held in enumerate(here.choice):
         if not begin <= holes.end[hole] < begin + length:
             continue
@@ -77,12 +77,12 @@ def _ruined(
             # A rebuild on the way to something else may be dropped again, up to some moment.
             later = held != KEEP and draw.random() < 0.15
             choice[hole] = draw.randint(holes.start[hole], count) if later else natural[hole]
-            moved.discard(hole)
+            moved.pop(hole, None)
             if leaving and holes.may_leave(hole) and draw.random() < leaving:
-                moved.add(hole)
+                moved[hole] = draw.choice((BESIDE, BOTH))
         elif held == KEEP and hole not in moved and draw.random() < 0.1 and holes.is_free(hole):
             if leaving and holes.may_leave(hole) and draw.random() < leaving:
-                moved.add(hole)
+                moved[hole] = draw.choice((BESIDE, BOTH))
             elif holes.rebuildable[holes.storage[hole]]:
                 choice[hole] = 0
     if choice == here.choice and moved == here.moved:
@@ -93,7 +93,7 @@ def _ruined(
 def _repaired(
     holes: Holes,
     choice: list[int],
-    moved: set[int],
+    moved: dict[int, int],
     budget_bytes: int,
     draw: random.Random,
     noise: float,
@@ -102,7 +102,7 @@ def _repaired(
     """Return a choice within the budget that starts from this one; None if none was found."""
     for hole in moved:
         choice[hole] = KEEP
-    moves = windows(holes, sorted(moved))
+    moves = windows(holes, moved)
     factors = [2 ** draw.gauss(0, noise) for _ in choice] if noise else ()
     fitted = fit(
         holes, choice, budget_bytes, deadline=deadline, moves=moves, rounds=20, factors=factors

@@ -25,8 +25,9 @@ from .archive import Archive, Candidate
 from .chain import Chain
 from .greedy import fit, trim
 from .initial import start_from_relaxed, starts_from_plan
-from .mixed import Mixed, from_relaxed, improve
+from .mixed import Mixed, all_moved, from_relaxed, improve
 from .repair import refine
+from .widen import widen
 
 # A candidate this close to the bound ends the search.
 ENOUGH = 1e-4
@@ -46,6 +47,8 @@ WARM, FRESH, COOL = 1e-3, 3e-3, 3e-4
 GAIN = 5e-4
 # However late it is, the smallest peak is looked for so long.
 LEAST_S = 0.1
+# So many candidates get wider windows, the fastest ones.
+WIDENED = 8
 
 
 class Search:
@@ -213,7 +216,11 @@ class Search:
         deadline: float,
     ) -> None:
         """Put what one annealing finds into the archive."""
-        rules = Rules(budget_bytes, self.offload, self.recompute, tries, warm, seed)
+        # Where nothing waits yet, every second round leaves it so: most tries would be wasted.
+        waits = start.peak_bytes > budget_bytes or any(start.moved.values())
+        rules = Rules(
+            budget_bytes, self.offload, self.recompute, tries, warm, seed, waits or seed % 2 == 1
+        )
         found = anneal(self.shape, start.mixed, rules, deadline=deadline)
         if found is not None:
             self.take(found, "annealing", budget_bytes)
@@ -225,6 +232,9 @@ class Search:
         """
         if not self.recompute and not self.offload:
             return
+        away = all_moved(self.shape) if self.offload else None
+        if away is not None:
+            self.take(away, "all moved", budget_bytes)
         start = self.archive.smallest()
         tries = 1 + self.first_tries // 4
         until = max(self.deadline, now() + LEAST_S)
@@ -233,6 +243,21 @@ class Search:
             self.attempt(self.shape.natural(), budget_bytes, "greedy")
             self.from_chain(budget_bytes)
         self.annealed(budget_bytes, 0.0)
+        self.widened(self.archive.smallest().peak_bytes)
+
+    def widened(self, budget_bytes: int) -> None:
+        """Let the ops of the fastest candidates wait less, where these leave room."""
+        within = [item for item in self.archive.items if item.peak_bytes <= budget_bytes]
+        within = sorted(within, key=lambda item: item.seconds)[:WIDENED]
+        for item in within:
+            if item.schedule.run_seconds >= within[0].seconds:
+                continue
+            # However late it is, one of them.
+            if self.late and item is not within[0]:
+                break
+            schedule = widen(self.shape, item.schedule, budget_bytes)
+            if schedule is not item.schedule:
+                self.archive.add(item.choice, schedule, f"{item.origin}, widened", item.moved)
 
     def refined(self, budget_bytes: int, target: float) -> None:
         """Improve the best candidate by ruin and repair."""
@@ -292,20 +317,25 @@ class Search:
                 lanes=lanes,
                 deadline=self.deadline,
             )
-            start = None
-            if relaxed is not None:
-                start = from_relaxed(
-                    self.shape,
-                    relaxed,
-                    budget_bytes,
-                    recompute=self.recompute,
-                    deadline=self.deadline,
-                )
-            if start is not None:
+            if relaxed is None:
+                continue
+            for start in from_relaxed(
+                self.shape,
+                relaxed,
+                budget_bytes,
+                recompute=self.recompute,
+                deadline=self.deadline,
+            ):
                 starts.append(start)
                 self.take(start, f"lanes at {lanes:.0%}", budget_bytes)
         if not starts:
-            return
+            away = all_moved(self.shape)
+            if away is None:
+                return
+            self.take(away, "all moved", budget_bytes)
+            if self.recompute or away.schedule.peak_bytes > budget_bytes:
+                return
+            starts.append(away)
         # Half of what time is left: the ways without lanes want a turn as well.
         half = now() + (self.deadline - now()) / 2
         best = min(starts, key=lambda item: item.seconds)
