@@ -69,6 +69,11 @@ def test_the_rival_is_the_quickest_that_holds_no_more():
     assert compiled_report.rival(rows, 80) is None
     ours = {"model": "net/1", "method": "sn_memory", "budget_bytes": 90, "step_s": 3.0}
     assert compiled_report.ratios([*rows, ours]) == [2.0]
+    above = {**ours, "budget_bytes": 110}
+    assert compiled_report.ratios([*rows[:2], {**rows[2], "step_s": 6.0}, above]) == [2.0]
+    assert compiled_report.ratios(
+        [*rows[:2], {**rows[2], "step_s": 6.0}, above], same_peak=True
+    ) == [0.5]
 
 
 @pytest.mark.slow
