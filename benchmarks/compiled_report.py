@@ -49,11 +49,12 @@ def ratios(rows: list[Row], *, same_peak: bool = False) -> list[float]:
     found = []
     for name in dict.fromkeys(it["model"] for it in rows):
         of_model = [it for it in rows if it["model"] == name]
-        peaks = {it["peak_bytes"] for it in of_model if it["method"].startswith("torch ")}
+        torchs = [it for it in of_model if it["method"].startswith("torch ")]
+        peaks = {it["peak_bytes"] for it in torchs}
         for row in of_model:
             if row["method"] == "sn_memory" and row["step_s"] and row["budget_bytes"] in peaks:
                 at = row["budget_bytes"]
-                others = [it for it in of_model if not same_peak or it["peak_bytes"] == at]
+                others = [it for it in torchs if not same_peak or it["peak_bytes"] == at]
                 other = rival(others, at)
                 assert other is not None
                 found.append(row["step_s"] / other["step_s"])
