@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 # Those whose memory is the host's, or nowhere.
-_ON_HOST = ("cpu", "meta", "mkldnn")
+_ON_HOST = ("cpu", "meta", "mkldnn", "mps")
 
 
 def is_apart(device: torch.device) -> bool:
     """Whether a device has memory beside the host's."""
-    return device.type not in _ON_HOST
+    return device.type not in _ON_HOST and hasattr(torch, device.type)
 
 
 def module_of(device: torch.device) -> Any:

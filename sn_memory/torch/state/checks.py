@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...base.errors import PlanError
-from ..device.accelerator import has_streams, is_apart
+from ..device.accelerator import has_streams
 
 
 def check_model(model: torch.nn.Module) -> None:
@@ -18,7 +18,7 @@ def check_model(model: torch.nn.Module) -> None:
 def check_device(model: torch.nn.Module) -> None:
     """Raise PlanError for a model on a device that cannot copy beside its ops."""
     for name, parameter in model.named_parameters():
-        if is_apart(parameter.device) and not has_streams(parameter.device):
+        if parameter.device.type not in ("cpu", "meta") and not has_streams(parameter.device):
             raise PlanError(
                 f"state: got the parameter {name!r} on {parameter.device}. State on the host is "
                 "for models on the CPU, or on a device with streams beside its ops. Leave state "
