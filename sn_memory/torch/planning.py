@@ -373,10 +373,8 @@ class Planning:
             update=self.update,
         )
         if self.state is not None:
-            # Speeds that were handed in, or that stand for any machine, are not measured; those of
-            # a GPU were, with the trace.
-            place = device_of(model)
-            measured = profile and self.device is None and place.type == "cpu"
+            # Speeds that were handed in, or that stand for any machine, are not measured.
+            measured = profile and self.device is None
             return self.state.replay(
                 model, traced, self.budget, self.planned_state, measured=measured
             )

@@ -21,7 +21,7 @@ from alone_group import init_alone
 from sn_compress import AutoCompression, FFTCompression, LowRankCompression
 from sn_compress.torch.ddp import CompressionState, compression_hook
 from sn_memory import Device
-from sn_memory.torch import plan
+from sn_memory.torch import PinnedState, plan
 from sn_memory.torch.device.streams import StreamLanes
 
 DEVICE = standin.start()
@@ -124,6 +124,21 @@ def test_backward_returns_when_gradients_are_on_the_host(monkeypatch):
     found = gradients(mine, sample)
     assert len(finished) == len(on_host)
     assert all(map(torch.equal, found, expected))
+
+
+def test_pinned_blocks_are_storages_of_their_own_and_speeds_are_measured():
+    arena = PinnedState(DEVICE)
+    first, second = (arena.resting(torch.empty(3, 5)) for _ in range(2))
+    assert first.is_pinned()
+    assert first.untyped_storage().nbytes() == first.nbytes
+    second.fill_(1)
+    assert not first.any()
+    large = arena.resting(torch.empty(1 << 25))
+    assert large.is_pinned()
+    assert arena.nbytes == (1 << 26) + (1 << 27)
+    assert all(it > 0 for it in arena.speeds())
+    with pytest.raises(ValueError, match="streams of its own"):
+        PinnedState("cpu")
 
 
 @pytest.mark.parametrize("late", [True, False])

@@ -44,6 +44,7 @@ class PinnedState(StateArena):
             )
         self._slabs: list[tuple[torch.Tensor, int]] = []
         self._lanes: Lanes | None = None
+        self._speeds: tuple[float, float] | None = None
         rests_for(self, self._device)
 
     @property
@@ -73,7 +74,7 @@ class PinnedState(StateArena):
 
     def speeds(self) -> tuple[float, float]:
         """Return bytes per second (to the host, back), measured once."""
-        if not hasattr(self, "_speeds"):
+        if self._speeds is None:
             here = torch.ones(_PROBE_BYTES, dtype=torch.uint8, device=self._device)
             host = torch.empty(_PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
             seconds = []
