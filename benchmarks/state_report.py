@@ -61,10 +61,12 @@ def hidden_table(rows: list[dict[str, Any]]) -> str:
                 f"{row['moved_mib']:.0f}" if moved else "0",
                 f"{row['copies_s']:.2f}" if moved else "",
                 f"{100 * row['hidden']:.0f}" if moved else "",
+                f"{row['step_s'] / row['plain_s']:.2f}" if moved else "",
             ]
         )  # fmt: skip
     head = ("network", "rate", "link, MiB/s", "unplanned, MiB", "budget", "peak", "offloaded",
-            "recomputed", "moved, MiB", "copies, s", "hidden, %")  # fmt: skip
+            "recomputed", "moved, MiB", "copies, s", "hidden, %",
+            "step, x plain")  # fmt: skip
     return markdown(head, lines)
 
 

@@ -41,7 +41,7 @@ def test_copies_behind_ops(report):
     assert all("modelled" in it["link"] for it in rows)
     copied = [it for it in rows if "hidden" in it]
     assert {it["model"] for it in copied} == {"vgg16", "unet"}
-    assert min(it["hidden"] for it in copied) >= 0.9
+    assert min(it["hidden"] for it in copied if it["share"] > 0.8) >= 0.9
     # Nothing hides behind a link of a thousandth: ops run again, and nothing is copied.
     slow = [it for it in rows if it["rate"] < 0.01]
     assert slow
