@@ -55,7 +55,7 @@ NETS: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[], torch.Tensor]]
     "unet": (lambda: Squares(UNet(width=24)), lambda: torch.randn(2, 1, 192, 192)),
 }
 RATES = (1.0, 2.0)
-SHARES = (0.9, 0.85, 0.6)
+SHARES = (0.9, 0.85, 0.65)
 SLOW = 0.001
 LIMIT_S = 8.0
 
