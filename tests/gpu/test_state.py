@@ -128,3 +128,35 @@ def test_another_shape_is_planned_with_the_state_where_it_is(device):
     expected, found = trained(plain, other, sample), trained(mine, optimizer, sample)
     assert found[0] == expected[0]
     assert all(map(torch.equal, found[1], expected[1]))
+
+
+def test_a_language_model_trains_and_writes(device):
+    """One of transformers, whose embedding is its last product's weight as well."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=64, n_head=4, vocab_size=512, n_positions=64, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    plain = transformers.GPT2LMHeadModel(config).to(device)
+    model, ids = copy.deepcopy(plain), torch.randint(1, 512, (4, 64), device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    other = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    mine = plan(
+        model, {"input_ids": ids, "labels": ids}, "40%", optimizer=optimizer, state="host",
+        update="backward", device=LINK, profile=False, time_limit_s=0.5, deterministic=True,
+    )  # fmt: skip
+    for step in range(3):
+        losses = []
+        for each, by in ((mine, optimizer), (plain, other)):
+            torch.manual_seed(step)
+            loss = each(input_ids=ids, labels=ids).loss
+            loss.backward()
+            by.step()
+            by.zero_grad()
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+    written = [
+        each.eval().generate(ids[:1, :4], max_new_tokens=4, do_sample=False, pad_token_id=0)
+        for each in (mine, plain)
+    ]
+    assert torch.equal(*written)
