@@ -130,6 +130,8 @@ def test_another_shape_is_planned_with_the_state_where_it_is(device):
     assert all(map(torch.equal, found[1], expected[1]))
 
 
+# Its `device` is that of its first parameter, which may rest on the host.
+@pytest.mark.filterwarnings("ignore:You are calling .generate")
 def test_a_language_model_trains_and_writes(device):
     """One of transformers, whose embedding is its last product's weight as well."""
     transformers = pytest.importorskip("transformers")
