@@ -100,7 +100,7 @@ def lane_seconds(holes: Holes, schedule: Schedule) -> float:
     clock = down = up = 0.0
     copied: dict[int, float] = {}
     ready: dict[int, float] = {}
-    reads, options = holes.graph.arrays.reads, holes.graph.arrays.seconds
+    reads, seconds = holes.graph.arrays.reads, seconds_of_runs(holes, schedule)
     for run, op in enumerate(schedule.ops):
         for storage in fetch.get(run, ()):
             begin = max(up, copied[storage], clock)
@@ -109,7 +109,7 @@ def lane_seconds(holes: Holes, schedule: Schedule) -> float:
         if ready:
             for storage in reads[op]:
                 clock = max(clock, ready.get(storage, 0.0))
-        clock += options[op][schedule.ways[run]] if schedule.ways else holes.seconds[op]
+        clock += seconds[run]
         for storage in leave.get(run, ()):
             begin = max(down, clock, ready.pop(storage, 0.0))
             down = begin + device.transfer_latency_s + sizes[storage] / out_speed
@@ -117,6 +117,14 @@ def lane_seconds(holes: Holes, schedule: Schedule) -> float:
         for storage in free.get(run, ()):
             clock = max(clock, copied[storage])
     return max([clock, *ready.values()])
+
+
+def seconds_of_runs(holes: Holes, schedule: Schedule) -> list[float]:
+    """Return the seconds of each run of a schedule, in the way it is carried out."""
+    if not schedule.ways:
+        return [holes.seconds[op] for op in schedule.ops]
+    options = holes.graph.arrays.seconds
+    return [options[op][way] for op, way in zip(schedule.ops, schedule.ways, strict=True)]
 
 
 def host_peak_bytes(holes: Holes, schedule: Schedule) -> int:

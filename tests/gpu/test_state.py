@@ -34,6 +34,20 @@ def trained(model, optimizer, sample, *, clip=None, passes=1, steps=3):
     return losses, [it.detach().cpu().clone() for it in model.parameters()]
 
 
+def assert_same(found, expected):
+    """Of two trainings: the same losses and the same parameters, to the bit."""
+    assert found[0] == expected[0]
+    assert all(map(torch.equal, found[1], expected[1]))
+
+
+def taught_by(mine, plain):
+    """The optimizer of a planned model, and one of the plain model with the same state."""
+    optimizer = next(iter(mine.sn_memory.state.owned.values())).optimizer
+    other = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return optimizer, other
+
+
 def both(device, budget, update, make=torch.optim.AdamW, **how):
     """Train a plain model and a planned one; return both, what each did, and the sample."""
     plain, sample = blocks(device), torch.randn(8, 16, 64, device=device)
@@ -55,14 +69,12 @@ def both(device, budget, update, make=torch.optim.AdamW, **how):
 )
 def test_training_is_bit_equal(device, budget, update, make):
     _, _, expected, found, _ = both(device, budget, update, make)
-    assert found[0] == expected[0]
-    assert all(map(torch.equal, found[1], expected[1]))
+    assert_same(found, expected)
 
 
 def test_gradients_are_added_on_the_host(device):
     _, _, expected, found, _ = both(device, "50%", "step", passes=3)
-    assert found[0] == expected[0]
-    assert all(map(torch.equal, found[1], expected[1]))
+    assert_same(found, expected)
 
 
 def test_gradients_are_clipped_where_they_are(device):
@@ -101,33 +113,25 @@ def test_a_model_is_made_on_the_host(device):
     )  # fmt: skip
     other = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     expected, found = trained(plain, other, sample), trained(mine, optimizer, sample)
-    assert found[0] == expected[0]
-    assert all(map(torch.equal, found[1], expected[1]))
+    assert_same(found, expected)
 
 
 def test_a_state_is_saved_and_loaded(device):
     """Into a plain optimizer, and back: the same training."""
     plain, mine, _, _, sample = both(device, "50%", "backward")
-    optimizer = next(iter(mine.sn_memory.state.owned.values())).optimizer
-    saved = {name: value.cpu() for name, value in mine.state_dict().items()}
-    other = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    plain.load_state_dict(saved)
+    optimizer, other = taught_by(mine, plain)
+    plain.load_state_dict({name: value.cpu() for name, value in mine.state_dict().items()})
     optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
     expected, found = trained(plain, other, sample), trained(mine, optimizer, sample)
-    assert found[0] == expected[0]
-    assert all(map(torch.equal, found[1], expected[1]))
+    assert_same(found, expected)
 
 
 def test_another_shape_is_planned_with_the_state_where_it_is(device):
     plain, mine, _, _, _ = both(device, "50%", "backward")
-    optimizer = next(iter(mine.sn_memory.state.owned.values())).optimizer
-    other = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer, other = taught_by(mine, plain)
     sample = torch.randn(5, 12, 64, device=device)
     expected, found = trained(plain, other, sample), trained(mine, optimizer, sample)
-    assert found[0] == expected[0]
-    assert all(map(torch.equal, found[1], expected[1]))
+    assert_same(found, expected)
 
 
 # Its `device` is that of its first parameter, which may rest on the host.

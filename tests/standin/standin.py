@@ -8,8 +8,8 @@ tests that want it run in processes of their own.
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,7 +28,7 @@ def library() -> Path:
     made = BUILD / f"device-{hashlib.sha256(text).hexdigest()[:12]}.so"
     if not made.exists():
         BUILD.mkdir(parents=True, exist_ok=True)
-        part = made.with_suffix(f".{hash(sys.argv[0]) & 0xFFFF:x}")
+        part = made.with_suffix(f".{os.getpid()}")
         include = root / "include"
         abi = int(torch.compiled_with_cxx11_abi())
         subprocess.run(

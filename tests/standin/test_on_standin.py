@@ -170,7 +170,6 @@ def test_a_compressed_step_asks_the_device_for_nothing(tmp_path, compression, la
             ddp.zero_grad()
             ddp(sample).square().mean().backward()
         crossed, asked = COUNTS.copies_to_host() - before[0], COUNTS.scalars() - before[1]
-        print(crossed, asked)
         assert asked == 0
         assert crossed <= 3
         assert all(it.grad.isfinite().all() for it in ddp.parameters())

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...base.clock import spend
-from ...cost.offload import lane_seconds
+from ...cost.offload import lane_seconds, seconds_of_runs
 from ...cost.schedule import HostCopy, Schedule
 from ...graph.holes import Holes
 
@@ -66,7 +66,7 @@ def _out(
         )
         for it in host_copies
     ]  # fmt: skip
-    ends = _later(copies, _seconds(holes, schedule), live, budget)
+    ends = _later(copies, seconds_of_runs(holes, schedule), live, budget)
     return [replace(it, freed=end) for it, end in zip(host_copies, ends, strict=True)]
 
 
@@ -90,18 +90,11 @@ def _back(
         size = holes.bytes[it.storage]
         copies.append(_Copy(last - read, last - it.fetched, last - it.freed - 1, size, seconds))
     live.reverse()
-    ends = _later(copies, _seconds(holes, schedule)[::-1], live, budget)
+    ends = _later(copies, seconds_of_runs(holes, schedule)[::-1], live, budget)
     live.reverse()
     # On the lane, and so at one run, what is read first comes first.
     order = sorted(range(len(copies)), key=lambda at: -copies[at].begin)
     return [replace(host_copies[at], fetched=last - ends[at]) for at in order]
-
-
-def _seconds(holes: Holes, schedule: Schedule) -> list[float]:
-    options = holes.graph.arrays.seconds
-    if not schedule.ways:
-        return [holes.seconds[op] for op in schedule.ops]
-    return [options[op][way] for op, way in zip(schedule.ops, schedule.ways, strict=True)]
 
 
 def _later(

@@ -48,7 +48,6 @@ _GRID = (0.5, 0.7, 0.3, 0.9, 0.1)
 # How often what lies between the largest share that keeps the bytes and the next is halved in; with
 # another solver it is done near to where that ended.
 _HALVED = 3
-_HALVED_OF_OTHERS = 3
 _NEAR_SHARE = 1 / 8
 # These are tried where nothing else keeps the bytes.
 _LAST_SHARES = (0.8, 0.6, 0.4, 0.2, 0.15)
@@ -397,9 +396,9 @@ class FusedPlanner:
             if solver not in largest or share > settings[largest[solver]][0]:
                 largest[solver] = at
         by_share = sorted(settings, key=lambda at: settings[at][0])
-        smallest, middle = by_share[:1], by_share[len(by_share) // 2 : len(by_share) // 2 + 1]
+        between = {by_share[0], by_share[len(by_share) // 2]} if by_share else set()
         made = [at for at in range(len(kept)) if at not in settings]
-        chosen = {*made[:1], *largest.values(), *smallest, *middle}
+        chosen = {*made[:1], *largest.values(), *between}
         for at in range(len(kept)):
             if len(chosen) < _COMPARED and self.cost(kept[at]) <= _NEAR_S * self.cost(kept[0]):
                 chosen.add(at)
@@ -437,13 +436,11 @@ class FusedPlanner:
             higher = min((it for it in _GRID if it > best), default=1.0)
             best = self.halved(first, best, higher, _HALVED, allowed, found)
         for solver in more:
-            if best and self.is_late():
-                break
-            if best:
-                low, high = max(0.0, best - _NEAR_SHARE), min(1.0, best + _NEAR_SHARE)
-                self.halved(solver, low, high, _HALVED_OF_OTHERS, allowed, found)
-            else:
+            if not best:
                 self.spread(solver, allowed, found)
+            elif not self.is_late():
+                low, high = max(0.0, best - _NEAR_SHARE), min(1.0, best + _NEAR_SHARE)
+                self.halved(solver, low, high, _HALVED, allowed, found)
         return found
 
     def spread(self, solver: str, allowed: int, found: list[Ground]) -> float:

@@ -68,12 +68,12 @@ def free_bytes(device: torch.device) -> int | None:
     return free
 
 
-def kinds() -> list[str]:
-    """Return the types of devices that are apart and that this torch knows by a module."""
-    named = ("cuda", "xpu", torch._C._get_privateuse1_backend_name())
-    return [it for it in named if hasattr(getattr(torch, it, None), "is_initialized")]
+def kinds() -> tuple[str, ...]:
+    """Return the types of devices that may be apart; cheap, as it is asked in each step."""
+    return "cuda", "xpu", torch._C._get_privateuse1_backend_name()
 
 
 def in_use() -> list[str]:
     """Return those of them that this process has begun to use."""
-    return [it for it in kinds() if getattr(torch, it).is_initialized()]
+    has_begun = {it: getattr(getattr(torch, it, None), "is_initialized", None) for it in kinds()}
+    return [it for it, begun in has_begun.items() if begun is not None and begun()]

@@ -18,6 +18,7 @@ from ...graph.liveness import peak
 from ...graph.unit import Unit
 from ...plan.plan import Plan
 from ...plan.state import StatePlan, plan_state, planned_with, step_bytes
+from ..device.accelerator import is_apart
 from ..device.resting import Brought
 from ..eager.replay import Replay
 from ..model.kinds import Arguments
@@ -214,7 +215,7 @@ class ModelState:
         """Let ops inside find on the device what rests on the host."""
         device = self.arena.device
         # On the CPU what rests is a tensor like any other.
-        return nullcontext() if device.type == "cpu" else Brought(self.arena, device)
+        return Brought(self.arena, device) if is_apart(device) else nullcontext()
 
     def end(self) -> None:
         """Wait for gradients that are on their way to the host: the caller reads `.grad` next."""
@@ -257,7 +258,7 @@ class ModelState:
         With `step` a gradient waits on the host, and torch wants `.grad` where the parameter is; so
         beside a device with memory of its own the parameter is there as well.
         """
-        apart = self.arena.device.type != "cpu"
+        apart = is_apart(self.arena.device)
         return ("host",) if apart and self.update == "step" else ("state", "host")
 
     def _updater(self, graph: Graph, units: Sequence[Unit]) -> str:

@@ -6,21 +6,20 @@ of the CPU: whoever looks at it after the backward pass or the optimizer's step 
 
 from __future__ import annotations
 
-import time
-
 import torch
 
-from ..device.accelerator import has_streams, synchronize
+from ..device.accelerator import has_streams
 from ..device.resting import rests_for
 from ..device.streams import Lanes, lanes_for
+from ..trace.op_seconds import transfer_speeds
 from .arena import StateArena
 
 # torch rounds pinned memory up to a power of two, so it is asked for in such pieces.
 _SLAB = 1 << 26
 # As the device's own allocator aligns.
 _ALIGNMENT = 512
-_PROBE_BYTES = 1 << 26
-_PROBES = 3
+# Elements that are copied to measure the way, as many as the trace of a step takes.
+_PROBE = 1 << 24
 
 
 class PinnedState(StateArena):
@@ -75,19 +74,7 @@ class PinnedState(StateArena):
     def speeds(self) -> tuple[float, float]:
         """Return bytes per second (to the host, back), measured once."""
         if self._speeds is None:
-            here = torch.ones(_PROBE_BYTES, dtype=torch.uint8, device=self._device)
-            host = torch.empty(_PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
-            seconds = []
-            for target, source in ((host, here), (here, host)):
-                each = []
-                for _ in range(_PROBES):
-                    synchronize(self._device)
-                    began = time.perf_counter()
-                    target.copy_(source, non_blocking=True)
-                    synchronize(self._device)
-                    each.append(time.perf_counter() - began)
-                seconds.append(min(each))
-            self._speeds = (_PROBE_BYTES / seconds[0], _PROBE_BYTES / seconds[1])
+            self._speeds = transfer_speeds(torch.ones(_PROBE, device=self._device))
         return self._speeds
 
     def reserved(self, size: int) -> torch.Tensor:

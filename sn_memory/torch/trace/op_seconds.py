@@ -119,13 +119,19 @@ def measured_device(device: torch.device) -> Device:
     block = torch.rand(1 << 24, device=device)
     target = torch.empty_like(block)
     copy_s = best_seconds(lambda: target.copy_(block), device)
-    host = torch.empty(1 << 24, pin_memory=is_apart(device))
-    up_s = best_seconds(lambda: host.copy_(block), device)
-    down_s = best_seconds(lambda: block.copy_(host), device)
-    size = block.nbytes
+    to_host, back = transfer_speeds(block)
     return Device(
-        str(device), 2 * side**3 / product_s, 2 * size / copy_s, size / up_s, size / down_s, 1e-5
+        str(device), 2 * side**3 / product_s, 2 * block.nbytes / copy_s, to_host, back, 1e-5
     )
+
+
+def transfer_speeds(block: torch.Tensor) -> tuple[float, float]:
+    """Return bytes per second from a block's device to the host, pinned memory, and back."""
+    device = block.device
+    host = torch.empty_like(block, device="cpu", pin_memory=is_apart(device))
+    to_host_s = best_seconds(lambda: host.copy_(block), device)
+    back_s = best_seconds(lambda: block.copy_(host), device)
+    return block.nbytes / to_host_s, block.nbytes / back_s
 
 
 def rebuilt(call: Call, recording: Recording) -> Callable[[], Any]:
