@@ -21,6 +21,9 @@ BAD_STEP = 15  # low rank is dense before step 10
 torch.set_num_threads(1)
 hvd.init()
 what, exchange = sys.argv[1:]
+if what == "kill":
+    # The launcher ends the others as soon as one is dead: they are to learn it by themselves.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 WAYS = {"gather": FFTCompression, "arrays": FFTCompression, "shared": LowRankCompression}
 if exchange == "arrays":
     payloads.on_host = fft.on_host = lambda values: isinstance(values, np.ndarray)
