@@ -22,7 +22,7 @@ from sn_memory.torch import plan, trace, verify
 from sn_memory.torch.eager import host_arena
 from sn_memory.torch.eager.host_arena import HostArena, HostCopy
 from sn_memory.torch.eager.replay import Replay
-from sn_memory.torch.eager.written import Row, written
+from sn_memory.torch.eager.written import Names, Row
 from sn_memory.torch.model.step import run_step
 from sn_memory.torch.trace.record import View
 
@@ -164,6 +164,11 @@ def boom(memory):
     raise HookError
 
 
+def begin(row, instructions):
+    """Let a row be as one that has not run."""
+    row.__init__(instructions, row.names)
+
+
 @pytest.mark.parametrize("where", ["forward", "backward", "between"])
 def test_a_step_that_ends_early_leaves_no_copy_behind(lanes, where):
     """An exception at any instruction, or no backward pass: the next step is as ever."""
@@ -173,20 +178,20 @@ def test_a_step_that_ends_early_leaves_no_copy_behind(lanes, where):
     replay = Replay(traced, replace(random_moves(traced, base, 3, share=1.0), peak_bytes=0))
     mine, plain = copy.deepcopy(model), copy.deepcopy(model)
     expected = run(plain, plain, sample)
-    rows = {"forward": [replay.program.forward], "between": [Row([])]}
+    rows = {"forward": [replay.program.forward], "between": [Row([], Names())]}
     rows["backward"] = [it.row for it in replay.program.backward]
-    for row in rows[where]:
-        for place in range(0, len(row.instructions) + 1, 4):
+    # All of them now: what runs is written.
+    for row, instructions in [(row, row.instructions) for row in rows[where]]:
+        for place in range(0, len(instructions) + 1, 4):
             if where == "between":
                 replay.run(mine, (sample,), {})
             else:
-                row.instructions.insert(place, boom)
-                for function in (None, written(row.instructions)):
-                    row.function = function
+                for is_checked in (False, True):
+                    begin(row, [*instructions[:place], boom, *instructions[place:]])
+                    row.is_checked = is_checked
                     with pytest.raises(HookError):
                         run(lambda x: replay.run(mine, (x,), {}), mine, sample)
-                row.instructions.pop(place)
-                row.function = None
+                begin(row, instructions)
             assert not made[0].faults, place
             assert not made[0].under_way(), place
             got = run(lambda x: replay.run(mine, (x,), {}), mine, sample)

@@ -2,7 +2,10 @@
 
 import copy
 import gc
+import threading
+import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from small_models import Everything, images, mlp
 
 from sn_memory.base.native import core
 from sn_memory.torch import plan
+from sn_memory.torch.eager import written
 from sn_memory.torch.errors import ReplayError
 from sn_memory.torch.model import recent
 
@@ -207,8 +211,37 @@ def test_written_out_is_as_checked():
         assert all(map(torch.equal, got, expected))
         buffers = zip(planned.buffers(), model.buffers(), strict=True)
         assert all(torch.equal(mine, plain) for mine, plain in buffers)
-    assert program.forward.function is not None
-    assert all(it.row.function is not None for it in program.backward)
+    rows_of_program = [program.forward, *(it.row for it in program.backward)]
+    assert all(it.is_checked and not it.instructions for it in rows_of_program)
+
+
+def test_threads_write_a_row_at_a_time(monkeypatch):
+    """Each begins before another has written all of it, and does all of it."""
+    monkeypatch.setattr(written, "PART", 3)
+    names = written.Names()
+    ran = {}
+
+    def note(number):
+        def instruction(memory):
+            ran[threading.get_ident()].append(number)
+            time.sleep(1e-4)
+
+        return instruction
+
+    def run():
+        ran[threading.get_ident()] = []
+        start.wait()
+        row.run(SimpleNamespace(held=[]))
+
+    row = written.Row([note(number) for number in range(50)], names)
+    row.is_checked = True
+    start = threading.Barrier(6)
+    threads = [threading.Thread(target=run) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert list(ran.values()) == [list(range(50))] * 6
 
 
 def test_small_gradients_end_few_sections():

@@ -36,7 +36,7 @@ from .instructions import (
     prefetch_storage,
 )
 from .journeys import journeys_of, live_bytes
-from .written import Row
+from .written import Names, Row
 
 # A section costs as much as tens of small calls. So it ends with gradients of so many bytes, or, of
 # a small net, with such a part of them all. DistributedDataParallel sends a mebibyte at least.
@@ -89,7 +89,7 @@ class Program:
         writer = _Writer(named, captured, plan, added)
         self.storages = len(captured.recording.nbytes) if added is None else added.storages
         before, self.backward = writer.instructions()
-        self.forward = Row(before)
+        self.forward = Row(before, writer.names)
         # Storages that the backward pass reads and somebody else could change in between.
         self.read_later = sorted(writer.read_later - writer.brought)
         self.forms = writer.forms
@@ -147,6 +147,7 @@ class _Writer:
     def __init__(self, named: Named, captured: Captured, plan: Plan, added: Added | None) -> None:
         self.named, self.captured, self.plan, self.added = named, captured, plan, added
         self.brought = frozenset[int]() if added is None else added.brought
+        self.names = Names()
         self.calls = captured.recording.calls
         runs = Counter(action.target for action in plan.actions if action.kind == "run")
         self.again = {name for name, count in runs.items() if count > 1}
@@ -250,7 +251,7 @@ class _Writer:
         """Return the section that ends with these gradients."""
         current += self.arrivals({view.storage for _, view in ready})
         return Section(
-            Row(current),
+            Row(current, self.names),
             [place for place, _ in ready],
             [Take(view, self.forms[view.storage]) for _, view in ready],
             [view.storage for _, view in ready],

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from threading import Lock
 from typing import Any
 
 import torch
@@ -24,8 +25,39 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 from ..device.accelerator import chance, set_chance
 from .instructions import FreeStorage, Instruction, Memory, RunCall, Take
 
-# Instructions that are compiled at once.
-PART = 1000
+Function = Callable[[Memory], None]
+# Instructions that are written as one function: Python takes some kilobytes to compile a line.
+PART = 100
+
+
+class Names:
+    """What the functions of a program speak of, by name. Most of it is in many of them.
+
+    Attributes
+    ----------
+    values
+        The globals of the functions.
+    lock
+        For who gives names: two threads may write at a time.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {
+            "view": torch.as_strided,
+            "leaves": tree_leaves,
+            "chance": chance,
+            "set_chance": set_chance,
+        }
+        self._known: dict[int, str] = {}
+        self.lock = Lock()
+
+    def name(self, letter: str, value: Any) -> str:
+        """Return the name of a value, a new one if it has none yet."""
+        known = self._known.get(id(value))
+        if known is None:
+            known = self._known[id(value)] = f"{letter}{len(self._known)}"
+            self.values[known] = value
+        return known
 
 
 class Row:
@@ -35,93 +67,76 @@ class Row:
     ----------
     instructions
         In order.
+    names
+        Of the program it is a part of.
 
     Attributes
     ----------
     is_checked
-        Whether results were seen to lie as traced.
-    function
-        What runs from then on; written by the next run.
+        Whether results were seen to lie as traced: what runs from then on is written.
     """
 
-    def __init__(self, instructions: list[Instruction]) -> None:
-        self.instructions = instructions
+    __slots__ = ("_state", "is_checked", "names")
+
+    def __init__(self, instructions: list[Instruction], names: Names) -> None:
+        self.names = names
         self.is_checked = False
-        self.function: Callable[[Memory], None] | None = None
+        # What is written, and what comes after it: exchanged at once, as two threads may run it.
+        self._state: tuple[tuple[Function, ...], list[Instruction]] = (), instructions
+
+    @property
+    def instructions(self) -> list[Instruction]:
+        """Those that are not written yet."""
+        return self._state[1]
 
     def run(self, memory: Memory) -> None:
         """Do all of it on what is held."""
-        if self.function is not None:
-            self.function(memory)
+        functions, left = self._state
+        for function in functions:
+            function(memory)
+        if not self.is_checked:
+            for instruction in left:
+                instruction(memory)
+            # Results that were put right are to be so again.
+            self.is_checked = not memory.layouts
             return
-        if self.is_checked:
-            self.function = written(self.instructions)
-            self.function(memory)
-            return
-        for instruction in self.instructions:
-            instruction(memory)
-        # Results that were put right are to be so again.
-        self.is_checked = not memory.layouts
+        while left:
+            function = written(left[:PART], self.names)
+            # Of a deep net the instructions would take as much again as what is written.
+            functions, left = (*functions, function), left[PART:]
+            self._state = functions, left
+            function(memory)
 
 
-def written(instructions: Sequence[Instruction]) -> Callable[[Memory], None]:
-    """Return a function that does what these do, without looking at results.
-
-    It is several in turn where there are many: Python takes some kilobytes to compile a line.
-    """
-    parts = [
-        _written(instructions[at : at + PART]) for at in range(0, max(1, len(instructions)), PART)
-    ]
-    if len(parts) == 1:
-        return parts[0]
-
-    def run_parts(memory: Memory) -> None:
-        for part in parts:
-            part(memory)
-
-    return run_parts
-
-
-def _written(instructions: Sequence[Instruction]) -> Callable[[Memory], None]:
-    writer = _Writer()
-    for kind, row in groupby(instructions, key=type):
-        if kind is FreeStorage:
-            writer.free([it for it in row if isinstance(it, FreeStorage)])
-            continue
-        for instruction in row:
-            if isinstance(instruction, RunCall):
-                writer.call(instruction)
-            else:
-                writer.lines.append(f"{writer.name('i', instruction)}(memory)")
-    return writer.function()
+def written(instructions: Sequence[Instruction], names: Names) -> Function:
+    """Return a function that does what these do, without looking at results."""
+    with names.lock:
+        writer = _Writer(names)
+        for kind, row in groupby(instructions, key=type):
+            if kind is FreeStorage:
+                writer.free([it for it in row if isinstance(it, FreeStorage)])
+                continue
+            for instruction in row:
+                if isinstance(instruction, RunCall):
+                    writer.call(instruction)
+                else:
+                    writer.lines.append(f"{names.name('i', instruction)}(memory)")
+        return writer.function()
 
 
 class _Writer:
-    """Writes the lines, and gives names to what they speak of."""
+    """Writes the lines of one function."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Names) -> None:
         self.lines: list[str] = ["h = memory.held"]
-        self.names: dict[str, Any] = {
-            "view": torch.as_strided,
-            "leaves": tree_leaves,
-            "chance": chance,
-            "set_chance": set_chance,
-        }
-        self._known: dict[int, str] = {}
+        self.names = names
+        self.name = names.name
 
-    def function(self) -> Callable[[Memory], None]:
+    def function(self) -> Function:
         source = "def run(memory):\n" + "".join(f"    {line}\n" for line in self.lines)
-        exec(compile(source, "<planned step>", "exec"), self.names)
-        made: Callable[[Memory], None] = self.names.pop("run")
-        return made
-
-    def name(self, letter: str, value: Any) -> str:
-        """Return the name of a value, a new one if it has none yet."""
-        known = self._known.get(id(value))
-        if known is None:
-            known = self._known[id(value)] = f"{letter}{len(self._known)}"
-            self.names[known] = value
-        return known
+        made: dict[str, Function] = {}
+        exec(compile(source, "<planned step>", "exec"), self.names.values, made)
+        return made["run"]
 
     def free(self, row: list[FreeStorage]) -> None:
         self.lines.append(" = ".join([*(f"h[{it.storage}]" for it in row), "None"]))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -84,12 +85,9 @@ def as_it_was(model: torch.nn.Module, given: Any = ()) -> Iterator[None]:
         values.put_back()
         for path, module, attributes, parts in before:
             changed += _differences(path, module, attributes, parts)
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
+            _fill(module.__dict__, attributes)
             for slot in slots:
-                held = getattr(module, slot)
-                held.clear()
-                held.update(parts[slot])
+                _fill(getattr(module, slot), parts[slot])
         for tensor, requires in wanted:
             tensor.requires_grad_(requires)
         torch.clear_autocast_cache()
@@ -101,6 +99,18 @@ def as_it_was(model: torch.nn.Module, given: Any = ()) -> Iterator[None]:
             "would not. Keep that in a buffer changed in place. If it does so in its first step "
             "only, run one step before planning."
         )
+
+
+def _fill(held: dict[str, Any], before: dict[str, Any]) -> None:
+    """Let a dict hold what it held before.
+
+    One that still does is left alone: filled anew, the attributes of each module would take three
+    times the memory, as they no longer share their names with those of its kind.
+    """
+    pairs = zip_longest(held.items(), before.items(), fillvalue=("", None))
+    if any(now[0] != then[0] or now[1] is not then[1] for now, then in pairs):
+        held.clear()
+        held.update(before)
 
 
 def _differences(

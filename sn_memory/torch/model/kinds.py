@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves
@@ -27,6 +27,7 @@ from .sharded import is_elsewhere
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 # How arguments are written: how many by place, and the names of the rest.
 Written = tuple[int, tuple[str, ...]]
+_Set = TypeVar("_Set", bound=frozenset[Any])
 _NUMBERS = (bool, int, float, str, type(None))
 
 
@@ -62,13 +63,15 @@ def kind_of(
             count += 1
         arguments.append((name, (str(spec), tuple(leaves))))
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in casting()]
+    # Of the many modules that are alike, what they hold is kept once.
+    alike: dict[frozenset[tuple[str, Hashable]], frozenset[tuple[str, Hashable]]] = {}
     kind = Kind(
         tuple(arguments),
         tuple(casts),
         tuple(it.requires_grad for it in model.parameters()),
         any(map(is_elsewhere, model.parameters())),
         tuple(
-            _settings(module, names, outermost=module is model)
+            _the_one(_settings(module, names, outermost=module is model), alike)
             for module, names in zip_longest(model.modules(), noted)
             if module is not None
         ),
@@ -103,7 +106,8 @@ def _by_identity(kind: type) -> bool:
 
 def attributes_of(model: torch.nn.Module) -> tuple[frozenset[str], ...]:
     """Return the names of the attributes of each module; of the outermost those it may read."""
-    names = [frozenset(module.__dict__) for module in model.modules()]
+    alike: dict[frozenset[str], frozenset[str]] = {}
+    names = [_the_one(frozenset(module.__dict__), alike) for module in model.modules()]
     return (names[0] - not_read(model), *names[1:])
 
 
@@ -225,6 +229,11 @@ def _settings(
     numbers = hooks(module)
     found.add(("its class", kind))
     return frozenset(found | {("its hooks", numbers)} if numbers else found)
+
+
+def _the_one(found: _Set, alike: dict[_Set, _Set]) -> _Set:
+    """Of equal sets the one that was there first."""
+    return alike.setdefault(found, found)
 
 
 def _is_hashable(value: Any) -> bool:
