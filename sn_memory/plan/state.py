@@ -153,35 +153,43 @@ def _counted(
     """Return the fastest plan found over the number of units on the host, all updated alike."""
     moves = [it for it in moves_of(graph, units) if it[1] in places]
     updaters = {it.parameter: by for it in units}
-    found: dict[int, StatePlan] = {}
+    # A plan of a deep net is tens of thousands of actions: none is held but the best so far.
+    best: StatePlan | None = None
+    keeps: dict[int, bool] = {}
 
-    def planned(count: int) -> StatePlan | None:
-        if count not in found:
+    def kept(count: int) -> bool:
+        """Plan with so many on the host; whether that keeps the budget."""
+        nonlocal best
+        if count not in keeps:
             try:
-                found[count] = planned_with(
+                found = planned_with(
                     graph, units, dict(moves[:count]), budget_bytes, planner, update=update,
                     updaters=updaters,
                 )  # fmt: skip
             except BudgetError:
                 if count == len(moves):
                     raise
-                return None
-        return found[count]
+                keeps[count] = False
+                return False
+            keeps[count] = True
+            if best is None or _ends(found) < _ends(best):
+                best = found
+        return keeps[count]
 
-    whole = planned(len(moves))
-    assert whole is not None
+    kept(len(moves))
     low, high = 0, len(moves)  # the fewest that keep the budget are in here
-    if planned(0) is not None:
+    if kept(0):
         high = 0
     while high - low > 1:
         middle = (low + high) // 2
-        if planned(middle) is None:
-            low = middle
-        else:
+        if kept(middle):
             high = middle
+        else:
+            low = middle
     for part in range(1, TRIED + 1):
-        planned(high + (len(moves) - high) * part // (TRIED + 1))
-    return min(found.values(), key=_ends)
+        kept(high + (len(moves) - high) * part // (TRIED + 1))
+    assert best is not None
+    return best
 
 
 def moves_of(graph: Graph, units: Sequence[Unit]) -> list[tuple[str, str]]:

@@ -99,9 +99,10 @@ def test_a_model_is_evaluated_and_saved_as_ever(device):
 
 def test_a_model_is_made_on_the_host(device):
     with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)), nn.BatchNorm1d(64))
     held = HostState() if device.type == "cpu" else PinnedState(device)
     held.hold(model)
+    assert {it.device.type for it in model.buffers()} == {device.type}
     for layer in model:
         layer.reset_parameters()
     plain = copy.deepcopy(model).to(device)

@@ -40,3 +40,15 @@ def test_both_are_asked_of_one_that_is_not(monkeypatch):
     monkeypatch.setattr(search, "relax", lambda *a, **k: asked.append("relax") or relax(*a, **k))
     plan_graph(graph, budget, techniques=("keep", "recompute"), time_limit_s=30)
     assert {"policy", "relax"} <= set(asked)
+
+
+def test_where_time_is_short_what_is_quickest_is_asked_first_and_to_its_end():
+    """A planner that takes minutes used to be cut first, and a budget refused that could be kept."""
+    graph = training_chain(900)
+    least = auto.policies.policy("sqrt_n")(graph, budget_bytes=None).peak_bytes
+    assert least < 0.3 * peak(graph).bytes
+    for limit in (0.01, 0.1, 1):
+        settings = {"techniques": ("keep", "recompute"), "deterministic": True}
+        plan = plan_graph(graph, least, time_limit_s=limit, **settings)
+        assert plan.peak_bytes <= least
+        check_plan(graph, plan)

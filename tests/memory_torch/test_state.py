@@ -352,6 +352,55 @@ def test_a_model_that_is_made_on_the_host(tmp_path):
     assert str(tmp_path) in repr(mine.sn_memory.state)
 
 
+class Normed(nn.Module):
+    """Has buffers: statistics, a count, and one that two modules share."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(16, 64), nn.BatchNorm1d(64)
+        self.last = nn.Linear(64, 16)
+        self.register_buffer("scale", torch.ones(()))
+        self.last.register_buffer("scale", self.scale)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)).relu()) * (1 + self.last.scale)
+
+
+def test_buffers_of_a_model_made_on_the_host_are_made_as_well(tmp_path):
+    with torch.device("meta"):
+        model = Normed()
+    held = HostState(tmp_path)
+    held.hold(model)
+    assert model.scale is model.last.scale
+    assert not model.scale.is_meta
+    assert model.scale == 0
+    plain = Normed()
+    model.load_state_dict(plain.state_dict())
+    optimizers = [torch.optim.SGD(it.parameters(), lr=0.1) for it in (model, plain)]
+    sample = torch.randn(32, 16)
+    mine = plan(model, sample, "90%", optimizer=optimizers[0], state=held, **SETTINGS)
+    for net, optimizer in zip((mine, plain), optimizers, strict=True):
+        for _ in range(3):
+            net(sample).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    own = mine.state_dict()
+    assert all(torch.equal(own[name], value) for name, value in plain.state_dict().items())
+
+
+def test_a_buffer_that_nothing_would_load_is_refused(tmp_path):
+    with torch.device("meta"):
+        model = Normed()
+        model.last.register_buffer("angles", torch.arange(8), persistent=False)
+    held = HostState(tmp_path)
+    with pytest.raises(PlanError, match=r"'last\.angles'.* would load it"):
+        held.hold(model)
+    # Nothing was begun.
+    assert all(it.is_meta for it in (*model.parameters(), *model.buffers()))
+    model.last.register_buffer("angles", torch.arange(8), persistent=False)
+    assert not any(it.is_meta for it in held.hold(model).buffers())
+
+
 @pytest.mark.parametrize(
     ("settings", "free", "found"),
     [

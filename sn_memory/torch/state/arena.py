@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...base.errors import PlanError
 from ..device.streams import Lanes, Ticket
 
 
@@ -94,8 +95,14 @@ class StateArena(ABC):
         """Move the parameters of a model to the host; of one on the meta device, make them there.
 
         Those of a meta model are zeros: initialise or load them afterwards, module by module. So a
-        model is made that fits nowhere else.
+        model is made that fits nowhere else. Its buffers become zeros on the device.
+
+        Raises
+        ------
+        PlanError
+            For a buffer on the meta device that no state dict has: nothing would load it.
         """
+        make_buffers(model, self.device)
         for parameter in dict.fromkeys(model.parameters()):
             self.take(parameter)
         return model
@@ -113,6 +120,28 @@ class StateArena(ABC):
         found = self.place(parameter)
         assert found is not None
         return found
+
+
+def make_buffers(model: torch.nn.Module, device: torch.device) -> None:
+    """Make the buffers of a model that are on the meta device: zeros, the same where they were."""
+    missing = [
+        (f"{path}.{name}" if path else name, module, name, buffer)
+        for path, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        if buffer.is_meta
+    ]
+    for path, module, name, _ in missing:
+        if name in module._non_persistent_buffers_set:
+            raise PlanError(
+                f"the buffer {path!r} is on the meta device and in no state dict, so that nothing "
+                "would load it. Give its module a real one before (register_buffer again), as the "
+                "module computes it when it is made."
+            )
+    made: dict[int, torch.Tensor] = {}
+    for _, module, name, buffer in missing:
+        module._buffers[name] = made.setdefault(
+            id(buffer), torch.zeros_like(buffer, device=device)
+        )
 
 
 def give_memory(parameter: torch.nn.Parameter, made: torch.Tensor) -> None:
