@@ -1,5 +1,7 @@
 """The ways of under_limit.py in torch: plain, torch.utils.checkpoint, and planned by sn_memory.
 
+Of `ours_state` the parameters lie on disk as well, as far as the plan wants them there.
+
 All update by SGD as gradients complete (`register_post_accumulate_grad_hook`), so that no way holds
 all gradients at once: what is left to grow with depth is parameters and activations. `update="end"`
 steps when all gradients are there, as most training loops do.
@@ -50,13 +52,23 @@ def prepared(asked: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
     """Return what runs a step, and what there is to say of it."""
     torch.manual_seed(0)
     make = {"resnet": _resnet, "gpt2": _gpt2}[asked["task"]]
-    model, sample, about = make(asked)
+    held = sn_memory.torch.HostState(in_place=False) if asked["way"] == "ours_state" else None
+    model, sample, about = make(asked, held)
     about["parameter_bytes"] = sum(it.nbytes for it in model.parameters())
-    if asked["way"] == "ours":
+    if held is not None:
+        optimizer = torch.optim.SGD(model.parameters(), RATE, foreach=False)
+        state = {"optimizer": optimizer, "state": held, "update": "backward"}
+    else:
+        state = {"update": "hooks" if asked["update"] == "early" else "step"}
+    if asked["way"].startswith("ours"):
         began = time.process_time()
-        model, planned = _planned(model, sample, asked)
+        model, planned = _planned(model, sample, asked, state)
         about |= planned | {"planning_cpu_s": time.process_time() - began}
-    update = _update_early(model) if asked["update"] == "early" else _update_at_end(model)
+    if held is not None:
+        # Not before: the plan gives the optimizer a step of its own.
+        update: Callable[[], Any] = optimizer.step
+    else:
+        update = _update_early(model) if asked["update"] == "early" else _update_at_end(model)
 
     def step() -> float:
         loss: Tensor = model(*sample)
@@ -68,7 +80,7 @@ def prepared(asked: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
 
 
 def _planned(
-    model: nn.Module, sample: tuple[Tensor, ...], asked: dict[str, Any]
+    model: nn.Module, sample: tuple[Tensor, ...], asked: dict[str, Any], state: dict[str, Any]
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Plan within the limit, less a margin for what is no storage: objects, scratch, page ends."""
     budget = asked["limit_bytes"] - asked["margin_bytes"]
@@ -80,12 +92,12 @@ def _planned(
         backend="graph",
         profile=False,
         trial=False,
-        update="hooks" if asked["update"] == "early" else "step",
         loss_chunks="auto" if asked["task"] == "gpt2" else None,
         time_limit_s=asked["time_limit_s"],
         # Work is counted, not seconds: the machine is shared with others.
         deterministic=True,
         progress=False,
+        **state,
     )
     made = planned.sn_memory.plan
     return planned, {
@@ -93,6 +105,7 @@ def _planned(
         "predicted_bytes": made.peak_bytes,
         "planned_extra": made.overhead,
         "ops": len(planned.sn_memory.trace.graph.ops),
+        **({"state": repr(planned.sn_memory.state)} if "state" in state else {}),
     }
 
 
@@ -140,15 +153,27 @@ class _Classified(nn.Module):
         return nn.functional.cross_entropy(y, labels)
 
 
-def _resnet(asked: dict[str, Any]) -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
+Made = tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]
+
+
+def _resnet(asked: dict[str, Any], held: sn_memory.torch.HostState | None) -> Made:
     """Of SuperNeurons' rule: 6, 32, n, 6 blocks of three layers, and two more."""
     third, width, side = asked["size"], asked.get("width", WIDTH), asked.get("side", SIDE)
-    model = _Classified(third, asked["way"], width)
+    # One that lies on disk is made there: it may not fit in memory.
+    with torch.device("cpu" if held is None else "meta"):
+        model = _Classified(third, asked["way"], width)
+    if held is not None:
+        held.hold(model)
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d | nn.BatchNorm2d | nn.Linear):
+                module.reset_parameters()
+        # What was touched would count as resident.
+        held.let_go()
     images, labels = torch.randn(BATCH, 3, side, side), torch.randint(0, 1000, (BATCH,))
     return model, (images, labels), {"depth": 3 * (44 + third) + 2, "images": BATCH}
 
 
-def _gpt2(asked: dict[str, Any]) -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
+def _gpt2(asked: dict[str, Any], held: None) -> Made:
     """Hugging Face's GPT-2, batch 1, the loss over all tokens and the whole vocabulary."""
     from transformers import GPT2Config, GPT2LMHeadModel
 

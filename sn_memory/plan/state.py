@@ -27,6 +27,8 @@ from .plan import BudgetError, Plan
 
 # Numbers of units on the host that are planned, beside the fewest and the most: each is a search.
 TRIED = 3
+# The fewest that keep the budget are found to this part of all: each halving is a search.
+GRAIN = 1 / 256
 # Shares of the host's updates that are tried on the device, those that come last.
 SHARES = (0.25, 0.5, 0.75)
 
@@ -180,7 +182,7 @@ def _counted(
     low, high = 0, len(moves)  # the fewest that keep the budget are in here
     if kept(0):
         high = 0
-    while high - low > 1:
+    while high - low > max(1, GRAIN * len(moves)):
         middle = (low + high) // 2
         if kept(middle):
             high = middle

@@ -43,7 +43,7 @@ def test_both_are_asked_of_one_that_is_not(monkeypatch):
 
 
 def test_where_time_is_short_what_is_quickest_is_asked_first_and_to_its_end():
-    """A planner that takes minutes used to be cut first, and a budget refused that could be kept."""
+    """One that takes minutes was cut before it, and a budget refused that could be kept."""
     graph = training_chain(900)
     least = auto.policies.policy("sqrt_n")(graph, budget_bytes=None).peak_bytes
     assert least < 0.3 * peak(graph).bytes

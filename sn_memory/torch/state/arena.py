@@ -91,6 +91,10 @@ class StateArena(ABC):
                 self.lanes().finish(place.written)
                 place.written = None
 
+    @abstractmethod
+    def let_go(self) -> None:
+        """Take no memory of the process for what rests, if that can be, until somebody looks."""
+
     def hold(self, model: torch.nn.Module) -> torch.nn.Module:
         """Move the parameters of a model to the host; of one on the meta device, make them there.
 

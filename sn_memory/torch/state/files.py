@@ -139,6 +139,7 @@ class HostState(StateArena):
         self.keep_cached, self.in_place = keep_cached, in_place
         self._end = 0
         self.files: dict[int, int] = {}
+        self._mappings: list[mmap.mmap] = []
         self._lanes: Lanes | None = None
 
     @property
@@ -191,12 +192,21 @@ class HostState(StateArena):
             self._speeds = (_PROBE_BYTES / times[0], _PROBE_BYTES / times[1])
         return self._speeds
 
+    def let_go(self) -> None:
+        """Take no memory of this process for what rests, until somebody looks at it.
+
+        Pages that were touched, as by initialising a model, are the file's alone from then on.
+        """
+        for memory in self._mappings:
+            memory.madvise(mmap.MADV_DONTNEED)
+
     def reserved(self, size: int) -> torch.Tensor:
         """Return a block of the file, of zeros."""
         offset, reserved = self._end, -(-max(size, 1) // _PAGE) * _PAGE
         os.posix_fallocate(self.file, offset, reserved)
         self._end = offset + reserved
         memory = mmap.mmap(self.file, reserved, offset=offset)
+        self._mappings.append(memory)
         block = torch.frombuffer(memory, dtype=torch.uint8, count=max(size, 1))[:size]
         self.files[block.data_ptr()] = offset
         return block

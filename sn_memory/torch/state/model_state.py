@@ -143,6 +143,8 @@ class ModelState:
         plan = replace(found.plan, baseline_peak_bytes=whole, budget_bytes=budget_bytes)
         self.latest = found = replace(found, plan=plan)
         self._own(model, found)
+        if by != "in place":
+            self.arena.let_go()
         sizes = {it.name: it.bytes for it in graph.storages}
         self._step_bytes = {
             it.parameter: step_bytes(

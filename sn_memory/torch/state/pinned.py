@@ -77,6 +77,9 @@ class PinnedState(StateArena):
             self._speeds = transfer_speeds(torch.ones(_PROBE, device=self._device))
         return self._speeds
 
+    def let_go(self) -> None:
+        """Nothing: pinned memory is taken for good."""
+
     def reserved(self, size: int) -> torch.Tensor:
         """Return a block of pinned memory, of zeros."""
         wanted = -(-max(size, 1) // _ALIGNMENT) * _ALIGNMENT
