@@ -52,7 +52,7 @@ def prepared(asked: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
     """Return what runs a step, and what there is to say of it."""
     torch.manual_seed(0)
     make = {"resnet": _resnet, "gpt2": _gpt2}[asked["task"]]
-    held = sn_memory.torch.HostState(in_place=False) if asked["way"] == "ours_state" else None
+    held = sn_memory.torch.HostState() if asked["way"] == "ours_state" else None
     model, sample, about = make(asked, held)
     about["parameter_bytes"] = sum(it.nbytes for it in model.parameters())
     if held is not None:
