@@ -94,6 +94,23 @@ def test_against_every_choice(sizes, update):
         assert max(live_bytes(found.graph, found.plan.actions)) == found.plan.peak_bytes <= budget
 
 
+def test_of_many_parameters_few_numbers_are_planned():
+    """How little has to move is found to one part in 256, however many there are."""
+    graph, units = chain(400)
+    asked = []
+
+    def quick(whole, budget_bytes):
+        asked.append(whole)
+        return plan_graph(whole, budget_bytes, planner="greedy")
+
+    budget = int(0.6 * (peak(graph).bytes + sum(it.state_bytes for it in units)))
+    found = plan_state(graph, units, budget, quick)
+    assert found.plan.peak_bytes <= budget
+    assert len(moves_of(graph, units)) == 800
+    # All, none, eight halvings, and three more.
+    assert 4 < len(asked) <= 13
+
+
 def test_all_stays_where_it_fits():
     graph, units = chain()
     found = plan_state(graph, units, 10**6, planner)
