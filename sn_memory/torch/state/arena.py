@@ -143,9 +143,7 @@ def make_buffers(model: torch.nn.Module, device: torch.device) -> None:
             )
     made: dict[int, torch.Tensor] = {}
     for _, module, name, buffer in missing:
-        module._buffers[name] = made.setdefault(
-            id(buffer), torch.zeros_like(buffer, device=device)
-        )
+        module._buffers[name] = made.setdefault(id(buffer), torch.zeros_like(buffer, device=device))
 
 
 def give_memory(parameter: torch.nn.Parameter, made: torch.Tensor) -> None:
