@@ -24,13 +24,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -38,6 +36,7 @@ from typing import Any
 import numpy as np
 import torch
 from machine import commit, machine
+from resident import Watch, status
 from torch import nn
 from training_rows import save
 
@@ -129,27 +128,6 @@ class Memmap:
         return update
 
 
-class Watch(threading.Thread):
-    """The most resident bytes, in samples of every 10 ms."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.most = {"RssAnon": 0, "RssFile": 0, "VmData": 0}
-        self.start()
-
-    def run(self) -> None:
-        while True:
-            now = status()
-            self.most = {name: max(it, now[name]) for name, it in self.most.items()}
-            time.sleep(0.01)
-
-
-def status() -> dict[str, int]:
-    """What the system says of this process, in bytes."""
-    text = Path("/proc/self/status").read_text()
-    return {name: int(kib) * 1024 for name, kib in re.findall(r"(\w+):\s+(\d+) kB", text)}
-
-
 def warm_up(folder: str) -> None:
     """Let everything be imported that any way imports later: it is no memory of the training."""
     with torch.device("meta"):
@@ -213,7 +191,7 @@ def child(way: str, steps: int, limit: int, budget: int, folder: str) -> dict[st
             optimizer.zero_grad()
         seconds.append(time.perf_counter() - began)
         losses.append(loss.item())
-    most = watch.most
+    most = watch.end()
     return found | {
         "losses": [it.hex() for it in losses],
         "seconds": seconds,

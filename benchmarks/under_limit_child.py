@@ -14,56 +14,19 @@ import importlib
 import json
 import resource
 import sys
-import threading
 import time
 import traceback
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "benchmarks")]
+from resident import Watch, status
+
 # Tasks, and the module that has their ways.
 MODULES = {
     "resnet": "under_limit_torch",
     "gpt2": "under_limit_torch",
     "resnet_tensorflow": "under_limit_tensorflow",
 }
-
-
-def held() -> dict[str, int]:
-    """What the kernel counts of this process, in bytes: VmData, VmRSS, VmHWM, RssAnon, RssFile."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    wanted = ("VmData", "VmRSS", "VmHWM", "RssAnon", "RssFile")
-    found = (line.split() for line in lines if line.startswith(wanted))
-    return {name.rstrip(":"): int(size) << 10 for name, size, _ in found}
-
-
-class Watch:
-    """The most that was anonymous, and that was mapped from files, in looks 50 ms apart.
-
-    What is mapped from the file of `ours_state` is resident as long as the system has room for it.
-    """
-
-    def __init__(self) -> None:
-        self.most = held()
-        self._ended = threading.Event()
-        threading.stack_size(1 << 18)
-        self._thread = threading.Thread(target=self._look, daemon=True)
-        self._thread.start()
-        threading.stack_size(0)
-
-    def _look(self) -> None:
-        while not self._ended.wait(0.05):
-            self.most = {name: max(size, self.most[name]) for name, size in held().items()}
-
-    def end(self, base: dict[str, int]) -> dict[str, int]:
-        """Stop, and return what there was beside a start."""
-        self._ended.set()
-        self._thread.join()
-        return {
-            "anonymous_bytes": self.most["RssAnon"] - base["RssAnon"],
-            "mapped_bytes": self.most["RssFile"] - base["RssFile"],
-        }
 
 
 def restart_high_water() -> None:
@@ -87,7 +50,7 @@ def trial(asked: dict[str, Any]) -> dict[str, Any]:
     """Train as asked for; what it took, or why it did not."""
     module = importlib.import_module(MODULES[asked["task"]])
     module.load()
-    base = held()
+    base = status()
     restart_high_water()
     if asked["limit_bytes"]:
         most = base["VmData"] + asked["limit_bytes"]
@@ -100,7 +63,7 @@ def trial(asked: dict[str, Any]) -> dict[str, Any]:
         found |= about
         found |= {"prepared_s": time.perf_counter() - began[0]}
         found |= {"prepared_cpu_s": time.process_time() - began[1]}
-        found |= {"prepared_peak_bytes": held()["VmHWM"] - base["VmRSS"]}
+        found |= {"prepared_peak_bytes": status()["VmHWM"] - base["VmRSS"]}
         losses, wall, cpu = [], [], []
         for _ in range(asked["steps"]):
             began = time.perf_counter(), time.process_time()
@@ -115,8 +78,12 @@ def trial(asked: dict[str, Any]) -> dict[str, Any]:
         if not found["out_of_memory"] and not module.refuses(error):
             traceback.print_exc()
             raise
-    found["resident_bytes"] = held()["VmHWM"] - base["VmRSS"]
-    return found | (watch.end(base) if watch else {})
+    found["resident_bytes"] = status()["VmHWM"] - base["VmRSS"]
+    if watch is not None:
+        most = watch.end()
+        found["anonymous_bytes"] = most["RssAnon"] - base["RssAnon"]
+        found["mapped_bytes"] = most["RssFile"] - base["RssFile"]
+    return found
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ RATE = 1e-3
 BATCH, SIDE, WIDTH = 16, 112, 16
 GPT2 = {"n_embd": 256, "n_layer": 6, "n_head": 4, "vocab_size": 50257}
 Step = Callable[[], float]
+# A model, its sample, and what there is to say of it.
+Made = tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]
 
 
 def load() -> None:
@@ -151,9 +153,6 @@ class _Classified(nn.Module):
             x = blocks(x)
         y = self.net.head(self.net.pool(x).flatten(1))
         return nn.functional.cross_entropy(y, labels)
-
-
-Made = tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]
 
 
 def _resnet(asked: dict[str, Any], held: sn_memory.torch.HostState | None) -> Made:

@@ -23,6 +23,20 @@ def deep(blocks):
     )
 
 
+class Counted:
+    """Python's bytes that are made inside: those that are kept, and the most there were."""
+
+    def __enter__(self):
+        gc.collect()
+        tracemalloc.start()
+        return self
+
+    def __exit__(self, *_):
+        gc.collect()
+        self.kept, self.most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+
+
 def test_equal_forms_are_one_object():
     calls = trace(deep(30), torch.randn(64, WIDTH), profile=False).captured.recording.calls
     views = [it for call in calls for it in call.flat if hasattr(it, "stride")]
@@ -37,12 +51,9 @@ def test_what_a_trace_keeps_of_a_call():
     sample = torch.randn(64, WIDTH)
     trace(deep(2), sample, profile=False)  # what is made once
     model = deep(120)
-    gc.collect()
-    tracemalloc.start()
-    traced = trace(model, sample, profile=False)
-    gc.collect()
-    kept, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
+    with Counted() as counted:
+        traced = trace(model, sample, profile=False)
+    kept = counted.kept
     # 2,500 bytes; 4,360 when sizes, strides and structures of arguments were made for each call.
     assert kept / len(traced.graph.ops) < 3400
 
@@ -69,13 +80,9 @@ def test_a_row_compiled_in_parts_does_the_same(monkeypatch):
 def kept_bytes(make):
     """Bytes that are kept when what is made for the first time was there before."""
     made = [make()]
-    gc.collect()
-    tracemalloc.start()
-    made.append(make())
-    gc.collect()
-    kept, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    return kept
+    with Counted() as counted:
+        made.append(make())
+    return counted.kept
 
 
 def test_modules_that_are_alike_are_noted_once():
@@ -109,16 +116,12 @@ def test_what_a_written_step_keeps_and_takes_to_write():
     for _ in range(3):
         step(small)
     step(planned)
-    gc.collect()
     calls = len(planned.sn_memory.trace.graph.ops)
-    tracemalloc.start()
-    step(planned)
-    gc.collect()
-    kept, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
+    with Counted() as counted:
+        step(planned)
     # 470 and 1.95 million bytes. The instructions go meanwhile, and were there before.
-    assert kept / calls < 600
-    assert most < 4e6
+    assert counted.kept / calls < 600
+    assert counted.most < 4e6
     program = planned.sn_memory.latest.program
     assert not any(
         it.instructions for it in (program.forward, *(it.row for it in program.backward))

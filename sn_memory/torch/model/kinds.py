@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves
@@ -27,7 +27,6 @@ from .sharded import is_elsewhere
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 # How arguments are written: how many by place, and the names of the rest.
 Written = tuple[int, tuple[str, ...]]
-_Set = TypeVar("_Set", bound=frozenset[Any])
 _NUMBERS = (bool, int, float, str, type(None))
 
 
@@ -63,6 +62,11 @@ def kind_of(
             count += 1
         arguments.append((name, (str(spec), tuple(leaves))))
     casts = [(kind, torch.get_autocast_dtype(kind)) for kind in casting()]
+    settings = (
+        _settings(module, names, outermost=module is model)
+        for module, names in zip_longest(model.modules(), noted)
+        if module is not None
+    )
     # Of the many modules that are alike, what they hold is kept once.
     alike: dict[frozenset[tuple[str, Hashable]], frozenset[tuple[str, Hashable]]] = {}
     kind = Kind(
@@ -70,11 +74,7 @@ def kind_of(
         tuple(casts),
         tuple(it.requires_grad for it in model.parameters()),
         any(map(is_elsewhere, model.parameters())),
-        tuple(
-            _the_one(_settings(module, names, outermost=module is model), alike)
-            for module, names in zip_longest(model.modules(), noted)
-            if module is not None
-        ),
+        tuple(alike.setdefault(it, it) for it in settings),
     )
     return kind if _is_hashable(kind) else None
 
@@ -107,7 +107,8 @@ def _by_identity(kind: type) -> bool:
 def attributes_of(model: torch.nn.Module) -> tuple[frozenset[str], ...]:
     """Return the names of the attributes of each module; of the outermost those it may read."""
     alike: dict[frozenset[str], frozenset[str]] = {}
-    names = [_the_one(frozenset(module.__dict__), alike) for module in model.modules()]
+    each = (frozenset(module.__dict__) for module in model.modules())
+    names = [alike.setdefault(it, it) for it in each]
     return (names[0] - not_read(model), *names[1:])
 
 
@@ -229,11 +230,6 @@ def _settings(
     numbers = hooks(module)
     found.add(("its class", kind))
     return frozenset(found | {("its hooks", numbers)} if numbers else found)
-
-
-def _the_one(found: _Set, alike: dict[_Set, _Set]) -> _Set:
-    """Of equal sets the one that was there first."""
-    return alike.setdefault(found, found)
 
 
 def _is_hashable(value: Any) -> bool:
