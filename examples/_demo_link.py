@@ -1,7 +1,7 @@
-"""The demo's first part: two ranks of DDP behind a slow link, plain and compressed.
+"""The demo's first part: two ranks of DDP behind a slow link, plain or compressed.
 
-Started by examples/demo.py once per rank, through benchmarks/ddp_ranks.py. Both ways are the same
-steps on the same images of Fashion-MNIST; only the communication hook differs.
+Started by examples/demo.py once per rank, through benchmarks/ddp_ranks.py. Every method trains the
+same steps on the same images of Fashion-MNIST; only the communication hook differs.
 """
 
 import sys
@@ -18,12 +18,12 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import ddp_ranks
 import nets
 
-from sn_compress import LowRankCompression
+import sn_compress
 from sn_compress.torch.ddp import CompressionState, compression_hook
 
 BATCH = 64  # images of a rank and step
-FEW = 2000  # test images along the way; at the end all 10,000
-ALONE = 10  # steps without the other rank, which say what computing takes
+TEST_IMAGES = 2000  # for the accuracy along the way; at the end all 10,000
+LOCAL_STEPS = 10  # without the other rank, to measure what computing takes
 
 
 def network():
@@ -34,21 +34,21 @@ def network():
 
 
 def accuracy(model, images, labels):
-    """Percent of the test images that are told right."""
+    """Percent of the test images that are classified right."""
     with torch.inference_mode():
         answers = torch.cat([model(part).argmax(1) for part in images.split(500)])
     return 100 * (answers == labels).double().mean().item()
 
 
 def work(job):
-    """In a rank: train one way; the seconds are of steps alone, not of looking at the accuracy."""
+    """In a rank: train with one method; the seconds are of the steps, without the accuracy."""
     torch.manual_seed(0)
     images, labels = nets.fashion_mnist("train")
     test_images, test_labels = nets.fashion_mnist("t10k")
     model, rank = network(), dist.get_rank()
     ddp, state = DistributedDataParallel(model), None
-    if job["ratio"]:
-        compression = LowRankCompression.using(ratio=job["ratio"])
+    if job["compression"]:
+        compression = getattr(sn_compress, job["compression"]).using(**job["settings"])
         state = CompressionState(compression, named_parameters=model.named_parameters())
         ddp.register_comm_hook(state, compression_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -63,11 +63,10 @@ def work(job):
         optimizer.step()
         seconds.append(time.perf_counter() - start)
         last = step == job["steps"] - 1
-        if rank == 0 and (step % job["every"] == 0 or last):
-            some = len(test_images) if last else FEW
-            told = accuracy(model, test_images[:some], test_labels[:some])
-            curve.append((sum(seconds), told))
-    for _ in range(ALONE):  # nothing is sent, and nothing of it is kept
+        if rank == 0 and (step % job["accuracy_every"] == 0 or last):
+            n = len(test_images) if last else TEST_IMAGES
+            curve.append((sum(seconds), accuracy(model, test_images[:n], test_labels[:n])))
+    for _ in range(LOCAL_STEPS):  # nothing is sent, and the gradients are not used
         start = time.perf_counter()
         with ddp.no_sync():
             nn.functional.cross_entropy(ddp(images[mine]), labels[mine]).backward()

@@ -1,12 +1,12 @@
-"""What both packages do, on Fashion-MNIST, in a few minutes: a table and a picture.
+"""What both packages do, on Fashion-MNIST, in about two minutes: two tables and a picture.
 
     python examples/demo.py
 
-1. Two ranks of torch's DDP behind a link of 100 Mbit/s train the same steps, plain and with
-   LowRankCompression: seconds and accuracy. The link is made of network namespaces, which needs
-   root and iproute2; where there are none it says so, and ranks talk over the loopback.
-2. A network trains without a limit of memory, fails under one, and trains under the same limit with
-   a plan of sn_memory.
+1. Two ranks of torch's DDP behind a link of 100 Mbit/s train the same steps three times: plain,
+   with FFTCompression, and with LowRankCompression. The link is made of network namespaces, which
+   need root and iproute2; without them the ranks use the loopback, and the demo says so.
+2. A network trains without a memory limit, runs out of memory under one, and trains under the same
+   limit with a plan of sn_memory.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import _demo_picture
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = ROOT / "examples"
-sys.path += [str(ROOT / "benchmarks"), str(ROOT / "scripts")]
+sys.path += [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "scripts")]
 
 import ddp_ranks  # noqa: E402  (folders that are no packages)
 import fetch_fashion_mnist  # noqa: E402
@@ -32,152 +32,196 @@ import shaped_links  # noqa: E402
 from sn_compress.base.text_table import text_table  # noqa: E402
 from sn_memory.base.sizes import show_bytes  # noqa: E402
 
-SETTLED = 15  # steps from which on a step is what it costs: the first ten are sent whole
+# By name: the compression, None for plain DDP, and its settings: FFT's own defaults, and low rank
+# at the same number of bytes.
+METHODS = {
+    "plain": (None, {}),
+    "FFTCompression": ("FFTCompression", {}),
+    "LowRankCompression": ("LowRankCompression", {"ratio": 50}),
+}
+STEP_PARTS = ("step", "computing", "codec", "exchange")
+WARMUP = 15  # steps left out of the median: the first ten are sent uncompressed
+UNLIMITED_STEPS = 3
 
 
-def behind_a_link(args):
-    """Train plain and compressed; what each rank found, and in words what was between them."""
+def train_behind_a_link(args):
+    """Train with each method; results by name, and what lies between the ranks, in words."""
     reason = shaped_links.why_not()
-    between = f"a link of {args.mbit:g} Mbit/s" if not reason else "the loopback, no slow link"
+    between = "the loopback, no slow link" if reason else f"a link of {args.mbit:g} Mbit/s"
     if reason:
         print(f"   No link can be shaped here: {reason}.", flush=True)
-        print("   Both train over the loopback: what fewer bytes gain does not show.", flush=True)
-    found = {}
-    for name, ratio in (("plain", 0), ("compressed", args.ratio)):
+        print("   All train over the loopback, where fewer bytes gain no time.", flush=True)
+    results = {}
+    for name, (compression, settings) in METHODS.items():
         print(f"   {name}: {args.steps} steps on 2 ranks, over {between}", flush=True)
-        job = {"steps": args.steps, "ratio": ratio, "every": max(1, args.steps // 12)}
+        job = {"steps": args.steps, "compression": compression, "settings": settings}
+        job["accuracy_every"] = max(1, args.steps // 12)
         with nullcontext() if reason else shaped_links.ShapedLinks(2, args.mbit / 1e3) as links:
             script = str(HERE / "_demo_link.py")
             try:
                 ranks = ddp_ranks.run_ranks(script, job, ranks=2, timeout_s=900, links=links)
             except RuntimeError as error:
                 raise SystemExit(f"a rank failed: {error}") from None
-        found[name] = in_parts(ranks)
-        print(f"   {found[name]['total_s']:.0f} s, {found[name]['accuracy']:.1f} %", flush=True)
-    return found, between
+        results[name] = summary(ranks)
+        print(f"   {results[name]['total_s']:.0f} s, {results[name]['accuracy']:.1f} %", flush=True)
+    return results, between
 
 
-def in_parts(ranks):
-    """Of both ranks: the seconds of a step by what they went into, and how the training went."""
-    settled = [rank["seconds"][SETTLED:] or rank["seconds"] for rank in ranks]
-    step_s = statistics.median(map(max, *settled))
+def summary(ranks):
+    """Of both ranks: where the seconds of a step went, bytes, and the accuracy over time."""
+    seconds = [rank["seconds"][WARMUP:] or rank["seconds"] for rank in ranks]
+    step_s = statistics.median(map(max, *seconds))
     report = ranks[0]["report"]
-    computing = statistics.median(s for rank in ranks for s in rank["computing"])
-    codec = min(report.get("codec_s", 0.0), step_s)
+    computing_s = statistics.median(s for rank in ranks for s in rank["computing"])
+    codec_s = min(report.get("codec_s", 0.0), step_s)
     return {
         "step_s": step_s,
-        "computing_s": min(computing, step_s - codec),
-        "codec_s": codec,
-        # What no computing and no codec hides: waiting for the link, and for the other rank.
-        "exchange_s": max(step_s - computing - codec, 0.0),
+        "computing_s": min(computing_s, step_s - codec_s),
+        "codec_s": codec_s,
+        # What neither computing nor the codec hides: waiting for the link and the other rank.
+        "exchange_s": max(step_s - computing_s - codec_s, 0.0),
         "total_s": ranks[0]["curve"][-1][0],
         "curve": ranks[0]["curve"],
         "accuracy": ranks[0]["curve"][-1][1],
         "ratio": report.get("ratio_after_warmup", 1.0),
-        "bytes": report.get("payload_bytes"),
     }
 
 
-def within_a_limit(args):
-    """Train without a limit, then plain and planned under one; what each of them told."""
+def train_under_a_limit(args):
+    """Train without a limit, then plain and planned under one; the result of each."""
     sizes = ["--batch", args.batch, "--depth", args.depth]
-    print(f"   no limit: {args.few} steps, to see what it takes", flush=True)
-    free = one_process("plain", *sizes, "--steps", args.few)
-    base, top = free["base"], max(size for _, size in free["curve"])
-    limit = int(base + args.share * (top - base))
-    print(f"   it takes {show_bytes(top)}; under a limit of {show_bytes(limit)}:", flush=True)
-    plain = one_process("plain", *sizes, "--steps", args.few, "--limit", limit)
-    print(f"   plain: {plain['ended'] or 'it trained: the limit is not kept here'}", flush=True)
-    limits = ["--limit", limit, "--beside", int(1.15 * free["beside"])]
-    planned = one_process("planned", *sizes, "--steps", args.planned_steps, *limits)
-    if planned["ended"]:
-        raise SystemExit(f"the planned training failed, too: {planned['ended']}")
-    same = planned["losses"][: args.few] == free["losses"][: args.few]
-    words = "the same to the bit" if same else "NOT the same"
-    print(f"   planned: trains; its losses are {words} as without a limit", flush=True)
+    print(f"   no limit: {UNLIMITED_STEPS} steps", flush=True)
+    free = run_alone("plain", *sizes, "--steps", UNLIMITED_STEPS)
+    if free["error"]:
+        raise SystemExit(f"training without a limit failed: {free['error']}")
+    needs = free["base"] + free["step_bytes"]
+    limit = free["base"] + free["reserve"] + int(args.budget * free["step_bytes"])
+    if limit > 0.9 * needs:
+        raise SystemExit(
+            f"a limit with room for kernels' scratch is {show_bytes(limit)}, and plain training "
+            f"needs {show_bytes(needs)}: too close to show anything; use a larger --batch"
+        )
+    print(f"   plain needs {show_bytes(needs)}; the limit is {show_bytes(limit)}", flush=True)
+    plain = run_alone("plain", *sizes, "--steps", UNLIMITED_STEPS, "--limit", limit)
+    print(
+        f"   plain, limited: {plain['error'] or 'trained; the limit is ignored here'}", flush=True
+    )
+    steps = args.planned_steps
+    print(f"   planned, limited: {steps} steps", flush=True)
+    planned = run_alone("planned", *sizes, "--steps", steps, "--limit", limit)
+    if planned["error"]:
+        same = None
+        print(f"   planned, limited: failed: {planned['error']}", flush=True)
+    else:
+        # A shorter run compares the steps it has.
+        common = min(steps, UNLIMITED_STEPS)
+        same = planned["losses"][:common] == free["losses"][:common]
+        equal = "bit-equal to" if same else "NOT equal to"
+        print(f"   planned: trains; its losses are {equal} those without a limit", flush=True)
     return {
-        "free": free, "plain": plain, "planned": planned, "limit": limit, "top": top, "same": same
+        "free": free, "plain": plain, "planned": planned, "needs": needs, "limit": limit,
+        "same": same,
     }  # fmt: skip
 
 
-def one_process(way, *flags):
-    """Run one training of the second part by itself; what it told, or how it was killed."""
+def run_alone(mode, *flags):
+    """Run one training of the second part in a process of its own; its result."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "told.json"
-        command = [sys.executable, HERE / "_demo_memory.py", way, out, *flags]
-        # What is given back goes back to the kernel, in all runs alike: the limit counts it.
+        out = Path(folder) / "result.json"
+        command = [sys.executable, HERE / "_demo_memory.py", mode, out, *flags]
+        # Freed tensors go back to the kernel at once, since the limit counts what malloc keeps.
         env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_ARENA_MAX": "1"}
         env["OMP_NUM_THREADS"] = "1"
-        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
         done = subprocess.run(list(map(str, command)), env=env, capture_output=True, text=True)
         if out.exists():
             return json.loads(out.read_text())
-    if done.returncode < 0 or "bad_alloc" in done.stderr:
-        # Killed, or its C++ found no memory where Python cannot catch it.
-        why = f"killed by signal {-done.returncode}"
-        return {"ended": why, "losses": [], "curve": [], "seconds": [], "base": 0}
-    raise SystemExit(f"{done.stdout}{done.stderr}\n{way} training ended with {done.returncode}")
+    if done.returncode < 0 or "bad_alloc" in done.stderr or "MemoryError" in done.stderr:
+        # C++ found no memory where Python cannot catch it, or Python none to end in order.
+        error = "out of memory" if done.returncode > 0 else f"killed by signal {-done.returncode}"
+        return {"error": error, "losses": [], "curve": [], "seconds": []}
+    raise SystemExit(f"{done.stdout}{done.stderr}\n{mode} training exited with {done.returncode}")
 
 
-def tables(link, between, memory):
-    """Both results as text."""
+def link_table(link, between):
+    """The first result as text."""
     rows = [
-        [name, it["total_s"], 1e3 * it["step_s"], 1e3 * it["computing_s"], 1e3 * it["codec_s"],
-         1e3 * it["exchange_s"], it["ratio"], it["accuracy"]]
-        for name, it in link.items()
+        [name, result["total_s"], *(1e3 * result[f"{part}_s"] for part in STEP_PARTS),
+         result["ratio"], result["accuracy"]]
+        for name, result in link.items()
     ]  # fmt: skip
     head = ("over " + between, "seconds", "ms/step", "computing", "codec", "waiting", "ratio", "%")
-    first = text_table(head, rows, ("", ".1f", ".1f", ".1f", ".1f", ".1f", ".1f", ".2f"))
-    planned, plain = memory["planned"], memory["plain"]
-    top = max((size for _, size in planned["curve"]), default=0)
+    return text_table(head, rows, ("", ".1f", ".1f", ".1f", ".1f", ".1f", ".1f", ".2f"))
+
+
+def memory_table(memory):
+    """The second result as text."""
     rows = [
-        ["no limit", show_bytes(memory["top"]), f"{memory['free']['losses'][-1]:.3f}", ""],
-        ["plain, limited", show_bytes(memory["limit"]), "", plain["ended"] or "trained"],
-        ["planned, limited", show_bytes(top), f"{planned['losses'][-1]:.3f}",
-         f"{len(planned['losses'])} steps"],
-    ]  # fmt: skip
-    lines = [f"{a:<18}{b:>12}{c:>10}  {d}" for a, b, c, d in [("", "memory", "loss", "")] + rows]
-    return first, "\n".join(line.rstrip() for line in lines)
+        ["no limit", show_bytes(memory["needs"]), loss_of(memory["free"]), ""],
+        *(
+            [f"{mode}, limited", show_bytes(memory["limit"]), loss_of(run), outcome(run)]
+            for mode, run in (("plain", memory["plain"]), ("planned", memory["planned"]))
+        ),
+    ]
+    lines = [f"{a:<18}{b:>12}{c:>10}  {d}" for a, b, c, d in [("", "memory", "loss", ""), *rows]]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def loss_of(result):
+    """The last loss, empty where there is none."""
+    return f"{result['losses'][-1]:.3f}" if result["losses"] else ""
+
+
+def outcome(result):
+    """How a run under the limit ended."""
+    return result["error"] or f"{len(result['losses'])} steps"
 
 
 def main():
     """Run both parts, print the tables, draw the picture."""
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    flags.add_argument("--steps", type=int, default=300, help="of the first part")
+    flags.add_argument("--steps", type=int, default=150, help="of the first part")
     flags.add_argument("--mbit", type=float, default=100, help="of the link")
-    flags.add_argument("--ratio", type=float, default=50, help="how many times fewer bytes")
-    flags.add_argument("--share", type=float, default=0.55, help="of what plain takes, the limit")
+    flags.add_argument("--budget", type=float, default=0.4, help="of the plan: share of plain's")
     flags.add_argument("--batch", type=int, default=256, help="of the second part")
     flags.add_argument("--depth", type=int, default=20, help="convolutions of the second part")
-    flags.add_argument("--planned-steps", type=int, default=12, help="of the second part")
+    flags.add_argument("--planned-steps", type=int, default=10, help="of the second part")
+    flags.add_argument("--part", choices=["link", "memory"], help="run only this one, no picture")
     flags.add_argument("--data", help="folder of Fashion-MNIST's four .gz files")
     flags.add_argument(
         "--out", type=Path, default=ROOT / "demo-results", help="where demo.png goes"
     )
     flags.add_argument("--quick", action="store_true", help="a few steps, to see that it runs")
     args = flags.parse_args()
-    args.few = 3
     if args.quick:
-        args.steps, args.planned_steps, args.batch, args.depth = 20, 4, 64, 10
+        args.steps, args.planned_steps = 20, 2
     if args.data:
         os.environ["FASHION_MNIST_DIR"] = args.data
     try:
-        found = fetch_fashion_mnist.find()
+        data = fetch_fashion_mnist.find()
     except FileNotFoundError as error:
         raise SystemExit(f"{error}. {fetch_fashion_mnist.HELP}") from None
-    if found is None:
-        raise SystemExit(f"Fashion-MNIST is nowhere. {fetch_fashion_mnist.HELP}")
+    if data is None:
+        raise SystemExit(f"Fashion-MNIST was not found. {fetch_fashion_mnist.HELP}")
     args.out.mkdir(parents=True, exist_ok=True)  # before the work, not after it
-    print("1. Two ranks behind a slow link", flush=True)
-    link, between = behind_a_link(args)
-    print("2. A network that does not fit", flush=True)
-    memory = within_a_limit(args)
-    _demo_picture.draw(link, between, memory, args.out / "demo.png")
-    first, second = tables(link, between, memory)
-    print(f"\n{first}\n\n{second}\n\n{args.out / 'demo.png'}")
-    if not memory["same"]:
-        raise SystemExit("planned losses are not those without a limit; please report it")
+    link = memory = None
+    results = []
+    if args.part != "memory":
+        print("1. Two ranks behind a slow link", flush=True)
+        link, between = train_behind_a_link(args)
+        results.append(link_table(link, between))
+    if args.part != "link":
+        print("2. A network that does not fit", flush=True)
+        memory = train_under_a_limit(args)
+        results.append(memory_table(memory))
+    if link and memory:
+        _demo_picture.draw(link, between, memory, args.out / "demo.png")
+        results.append(str(args.out / "demo.png"))
+    print("\n" + "\n\n".join(results), flush=True)
+    if memory and memory["planned"]["error"]:
+        raise SystemExit("the planned training failed under the limit; please report it")
+    if memory and not memory["same"]:
+        raise SystemExit("planned losses differ from those without a limit; please report it")
 
 
 if __name__ == "__main__":
