@@ -11,6 +11,7 @@ from ..run.verification import Verification
 from .model.compare import differences
 from .model.kind import Kind
 from .model.kinds import Arguments, kind_of
+from .model.sharded import here
 from .model.step import Loss, Measured, put_back, run_step
 from .model.wrapping import RECORD, plain_model
 from .planned import Planned
@@ -70,9 +71,14 @@ def verify(
         step = record.later.get(step, step)
     plain = plain_model(model)
 
+    parameters = list(model.named_parameters())
+    # Known by the plain step, which runs first.
+    written: list[torch.Tensor] | None = None
+
     def measured(run: Any, *, count: bool) -> Measured:
-        with put_back(model, sample):
-            return run_step(
+        nonlocal written
+        with put_back(model, sample, written=written) as watched:
+            found = run_step(
                 run,
                 model,
                 arguments,
@@ -83,6 +89,15 @@ def verify(
                 accumulate=accumulate,
                 by_allocator=run is model and getattr(step, "by_allocator", False),
             )
+            if written is None:
+                written = watched.weights()
+            ours = {id(it) for it in written}
+            found.results.update(
+                (f"parameter {name}", here(it).detach().clone())
+                for name, it in parameters
+                if id(it) in ours
+            )
+            return found
 
     expected, got = measured(plain, count=True), measured(model, count=True)
     different = differences(expected.results, got.results)

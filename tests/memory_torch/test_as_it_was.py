@@ -169,8 +169,84 @@ class Values(Base):
         return h if h.sum().item() < 1e9 else -h
 
 
+class Momentum(Base):
+    """A momentum encoder: its forward writes into parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.slow = copy.deepcopy(self.inner).requires_grad_(False)
+        for it in self.slow.parameters():
+            it.data.add_(0.01)
+
+    def forward(self, x):
+        self.follow()
+        return self.inner(x) - self.slow(x)
+
+    def follow(self):
+        with torch.no_grad():
+            for slow, quick in zip(self.slow.parameters(), self.inner.parameters(), strict=True):
+                slow.mul_(0.9).add_(quick, alpha=0.1)
+
+
+class MomentumByData(Momentum):
+    def follow(self):
+        for slow, quick in zip(self.slow.parameters(), self.inner.parameters(), strict=True):
+            slow.data.mul_(0.9).add_(quick.data, alpha=0.1)
+
+
+class MomentumAtOnce(Momentum):
+    def follow(self):
+        with torch.no_grad():
+            torch._foreach_lerp_([*self.slow.parameters()], [*self.inner.parameters()], 0.1)
+
+
+class MomentumInNewMemory(Momentum):
+    def follow(self):
+        for slow, quick in zip(self.slow.parameters(), self.inner.parameters(), strict=True):
+            slow.data = slow.data * 0.9 + quick.data * 0.1
+
+
+class MomentumInLists(Momentum):
+    """Keeps lists of the parameters, beside its modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.pairs = [*zip(self.slow.parameters(), self.inner.parameters(), strict=True)]
+
+    def follow(self):
+        with torch.no_grad():
+            for slow, quick in self.pairs:
+                slow.mul_(0.9).add_(quick, alpha=0.1)
+
+
+class Clamps(Base):
+    """Bounds its weights, as a critic of Wasserstein distances does."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            for it in self.parameters():
+                it.clamp_(-0.05, 0.05)
+        return self.inner(x)
+
+
+class OwnGenerators(Base):
+    """Draws from generators of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.generators = [np.random.default_rng(1), np.random.RandomState(1), random.Random(1)]
+        self.of_torch = torch.Generator()
+
+    def forward(self, x):
+        drawn = sum(float(it.random()) for it in (self.generators[0], self.generators[2]))
+        drawn += float(self.generators[1].rand())
+        return self.inner(x + torch.rand(x.shape, generator=self.of_torch) + drawn)
+
+
+MOMENTUM = (Momentum, MomentumByData, MomentumAtOnce)
 MODELS = (
     *(Plain, Values, Appends, Configured, Hooks, Lazy, Replaces, Gambles, Fails, Observed),
+    *(*MOMENTUM, MomentumInNewMemory, MomentumInLists, Clamps, OwnGenerators),
     Everything,
 )
 
@@ -194,6 +270,12 @@ def look(value, depth=8):
         return id(value), look(vars(value), depth - 1)
     if isinstance(value, Slotted):
         return id(value), look(value.kept, depth - 1)
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if isinstance(value, np.random.RandomState | random.Random):
+        return repr(value.get_state() if hasattr(value, "get_state") else value.getstate())
     return repr(value)
 
 
@@ -433,3 +515,84 @@ def test_a_count_in_a_tensor_goes_on(backend):
         assert it.count == 2
     for mine, theirs in zip(planned.parameters(), twin.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("backend", ["graph", "modules"])
+@pytest.mark.parametrize("kind", [*MOMENTUM, Clamps])
+def test_a_forward_that_writes_into_parameters_trains_as_ever(kind, backend):
+    """Its trial does not move them, so it agrees with the model's own step."""
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(128, 32)
+    twin = copy.deepcopy(model)
+    planned = plan(model, x, "90%" if backend == "graph" else "100%", backend=backend, profile=False)
+    assert not planned.sn_memory.trial.different
+    assert not verify(planned, x).different
+    losses = []
+    for it in (planned, twin):
+        optimizer = torch.optim.SGD([p for p in it.parameters() if p.requires_grad], 0.1)
+        losses.append([])
+        for step in range(3):
+            optimizer.zero_grad()
+            torch.manual_seed(step)
+            loss = it(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    assert losses[0] == losses[1]
+    assert all(map(torch.equal, planned.parameters(), twin.parameters()))
+
+
+class WritesInside(nn.Module):
+    """A module that writes into its own parameter: run again, it would do so twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.gain = nn.Parameter(torch.ones(32), requires_grad=False)
+
+    def forward(self, x):
+        self.gain.data.mul_(0.9)
+        return torch.tanh(self.linear(x) * self.gain)
+
+
+def test_a_module_that_writes_into_a_parameter_does_not_run_again():
+    torch.manual_seed(0)
+    model = nn.Sequential(mlp(6), WritesInside(), mlp(2))
+    twin, x = copy.deepcopy(model), torch.randn(128, 32)
+    planned = plan(model, x, "80%", backend="modules")
+    for it in (planned, twin):
+        it(x).square().mean().backward()
+    assert all(map(torch.equal, planned.parameters(), twin.parameters()))
+    assert all(
+        a.grad is b.grad or torch.equal(a.grad, b.grad)
+        for a, b in zip(planned.parameters(), twin.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (MomentumInNewMemory, r"sets \.data of slow\.0\.weight"),
+        (MomentumInLists, "keeps elsewhere than in its modules"),
+        (OwnGenerators, "generator of the model's own"),
+    ],
+)
+def test_what_a_replay_would_not_do_to_parameters_is_refused(kind, why):
+    with pytest.raises(TraceError, match=why):
+        trace(kind(), torch.randn(128, 32), profile=False)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_generator_of_the_models_own_is_refused(place):
+    """Drawn from by Python, it would be a constant of every step."""
+
+    class Draws(Base):
+        def __init__(self):
+            super().__init__()
+            self.own = (np.random.default_rng(1), np.random.RandomState(1), random.Random(1))[place]
+
+        def forward(self, x):
+            return self.inner(x + float((self.own.rand if place == 1 else self.own.random)()))
+
+    with pytest.raises(TraceError, match="generator of the model's own"):
+        trace(Draws(), torch.randn(128, 32), profile=False)

@@ -24,7 +24,7 @@ from ...base.host import available_bytes
 from ..device.accelerator import free_bytes, is_apart
 from ..errors import ReplayError, innermost_line
 from ..model.compare import differences
-from ..model.sharded import somewhere
+from ..model.sharded import here, somewhere
 from ..model.step import Measured, around, device_of, loss_among, put_back, run_step, tensors
 from ..trace.record import Layouts
 
@@ -240,8 +240,17 @@ def _planned(step: _Step, model: torch.nn.Module) -> Callable[..., Any]:
 
 
 def _measured(forward: Any, model: torch.nn.Module, arguments: Any) -> Measured:
-    with put_back(model, arguments):
-        return run_step(forward, model, arguments, count=False)
+    named = list(model.named_parameters())
+    with put_back(model, arguments) as written:
+        found = run_step(forward, model, arguments, count=False)
+        # A momentum encoder's are results as buffers are.
+        ours = {id(it) for it in written.weights()}
+        found.results.update(
+            (f"parameter {name}", here(own).detach().clone())
+            for name, own in named
+            if id(own) in ours
+        )
+        return found
 
 
 def _results(found: Measured) -> list[torch.Tensor]:

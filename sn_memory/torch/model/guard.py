@@ -18,7 +18,7 @@ import torch
 
 from ..device.accelerator import kinds
 from ..errors import TraceError
-from .marks import Marks, Values, kept_by
+from .marks import Generators, Marks, Values, kept_by
 
 # The generator behind np.random.rand and its like, which models draw from.
 _legacy: Any = np.random.mtrand._rand
@@ -70,8 +70,10 @@ def as_it_was(model: torch.nn.Module, given: Any = ()) -> Iterator[None]:
     )
     arguments = Marks([("arguments", given)])
     # Under fake tensors a real one that is met is computed with, and written to.
-    held = (it for _, _, attributes, _ in before for it in attributes.values())
-    values = Values((*kept.tensors(), *held), (*model.parameters(), *model.buffers()))
+    held = [*kept.values(), *(it for _, _, attributes, _ in before for it in attributes.values())]
+    values = Values(held, (*model.parameters(), *model.buffers()))
+    generators = Generators(held)
+    drawn = False
     changed: list[str] = []
     received: list[str] = []
     try:
@@ -80,9 +82,11 @@ def as_it_was(model: torch.nn.Module, given: Any = ()) -> Iterator[None]:
         # Read before it is put back, and all is put back whatever is found.
         changed += kept.changed()
         received += arguments.changed()
+        drawn = generators.changed()
         kept.put_back()
         arguments.put_back()
         values.put_back()
+        generators.put_back()
         for path, module, attributes, parts in before:
             changed += _differences(path, module, attributes, parts)
             _fill(module.__dict__, attributes)
@@ -93,6 +97,11 @@ def as_it_was(model: torch.nn.Module, given: Any = ()) -> Iterator[None]:
         torch.clear_autocast_cache()
     if received:
         raise changes_what_it_is_given()
+    if drawn:
+        raise TraceError(
+            "the forward pass draws from a generator of the model's own, so what it does differs "
+            "from step to step. Draw with torch's default generator and compute with the result."
+        )
     if changed:
         raise TraceError(
             f"the forward pass sets {', '.join(dict.fromkeys(changed[:5]))}; a replay of its calls "

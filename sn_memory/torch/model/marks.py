@@ -7,15 +7,21 @@ an object it was given (a cache), or register a hook in its first run; a hook ma
 from __future__ import annotations
 
 import logging
+import random
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_leaves
+
+from .sharded import pieces
 
 # Objects within objects are followed so far; a configuration has two or three levels.
 _DEPTH = 6
@@ -25,6 +31,7 @@ _OPAQUE = (
 )
 _GROUPS = (list, deque, set, dict)
 _THEIRS = ("torch", "numpy", "builtins", "collections", "sn_memory", "sn_compress")
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -71,10 +78,13 @@ class Marks:
         found = [name for name, holder, it in self._before if not _held(holder).same(it)]
         return list(dict.fromkeys(found))
 
+    def values(self) -> list[Any]:
+        """Return what was held."""
+        return [it for _, _, was in self._before for it in (*was.items, *was.attributes.values())]
+
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors that were held."""
-        held = (it for _, _, was in self._before for it in (*was.items, *was.attributes.values()))
-        return [it for it in held if isinstance(it, torch.Tensor)]
+        return [it for it in self.values() if isinstance(it, torch.Tensor)]
 
     def put_back(self) -> None:
         """Let all hold what they held."""
@@ -99,6 +109,97 @@ class Values:
         for tensor, value in self._before.values():
             # Beside autograd: a version that counts up would look like a change.
             tensor.data.copy_(value)
+
+
+class WrittenWeights(TorchDispatchMode):
+    """Puts back parameters that are written to inside, which it copies before the first write.
+
+    Copies of all of them would take as much memory as the model.
+    """
+
+    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        parts = ((weight, part) for weight in weights for part in pieces(weight))
+        self._weights = {part.untyped_storage()._cdata: (weight, part) for weight, part in parts}
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # Called at each write.
+        self.heard: Callable[[], None] | None = None
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Tell torch.compile that compiled code runs under it as any other."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            # A tensor made of others (DTensor) runs ops on these, which come by here in turn.
+            return NotImplemented
+        kwargs = kwargs or {}
+        for it in written_to(func, args, kwargs):
+            key = it.untyped_storage()._cdata
+            if key in self._weights:
+                part = self._weights[key][1]
+                if key not in self._before:
+                    self._before[key] = (part, part.detach().clone())
+                if self.heard is not None:
+                    self.heard()
+        return func(*args, **kwargs)
+
+    def weights(self) -> list[torch.Tensor]:
+        """Return the parameters that were written to."""
+        return [self._weights[key][0] for key in self._before]
+
+    def __exit__(self, *error: Any) -> Any:
+        result = super().__exit__(*error)
+        for part, value in self._before.values():
+            part.data.copy_(value)
+        return result
+
+
+def written_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that a call writes into, by its schema."""
+    if not func._schema.is_mutable:
+        return []
+    values = [
+        args[place] if place < len(args) else kwargs.get(it.name)
+        for place, it in enumerate(func._schema.arguments)
+        if it.alias_info is not None and it.alias_info.is_write
+    ]
+    return [it for it in tree_leaves(values) if isinstance(it, torch.Tensor)]
+
+
+class Generators:
+    """The states of random number generators among some values, when this is made."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        found = {id(it): it for it in values if isinstance(it, _GENERATORS)}
+        self._before = [(it, _state(it)) for it in found.values()]
+
+    def changed(self) -> bool:
+        """Whether one of them was drawn from."""
+        return any(repr(_state(it)) != repr(state) for it, state in self._before)
+
+    def put_back(self) -> None:
+        """Let them go on from where they were."""
+        for it, state in self._before:
+            if isinstance(it, torch.Generator):
+                it.set_state(state)
+            elif isinstance(it, np.random.Generator):
+                it.bit_generator.state = state
+            elif isinstance(it, np.random.RandomState):
+                it.set_state(state)
+            else:
+                it.setstate(state)
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, torch.Generator | np.random.RandomState):
+        return generator.get_state()
+    return generator.getstate()
 
 
 def kept_by(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..device.accelerator import in_use, now
 from ..device.resting import working_device
 from .allocations import AllocationTracker
 from .guard import outside_autocast
-from .marks import Marks, Values, kept_by
+from .marks import Generators, Marks, Values, WrittenWeights, kept_by
 from .results import tensors_of
 from .sharded import here, shards_put_back
 from .tracker import StorageTracker
@@ -181,26 +181,45 @@ def run_step(
 
 
 @contextmanager
-def put_back(model: torch.nn.Module, inputs: Any, *, inputs_too: bool = True) -> Iterator[None]:
-    """Put gradients, buffers, attributes and the states of chance back as they were.
+def put_back(
+    model: torch.nn.Module,
+    inputs: Any,
+    *,
+    inputs_too: bool = True,
+    written: Sequence[torch.Tensor] | None = None,
+) -> Iterator[WrittenWeights]:
+    """Put parameters, gradients, buffers, attributes and the states of chance back as they were.
 
     So are the tensors that modules have as attributes, and what lists, mappings and objects hold
-    that a forward pass or a hook may write to. Values of parameters are not: that is for training.
-    Inside, other parameters with the same memory stand in the model, so that hooks on the user's
-    own, an optimizer's step among them, do not run. With `inputs_too` values of inputs, which a
-    forward may scale in place, are copied and put back.
+    that a forward pass or a hook may write to. Gives who watches for writes into parameters, as a
+    momentum encoder's forward makes them. Inside, other parameters with the same memory stand in
+    the model, so that hooks on the user's own, an optimizer's step among them, do not run.
+
+    Parameters
+    ----------
+    model, inputs
+        What a step runs on.
+    inputs_too
+        Copy values of inputs, which a forward may scale in place, and put them back.
+    written
+        The parameters that an earlier such step was seen to write to: nothing is watched then, so
+        that seconds are the step's own.
     """
     weights, given = list(model.parameters()), tensors(inputs)
     gradients = [(it, it.grad, it.requires_grad) for it in (*weights, *given) if it.is_leaf]
     modules = list(model.modules())
     attributes = [(module, dict(module.__dict__)) for module in modules]
     kept = Marks([("arguments", inputs), *(it for module in modules for it in kept_by(module))])
-    held = (it for _, before in attributes for it in before.values())
+    held = [*kept.values(), *(it for _, before in attributes for it in before.values())]
     spared = [*weights, *(it for it in given if it.requires_grad or not inputs_too)]
-    values = Values((*model.buffers(), *given, *kept.tensors(), *held), spared)
+    generators = Generators(held)
+    values = Values((*model.buffers(), *given, *held), spared)
+    again = Values(written or (), ())
+    watched = WrittenWeights(weights)
     with chance_put_back(), shards_put_back(model) as shards, _without_hooks(model, shards):
         try:
-            yield
+            with watched if written is None else nullcontext():
+                yield watched
         finally:
             for module, before in attributes:
                 module.__dict__.clear()
@@ -209,7 +228,8 @@ def put_back(model: torch.nn.Module, inputs: Any, *, inputs_too: bool = True) ->
             for leaf, gradient, requires in gradients:
                 leaf.requires_grad_(requires)
                 leaf.grad = gradient
-            values.put_back()
+            for it in (values, again, generators):
+                it.put_back()
 
 
 @contextmanager

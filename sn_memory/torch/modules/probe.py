@@ -71,6 +71,8 @@ class Probe:
         Buffers whose values the pass changed, as (module, name).
     changes_inputs
         Whether the pass wrote into what the model is given.
+    written
+        Parameters that the pass wrote to.
     """
 
     def __init__(self, model: torch.nn.Module, arguments: tuple[Any, dict[str, Any]]) -> None:
@@ -85,7 +87,8 @@ class Probe:
         }
         args, kwargs = arguments
         entered = [(it, it._version) for it in tensors(arguments)]
-        with put_back(model, arguments):
+        with put_back(model, arguments) as written:
+            written.heard = self._wrote
             buffers = [
                 (module, name, it, it.clone())
                 for module in model.modules()
@@ -111,6 +114,12 @@ class Probe:
                 if fingerprint(given) != seen:
                     self._mark(module)
             self._given.clear()
+        self.written = written.weights()
+
+    def _wrote(self) -> None:
+        """Note that a parameter is written to: who does so would do it twice if run again."""
+        for run in self._running:
+            self._mark(run.module)
 
     def _run(self, forward: Callable[[], Any]) -> None:
         """Run the pass and drop what it saves; keep it where the model differentiates inside."""

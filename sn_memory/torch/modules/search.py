@@ -67,7 +67,7 @@ class Search:
         probe = Probe(model, arguments)
         probe.agree()
         self.behaviour, self.changed = probe.behaviour, probe.changed
-        self.changes_inputs = probe.changes_inputs
+        self.changes_inputs, self.written = probe.changes_inputs, probe.written
 
     def plan(self, budget: float | str) -> MeasuredPlan:
         baseline = self.measured([])
@@ -235,7 +235,9 @@ class Search:
                 self.step.inputs = None
             return outputs
 
-        with put_back(self.model, self.arguments, inputs_too=self.changes_inputs):
+        with put_back(
+            self.model, self.arguments, inputs_too=self.changes_inputs, written=self.written
+        ):
             found = run_step(forward, self.model, self.arguments, accumulate=self.step.accumulate)
         # Ranks that share parameters decide by the same numbers, or their collectives would part.
         peak, seconds = most(self.model, [found.peak_bytes + self.step.beside_bytes, found.seconds])

@@ -157,6 +157,8 @@ class _Capture:
         self.fakes: dict[int, torch.Tensor] = {}
         # Per fake of a parameter, whether it requires a gradient.
         self.wanted: dict[int, bool] = {}
+        # Per fake of a parameter or buffer, the number of its memory.
+        self.memory: dict[int, int] = {}
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         parameters = self.swapped("_parameters", "parameter")
@@ -236,8 +238,10 @@ class _Capture:
                 if tensor is None:
                     continue
                 tensors[name] = fake = self.fake(tensor, role)
+                self.memory[id(fake)] = self.recorder.view(fake).storage
                 if slot == "_parameters":
                     self.wanted[id(fake)] = fake.requires_grad
+                    self.recorder.weights.add(tensor.untyped_storage()._cdata)
                 found.setdefault(id(fake), (f"{path}.{name}" if path else name, fake))
             if isinstance(module, torch.nn.RNNBase) and slot == "_parameters":
                 # It keeps a list of its own, and would go on with the real ones.
@@ -309,6 +313,13 @@ class _Capture:
                     raise TraceError(
                         f"the forward pass puts a new tensor in the place of {where}. Change it in "
                         "place (copy_, mul_)."
+                    )
+                if tensor is not None and self.recorder.view(tensor).storage != self.memory.get(
+                    id(tensor)
+                ):
+                    raise TraceError(
+                        f"the forward pass sets .data of {where}, which a replay would not. Change "
+                        "it in place (copy_, mul_)."
                     )
                 if id(tensor) in self.wanted and tensor.requires_grad != self.wanted[id(tensor)]:
                     raise TraceError(

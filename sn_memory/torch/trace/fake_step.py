@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 from ..elsewhere.gpu import Gpu
 from ..elsewhere.scratch import form_of, scratch_bytes
 from ..model.guard import as_it_was
+from ..model.marks import WrittenWeights
 from ..model.results import tensors_of
 from ..model.step import Measured, chance_put_back, ends_of, run_step, tensors
 from ..model.tracker import StorageTracker
@@ -55,7 +56,9 @@ def fake_step(
     """
     mode = _Knowing()
     arguments = tree_map_only(torch.Tensor, mode.given, arguments)
-    with as_it_was(model), chance_put_back(), swapped(model, mode), mode:
+    # Small parameters that the model keeps in lists of its own are computed with as they are.
+    weights = WrittenWeights(model.parameters())
+    with as_it_was(model), chance_put_back(), weights, swapped(model, mode), mode:
         return run_step(model, model, arguments, known=known, heard=heard)
 
 

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import TraceError
+from ..model.marks import written_to
 
 # A conjugate, or a negation, is a mark on a tensor until somebody reads it, who then makes one that
 # has none. A call that is recorded bears no mark, so it is made where it is asked for.
@@ -196,6 +197,8 @@ class Recorder(TorchDispatchMode):
         self._lifted: dict[int, tuple[int, str]] = {}
         # Storages of which one is the other's conjugate.
         self._apart: set[int] = set()
+        # Memories of real parameters: fake ones stand in the modules for them.
+        self.weights: set[int] = set()
         self._silent = False
         # Sizes, strides and views that were met before: equal ones are one object.
         self._met: dict[Any, Any] = {}
@@ -241,6 +244,13 @@ class Recorder(TorchDispatchMode):
             return self._of_form(func, args, kwargs)
         if func in _MADE_AT_ONCE:
             return self._made_at_once(_MADE_AT_ONCE[func], args[0])
+        for it in written_to(func, args, kwargs) if self.weights else ():
+            if it.untyped_storage()._cdata in self.weights:
+                raise TraceError(
+                    f"{func} writes into a parameter of shape {tuple(it.shape)} that the model "
+                    "keeps elsewhere than in its modules. Take it from its module in the forward "
+                    "pass."
+                )
         flat, spec = flattened((args, kwargs))
         views = tuple(self._argument(arg, func) for arg in flat)
         result = func(*args, **kwargs)
