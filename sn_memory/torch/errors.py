@@ -1,6 +1,7 @@
 """What can go wrong between torch and the planner.
 
 TraceError(RuntimeError)    the model cannot be recorded, or not replayed as recorded; says where
+SampleError(TraceError)     the model itself fails on the sample
 ReplayError(RuntimeError)   a planned step cannot be carried out as traced
 """
 
@@ -19,6 +20,10 @@ class TraceError(RuntimeError):
 
     The message says which call, and what to do. The model is left as it was.
     """
+
+
+class SampleError(TraceError):
+    """The model itself fails on the sample, so that no other way to plan it helps."""
 
 
 class ReplayError(RuntimeError):
@@ -44,6 +49,18 @@ def sample_line(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         return f"{list(it.shape)} {str(it.dtype).removeprefix('torch.')}"
 
     return ", ".join(map(said, tree_leaves((args, kwargs)))) or "no arguments"
+
+
+def fails_on_sample(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], error: BaseException
+) -> SampleError:
+    """Return the refusal of a sample on which a model fails; quotes the model's own error."""
+    return SampleError(
+        f"{name} does not run on the sample, {sample_line(args, kwargs)}: "
+        f"{type(error).__name__}: {first_line(error).rstrip('.')}. Pass a sample that the model "
+        "takes, of the shapes, types and values it is trained on; or, for one that only has the "
+        "shapes and types, trial=False."
+    )
 
 
 def first_line(error: BaseException) -> str:

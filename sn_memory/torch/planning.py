@@ -31,9 +31,9 @@ from ..run.measured_choice import MeasuredPlan
 from .compile.backend import CompiledStep, Settings
 from .eager.compressed import as_planned
 from .eager.replay import Replay
-from .eager.trial import Trial, layouts_seen, tried
+from .eager.trial import Trial, layouts_seen, runs_on, tried
 from .elsewhere.gpu import gpu_of
-from .errors import TraceError, first_line, sample_line
+from .errors import SampleError, TraceError, fails_on_sample
 from .model.kinds import Arguments, changeable
 from .model.step import chance_put_back, device_of, wanted_bytes
 from .modules.backend import ModuleStep
@@ -197,7 +197,7 @@ class Planning:
         try:
             with chance_put_back():
                 return self.in_trial(backends[name](model, given), name, model, given)
-        except (BudgetError, ValueError, torch.OutOfMemoryError):
+        except (BudgetError, SampleError, ValueError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             # Modules are chosen by what was measured.
@@ -214,11 +214,7 @@ class Planning:
             if "allocate memory" in str(error):  # the CPU's allocator has no class for it
                 raise
             # Most of all a sample that the model does not take.
-            raise TraceError(
-                f"{name} does not run on the sample, {sample_line(*given)}: "
-                f"{type(error).__name__}: {first_line(error).rstrip('.')}. Pass a sample that "
-                "the model takes, of the shapes and types it is trained on."
-            ) from error
+            raise fails_on_sample(name, *given, error) from error
         warnings.warn(
             f"{name} is planned by modules, which saves less than a plan of its ops, because {why}",
             PlanWarning,
@@ -394,6 +390,8 @@ class Planning:
             )
             remark = "with its state on the host the planned step ran alone"
             return Made(step, backend, Trial(False, {}, remark=remark), step is not before)
+        if self.trial and isinstance(step, CompiledStep):
+            runs_on(model, given)
         if not self.trial or isinstance(step, CompiledStep | OnPaper):
             remark = "no trial was asked for, or compiled, or planned for another device"
             return Made(step, backend, Trial(False, {}, remark=remark))

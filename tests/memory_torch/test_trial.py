@@ -172,13 +172,36 @@ def test_the_models_own_error_is_raised():
         plan(mlp(2), torch.randn(4, 31), "80%", **SETTINGS)
 
 
-def test_a_sample_that_is_no_input_is_planned_untried():
+@pytest.mark.parametrize("backend", ["auto", "graph", "compile", "modules"])
+@pytest.mark.parametrize(
+    ("model", "sample", "own"),
+    [
+        (nn.Sequential(nn.Embedding(10, 32), *mlp(4)), torch.full((64,), 99), "index out of range"),
+        (mlp(4), torch.randn(64, 32, dtype=torch.float64), "same dtype"),
+    ],
+)
+def test_a_sample_on_which_the_model_fails_is_refused_with_its_error(model, sample, own, backend):
+    """Its plan, and a budget in percent, would be those of a step that cannot run."""
+    with pytest.raises(Exception, match=own) as refused:
+        plan(model, sample, "100%", backend=backend, **SETTINGS)
+    if backend != "modules":
+        assert isinstance(refused.value, TraceError)
+        assert "trial=False" in str(refused.value)
+
+
+def test_a_sample_that_is_no_input_is_planned_untried_if_asked_for():
     model = nn.Sequential(nn.Embedding(10, 32), *mlp(4))
-    sample = torch.full((64,), 99)
-    planned = plan(model, sample, "80%", **SETTINGS)
-    assert not planned.sn_memory.trial.compared
-    assert "IndexError" in planned.sn_memory.trial.remark
+    planned = plan(model, torch.full((64,), 99), "80%", trial=False, **SETTINGS)
     assert same(model, planned, torch.randint(0, 10, (64,)))
+
+
+@pytest.mark.parametrize("backend", ["graph", "compile", "modules"])
+def test_a_wrong_input_raises_the_models_error_and_logs_nothing(backend, capfd, caplog):
+    planned = plan(mlp(4), torch.randn(64, 32), "100%", backend=backend, **SETTINGS)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        planned(torch.randn(64, 31))
+    assert "fake_tensor" not in capfd.readouterr().err
+    assert not [it for it in caplog.records if it.name.startswith("torch._subclasses")]
 
 
 def test_a_trial_leaves_no_mark():

@@ -30,6 +30,7 @@ from ...plan.plan import BudgetError, Plan
 from ..errors import TraceError
 from ..model.step import tensors
 from ..trace.captured import Captured
+from ..trace.fake_rules import quiet
 from ..trace.record import Recording
 from ..trace.to_graph import Named, main_device, to_graph
 from ..trace.trace import Trace, operations
@@ -118,7 +119,8 @@ class CompiledStep:
         self.compiled = torch.compile(
             twin, backend=self._backend(hooks), fullgraph=True, dynamic=False
         )
-        self._prepare(args, kwargs)
+        with quiet():
+            self._prepare(args, kwargs)
 
     @property
     def trace(self) -> Trace:

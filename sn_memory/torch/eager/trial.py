@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...base.host import available_bytes
 from ..device.accelerator import free_bytes, is_apart
-from ..errors import ReplayError, innermost_line
+from ..errors import ReplayError, fails_on_sample, innermost_line
 from ..model.compare import differences
 from ..model.sharded import here, somewhere
 from ..model.step import Measured, around, device_of, loss_among, put_back, run_step, tensors
@@ -97,6 +97,11 @@ def tried(
         What the model's own step needs at its peak.
     gradients
         Whether gradients are to be compared; they are not where they are right on average only.
+
+    Raises
+    ------
+    SampleError
+        If the model's own step fails on the sample.
     """
     if not _real((*tensors(arguments), *model.parameters(), *model.buffers())):
         return Trial(False, {}, remark="the model or the sample has no memory")
@@ -112,8 +117,7 @@ def tried(
     except Exception as error:  # noqa: BLE001 - whatever it is, training would meet it
         own = _own_failure(model, arguments) if enough and not noted else None
         if own is not None:
-            remark = f"the model's own step fails on the sample: {_what(own)}"
-            return Trial(False, {}, remark=remark)
+            raise fails_on_sample(type(model).__name__, *arguments, own) from own
         if not noted:
             return Trial(False, {}, failure=_what(error))
     if noted:
@@ -134,6 +138,20 @@ def tried(
         return Trial(True, different, failure="on another rank its results are not the model's")
     reasons = _reasons(model, arguments, expected) if isinstance(step, _Replay) else []
     return replace(found, remark="; ".join([found.remark, *reasons]))
+
+
+def runs_on(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+    """Raise SampleError where a model's forward pass, run without gradients, fails on a sample."""
+    if not _real((*tensors(arguments), *model.parameters(), *model.buffers())):
+        return
+    args, kwargs = arguments
+    try:
+        with put_back(model, arguments), torch.no_grad():
+            model(*args, **kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise fails_on_sample(type(model).__name__, args, kwargs, error) from error
 
 
 def _own_failure(model: torch.nn.Module, arguments: Any) -> Exception | None:

@@ -34,7 +34,7 @@ from ..model.marks import Marks
 from ..model.results import taken_apart
 from ..ones.known import KnownOnes
 from .captured import Captured, assuming_ones
-from .fake_rules import FakeMode
+from .fake_rules import FakeMode, quiet
 from .record import Layouts, Recorder, layout_key
 from .simplify import without_unused
 
@@ -83,7 +83,7 @@ def _captured(
             "the model is a ScriptModule, whose parts cannot be swapped. Pass the nn.Module it was "
             "made from."
         )
-    with as_it_was(model, (args, kwargs)), no_chance():
+    with as_it_was(model, (args, kwargs)), no_chance(), quiet():
         try:
             return _Capture(model, layouts, inside, gpu, ones).run(args, kwargs)
         except TraceError:

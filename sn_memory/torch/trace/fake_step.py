@@ -40,7 +40,7 @@ from ..ones.known import (
 )
 from ..ones.values import COMPUTED, MOST_KNOWN, may_be_known
 from .capture import fake_of
-from .fake_rules import FakeMode
+from .fake_rules import FakeMode, quiet
 
 
 def fake_step(
@@ -261,7 +261,8 @@ def swapped(
             # It keeps a list of its own, and would go on with the real ones.
             module._flat_weights = [getattr(module, it) for it in module._flat_weights_names]
     try:
-        yield
+        with quiet():
+            yield
     finally:
         for own_tensors, own in before:
             cast("dict[str, Any]", own_tensors).update(own)
