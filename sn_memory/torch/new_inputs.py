@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
+from collections.abc import Iterable
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -29,7 +30,7 @@ from ..run.planned import PlannedKind
 from .eager.replay import Replay
 from .eager.trial import layouts_seen
 from .errors import first_line
-from .model.kind import Kind
+from .model.kind import OF_CALL, Kind, Name
 from .model.kinds import Arguments, kind_of
 from .model.sharded import first_fsdp_refused, of_first_fsdp
 from .model.step import apart, chance_put_back, tensors
@@ -44,6 +45,8 @@ log = logging.getLogger(__name__)
 
 # So many choices of modules are remembered.
 _SAFE = 16
+# So many values of one attribute or argument are planned for, the sample's among them.
+_VALUES = 3
 _LINE = "model = sn_memory.torch.plan(model, [sample, another], budget)"
 
 
@@ -121,6 +124,8 @@ class _FirstSight:
         self.how = ""
         # Where no plan of ops keeps the budget: the error, which says the smallest peak.
         self.over: BudgetError | None = None
+        # Whether a warning said already that modules run again, and why.
+        self.warned = False
 
     def step(self) -> Step:
         """Return what runs, and keep it."""
@@ -132,6 +137,8 @@ class _FirstSight:
 
     def found(self, began: float) -> Step:
         why, by_ops = self.refusal(), None
+        if not why or self.record.backend == "modules":
+            why = self.changing() or why
         hurried = not why and not self.record.strict and not self.record.time.left()
         if hurried:
             why = str(self.record.time)
@@ -168,12 +175,50 @@ class _FirstSight:
             return "the model is planned by modules"
         if self.kind is None:
             return "an argument is neither a tensor nor hashable"
+        if self.kind.free:
+            return f"{self.names(self.kind.free)} changes from step to step"
         if self.kind.sharded:
             return (
                 "parameters of modules inside it were sharded after planning, and a plan of ops "
                 "computes with whole ones"
             )
         return ""
+
+    def changing(self) -> str:
+        """Count what changed since the nearest kind; return why no more is planned for it."""
+        record = self.record
+        if self.kind is None or self.kind.free or not record.told:
+            return ""
+        changed = min((self.kind.changed_since(it) for it in record.told), key=len)
+        record.changes.update(changed)
+        often = {it for it in changed if record.changes[it] >= _VALUES}
+        if not often:
+            return ""
+        names, on_host = self.names(often), record.planning.state is not None
+        if not record.strict and (
+            not on_host or any(record.changes[it] == _VALUES for it in often)
+        ):
+            follows = "each is planned anew" if on_host else "modules run again in such steps"
+            self.warned = True
+            self.warn(
+                f"another value of {names} in {_VALUES} steps, and a plan is for one value. From "
+                f"now on {follows}. To plan once, for all values, pass it as a tensor, or keep it "
+                f"in a buffer that is changed in place; a few values can be planned ahead: {_LINE}"
+            )
+        if on_host:
+            return ""
+        record.free |= often
+        self.kind = self.like = self.kind.without(record.free)
+        return f"{names} changes from step to step"
+
+    def names(self, changed: Iterable[Name]) -> str:
+        paths = [path for path, _ in self.plain.named_modules()]
+        names = [
+            f"the argument {name}" if place == OF_CALL else f"{paths[place]}.{name}".lstrip(".")
+            for place, name in sorted(changed)
+        ]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return ", ".join(names[:3]) + more
 
     def by_ops(self) -> Step:
         """Return a step whose ops are planned: carried over, or searched for shortly."""
@@ -265,6 +310,9 @@ class _FirstSight:
             )
             self.refuse(why)
         if isinstance(step, ModuleStep):
+            if self.kind is not None and not step.sets <= self.record.free:
+                self.record.free |= step.sets
+                self.kind = self.like = self.kind.without(self.record.free)
             self.remember(step)
         if over > 0:
             self.warn(
@@ -278,7 +326,7 @@ class _FirstSight:
                 f"Within the budget it had, measured on this step: {summary(step.plan)}. To keep "
                 "the plan, shard the planned model alone, fully_shard(model)"
             )
-        elif self.record.backend != "modules":
+        elif self.record.backend != "modules" and not self.warned:
             self.warn(
                 f"{self.told()}: modules run again ({summary(step.plan)}), which may be slower "
                 f"than a plan of its ops, because {why}. Plan it as well: {_LINE}"

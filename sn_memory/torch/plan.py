@@ -353,6 +353,9 @@ def _record(
     for sampled, given, made in found:
         plan = made.step.plan
         kind = record.ones.noted(plain, sampled, given, looked_at(made.step))
+        if isinstance(made.step, ModuleStep):
+            record.free |= made.step.sets
+            kind = kind.without(record.free)
         record.steps[kind] = step = made.first or made.step
         if planning.accumulate:
             record.later[step] = made.step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from ..cost.devices import speeds
 from ..run.at_once import TimeToPlan
 from ..run.planned import PlannedKind, PlannedRecord
 from .eager.trial import Trial
-from .model.kind import Kind
+from .model.kind import Kind, Name
 from .model.kinds import Arguments, Written
 from .model.recent import Recent
 from .model.wrapping import plain_model
@@ -136,6 +137,10 @@ class Planned(PlannedRecord[Trace]):
         The kinds of the inputs that came last.
     ones
         Per kind of input, the arguments that a look is needed at: whether they are all ones.
+    changes
+        Of attributes and arguments, for how many values at first sight a plan was made.
+    free
+        Those that change from step to step, whose values are left out; see `Kind.without`.
     sampled
         The model and the form of the sample that `plan` made last.
     loss_chunks
@@ -161,6 +166,8 @@ class Planned(PlannedRecord[Trace]):
     told_of_several: bool = False
     recent: Recent = field(default_factory=Recent, repr=False)
     ones: Ones = field(default_factory=Ones, repr=False)
+    changes: Counter[Name] = field(default_factory=Counter, repr=False)
+    free: set[Name] = field(default_factory=set, repr=False)
     sampled: Sampled | None = field(default=None, repr=False)
     loss_chunks: int = 1
 
@@ -189,6 +196,12 @@ class Planned(PlannedRecord[Trace]):
             device=speeds(planning.device),
             optimizer=planning.optimizer,
         )
+
+    def known(self, kind: Kind | None) -> Kind | None:
+        """Return a kind as steps are kept for it: with all values, or without those that change."""
+        if kind is None or not self.free or kind in self.steps:
+            return kind
+        return kind.without(self.free)
 
     @property
     def state(self) -> StateOnHost | None:

@@ -39,6 +39,7 @@ class PlannedForward:
         )
         if kind is not None:
             kind = record.ones.kind(self, kind, (args, kwargs))  # type: ignore[arg-type]
+            kind = record.known(kind)
         step = None if kind is None else record.steps.get(kind)
         if step is None or getattr(step, "layouts", None):
             step = step_for(self, record, kind, (args, kwargs))  # type: ignore[arg-type]

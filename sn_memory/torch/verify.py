@@ -119,7 +119,7 @@ def verify(
 
 def _kind_of(record: Planned, model: torch.nn.Module, arguments: Arguments) -> Kind | None:
     kind = kind_of(model, *arguments, record.noted)
-    return kind and record.ones.kind(model, kind, arguments)
+    return record.known(kind and record.ones.kind(model, kind, arguments))
 
 
 def _step_of(record: Planned, model: torch.nn.Module, arguments: Arguments) -> Step | None:

@@ -524,7 +524,9 @@ def test_a_forward_that_writes_into_parameters_trains_as_ever(kind, backend):
     torch.manual_seed(0)
     model, x = kind(), torch.randn(128, 32)
     twin = copy.deepcopy(model)
-    planned = plan(model, x, "90%" if backend == "graph" else "100%", backend=backend, profile=False)
+    planned = plan(
+        model, x, "90%" if backend == "graph" else "100%", backend=backend, profile=False
+    )
     assert not planned.sn_memory.trial.different
     assert not verify(planned, x).different
     losses = []

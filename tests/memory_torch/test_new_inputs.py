@@ -4,6 +4,7 @@ import copy
 import logging
 import pickle
 import random
+import re
 import warnings
 from types import MethodType
 
@@ -515,3 +516,79 @@ def test_a_model_of_one_more_kind_keeps_what_was_asked_for():
     budgeted(rows(9))
     other = plan(budgeted, rows(48), "90%", **SETTINGS)
     assert [it.inputs for it in other.sn_memory.kinds] == ["input (64, 32)", "input (48, 32)"]
+
+
+class Annealed(nn.Module):
+    """Takes a temperature, as an argument or as an attribute, that training lets fall."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = mlp(4)
+        self.inner.scale = 1.0
+
+    def forward(self, x, tau=1.0):
+        return (self.inner(x) / (tau * self.inner.scale)).softmax(-1).square().mean()
+
+
+@pytest.mark.parametrize("backend", ["graph", "modules"])
+@pytest.mark.parametrize(
+    ("where", "named"), [("argument", "the argument tau"), ("attribute", r"inner\.scale")]
+)
+def test_a_number_that_changes_is_planned_for_three_times(where, named, backend):
+    """Then one warning names it, and the safe plan is for all its values."""
+    model = Annealed()
+    budget = "90%" if backend == "graph" else "100%"
+    planned = plan(model, (torch.randn(64, 32), 1.0), budget, backend=backend, profile=False)
+    twin, x = copy.deepcopy(model), torch.randn(64, 32)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(8):
+            tau = 1 / (2 + step)
+            losses = []
+            for it in (planned, twin):
+                it.zero_grad()
+                it.inner.scale = tau if where == "attribute" else 1.0
+                losses.append(it(x, 1.0 if where == "attribute" else tau))
+                losses[-1].backward()
+            assert losses[0] == losses[1]
+            assert all(
+                torch.equal(a.grad, b.grad)
+                for a, b in zip(planned.parameters(), twin.parameters(), strict=True)
+            )
+    assert len(planned.sn_memory.kinds) == 4
+    said = [str(it.message) for it in caught if issubclass(it.category, PlanWarning)]
+    assert len(said) == 1
+    assert re.search(f"another value of {named} in 3 steps.*pass it as a tensor", said[0])
+    if where == "argument":
+        assert verify(planned, (x, 0.01)).difference == 0
+    # A smaller batch needs no measurement of its own, either.
+    planned.zero_grad()
+    planned(x[:32], 1.0 if where == "attribute" else 0.01).backward()
+    assert planned.sn_memory.kinds[-1].how == "modules run again"
+
+
+def test_a_number_that_changes_is_refused_if_strict():
+    planned = plan(Annealed(), (torch.randn(64, 32), 1.0), "90%", strict=True, **SETTINGS)
+    with pytest.raises(PlanError, match="the argument tau changes from step to step"):  # noqa: PT012
+        for step in range(4):
+            planned(torch.randn(64, 32), 1 / (2 + step)).backward()
+            planned.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_attributes_that_a_forward_sets_make_no_other_kind():
+    """As the old `weight_norm` sets the weight in each step."""
+    layers = (nn.Sequential(nn.utils.weight_norm(nn.Linear(32, 32)), nn.Tanh()) for _ in range(4))
+    model, x = nn.Sequential(*layers), torch.randn(256, 32)
+    with pytest.warns(PlanWarning, match="by modules"):
+        planned = plan(model, x, "100%", profile=False)
+    peaks = []
+    for it in (planned, model):
+        it.zero_grad()
+        it(x).square().mean().backward()
+        it.zero_grad()
+        with StorageTracker() as tracker:
+            it(x).square().mean().backward()
+        peaks.append(tracker.peak_bytes)
+    assert peaks[0] <= peaks[1]
+    assert len(planned.sn_memory.kinds) == 1

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
+
+# An attribute, by the place of its module among all, and its name; or a whole argument, at OF_CALL.
+Name = tuple[int, str]
+OF_CALL = -1
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,9 @@ class Kind:
     ones
         Places, among what the arguments are made of, of inputs that are all ones, where the step
         was planned for that (a mask that masks nothing); see `ones/by_kind.py`.
+    free
+        Attributes and arguments whose values are left out, as they change from step to step: only
+        what runs the model's own forward may be planned for such a kind.
     """
 
     arguments: tuple[tuple[str, Any], ...]
@@ -38,6 +45,7 @@ class Kind:
     sharded: bool
     settings: tuple[frozenset[tuple[str, Hashable]], ...]
     ones: tuple[int, ...] = ()
+    free: tuple[Name, ...] = ()
 
     def __hash__(self) -> int:
         return self._hash
@@ -45,9 +53,8 @@ class Kind:
     @cached_property
     def _hash(self) -> int:
         # It is looked up in each step, and has an item for each module.
-        return hash(
-            (self.arguments, self.casts, self.wanted, self.sharded, self.settings, self.ones)
-        )
+        held = (self.arguments, self.casts, self.wanted, self.sharded, self.settings)
+        return hash((*held, self.ones, self.free))
 
     @property
     def wants_gradients(self) -> bool:
@@ -76,11 +83,45 @@ class Kind:
         names = [name for name, (_, leaves) in self.arguments for _ in leaves]
         return {names[at] for at in self.ones}
 
+    def without(self, free: Iterable[Name]) -> Kind:
+        """Return the kind without the values of some attributes and arguments."""
+        free = tuple(sorted({*free, *self.free}))
+        if free == self.free:
+            return self
+        names = set(free)
+        arguments = tuple(
+            (name, (spec, tuple(it if _is_tensor(it) else (object, "any") for it in leaves)))
+            if (OF_CALL, name) in names
+            else (name, (spec, leaves))
+            for name, (spec, leaves) in self.arguments
+            # One that is no tensor may as well be left at its default.
+            if (OF_CALL, name) not in names or any(map(_is_tensor, leaves))
+        )
+        settings = list(self.settings)
+        for place in {place for place, _ in free if 0 <= place < len(settings)}:
+            settings[place] = frozenset(it for it in settings[place] if (place, it[0]) not in names)
+        return replace(self, arguments=arguments, settings=tuple(settings), free=free)
+
+    def changed_since(self, other: Kind) -> set[Name]:
+        """Return the attributes and arguments that have another value, sizes of tensors apart."""
+        mine, theirs = dict(self.arguments), dict(other.arguments)
+        found = {
+            (OF_CALL, name)
+            for name in mine.keys() | theirs.keys()
+            if _differ(mine.get(name), theirs.get(name))
+        }
+        for place, (now, then) in enumerate(zip(self.settings, other.settings, strict=False)):
+            if now is not then:
+                found |= {(place, name) for name, _ in now ^ then}
+        return found
+
     def covers(self, other: Kind) -> bool:
         """Whether another kind is of the same modes and arguments, and no tensor larger."""
         if not set(self.ones) <= set(other.ones):
             return False
         if (self.casts, self.wanted, self.sharded) != (other.casts, other.wanted, other.sharded):
+            return False
+        if self.free != other.free:
             return False
         if self.settings != other.settings or len(self.arguments) != len(other.arguments):
             return False
@@ -125,6 +166,16 @@ class Kind:
 
 def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, tuple) and isinstance(leaf[0], tuple)
+
+
+def _differ(form: Any, other: Any) -> bool:
+    """Whether an argument's forms differ in more than tensors; None where it is at its default."""
+    if form is None or other is None:
+        return form is not other and not any(map(_is_tensor, (form or other)[1]))
+    if form[0] != other[0]:
+        return False
+    pairs = zip(form[1], other[1], strict=True)
+    return any(mine != its and not (_is_tensor(mine) and _is_tensor(its)) for mine, its in pairs)
 
 
 def _holds(leaf: Any, other: Any) -> bool:

@@ -73,6 +73,8 @@ class Probe:
         Whether the pass wrote into what the model is given.
     written
         Parameters that the pass wrote to.
+    sets
+        Attributes that the pass sets or changes, by the place of their module and their name.
     """
 
     def __init__(self, model: torch.nn.Module, arguments: tuple[Any, dict[str, Any]]) -> None:
@@ -104,12 +106,18 @@ class Probe:
             for module, name, buffer, before in buffers:
                 if module._buffers[name] is not buffer or not torch.equal(buffer, before):
                     self.changed.append((module, name))
-            for module, before, kept in attributes:
-                same = before.keys() == module.__dict__.keys() and all(
-                    module.__dict__[key] is it for key, it in before.items()
-                )
-                if not same or kept.changed():
+            self.sets: set[tuple[int, str]] = set()
+            for place, (module, before, kept) in enumerate(attributes):
+                now = module.__dict__
+                names = {
+                    name
+                    for name in before.keys() | now.keys()
+                    if name not in before or name not in now or now[name] is not before[name]
+                }
+                names.update(kept.changed())
+                if names:
                     self._mark(module)
+                self.sets |= {(place, name) for name in names}
             for module, given, seen in self._given:
                 if fingerprint(given) != seen:
                     self._mark(module)

@@ -68,6 +68,7 @@ class Search:
         probe.agree()
         self.behaviour, self.changed = probe.behaviour, probe.changed
         self.changes_inputs, self.written = probe.changes_inputs, probe.written
+        self.sets = probe.sets
 
     def plan(self, budget: float | str) -> MeasuredPlan:
         baseline = self.measured([])
