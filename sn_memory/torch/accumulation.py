@@ -30,6 +30,7 @@ from .model.wrapping import RECORD, inner_model, plain_class
 from .modules.backend import ModuleStep
 from .planned import Planned
 from .planning import EARLIER, Made, Planning, Step
+from .trace.op_seconds import while_training
 
 
 def planned_for_both(planning: Planning, model: torch.nn.Module, given: Arguments) -> Made:
@@ -136,7 +137,7 @@ def _with_gradients(model: torch.nn.Module, record: Planned, step: Step, given: 
         if step.trace is not None and any(record.steps[it] is step for it in record.at_sight):
             # As it was planned itself: nothing is timed, and the search is short.
             planning = planning.at_once(budget_bytes, step.trace.graph.device)
-        with _disable_current_modes(), sharing(planning.time_limit_s):
+        with _disable_current_modes(), sharing(planning.time_limit_s), while_training():
             made, least = _planned_with(planning, budget_bytes, step, inner_model(model), given)
         need = made.plan.peak_bytes
         line = repr(planning.share) if planning.share else str(least and least.peak_bytes)

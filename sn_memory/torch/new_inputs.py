@@ -39,6 +39,7 @@ from .modules.backend import ModuleStep
 from .on_paper import OnPaper
 from .planned import Planned
 from .planning import Step, looked_at, smallest_of_trace
+from .trace.op_seconds import while_training
 from .trace.trace import Trace, beside
 
 log = logging.getLogger(__name__)
@@ -144,7 +145,7 @@ class _FirstSight:
             why = str(self.record.time)
         if not why:
             try:
-                with _disable_current_modes(), chance_put_back():
+                with _disable_current_modes(), chance_put_back(), while_training():
                     by_ops = self.by_ops()
                     self.is_for(by_ops)
             except Exception as error:  # noqa: BLE001 - whatever it is, the safe step runs

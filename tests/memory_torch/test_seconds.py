@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,8 @@ from small_models import Everything, images, mlp
 from torch import nn
 
 from sn_memory.cost.devices import NOMINAL
-from sn_memory.torch import trace
+from sn_memory.torch import PlanWarning, plan, trace
+from sn_memory.torch.model.allocations import AllocationTracker
 from sn_memory.torch.trace import op_seconds
 from sn_memory.torch.trace.op_seconds import cached_seconds, circumstances, rebuilt
 from sn_memory.torch.trace.timeable import timeable
@@ -229,3 +231,38 @@ def test_two_at_once_keep_what_both_measured():
     thread.join(30)
     never = [("slow", lambda: None), ("quick", lambda: None)]
     assert cached_seconds(never, CPU) == [1.0, 2.0]
+
+
+def test_a_device_is_measured_once_and_with_no_more_than_an_op_takes(monkeypatch):
+    monkeypatch.setattr(op_seconds, "_MEASURED", {})
+    with AllocationTracker() as tracker:
+        speeds = op_seconds.measured_device(CPU, 600_000)
+    assert 0 < tracker.peak_bytes <= 600_000
+    monkeypatch.setattr(op_seconds, "best_seconds", None)
+    assert op_seconds.measured_device(CPU, 500_000) is speeds
+    with op_seconds.while_training():
+        assert op_seconds.measured_device(CPU, 1 << 30) is speeds
+
+
+@pytest.mark.parametrize("backend", ["graph", "compile"])
+def test_planning_while_training_measures_nothing(monkeypatch, backend):
+    """A second micro-batch, and a new size of batch, are planned with what is known."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(op_seconds, "_MEASURED", {})
+    model, settings = mlp(6), {"backend": backend, "compiler": "eager"}
+    planned = plan(model, torch.randn(256, 32), "80%" if backend == "graph" else "100%", **settings)
+    before = dict(op_seconds._MEASURED)
+
+    def refused(*_):
+        raise AssertionError("measured while training")
+
+    for name in ("best_seconds", "transfer_speeds"):
+        monkeypatch.setattr(op_seconds, name, refused)
+    monkeypatch.setattr(op_seconds, "_time", refused)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PlanWarning)
+        for rows in (256, 256, 200):
+            planned(torch.randn(rows, 32)).sum().backward()
+    assert planned.sn_memory.later
+    assert before == op_seconds._MEASURED
+    assert planned.sn_memory.kinds[-1].how != "modules run again"

@@ -15,7 +15,7 @@ import importlib
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from ..errors import TraceError
 from ..model.step import tensors
 from ..trace.captured import Captured
 from ..trace.fake_rules import quiet
+from ..trace.op_seconds import while_training
 from ..trace.record import Recording
 from ..trace.to_graph import Named, main_device, to_graph
 from ..trace.trace import Trace, operations
@@ -189,7 +190,8 @@ class CompiledStep:
 
         def backend(module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
             # As users call backward: outside of the `with torch.autocast` of the forward pass.
-            with functorch_config.patch(backward_pass_autocast="off"):
+            again = nullcontext() if self.dry else while_training()
+            with functorch_config.patch(backward_pass_autocast="off"), again:
                 run = inner(module, inputs)
 
             def ready(*args: Any) -> Any:

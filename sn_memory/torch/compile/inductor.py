@@ -346,7 +346,8 @@ def costs_of(inputs: Sequence[Any], asked: Asked) -> Costs:
     device = asked.device
     if device is None:
         with torch._subclasses.fake_tensor.unset_fake_temporarily():
-            device = measured_device(place) if asked.profile else NOMINAL
+            room = max(it.nbytes for it in inputs if isinstance(it, torch.Tensor))
+            device = measured_device(place, room) if asked.profile else NOMINAL
 
     def of(step: DryStep) -> tuple[list[float | None], list[float]]:
         seconds: list[float | None] = [None] * len(step.watch.steps)

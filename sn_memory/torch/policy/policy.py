@@ -24,7 +24,7 @@ from ...cost.devices import NOMINAL
 from ...graph.records import Device
 from ...plan.plan import BudgetError, percent_kept
 from ..errors import TraceError
-from ..trace.op_seconds import measured_device, measured_seconds
+from ..trace.op_seconds import largest_bytes, measured_device, measured_seconds
 from ..trace.record import Recording
 from ..trace.to_graph import flops
 from ..trace.trace import beside, call_arguments
@@ -268,7 +268,7 @@ def _seconds(
     place = next(iter(model.parameters())).device
     profile = profile and place.type != "meta"
     if device is None:
-        device = measured_device(place) if profile else NOMINAL
+        device = measured_device(place, largest_bytes(recording)) if profile else NOMINAL
     found = measured_seconds(recording, place) if profile else [None] * len(recording.calls)
     return [_roofline(recording, at, device) if it is None else it for at, it in enumerate(found)]
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ...graph.records import Workspace
-from .op_seconds import best_seconds, rebuilt, signature
+from .op_seconds import NotMeasured, best_seconds, not_while_training, rebuilt, signature
 from .record import Call, Recording
 
 # Switches of torch.backends.cudnn, by the name a Workspace carries. The first is the default.
@@ -30,6 +30,8 @@ _KINDS = ("convolution", "convolution_backward", "cudnn_convolution")
 
 # Seconds and workspace bytes of a call carried out in a way.
 Measure = Callable[[Call, str], tuple[float, int]]
+# Those that were measured, by device, signature and way.
+_FOUND: dict[str, dict[tuple[str, str], tuple[float, int]]] = {}
 
 
 def ways_of(recording: Recording, measure: Measure) -> list[tuple[Workspace, ...]]:
@@ -38,16 +40,24 @@ def ways_of(recording: Recording, measure: Measure) -> list[tuple[Workspace, ...
     A way that is neither faster nor smaller than another is left out; the default always stays
     first, as a plan without this would take it.
     """
-    return [_worthwhile(call, measure) if call.name in _KINDS else () for call in recording.calls]
+
+    def ways(call: Call) -> tuple[Workspace, ...]:
+        try:
+            return _worthwhile(call, measure) if call.name in _KINDS else ()
+        except NotMeasured:
+            return ()
+
+    return [ways(call) for call in recording.calls]
 
 
 def measured_on(recording: Recording, device: torch.device) -> Measure:
-    """Return what measures ways on a GPU; equal calls are measured once."""
-    found: dict[tuple[str, str], tuple[float, int]] = {}
+    """Return what measures ways on a GPU; equal calls are measured once, while training never."""
+    found = _FOUND.setdefault(str(device), {})
 
     def measure(call: Call, way: str) -> tuple[float, int]:
         key = (signature(call), way)
         if key not in found:
+            not_while_training()
             with carried_out(way), torch.no_grad():
                 run = rebuilt(call, recording)
                 run()

@@ -9,13 +9,17 @@ roofline, and the plan says how many ops are.
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 import torch
 
+from ...cost.devices import NOMINAL
 from ...cost.measured import is_seconds
 from ...cost.op_times import OpTimes, plain_name, quickest, while_time_lasts
 from ...graph.records import Device
@@ -24,6 +28,30 @@ from .record import Call, Recording, View
 from .timeable import timeable
 
 log = logging.getLogger(__name__)
+
+# Per device and settings, with how many elements its speeds were measured, and the speeds.
+_MEASURED: dict[tuple[str, str], tuple[int, Device]] = {}
+_TRAINING: ContextVar[bool] = ContextVar("sn_memory.training", default=False)
+
+
+@contextmanager
+def while_training() -> Iterator[None]:
+    """Let nothing be measured inside: what is not known yet takes memory that a budget lacks."""
+    token = _TRAINING.set(True)
+    try:
+        yield
+    finally:
+        _TRAINING.reset(token)
+
+
+class NotMeasured(Exception):  # noqa: N818 - says that something else stands in
+    """A model trains, and what is asked for was not measured before."""
+
+
+def not_while_training() -> None:
+    """Raise NotMeasured within `while_training`."""
+    if _TRAINING.get():
+        raise NotMeasured
 
 
 def measured_seconds(recording: Recording, device: torch.device) -> list[float | None]:
@@ -45,8 +73,9 @@ def cached_seconds(
         for key, (_, measure) in zip(keys, works, strict=True)
         if key not in times.table
     }
-    times.table.update(while_time_lasts(missing))
-    times.save(device)
+    if not _TRAINING.get():
+        times.table.update(while_time_lasts(missing))
+        times.save(device)
     return [times.table.get(key) for key in keys]
 
 
@@ -111,18 +140,38 @@ def signature(call: Call) -> str:
     return f"{call.target}({', '.join(parts)}){call.spec}"
 
 
-def measured_device(device: torch.device) -> Device:
-    """Return the speeds of a device, measured: matrix products, copies, transfers."""
-    side = 8192 if is_apart(device) else 1024
+def measured_device(device: torch.device, room_bytes: int) -> Device:
+    """Return the speeds of a device, measured: matrix products, copies, transfers.
+
+    They are measured once in a process, anew only with more room; while a model trains never.
+
+    room_bytes : what the largest op takes that is timed, so that this takes no more
+    """
+    count = max(min(1 << 24, room_bytes // 12), 1 << 12)
+    key = (str(device), circumstances())
+    measured, speeds = _MEASURED.get(key, (0, NOMINAL))
+    if measured >= count or _TRAINING.get():
+        return speeds
+    side = min(8192 if is_apart(device) else 1024, math.isqrt(count))
     left = torch.rand(side, side, device=device)
     product_s = best_seconds(lambda: left @ left, device)
-    block = torch.rand(1 << 24, device=device)
+    del left
+    block = torch.rand(count, device=device)
     target = torch.empty_like(block)
     copy_s = best_seconds(lambda: target.copy_(block), device)
+    del target
     to_host, back = transfer_speeds(block)
-    return Device(
+    speeds = Device(
         str(device), 2 * side**3 / product_s, 2 * block.nbytes / copy_s, to_host, back, 1e-5
     )
+    _MEASURED[key] = (count, speeds)
+    return speeds
+
+
+def largest_bytes(recording: Recording) -> int:
+    """Return the bytes of what the largest call reads, makes and writes."""
+    touched = ({*it.reads, *it.makes, *it.writes} for it in recording.calls)
+    return max((sum(recording.nbytes[it] for it in each) for each in touched), default=0)
 
 
 def transfer_speeds(block: torch.Tensor) -> tuple[float, float]:

@@ -28,7 +28,7 @@ from .capture import capture
 from .captured import Captured
 from .compressible import Form, Widths, forms, seconds_of_forms
 from .convolutions import Measure, measured_on, ways_of
-from .op_seconds import measured_device, measured_seconds
+from .op_seconds import largest_bytes, measured_device, measured_seconds
 from .optimizer import optimizer_memory
 from .rearrange import accumulated, put_off, spared, taken_apart
 from .record import Layouts, Recording, View
@@ -307,7 +307,8 @@ def operations(
     """Return the speeds of a device and the seconds of each call on it; None is left to speeds."""
     profile = profile and place.type != "meta"
     if device is None:
-        device = measured_device(place) if profile else NOMINAL
+        room = largest_bytes(captured.recording)
+        device = measured_device(place, room) if profile else NOMINAL
     calls = captured.recording.calls
     return device, measured_seconds(captured.recording, place) if profile else [None] * len(calls)
 
