@@ -47,7 +47,7 @@ def _for_both(planning: Planning, model: torch.nn.Module, given: Arguments) -> M
     if not planning.accumulate or isinstance(planning.planner, Plan):
         return made
     budget_bytes = parse_bytes(planning.budget, whole=made.step.plan.baseline_peak_bytes)
-    alone = replace(planning, accumulate=False, budget=budget_bytes)
+    alone = replace(planning, accumulate=False, budget=budget_bytes, after_first=made.after_first)
     try:
         return replace(made, first=alone.like(made.step, model, given))
     except BudgetError:

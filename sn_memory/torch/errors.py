@@ -1,6 +1,7 @@
 """What can go wrong between torch and the planner.
 
 TraceError(RuntimeError)    the model cannot be recorded, or not replayed as recorded; says where
+SetsStateError(TraceError)  the forward pass sets Python state, which a replay would not
 SampleError(TraceError)     the model itself fails on the sample
 ReplayError(RuntimeError)   a planned step cannot be carried out as traced
 """
@@ -20,6 +21,10 @@ class TraceError(RuntimeError):
 
     The message says which call, and what to do. The model is left as it was.
     """
+
+
+class SetsStateError(TraceError):
+    """The forward pass sets attributes, or writes into lists and objects; perhaps at first only."""
 
 
 class SampleError(TraceError):

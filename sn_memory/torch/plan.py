@@ -276,6 +276,7 @@ def plan(
         with speaking(progress):
             made = planned_for_both(planning, plain, given)
         found.append((kind, given, made))
+        planning = replace(planning, after_first=made.after_first or planning.after_first)
         planning = replace(planning, budget=_budget_bytes(planning, made))
         if made.trial.different:
             warnings.warn(

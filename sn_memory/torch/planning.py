@@ -31,9 +31,9 @@ from ..run.measured_choice import MeasuredPlan
 from .compile.backend import CompiledStep, Settings
 from .eager.compressed import as_planned
 from .eager.replay import Replay
-from .eager.trial import Trial, layouts_seen, runs_on, tried
+from .eager.trial import Trial, after_first, layouts_seen, runs_on, tried
 from .elsewhere.gpu import gpu_of
-from .errors import SampleError, TraceError, fails_on_sample
+from .errors import SampleError, SetsStateError, TraceError, fails_on_sample
 from .model.kinds import Arguments, changeable
 from .model.step import chance_put_back, device_of, wanted_bytes
 from .modules.backend import ModuleStep
@@ -122,6 +122,8 @@ class Made:
         Whether kernels laid results out otherwise than traced, so that it was traced again.
     first
         What runs in its place where no gradients are there, if it was planned for some.
+    after_first
+        Whether it was traced as it is after a first forward pass.
     """
 
     step: Step
@@ -129,6 +131,7 @@ class Made:
     trial: Trial
     laid_out_otherwise: bool = False
     first: Step | None = None
+    after_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,8 @@ class Planning:
     was_compiled: bool = False
     state: StateOnHost | None = None
     update: str = "step"
+    # Whether the step is traced as it is after a first forward pass, which sets what it keeps.
+    after_first: bool = False
 
     @property
     def compresses(self) -> bool:
@@ -199,16 +204,28 @@ class Planning:
                 return self.in_trial(backends[name](model, given), name, model, given)
         except (BudgetError, SampleError, ValueError, torch.OutOfMemoryError):
             raise
-        except Exception as error:
+        except Exception as failure:
+            error = failure
+            if isinstance(error, SetsStateError) and name == "graph" and self.may_run_first:
+                try:
+                    return self.made_after_first(model, given)
+                except (BudgetError, SampleError, torch.OutOfMemoryError):
+                    raise
+                except TraceError as second:
+                    # Where it sets the same in each step, that is the reason, as at first.
+                    error = failure if isinstance(second, SetsStateError) else second
             # Modules are chosen by what was measured.
             if self.backend != "auto" or self.compresses or self.deterministic or self.state:
-                raise
+                raise error
             kind_of_error = "" if isinstance(error, TraceError) else f"{type(error).__name__}: "
             why = f"it cannot be traced: {kind_of_error}{error}"
         name = type(model).__name__
         try:
             step = self.by_modules(model, given)
-        except (BudgetError, TraceError, torch.OutOfMemoryError):
+        except BudgetError as error:
+            error.args = (f"{error} {name} is planned by modules because {why}",)
+            raise
+        except (TraceError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             if "allocate memory" in str(error):  # the CPU's allocator has no class for it
@@ -221,6 +238,27 @@ class Planning:
             stacklevel=3,
         )
         return self.in_trial(step, "modules", model, given)
+
+    @property
+    def may_run_first(self) -> bool:
+        """Whether a first forward pass may set what it keeps: a trial compares then."""
+        return self.trial and self.state is None and not self.compresses and not self.after_first
+
+    def made_after_first(self, model: torch.nn.Module, given: Arguments) -> Made:
+        """Plan by graph what steps do after the first, which sets what it keeps.
+
+        Classes of transformers write into their configuration then, or install hooks. The trial
+        says whether the first step computes the same.
+        """
+        later = replace(self, after_first=True)
+        with chance_put_back():
+            made = later.in_trial(later.by_graph(model, given), "graph", model, given)
+        if not made.trial.compared:
+            raise TraceError(
+                "the forward pass sets attributes in its first run, and no trial could compare "
+                f"that run with a plan of the others ({made.trial.remark}). Run one step first."
+            )
+        return replace(made, after_first=True)
 
     def made_compiled(self, model: torch.nn.Module, given: Arguments) -> Made:
         """Plan a model that was compiled: compiled, or as any other, with the reason."""
@@ -355,19 +393,27 @@ class Planning:
     ) -> Replay:
         """Return a step that replays what is traced with such layouts, planned so."""
         say("trace", 0, 1)
-        traced = trace(
-            model,
-            Given(*given),
-            profile=profile,
-            device=self.device,
-            optimizer=None if self.state else self.optimizer,
-            workspaces=self.workspaces,
-            overlap=self.overlap,
-            bits=self.bits if self.compresses else None,
-            layouts=layouts,
-            accumulate=self.accumulate,
-            update=self.update,
-        )
+
+        def traced_now() -> Trace:
+            return trace(
+                model,
+                Given(*given),
+                profile=profile,
+                device=self.device,
+                optimizer=None if self.state else self.optimizer,
+                workspaces=self.workspaces,
+                overlap=self.overlap,
+                bits=self.bits if self.compresses else None,
+                layouts=layouts,
+                accumulate=self.accumulate,
+                update=self.update,
+            )
+
+        if self.after_first:
+            with after_first(model, given):
+                traced = traced_now()
+        else:
+            traced = traced_now()
         if self.state is not None:
             # Speeds that were handed in, or that stand for any machine, are not measured.
             measured = profile and self.device is None

@@ -165,3 +165,76 @@ def test_a_planned_step_returns_its_cache():
             it(more, past_key_values=it(tokens()).past_key_values) for it in (planned, model)
         )
     assert torch.equal(mine.logits, theirs.logits)
+
+
+def _of_first_forwards():
+    """Models that write into their configuration, or install hooks, in their first forward."""
+    images, words = torch.randn(4, 3, 32, 32), tokens(4, 32)
+    classes = {"num_labels": 5}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    yield (
+        "Dinov2ForImageClassification",
+        {**sizes, **classes, "image_size": 32, "patch_size": 8, "mlp_ratio": 2},
+        {"pixel_values": images, "labels": torch.arange(4)},
+    )
+    yield (
+        "SegformerForImageClassification",
+        {
+            **classes,
+            "num_encoder_blocks": 2,
+            "depths": [1, 1],
+            "sr_ratios": [2, 1],
+            "hidden_sizes": [16, 32],
+            "patch_sizes": [3, 3],
+            "strides": [2, 2],
+            "num_attention_heads": [1, 2],
+            "mlp_ratios": [2, 2],
+        },
+        {"pixel_values": images, "labels": torch.arange(4)},
+    )
+    yield (
+        "FunnelForSequenceClassification",
+        {
+            **classes,
+            "vocab_size": 64,
+            "block_sizes": [1, 1],
+            "d_model": 32,
+            "n_head": 2,
+            "d_head": 16,
+            "d_inner": 64,
+        },
+        {"input_ids": words, "labels": torch.arange(4)},
+    )
+    yield (
+        "Qwen3MoeForCausalLM",
+        {
+            **sizes,
+            "vocab_size": 64,
+            "intermediate_size": 64,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "output_router_logits": True,
+            "use_cache": False,
+        },
+        {"input_ids": words, "labels": words},
+    )
+
+
+@pytest.mark.parametrize(("name", "settings", "sample"), list(_of_first_forwards()))
+def test_what_a_first_forward_sets_is_no_reason_against_a_plan_of_ops(name, settings, sample):
+    torch.manual_seed(0)
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**settings)).train()
+    hooks = [len(it._forward_hooks) for it in model.modules()]
+    planned = plan(model, sample, "80%", **SETTINGS)
+    assert getattr(model.config, "problem_type", None) is None
+    assert [len(it._forward_hooks) for it in model.modules()] == hooks
+    assert planned.sn_memory.trial.compared
+    assert not verify(planned, sample).different
+    # Another size is planned at once, from the same state.
+    smaller = {name: it[:2] for name, it in sample.items()}
+    planned(**smaller).loss.backward()
+    assert planned.sn_memory.kinds[-1].how != "modules run again"

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from sn_memory import BudgetError
 from sn_memory.base.errors import PlanWarning
 from sn_memory.torch import ReplayError, TraceError, estimate, plan, verify
 from sn_memory.torch.eager import trial
@@ -330,3 +331,55 @@ def test_a_sample_that_the_model_does_not_take_is_said_with_its_shape(sample, to
         plan(model, sample, "80%", **SETTINGS)
     with pytest.raises(TraceError, match=f"The sample is {told}; is it what"):
         estimate(model, sample)
+
+
+class SetsAtFirst(nn.Module):
+    """Notes something in its first forward pass, as `config.problem_type` in transformers."""
+
+    def __init__(self, then=lambda model, x: x):
+        super().__init__()
+        self.inner, self.then, self.noted = mlp(6), then, None
+
+    def forward(self, x):
+        if self.noted is None:
+            x = self.then(self, x)
+            self.noted = "single"
+        return self.inner(x)
+
+
+def initialises(model, x):
+    """As activation normalisation does, from its first batch."""
+    with torch.no_grad():
+        model.inner[0][0].weight.mul_(1 / x.std())
+    return x
+
+
+def test_what_a_first_forward_sets_is_planned_for():
+    model, sample = SetsAtFirst(), torch.randn(128, 32)
+    planned = plan(model, sample, "80%", backend="graph", **SETTINGS)
+    assert model.noted is None
+    assert same(model, planned, sample)
+
+
+@pytest.mark.parametrize(
+    ("then", "why"),
+    [(initialises, "writes into parameters in its first run"), (lambda model, x: x * 2, "results")],
+)
+def test_a_first_forward_that_computes_otherwise_is_none_of_the_others(then, why):
+    with pytest.raises(TraceError, match=why):
+        plan(SetsAtFirst(then), torch.randn(128, 32), "80%", backend="graph", **SETTINGS)
+
+
+def test_without_a_trial_nothing_can_tell_whether_it_does():
+    with pytest.raises(TraceError, match="run one step before planning"):
+        plan(SetsAtFirst(), torch.randn(128, 32), "80%", backend="graph", trial=False, **SETTINGS)
+
+
+def test_the_reason_against_a_plan_of_ops_is_in_the_refusal():
+    class Counts(SetsAtFirst):
+        def forward(self, x):
+            self.noted = object()
+            return self.inner(x)
+
+    with pytest.raises(BudgetError, match="by modules because it cannot be traced: .*sets noted"):
+        plan(Counts(), torch.randn(128, 32), "30%", **SETTINGS)

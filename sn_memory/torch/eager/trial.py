@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...base.host import available_bytes
 from ..device.accelerator import free_bytes, is_apart
-from ..errors import ReplayError, fails_on_sample, innermost_line
+from ..errors import ReplayError, TraceError, fails_on_sample, innermost_line
 from ..model.compare import differences
 from ..model.sharded import here, somewhere
 from ..model.step import Measured, around, device_of, loss_among, put_back, run_step, tensors
@@ -152,6 +152,26 @@ def runs_on(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict[str, 
         raise
     except Exception as error:
         raise fails_on_sample(type(model).__name__, args, kwargs, error) from error
+
+
+@contextmanager
+def after_first(model: torch.nn.Module, arguments: Any) -> Iterator[None]:
+    """Let a model be inside as a first forward pass leaves it, and as it was afterwards."""
+    if not _real((*tensors(arguments), *model.parameters(), *model.buffers())):
+        raise TraceError(
+            "the forward pass sets attributes in its first run, which needs a model and a sample "
+            "with memory. Pass these."
+        )
+    args, kwargs = arguments
+    with put_back(model, arguments) as written:
+        with torch.no_grad():
+            model(*args, **kwargs)
+        if written.weights():
+            raise TraceError(
+                "the forward pass sets attributes and writes into parameters in its first run, as "
+                "one that initialises them does. Run one step before planning."
+            )
+        yield
 
 
 def _own_failure(model: torch.nn.Module, arguments: Any) -> Exception | None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..device.accelerator import kinds
-from ..errors import TraceError
+from ..errors import SetsStateError, TraceError
 from .marks import Generators, Marks, Values, kept_by
 
 # The generator behind np.random.rand and its like, which models draw from.
@@ -103,7 +103,7 @@ def as_it_was(model: torch.nn.Module, given: Any = ()) -> Iterator[None]:
             "from step to step. Draw with torch's default generator and compute with the result."
         )
     if changed:
-        raise TraceError(
+        raise SetsStateError(
             f"the forward pass sets {', '.join(dict.fromkeys(changed[:5]))}; a replay of its calls "
             "would not. Keep that in a buffer changed in place. If it does so in its first step "
             "only, run one step before planning."

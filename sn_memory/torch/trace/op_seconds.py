@@ -154,11 +154,11 @@ def measured_device(device: torch.device, room_bytes: int) -> Device:
         return speeds
     side = min(8192 if is_apart(device) else 1024, math.isqrt(count))
     left = torch.rand(side, side, device=device)
-    product_s = best_seconds(lambda: left @ left, device)
+    product_s = best_seconds(partial(torch.mm, left, left), device)
     del left
     block = torch.rand(count, device=device)
     target = torch.empty_like(block)
-    copy_s = best_seconds(lambda: target.copy_(block), device)
+    copy_s = best_seconds(partial(target.copy_, block), device)
     del target
     to_host, back = transfer_speeds(block)
     speeds = Device(
