@@ -205,7 +205,7 @@ class Planning:
         except (BudgetError, SampleError, ValueError, torch.OutOfMemoryError):
             raise
         except Exception as failure:
-            error = failure
+            error: Exception = failure
             if isinstance(error, SetsStateError) and name == "graph" and self.may_run_first:
                 try:
                     return self.made_after_first(model, given)
@@ -216,7 +216,9 @@ class Planning:
                     error = failure if isinstance(second, SetsStateError) else second
             # Modules are chosen by what was measured.
             if self.backend != "auto" or self.compresses or self.deterministic or self.state:
-                raise error
+                if error is failure:
+                    raise
+                raise error from failure
             kind_of_error = "" if isinstance(error, TraceError) else f"{type(error).__name__}: "
             why = f"it cannot be traced: {kind_of_error}{error}"
         name = type(model).__name__

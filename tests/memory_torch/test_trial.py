@@ -381,5 +381,5 @@ def test_the_reason_against_a_plan_of_ops_is_in_the_refusal():
             self.noted = object()
             return self.inner(x)
 
-    with pytest.raises(BudgetError, match="by modules because it cannot be traced: .*sets noted"):
+    with pytest.raises(BudgetError, match=r"by modules because it cannot be traced: .*sets noted"):
         plan(Counts(), torch.randn(128, 32), "30%", **SETTINGS)

@@ -6,6 +6,9 @@ it makes none. Its backward returns the gradient of the bias twice, in storages 
 rule has one. Traced as torch says, memory is told at half and the backward kernel reads a workspace
 that is not there.
 
+Batch norm, some activations and losses lay their results out otherwise on the CPU than the rules
+say, where their input is a transposed tensor; what follows then copies, or does not.
+
 Products of groups of rows with a matrix each, as mixtures of experts compute them, run in any
 floating-point type, and rows of their result are whole multiples of 16 bytes. torch's rule refuses
 all but bfloat16, and where torch is built without CUDA it pads no rows.
@@ -20,7 +23,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._prims_common import (
+    compute_elementwise_output_strides,
+    make_channels_last_strides_for,
+    make_contiguous_strides_for,
+    suggest_memory_format,
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 LAYER = torch.ops.aten.mkldnn_rnn_layer.default
 CUDNN = torch.ops.aten._cudnn_rnn.default
@@ -34,6 +44,49 @@ _ROW = 16
 _CUDNN_KEEPS = (2, 2, 6, 5)
 _PAGE = 4096
 _FLOAT = 4
+
+
+def _contiguous(out: torch.Tensor, args: tuple[Any, ...]) -> tuple[int, ...]:
+    return make_contiguous_strides_for(out.size())
+
+
+def _in_format_of(place: int) -> Callable[[torch.Tensor, tuple[Any, ...]], tuple[int, ...]]:
+    """By channels where an argument lies so, else contiguous."""
+
+    def stride(out: torch.Tensor, args: tuple[Any, ...]) -> tuple[int, ...]:
+        if suggest_memory_format(args[place]) == torch.contiguous_format:
+            return make_contiguous_strides_for(out.size())
+        return make_channels_last_strides_for(out.size())
+
+    return stride
+
+
+def _as_arguments(out: torch.Tensor, args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return strides like those of the first argument that says how: the gradient comes first."""
+    alike = [it for it in args if isinstance(it, torch.Tensor) and it.size() == out.size()]
+    return tuple(compute_elementwise_output_strides(*alike)) if alike else out.stride()
+
+
+# Per op, how its kernel of the CPU lays its results out, where torch's rule says otherwise: it goes
+# by a decomposition, or keeps what the kernel does not.
+_ATEN = torch.ops.aten
+_LAID_OUT: dict[Any, Callable[[torch.Tensor, tuple[Any, ...]], tuple[int, ...]]] = {
+    _ATEN.native_batch_norm.default: _in_format_of(0),
+    _ATEN.native_batch_norm_backward.default: _in_format_of(1),
+    _ATEN.roll.default: _in_format_of(0),
+    _ATEN.log_sigmoid_forward.default: _contiguous,
+    _ATEN.rrelu_with_noise.default: _contiguous,
+    _ATEN.glu_backward.default: _contiguous,
+    **dict.fromkeys(
+        (
+            *(_ATEN.elu_backward.default, _ATEN.hardsigmoid_backward.default),
+            *(_ATEN.hardswish_backward.default, _ATEN.hardtanh_backward.default),
+            *(_ATEN.softplus_backward.default, _ATEN.huber_loss_backward.default),
+            _ATEN.mse_loss_backward.default,
+        ),
+        _as_arguments,
+    ),
+}
 
 
 @contextmanager
@@ -65,6 +118,8 @@ class FakeMode(FakeTensorMode):
         if func is GROUPED:
             return self._grouped(*args, **(kwargs or {}))
         result = super().__torch_dispatch__(func, types, args, kwargs or {})
+        if func in _LAID_OUT:
+            return self._laid_out(func, args, result)
         if func is LAYER:
             *made, _ = result
             return (*made, self._workspace(args) if torch.is_grad_enabled() else None)
@@ -76,6 +131,21 @@ class FakeMode(FakeTensorMode):
                 gradients[4] = torch.empty_like(gradients[3])
             return tuple(gradients)
         return result
+
+    def _laid_out(self, func: Any, args: tuple[Any, ...], result: Any) -> Any:
+        """Return results laid out as the kernel of the CPU does."""
+        flat, spec = tree_flatten(result)
+        for at, out in enumerate(flat):
+            # Statistics beside the first result are vectors.
+            if not isinstance(out, torch.Tensor) or out.dim() < 2 or out.device.type != "cpu":
+                continue
+            stride = _LAID_OUT[func](out, args)
+            if stride != out.stride():
+                with self:
+                    flat[at] = torch.empty_strided(
+                        out.size(), stride, dtype=out.dtype, device=out.device
+                    )
+        return tree_unflatten(flat, spec)
 
     def _reserve(self, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
         mode, hidden, layers = args[6], args[7], args[9]
