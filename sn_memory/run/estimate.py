@@ -24,7 +24,8 @@ class Estimate:
         The peak of forward and backward, or of a whole step function, the optimizer's state
         included.
     update_bytes
-        The peak of an optimizer's step that is counted by itself, else 0.
+        The peak of an optimizer's step that is counted by itself, else 0; the batch counts, which
+        the loop holds.
     peak_op
         The op that reaches `step_bytes`: its name in the graph, or the framework's own where
         tensors live longer than the graph says.
@@ -94,11 +95,11 @@ class Estimate:
             )
         room = self._room(size)
         one = self._step_of(1)
-        if max(one, self.update_bytes) > room:
+        if one > room:
             raise BudgetError(
-                f"a batch of 1 needs {show_bytes(max(one, self.update_bytes))}; there are "
+                f"a batch of 1 needs {show_bytes(one)}; there are "
                 f"{show_bytes(room)}. Make the model or the input smaller, or plan it.",
-                peak_bytes=max(one, self.update_bytes),
+                peak_bytes=one,
                 budget_bytes=room,
                 op=self.peak_op,
             )

@@ -86,8 +86,12 @@ def estimate(
         _take_all(memory, gpu, held)
         return fake_step_on(gpu, model, arguments, moved=memory.allocate)
 
+    # The loop holds the batch while the optimizer updates.
+    rest = between + sums["gradient"] + state + held.transient_bytes + kept
+
     def step_of(batch: int) -> int:
-        return step(resized(sample, batch)).peak_bytes + state + kept
+        inputs = sums["input"] * batch // (_batch(sample) or batch)
+        return max(step(resized(sample, batch)).peak_bytes + state + kept, rest + inputs)
 
     try:
         measured = step(sample, memory)
@@ -99,7 +103,7 @@ def estimate(
         raise refusal from error
     named = None if gpu is None else gpu.named
     step_bytes = measured.peak_bytes + state + kept
-    update_bytes = between + sums["gradient"] + state + held.transient_bytes + kept
+    update_bytes = rest + sums["input"]
     reserved = memory.peak_reserved_bytes
     if gpu is not None:
         # The update is not followed block by block; it takes segments as well.

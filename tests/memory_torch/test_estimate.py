@@ -270,3 +270,33 @@ def test_results_lie_as_kernels_lay_them(op, lies):
         # A decomposition may look at a tensor more often.
         seen.append([it for it in strides.seen if ".detach" not in it[0]])
     assert seen[0] == seen[1]
+
+
+class Pools(nn.Module):
+    """Its input is larger than its weights, as features of video frames are."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = mlp(2, 256)
+
+    def forward(self, frames):
+        return self.inner(frames.mean(1)).square().mean()
+
+
+def test_the_batch_counts_while_the_optimizer_updates():
+    model, x = Pools(), torch.randn(16, 64, 256)
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = estimate(model, x, optimizer=optimizer)
+    model(x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    state = [it for held in optimizer.state.values() for it in held.values()]
+    model(x).backward()
+    held = [*model.parameters(), *(it.grad for it in model.parameters()), x, *state]
+    with StorageTracker(held) as tracker:
+        optimizer.step()
+    assert tracker.peak_bytes <= found.update_bytes <= 1.01 * tracker.peak_bytes
+    # A smaller batch is less to hold.
+    one = found._step_of(1)
+    assert one < found.update_bytes - 15 * x.nbytes // 16 + 10_000
+    assert found.largest_batch(one) == 1

@@ -481,6 +481,16 @@ def test_copies_and_pickles_are_plain():
         made(rows(7)).sum().backward()
 
 
+@torch.library.custom_op("sn_memory_tests::laid_out_anew", mutates_args=())
+def laid_out_anew(x: torch.Tensor) -> torch.Tensor:
+    """An op whose rule for fake tensors keeps a layout that its kernel does not."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+laid_out_anew.register_fake(torch.empty_like)
+laid_out_anew.register_autograd(lambda ctx, gradient: gradient)
+
+
 class LaidOutOtherwise(nn.Module):
     """Its kernel lays the result out otherwise than fake tensors say."""
 
@@ -492,7 +502,7 @@ class LaidOutOtherwise(nn.Module):
         x = torch.relu(self.first(x))
         if x.shape[0] % 2 == 0:
             x = x.transpose(2, 3).contiguous().transpose(2, 3)
-        return self.last(nn.functional.elu(x))
+        return self.last(nn.functional.elu(laid_out_anew(x)))
 
 
 @pytest.mark.parametrize("sampled", [4, 5])
