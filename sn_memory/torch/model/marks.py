@@ -2,6 +2,8 @@
 
 Assigned attributes are easily told. But a forward may as well append to a list, note something in
 an object it was given (a cache), or register a hook in its first run; a hook may keep what it sees.
+
+Over 300 lines: all that a forward can write to, each kind with how it is seen and put back.
 """
 
 from __future__ import annotations
@@ -20,8 +22,6 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
-
-from .sharded import pieces
 
 # Objects within objects are followed so far; a configuration has two or three levels.
 _DEPTH = 6
@@ -115,11 +115,12 @@ class WrittenWeights(TorchDispatchMode):
     """Puts back parameters that are written to inside, which it copies before the first write.
 
     Copies of all of them would take as much memory as the model.
+
+    parts : parameters, each with a plain tensor that it consists of on this rank
     """
 
-    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
+    def __init__(self, parts: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         super().__init__()
-        parts = ((weight, part) for weight in weights for part in pieces(weight))
         self._weights = {part.untyped_storage()._cdata: (weight, part) for weight, part in parts}
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # Called at each write.

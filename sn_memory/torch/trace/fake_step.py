@@ -57,7 +57,7 @@ def fake_step(
     mode = _Knowing()
     arguments = tree_map_only(torch.Tensor, mode.given, arguments)
     # Small parameters that the model keeps in lists of its own are computed with as they are.
-    weights = WrittenWeights(model.parameters())
+    weights = WrittenWeights((it, it) for it in model.parameters())
     with as_it_was(model), chance_put_back(), weights, swapped(model, mode), mode:
         return run_step(model, model, arguments, known=known, heard=heard)
 
