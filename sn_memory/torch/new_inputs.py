@@ -280,7 +280,11 @@ class _FirstSight:
         """
         if self.like.sharded:
             return next((step for kind, step in self.record.safe if kind.sharded), None)
-        return next((step for kind, step in self.record.safe if kind.covers(self.like)), None)
+        free = self.record.free
+        like = self.like.without(free)
+        return next(
+            (step for kind, step in self.record.safe if kind.without(free).covers(like)), None
+        )
 
     def by_modules(self, why: str, by_ops: Step | None, began: float, *, keep: bool) -> Step:
         """Return the safe step: modules run again, measured on this input."""

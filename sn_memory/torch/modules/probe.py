@@ -117,7 +117,8 @@ class Probe:
                 names.update(kept.changed())
                 if names:
                     self._mark(module)
-                self.sets |= {(place, name) for name in names}
+                # What a hook holds is an attribute of no module.
+                self.sets |= {(place, name) for name in names & (before.keys() | now.keys())}
             for module, given, seen in self._given:
                 if fingerprint(given) != seen:
                     self._mark(module)
