@@ -21,6 +21,7 @@ from .batches import ByKind
 from .eager.program import Emission, Program
 from .errors import TraceError, as_it_is
 from .model.arguments import Call, call_of, refilled
+from .model.variables import uncast
 from .modules.backend import LayerStep
 from .new_inputs import step_for
 from .planned import RECORD, Planned
@@ -106,7 +107,7 @@ class PlannedCall:
 def _differentiable(program: Program, given: list[Any], variables: Sequence[Any]) -> list[Any]:
     """Put the planned passes into the graph; the tape sees one op with one gradient."""
     captured = program.captured
-    wanted = [it.value for it in variables]
+    wanted = uncast(variables)
     # TensorFlow keeps the gradient of each op that has one of its own under a name, for good, and
     # with it both graphs. What comes after the forward pass is put there once only.
     registered: list[str] = []

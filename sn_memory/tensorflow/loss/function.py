@@ -42,7 +42,8 @@ def chunked_cross_entropy(
 
     Returns
     -------
-    A scalar of the type of `hidden`.
+    A scalar of the type of `hidden`, of half precision float32: the loss is that of float32 logits,
+    as Keras takes it.
 
     Raises
     ------
@@ -82,21 +83,26 @@ def chunked_cross_entropy(
     has_bias = bias is not None
     given = [rows, kernel, *([tf.convert_to_tensor(bias)] if has_bias else [])]
     size = max(1, -(-count // chunks))
+    wide = tf.float32 if rows.dtype in (tf.float16, tf.bfloat16) else rows.dtype
     if ignore_class is None:
-        counted = tf.ones_like(wanted, rows.dtype)
+        counted = tf.ones_like(wanted, wide)
     else:
-        counted = tf.cast(wanted != ignore_class, rows.dtype)
+        counted = tf.cast(wanted != ignore_class, wide)
         wanted = tf.where(wanted == ignore_class, tf.zeros_like(wanted), wanted)
-    # How much the loss of each row counts.
-    each = counted / tf.reduce_sum(counted) if reduction == "mean" else counted
+    # How much the loss of each row counts. In half precision a mean is taken last: parts of a row's
+    # share would be zero before a scaled loss arrives.
+    total_count = tf.reduce_sum(counted) if reduction == "mean" else tf.ones((), wide)
+    early, late = (total_count, tf.ones((), wide))[:: -1 if wide != rows.dtype else 1]
+    each = counted / early
 
     @tf.custom_gradient
     def together(*given: Any) -> Any:
         rows, kernel = given[:2]
-        total = tf.zeros((), rows.dtype)
+        total = tf.zeros((), wide)
         of_rows = []
-        of_kernel = tf.zeros_like(kernel)
-        of_bias = tf.zeros_like(given[2]) if has_bias else None
+        # Added up in the wider type: many sums of few rows each.
+        of_kernel = tf.zeros_like(kernel, wide)
+        of_bias = tf.zeros_like(given[2], wide) if has_bias else None
         before: list[Any] = []
         for begin in range(0, count, size):
             # One after the other: else TensorFlow makes the logits of several at a time.
@@ -107,20 +113,23 @@ def chunked_cross_entropy(
                 if has_bias:
                     logits = tf.nn.bias_add(logits, given[2])
                 losses, slope = tf.raw_ops.SparseSoftmaxCrossEntropyWithLogits(
-                    features=logits, labels=target
+                    features=tf.cast(logits, wide), labels=target
                 )
-                slope = slope * share[:, None]
+                slope = tf.cast(slope * share[:, None], rows.dtype)
                 total = total + tf.reduce_sum(losses * share)
                 of_rows.append(tf.matmul(slope, kernel, transpose_b=True))
-                of_kernel = of_kernel + tf.matmul(some, slope, transpose_a=True)
+                of_kernel += tf.cast(tf.matmul(some, slope, transpose_a=True), wide)
                 if has_bias:
-                    of_bias = of_bias + tf.reduce_sum(slope, 0)
+                    of_bias += tf.cast(tf.reduce_sum(slope, 0), wide)
                 before = [total, of_rows[-1], of_kernel, *([of_bias] if has_bias else [])]
         made = [tf.concat(of_rows, 0), of_kernel, *([of_bias] if has_bias else [])]
 
         def slopes(arrived: Any) -> list[Any]:
-            return [it * arrived for it in made]
+            return [
+                tf.cast(tf.cast(slope, wide) * (arrived / late), to.dtype)
+                for slope, to in zip(made, given, strict=True)
+            ]
 
-        return total, slopes
+        return total / late, slopes
 
     return together(*given)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import tensorflow as tf
+from keras.src.backend import AutocastScope  # has no public name
 
 from ..errors import TraceError
 from .function import chunked_cross_entropy
@@ -16,7 +18,7 @@ class LossInChunks(keras.Model):  # type: ignore[misc]
     def __init__(
         self, model: Any, chunks: int, *, ignore_class: int | None = None, name: str | None = None
     ) -> None:
-        super().__init__(name=name or f"{model.name}_with_loss")
+        super().__init__(name=name or f"{model.name}_with_loss", dtype=model.dtype_policy)
         last = model.layers[-1]
         if not isinstance(last, keras.layers.Dense):
             raise TraceError(
@@ -35,11 +37,18 @@ class LossInChunks(keras.Model):  # type: ignore[misc]
     def call(self, inputs: Any, training: bool | None = None) -> Any:
         """Return the mean loss of (inputs, labels)."""
         given, labels = inputs
+        hidden = self.body(given, training=training)
+        kind = self.last.compute_dtype
+        # The last layer computes in a type of its own, whatever this model's is.
+        with AutocastScope(kind):
+            kernel, bias = self.last.kernel, self.last.bias
+            bias = None if bias is None else tf.convert_to_tensor(bias)
+            kernel = tf.convert_to_tensor(kernel)
         return chunked_cross_entropy(
-            self.body(given, training=training),
-            self.last.kernel,
+            tf.cast(hidden, kind),
+            kernel,
             labels,
-            bias=self.last.bias,
+            bias=bias,
             chunks=self.chunks,
             ignore_class=self.ignore_class,
         )

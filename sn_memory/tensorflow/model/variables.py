@@ -1,7 +1,8 @@
-"""The variables of a model, with those that Keras leaves out of its list."""
+"""The variables of a model: those that Keras leaves out of its list, and what lies behind them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -18,3 +19,12 @@ def variables_of(model: Any) -> list[Any]:
             states = tf.nest.flatten(getattr(layer, "states", None))
             found |= {id(it): it for it in states if hasattr(it, "assign")}
     return list(found.values())
+
+
+def uncast(variables: Iterable[Any]) -> list[Any]:
+    """Return TensorFlow's variables behind those of Keras.
+
+    Under a policy of mixed precision, `value` within the call of a model is a cast of the variable,
+    whose gradient no layer's weight gets.
+    """
+    return [it._value for it in variables]

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from ..errors import TraceError, first_line
 from ..model.arguments import call_of, check_results
+from ..model.variables import uncast
 from .capture import Captured, TapeLog, flat
 
 
@@ -72,7 +73,7 @@ class _Listening:
     def call(self, *args: Any, **kwargs: Any) -> Any:
         seen: dict[str, Any] = self.__dict__["_sn_memory_seen"]
         key, given = call_of(self._call_signature, args, kwargs)  # type: ignore[attr-defined]
-        variables = [it.value for it in self.trainable_variables]  # type: ignore[attr-defined]
+        variables = uncast(self.trainable_variables)  # type: ignore[attr-defined]
         tape = tf.GradientTape(watch_accessed_variables=False)
         with tape:
             tape.watch(variables)
@@ -140,7 +141,7 @@ def model_step(model: Any) -> Any:
 
     @tf.function(autograph=False)
     def step(*args: Any, **kwargs: Any) -> Any:
-        variables = [it.value for it in model.trainable_variables]
+        variables = uncast(model.trainable_variables)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(variables)
             outs = [
