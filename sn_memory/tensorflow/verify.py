@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,15 +19,17 @@ from .model.variables import variables_of
 from .modules.backend import LayerStep
 from .planned import RECORD, Planned, plain_model
 from .planned_step import PlannedStep
-from .trace.model import model_step
+from .trace.model import model_step, update_step
 
 
 def verify(model: Any, sample: Any) -> Verification:
     """Run a training step with the plan and without, and compare.
 
-    Of a model, the outputs' gradients are random, the same in both runs, in place of a loss; of a
-    step, results and all variables it touches are compared. Variables are put back afterwards. The
-    step without the plan needs the memory it needs.
+    Of a model, results, gradients and variables are compared of a step with a loss (the squared
+    distance from fixed values) and an update by `keras.optimizers.SGD(1.0)`; bytes and seconds are
+    those of a step whose outputs' gradients are random, in place of a loss. Of a step, results and
+    all variables it touches are compared. Variables are put back afterwards. The step without the
+    plan needs the memory it needs.
 
     Parameters
     ----------
@@ -52,16 +55,18 @@ def verify(model: Any, sample: Any) -> Verification:
     if isinstance(model, PlannedStep):
         plain = model.plain if hasattr(model.plain, "python_function") else tf.function(model.plain)
         runs: list[Callable[[], Any]] = [lambda: plain(*args), lambda: model(*args)]
+        whole = runs
     else:
         args = tf.nest.map_structure(as_tensor, args)
-        steps = [model_step(plain_model(model)), model_step(model)]
-        runs = [lambda: steps[0](*args), lambda: steps[1](*args)]
+        models = (plain_model(model), model)
+        runs = [partial(model_step(it), *args) for it in models]
+        whole = [partial(update_step(it), *args) for it in models]
     touched = record.traced.captured.variables.values() if record.traced else variables_of(model)
     variables = list({id(it): it for it in touched}.values())
     unit = unit_of(_dtypes(record, model))
     with put_back(variables):
-        expected, got = (results_of(run, variables) for run in runs)
-        error = relative_error(expected, got, lambda: _nudged(runs[0], variables, unit), unit)
+        expected, got = (results_of(run, variables) for run in whole)
+        error = relative_error(expected, got, lambda: _nudged(whole[0], variables, unit), unit)
         unplanned, measured = (asked(run, variables) for run in runs)
         seconds = [min(_seconds(run, variables) for _ in range(2)) for run in runs]
     # What the step above was put together from.

@@ -3,7 +3,8 @@
 The sample runs once eagerly under a tape, for seconds and bytes; and once symbolically in Keras'
 stateless scope, where its updates of variables show as such. What else has an effect (stateful
 random ops, variables of TensorFlow's own, losses added inside, attributes set, Python's or NumPy's
-chance) would not be the same when run again, and is told apart.
+chance) would not be the same when run again, and is told apart. So is what reads variables where
+Keras does not see it, as a tf.function of a layer does: when it runs again, they may be updated.
 """
 
 from __future__ import annotations
@@ -181,11 +182,13 @@ class Probe:
             changed = [key for key, value in now.items() if updates.get(key) is not value]
             found.changed += [self._variables[it] for it in changed if it in self._variables]
             ops = graph.get_operations()[count:]
+            seen = {id(graph.capture(it._value.handle)) for it in scope.read.values()}
             found.repeatable &= (
                 # What is changed is known, and no weight: its gradient would be lost.
                 all(it in self._variables and it not in self._trains for it in changed)
                 and len(scope.losses) == losses
                 and not any(kernels.has_effect(it) or kernels.is_random(it) for it in ops)
+                and all(id(it) in seen for op in ops for it in kernels.variables_read(op))
                 and _chance() == chance
                 # In the body of a loop, a gradient of ours would read variables that it cannot.
                 and graph is top[-1]
@@ -201,12 +204,24 @@ class Probe:
             top.append(tf.compat.v1.get_default_graph())
             model(*inputs, training=True)
 
-        scope = keras.StatelessScope(collect_losses=True)
+        scope = _Watching(collect_losses=True)
         specs = tf.nest.map_structure(lambda it: tf.TensorSpec(it.shape, it.dtype), args)
         with watched(self._all, around), scope:
             tf.function(forward, autograph=False).get_concrete_function(*specs)
         for layer in layers:
             layer._clear_losses()
+
+
+class _Watching(keras.StatelessScope):  # type: ignore[misc]
+    """Knows which variables of Keras were read in it."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.read: dict[int, Any] = {}
+
+    def get_current_value(self, variable: Any) -> Any:
+        self.read[id(variable)] = variable
+        return super().get_current_value(variable)
 
 
 def _updates(scope: Any) -> dict[int, Any]:

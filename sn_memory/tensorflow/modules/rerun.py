@@ -3,6 +3,11 @@
 tf.recompute_grad does the running again. Left to the user are: keyword arguments and masks, which
 it does not take, the seeds that a layer has moved on since, statistics that a second run would
 update again, and weights' gradients, which may wait while the next part is rebuilt already.
+
+The second run takes variables from the reads of the first. Reads of its own would have to come
+before the optimizer's update, which is in the same function where `fit` runs. TensorFlow orders
+them by control edges; Grappler drops these as needless where all gradients pass through one
+IdentityN, as in Keras' optimizers, and afterwards takes that apart.
 """
 
 from __future__ import annotations
@@ -16,7 +21,10 @@ import tensorflow as tf
 from keras.src.backend.common import global_state  # has no public name
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from tensorflow.python.eager import record  # what tf.recompute_grad stops its tape with
+from tensorflow.python.ops.handle_data_util import get_resource_handle_data
 
+from ..errors import TraceError, as_it_is
+from ..trace.kernels import READS, variables_read
 from ..trace.reached import those_there
 
 # What Keras has in force around the call of a layer, for those inside.
@@ -39,6 +47,7 @@ def run_again(function: Function, inputs: Sequence[Any], changed: Sequence[Any])
         change them.
     """
     inputs = list(inputs)
+    reads = _Reads(tf.compat.v1.get_default_graph())
     masks = [get_keras_mask(it) for it in inputs]
     given = [*inputs, *(it for it in masks if it is not None)]
     before = [(it, tf.identity(it._value)) for it in changed]
@@ -57,11 +66,12 @@ def run_again(function: Function, inputs: Sequence[Any], changed: Sequence[Any])
 
     @tf.custom_gradient
     def passes(*tensors: Any) -> Any:
-        with record.stop_recording():
+        with record.stop_recording(), reads.noted():
             results = once(tensors)
 
         def gradient(*incoming: Any, variables: Any = None) -> Any:
-            return _backward(once, tensors, incoming, list(variables or ()), before, settings)
+            scope = _AsRead(before, reads)
+            return _backward(once, tensors, incoming, list(variables or ()), scope, settings)
 
         return results, gradient
 
@@ -77,19 +87,21 @@ def _backward(
     tensors: Sequence[Any],
     incoming: Sequence[Any],
     weights: list[Any],
-    before: list[tuple[Any, Any]],
+    scope: _AsRead,
     settings: dict[str, Any],
 ) -> Any:
     """Run again, and differentiate; return the gradients of the tensors, and of the weights."""
     incoming = those_there(incoming)
     arrived = [it for it in incoming if it is not None]
     # Not before it is needed: the executor would run it at once.
-    with tf.control_dependencies(arrived), keras.StatelessScope(before), _in_force(settings):
+    with tf.control_dependencies(arrived), scope, _in_force(settings):
         sources = [tf.identity(it) for it in tensors]
         wanted = [it for it in sources if it.dtype.is_floating]
+        values = [scope.reads.value(it) for it in weights]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch([*wanted, *weights])
-            results = once(sources)
+            tape.watch([*wanted, *values])
+            with _no_reads():
+                results = once(sources)
         pairs = [
             (result, output_gradient)
             for result, output_gradient in zip(results, incoming, strict=True)
@@ -97,15 +109,91 @@ def _backward(
         ]
         found = tape.gradient(
             [it for it, _ in pairs],
-            [*wanted, *weights],
+            [*wanted, *values],
             [output_gradient for _, output_gradient in pairs],
         )
     ours, theirs = found[: len(wanted)], found[len(wanted) :]
     # What is rebuilt next waits for the weights' gradients, which hold what was rebuilt here.
     with tf.control_dependencies([_values(it) for it in theirs if it is not None]):
-        rest = iter(None if it is None else tf.identity(it) for it in ours)
+        rest = iter([None if it is None else tf.identity(it) for it in ours])
     gradients = [next(rest) if it.dtype.is_floating else None for it in sources]
     return (gradients, theirs) if weights else gradients
+
+
+class _Reads:
+    """What the first run read from variables.
+
+    Parameters
+    ----------
+    graph
+        The one that it runs in.
+    """
+
+    def __init__(self, graph: Any) -> None:
+        self.graph = graph
+        # Per handle of a variable in the graph, the value that was read.
+        self.values: dict[int, Any] = {}
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note the variables that ops read meanwhile; those read inside of loops are read once."""
+        count = len(self.graph.get_operations())
+        yield
+        for op in self.graph.get_operations()[count:]:
+            for handle in variables_read(op):
+                if op.type == READS:
+                    self.values.setdefault(id(handle), op.outputs[0])
+        for op in self.graph.get_operations()[count:]:
+            for handle in variables_read(op):
+                if id(handle) not in self.values:
+                    kind = get_resource_handle_data(handle).shape_and_type[0].dtype
+                    value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=kind)
+                    self.values[id(handle)] = value
+
+    def value(self, variable: Any) -> Any:
+        """Return what was read from a variable of TensorFlow.
+
+        Raises
+        ------
+        TraceError
+            If it was not read.
+        """
+        found = self.values.get(id(self.graph.capture(variable.handle)))
+        if found is None:
+            error = TraceError(
+                f"a layer that runs again reads {variable.name!r}, which it did not read in the "
+                "forward pass. Plan the model with backend='graph', or let the layer read the same "
+                "variables each time."
+            )
+            raise as_it_is(error)
+        return found
+
+
+class _AsRead(keras.StatelessScope):  # type: ignore[misc]
+    """Variables of Keras as the first run saw them, whatever has been written since."""
+
+    def __init__(self, before: list[tuple[Any, Any]], reads: _Reads) -> None:
+        super().__init__(before)
+        self.reads = reads
+
+    def get_current_value(self, variable: Any) -> Any:
+        found = super().get_current_value(variable)
+        return self.reads.value(variable._value) if found is None else found
+
+
+@contextmanager
+def _no_reads() -> Iterator[None]:
+    """Raise TraceError if an op reads a variable meanwhile, which may be another by then."""
+    graph = tf.compat.v1.get_default_graph()
+    count = len(graph.get_operations())
+    yield
+    for op in graph.get_operations()[count:]:
+        for handle in variables_read(op):
+            raise TraceError(
+                f"op {op.name!r} of a layer that runs again reads {handle.name!r}, a tf.Variable "
+                "that is not Keras', or through a tf.function of the layer's own. Use variables "
+                "of Keras (add_weight), leave the tf.function out, or plan with backend='graph'."
+            )
 
 
 @contextmanager

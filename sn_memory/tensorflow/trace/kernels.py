@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops import handle_data_util
 
 
 def _kinds(text: str) -> frozenset[str]:
@@ -129,6 +130,15 @@ def _inside(op: Any) -> list[Any]:
 def changes_variables(op: Any) -> bool:
     """Say whether an op changes the variables it is given and nothing else."""
     return str(op.type).startswith(("Assign", "ResourceApply", "ResourceScatter", "ResourceSparse"))
+
+
+def variables_read(op: Any) -> list[Any]:
+    """Return the handles of variables that an op is given."""
+    return [
+        it
+        for it in op.inputs
+        if it.dtype == tf.resource and handle_data_util.get_resource_handle_data(it).is_set
+    ]
 
 
 def keeps_maxima(op: Any) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from ..errors import TraceError, first_line
@@ -144,20 +145,52 @@ def model_step(model: Any) -> Any:
         variables = uncast(model.trainable_variables)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(variables)
-            outs = [
-                it
-                for it in tf.nest.flatten(model(*args, **kwargs, training=True))
-                if isinstance(it, tf.Tensor) and it.dtype.is_floating
-            ]
+            outs = _floating(model(*args, **kwargs, training=True))
         # As a loss's would be: an executor in parallel begins the backward pass with them.
         with tf.control_dependencies(outs):
-            incoming = [
-                tf.random.stateless_normal(tf.shape(it), (place, 0), dtype=it.dtype)
-                for place, it in enumerate(outs)
-            ]
+            incoming = [_drawn(place, it) for place, it in enumerate(outs)]
         return outs, tape.gradient(outs, variables, output_gradients=incoming)
 
     return step
+
+
+def update_step(model: Any) -> Any:
+    """A step of a model with a loss and an optimizer's update, as where `fit` runs.
+
+    The loss is the squared distance from fixed values. What reads a weight after its update comes
+    to other results. The optimizer is one of Keras: where all gradients pass through one IdentityN,
+    as in there, Grappler takes it for the order of reads and updates, and then takes it apart.
+    """
+    optimizer = keras.optimizers.SGD(1.0)
+    optimizer.build(model.trainable_variables)
+
+    @tf.function(autograph=False)
+    def step(*args: Any) -> Any:
+        variables = model.trainable_variables
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(uncast(variables))
+            outs = _floating(model(*args, training=True))
+            losses = [
+                tf.reduce_sum(tf.square(it - _drawn(place, it))) / 2
+                for place, it in enumerate(outs)
+            ]
+        gradients = tape.gradient(losses, uncast(variables))
+        pairs = [it for it in zip(gradients, variables, strict=True) if it[0] is not None]
+        if pairs:
+            optimizer.apply(*map(list, zip(*pairs, strict=True)))
+        return outs, gradients
+
+    return step
+
+
+def _floating(results: Any) -> list[Any]:
+    return [
+        it for it in tf.nest.flatten(results) if isinstance(it, tf.Tensor) and it.dtype.is_floating
+    ]
+
+
+def _drawn(place: int, like: Any) -> Any:
+    return tf.random.stateless_normal(tf.shape(like), (place, 0), dtype=like.dtype)
 
 
 def check_model(model: Any) -> None:

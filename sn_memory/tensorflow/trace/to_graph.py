@@ -211,7 +211,13 @@ class _Builder:
         return node.name
 
     def reads_changed(self, node: Node) -> bool:
-        """Whether a loop reads a variable by itself that the step changes: it would see that."""
+        """Whether an op reads a variable by itself that is changed later: it would see that.
+
+        Of a model's step, the update is outside of the plan, and may change any.
+        """
+        if self.captured.stand_ins:
+            variables = self.captured.variables
+            return node.op.type != kernels.READS and any(it in variables for it in node.inputs)
         return node.op.type in kernels.LOOPS and any(
             it in self.buffers.changes for it in node.inputs
         )
