@@ -153,7 +153,9 @@ def _open(memory: Memory, caller: Caller, device: torch.device) -> None:
         agree_on_calls(memory, sets)
         agreed = [memory]
     else:
-        new = agree_on_optimizers(memory, sets, lambda each: memory_of(each).engine.agreed != ranks)
+        new = agree_on_optimizers(
+            memory, caller.optimizer, lambda each: memory_of(each).engine.agreed != ranks
+        )
         agreed = list(map(memory_of, new))
         number = agree_on_number(memory, sets)
         for own in agreed:

@@ -42,20 +42,21 @@ def _at_once(memory: Memory, name: str, wire: torch.Tensor, send: Callable[..., 
     return result_of(hvd, handle, limit_s=memory.settings.wait_s, what=name)
 
 
-def agree_on_optimizers(memory: Memory, process_set: Any, new: Callable[[Any], bool]) -> list[Any]:
+def agree_on_optimizers(memory: Memory, optimizer: Any, new: Callable[[Any], bool]) -> list[Any]:
     """Raise CompressError, on all ranks, unless they have the same optimizers; those are returned.
 
-    Asked when the first of them sends its first gradient. Horovod tells nobody of an optimizer that
-    is made, so those alive are looked for; one that is garbage may be alive on some ranks only.
+    Asked when the first of them, `optimizer`, sends its first gradient. Horovod tells nobody of an
+    optimizer that is made, so those alive are looked for, once the garbage is gone: Python clears
+    it away at another moment on each rank.
 
     new : whether an optimizer is to be looked at; others have agreed before
     """
-    found = list(filter(new, _optimizers(process_set)))
-    ask = partial(total, memory, process_set)
-    if not alike(ask("sn.agree", question(_said(found)))):
-        gc.collect()
-        found = list(filter(new, _optimizers(process_set)))
-        _agree(memory, process_set, _said(found))
+    gc.collect()
+    alive = _optimizers(optimizer.process_set)
+    if all(each is not optimizer for each in alive):  # frozen: the collector lists it no more
+        alive.append(optimizer)
+    found = list(filter(new, alive))
+    _agree(memory, optimizer.process_set, _said(found))
     return found
 
 

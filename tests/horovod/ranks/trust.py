@@ -3,6 +3,7 @@
 Run as `trust.py [CASE...]`; prints "ok CASE" on every rank, or fails with an assertion.
 """
 
+import gc
 import sys
 import time
 
@@ -103,6 +104,33 @@ def settings_and_names_are_agreed_on_at_the_start():
             backward(model, step)
             optimizer.step()
             optimizer.zero_grad()
+
+
+def garbage_is_nothing_to_agree_on():
+    """Unused optimizers that one rank has collected and the other has not, in a correct program."""
+    gc.disable()
+    try:
+        for _ in range(3):
+            model = net()
+            optimizer = wrap(model)
+        if hvd.rank() == 1:
+            gc.collect()
+        backward(model, 0)
+        optimizer.step()
+    finally:
+        gc.enable()
+    # What was frozen is no garbage, and not among what the collector looks at.
+    model = net()
+    optimizer = wrap(model)
+    gc.freeze()
+    try:
+        for step in range(2):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert memory_of(optimizer).engine.agreed == hvd.size()
+    finally:
+        gc.unfreeze()
 
 
 def calls_agree_too():
@@ -301,7 +329,8 @@ def a_wait_has_a_limit():
 
 
 CASES = [
-    settings_and_names_are_agreed_on_at_the_start, calls_agree_too, damage_on_receipt_is_found,
+    settings_and_names_are_agreed_on_at_the_start, garbage_is_nothing_to_agree_on,
+    calls_agree_too, damage_on_receipt_is_found,
     it_is_found_where_all_stand_aside, equal_ranks_are_never_told_to_differ,
     sparse_gradients_are_in_the_report, a_call_that_failed_leaves_nothing_behind,
     a_step_that_failed_leaves_nothing_behind,
