@@ -40,7 +40,9 @@ from .under_horovod.horovod_state import (
     state_dict,
     synchronize,
 )
-from .under_horovod.in_flight import Cast, Fused, InRounds, Reducer, Shown, begin, complete, rounds
+from .under_horovod.in_flight import (
+    Cast, Fused, InRounds, Reducer, Shown, begin, complete, count_ranks, require_all_ranks, rounds,
+)  # fmt: skip
 from .under_horovod.memory import Memory, memory_of
 from .under_horovod.pending import Pending
 from .under_horovod.submission import Submission, send_plain, stand_in, wire_type
@@ -123,9 +125,14 @@ def _send(tensor: torch.Tensor, caller: Caller, memory: Memory) -> tuple[Any, An
         wire = engine.whole(gradient, wire=kind).view(tensor.shape)
         return wire, Shown(memory, str(name), factor, tensor.dtype)
     if own:
+        assert memory.buckets is not None
+        count_ranks(memory, memory.buckets.members[0][0], sets)
         return None, InRounds(gradient, tensor.detach(), factor, partial(complete, memory, sets))
     copied = replace(gradient, values=flat.clone())  # a call leaves what it is given as it is
     alone = InRounds(copied, tensor.detach(), factor, memory.pending.complete)
+    memory.counts_ranks = False
+    count_ranks(memory, name, sets)
+    require_all_ranks(memory, str(name), sets)
     wire = Reducer(sets, memory.settings.wait_s, memory.side, tensor.device, named=bool(name))
     memory.side.follow(copied.values)
     memory.pending.begin(str(name or id(alone)), partial(rounds, memory, [alone], sets), wire)

@@ -14,7 +14,7 @@ import horovod.torch as hvd
 import torch
 
 from ...base._waiting import result_of
-from ...base.errors import CompressError, PayloadError
+from ...base.errors import CompressError
 from ...engine.carry import Carry, Gradient
 from .memory import Memory
 from .streams import SideStream
@@ -146,13 +146,11 @@ class Reducer:
     def _result(self, name: str, handle: int) -> Any:
         try:
             result = result_of(hvd, handle, limit_s=self.limit_s, what=name)
-            # An all-to-all also says how much came of each rank.
-            return result[0] if isinstance(result, tuple) else result
         except hvd.mpi_ops.HorovodInternalError as error:
-            if "join" in str(error).lower():
-                raise _has_joined(name) from error
-            error.add_note(f"while waiting for {name}; a rank has ended, or called hvd.join()")
+            error.add_note(f"while waiting for {name}; a rank has ended")
             raise
+        # An all-to-all also says how much came of each rank.
+        return result[0] if isinstance(result, tuple) else result
 
 
 def rounds(memory: Memory, members: Sequence[InRounds | Fused], process_set: Any) -> Rounds:
@@ -183,9 +181,8 @@ def _joined(members: Sequence[Fused], kind: torch.dtype) -> torch.Tensor:
 def _coded(memory: Memory, members: Sequence[InRounds], process_set: Any) -> Rounds:
     """Those of gradients that are compressed."""
     gradients = [member.gradient for member in members]
-    ranks = process_set.size()
     memory.begins(str(gradient.name) for gradient in gradients)
-    opened = memory.engine.rounds(gradients, ranks=ranks, rank=process_set.rank())
+    opened = memory.engine.rounds(gradients, ranks=process_set.size(), rank=process_set.rank())
     asked: list[Carry] | None = next(opened)
     while asked is not None:
         came = yield asked
@@ -193,37 +190,54 @@ def _coded(memory: Memory, members: Sequence[InRounds], process_set: Any) -> Rou
             asked = opened.send(came)
         except StopIteration:
             asked = None
-        except PayloadError as error:
-            # Once the gather is in its response cache, Horovod runs it without asking and puts
-            # zeros in the place of a rank that has joined.
-            pairs = zip(came, asked, strict=True)
-            parts = [part for pair in pairs for part in _parts_of(*pair, ranks)]
-            if not all(part.any() for part in parts if part.numel()):
-                raise _has_joined(str(gradients[0].name)) from error
-            raise
     for member in members:
         member.end()
 
 
-def _parts_of(came: torch.Tensor, carry: Carry, ranks: int) -> Sequence[torch.Tensor]:
-    """What each rank has brought to a gather."""
-    if carry.kind != "gather":
-        return []
-    return came.split(list(carry.sizes or [came.numel() // ranks] * ranks))
+def count_ranks(memory: Memory, key: str | None, process_set: Any) -> None:
+    """Begin to count the ranks that are in this step; none is asked where nothing is gathered.
 
+    A gather cannot do without a rank that has called hvd.join(): Horovod's background loop ends
+    with an exception on all ranks. A sum can, and shows that one is missing.
 
-def _has_joined(name: str) -> CompressError:
-    error: CompressError = CompressError(
-        f"{name}: another rank called hvd.join(), after which Horovod gathers nothing. "
-        "Give all ranks equally many batches (drop_last=True), or train without compression."
+    key : what names the tensors of this step, or None
+    """
+    if memory.settings.exchange != "gather" or process_set.size() == 1 or memory.counts_ranks:
+        return
+    name = key and memory.wire_name(f"sn.ranks.{key}")
+    if name:
+        memory.sent.add(("shared", name))
+    word = torch.ones(1, dtype=torch.int32)
+    memory.engine.traffic.beside(word.nbytes)
+    memory.counts_ranks = True
+    memory.ranks_sum = hvd.allreduce_async_(
+        word, name=name, op=hvd.Sum, process_set=process_set
     )
-    return error
+
+
+def require_all_ranks(memory: Memory, name: str, process_set: Any) -> None:
+    """Raise CompressError, on every rank that has not joined, if one has; before a gather."""
+    handle, memory.ranks_sum = memory.ranks_sum, None
+    if handle is None:
+        return
+    what = f"the number of ranks, before {name}"
+    present = int(result_of(hvd, handle, limit_s=memory.settings.wait_s, what=what))
+    if present < process_set.size():
+        if memory.buckets is not None:
+            memory.buckets.begin()  # no step that broke off: the rank that joined knows of none
+        raise CompressError(
+            f"{name}: another rank called hvd.join() ({present} of {process_set.size()} are in "
+            "this step), and FFTCompression gathers payloads, which Horovod cannot do without it; "
+            "none was sent. Give all ranks equally many batches (drop_last=True), or use "
+            "LowRankCompression or AutoCompression, which allow hvd.join()."
+        )
 
 
 def begin(memory: Memory, number: int, process_set: Any) -> None:
     """Start what was filed in a bucket."""
     assert memory.buckets is not None
     members = [member for _, member in memory.buckets.take(number)]
+    require_all_ranks(memory, memory.buckets.members[number][0], process_set)
     device = members[0].tensor.device
     beside = memory.settings.overlap and device.type == "cpu"
     wire = Reducer(

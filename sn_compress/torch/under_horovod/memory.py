@@ -53,6 +53,8 @@ class Memory:
         self.sent: set[tuple[str, str]] = set()
         # On all ranks alike: some of these may wait for a rank that never sends them.
         self.leaves_some = False
+        self.counts_ranks = False  # in this step, or call
+        self.ranks_sum: int | None = None  # the handle of their number, until it was read
         self._steps = 0  # begun in a row, since ranks came or this stood aside
 
     def begin_step(self) -> None:
@@ -72,6 +74,7 @@ class Memory:
         """
         under_way = not self.pending.empty
         self.pending.drop()
+        self.counts_ranks, self.ranks_sum = False, None
         self.side.join()
         filed = self.buckets is not None and self.buckets.rest()
         begun, self._coded, self._dense = self._coded | self._dense, set(), set()

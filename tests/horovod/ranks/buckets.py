@@ -83,8 +83,9 @@ class Counted:
 
 
 def a_step_has_a_handful_of_collectives():
+    """Of FFTCompression one gathers, and one counts the ranks before: that cannot join."""
     counted = Counted()
-    for way, most in (("low rank", 2), ("overlap", 2), ("fft", 1)):
+    for way, most in (("low rank", 2), ("overlap", 2), ("fft", 2)):
         net = sides(40)
         optimizer = wrap(net.named_parameters(), WAYS[way])
         for number in range(4):
@@ -104,12 +105,12 @@ def biases(number):
 
 
 def what_is_plain_shares_a_collective_of_its_bucket():
-    """One more than there are rounds; in dense steps too, and not in the first one, nor in groups.
+    """One more than there are rounds, with FFTCompression two; in dense steps too, and not in the first one, nor in groups.
 
     A rank that computes in another order, or has no gradient for some, files the same.
     """
     counted = Counted()
-    for way, most in (("low rank", 3), ("overlap", 3), ("fft", 2)):
+    for way, most in (("low rank", 3), ("overlap", 3), ("fft", 3)):
         net = biases(20)
         optimizer = wrap(net.named_parameters(), WAYS[way])
         found = []
@@ -335,6 +336,37 @@ def a_rank_that_has_joined_is_asked_for_nothing():
         with_a_rank_that_joins(net, optimizer, 0, 5 if hvd.rank() else 2)
 
 
+def a_gather_is_refused_once_a_rank_has_joined():
+    """On every other rank, before anything is gathered; Horovod itself goes on."""
+    for way in (GATHER, GATHER.using(scatter=False)):
+        net = sides(3)
+        optimizer = wrap(net.named_parameters(), way)
+        for number in range(5):
+            step(net, optimizer, number)
+        said = ""
+        if hvd.rank():
+            try:
+                step(net, optimizer, 5)
+            except CompressError as error:
+                said = str(error)
+            assert "another rank called hvd.join()" in said, said
+            assert "use LowRankCompression" in said, said
+        hvd.join()
+        net = sides(3)  # Horovod's hooks are still on the other's, and wait for its step
+        optimizer = wrap(net.named_parameters(), way)
+        for number in range(6, 9):
+            step(net, optimizer, number)
+        assert_alike(net)
+        hvd.allreduce(torch.ones(64, 64), name="call", compression=way)
+        if hvd.rank():
+            try:
+                hvd.allreduce(torch.ones(64, 64), name="call", compression=way)
+            except CompressError as error:
+                said = f"call {error}"
+            assert said.startswith("call call: another rank called hvd.join()"), said
+        hvd.join()
+
+
 def a_parameter_added_after_the_start_is_refused():
     for way in (SHARED, GATHER):
         net, late = sides(2), nn.Linear(48, 48)
@@ -410,6 +442,7 @@ CASES = [
     what_gathers_goes_on_after_a_step_that_broke_off, a_parameter_added_after_the_start_is_refused,
     what_has_arrived_before_it_is_asked_for_is_no_step_that_broke_off,
     what_a_step_left_behind_is_over_when_a_rank_joins, a_rank_that_has_joined_is_asked_for_nothing,
+    a_gather_is_refused_once_a_rank_has_joined,
     what_a_step_left_behind_is_not_taken_for_another_optimizers,
     what_is_plain_shares_a_collective_of_its_bucket,
     what_is_plain_has_the_mean_that_horovod_gives_it,

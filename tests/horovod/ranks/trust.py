@@ -235,9 +235,11 @@ def equal_ranks_are_never_told_to_differ():
             memory = memory_of(optimizer)
             assert memory.engine.sameness.same_at == 15, memory.engine.sameness.same_at
             # One question at the start of 17 words of 8 bytes, and one every 5 steps; where factors
-            # are multiplied, one of hardware; and one word, the number of its names.
-            asked = 4 + (memory.settings.exchange == "shared")
-            assert FFTCompression.report(optimizer)["other_bytes"] == asked * 17 * 8 + 8
+            # are multiplied, one of hardware; and one word, the number of its names. Before a
+            # gather, in each step, one of 4 bytes that counts the ranks.
+            shared = memory.settings.exchange == "shared"
+            asked = (4 + shared) * 17 * 8 + 8 + (0 if shared else 4 * 16)
+            assert FFTCompression.report(optimizer)["other_bytes"] == asked
 
 
 def sparse_gradients_are_in_the_report():
