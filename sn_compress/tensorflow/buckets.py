@@ -22,6 +22,7 @@ import tensorflow as tf
 from ..engine.buckets import Buckets
 from .alike import elastic
 from .memory import Memory
+from .nodes.payload_nodes import one, when_all_are_present
 from .tracing import Call
 
 _log = logging.getLogger(__name__)
@@ -189,7 +190,10 @@ def gathered(bucket: Bucket) -> list[Any]:
     each = [memory.codec.payload_bytes(n) for n in sizes]
     size = sum(each) if memory.settings.fixed else None
     payload.set_shape([size])
-    every = bucket.gather(payload)
+    present = bucket.reduce(one(bucket.vectors()[0]), hvd.Sum, "ranks")
+    sets = bucket.call.process_set
+    ranks = hvd.size_op(sets.process_set_id) if elastic() else sets.size()
+    every = bucket.gather(when_all_are_present(payload, present, ranks))
     if size is not None and not elastic():  # who plans the step's memory has to know it
         every.set_shape([bucket.ranks() * size])
     means = bucket.python(decode, [every], [tf.float32] * len(sizes))

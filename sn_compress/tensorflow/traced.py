@@ -208,27 +208,17 @@ class Traced:
         """The means of a bucket's gathered payloads times a factor, [n] float32 each."""
         codecs = [self._codecs[key] for key in keys]
         wires = [codec.payload_bytes(n) for codec, n in zip(codecs, sizes, strict=True)]
-        parts = np.array_split(gathered, ranks)
-        try:
-            if gathered.size != ranks * sum(wires):
-                raise PayloadError(
-                    f"gathered {gathered.size} bytes from {ranks} ranks; expected {sum(wires)} "
-                    "from each. Do all ranks run the same version with the same settings?"
-                )
-            rows = gathered.reshape(ranks, -1)
-            cuts = np.split(rows, np.cumsum(wires)[:-1], axis=1)
-            means = [
-                mean_of_gathered(codec, np.ascontiguousarray(cut).reshape(-1), ranks, n)
-                for codec, cut, n in zip(codecs, cuts, sizes, strict=True)
-            ]
-        except PayloadError as error:
-            if all(part.any() for part in parts):
-                raise
-            # Horovod puts zeros in the place of a rank that has joined.
-            raise CompressError(
-                "another rank called hvd.join(), after which Horovod gathers nothing. Give all "
-                "ranks equally many batches (drop_remainder=True), or use LowRankCompression."
-            ) from error
+        if gathered.size != ranks * sum(wires):
+            raise PayloadError(
+                f"gathered {gathered.size} bytes from {ranks} ranks; expected {sum(wires)} "
+                "from each. Do all ranks run the same version with the same settings?"
+            )
+        rows = gathered.reshape(ranks, -1)
+        cuts = np.split(rows, np.cumsum(wires)[:-1], axis=1)
+        means = [
+            mean_of_gathered(codec, np.ascontiguousarray(cut).reshape(-1), ranks, n)
+            for codec, cut, n in zip(codecs, cuts, sizes, strict=True)
+        ]
         return [_times(mean, factor) for mean in means]
 
     def begin(

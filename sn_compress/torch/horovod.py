@@ -41,7 +41,16 @@ from .under_horovod.horovod_state import (
     synchronize,
 )
 from .under_horovod.in_flight import (
-    Cast, Fused, InRounds, Reducer, Shown, begin, complete, count_ranks, require_all_ranks, rounds,
+    Cast,
+    Fused,
+    InRounds,
+    Reducer,
+    Shown,
+    begin,
+    complete,
+    count_ranks,
+    require_all_ranks,
+    rounds,
 )  # fmt: skip
 from .under_horovod.memory import Memory, memory_of
 from .under_horovod.pending import Pending

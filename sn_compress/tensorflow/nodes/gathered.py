@@ -22,7 +22,7 @@ from ...engine.theta import ThetaInTime
 from ...ops.spectra import transforms
 from ...report import Ran
 from . import kernels, scattered
-from .payload_nodes import PayloadNodes, arrived
+from .payload_nodes import PayloadNodes, arrived, one, when_all_are_present
 from .sized import Collectives, variable
 
 
@@ -88,16 +88,18 @@ class GatheredBucket:
             decay = self._feedback.decay
         nodes = PayloadNodes(self._codec, self._sizes, decay)
         self._shares, self._rank = None, by.rank
+        present = by.total(one(vectors[0]), number, 0)
         if self._scatter:
             self._shares = shares_of(self._codec, tuple(self._sizes), by.ranks)
         if self._shares is None:
             words, left, told = nodes.encode(vectors, memories)
+            words = when_all_are_present(words, present, by.ranks)
             came = arrived(by.gather(words, number), [int(words.shape[0])] * by.ranks)
             means = nodes.decode(tf.reshape(came, [by.ranks, -1]), self._sizes)
         else:
             for_owners = PayloadNodes(self._shares.parts, self._sizes, decay)
             means, left, told = scattered.step(
-                for_owners, nodes, self._shares, vectors, memories, number, by
+                for_owners, nodes, self._shares, vectors, memories, number, present, by
             )
         with tf.control_dependencies(means):
             for own, parts in zip(self._memories or (), left, strict=True):

@@ -20,8 +20,9 @@ _OTHER_SIZE = (
     "same version with the same settings?"
 )
 _JOINED = (
-    "CompressError: another rank called hvd.join(), after which Horovod gathers nothing. Give all "
-    "ranks equally many batches (drop_remainder=True), or use LowRankCompression."
+    "CompressError: another rank called hvd.join(), and FFTCompression gathers payloads, which "
+    "Horovod cannot do without it; none was sent. Give all ranks equally many batches "
+    "(drop_remainder=True), or use LowRankCompression or AutoCompression, which allow hvd.join()."
 )
 _DAMAGED = (
     "PayloadError: the checksum, the header or a record of a payload is wrong: it was damaged on "
@@ -74,8 +75,25 @@ class PayloadNodes:
         ]
 
 
+def one(vector: Any) -> Any:
+    """[1] int32, which adds this rank to a sum; from a vector, as an all-reduce of a constant is
+    folded away.
+    """
+    return tf.clip_by_value(tf.cast(vector[:1], tf.int32), 1, 1)
+
+
+def when_all_are_present(words: Any, present: Any, ranks: Any) -> Any:
+    """What is to be gathered; an error where a rank has joined: it would end Horovod on all ranks.
+
+    present : [1] int32, the sum of `one` of each rank, to which one that has joined adds nothing
+    """
+    present = tf.debugging.Assert(tf.reduce_all(tf.equal(present, ranks)), [_JOINED])
+    with tf.control_dependencies([present]):
+        return tf.identity(words)
+
+
 def arrived(every: Any, sizes: Sequence[int]) -> Any:
-    """What has come, [words]; an error where that is not so, or a rank has joined.
+    """What has come, [words]; an error where that is not so.
 
     sizes : words that come of each rank
     """
@@ -83,8 +101,4 @@ def arrived(every: Any, sizes: Sequence[int]) -> Any:
     whole = tf.debugging.Assert(tf.size(every) == size, [_OTHER_SIZE])
     every.set_shape([size])  # who plans the step's memory has to know it
     with tf.control_dependencies([whole]):
-        parts = tf.split(every, list(sizes))
-    said = [tf.reduce_any(part != 0) for part, count in zip(parts, sizes, strict=True) if count]
-    alive = tf.debugging.Assert(tf.reduce_all(said), [_JOINED])
-    with tf.control_dependencies([alive]):
         return tf.identity(every)

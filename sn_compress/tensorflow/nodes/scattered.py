@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from ...engine.scattered import Piece, Shares, rows_of
-from .payload_nodes import PayloadNodes, arrived
+from .payload_nodes import PayloadNodes, arrived, when_all_are_present
 from .sized import Collectives
 
 Memories = list[list[Any]]
@@ -21,11 +21,13 @@ def step(
     vectors: Sequence[Any],
     memories: Memories | None,
     number: int,
+    present: Any,
     by: Collectives,
 ) -> tuple[list[Any], Memories, Any]:
     """The means of a bucket's gradients, [n] float32 each, its next memories, and what was lost.
 
     parts, nodes : of what goes to owners, and of what these make of it
+    present : see when_all_are_present
     Others are those of `PayloadNodes.encode` and `SizedBucket.step`.
     """
     ranks, rank = by.ranks, by.rank
@@ -41,6 +43,7 @@ def step(
         return [[part * factor for part in own] if factor != 1 else own for own in found]
 
     words, left, told = parts.encode([_values(it, vectors) for it in others], rows(others))
+    words = when_all_are_present(words, present, ranks)
     splits = [size // 4 for size in shares.parts_bytes]
     came = by.alltoall(words, [0 if it == rank else n for it, n in enumerate(splits)], number)
     came = arrived(came, [0 if it == rank else splits[rank] for it in range(ranks)])

@@ -105,9 +105,10 @@ def biases(number):
 
 
 def what_is_plain_shares_a_collective_of_its_bucket():
-    """One more than there are rounds, with FFTCompression two; in dense steps too, and not in the first one, nor in groups.
+    """One more than there are rounds; in dense steps too, and not in the first one, nor in groups.
 
-    A rank that computes in another order, or has no gradient for some, files the same.
+    FFTCompression has one that counts the ranks, too. A rank that computes in another order, or
+    has no gradient for some, files the same.
     """
     counted = Counted()
     for way, most in (("low rank", 3), ("overlap", 3), ("fft", 3)):
