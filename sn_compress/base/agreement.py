@@ -41,8 +41,13 @@ class Total(Protocol):
         """The sum over the ranks of [n] int64, float32 or float64; the same bits on all ranks."""
 
 
-def question(said: Said) -> Words:
-    """What a rank adds to the sum that tells whether all say the same, [17] int64."""
+def question(said: Said | None) -> Words:
+    """What a rank adds to the sum that tells whether all say the same, [17] int64.
+
+    None is of a rank that is not asked: as one that has joined, it adds zeros.
+    """
+    if said is None:
+        return np.zeros(1 + 2 * _PIECES, np.int64)
     digest = hashlib.sha256(json.dumps(list(said)).encode()).digest()
     pieces = np.frombuffer(digest, "<u2", _PIECES).astype(np.int64)
     return np.concatenate([[1], pieces, pieces**2])
@@ -57,12 +62,12 @@ def alike(total: Words) -> bool:
     )
 
 
-def difference(said: Said, *, total: Total, rank: int, ranks: int, name: str) -> str:
+def difference(said: Said | None, *, total: Total, rank: int, ranks: int, name: str) -> str:
     """What ranks say that others do not, in words, the same on all of them; blocks.
 
     Called by all ranks, when they know that they differ.
     """
-    text = json.dumps(list(said)).encode()
+    text = b"" if said is None else json.dumps(list(said)).encode()
     lengths = np.zeros(ranks, np.int64)
     lengths[rank] = len(text)
     lengths = total(f"{name}.lengths", lengths)
@@ -72,7 +77,7 @@ def difference(said: Said, *, total: Total, rank: int, ranks: int, name: str) ->
     every = {
         other: [tuple(pair) for pair in json.loads(row.view(np.uint8)[:length].tobytes())]
         for other, (row, length) in enumerate(zip(rows, lengths, strict=True))
-        if length  # none of a rank that has joined
+        if length  # none of a rank that has joined, or is not asked
     }
     return _in_words(every)
 

@@ -60,8 +60,13 @@ class Sameness:
         """All were the same before step `at`, counted from 0."""
         self.same_at = at
 
-    def apart(self, at: int, said: Said, *, total: Total, rank: int, ranks: int) -> CompressError:
-        """The error to raise, the same on every rank; blocks, and all ranks call it."""
+    def apart(
+        self, at: int, said: Said | None, *, total: Total, rank: int, ranks: int, hint: str = ""
+    ) -> CompressError:
+        """The error to raise, the same on every rank; blocks, and all ranks call it.
+
+        said : None of a rank that is not asked; hint : alike on all ranks, before what to do
+        """
         told = difference(said, total=total, rank=rank, ranks=ranks, name="sn.same")
         since = f"they were the same after step {self.same_at}"
         if not self.same_at:
@@ -70,7 +75,8 @@ class Sameness:
                 "the parameters of one rank makes them"
             )
         error: CompressError = CompressError(
-            f"ranks have different parameters after step {at}, {since}; {told} (digests). {DO}."
+            f"ranks have different parameters after step {at}, {since}; {told} (digests). "
+            f"{hint}{DO}."
         )
         return error
 

@@ -176,15 +176,21 @@ class Engine:
             )
         self.agreed, self.traffic.speaks = ranks, rank == 0
 
-    def compare(self, parameters: Said, *, total: Total, rank: int, ranks: int) -> None:
+    def compare(
+        self, parameters: Said | None, *, total: Total, rank: int, ranks: int, hint: str = ""
+    ) -> None:
         """CompressError, on every rank, if parameters differ; where `sameness.step()` said so.
 
-        parameters : their names and digests
+        parameters : their names and digests; None where this rank's need not be those of others
+        hint : for the message
         """
         at = self.sameness.steps - 1
         if not alike(total("same", question(parameters))):
-            raise self.sameness.apart(at, parameters, total=total, rank=rank, ranks=ranks)
-        self.sameness.found(at)
+            raise self.sameness.apart(
+                at, parameters, total=total, rank=rank, ranks=ranks, hint=hint
+            )
+        if parameters is not None:
+            self.sameness.found(at)
 
     def new_step(self) -> None:
         """The next gradient begins a step, whatever has become of the last one."""

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ..base.agreement import Said
 from ..base.errors import CompressError
 from ..base.saved import held, reading
 from ..codecs import saving
@@ -43,6 +44,7 @@ from .under_ddp.collectives import Collectives
 from .under_ddp.given import Names, check_flag, check_scaler
 from .under_ddp.layout import Part as Part
 from .under_ddp.layout import changes_of, layout_of, parts_of, said_of
+from .under_ddp.model import HookedModel
 from .under_ddp.watch import CallWatch
 
 _OVER = object()
@@ -55,13 +57,16 @@ class CompressionState:
     ----------
     compression : FFTCompression or LowRankCompression, bare or by `using`. How long to wait for
         other ranks is the process group's matter: wait_s is refused
-    process_group : the group that DDP has; None is the default group
+    process_group : the group that DDP has, which None takes, too: with the first gradient, so where
+        a state is loaded before, or saved, and DDP has a group of its own, it has to be said
     named_parameters : of the model, before or after DDP wraps it. Needed by state_dict only.
     scaler : the GradScaler, if there is one. The memory then follows its scale, and a step that it
         skips is taken back; costs a second copy of the memory.
     find_unused_parameters : as DDP has it. On CUDA tensors it costs one wait for the device a
         bucket, to keep the memory of parameters that were not used; on the CPU it is always on.
     warn_after : steps of the optimizer without a call of the hook before UncalledWarning; 0: none
+
+    A copy, as copy.deepcopy or pickle of a DDP model makes one, is no state: DDP copies no hook.
 
     Raises CompressError for what is none of ours in place of compression or group; in the first
     backward pass, on every rank, for settings that ranks do not share.
@@ -91,10 +96,17 @@ class CompressionState:
         self.feedback, self.shared, self.traffic = engine.feedback, engine.shared, engine.traffic
         self.collectives.waiting = engine.seconds.waiting
         self.names = Names(named_parameters)
-        self.watch = CallWatch(warn_after, self.names.known)
-        self._said: list[tuple[str, str]] | None = None  # of the parameters, in a step that asks
+        self.watch = CallWatch(warn_after, self.names.known, self._step_ended)
+        self.model: HookedModel | None = None  # once the hook was called
+        self._travelled: set[int] = set()  # identities of parameters that were in a bucket
+        self._exchanged = False  # since the last step of an optimizer
+        self._asks = False  # in this pass
+        self._said: Said | None = None  # of the parameters, behind the last step
         self.waiting: list[Any] = []  # buckets whose rounds begin with that of a later one
         self.pending: list[Generator[None, None, None]] = []  # rounds that have begun
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CopiedState, (self.compression,)
 
     @property
     def ranks(self) -> int:
@@ -184,22 +196,49 @@ class CompressionState:
 
     def begin_pass(self) -> None:
         """A backward pass begins; what is still there is of one that ended with an error."""
+        if self.model is None:
+            self.model = HookedModel()
+            self.process_group = self.model.find(self, self.process_group)
+            self.collectives.group = self.process_group
+        self.model.check_join()
+        self.watch.begin_pass()
         self.waiting.clear()
         self.pending.clear()
         self.engine.new_step()
-        self._said = [] if self.engine.sameness.step() else None
+        self._asks = self.engine.sameness.step()
+        if self._asks and not self.watch.any_step:  # they are updated by hand
+            self._said = self._digests()
 
-    def note(self, bucket: dist.GradBucket) -> None:
-        """Take digests of a bucket's parameters in a pass that compares them."""
-        if self._said is not None:
-            self._said += [(self.names.of(p), digest(p)) for p in bucket.parameters()]
+    def end_pass(self, device: torch.device) -> None:
+        """All is averaged; if this pass compares parameters: CompressError, on every rank.
 
-    def compare(self, device: torch.device) -> None:
-        """At the end of such a pass: CompressError, on every rank, if parameters differ."""
-        said, self._said = self._said, None
-        if said is not None:
+        Those behind the last step of an optimizer that followed an exchange: they are the same,
+        whatever was done to them since, as SAM does. A rank that has made no such step is not
+        asked: in a Join it has no data left.
+        """
+        said, self._said, self._exchanged = self._said, None, True
+        if self._asks:
             total = partial(self._total, device)
-            self.engine.compare(said, total=total, rank=self.rank, ranks=self.ranks)
+            late = [name for p, name in self._trained() if id(p) not in self._travelled]
+            hint = late and (
+                f"{', '.join(late[:3])} requires_grad, and DDP, made before, averages nothing of "
+                "it: wrap the model anew. "
+            )
+            self.engine.compare(
+                said, total=total, rank=self.rank, ranks=self.ranks, hint=hint or ""
+            )
+
+    def _step_ended(self) -> None:
+        if self._exchanged and not self.engine.sameness.free_steps:
+            self._said = self._digests()
+        self._exchanged = False
+
+    def _digests(self) -> Said:
+        return [(name, digest(parameter)) for parameter, name in self._trained()]
+
+    def _trained(self) -> list[tuple[torch.Tensor, str]]:
+        trained = self.model.trained() if self.model else None
+        return self.names.known() if trained is None else trained
 
     def state_dict(self) -> dict[str, Any]:
         """The error memory by parameter name, as torch tensors; it differs between ranks.
@@ -243,11 +282,12 @@ def compression_hook(
     each rank, and the program may end, and abort, before that thread has let go of Python.
     """
     check_state(state, "compression_hook")
+    check_bucket(bucket)
     flat = bucket.buffer()
     if bucket.index() == 0:
         state.begin_pass()
     state.agree(flat)
-    state.note(bucket)
+    state._travelled.update(map(id, bucket.parameters()))
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
         devices=[flat.device] if flat.is_cuda else None
     )
@@ -265,7 +305,7 @@ def compression_hook(
     while bucket.is_last() and state.pending:
         state.pending = [rounds for rounds in state.pending if next(rounds, _OVER) is not _OVER]
     if bucket.is_last():
-        state.compare(flat.device)
+        state.end_pass(flat.device)
     return future
 
 
@@ -293,11 +333,35 @@ def _sparse_rounds(
     future.set_result(work.get_future().wait()[0])
 
 
+class CopiedState:
+    """What a copy of a DDP model has in the place of its CompressionState: no hook calls it."""
+
+    def __init__(self, compression: type[Compression]) -> None:
+        self.compression = compression
+
+
 def check_state(state: Any, where: str) -> None:
     """Raise CompressError if a hook was given something else in the place of its state."""
+    if isinstance(state, CopiedState):
+        raise CompressError(
+            f"{where} got a copy of a CompressionState, made by copy.deepcopy or pickle, which "
+            "keeps its settings only; expected a CompressionState. Make "
+            f"CompressionState({state.compression!r}, ...) anew, and to go on where another one "
+            "was, load_state_dict(what its state_dict() returned)."
+        )
     if not isinstance(state, CompressionState):
         raise CompressError(
             f"{where} got a {type(state).__qualname__} as its state; expected a CompressionState. "
             "Make CompressionState(FFTCompression, named_parameters=model.named_parameters()), or "
             "of another compression."
+        )
+
+
+def check_bucket(bucket: Any) -> None:
+    """Raise CompressError for what a hook is handed by another than DDP's reducer."""
+    if not isinstance(bucket, dist.GradBucket):
+        raise CompressError(
+            f"compression_hook got a {type(bucket).__qualname__} as its bucket; expected a "
+            'dist.GradBucket. torch._dynamo.config.optimize_ddp="python_reducer" hands hooks one '
+            "gradient at a time: set it to True, which is the default, or train without this hook."
         )

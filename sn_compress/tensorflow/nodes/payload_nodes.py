@@ -76,9 +76,7 @@ class PayloadNodes:
 
 
 def one(vector: Any) -> Any:
-    """[1] int32, which adds this rank to a sum; from a vector, as an all-reduce of a constant is
-    folded away.
-    """
+    """[1] int32 that adds this rank to a sum; of a vector, as sums of constants are folded away."""
     return tf.clip_by_value(tf.cast(vector[:1], tf.int32), 1, 1)
 
 

@@ -1,7 +1,8 @@
 """Where gradients lie in a flat tensor, and in which order their elements do.
 
 DDP's buckets hold a gradient as its parameter lies: in channels_last, not in the order of indices.
-What is remembered of it is a vector in that order, which another run need not have.
+What is remembered of it is a vector in that order, which another run need not have. Of a complex
+gradient they hold real and imaginary parts, which are a last axis of two here.
 """
 
 from __future__ import annotations
@@ -47,9 +48,18 @@ def parts_of(parameters: Iterable[tuple[str, torch.Tensor]]) -> list[Part]:
     """
     found, start = [], 0
     for name, parameter in parameters:
-        found.append(Part(name, start, shape_of(parameter.shape, parameter.stride())))
-        start += parameter.numel()
+        shape, strides = real_sides(parameter)
+        found.append(Part(name, start, shape_of(shape, strides)))
+        start += prod(shape)
     return found
+
+
+def real_sides(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of a tensor, of a complex one those of its real and imaginary parts."""
+    shape, strides = tuple(parameter.shape), parameter.stride()
+    if not parameter.is_complex():
+        return shape, strides
+    return (*shape, 2), (*(2 * stride for stride in strides), 1)
 
 
 def axes_of(shape: Sequence[int], strides: Sequence[int]) -> Axes:
@@ -95,7 +105,7 @@ def said_of(named: Iterable[tuple[torch.Tensor, str]]) -> list[tuple[str, str]]:
 
 def layout_of(named: Iterable[tuple[torch.Tensor, str]]) -> dict[str, Axes]:
     """How each parameter lies in memory, and so what is remembered of its gradient."""
-    return {name: axes_of(parameter.shape, parameter.stride()) for parameter, name in named}
+    return {name: axes_of(*real_sides(parameter)) for parameter, name in named}
 
 
 def changes_of(named: Iterable[tuple[torch.Tensor, str]], saved: Any) -> dict[str, Change]:
@@ -105,7 +115,8 @@ def changes_of(named: Iterable[tuple[torch.Tensor, str]], saved: Any) -> dict[st
     """
     found: dict[str, Change] = {}
     for parameter, name in named:
-        shape, new = tuple(parameter.shape), axes_of(parameter.shape, parameter.stride())
+        shape, strides = real_sides(parameter)
+        new = axes_of(shape, strides)
         old = saved.get(name, new) if isinstance(saved, dict) else None
         if not isinstance(old, list) or sorted(map(str, old)) != sorted(map(str, new)):
             raise CompressError(
