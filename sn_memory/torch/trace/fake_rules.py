@@ -1,4 +1,4 @@
-"""Rules of torch's fake tensors that are wrong, put right: recurrent layers, grouped products.
+"""Rules of torch's fake tensors that are wrong, put right: recurrent layers, products, masks.
 
 An LSTM layer on the CPU is one op of oneDNN. Its forward leaves a workspace for its backward,
 larger than all else it makes; the rule for fake tensors has it empty. Where no gradient is wanted
@@ -12,6 +12,9 @@ say, where their input is a transposed tensor; what follows then copies, or does
 Products of groups of rows with a matrix each, as mixtures of experts compute them, run in any
 floating-point type, and rows of their result are whole multiples of 16 bytes. torch's rule refuses
 all but bfloat16, and where torch is built without CUDA it pads no rows.
+
+A backward kernel computes the gradients that its `output_mask` asks for and returns None for the
+rest. The rules for batch norm return a tensor for the gradient of the input in any case.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -108,7 +112,7 @@ def quiet() -> Iterator[None]:
 
 
 class FakeMode(FakeTensorMode):
-    """Fake tensors, with torch's rules for recurrent layers and grouped products put right."""
+    """Fake tensors, with torch's rules that are wrong put right."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -119,7 +123,7 @@ class FakeMode(FakeTensorMode):
             return self._grouped(*args, **(kwargs or {}))
         result = super().__torch_dispatch__(func, types, args, kwargs or {})
         if func in _LAID_OUT:
-            return self._laid_out(func, args, result)
+            result = self._laid_out(func, args, result)
         if func is LAYER:
             *made, _ = result
             return (*made, self._workspace(args) if torch.is_grad_enabled() else None)
@@ -130,6 +134,10 @@ class FakeMode(FakeTensorMode):
             with self:
                 gradients[4] = torch.empty_like(gradients[3])
             return tuple(gradients)
+        place = _mask_place(func)
+        if place is not None and place < len(args) and isinstance(result, tuple):
+            pairs = zip(result, args[place], strict=True)
+            return tuple(gradient if wanted else None for gradient, wanted in pairs)
         return result
 
     def _laid_out(self, func: Any, args: tuple[Any, ...], result: Any) -> Any:
@@ -265,6 +273,13 @@ def in_training(target: Any) -> Callable[..., Any]:
             return target(*args, **kwargs)
 
     return run
+
+
+@cache
+def _mask_place(func: Any) -> int | None:
+    """Place of the argument that says which gradients a kernel is asked for; None without one."""
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index("output_mask") if "output_mask" in names else None
 
 
 def _row(n: int, itemsize: int) -> int:

@@ -17,15 +17,14 @@ import torch
 from torch.utils._pytree import tree_unflatten
 
 from .captured import Captured
-from .record import Call, View, flattened
+from .record import CONVOLUTION_BACKWARD, Call, View, convolution_parts, flattened
 from .simplify import last_uses, owned
 
 _aten = torch.ops.aten
-_CONVOLUTION = _aten.convolution_backward.default
 # Which argument is read for its shape alone, on the devices below; with a convolution, by a call
 # for the gradient of its input only.
 _SHAPE_ONLY: dict[Any, int] = {
-    _CONVOLUTION: 1,
+    CONVOLUTION_BACKWARD: 1,
     _aten.max_pool2d_with_indices_backward.default: 1,
     _aten.max_pool3d_with_indices_backward.default: 1,
     _aten.avg_pool2d_backward.default: 1,
@@ -42,7 +41,7 @@ def taken_apart(captured: Captured) -> Captured:
     """
     calls: list[Call] = []
     for call in captured.recording.calls:
-        calls += _two(call) if call.target is _CONVOLUTION else [call]
+        calls += _two(call) if call.target is CONVOLUTION_BACKWARD else [call]
     return replace(captured, recording=replace(captured.recording, calls=calls))
 
 
@@ -167,19 +166,12 @@ def spared(captured: Captured) -> Captured:
 
 
 def _two(call: Call) -> list[Call]:
-    args, kwargs = tree_unflatten(list(call.flat), call.spec)
-    wanted = list(args[10])
-    if not wanted[0] or not any(wanted[1:]):
-        return [call]
-    return [
-        _asked(call, args, kwargs, [False, *wanted[1:]]),
-        _asked(call, args, kwargs, [True, False, False]),
-    ]
+    parts = convolution_parts(call.flat, call.spec)
+    return [_asked(call, *part) for part in parts] or [call]
 
 
-def _asked(call: Call, args: Any, kwargs: Any, mask: list[bool]) -> Call:
+def _asked(call: Call, mask: list[bool], flat: list[Any], spec: Any) -> Call:
     """Return a convolution's backward call that is asked for some of its gradients."""
-    flat, spec = flattened(((*args[:10], mask, *args[11:]), kwargs))
     outputs = tuple(out if asked else None for out, asked in zip(call.outputs, mask, strict=True))
     stays = {out.storage for out in outputs if out is not None}
     makes = tuple(it for it in call.makes if it in stays)
@@ -191,7 +183,7 @@ def place_of_shape(call: Call) -> int | None:
     place = _SHAPE_ONLY.get(call.target)
     if place is None or not _is_view(call.flat[place]):
         return None
-    if call.target is _CONVOLUTION:
+    if call.target is CONVOLUTION_BACKWARD:
         args, _ = tree_unflatten(list(call.flat), call.spec)
         if any(args[10][1:]):
             return None

@@ -43,6 +43,8 @@ _SEED_GIVEN = {
     for kind in ("cudnn", "flash", "efficient")
     if hasattr(torch.ops.aten, name := f"_scaled_dot_product_{kind}_attention_backward")
 }
+CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
+_MASK = 10  # place of its argument that says which gradients are wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,20 @@ def layout_key(func: Any, flat: Sequence[Any]) -> Hashable:
         (arg.size, arg.stride, arg.dtype) if isinstance(arg, View) else repr(arg) for arg in flat
     )
     return str(func), *forms
+
+
+def convolution_parts(flat: Sequence[Any], spec: Any) -> list[tuple[list[bool], list[Any], Any]]:
+    """Return the two calls that a replay makes of a `convolution_backward`: mask, flat, spec.
+
+    Weight and bias first, then the input; none where it is asked for one of them only.
+    """
+    args, kwargs = tree_unflatten(list(flat), spec)
+    wanted = list(args[_MASK])
+    if not wanted[0] or not any(wanted[1:]):
+        return []
+    masks = [False, *wanted[1:]], [True, False, False]
+    trees = [((*args[:_MASK], mask, *args[_MASK + 1 :]), kwargs) for mask in masks]
+    return [(mask, *flattened(tree)) for mask, tree in zip(masks, trees, strict=True)]
 
 
 def byte_view(storage: int, nbytes: int) -> View:
@@ -255,22 +271,26 @@ class Recorder(TorchDispatchMode):
         views = tuple(self._argument(arg, func) for arg in flat)
         result = func(*args, **kwargs)
         if self.layouts:
-            result = self._as_seen(func, views, result)
+            result = self._as_seen(func, views, spec, result)
         self._note(func, views, spec, result)
         return result
 
-    def _as_seen(self, func: Any, views: Sequence[Any], result: Any) -> Any:
+    def _as_seen(self, func: Any, views: Sequence[Any], spec: Any, result: Any) -> Any:
         """Return a result laid out as the kernel was seen to do it."""
-        seen = self.layouts.get(layout_key(func, views))
-        if seen is None:
+        calls = [views]
+        if func is CONVOLUTION_BACKWARD:
+            calls += [flat for _, flat, _ in convolution_parts(views, spec)]
+        seen = [forms for it in calls if (forms := self.layouts.get(layout_key(func, it)))]
+        if not seen:
             return result
-        flat, spec = tree_flatten(result)
-        for place, (out, form) in enumerate(zip(flat, seen, strict=True)):
-            if isinstance(out, torch.Tensor) and form is not None and not form.shows(out):
-                flat[place] = torch.empty_strided(
-                    form.size, form.stride, dtype=form.dtype, device=out.device
-                )
-        return tree_unflatten(flat, spec)
+        flat, made = tree_flatten(result)
+        for forms in seen:
+            for place, (out, form) in enumerate(zip(flat, forms, strict=True)):
+                if isinstance(out, torch.Tensor) and form is not None and not form.shows(out):
+                    flat[place] = torch.empty_strided(
+                        form.size, form.stride, dtype=form.dtype, device=out.device
+                    )
+        return tree_unflatten(flat, made)
 
     def _note(self, func: Any, flat: Sequence[Any], spec: Any, result: Any) -> None:
         views = tuple(flat)
