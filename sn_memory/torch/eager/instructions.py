@@ -143,23 +143,32 @@ class Take:
     view
         What to take.
     form
-        How the tensor that is held looks at the same storage.
+        How the tensor that is held looked at the same storage when it was traced. In a step it may
+        begin elsewhere: a parameter that has become a part of a vector.
+
+    Attributes
+    ----------
+    skipped
+        How many elements after that tensor the view begins.
     """
 
-    __slots__ = ("other_type", "view", "whole")
+    __slots__ = ("other_type", "skipped", "view", "whole")
 
     def __init__(self, view: View, form: View) -> None:
         self.view = view
         self.whole, self.other_type = view == form, view.dtype != form.dtype
+        nbytes = view.offset * view.dtype.itemsize - form.offset * form.dtype.itemsize
+        self.skipped = nbytes // view.dtype.itemsize
 
     def __call__(self, held: list[Any]) -> torch.Tensor:
         view, base = self.view, held[self.view.storage]
         if self.whole:
             return base
         if self.other_type:
+            begin = base.storage_offset() * base.itemsize // view.dtype.itemsize + self.skipped
             empty = torch.empty(0, dtype=view.dtype, device=base.device)
-            return empty.set_(base.untyped_storage(), view.offset, view.size, view.stride)
-        return base.as_strided(view.size, view.stride, view.offset)
+            return empty.set_(base.untyped_storage(), begin, view.size, view.stride)
+        return base.as_strided(view.size, view.stride, base.storage_offset() + self.skipped)
 
 
 class RunCall:

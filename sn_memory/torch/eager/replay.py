@@ -69,6 +69,8 @@ class Replay:
             if view == self.program.forms[view.storage]
             and (added is None or view.storage not in added.brought)
         ]
+        forms = set(self._given)
+        self._each_its_own_storage = len({view.storage for view in forms}) == len(forms)
         # Whether gradients of parameters are used inside the step.
         self.inside = added is not None and bool(added.used_up)
         self.added = added
@@ -178,25 +180,47 @@ class Replay:
         memory = self.program.memory()
         memory.layouts = self.layouts
         if self._given_as_planned is None or not self._given_as_planned(given):
-            brought = () if self.added is None else self.added.brought
-            for view, tensor in zip(self._given, given, strict=True):
-                if view.storage in brought:
-                    continue  # it rests on the host, and who brings it looks at it
-                place = self.captured.recording.device[view.storage]
-                if not view.shows(tensor) or tensor.device != place:
-                    raise ReplayError(
-                        f"a parameter, buffer or input has size {tuple(tensor.size())}, stride "
-                        f"{tensor.stride()}, type {tensor.dtype} and device {tensor.device}; "
-                        f"planned were {view.size}, {view.stride}, {view.dtype} and {place}. Plan "
-                        "the model as it is now."
-                    )
-            self._given_as_planned = like(given)
+            self._check(given)
+            if self._each_its_own_storage:
+                self._given_as_planned = like(given)
         held = memory.held
         for storage, at in self._held_as_given:
             held[storage] = given[at]
         for storage, tensor in self.captured.recording.constants.items():
             held[storage] = tensor
         return memory
+
+    def _check(self, given: Sequence[torch.Tensor]) -> None:
+        """Raise where what is given looks otherwise than planned.
+
+        A storage may be another, and what is given may begin at another place of it, as parameters
+        do that became views of one vector. Tensors that shared one storage must still do so.
+        """
+        brought = () if self.added is None else self.added.brought
+        first: dict[int, tuple[View, torch.Tensor]] = {}
+        for view, tensor in zip(self._given, given, strict=True):
+            if view.storage in brought:
+                continue  # it rests on the host, and who brings it looks at it
+            place = self.captured.recording.device[view.storage]
+            form = view.size, view.stride, view.dtype, place
+            if form != (tensor.size(), tensor.stride(), tensor.dtype, tensor.device):
+                raise ReplayError(
+                    f"a parameter, buffer or input has size {tuple(tensor.size())}, stride "
+                    f"{tensor.stride()}, type {tensor.dtype} and device {tensor.device}; "
+                    f"planned were {view.size}, {view.stride}, {view.dtype} and {place}. Plan "
+                    "the model as it is now."
+                )
+            other, others = first.setdefault(view.storage, (view, tensor))
+            apart = view.offset * view.dtype.itemsize - other.offset * other.dtype.itemsize
+            if tensor is not others and (
+                tensor.untyped_storage()._cdata != others.untyped_storage()._cdata
+                or tensor.data_ptr() - others.data_ptr() != apart
+            ):
+                raise ReplayError(
+                    f"a parameter, buffer or input of size {view.size} no longer shares the "
+                    f"storage of another of size {other.size}, {apart} bytes before it, as when "
+                    "the model was planned. Plan the model as it is now."
+                )
 
 
 _NOTHING = nullcontext()

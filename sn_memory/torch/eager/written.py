@@ -5,7 +5,7 @@ call and look at the results takes several times that. So instructions run one b
 first time. Once results have shown that they lie as traced, they do so for good: the forms of all
 arguments are the same in each step. From then on the row runs as a function of assignments,
 
-    h[7] = f2(h[4], view(h[1], c3, c4, 0))
+    h[7] = f2(h[4], view(h[1], c3, c4))
     h[4] = None
 
 where `h` is what is held, `f2` an overload of an op and the rest are constants.
@@ -186,8 +186,10 @@ class _Writer:
             return base
         if take.other_type:
             return f"{self.name('t', take)}(h)"
-        form = f"{self.name('c', view.size)}, {self.name('c', view.stride)}, {view.offset}"
-        return f"view({base}, {form})"
+        form = f"{self.name('c', view.size)}, {self.name('c', view.stride)}"
+        # Without a place it begins where the tensor does.
+        begin = f", {base}.storage_offset() + {take.skipped}" if take.skipped else ""
+        return f"view({base}, {form}{begin})"
 
 
 def _returns(target: Any) -> str:
