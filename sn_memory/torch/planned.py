@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -145,6 +146,9 @@ class Planned(PlannedRecord[Trace]):
         The model and the form of the sample that `plan` made last.
     loss_chunks
         In how many chunks the last product and its loss are made.
+    lock
+        Held during a forward pass, and while one is planned: threads that share the model take
+        turns, as both put other things in the place of what its modules have.
     """
 
     backend: str
@@ -170,6 +174,7 @@ class Planned(PlannedRecord[Trace]):
     free: set[Name] = field(default_factory=set, repr=False)
     sampled: Sampled | None = field(default=None, repr=False)
     loss_chunks: int = 1
+    lock: Any = field(default_factory=threading.RLock, repr=False, compare=False)
 
     def as_checkpoint_policy(
         self, blocks: Sequence[str | type | torch.nn.Module] | None = None

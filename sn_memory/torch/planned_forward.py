@@ -31,35 +31,36 @@ class PlannedForward:
         if not torch.is_grad_enabled():
             with record.all_brought():
                 return plain(self, *args, **kwargs)
-        kind, parameters, buffers = record.recent.glance(
-            self,  # type: ignore[arg-type]
-            (args, kwargs),
-            record.noted,
-            chain(record.steps, record.ones),
-        )
-        if kind is not None:
-            kind = record.ones.kind(self, kind, (args, kwargs))  # type: ignore[arg-type]
-            kind = record.known(kind)
-        step = None if kind is None else record.steps.get(kind)
-        if step is None or getattr(step, "layouts", None):
-            step = step_for(self, record, kind, (args, kwargs))  # type: ignore[arg-type]
-        if step is None:
-            with record.all_brought():
-                return plain(self, *args, **kwargs)
-        record.count += 1
-        if kind is not None:
-            if kind in record.at_sight:
-                record.at_sight[kind] = record.count
-            sample = record.written.get(kind)
-            if sample is not None:
-                args, kwargs = as_sampled(self, sample, (args, kwargs))  # type: ignore[arg-type]
-        step = fitting(self, step, (args, kwargs), parameters)  # type: ignore[arg-type]
-        if record.running is not step:
-            without_free_arenas(record.running)
-            record.running = step
-        if isinstance(step, Replay):
-            return step.run_on(parameters, buffers, (args, kwargs))
-        return step.run(self, args, kwargs)  # type: ignore[arg-type]
+        with record.lock:
+            kind, parameters, buffers = record.recent.glance(
+                self,  # type: ignore[arg-type]
+                (args, kwargs),
+                record.noted,
+                chain(record.steps, record.ones),
+            )
+            if kind is not None:
+                kind = record.ones.kind(self, kind, (args, kwargs))  # type: ignore[arg-type]
+                kind = record.known(kind)
+            step = None if kind is None else record.steps.get(kind)
+            if step is None or getattr(step, "layouts", None):
+                step = step_for(self, record, kind, (args, kwargs))  # type: ignore[arg-type]
+            if step is None:
+                with record.all_brought():
+                    return plain(self, *args, **kwargs)
+            record.count += 1
+            if kind is not None:
+                if kind in record.at_sight:
+                    record.at_sight[kind] = record.count
+                sample = record.written.get(kind)
+                if sample is not None:
+                    args, kwargs = as_sampled(self, sample, (args, kwargs))  # type: ignore[arg-type]
+            step = fitting(self, step, (args, kwargs), parameters)  # type: ignore[arg-type]
+            if record.running is not step:
+                without_free_arenas(record.running)
+                record.running = step
+            if isinstance(step, Replay):
+                return step.run_on(parameters, buffers, (args, kwargs))
+            return step.run(self, args, kwargs)  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = plain_model(self)  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from ...activations import Unit
 from ...activations.rerun import INPUT
 from ..compress.calls import MIN_ELEMENTS
 from ..compress.saving import Pass
+from ..model.marks import version_of
 from ..model.step import tensors
 
 _OPERATIONS_PER_BYTE = 10.0
@@ -82,7 +83,7 @@ class Units(TorchDispatchMode):
             if not there and tensor.numel() >= MIN_ELEMENTS and tensor.is_floating_point():
                 group = self._pass.group(tensor, f"{name}/{INPUT}/{place}")
                 seen.inputs[group] = tensor.numel()
-        versions = [(tensor, tensor._version) for tensor in given]
+        versions = [(tensor, version_of(tensor)) for tensor in given]
         attributes = dict(module.__dict__)
         self._running.append(_Running(module, name, versions, attributes, _chance()))
 
@@ -93,7 +94,7 @@ class Units(TorchDispatchMode):
         same = now.keys() == run.attributes.keys() and all(
             now[key] is value for key, value in run.attributes.items()
         )
-        unchanged = all(tensor._version == version for tensor, version in run.given)
+        unchanged = all(version_of(tensor) == version for tensor, version in run.given)
         if not (same and unchanged and _chance() == run.chance):
             self._seen[run.name].repeatable = False
 

@@ -9,20 +9,21 @@ What a first run saves is a promise, nothing more. The first that is asked for l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ..compress.calls import storages_of
 from ..compress.saving import Pass
 from ..compress.treatments import Kept, Layout
 from ..errors import ReplayError
+from ..model.marks import version_of
 from ..model.step import tensors
+from ..modules.state import RunState
 
 
 class _DoneError(Exception):
@@ -107,14 +108,17 @@ class Run:
             for key, count in current.counts.items()
             if key[0] == inside[0] or key[0].startswith(inside[1])
         }
-        versions = [(leaf, leaf._version) for leaf in tensors(leaves)]
-        state = None if self._owner.compressor.blank else _State(self._module, leaves)
+        versions = [(leaf, version_of(leaf)) for leaf in tensors(leaves)]
+        self._casts = _autocast(leaves)
+        state = None
+        if not self._owner.compressor.blank:
+            state = RunState(self._name, self._module, leaves)
         current.first = self
         try:
             result = self._forward(*args, **kwargs)
         finally:
             current.first = None
-        if any(leaf._version != version for leaf, version in versions):
+        if any(version_of(leaf) != version for leaf, version in versions):
             raise ReplayError(
                 f"{self._name}: got a module that changes its input in place; expected one that "
                 "does not, as it runs again. Leave it out of recompute=, or change a copy."
@@ -154,14 +158,18 @@ class Run:
         }
         leaves = [restored[it] if isinstance(it, _Place) else it for it in self._leaves]
         args, kwargs = tree_unflatten(leaves, self._spec)
-        in_force = nullcontext() if self._state is None else self._state.again()
-        with in_force, torch.enable_grad():
-            copies = [] if self._state is None else self._state.copies
+        with ExitStack() as stack:
+            if self._state is not None:
+                stack.enter_context(self._state.again())
+            for kind, enabled, dtype in self._casts:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            stack.enter_context(torch.enable_grad())
+            changed = [] if self._state is None else self._state.changed
             there = [restored[key] for key, it in self._given.items() if it.left_alone]
             current = Pass(
                 owner.compressor,
                 self._resident,
-                storages_of(there + copies),
+                storages_of(there + changed),
                 path=self._path,
                 counts=self._counts,
                 again=self,
@@ -187,69 +195,10 @@ class Run:
         )
 
 
-class _State:
-    """What a run depends on beside its arguments, as it was when it began.
-
-    Random numbers, autocast, the modules' modes; buffers that the run changed.
-    """
-
-    def __init__(self, module: torch.nn.Module, leaves: list[Any]) -> None:
-        self._devices, self._device_states = get_device_states(*leaves)
-        self._random: torch.Tensor | None = torch.get_rng_state()
-        kinds = {"cpu", *(leaf.device.type for leaf in tensors(leaves))}
-        self._autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in sorted(kinds)
-        ]
-        self._modes = [(it, it.training) for it in module.modules()]
-        self._weights = [(it, it._version) for it in module.parameters()]
-        self._buffers = [
-            (it, name, buffer, buffer.clone())
-            for it in module.modules()
-            for name, buffer in it._buffers.items()
-            if buffer is not None
-        ]
-
-    def end(self) -> None:
-        """Forget what the run left as it was."""
-        if self._random is not None and torch.equal(self._random, torch.get_rng_state()):
-            self._random = None
-        self._buffers = [
-            (module, name, buffer, before)
-            for module, name, buffer, before in self._buffers
-            if module._buffers[name] is not buffer or not torch.equal(buffer, before)
-        ]
-
-    @property
-    def copies(self) -> list[torch.Tensor]:
-        """Buffers that stand in for others just now."""
-        return [module._buffers[name] for module, name, *_ in self._buffers]
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Put it all in force, and back afterwards."""
-        if any(it._version != version for it, version in self._weights):
-            raise ReplayError(
-                "a parameter of a module that runs again was changed after its forward pass. Call "
-                "backward() before the optimizer's step."
-            )
-        buffers = [(module, name, module._buffers[name]) for module, name, *_ in self._buffers]
-        modes = [(module, module.training) for module, _ in self._modes]
-        with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=self._devices))
-            if self._random is not None:
-                torch.set_rng_state(self._random)
-            set_device_states(self._devices, self._device_states)
-            for kind, enabled, dtype in self._autocast:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
-            try:
-                for module, training in self._modes:
-                    module.training = training
-                for module, name, _, before in self._buffers:
-                    module._buffers[name] = before.clone()
-                yield
-            finally:
-                for module, name, buffer in buffers:
-                    module._buffers[name] = buffer
-                for module, training in modes:
-                    module.training = training
+def _autocast(leaves: list[Any]) -> list[tuple[str, bool, torch.dtype]]:
+    """Return, per kind of device, whether autocast is on, and its type."""
+    kinds = {"cpu", *(leaf.device.type for leaf in tensors(leaves))}
+    return [
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in sorted(kinds)
+    ]

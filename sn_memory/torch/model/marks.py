@@ -212,6 +212,11 @@ def kept_by(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield from ((f"what its hook {name} holds", it) for it in _reached(hook))
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place; one made in inference mode does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def fingerprint(value: Any) -> Hashable:
     """Return what differs when something in a value was changed; it holds nothing alive."""
     found: list[Hashable] = []
@@ -225,7 +230,7 @@ def fingerprint(value: Any) -> Hashable:
 def _print_of(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
         # An address may be another tensor's by now; hardly with its shape and version too.
-        return id(value), tuple(value.shape), value._version
+        return id(value), tuple(value.shape), version_of(value)
     if isinstance(value, bool | int | float | str):
         return type(value), repr(value)
     return id(value)

@@ -47,6 +47,11 @@ def is_elsewhere(parameter: torch.Tensor) -> bool:
     return is_traceable_wrapper_subclass(parameter) or parameter._base is not None
 
 
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Whether FSDP2 looks after parameters of the model: they come before ops and go after."""
+    return bool(_states(model))
+
+
 def of_first_fsdp(model: torch.nn.Module) -> bool:
     """Whether the first FSDP holds parameters of the model: it wraps modules, and flattens."""
     return any(

@@ -16,6 +16,7 @@ import torch
 
 from ...base.sizes import parse_bytes
 from ..errors import TraceError
+from ..model.sharded import is_sharded
 from ..model.step import tensors
 from .rerun import Input, Unit, rerunning
 from .search import Search
@@ -95,7 +96,7 @@ class ModuleStep:
         """Run the model's own forward pass, with the chosen modules checkpointed."""
         modules = dict(model.named_modules())
         units = {modules[name]: unit for name, unit in self._again.items()}
-        with rerunning(units, self.inputs):
+        with rerunning(units, self.inputs, sharded=is_sharded(model)):
             return self._forward(model, *args, **kwargs)
 
     def choose(self, units: Sequence[Unit]) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch._C._functorch import is_batchedtensor as is_batched
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..model.marks import Marks, fingerprint, kept_by
+from ..model.marks import Marks, fingerprint, kept_by, version_of
 from ..model.sharded import is_elsewhere, most
 from ..model.step import put_back, tensors
 
@@ -40,6 +40,8 @@ class Behaviour:
         Of its inputs that it saves.
     repeatable
         Whether it can be run again.
+    saves_early
+        Whether an op saves what it writes only then.
     """
 
     seconds: float = 0.0
@@ -47,6 +49,7 @@ class Behaviour:
     given_bytes: int = 0
     saved_input_bytes: int = 0
     repeatable: bool = True
+    saves_early: bool = False
 
 
 @dataclass
@@ -56,6 +59,7 @@ class _Running:
     chance: tuple[Any, str]
     seen: Hashable
     inputs: list[tuple[torch.Tensor, int]]
+    weights: list[tuple[torch.Tensor, int]]
     own: set[int]
     counted: dict[int, Any] = field(default_factory=dict)
 
@@ -82,13 +86,15 @@ class Probe:
         self.behaviour: dict[torch.nn.Module, Behaviour] = {}
         self.changed: list[tuple[torch.nn.Module, str]] = []
         self._running: list[_Running] = []
+        # Of autograd's graph of the pass, those that were looked at.
+        self._nodes: set[Any] = set()
         # What modules were given, and how it was: to be looked at again in the end.
         self._given: list[tuple[torch.nn.Module, Any, Hashable]] = []
         self._resident = {
             it.untyped_storage()._cdata for it in (*model.parameters(), *model.buffers())
         }
         args, kwargs = arguments
-        entered = [(it, it._version) for it in tensors(arguments)]
+        entered = [(it, version_of(it)) for it in tensors(arguments)]
         with put_back(model, arguments) as written:
             written.heard = self._wrote
             buffers = [
@@ -102,7 +108,7 @@ class Probe:
                 for module in model.modules()
             ]
             self._run(lambda: model(*args, **kwargs))
-            self.changes_inputs = any(it._version != version for it, version in entered)
+            self.changes_inputs = any(version_of(it) != version for it, version in entered)
             for module, name, buffer, before in buffers:
                 if module._buffers[name] is not buffer or not torch.equal(buffer, before):
                     self.changed.append((module, name))
@@ -136,6 +142,7 @@ class Probe:
             self.behaviour.clear()
             self._running.clear()
             self._given.clear()
+            self._nodes.clear()
 
             def saved(tensor: torch.Tensor, keep: bool = keep) -> torch.Tensor | None:
                 self._saved(tensor)
@@ -146,6 +153,7 @@ class Probe:
                     forward()
             except _Differentiates:
                 continue
+            self._nodes.clear()
             return
 
     def agree(self) -> None:
@@ -153,15 +161,18 @@ class Probe:
         modules = list(self.model.modules())
         seen = [self.behaviour.get(it, Behaviour()) for it in modules]
         told = [
-            (it.seconds, it.saved_bytes, it.given_bytes, it.saved_input_bytes, not it.repeatable)
+            (
+                *(it.seconds, it.saved_bytes, it.given_bytes, it.saved_input_bytes),
+                *(not it.repeatable, it.saves_early),
+            )
             for it in seen
         ]
         agreed = most(self.model, [float(number) for numbers in told for number in numbers])
         for at, module in enumerate(modules):
-            seconds, saved, given, inputs, marked = agreed[5 * at : 5 * at + 5]
+            seconds, saved, given, inputs, marked, early = agreed[6 * at : 6 * at + 6]
             if module in self.behaviour or marked:
                 self.behaviour[module] = Behaviour(
-                    seconds, int(saved), int(given), int(inputs), not marked
+                    seconds, int(saved), int(given), int(inputs), not marked, bool(early)
                 )
 
     def _mark(self, module: torch.nn.Module) -> None:
@@ -176,10 +187,12 @@ class Probe:
             plain = [it for it in tensors(given) if not is_batched(it)]
             if len(plain) < len(tensors(given)):
                 self._mark(module)
-            inputs = [(it, it._version) for it in plain]
+            inputs = [(it, version_of(it)) for it in plain]
+            weights = [(it, version_of(it)) for it in module.parameters()]
             own = {it.untyped_storage()._cdata for it, _ in inputs}
             chance, seen = _chance(), fingerprint(_beside_tensors(args, kwargs))
-            self._running.append(_Running(module, time.perf_counter(), chance, seen, inputs, own))
+            began = time.perf_counter()
+            self._running.append(_Running(module, began, chance, seen, inputs, weights, own))
 
         def leave(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
             run = self._running.pop()
@@ -192,11 +205,16 @@ class Probe:
                 if key not in self._resident
             )
             given = _beside_tensors(args, kwargs)
-            changed = any(it._version != version for it, version in run.inputs)
+            # Parameters that it writes to, as a momentum encoder does, a second run would move on.
+            read = (*run.inputs, *run.weights)
+            changed = any(version_of(it) != version for it, version in read)
             if changed or _chance() != run.chance or fingerprint(given) != run.seen:
                 found.repeatable = False
             elif run.seen:
                 self._given.append((module, given, run.seen))
+            if self._saves_early(result):
+                for it in (module, *(outer.module for outer in self._running)):
+                    self.behaviour.setdefault(it, Behaviour()).saves_early = True
 
         hooks = []
         for module in ours:
@@ -208,6 +226,22 @@ class Probe:
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def _saves_early(self, result: Any) -> bool:
+        """Whether an op of autograd's graph, since this was last asked, saves what it writes then.
+
+        Of torch's ops one does: the kernel of RReLU fills the noise that was saved before it ran.
+        """
+        waiting = [it.grad_fn for it in tensors(result) if not is_batched(it)]
+        found = False
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in self._nodes:
+                continue
+            self._nodes.add(node)
+            found |= node.name().startswith("RreluWithNoiseBackward")
+            waiting += [before for before, _ in node.next_functions]
+        return found
 
     def _saved(self, tensor: torch.Tensor) -> None:
         if isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):

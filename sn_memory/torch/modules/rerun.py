@@ -1,11 +1,12 @@
 """Modules whose forward runs again in the backward pass, for one forward pass of a model.
 
-torch.utils.checkpoint does it, with the state of chance of the first time. What it leaves to its
-users is what a second run does to statistics and other buffers: here they are as after one.
+torch.utils.checkpoint does it. What it leaves to its users is what a second run reads, and what it
+does to statistics and other buffers: see `state.py`.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from ..model.marks import version_of
 from ..model.step import tensors
+from .state import RunState
 
 # A unit's name, a tensor it was given, and the tensor's version then.
 Input = tuple[str, torch.Tensor, int]
@@ -36,6 +39,9 @@ class Unit:
         What it saves for the backward pass.
     given_bytes, saved_input_bytes
         Of its inputs, which are saved instead when it runs again; of those that it saves anyway.
+    saves_early
+        Whether an op inside saves what it writes only then, so that a second run may not end when
+        the last tensor is saved.
     """
 
     name: str
@@ -44,20 +50,21 @@ class Unit:
     saved_bytes: int
     given_bytes: int = 0
     saved_input_bytes: int = 0
-
-    def buffers(self) -> list[torch.Tensor]:
-        return [module._buffers[name] for module, name in self.changed]  # type: ignore[misc]
+    saves_early: bool = False
 
 
 @contextmanager
-def rerunning(units: dict[torch.nn.Module, Unit], inputs: list[Input] | None) -> Iterator[None]:
+def rerunning(
+    units: dict[torch.nn.Module, Unit], inputs: list[Input] | None, *, sharded: bool = False
+) -> Iterator[None]:
     """Put checkpointed forwards in the place of the modules' own for one forward pass.
 
     inputs : where what units were given is noted; None where nobody asks
+    sharded : whether parameters come and go by themselves
     """
     before = {module: module.__dict__.get("forward") for module in units}
     for module, unit in units.items():
-        module.__dict__["forward"] = _checkpointed(module.forward, unit, inputs)
+        module.__dict__["forward"] = _checkpointed(module, unit, inputs, sharded)
     try:
         yield
     finally:
@@ -69,47 +76,63 @@ def rerunning(units: dict[torch.nn.Module, Unit], inputs: list[Input] | None) ->
 
 
 def _checkpointed(
-    forward: Callable[..., Any], unit: Unit, inputs: list[Input] | None
+    module: torch.nn.Module, unit: Unit, inputs: list[Input] | None, sharded: bool
 ) -> Callable[..., Any]:
+    forward, thread = module.forward, threading.get_ident()
+
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or _inside_checkpoint():
+        if (
+            not torch.is_grad_enabled()
+            or _inside_checkpoint()
+            # Another thread has the module too, and a pass or a second run of its own.
+            or threading.get_ident() != thread
+        ):
             return forward(*args, **kwargs)
-        buffers = unit.buffers()
-        earlier = [it.clone() for it in buffers]
         if inputs is not None:
-            inputs.extend((unit.name, it, it._version) for it in tensors((args, kwargs)))
+            inputs.extend((unit.name, it, version_of(it)) for it in tensors((args, kwargs)))
+        state = RunState(unit.name, module, (args, kwargs), unit.changed, sharded=sharded)
+        for it in tensors((args, kwargs)):
+            state.expect_unchanged(it, "an input")
+        wanted = [isinstance(it, torch.Tensor) and it.requires_grad for it in args]
         first = True
 
         def once_more(*args: Any) -> Any:
             nonlocal first
             if first:
                 first = False
-                return forward(*args, **kwargs)
-            # It sees its statistics as they were, and leaves them as they are.
-            now = [it.clone() for it in buffers]
-            _fill(buffers, earlier)
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                _fill(buffers, now)
+                result = forward(*args, **kwargs)
+                state.end()
+                return result
+            with state.again():
+                return forward(*map(_wanted, args, wanted), **kwargs)
 
-        return checkpoint(once_more, *args, use_reentrant=False)
+        return checkpoint(
+            once_more,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=False,  # the state does, where any is drawn
+            early_stop=not unit.saves_early,
+        )
 
     return run
 
 
-def _inside_checkpoint() -> bool:
-    """Whether a checkpoint of the model's own keeps nothing here, and runs all this again.
+def _wanted(value: Any, wanted: bool) -> Any:
+    """Return an argument that requires a gradient if it did."""
+    if isinstance(value, torch.Tensor) and value.requires_grad != wanted:
+        return value.detach().requires_grad_(wanted)
+    return value
 
-    By then the forwards put in place are gone, so that it must not meet them the first time.
+
+def _inside_checkpoint() -> bool:
+    """Whether a checkpoint around this keeps nothing here, and runs all this again, or does so.
+
+    In the first run the forwards put in place must not do what they may not do in the second: one
+    of the model's own checkpoints runs again when they are gone.
     """
     if torch.compiler.is_compiling():
         return False  # where modules inside are compiled, torch's own checkpoint sees to it
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook.")
-
-
-def _fill(buffers: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    for buffer, value in zip(buffers, values, strict=True):
-        # Beside autograd, which would take it for a change of what it saved.
-        buffer.data.copy_(value)
+    return hooks is not None and hooks[0].__qualname__.startswith(
+        ("_checkpoint_hook.", "_recomputation_hook.")
+    )

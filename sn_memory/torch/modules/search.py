@@ -15,6 +15,7 @@ import torch
 
 from ...base.sizes import parse_bytes
 from ...run.measured_choice import MeasuredPlan, fewest_again, measured_plan
+from ..model.marks import version_of
 from ..model.sharded import most
 from ..model.step import Measured, around, put_back, run_step
 from .probe import Probe
@@ -214,8 +215,8 @@ class Search:
             does, inside = self.behaviour[module], set(module.modules())
             if does.saved_bytes:
                 changed = tuple(it for it in self.changed if it[0] in inside)
-                inputs = does.given_bytes, does.saved_input_bytes
-                yield Unit(paths[module], changed, does.seconds, does.saved_bytes, *inputs)
+                rest = does.given_bytes, does.saved_input_bytes, does.saves_early
+                yield Unit(paths[module], changed, does.seconds, does.saved_bytes, *rest)
 
     def measured(self, again: Sequence[Unit]) -> Measured:
         """Run a step of the sample with units run again; put everything back."""
@@ -228,7 +229,7 @@ class Search:
             try:
                 outputs = planned(*args, **kwargs)
                 for unit, tensor, version in noted:
-                    if tensor._version != version:
+                    if version_of(tensor) != version:
                         raise _OverwrittenError(unit)
             finally:
                 # Who runs again holds the list, and what is in it would hold who runs again.

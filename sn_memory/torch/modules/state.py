@@ -1,0 +1,199 @@
+"""What a run of a module reads beside its arguments: kept, and in force when it runs again.
+
+Between a forward pass and its backward pass anything may change: functional_call puts the model's
+own parameters back, a context removes its hooks, weights are frozen, an average is updated. What
+was replaced is put in its place again for the second run; what was changed in place is gone, and is
+an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import _infer_device_type, get_device_states, set_device_states
+
+from ..errors import ReplayError
+from ..model.contents import OF_TORCH
+from ..model.marks import version_of
+from ..model.step import tensors
+
+_SLOTS = tuple(
+    name
+    for name, value in torch.nn.Module().__dict__.items()
+    if name in OF_TORCH and isinstance(value, dict)
+)
+
+
+class RunState:
+    """What a module reads beside its arguments, as it is when this is made.
+
+    Parameters
+    ----------
+    name, module
+        The module, and its path.
+    arguments
+        What it is given; not held.
+    changed
+        Buffers that its run changes, as (module, name); None to compare copies of all.
+    sharded
+        Whether others put parameters in their place and take them away (FSDP2).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: torch.nn.Module,
+        arguments: Any,
+        changed: Sequence[tuple[torch.nn.Module, str]] | None = None,
+        *,
+        sharded: bool = False,
+    ) -> None:
+        self._name = name
+        inputs = tensors(arguments)
+        self._device_type = _infer_device_type(*inputs)
+        self._devices, self._device_states = get_device_states(*inputs)
+        # Copied by an op, which is seen where storages are counted.
+        self._random: torch.Tensor | None = torch.get_rng_state().clone()
+        self._held = [_Held(it, sharded) for it in module.modules()]
+        self._compares = changed is None
+        if changed is None:
+            changed = [(it.module, name) for it in self._held for name in it.module._buffers]
+        self._copies = [
+            (it, name, buffer, buffer.clone())
+            for it, name in changed
+            if (buffer := it._buffers[name]) is not None
+        ]
+        copied = {id(buffer) for _, _, buffer, _ in self._copies}
+        self._versions: list[tuple[torch.Tensor, int, str]] = []
+        for held in self._held:
+            for what, it in held.read():
+                if id(it) not in copied:
+                    self.expect_unchanged(it, what)
+
+    def expect_unchanged(self, tensor: torch.Tensor, what: str) -> None:
+        """Let it be an error if a tensor is changed in place before the second run."""
+        self._versions.append((tensor.detach(), version_of(tensor), what))
+
+    def end(self) -> None:
+        """Forget random numbers and buffers that the run left alone, and what it sets itself."""
+        if self._random is not None and torch.equal(self._random, torch.get_rng_state()):
+            self._random = None
+        for held in self._held:
+            held.forget_changed()
+        if not self._compares:
+            return
+        copies, self._copies = self._copies, []
+        for module, name, buffer, copy in copies:
+            if module._buffers[name] is not buffer or not torch.equal(buffer, copy):
+                self._copies.append((module, name, buffer, copy))
+            else:
+                self.expect_unchanged(buffer, f"buffer {name}")
+
+    @property
+    def changed(self) -> list[torch.Tensor]:
+        """Buffers that the run changes."""
+        return [buffer for _, _, buffer, _ in self._copies]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Put it all in force, and back afterwards."""
+        for tensor, version, what in self._versions:
+            if version_of(tensor) != version:
+                raise ReplayError(
+                    f"{what} of {self._name!r}, which runs again in the backward pass, was changed "
+                    f"after its forward pass: version {version_of(tensor)}, expected {version}. "
+                    "Change it after backward(), and call the optimizer's step after that too."
+                )
+        now = [_Held(held.module, held.sharded) for held in self._held]
+        with torch.random.fork_rng(devices=self._devices, device_type=self._device_type):
+            if self._random is not None:
+                torch.set_rng_state(self._random)
+            if self._devices:
+                set_device_states(self._devices, self._device_states, device_type=self._device_type)
+            after = [buffer.clone() for buffer in self.changed]
+            try:
+                for held in self._held:
+                    held.put()
+                for module, name, buffer, copy in self._copies:
+                    module._buffers[name] = buffer
+                    _fill(buffer, copy)
+                yield
+            finally:
+                for held in now:
+                    held.put()
+                for buffer, value in zip(self.changed, after, strict=True):
+                    _fill(buffer, value)
+
+
+class _Held:
+    """What a module holds: in torch's own dictionaries, and the attributes of others."""
+
+    def __init__(self, module: torch.nn.Module, sharded: bool) -> None:
+        self.module, self.sharded = module, sharded
+        self.attributes, self.slots = self._now()
+        self.wanted = {id(it): it.requires_grad for it in self._parameters()}
+
+    def _now(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        own = self.module.__dict__
+        # The forward that stands in for the module's own is whoever runs it to see to.
+        others = {name: it for name, it in own.items() if name not in OF_TORCH | {"forward"}}
+        left_alone = {"_parameters"} if self.sharded else set()
+        return others, {name: dict(own[name]) for name in _SLOTS if name not in left_alone}
+
+    def _parameters(self) -> list[torch.Tensor]:
+        held = self.slots.get("_parameters", {}).values()
+        return [it for it in held if it is not None]
+
+    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors that the module itself has."""
+        kinds = {"parameter": "_parameters", "buffer": "_buffers"}
+        for what, slot in kinds.items():
+            for name, it in self.slots.get(slot, {}).items():
+                if it is not None:
+                    yield f"{what} {name}", it
+        for name, it in self.attributes.items():
+            if isinstance(it, torch.Tensor):
+                yield f"attribute {name}", it
+
+    def forget_changed(self) -> None:
+        """Leave out what is another now: who runs it again would set it again."""
+        attributes, slots = self._now()
+        missing = object()
+        self.attributes = {
+            name: it for name, it in self.attributes.items() if attributes.get(name, missing) is it
+        }
+        self.slots = {name: it for name, it in self.slots.items() if _same(it, slots[name])}
+
+    def put(self) -> None:
+        """Let the module hold it again."""
+        own = self.module.__dict__
+        for name, it in self.attributes.items():
+            if own.get(name) is not it:
+                own[name] = it
+        replaced = False
+        for name, before in self.slots.items():
+            if not _same(before, own[name]):
+                own[name].clear()
+                own[name].update(before)
+                replaced = True
+        for name, it in self.slots.get("_parameters", {}).items():
+            if it is not None and it.requires_grad != self.wanted[id(it)]:
+                own["_parameters"][name] = it.detach().requires_grad_(self.wanted[id(it)])
+                replaced = True
+        if replaced and isinstance(self.module, torch.nn.RNNBase):
+            # It keeps a list of its own, which functional_call writes to.
+            names = self.module._flat_weights_names
+            own["_flat_weights"] = [getattr(self.module, name, None) for name in names]
+
+
+def _fill(buffer: torch.Tensor, value: torch.Tensor) -> None:
+    # Beside autograd, which would take it for a change of what it saved. The same tensor, as what
+    # is saved of it shows what it is by then.
+    buffer.data.copy_(value)
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(other[name] is it for name, it in one.items())
