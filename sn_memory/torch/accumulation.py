@@ -76,7 +76,10 @@ def fitting(
     """
     record: Planned = model.__dict__[RECORD]
     # Where all of the state is planned, gradients that are there lie on the host, or are counted.
-    if record.planning.state is None and any(it.grad is not None for it in parameters):
+    # Those of functional_call need be no leaves, and then have none.
+    if record.planning.state is None and any(
+        it.is_leaf and it.grad is not None for it in parameters
+    ):
         step = _with_gradients(model, record, step, given)
     if not record.told_of_several:
         every = {*record.steps.values(), *record.later.values()}

@@ -134,6 +134,8 @@ class Planned(PlannedRecord[Trace]):
         Per step, the one that runs in its place where gradients of parameters are there already.
     told_of_several
         Whether a warning said that several forward passes before one backward break the budget.
+    warned
+        What a warning was given of, once.
     recent
         The kinds of the inputs that came last.
     ones
@@ -168,6 +170,7 @@ class Planned(PlannedRecord[Trace]):
     running: Step | None = None
     later: dict[Step, Step] = field(default_factory=dict)
     told_of_several: bool = False
+    warned: set[str] = field(default_factory=set, repr=False)
     recent: Recent = field(default_factory=Recent, repr=False)
     ones: Ones = field(default_factory=Ones, repr=False)
     changes: Counter[Name] = field(default_factory=Counter, repr=False)

@@ -1,7 +1,8 @@
 """What a planned model does otherwise than its class: its forward pass runs by the plan.
 
 Where gradients are wanted the step of the input's kind runs; one that comes for the first time gets
-a step first (new_inputs.py). Otherwise it is the model's own forward, as when evaluating.
+a step first (new_inputs.py). Otherwise it is the model's own forward, as when evaluating, and where
+derivatives are asked for that no plan has (higher_derivatives.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch
 
 from .accumulation import fitting
 from .eager.replay import Replay
+from .higher_derivatives import PlainStep, without_plan
+from .model.guard import transformed
 from .model.kinds import as_sampled
 from .model.wrapping import RECORD, bare, plain_model
 from .new_inputs import step_for, without_free_arenas
@@ -28,6 +31,9 @@ class PlannedForward:
     ) -> Any:
         """Run the forward pass by the plan; as the class does where no gradient is wanted."""
         record: Planned = self.__dict__[RECORD]
+        if torch.is_grad_enabled() and transformed():
+            without_plan(self, record)  # type: ignore[arg-type]
+            return plain(self, *args, **kwargs)
         if not torch.is_grad_enabled():
             with record.all_brought():
                 return plain(self, *args, **kwargs)
@@ -59,7 +65,10 @@ class PlannedForward:
                 without_free_arenas(record.running)
                 record.running = step
             if isinstance(step, Replay):
-                return step.run_on(parameters, buffers, (args, kwargs))
+                given, again = (args, kwargs), None
+                if record.state is None and kind is not None:
+                    again = PlainStep(self, record, kind, given, parameters, buffers, step)  # type: ignore[arg-type]
+                return step.run_on(parameters, buffers, given, again)
             return step.run(self, args, kwargs)  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> Any:

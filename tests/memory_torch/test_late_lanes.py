@@ -113,6 +113,29 @@ def test_any_order_gives_the_same(lanes, net, budget, probability):
     assert not any(it.faults or it.under_way() for it in made)
 
 
+@pytest.mark.parametrize("probability", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("net", list(NETS))
+def test_a_kept_graph_gives_each_backward_pass_the_same(lanes, net, probability):
+    """What is on the host is copied for a pass that keeps the graph; the last uses it up."""
+    model, traced, sample, base = planned(net, "75%")
+    for seed in range(4):
+        made = lanes(probability, seed)
+        moved = random_moves(traced, base, seed)
+        replay = Replay(traced, replace(moved, peak_bytes=0))
+        mine, plain = copy.deepcopy(model), copy.deepcopy(model)
+        found = []
+        for forward in (lambda x: replay.run(mine, (x,), {}), plain):  # noqa: B023
+            torch.manual_seed(7)
+            own = list((plain if forward is plain else mine).parameters())
+            out = forward(sample)
+            some = torch.autograd.grad(out.sum(), own[-1:], retain_graph=True)
+            every = torch.autograd.grad(out.square().sum(), own, retain_graph=True)
+            found.append([*some, *every, *torch.autograd.grad(out.cos().sum(), own)])
+        assert all(map(torch.equal, *found)), seed
+        assert len(replay.program.arenas) == 1
+    assert not any(it.faults or it.under_way() for it in made)
+
+
 @pytest.mark.parametrize("net", list(NETS))
 def test_plans_of_the_planner(lanes, net):
     """Two budgets, a slow link and a fast one, as users ask for them."""

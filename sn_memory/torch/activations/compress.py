@@ -8,17 +8,20 @@ Over 300 lines: one object, what it is asked for, and the state between steps.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 
 from ...activations import Controller, Peaks
+from ...base.errors import PlanWarning
 from ...base.sizes import parse_bytes
 from ..compress.calls import MIN_ELEMENTS, Call, coverage_of, storages_of, weight_of
 from ..compress.compressor import Compressor, Saved
 from ..compress.saving import Pass
 from ..errors import TraceError
+from ..model.guard import transformed
 from .candidates import Units
 from .forecast import peaks, predicted_peak
 from .rerun import Run
@@ -143,7 +146,7 @@ class CompressedActivations:
         self._step = 0
         self._names = {module: name for name, module in model.named_modules()}
         self._units: Units | None = None
-        self._looked = self._ready = False
+        self._looked = self._ready = self._warned = False
         self._forwards: dict[str, Any] = {}
         self._gathered: dict[str, dict[str, Any]] = {}
         self._weights: dict[str, torch.nn.Parameter] = {}
@@ -176,6 +179,9 @@ class CompressedActivations:
     def _begin(self, _: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if self.current is not None or not self.active or not torch.is_grad_enabled():
             return
+        if transformed():
+            self._warn_uncompressed()
+            return
         watch = None
         if not self.compressor.blank:
             self._refresh()
@@ -192,6 +198,16 @@ class CompressedActivations:
         if self.controller.choosing and not self._looked and not self.compressor.blank:
             self._looked, self._units = True, Units(self.current)
             self.current.enter(self._units)
+
+    def _warn_uncompressed(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"nothing that {type(self.model).__name__} saves is compressed inside torch.func "
+                "or forward-mode AD, which look at its own forward pass.",
+                PlanWarning,
+                stacklevel=6,
+            )
 
     def _end(self, *_: object) -> None:
         # Run again, a module of the model calls it: then it is not ours to end.

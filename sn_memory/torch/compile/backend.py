@@ -27,7 +27,8 @@ from ...check.replay import check_plan
 from ...graph.graph import Graph
 from ...graph.records import Storage
 from ...plan.plan import BudgetError, Plan
-from ..errors import TraceError
+from ..errors import ReplayError, TraceError
+from ..model.guard import is_batched, transformed
 from ..model.step import tensors
 from ..trace.captured import Captured
 from ..trace.fake_rules import quiet
@@ -155,7 +156,12 @@ class CompiledStep:
 
     def run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward pass of the model this was made for."""
-        return self.compiled(*args, **kwargs)
+        returned = self.compiled(*args, **kwargs)
+        given = {id(it) for it in tensors((args, kwargs))}
+        for out in tensors(returned):
+            if out.grad_fn is not None and id(out) not in given:
+                out.register_hook(_first_derivative)
+        return returned
 
     def _latest(self) -> tuple[Trace, Plan]:
         if self.made is None:
@@ -259,6 +265,16 @@ class CompiledStep:
         check_plan(named.graph, plan)
         self.made = Trace(named, joint.captured), plan
         return partitioned(joint, named, plan)
+
+
+def _first_derivative(gradient: torch.Tensor) -> None:
+    """Refuse what a compiled backward graph cannot do: it is itself not differentiable."""
+    if torch.is_grad_enabled() or is_batched(gradient) or transformed():
+        raise ReplayError(
+            "gradients of gradients or several at a time (create_graph=True, vmap, forward-mode "
+            "AD) are asked for of a model planned with backend='compile', whose compiled backward "
+            "pass computes one gradient. Plan with backend='graph' or 'modules'."
+        )
 
 
 @contextmanager

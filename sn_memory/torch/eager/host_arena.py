@@ -8,6 +8,7 @@ the planned peak has room for none is made (`needless`). Nothing is allocated wh
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -129,6 +130,16 @@ class HostArena:
         self.block = torch.empty(packed.height, dtype=torch.uint8, pin_memory=is_apart(device))
         self._left: dict[int, Ticket] = {}
         self._arriving: dict[int, Ticket] = {}
+
+    def copied(self) -> HostArena:
+        """Return another block that holds what this one does, once it has arrived here."""
+        for ticket in self._left.values():
+            self.lanes.finish(ticket)
+        other = copy.copy(self)
+        other.block = torch.empty_like(self.block, pin_memory=is_apart(self.device))
+        other.block.copy_(self.block)
+        other._left, other._arriving = dict(self._left), dict(self._arriving)
+        return other
 
     def take(self, host_copy: int, tensor: torch.Tensor) -> None:
         """Start to copy the storage of a tensor to the place of a host copy."""

@@ -7,7 +7,7 @@ are checked for how their results lie; `written.py` has what runs once that is k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,10 @@ class Memory:
         Per storage that a lane reads or writes, what waits for that.
     left_out
         Places of gradients that are None in this step, as no output they come from has one.
+    plain, wanted
+        The step without the plan, and the tensors whose gradients it has.
+    passes
+        Per graph task of autograd that does not use this up: memory of its own, or all gradients.
 
     Notes
     -----
@@ -59,6 +63,26 @@ class Memory:
         self.begun = False
         self.underway: dict[int, Callable[[], None]] = {}
         self.left_out: frozenset[int] = frozenset()
+        self.plain: Any = None
+        self.wanted: Sequence[torch.Tensor] = ()
+        self.passes: dict[int, Any] = {}
+
+    def for_one_pass(self, overwritten: Iterable[int]) -> Memory:
+        """Return memory for a backward pass that leaves this as it is.
+
+        overwritten : storages that a backward pass writes over
+        """
+        arena = None if self.arena is None else self.arena.copied()
+        found = Memory(0, arena, [])
+        found.held = [*self.held]
+        for storage in overwritten:
+            if (tensor := self.held[storage]) is not None:
+                memory = tensor.untyped_storage().clone()
+                form = tensor.storage_offset(), tensor.size(), tensor.stride()
+                found.held[storage] = tensor.new_empty(0).set_(memory, *form)
+        found.chance = dict(self.chance)
+        found.layouts = self.layouts
+        return found
 
     def gradient(self, place: int, take: Take | None) -> torch.Tensor | None:
         """Return the gradient of that place; None where there is none in this step."""
@@ -75,6 +99,7 @@ class Memory:
         # A frame that an exception keeps has the same list.
         self.held.clear()
         self.chance.clear()
+        self.plain, self.wanted = None, ()
 
     def __del__(self) -> None:
         self.clear()

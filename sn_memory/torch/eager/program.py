@@ -92,6 +92,8 @@ class Program:
         self.forward = Row(before, writer.names)
         # Storages that the backward pass reads and somebody else could change in between.
         self.read_later = sorted(writer.read_later - writer.brought)
+        # What the forward pass made and the backward pass writes over.
+        self.overwritten = sorted(writer.overwritten)
         self.forms = writer.forms
         self.results = [self.taken(view) for view in captured.outputs if isinstance(view, View)]
         self.gradients = [
@@ -155,6 +157,7 @@ class _Writer:
         self.held: set[int] = set(captured.recording.given) - self.brought
         self.forms: dict[int, View] = {}
         self.read_later: set[int] = set()
+        self.overwritten: set[int] = set()
         self.journeys = journeys_of(named, captured, plan)
         self.loss = plan.actions.index(("run", LOSS, 0))
         self.live = live_bytes(named, plan)
@@ -189,9 +192,11 @@ class _Writer:
         # Gradients whose sum comes next: they go with their section, not before.
         added: set[int] = set()
         changeable = outside | set(self.captured.recording.given)
+        waiting: set[int] = set()
         for at, (kind, target, way) in enumerate(self.plan.actions):
             if kind == "run" and target == LOSS:
                 current = []
+                waiting = self.held - set(self.captured.recording.given)
                 self.held |= {view.storage for view in self.captured.output_gradients}
                 continue
             moved = self.moved(target) if kind == "run" else None
@@ -205,6 +210,7 @@ class _Writer:
                 call = self.calls[self.named.call_of[target]]
                 if current is not before:
                     self.read_later |= {*call.reads, *call.writes} & changeable
+                    self.overwritten |= waiting & set(call.writes)
                 current += self.arrivals({*call.reads, *call.writes})
                 current.append(self.run(target, call, way))
             else:

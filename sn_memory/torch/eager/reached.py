@@ -1,4 +1,4 @@
-"""Which gradients an output of a model gives rise to: those of the others it leaves at None.
+"""Which gradients an output of a model gives rise to, and which buffers it comes from.
 
 Where a loss takes some of the outputs only, autograd leaves the parameters of the rest without a
 gradient, and an optimizer passes them over. Zeros are not the same: moments go on, weights decay.
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..trace.captured import Captured
+from ..trace.record import View
+from ..trace.to_graph import statistics
 
 
 def reached(captured: Captured) -> tuple[int, ...]:
@@ -39,3 +41,23 @@ def left_out(reached: Sequence[int], arrived: Sequence[object]) -> frozenset[int
         return frozenset()
     here = sum(1 << number for number, it in enumerate(arrived) if it is not None)
     return frozenset(place for place, bits in enumerate(reached) if bits and not bits & here)
+
+
+def overwritten(captured: Captured) -> list[str]:
+    """Return the names of buffers that a forward pass reads, and writes over.
+
+    Run once more, it would compute something else. Statistics of a batch norm that trains, and
+    counts, are read for themselves alone.
+    """
+    calls = captured.recording.calls[: captured.boundary]
+    written = {storage for call in calls for storage in call.writes}
+    of = {view.storage: {name} for name, view in captured.buffers if view.storage in written}
+    for call in calls:
+        own = statistics(call)
+        reads = [arg for place, arg in enumerate(call.flat) if place not in own]
+        read = {it.storage for it in reads if isinstance(it, View)}
+        names = set[str]().union(*(of.get(storage, ()) for storage in read))
+        for storage in (*call.makes, *call.writes):
+            of[storage] = of.get(storage, set()) | names
+    results = {view.storage for view in captured.outputs if isinstance(view, View)}
+    return sorted(set[str]().union(*(of.get(storage, ()) for storage in results)))

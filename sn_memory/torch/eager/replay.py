@@ -13,16 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, Protocol
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves
 
 from ...plan.plan import Plan
 from ..errors import ReplayError
-from ..model.guard import casting
+from ..model.guard import casting, is_batched, transformed
 from ..trace.record import Layouts, View
 from ..trace.to_graph import main_device
 from ..trace.trace import Trace
@@ -30,8 +29,25 @@ from .added import Added
 from .instructions import Memory
 from .journeys import waiting_bytes
 from .like import like
-from .program import Program
-from .reached import left_out, reached
+from .program import Program, Section
+from .reached import left_out, overwritten, reached
+
+Gradients = list[torch.Tensor | None]
+
+
+class PlainStep(Protocol):
+    """What a plan does not compute of a step: derivatives of its gradients."""
+
+    def forward_ended(self) -> None:
+        """Note how its inputs are."""
+
+    def retained(self) -> None:
+        """Note that a backward pass keeps the graph, and with it what the plan would free."""
+
+    def gradients(
+        self, wanted: Sequence[torch.Tensor], arrived: Sequence[torch.Tensor | None]
+    ) -> Gradients:
+        """Return differentiable gradients of `wanted`, given those of the outputs."""
 
 
 class Replay:
@@ -102,6 +118,18 @@ class Replay:
         """What each of them holds until then, and what of that the caller has: input and output."""
         return waiting_bytes(self.trace.named, self.plan)
 
+    @cached_property
+    def drawn_on(self) -> list[torch.device]:
+        """Devices whose random numbers the forward pass draws."""
+        place = self.captured.recording.device
+        calls = [call for call in self.captured.recording.calls if call.random]
+        return [*{place[it]: None for call in calls for it in (*call.makes, *call.writes)}]
+
+    @cached_property
+    def overwritten(self) -> list[str]:
+        """Names of buffers that the forward pass reads and then writes over."""
+        return overwritten(self.captured)
+
     @property
     def adding_peak_bytes(self) -> int:
         """The peak of a backward pass whose gradients are added to those of another."""
@@ -116,8 +144,12 @@ class Replay:
         parameters: list[torch.nn.Parameter],
         buffers: list[torch.Tensor],
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        plain: PlainStep | None = None,
     ) -> Any:
-        """Run the forward pass of the model that these are of; returns what it returns."""
+        """Run the forward pass of the model that these are of; returns what it returns.
+
+        plain : the same step without the plan; None where only first derivatives are asked for
+        """
         tensors = [it for it in tree_leaves(arguments) if isinstance(it, torch.Tensor)]
         wanted: list[torch.Tensor] = [it for it in parameters if it.requires_grad]
         follow: list[torch.Tensor] = []
@@ -127,6 +159,7 @@ class Replay:
             follow = list(others.values())
             wanted += follow
         memory = self.start([*parameters, *buffers, *tensors])
+        memory.plain, memory.wanted = plain, wanted
         if self.inside and not follow:
             # Autograd goes back to where a gradient is wanted.
             follow = [torch.empty(0, device=self.device, requires_grad=True)]
@@ -142,13 +175,25 @@ class Replay:
         return self.captured.output_form.filled(flat)
 
     def section(
-        self, memory: Memory, at: int, token: torch.Tensor | None
+        self, memory: Memory | Gradients, at: int, token: torch.Tensor | None
     ) -> list[torch.Tensor | None]:
         """Run a section of the backward pass; return its gradients, with the last those of inputs.
 
         With any other, the last item is the token's: the token that came, or a new one.
         """
-        section = self.program.backward[at]
+        section, is_last = self.program.backward[at], at == len(self.program.backward) - 1
+        if isinstance(memory, Memory):
+            gradients = self._run(memory, section, is_last)
+        else:
+            gradients = [memory[place] for place in section.ready]
+            gradients += memory[self.program.leaves :] if is_last else []
+        if not is_last:
+            gradients.append(torch.empty(0, device=self.device) if token is None else token)
+        elif self.inside and len(self.program.gradients) == self.program.leaves:
+            gradients.append(None)
+        return gradients
+
+    def _run(self, memory: Memory, section: Section, is_last: bool) -> Gradients:
         try:
             with _as_recorded(self.device):
                 section.row.run(memory)
@@ -158,13 +203,10 @@ class Replay:
                 # Nobody else holds them, so they become `.grad` and are not copied.
                 for storage in section.storages:
                     memory.held[storage] = None
-                if at < len(self.program.backward) - 1:
-                    gradients.append(torch.empty(0, device=self.device) if token is None else token)
+                if not is_last:
                     return gradients
                 of_inputs = list(enumerate(self.program.gradients))[self.program.leaves :]
                 gradients += [memory.gradient(*it) for it in of_inputs]
-                if self.inside and len(self.program.gradients) == self.program.leaves:
-                    gradients.append(None)
         except BaseException:
             memory.clear()
             raise
@@ -172,6 +214,39 @@ class Replay:
         if self.added is not None:
             self.added.end()
         return gradients
+
+    def for_this_pass(
+        self, memory: Memory, arrived: Sequence[torch.Tensor | None]
+    ) -> Memory | Gradients:
+        """Return what a backward pass runs on, or its gradients where a plan cannot compute them.
+
+        Where the graph is kept, as with `retain_graph=True`, storages stay for another pass.
+        """
+        keeps = self.added is None and torch._C._autograd._get_current_graph_task_keep_graph()
+        found: Memory | Gradients = memory
+        several = any(is_batched(it) for it in arrived if it is not None)
+        if torch.is_grad_enabled() or several or transformed():
+            if memory.plain is None:
+                raise ReplayError(
+                    "gradients of gradients or several at a time (create_graph=True, vmap, "
+                    "forward-mode AD) are asked for of a step that has its state on the host, "
+                    "which computes one gradient. Call the model as it was before planning there."
+                )
+            found = memory.plain.gradients(memory.wanted, arrived)
+            if not keeps:
+                memory.clear()
+        elif keeps:
+            if memory.plain is not None:
+                memory.plain.retained()
+            found = memory.for_one_pass(self.program.overwritten)
+        memory.begun = not keeps
+        if found is not memory:
+            task = torch._C._current_graph_task_id()
+            memory.passes[task] = found
+            # Some of its sections may never run.
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(partial(memory.passes.pop, task))
+        return found
 
     def start(self, given: Sequence[torch.Tensor]) -> Memory:
         """Return memory with what is given in its place."""
@@ -247,16 +322,18 @@ class _Planned(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.replay, ctx.memory = replay, memory
         ctx.versions = _versions(replay.program, memory)
+        if memory.plain is not None:
+            memory.plain.forward_ended()
         return results
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *incoming: torch.Tensor | None) -> Any:
         replay, memory = ctx.replay, ctx.memory
         if memory.begun:
             raise ReplayError(
                 "backward runs a second time through a planned model, whose storages are gone. Run "
-                "the model again, or sum the losses and call backward once."
+                "the model again, sum the losses and call backward once, or call it with "
+                "retain_graph=True the first time."
             )
         if _versions(replay.program, memory) != ctx.versions:
             raise ReplayError(
@@ -270,13 +347,14 @@ class _Planned(torch.autograd.Function):
                 "with other types than outside; its plan was made for backward outside, as torch "
                 "advises. Call backward after the `with torch.autocast` block."
             )
-        memory.begun = True
         arrived = [it for it, again in zip(incoming, replay.differentiable, strict=True) if again]
         del incoming
-        memory.left_out = left_out(replay.reached, arrived)
-        with _as_recorded(replay.device):
-            for view in captured.output_gradients:
-                memory.held[view.storage] = _as_planned(view, arrived.pop(0), replay.device)
+        memory = replay.for_this_pass(memory, arrived)
+        if isinstance(memory, Memory):
+            memory.left_out = left_out(replay.reached, arrived)
+            with _as_recorded(replay.device):
+                for view in captured.output_gradients:
+                    memory.held[view.storage] = _as_planned(view, arrived.pop(0), replay.device)
         del arrived
         return None, None, *replay.section(memory, 0, None)
 
@@ -293,15 +371,10 @@ class _Section(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, token: torch.Tensor) -> Any:
-        # That costs three microseconds, and matters only where gradients of gradients are wanted.
-        if torch.is_grad_enabled():
-            return _once(ctx, token)
-        return None, None, None, *ctx.replay.section(ctx.memory, ctx.at, token)
-
-
-@once_differentiable
-def _once(ctx: Any, token: torch.Tensor) -> Any:
-    return None, None, None, *ctx.replay.section(ctx.memory, ctx.at, None)
+        memory = ctx.memory
+        if memory.passes:
+            memory = memory.passes.get(torch._C._current_graph_task_id(), memory)
+        return None, None, None, *ctx.replay.section(memory, ctx.at, token)
 
 
 def _versions(program: Program, memory: Memory) -> list[int]:

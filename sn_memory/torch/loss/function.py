@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..model.guard import transformed
+
 REDUCTIONS: Final = ("mean", "sum", "none")
 _aten = torch.ops.aten
 _SUM = 2  # the number of this reduction in torch
@@ -71,6 +73,8 @@ def chunked_cross_entropy(
     ------
     ValueError
         For sizes that do not belong together and values out of range.
+    RuntimeError
+        Where second derivatives are asked for, torch.func's transforms or forward-mode AD.
 
     Notes
     -----
@@ -94,6 +98,8 @@ def chunked_cross_entropy(
         chunks, ignore_index, label_smoothing, reduction, class_weight, softcap, dtype, elementwise
     )
     rows, wanted = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+    if transformed():
+        raise _first_derivatives_only()
     if reduction == "none":
         return _by_row(rows, weight, bias, wanted, settings).view(target.shape)
     found: Tensor = _Together.apply(rows, weight, bias, wanted, settings)
@@ -214,8 +220,18 @@ class _Together(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, arrived: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise _first_derivatives_only()
         made = ctx.saved_tensors
         return (*(None if it is None else it * arrived.to(it.dtype) for it in made), None, None)
+
+
+def _first_derivatives_only() -> RuntimeError:
+    return RuntimeError(
+        "a loss in chunks computes its gradients in the forward pass and has no derivatives of "
+        "these: create_graph=True, torch.func and forward-mode AD were asked of it. Compute "
+        "cross_entropy(linear(hidden, weight, bias), target) there."
+    )
 
 
 def _with_slope(

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 
 from ..device.accelerator import kinds
 from ..errors import SetsStateError, TraceError
@@ -27,6 +28,20 @@ _legacy: Any = np.random.mtrand._rand
 def casting() -> list[str]:
     """Return the kinds of devices for which autocast is on."""
     return [kind for kind in ("cpu", *kinds()) if torch.is_autocast_enabled(kind)]
+
+
+# Of `is_grads_batched=True`, whose vmap is older than torch.func's and is no transform to torch.
+_BATCHED = torch._C._dispatch_key_parse("Batched")
+
+
+def transformed() -> bool:
+    """Whether torch.func or forward-mode AD looks at what runs here."""
+    return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether a gradient stands for several, as with `is_grads_batched=True`."""
+    return bool(torch._C._dispatch_keys(tensor).has(_BATCHED))
 
 
 @contextmanager

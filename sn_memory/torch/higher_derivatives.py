@@ -1,0 +1,226 @@
+"""Derivatives beyond the first: what a plan does not compute, the model's own step does.
+
+A plan is of the calls of one forward and one backward pass. Where autograd differentiates such a
+backward pass (`create_graph=True`), the forward pass runs once more as the model's own, with what
+it read the first time, and its gradients have the graph that torch gives them. Transforms of
+torch.func and forward-mode AD look at the forward pass itself, so there the model's own runs at
+once. Both take the memory of the step without a plan, which a warning says once.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.func import functional_call
+from torch.utils._pytree import tree_map_only
+
+from ..base.errors import PlanError, PlanWarning
+from ..base.sizes import show_bytes
+from .device.accelerator import chance, kinds, set_chance
+from .eager.replay import Gradients, Replay
+from .errors import ReplayError
+from .model.kind import Kind
+from .model.kinds import Arguments, kind_of
+from .model.results import taken_apart
+from .model.step import chance_put_back, tensors
+from .model.wrapping import inner_model, plain_class
+from .planned import Planned
+
+
+class PlainStep:
+    """A forward pass by a plan, and what is needed to run it once more as the model's own.
+
+    Parameters
+    ----------
+    model, record
+        The planned model and what it carries.
+    kind, arguments
+        The input.
+    parameters, buffers
+        Of the model in this forward pass; `functional_call` puts others in their place.
+    step
+        What runs the forward pass.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        record: Planned,
+        kind: Kind,
+        arguments: Arguments,
+        parameters: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+        step: Replay,
+    ) -> None:
+        self.model, self.record, self.kind, self.arguments = model, record, kind, arguments
+        self.parameters, self.buffers, self.step = parameters, buffers, step
+        self.random = [(device, chance(device)) for device in step.drawn_on]
+        self.versions: list[int] = []
+
+    def forward_ended(self) -> None:
+        """Note the versions of what the forward pass read."""
+        self.versions = self._versions()
+
+    def retained(self) -> None:
+        """Warn once if the budget has no room for what a backward pass does not free."""
+        need = self.step.plan.peak_bytes + self.step.waiting_bytes[0]
+        if need > self.record.budget_bytes:
+            _warn_once(
+                self.record,
+                "retained",
+                f"a backward pass through a planned {_name(self.model)} keeps its graph "
+                f"(retain_graph=True), and with it what the plan would free: it takes up to "
+                f"{show_bytes(need)}, and the budget is {show_bytes(self.record.budget_bytes)}. "
+                "Leave retain_graph out where no second backward pass follows.",
+            )
+
+    def gradients(
+        self, wanted: Sequence[torch.Tensor], arrived: Sequence[torch.Tensor | None]
+    ) -> Gradients:
+        """Return differentiable gradients of `wanted`, given those of the outputs.
+
+        Raises
+        ------
+        ReplayError
+            If the forward pass would read something else than it did.
+        PlanError
+            With `strict`.
+        """
+        self._check()
+        _without_plan(
+            self.model,
+            self.record,
+            self.step.plan.baseline_peak_bytes,
+            "a backward pass is differentiated itself or runs for several gradients at a time "
+            "(create_graph=True, vmap, forward-mode AD)",
+        )
+        asked = torch.is_grad_enabled()
+        with torch.enable_grad():
+            # Other tensors than these: one of them may have been made of another.
+            own = {id(it): it.view_as(it) for it in wanted}
+            outputs = self._outputs(own)
+        pairs = [
+            (out, gradient)
+            for out, gradient in zip(outputs, arrived, strict=True)
+            if gradient is not None and out.requires_grad
+        ]
+        if not pairs:
+            return [None for _ in wanted]
+        ends, gradients = zip(*pairs, strict=True)
+        inputs = [own[id(it)] for it in wanted]
+        found = torch.autograd.grad(ends, inputs, gradients, create_graph=asked, allow_unused=True)
+        return list(found)
+
+    def _outputs(self, own: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        """Run the model's own forward pass; return the outputs that have gradients."""
+        captured = self.step.captured
+        given = [own.get(id(it), it) for it in self.parameters]
+        # It may write to its buffers a second time.
+        given += [it.clone() for it in self.buffers]
+        names = [f"model.{name}" for name, _ in (*captured.parameters, *captured.buffers)]
+        args, kwargs = tree_map_only(torch.Tensor, lambda it: own.get(id(it), it), self.arguments)
+        model = _OwnForward(inner_model(self.model))
+        with self.record.lock, self._as_then():
+            returned = functional_call(model, dict(zip(names, given, strict=True)), args, kwargs)
+        outputs = [
+            it for it in taken_apart(returned, self.model)[0] if isinstance(it, torch.Tensor)
+        ]
+        differentiable = zip(outputs, self.step.differentiable, strict=True)
+        return [out for out, has_gradient in differentiable if has_gradient]
+
+    @contextmanager
+    def _as_then(self) -> Iterator[None]:
+        """Let autocast and random numbers be as in the forward pass, and no transform look on."""
+        casts = dict(self.kind.casts)  # type: ignore[arg-type]
+        with ExitStack() as stack:
+            stack.enter_context(chance_put_back() if self.random else nullcontext())
+            for device, state in self.random:
+                set_chance(device, state)
+            for kind in ("cpu", *kinds()):
+                if kind in casts or torch.is_autocast_enabled(kind):
+                    on = torch.autocast(kind, casts.get(kind), enabled=kind in casts)
+                    stack.enter_context(on)
+            stack.enter_context(temporarily_clear_interpreter_stack())
+            yield
+
+    def _check(self) -> None:
+        if self.step.overwritten:
+            raise ReplayError(
+                "gradients of gradients are asked for, and the forward pass writes over "
+                f"{', '.join(self.step.overwritten[:3])}, which it reads: run once more it would "
+                "compute something else. Plan with backend='modules', or call the model as it was "
+                "before planning for these."
+            )
+        if self._versions() != self.versions:
+            raise ReplayError(
+                "gradients of gradients are asked for, and a parameter, buffer or input was "
+                "changed in place since the forward pass. Change it after backward."
+            )
+        now = kind_of(self.model, *self.arguments, self.record.noted, loosely=True)
+        assert now is not None
+        if now.settings != self.kind.settings:
+            paths = [path for path, _ in self.model.named_modules()]
+            raise ReplayError(
+                "gradients of gradients are asked for, and the model is not as it was in the "
+                f"forward pass: {'; '.join(now.unlike(self.kind, paths))}. Change it after "
+                "backward."
+            )
+
+    def _versions(self) -> list[int]:
+        read = (*self.parameters, *self.buffers, *tensors(self.arguments), *self.step.known)
+        return [it._version for it in read]
+
+
+class _OwnForward(torch.nn.Module):
+    """A model without the hooks around its forward, which ran in the first forward pass."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.model).forward(self.model, *args, **kwargs)
+
+
+def without_plan(model: torch.nn.Module, record: Planned) -> None:
+    """Say that the model's own forward runs, as torch.func or forward-mode AD looks at it."""
+    if record.state is not None:
+        raise PlanError(
+            f"a planned {_name(model)} with its state on the host was called inside torch.func or "
+            "forward-mode AD, which looks at the model's own forward pass. Call the model as it "
+            "was before planning there."
+        )
+    why = "it is called inside torch.func or forward-mode AD"
+    _without_plan(model, record, record.plan.baseline_peak_bytes, why)
+
+
+def _without_plan(model: torch.nn.Module, record: Planned, need: int, why: str) -> None:
+    text = (
+        f"the step of a planned {_name(model)} runs without its plan, because {why}: it takes up "
+        f"to {show_bytes(need)} and what the plan holds, and the "
+        f"budget is {show_bytes(record.budget_bytes)}"
+    )
+    if record.strict:
+        raise PlanError(f"strict: {text}. Leave strict out to run it so.")
+    _warn_once(record, why, f"{text}.")
+
+
+def _warn_once(record: Planned, what: str, text: str) -> None:
+    if what in record.warned:
+        return
+    record.warned.add(what)
+    # Where the user's code is, from a backward pass or a call of the model.
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, PlanWarning, stacklevel=level + 1)
+
+
+def _name(model: torch.nn.Module) -> str:
+    return plain_class(type(model)).__name__

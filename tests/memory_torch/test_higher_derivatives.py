@@ -1,0 +1,431 @@
+"""Where autograd asks for more than first derivatives: right, or one clear error, never silence."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import nn
+from torch.autograd import functional, grad
+from torch.func import functional_call
+
+from sn_memory.base.errors import PlanError, PlanWarning
+from sn_memory.torch import (
+    ReplayError,
+    checkpoint_policy,
+    chunked_cross_entropy,
+    compress_activations,
+    plan,
+)
+
+# torch's own: the first use of forward-mode AD loads rules that are scripted.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+
+SETTINGS = {"profile": False, "time_limit_s": 2.0}
+WIDTH = 12
+# Of sums in another order: second derivatives add up in another order where a plan is run.
+ROUNDING = 1e-12
+
+
+class Critic(nn.Module):
+    """Smooth layers, so that second derivatives are not zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Softplus(), nn.Linear(2 * WIDTH, WIDTH))
+            for _ in range(4)
+        )
+        self.norm, self.last = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.last(self.norm(x))
+
+
+def rows(seed=1):
+    return torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def weights(model):
+    return {name: it.detach() for name, it in model.named_parameters()}
+
+
+def of(model, loss):
+    """The gradients of a loss by all parameters; zeros where there is none."""
+    found = grad(loss, list(model.parameters()), allow_unused=True)
+    return [
+        torch.zeros_like(it) if one is None else one
+        for it, one in zip(model.parameters(), found, strict=True)
+    ]
+
+
+def gradient_penalty(model):
+    x = rows().requires_grad_()
+    (slope,) = grad(model(x).sum(), x, create_graph=True)
+    loss = model(rows(2)).mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
+    return [slope, *of(model, loss)]
+
+
+def backward_with_a_graph(model):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using backward", UserWarning)  # torch: it may leak
+        model(rows()).square().mean().backward(create_graph=True)
+    slopes = [it.grad for it in model.parameters()]
+    model.zero_grad()
+    return [*slopes, *of(model, sum(it.square().sum() for it in slopes))]
+
+
+def hessian_vector_product(model):
+    slopes = grad(model(rows()).square().mean(), list(model.parameters()), create_graph=True)
+    return of(model, sum((it * it.detach().cos()).sum() for it in slopes))
+
+
+def functional_hvp(model):
+    return functional.hvp(lambda x: model(x).square().mean(), rows(), rows(2))
+
+
+def functional_hessian(model):
+    return [functional.hessian(lambda x: model(x).exp().mean(), rows()[:2])]
+
+
+def vectorized_hessian(model):
+    return [functional.hessian(lambda x: model(x).exp().mean(), rows()[:2], vectorize=True)]
+
+
+def maml(model):
+    slopes = grad(model(rows()).square().mean(), list(model.parameters()), create_graph=True)
+    fast = {
+        name: it - 0.1 * slope
+        for (name, it), slope in zip(model.named_parameters(), slopes, strict=True)
+    }
+    return of(model, functional_call(model, fast, (rows(2),)).square().mean())
+
+
+def double_backward_trick(model):
+    x, v = rows().requires_grad_(), torch.zeros(16, 1).double().requires_grad_()
+    (slope,) = grad(model(x), x, v, create_graph=True)
+    return grad(slope, v, rows(2))
+
+
+def third_derivative(model):
+    x = rows().requires_grad_()
+    (first,) = grad(model(x).exp().mean(), x, create_graph=True)
+    (second,) = grad(first.square().sum(), x, create_graph=True)
+    return of(model, second.square().sum())
+
+
+def func_grad(model):
+    found = torch.func.grad(lambda w: functional_call(model, w, (rows(),)).square().mean())
+    return list(found(weights(model)).values())
+
+
+def func_hvp(model):
+    slope = torch.func.grad(lambda x: model(x).square().mean())
+    return torch.func.jvp(slope, (rows(),), (rows(2),))
+
+
+def func_per_sample(model):
+    def loss(w, x):
+        return functional_call(model, w, (x[None],)).square().mean()
+
+    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights(model), rows())
+    return list(found.values())
+
+
+def func_vjp(model):
+    out, back = torch.func.vjp(model, rows())
+    return [out, *back(torch.ones_like(out))]
+
+
+def func_hessian(model):
+    return [torch.func.hessian(lambda x: model(x).exp().mean())(rows()[:2])]
+
+
+def forward_mode(model):
+    with forward_ad.dual_level():
+        out = model(forward_ad.make_dual(rows(), rows(2)))
+        return [*forward_ad.unpack_dual(out)]
+
+
+def forward_mode_over_parameters(model):
+    with forward_ad.dual_level():
+        duals = {
+            name: forward_ad.make_dual(it, it.detach().cos())
+            for name, it in model.named_parameters()
+        }
+        return [*forward_ad.unpack_dual(functional_call(model, duals, (rows(),)))]
+
+
+def forward_over_reverse(model):
+    x = rows().requires_grad_()
+    out = model(x)
+    with forward_ad.dual_level():
+        arriving = forward_ad.make_dual(torch.ones_like(out), out.detach().cos())
+        return [*forward_ad.unpack_dual(grad(out, x, arriving)[0])]
+
+
+def batched_backward(model):
+    x = rows().requires_grad_()
+    out = model(x).sum(0)
+    return grad(out, x, torch.eye(3)[:, :1].double(), is_grads_batched=True)
+
+
+WAYS = {
+    it.__name__: it
+    for it in (
+        gradient_penalty,
+        backward_with_a_graph,
+        hessian_vector_product,
+        functional_hvp,
+        functional_hessian,
+        vectorized_hessian,
+        maml,
+        double_backward_trick,
+        third_derivative,
+        func_grad,
+        func_hvp,
+        func_per_sample,
+        func_vjp,
+        func_hessian,
+        forward_mode,
+        forward_mode_over_parameters,
+        forward_over_reverse,
+        batched_backward,
+    )
+}
+
+
+# Where the compiled backward pass is differentiated, or runs for several gradients at a time.
+LOOK_AT_THE_FORWARD_PASS = {
+    "func_grad",
+    "func_hvp",
+    "func_per_sample",
+    "func_vjp",
+    "func_hessian",
+    "forward_mode",
+    "forward_mode_over_parameters",
+}
+
+
+def off(found, expected):
+    """How far apart results are, relative to their size."""
+    pairs = [(a.detach(), b.detach()) for a, b in zip(found, expected, strict=True)]
+    return max(float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in pairs)
+
+
+@pytest.fixture(scope="module")
+def critics():
+    """A model, and a planned copy by each back end."""
+    torch.manual_seed(0)
+    model = Critic().double()
+    return model, {
+        backend: plan(copy.deepcopy(model), rows(), "85%", backend=backend, **more, **SETTINGS)
+        for backend, more in {
+            "graph": {},
+            "modules": {},
+            # Inductor compiles the same joint graph.
+            "compile": {"compiler": "eager"},
+        }.items()
+    }
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("backend", ["graph", "modules", "compile"])
+def test_it_is_right_or_one_clear_error(critics, backend, way):
+    model, planned = critics[0], critics[1][backend]
+    ask, expected = WAYS[way], WAYS[way](model)
+    if backend == "compile" and way not in LOOK_AT_THE_FORWARD_PASS:
+        with warnings.catch_warnings():
+            # torch.compile looks whether inputs have gradients, which are no leaves here.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
+            with pytest.raises(ReplayError, match="Plan with backend='graph' or 'modules'"):
+                ask(planned)
+        planned.zero_grad()
+        return
+    planned.sn_memory.warned.clear()
+    planned.sn_memory.told_of_several = True
+    if backend == "modules" and way not in LOOK_AT_THE_FORWARD_PASS:
+        found = ask(planned)
+    else:
+        with pytest.warns(PlanWarning, match="runs without its plan") as warned:
+            found = ask(planned)
+        assert len(warned) == 1
+        assert warned[0].filename == __file__
+    assert off(found, expected) <= (0 if backend == "modules" else ROUNDING)
+
+
+def test_the_budget_of_a_strict_plan_is_not_broken():
+    planned = plan(Critic().double(), rows(), "100%", backend="graph", strict=True, **SETTINGS)
+    with pytest.raises(PlanError, match=r"strict: .*create_graph=True"):
+        gradient_penalty(planned)
+    with pytest.raises(PlanError, match=r"strict: .*torch.func"):
+        func_grad(planned)
+
+
+class Drawing(nn.Module):
+    """Draws random numbers, keeps statistics and a count, and has a tensor that is no parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.drop = nn.BatchNorm1d(WIDTH), nn.Dropout(0.5)
+        self.scale = torch.linspace(0.5, 1.5, WIDTH).double()
+
+    def forward(self, x, *, several):
+        x = self.drop(torch.tanh(self.norm(self.first(x)) * self.scale))
+        y = self.last(x + torch.randn_like(x)).sin()
+        return {"several": [y, y.cos()], "one": x.sum(), "count": several} if several else y
+
+
+def drawn(model):
+    """Second derivatives of some outputs; the state of chance and all buffers afterwards."""
+    torch.manual_seed(3)
+    x = rows().requires_grad_()
+    out = model(x, several=2)
+    between = torch.rand(2)
+    loss = out["several"][1].square().sum() + out["one"]
+    (slope,) = grad(loss, x, create_graph=True)
+    found = of(model, slope.square().sum() + out["several"][0].sum())
+    exact = [out["several"][0], slope, between, torch.rand(2), *model.buffers()]
+    return exact, found
+
+
+def test_the_second_forward_pass_is_the_first_one_once_more():
+    model = Drawing().double()
+    torch.manual_seed(1)
+    planned = plan(copy.deepcopy(model), {"x": rows(), "several": 2}, "100%", **SETTINGS)
+    assert planned.sn_memory.backend == "graph"
+    with pytest.warns(PlanWarning, match="runs without its plan"):
+        exact, found = drawn(planned)
+    expected = drawn(model)
+    assert all(map(torch.equal, exact, expected[0]))
+    assert off(found, expected[1]) <= ROUNDING
+
+
+def test_autocast_is_as_it_was():
+    model, x = Critic(), torch.randn(16, WIDTH)
+
+    def slopes(model):
+        given = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(given).float()
+        (slope,) = grad(out.sum(), given, create_graph=True)
+        return [slope, *of(model, slope.square().sum())]
+
+    with torch.autocast("cpu", torch.bfloat16):
+        planned = plan(copy.deepcopy(model), x, "100%", backend="graph", **SETTINGS)
+    with pytest.warns(PlanWarning, match="runs without its plan"):
+        found = slopes(planned)
+    # Gradients of parameters in bfloat16 are summed in another order.
+    assert torch.equal(found[0], slopes(model)[0])
+    assert off(found, slopes(model)) <= 2.0**-7
+
+
+def test_what_the_forward_pass_wrote_over_is_named():
+    layers = [nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
+    planned = plan(nn.Sequential(*layers), rows().float(), "100%", backend="graph", **SETTINGS)
+    x = rows().float().requires_grad_()
+    with pytest.raises(ReplayError, match=r"writes over 0.parametrizations.weight.0._u"):
+        grad(planned(x).sum(), x, create_graph=True)
+
+
+def changed_weight(planned, x):
+    with torch.no_grad():
+        planned.last.bias += 1
+
+
+def changed_input(planned, x):
+    with torch.no_grad():
+        x += 1
+
+
+def changed_mode(planned, x):
+    planned.norm.eps = 0.1
+
+
+@pytest.mark.parametrize("change", [changed_weight, changed_input, changed_mode])
+def test_what_changed_since_the_forward_pass_is_said(change):
+    planned = plan(Critic().double(), rows(), "100%", backend="graph", **SETTINGS)
+    x = rows().requires_grad_()
+    out = planned(x).sum()
+    change(planned, x)
+    with pytest.raises(ReplayError, match=r"changed in place|norm.eps"):
+        grad(out, x, create_graph=True)
+
+
+def test_with_the_state_on_the_host_it_is_refused():
+    model = Critic()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sample = rows().float()
+    planned = plan(model, sample, "100%", state="host", optimizer=optimizer, **SETTINGS)
+    with pytest.raises(ReplayError, match="its state on the host"):
+        planned(sample).sum().backward(create_graph=True)
+    with pytest.raises(PlanError, match="its state on the host"):
+        torch.func.vjp(planned, sample)
+
+
+@pytest.mark.parametrize("way", ["create_graph", "torch.func", "forward mode"])
+def test_a_loss_in_chunks_has_first_derivatives(way):
+    weight, target = torch.randn(20, 8), torch.arange(16)
+
+    def loss(hidden):
+        return chunked_cross_entropy(hidden, weight, target, chunks=4)
+
+    def forward_mode():
+        with forward_ad.dual_level():
+            loss(forward_ad.make_dual(hidden, hidden.detach().clone()))
+
+    hidden = torch.randn(16, 8, requires_grad=True)
+    ask = {
+        "create_graph": lambda: grad(loss(hidden), hidden, create_graph=True),
+        "torch.func": lambda: torch.func.grad(loss)(hidden.detach()),
+        "forward mode": forward_mode,
+    }
+    with pytest.raises(RuntimeError, match="no derivatives of these"):
+        ask[way]()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_policy_is_right_or_refused_by_torch(critics, way):
+    policy = checkpoint_policy(critics[0], rows(), "90%", profile=False)
+    wrapped = policy.wrap(copy.deepcopy(critics[0]))
+    if way in LOOK_AT_THE_FORWARD_PASS and way.startswith("func_"):
+        told = "saved tensor hooks"
+    elif way in (
+        "double_backward_trick",
+        "forward_mode",
+        "forward_mode_over_parameters",
+        "forward_over_reverse",
+        "batched_backward",
+    ):
+        assert off(WAYS[way](wrapped), WAYS[way](critics[0])) == 0
+        return
+    else:
+        told = "only allowed to backward once"
+    with pytest.raises(RuntimeError, match=told):
+        WAYS[way](wrapped)
+
+
+@pytest.mark.parametrize(
+    "way", [hessian_vector_product, maml, third_derivative, func_hvp, forward_mode]
+)
+def test_compressed_activations_have_second_derivatives(way, monkeypatch):
+    """Right but for the rounding of eight bits, or not compressed."""
+    monkeypatch.setattr(torch.Tensor, "double", lambda self: self)
+    model = nn.Sequential(nn.Linear(WIDTH, 96), nn.ReLU(), nn.Linear(96, 64), nn.Tanh())
+    model.append(nn.Linear(64, 1))
+    monkeypatch.setattr(f"{__name__}.rows", lambda seed=1: rows_of_many(seed))
+    expected = way(model)
+    with warnings.catch_warnings():
+        if way in (func_hvp, forward_mode):
+            warnings.filterwarnings("ignore", "nothing that Sequential saves", PlanWarning)
+        with compress_activations(copy.deepcopy(model), bits=8) as compressed:
+            found = way(compressed.model)
+    assert 0 <= off(found, expected) < 0.05
+
+
+def rows_of_many(seed):
+    return torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(seed))
