@@ -9,8 +9,6 @@ once. Both take the memory of the step without a plan, which a warning says once
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -20,11 +18,12 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
-from ..base.errors import PlanError, PlanWarning
+from ..base.errors import PlanError
 from ..base.sizes import show_bytes
 from .device.accelerator import chance, kinds, set_chance
 from .eager.replay import Gradients, Replay
-from .errors import ReplayError
+from .errors import ReplayError, warn
+from .model.guard import other_layout
 from .model.kind import Kind
 from .model.kinds import Arguments, kind_of
 from .model.results import taken_apart
@@ -79,6 +78,11 @@ class PlainStep:
                 f"{show_bytes(need)}, and the budget is {show_bytes(self.record.budget_bytes)}. "
                 "Leave retain_graph out where no second backward pass follows.",
             )
+
+    def arrived(self, gradient: torch.Tensor, planned: Sequence[int]) -> None:
+        """Warn once if the gradient of an output lies otherwise than planned."""
+        if text := other_layout(gradient, planned):
+            _warn_once(self.record, "layout", text)
 
     def gradients(
         self, wanted: Sequence[torch.Tensor], arrived: Sequence[torch.Tensor | None]
@@ -215,11 +219,7 @@ def _warn_once(record: Planned, what: str, text: str) -> None:
     if what in record.warned:
         return
     record.warned.add(what)
-    # Where the user's code is, from a backward pass or a call of the model.
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:
-        frame, level = frame.f_back, level + 1
-    warnings.warn(text, PlanWarning, stacklevel=level + 1)
+    warn(text)
 
 
 def _name(model: torch.nn.Module) -> str:

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ from ...check.replay import check_plan
 from ...graph.graph import Graph
 from ...graph.records import Storage
 from ...plan.plan import BudgetError, Plan
-from ..errors import ReplayError, TraceError
-from ..model.guard import is_batched, transformed
+from ..errors import ReplayError, TraceError, warn
+from ..model.guard import is_batched, other_layout, transformed
 from ..model.step import tensors
 from ..trace.captured import Captured
 from ..trace.fake_rules import quiet
@@ -111,7 +112,7 @@ class CompiledStep:
         self.settings = settings
         self.name_of_model = type(model).__name__
         self.made: tuple[Trace, Plan] | None = None
-        self.dry = True
+        self.dry, self.warned = True, False
         known = [*model.parameters(), *model.buffers(), *tensors((args, kwargs))]
         self.known_bytes = storage_bytes(known)
         self.on_cpu = all(it.device.type == "cpu" for it in known)
@@ -160,8 +161,23 @@ class CompiledStep:
         given = {id(it) for it in tensors((args, kwargs))}
         for out in tensors(returned):
             if out.grad_fn is not None and id(out) not in given:
-                out.register_hook(_first_derivative)
+                out.register_hook(partial(self._arrived, out.stride()))
         return returned
+
+    def _arrived(self, planned: tuple[int, ...], gradient: torch.Tensor | None) -> None:
+        """Refuse what a compiled backward graph cannot do; say where it may round otherwise."""
+        if gradient is None:
+            return  # an output that the loss does not use
+        if torch.is_grad_enabled() or is_batched(gradient) or transformed():
+            raise ReplayError(
+                "gradients of gradients or several at a time (create_graph=True, vmap, "
+                "forward-mode AD) are asked for of a model planned with backend='compile', whose "
+                "compiled backward pass computes one gradient. Plan with backend='graph' or "
+                "'modules'."
+            )
+        if not self.warned and (text := other_layout(gradient, planned)):
+            self.warned = True
+            warn(text)
 
     def _latest(self) -> tuple[Trace, Plan]:
         if self.made is None:
@@ -265,16 +281,6 @@ class CompiledStep:
         check_plan(named.graph, plan)
         self.made = Trace(named, joint.captured), plan
         return partitioned(joint, named, plan)
-
-
-def _first_derivative(gradient: torch.Tensor) -> None:
-    """Refuse what a compiled backward graph cannot do: it is itself not differentiable."""
-    if torch.is_grad_enabled() or is_batched(gradient) or transformed():
-        raise ReplayError(
-            "gradients of gradients or several at a time (create_graph=True, vmap, forward-mode "
-            "AD) are asked for of a model planned with backend='compile', whose compiled backward "
-            "pass computes one gradient. Plan with backend='graph' or 'modules'."
-        )
 
 
 @contextmanager

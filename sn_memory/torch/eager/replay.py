@@ -41,6 +41,9 @@ class PlainStep(Protocol):
     def forward_ended(self) -> None:
         """Note how its inputs are."""
 
+    def arrived(self, gradient: torch.Tensor, planned: Sequence[int]) -> None:
+        """Note that the gradient of an output lies otherwise than with these strides."""
+
     def retained(self) -> None:
         """Note that a backward pass keeps the graph, and with it what the plan would free."""
 
@@ -349,12 +352,16 @@ class _Planned(torch.autograd.Function):
             )
         arrived = [it for it, again in zip(incoming, replay.differentiable, strict=True) if again]
         del incoming
-        memory = replay.for_this_pass(memory, arrived)
+        plain, memory = memory.plain, replay.for_this_pass(memory, arrived)
         if isinstance(memory, Memory):
             memory.left_out = left_out(replay.reached, arrived)
             with _as_recorded(replay.device):
                 for view in captured.output_gradients:
-                    memory.held[view.storage] = _as_planned(view, arrived.pop(0), replay.device)
+                    gradient = arrived.pop(0)
+                    if gradient is not None and gradient.stride() != view.stride and plain:
+                        plain.arrived(gradient, view.stride)
+                    memory.held[view.storage] = _as_planned(view, gradient, replay.device)
+                    del gradient
         del arrived
         return None, None, *replay.section(memory, 0, None)
 

@@ -8,7 +8,7 @@ do so when its calls are replayed, and is refused.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from typing import Any
@@ -42,6 +42,24 @@ def transformed() -> bool:
 def is_batched(tensor: torch.Tensor) -> bool:
     """Whether a gradient stands for several, as with `is_grads_batched=True`."""
     return bool(torch._C._dispatch_keys(tensor).has(_BATCHED))
+
+
+def other_layout(gradient: torch.Tensor, like: Sequence[int]) -> str:
+    """Return what to say of a gradient that lies otherwise than with these strides, or nothing.
+
+    One that is a number expanded, as `sum` hands it over, has no layout of its own.
+    """
+    pairs = zip(gradient.size(), gradient.stride(), like, strict=True)
+    steps = [(have, want) for size, have, want in pairs if size != 1]
+    if all(have == want for have, want in steps) or not all(have for have, _ in steps):
+        return ""
+    return (
+        f"the gradient of an output of shape {tuple(gradient.shape)} comes with strides "
+        f"{gradient.stride()}, and planned was {tuple(like)}, which the output has. It is copied, "
+        "so kernels that sum in the order of memory may round otherwise than without the plan. "
+        "For equal bits let the model return its output in the layout of the gradient, as "
+        "out.contiguous() has it."
+    )
 
 
 @contextmanager

@@ -1,0 +1,71 @@
+"""Gradients of outputs that come in another layout than the step was planned with."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from sn_memory.base.errors import PlanWarning
+from sn_memory.torch import plan
+
+SETTINGS = {"profile": False, "time_limit_s": 2.0}
+
+
+class Maps(nn.Module):
+    """Returns a map in channels_last, or contiguous."""
+
+    def __init__(self, contiguous):
+        super().__init__()
+        layers = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.SiLU()) for _ in range(4)]
+        self.layers, self.contiguous = nn.Sequential(*layers), contiguous
+
+    def forward(self, x):
+        x = self.layers(x)
+        return x.contiguous() if self.contiguous else x
+
+
+def planned(contiguous, backend):
+    model = Maps(contiguous).to(memory_format=torch.channels_last)
+    sample = torch.randn(4, 8, 16, 16).to(memory_format=torch.channels_last)
+    more = {"compiler": "eager"} if backend == "compile" else {}
+    return (
+        model,
+        plan(copy.deepcopy(model), sample, "100%", backend=backend, **more, **SETTINGS),
+        sample,
+    )
+
+
+def gradients(model, sample, loss):
+    loss(model(sample)).backward()
+    found = [it.grad for it in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+def mean_of_squares(out):
+    return out.square().mean()
+
+
+@pytest.mark.parametrize("backend", ["graph", "compile"])
+def test_another_layout_is_said_once(backend):
+    model, ours, sample = planned(False, backend)
+    with pytest.warns(PlanWarning, match=r"comes with strides \(2048, 256, 16, 1\)") as warned:
+        found = gradients(ours, sample, mean_of_squares)
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+    gradients(ours, sample, mean_of_squares)
+    for mine, its in zip(found, gradients(model, sample, mean_of_squares), strict=True):
+        torch.testing.assert_close(mine, its)
+
+
+@pytest.mark.parametrize("backend", ["graph", "modules", "compile"])
+@pytest.mark.parametrize(
+    ("contiguous", "loss"),
+    [(True, mean_of_squares), (False, torch.sum), (False, lambda out: out.square().sum())],
+    ids=["the advice", "one number", "the same layout"],
+)
+def test_without_a_word_the_bits_are_equal(backend, contiguous, loss):
+    model, ours, sample = planned(contiguous, backend)
+    found = gradients(ours, sample, loss)
+    assert all(map(torch.equal, found, gradients(model, sample, loss)))
