@@ -145,6 +145,28 @@ def test_beside_the_users_own_checkpoints():
             close(gradients(model, x), expected)
 
 
+def test_the_noise_of_rrelu_is_kept_when_it_is_written():
+    """Its kernel fills what autograd saved before it ran: gradients were infinite."""
+    torch.manual_seed(0)
+    parts = (nn.Linear(32, 64), nn.RReLU(0.1, 0.9), nn.Linear(64, 32), nn.RReLU(0.1, 0.9))
+    plain = nn.Sequential(nn.Sequential(*parts), nn.Linear(32, 4))
+    model, x = copy.deepcopy(plain), torch.randn(128, 32)
+    expected = gradients(plain, x)
+    with compress_activations(model, bits=8) as compressed:
+        close(gradients(model, x), expected)
+        assert compressed.saved.ratio > 1
+    # A second run draws by values that were rounded.
+    with (
+        compress_activations(model, bits=8, recompute=["0"]),
+        pytest.raises(ReplayError, match="rrelu draws a random number for each value"),
+    ):
+        model(x)
+    with compress_activations(model, budget="100 KiB") as compressed:
+        for _ in range(3):
+            gradients(model, x)
+        assert not compressed.controller.again
+
+
 def test_what_cannot_be_run_again_is_told():
     class InPlace(Block):
         def forward(self, x):

@@ -253,6 +253,28 @@ def test_a_block_that_changes_what_it_is_given_is_left_alone():
         checkpoint_policy(model, torch.randn(4, 8), "90%", blocks=[Writes], profile=False)
 
 
+def test_a_block_that_ends_in_rrelu_is_left_alone():
+    """Gradients were NaN: torch ended the second run before the kernel had written its noise."""
+
+    def blocks(*last):
+        ends = (lambda: nn.RReLU(0.1, 0.9), *last)
+        parts = (lambda: nn.Linear(64, 128), nn.GELU, lambda: nn.Linear(128, 64), *ends)
+        return nn.Sequential(*(nn.Sequential(*(make() for make in parts)) for _ in range(4)))
+
+    sample, names = torch.randn(512, 64), ["0", "1", "2", "3"]
+    with pytest.raises(
+        TraceError, match=r"0, 1, 2, 3: aten\.rrelu_with_noise\.default, its last op, writes"
+    ):
+        checkpoint_policy(blocks(), sample, "70%", blocks=names, profile=False)
+    model = blocks(lambda: nn.LayerNorm(64))
+    policy = checkpoint_policy(model, sample, "100%", blocks=names, profile=False)
+    policy = replace(policy, saved=dict.fromkeys(names, {}), kept=())
+    _, plain = measured(copy.deepcopy(model), sample)
+    _, results = measured(policy.wrap(model), sample)
+    for key, it in plain.items():
+        assert it is None or torch.equal(it, results[key]), key
+
+
 RANK = """
 import json, sys, torch
 from small_models import mlp

@@ -26,6 +26,11 @@ from ..model.step import tensors
 
 _OPERATIONS_PER_BYTE = 10.0
 """That take as long as to read or write a byte; 5 to 15 on CPU cores."""
+# From inputs that were rounded a second run would draw another number of times.
+_DRAWS_BY_VALUE = {
+    torch.ops.aten.rrelu_with_noise.default,
+    torch.ops.aten.rrelu_with_noise_.default,
+}
 _PLAIN = (torch.Tensor, int, float, complex, bool, str, type(None), torch.dtype, torch.device)
 
 
@@ -70,6 +75,8 @@ class Units(TorchDispatchMode):
         self._work += work
         for name in {run.name for run in self._running}:
             self._seen[name].work += work
+            if func in _DRAWS_BY_VALUE:
+                self._seen[name].repeatable = False
         return result
 
     def enter(self, module: torch.nn.Module, name: str, arguments: Any) -> None:

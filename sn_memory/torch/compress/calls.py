@@ -18,6 +18,8 @@ from .treatments import Window
 MIN_ELEMENTS = 1024
 """Smaller tensors are left alone."""
 _WITHOUT_KERNEL = (torch.float64,)
+DRAWS_BY_VALUE = frozenset(("rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_noise_"))
+"""Ops that draw as many random numbers as there are values of some kind."""
 
 
 @dataclass

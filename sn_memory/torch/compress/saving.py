@@ -18,8 +18,9 @@ import torch
 
 from ...activations import treatment
 from ...activations.rerun import INPUT
+from ..errors import ReplayError
 from . import treatments
-from .calls import MIN_ELEMENTS, Call, Calls, of_input_size, rectified, window_of
+from .calls import DRAWS_BY_VALUE, MIN_ELEMENTS, Call, Calls, of_input_size, rectified, window_of
 from .compressor import Compressor, Saved
 from .signs import SignRelu
 from .treatments import Exact, Kept, Layout, Lossy
@@ -170,6 +171,12 @@ class Pass:
         memory.saved = True
         self._elements += layout.numel
         if self.first is not None:
+            if call.name in DRAWS_BY_VALUE:
+                raise ReplayError(
+                    f"{call.place}: {call.name} draws a random number for each value that is not "
+                    "above 0, and a second run, from rounded inputs, would draw others. Leave the "
+                    "module out of recompute=."
+                )
             # What a unit saves in its first run is a promise.
             if treatment(call.name) == "linear" and layout.numel >= MIN_ELEMENTS:
                 call.lossy.append(key)

@@ -81,6 +81,9 @@ def _checkpointed(
     forward, thread = module.forward, threading.get_ident()
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            # Where a module is compiled in place, what it reads are inputs of compiled code.
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         if (
             not torch.is_grad_enabled()
             or _inside_checkpoint()
@@ -130,8 +133,6 @@ def _inside_checkpoint() -> bool:
     In the first run the forwards put in place must not do what they may not do in the second: one
     of the model's own checkpoints runs again when they are gone.
     """
-    if torch.compiler.is_compiling():
-        return False  # where modules inside are compiled, torch's own checkpoint sees to it
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and hooks[0].__qualname__.startswith(
         ("_checkpoint_hook.", "_recomputation_hook.")

@@ -222,7 +222,10 @@ def checkpoint_policy(
         if whole <= budget_bytes:
             break
     if smallest is None:
-        why = "; ".join(f"{path}: {it}" for path, it in reasons.items())
+        paths_of = {
+            it: [path for path in reasons if reasons[path] == it] for it in reasons.values()
+        }
+        why = "; ".join(f"{', '.join(paths)}: {it}" for it, paths in paths_of.items())
         raise TraceError(
             f"the {type(model).__name__} has no block that may run again ({why or 'none runs'}). "
             "Name others with blocks=."

@@ -106,6 +106,8 @@ class _Run:
     saved: set[int] = field(default_factory=set)
     # How many of its ops have run when autograd saves its last tensor: a second run ends there.
     last: int = 0
+    # What is saved at that time.
+    saved_last: set[int] = field(default_factory=set)
 
 
 class _Ops(TorchDispatchMode):
@@ -165,8 +167,12 @@ def watch(
 
     def saved(it: torch.Tensor) -> torch.Tensor:
         if ops.running is not None:
-            ops.running.saved.add(recorder.meet(it).storage)
-            ops.running.last = len(ops.running.ops)
+            run, storage = ops.running, recorder.meet(it).storage
+            if run.last != len(run.ops):
+                run.saved_last.clear()
+            run.saved.add(storage)
+            run.saved_last.add(storage)
+            run.last = len(run.ops)
         return it
 
     with as_it_was(model), chance_put_back(), swapped(model, mode), torch.enable_grad(), mode:
@@ -195,6 +201,13 @@ def _finish(run: _Run, recording: Recording, resident: set[int], changed: set[in
     calls = [recording.calls[at] for _, _, at in run.ops]
     if (run.given - resident) & {it for call in calls for it in call.writes}:
         block.reason = "it changes what it is given in place"
+    following = run.ops[run.last :][:1]
+    if any(run.saved_last & {*recording.calls[at].writes} for _, _, at in following):
+        block.reason = (
+            f"{following[0][0]}, its last op, writes what autograd saved before it ran, and torch "
+            "ends a second run when the last tensor is saved; end the block with an op that saves "
+            "something after it"
+        )
     block.calls += [at for _, _, at in run.ops[: run.last]]
     inside = run.saved - resident - run.given
     block.saved_bytes += sum(recording.nbytes[it] for it in inside)
