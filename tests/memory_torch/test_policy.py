@@ -267,8 +267,8 @@ def test_a_block_that_ends_in_rrelu_is_left_alone():
     ):
         checkpoint_policy(blocks(), sample, "70%", blocks=names, profile=False)
     model = blocks(lambda: nn.LayerNorm(64))
-    policy = checkpoint_policy(model, sample, "100%", blocks=names, profile=False)
-    policy = replace(policy, saved=dict.fromkeys(names, {}), kept=())
+    policy = checkpoint_policy(mlp(4), torch.randn(8, 32), "100%", blocks=names, profile=False)
+    policy = replace(policy, saved={name: {} for name in names}, kept=())
     _, plain = measured(copy.deepcopy(model), sample)
     _, results = measured(policy.wrap(model), sample)
     for key, it in plain.items():
