@@ -136,6 +136,8 @@ class Planned(PlannedRecord[Trace]):
         Whether a warning said that several forward passes before one backward break the budget.
     warned
         What a warning was given of, once.
+    told_of_hooks
+        Whether a warning said that hooks for saved tensors do not see what a plan keeps.
     recent
         The kinds of the inputs that came last.
     ones
@@ -171,6 +173,7 @@ class Planned(PlannedRecord[Trace]):
     later: dict[Step, Step] = field(default_factory=dict)
     told_of_several: bool = False
     warned: set[str] = field(default_factory=set, repr=False)
+    told_of_hooks: bool = False
     recent: Recent = field(default_factory=Recent, repr=False)
     ones: Ones = field(default_factory=Ones, repr=False)
     changes: Counter[Name] = field(default_factory=Counter, repr=False)

@@ -7,20 +7,24 @@ derivatives are asked for that no plan has (higher_derivatives.py).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
 import torch
 
+from ..base.errors import PlanWarning
 from .accumulation import fitting
 from .eager.replay import Replay
 from .higher_derivatives import PlainStep, without_plan
-from .model.guard import transformed
+from .model.guard import OF_CHECKPOINT, saved_tensors_hook, transformed
 from .model.kinds import as_sampled
 from .model.wrapping import RECORD, bare, plain_model
+from .modules.backend import ModuleStep
 from .new_inputs import step_for, without_free_arenas
 from .planned import Planned
+from .planning import Step
 
 
 class PlannedForward:
@@ -64,6 +68,8 @@ class PlannedForward:
             if record.running is not step:
                 without_free_arenas(record.running)
                 record.running = step
+            if (pack := saved_tensors_hook()) is not None and not record.told_of_hooks:
+                record.told_of_hooks = _warn_of_hooks(type(self).__name__, step, pack)
             if isinstance(step, Replay):
                 given, again = (args, kwargs), None
                 if record.state is None and kind is not None:
@@ -74,3 +80,23 @@ class PlannedForward:
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = plain_model(self)  # type: ignore[arg-type]
         return bare, (type(plain),), dict(plain.__dict__)
+
+
+def _warn_of_hooks(name: str, step: Step, pack: Callable[..., Any]) -> bool:
+    """Warn where hooks of the caller's do not see what a plan keeps; whether they do not."""
+    of_checkpoint = pack.__qualname__.startswith(OF_CHECKPOINT)
+    if isinstance(step, ModuleStep) and (of_checkpoint or not step.plan.decided("recompute")):
+        return False
+    where = f"{pack.__module__}.{pack.__qualname__.partition('.<locals>')[0]}"
+    what = "do not see what its plan keeps for the backward pass within the budget"
+    if isinstance(step, ModuleStep):
+        what = "do not see what modules keep that run again"
+    elif not isinstance(step, Replay):
+        what = "see what its compiled code keeps, in place of what its ops would"
+    warnings.warn(
+        f"hooks for saved tensors ({where}) are on around a planned {name} and {what}. Call it "
+        "outside of them, or run the model without a plan there.",
+        PlanWarning,
+        stacklevel=7,
+    )
+    return True

@@ -33,7 +33,13 @@ from .eager.compressed import as_planned
 from .eager.replay import Replay
 from .eager.trial import Trial, after_first, layouts_seen, runs_on, tried
 from .elsewhere.gpu import gpu_of
-from .errors import SampleError, SetsStateError, TraceError, fails_on_sample
+from .errors import (
+    SampleError,
+    SetsStateError,
+    TraceError,
+    fails_on_sample,
+)
+from .model.guard import outside_saved_tensors_hooks
 from .model.kinds import Arguments, changeable
 from .model.step import chance_put_back, device_of, wanted_bytes
 from .modules.backend import ModuleStep
@@ -333,7 +339,8 @@ class Planning:
             self.compiler,
             words,
         )
-        return CompiledStep(model, *given, settings)
+        with outside_saved_tensors_hooks():
+            return CompiledStep(model, *given, settings)
 
     @property
     def words(self) -> str:

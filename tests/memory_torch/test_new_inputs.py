@@ -12,6 +12,8 @@ import pytest
 import torch
 from small_models import Everything, images, mlp
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from sn_memory import BudgetError, Device, PlanError
 from sn_memory.run import at_once
@@ -602,3 +604,44 @@ def test_attributes_that_a_forward_sets_make_no_other_kind():
         peaks.append(tracker.peak_bytes)
     assert peaks[0] <= peaks[1]
     assert len(planned.sn_memory.kinds) == 1
+
+
+HOOKS = {
+    "checkpoint": None,
+    "numpy": lambda: saved_tensors_hooks(lambda it: it.detach().numpy().copy(), torch.from_numpy),
+    "half": lambda: saved_tensors_hooks(lambda it: it.half(), lambda it: it.float()),
+}
+
+
+@pytest.mark.parametrize("backend", ["graph", "compile", "modules"])
+@pytest.mark.parametrize("name", HOOKS)
+def test_inside_hooks_of_the_callers(name, backend):
+    """A kind was traced under them: counted by a checkpoint, and packed without values."""
+    torch._dynamo.reset()
+    settings = {**SETTINGS, "backend": backend}
+    if backend == "compile":
+        settings["compiler"] = "eager"
+    model = mlp(6)
+    budgeted = plan(copy.deepcopy(model), rows(64), "100%", **settings)
+    parameters = list(model.parameters()), list(budgeted.parameters())
+    for count in (64, 60, 60):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", PlanWarning)
+            if HOOKS[name] is None:
+                out = checkpoint(budgeted, rows(count), use_reentrant=False)
+            else:
+                with HOOKS[name]():
+                    out = budgeted(rows(count))
+            found = torch.autograd.grad(out.square().sum(), parameters[1])
+        told = [str(it.message) for it in told if "hooks for saved tensors" in str(it.message)]
+        # What no unit keeps is packed by them, as without a plan.
+        assert len(told) == (count == 64 and backend != "modules")
+        if told:
+            assert ("_checkpoint_hook" if name == "checkpoint" else "test_new_inputs") in told[0]
+        # By ops the hooks are left out; compiled, they see what compiled code keeps.
+        if backend == "graph" or name != "half":
+            expected = torch.autograd.grad(model(rows(count)).square().sum(), parameters[0])
+            assert all(map(torch.equal, found, expected))
+    if backend != "compile":
+        with saved_tensors_hooks(lambda it: it.detach().numpy().copy(), torch.from_numpy):
+            assert verify(budgeted, rows(64)).equal

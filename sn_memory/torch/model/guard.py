@@ -8,7 +8,7 @@ do so when its calls are replayed, and is refused.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from typing import Any
@@ -21,6 +21,8 @@ from ..device.accelerator import kinds
 from ..errors import SetsStateError, TraceError
 from .marks import Generators, Marks, Values, kept_by
 
+# The hooks of torch's checkpoint, of a first and of a second run.
+OF_CHECKPOINT = ("_checkpoint_hook.", "_recomputation_hook.")
 # The generator behind np.random.rand and its like, which models draw from.
 _legacy: Any = np.random.mtrand._rand
 
@@ -71,6 +73,31 @@ def outside_autocast() -> Iterator[None]:
         yield
 
 
+def saved_tensors_hook() -> Callable[..., Any] | None:
+    """Return what packs saved tensors here, if the caller has put hooks around."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else hooks[0]
+
+
+@contextmanager
+def outside_saved_tensors_hooks() -> Iterator[None]:
+    """Where hooks of the caller's, a checkpoint's among them, do not see what autograd saves.
+
+    A step that is only traced or measured is none of theirs: they would count it, or be given
+    tensors without values.
+    """
+    autograd = torch._C._autograd
+    taken = []
+    while (hooks := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        taken.append(hooks)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(taken):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
 def changes_what_it_is_given() -> TraceError:
     """Return the refusal of a forward that writes into its arguments."""
     return TraceError(
@@ -110,7 +137,8 @@ def as_it_was(model: torch.nn.Module, given: Any = ()) -> Iterator[None]:
     changed: list[str] = []
     received: list[str] = []
     try:
-        yield
+        with outside_saved_tensors_hooks():
+            yield
     finally:
         # Read before it is put back, and all is put back whatever is found.
         changed += kept.changed()

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..device.accelerator import in_use, now
 from ..device.resting import working_device
 from .allocations import AllocationTracker
-from .guard import outside_autocast
+from .guard import outside_autocast, outside_saved_tensors_hooks
 from .marks import Generators, Marks, Values, WrittenWeights, kept_by
 from .results import tensors_of
 from .sharded import here, pieces, shards_put_back
@@ -220,7 +220,10 @@ def put_back(
     watched = WrittenWeights((weight, part) for weight in weights for part in pieces(weight))
     with chance_put_back(), shards_put_back(model) as shards, _without_hooks(model, shards):
         try:
-            with watched if written is None else nullcontext():
+            with (
+                outside_saved_tensors_hooks(),
+                watched if written is None else nullcontext(),
+            ):
                 yield watched
         finally:
             for module, before in attributes:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from ..model.guard import OF_CHECKPOINT, saved_tensors_hook
 from ..model.marks import version_of
 from ..model.step import tensors
 from .state import RunState
@@ -133,7 +134,5 @@ def _inside_checkpoint() -> bool:
     In the first run the forwards put in place must not do what they may not do in the second: one
     of the model's own checkpoints runs again when they are gone.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and hooks[0].__qualname__.startswith(
-        ("_checkpoint_hook.", "_recomputation_hook.")
-    )
+    pack = saved_tensors_hook()
+    return pack is not None and pack.__qualname__.startswith(OF_CHECKPOINT)
