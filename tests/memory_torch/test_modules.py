@@ -9,7 +9,14 @@ from small_models import mlp, same_gradients
 from torch import nn
 
 from sn_memory import BudgetError, PlanError
-from sn_memory.torch import PlanWarning, TraceError, plan, verify
+from sn_memory.torch import (
+    PlanWarning,
+    TraceError,
+    checkpoint_policy,
+    compress_activations,
+    plan,
+    verify,
+)
 
 
 class Block(nn.Module):
@@ -250,3 +257,62 @@ def test_what_runs_otherwise_inside_is_watched(kind, budget):
 def test_a_sample_without_memory():
     with pytest.raises(TraceError, match="meta device"):
         plan(mlp(2), torch.empty(4, 32, device="meta"), "90%", backend="modules")
+
+
+def test_sparse_gradients():
+    """Every back end refused them: `Cannot access storage of SparseTensorImpl`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 32, sparse=True), mlp(6))
+    sample = torch.randint(0, 50, (256,))
+    with pytest.warns(PlanWarning, match="sparse"):
+        planned = plan(model, sample, "80%", profile=False)
+    assert planned.sn_memory.backend == "modules"
+    assert planned.sn_memory.plan.decided("recompute")
+    found = verify(planned, sample)
+    assert found.equal
+    assert found.measured_peak_bytes == planned.sn_memory.plan.peak_bytes
+    planned(sample).sum().backward()
+    assert model[0].weight.grad.is_sparse
+    # A second step finds gradients, whose bytes are counted.
+    with pytest.warns(PlanWarning, match=r"finds gradients of [\d.]+ KiB"):
+        planned(sample).sum().backward()
+    assert model[0].weight.grad.is_sparse
+
+
+class Taught(nn.Module):
+    """Is given, and makes, tensors of inference mode, which have no version."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.teacher = mlp(2), mlp(2)
+
+    def forward(self, x, hint):
+        with torch.inference_mode():
+            scale = self.teacher(x.detach()).mean()
+        return self.net(x) + hint + scale
+
+
+class TaughtOften(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.teacher = nn.ModuleList(Taught() for _ in range(5)), mlp(2)
+
+    def forward(self, x):
+        with torch.inference_mode():
+            hint = self.teacher(x)
+        for block in self.blocks:
+            x = block(x, hint)
+        return x
+
+
+def test_inference_mode_inside_a_forward():
+    torch.manual_seed(0)
+    sample = torch.randn(256, 32)
+    planned = plan(TaughtOften(), sample, "80%", backend="modules", profile=False)
+    assert planned.sn_memory.plan.decided("recompute")
+    assert verify(planned, sample).equal
+    model = TaughtOften()
+    with compress_activations(model, bits=8, recompute=["blocks.0", "blocks.1"]):
+        model(sample).sum().backward()
+    with pytest.raises(TraceError, match="made in inference mode"):
+        checkpoint_policy(model, sample, "80%", profile=False, blocks=[Taught])

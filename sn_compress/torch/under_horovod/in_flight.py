@@ -210,9 +210,7 @@ def count_ranks(memory: Memory, key: str | None, process_set: Any) -> None:
     word = torch.ones(1, dtype=torch.int32)
     memory.engine.traffic.beside(word.nbytes)
     memory.counts_ranks = True
-    memory.ranks_sum = hvd.allreduce_async_(
-        word, name=name, op=hvd.Sum, process_set=process_set
-    )
+    memory.ranks_sum = hvd.allreduce_async_(word, name=name, op=hvd.Sum, process_set=process_set)
 
 
 def require_all_ranks(memory: Memory, name: str, process_set: Any) -> None:

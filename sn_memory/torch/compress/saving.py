@@ -19,6 +19,7 @@ import torch
 from ...activations import treatment
 from ...activations.rerun import INPUT
 from ..errors import ReplayError
+from ..model.marks import version_of
 from . import treatments
 from .calls import DRAWS_BY_VALUE, MIN_ELEMENTS, Call, Calls, of_input_size, rectified, window_of
 from .compressor import Compressor, Saved
@@ -289,4 +290,4 @@ def _decompress(saved: tuple[Kept, Layout]) -> torch.Tensor:
 
 
 def _where(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.storage_offset(), tensor.numel(), tensor._version, tensor.dtype
+    return tensor.storage_offset(), tensor.numel(), version_of(tensor), tensor.dtype

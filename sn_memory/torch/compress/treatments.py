@@ -18,6 +18,7 @@ import torch
 from sn_compress.codecs.registry import codec as named_codec
 
 from ..errors import ReplayError
+from ..model.marks import version_of
 from .signs import masked
 
 ESCAPE_LIMIT = 1 / 64
@@ -73,14 +74,14 @@ class Exact:
     """The tensor itself; what autograd does without hooks."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor, self.version = tensor.detach(), tensor._version
+        self.tensor, self.version = tensor.detach(), version_of(tensor)
         self.nbytes = tensor.untyped_storage().nbytes()
 
     def restore(self, layout: Layout) -> torch.Tensor:
-        if self.tensor._version != self.version:
+        if version_of(self.tensor) != self.version:
             raise ReplayError(
                 f"a tensor of shape {layout.shape} that the backward pass needs was changed in "
-                f"place: version {self.tensor._version}, expected {self.version}. Change a copy."
+                f"place: version {version_of(self.tensor)}, expected {self.version}. Change a copy."
             )
         return self.tensor
 

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from ...plan.plan import Plan
 from ..errors import ReplayError
 from ..model.guard import casting, is_batched, transformed
+from ..model.marks import version_of
 from ..trace.record import Layouts, View
 from ..trace.to_graph import main_device
 from ..trace.trace import Trace
@@ -386,7 +387,7 @@ class _Section(torch.autograd.Function):
 
 def _versions(program: Program, memory: Memory) -> list[int]:
     held = [memory.held[storage] for storage in program.read_later]
-    return [tensor._version for tensor in held if tensor is not None]
+    return [version_of(tensor) for tensor in held if tensor is not None]
 
 
 def _as_planned(

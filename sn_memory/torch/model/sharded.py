@@ -18,6 +18,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import TraceError
 
+# What a tensor that is no array in memory is made of.
+_SPARSE = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
 _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
 _FIRST = "FullyShardedDataParallel"
 # The mark it sets on a flat parameter, of which a module's own may be views.
@@ -26,6 +34,9 @@ _FLAT = "_is_flat_param"
 
 def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the plain tensors that a tensor consists of on this rank; of a plain one itself."""
+    if tensor.layout in _SPARSE:
+        yield from (getattr(tensor, name)() for name in _SPARSE[tensor.layout])
+        return
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
@@ -37,7 +48,12 @@ def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def here(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor: one split over a mesh has one piece."""
+    """Return what this rank holds of a tensor: one split over a mesh has one piece.
+
+    One that is sparse is returned dense, as it is compared.
+    """
+    if tensor.layout in _SPARSE:
+        return tensor.to_dense()
     held = list(pieces(tensor))
     return held[0] if len(held) == 1 else tensor
 

@@ -35,7 +35,7 @@ Loss = Callable[[Any], torch.Tensor]
 def gradient_bytes(model: torch.nn.Module) -> int:
     """Return the bytes of gradients that parameters have now; of sharded ones, those held here."""
     held = (it.grad for it in model.parameters() if it.is_leaf and it.grad is not None)
-    return sum((it.to_local() if hasattr(it, "to_local") else it).nbytes for it in held)
+    return sum(piece.nbytes for it in held for piece in pieces(it))
 
 
 def wanted_bytes(model: torch.nn.Module) -> int:

@@ -133,7 +133,7 @@ class StorageTracker(TorchDispatchMode):
 
     def meet(self, tensor: torch.Tensor) -> None:
         """Count a tensor from now on, if it was not yet; again, if it has another size now."""
-        if is_traceable_wrapper_subclass(tensor):
+        if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
             for piece in pieces(tensor):
                 self.meet(piece)
             return

@@ -22,7 +22,7 @@ from torch._C._functorch import is_batchedtensor as is_batched
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..model.marks import Marks, fingerprint, kept_by, version_of
-from ..model.sharded import is_elsewhere, most
+from ..model.sharded import is_elsewhere, most, pieces
 from ..model.step import put_back, tensors
 
 
@@ -91,7 +91,9 @@ class Probe:
         # What modules were given, and how it was: to be looked at again in the end.
         self._given: list[tuple[torch.nn.Module, Any, Hashable]] = []
         self._resident = {
-            it.untyped_storage()._cdata for it in (*model.parameters(), *model.buffers())
+            it.untyped_storage()._cdata
+            for whole in (*model.parameters(), *model.buffers())
+            for it in pieces(whole)
         }
         args, kwargs = arguments
         entered = [(it, version_of(it)) for it in tensors(arguments)]
@@ -189,7 +191,7 @@ class Probe:
                 self._mark(module)
             inputs = [(it, version_of(it)) for it in plain]
             weights = [(it, version_of(it)) for it in module.parameters()]
-            own = {it.untyped_storage()._cdata for it, _ in inputs}
+            own = {it.untyped_storage()._cdata for whole in plain for it in pieces(whole)}
             chance, seen = _chance(), fingerprint(_beside_tensors(args, kwargs))
             began = time.perf_counter()
             self._running.append(_Running(module, began, chance, seen, inputs, weights, own))
@@ -198,7 +200,9 @@ class Probe:
             run = self._running.pop()
             found = self.behaviour.setdefault(module, Behaviour())
             found.seconds += time.perf_counter() - run.began
-            memories = {it.untyped_storage()._cdata: it for it, _ in run.inputs}
+            memories = {
+                it.untyped_storage()._cdata: it for whole, _ in run.inputs for it in pieces(whole)
+            }
             found.given_bytes += sum(
                 it.untyped_storage().nbytes()
                 for key, it in memories.items()
@@ -249,7 +253,10 @@ class Probe:
             return
         if is_batched(tensor):
             return
-        memory = tensor.untyped_storage()
+        for piece in pieces(tensor):
+            self._count(piece.untyped_storage())
+
+    def _count(self, memory: Any) -> None:
         key, size = memory._cdata, memory.nbytes()
         for run in self._running:
             known = run.counted.get(key)

@@ -98,10 +98,13 @@ def _checkpointed(
         for it in tensors((args, kwargs)):
             state.expect_unchanged(it, "an input")
         wanted = [isinstance(it, torch.Tensor) and it.requires_grad for it in args]
+        # Tensors made in inference mode, which autograd cannot save.
+        apart = {at: it for at, it in enumerate(args) if _is_inference(it)}
         first = True
 
         def once_more(*args: Any) -> Any:
             nonlocal first
+            args = tuple(apart.get(at, it) for at, it in enumerate(args))
             if first:
                 first = False
                 result = forward(*args, **kwargs)
@@ -112,13 +115,17 @@ def _checkpointed(
 
         return checkpoint(
             once_more,
-            *args,
+            *(None if at in apart else it for at, it in enumerate(args)),
             use_reentrant=False,
             preserve_rng_state=False,  # the state does, where any is drawn
             early_stop=not unit.saves_early,
         )
 
     return run
+
+
+def _is_inference(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_inference()
 
 
 def _wanted(value: Any, wanted: bool) -> Any:

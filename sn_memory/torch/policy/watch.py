@@ -157,6 +157,8 @@ def watch(
             )
         given = {recorder.meet(it).storage for it in tensors((args, kwargs))}
         ops.running = _Run(block, given, _held_by(args, kwargs))
+        if any(isinstance(it, torch.Tensor) and it.is_inference() for it in args):
+            block.reason = "it is given a tensor made in inference mode, which no checkpoint saves"
         runs.append(ops.running)
 
     def leave(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
