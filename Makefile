@@ -1,12 +1,14 @@
-# make setup   everything into .venv: torch, TensorFlow, this project, and a Horovod built for them
-# make demo    two ranks behind a slow link, and a network under a memory limit: tables, a picture
-# make test    the tests but for the long ones, twelve minutes     make test-all   all of them
-# make check   lint, format, types
-# make docs    the site, into site/index.html: warnings are errors
-# make gpu     all that a GPU does, proved and measured in ten minutes; downloads nothing
-# make gpu-dry the same script on the CPU, to see that it runs
-# make fuzz    damaged payloads, states, plans, graphs and problems: make fuzz MINUTES=30
-# make bench   the quick benchmark   make clean   removes .venv and builds; keeps .cache
+# make demo      both packages on real data: two tables and a picture
+# make test      the tests without the slow ones, with real ranks under horovodrun
+# make test-all  all tests
+# make setup     everything into .venv: torch, TensorFlow, this project, and a Horovod built for them
+# make check     lint, format, types
+# make docs      the site, into site/index.html: warnings are errors
+# make gpu       all that a GPU does, proved and measured in ten minutes; downloads nothing
+# make gpu-dry   the same script on the CPU, to see that it runs
+# make fuzz      damaged payloads, states, plans, graphs and problems: make fuzz MINUTES=30
+# make bench     the quick benchmark
+# make clean     removes .venv and builds; keeps .cache
 #
 # Each step leaves a stamp in .venv, so nothing is done twice. To build against your own:
 #   make setup PYTHON=python3.12 TORCH='torch==2.9.*' TENSORFLOW= CONSTRAINTS=
@@ -25,20 +27,26 @@ TESTS ?= not slow
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+STAGE := scripts/stage.sh $(VENV)/logs
 CONSTRAIN := $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 CSRC := $(wildcard csrc/compress/* csrc/memory/*)
 HOROVOD_SCRIPTS := scripts/build_horovod.py $(wildcard scripts/horovod_*.py)
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo test test-all test-changed check docs bench fuzz gpu gpu-dry clean data
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all test-changed check docs bench fuzz gpu gpu-dry clean data
 
-setup: $(STAMPS)/horovod $(STAMPS)/extension
-	-$(BIN)/python scripts/fetch_fashion_mnist.py
+help:
+	@sed -n 's/^# make/make/p' Makefile
 
+setup: $(STAMPS)/horovod $(STAMPS)/packages $(STAMPS)/extension
+	-@$(BIN)/python scripts/fetch_fashion_mnist.py
+
+# Needs torch, this project and matplotlib; what the tests need beside them is not installed.
 demo: $(STAMPS)/extension data
-	$(BIN)/python examples/demo.py
+	@$(BIN)/python examples/demo.py
 
-test: $(STAMPS)/horovod $(STAMPS)/extension
+test: $(STAMPS)/horovod $(STAMPS)/packages $(STAMPS)/extension
 	-@$(BIN)/python scripts/fetch_fashion_mnist.py
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m "$(TESTS)" $(PYTEST_ARGS)
 
@@ -48,7 +56,7 @@ test-all: test
 
 # Of the tests those that what differs from SINCE concerns, by imports.
 SINCE ?= main
-test-changed: $(STAMPS)/horovod $(STAMPS)/extension
+test-changed: $(STAMPS)/horovod $(STAMPS)/packages $(STAMPS)/extension
 	@files="$$($(BIN)/python scripts/changed_tests.py --since $(SINCE))" && echo "$$files" && \
 	  { test -z "$$files" || $(BIN)/python -m pytest -n $(TEST_WORKERS) $(PYTEST_ARGS) $$files; }
 
@@ -61,14 +69,14 @@ check: $(STAMPS)/packages
 docs: $(STAMPS)/packages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-bench: $(STAMPS)/extension
+bench: $(STAMPS)/packages $(STAMPS)/extension
 	mkdir -p benchmarks/out
 	$(BIN)/python benchmarks/codec.py --quick --json benchmarks/out/codec.json
 
 # Every script of fuzz/, an equal part of the minutes each; fuzz/runner.py says what else there is.
 MINUTES ?= 10
 FUZZ_ARGS ?=
-fuzz: $(STAMPS)/extension
+fuzz: $(STAMPS)/packages $(STAMPS)/extension
 	PYTHONPATH=. $(BIN)/python fuzz/runner.py --minutes $(MINUTES) $(FUZZ_ARGS)
 
 # On a machine with a GPU and torch, perhaps CuPy and Horovod, and perhaps no network: takes the
@@ -87,12 +95,12 @@ gpu:
 
 # Two minutes where it is quiet; the limit is for where it is not.
 GPU_DRY_PYTHON ?= $(BIN)/python
-gpu-dry: $(if $(filter $(BIN)/python,$(GPU_DRY_PYTHON)),$(STAMPS)/extension)
+gpu-dry: $(if $(filter $(BIN)/python,$(GPU_DRY_PYTHON)),$(STAMPS)/packages $(STAMPS)/extension)
 	PYTHONPATH=.:benchmarks $(GPU_DRY_PYTHON) -m gpu.runner --device cpu --minutes 20 \
 	  --out benchmarks/out/gpu-dry $(GPU_ARGS)
 
 data: $(STAMPS)/venv
-	$(BIN)/python scripts/fetch_fashion_mnist.py
+	@$(BIN)/python scripts/fetch_fashion_mnist.py
 
 # .cache holds the built Horovod and the data set: both are slow to get and valid in any .venv.
 clean:
@@ -103,25 +111,28 @@ $(STAMPS)/venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 	  "need Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] \
 	  + "; name another: make setup PYTHON=python3.12")'
-	$(PYTHON) -m venv $(VENV)
-	mkdir -p $(STAMPS)
-	touch $@
-
-$(STAMPS)/frameworks: $(STAMPS)/venv
-	$(PIP) install $(CONSTRAIN) $(TORCH) $(TENSORFLOW)
-	touch $@
+	@$(STAGE)/venv.log "a virtual environment in $(VENV)" $(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMPS)
+	@touch $@
 
 # The build tools go in first: the project is then built with them, not with a fresh download.
-$(STAMPS)/packages: $(STAMPS)/frameworks pyproject.toml $(wildcard $(CONSTRAINTS))
-	$(PIP) install $(CONSTRAIN) 'setuptools>=77' wheel
-	$(PIP) install $(CONSTRAIN) --no-build-isolation --editable '.[dev,horovod]'
-	touch $@
+$(STAMPS)/torch: $(STAMPS)/venv
+	@$(STAGE)/torch.log "$(TORCH)" $(PIP) install $(CONSTRAIN) $(TORCH) 'setuptools>=77' wheel
+	@touch $@
 
-# Again when the C++ changes; the folder is listed too, so that a removed file counts.
-$(STAMPS)/extension: $(STAMPS)/packages setup.py csrc/compress csrc/memory $(CSRC)
-	$(PIP) install --quiet --no-build-isolation --no-deps --editable .
-	touch $@
+# The project with its C++ and matplotlib. Again when the C++ changes; the folder is listed too, so
+# that a removed file counts.
+$(STAMPS)/extension: $(STAMPS)/torch pyproject.toml setup.py csrc/compress csrc/memory $(CSRC)
+	@$(STAGE)/extension.log "this project, its C++, NumPy, SciPy, matplotlib" \
+	  $(PIP) install $(CONSTRAIN) --no-build-isolation --editable '.[report]'
+	@touch $@
+
+# What the tests need beside that. Changed C++ does not make these anew.
+$(STAMPS)/packages: $(STAMPS)/torch pyproject.toml $(wildcard $(CONSTRAINTS)) | $(STAMPS)/extension
+	@$(STAGE)/packages.log "$(TENSORFLOW) and the tools of the tests" \
+	  $(PIP) install $(CONSTRAIN) $(TENSORFLOW) --no-build-isolation --editable '.[dev,horovod]'
+	@touch $@
 
 $(STAMPS)/horovod: $(STAMPS)/packages $(HOROVOD_SCRIPTS)
-	$(BIN)/python scripts/build_horovod.py
-	touch $@
+	@$(STAGE)/horovod.log "Horovod, built for these" $(BIN)/python scripts/build_horovod.py
+	@touch $@
