@@ -4,7 +4,7 @@
     python scripts/tested_versions.py /tmp/one/bin/python /tmp/other/bin/python
     python scripts/tested_versions.py --table           # docs/works.md anew, nothing is run
 
-An environment: `make /tmp/one/.stamps/extension VENV=/tmp/one TORCH=torch==2.15.0 CONSTRAINTS=`.
+An environment: `make /tmp/one/.stamps/packages VENV=/tmp/one TORCH=torch==2.15.0 TENSORFLOW= CONSTRAINTS=`.
 What is run is `pytest -n 2 -m "not slow"`, as `make test` does; a test skips where what it is
 about is not installed. A row is kept for each pair of Python and torch.
 """
