@@ -7,6 +7,7 @@ succeed. pip hides what a build prints; the reason is therefore also left in eac
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -33,6 +34,11 @@ LOST = {
 
 class OptionalBuildExt(build_ext):
     """Builds the extension; when that fails, says what is lost and lets the install go on."""
+
+    def finalize_options(self) -> None:
+        """Compile the extensions at the same time."""
+        super().finalize_options()
+        self.parallel = self.parallel or os.cpu_count()
 
     def build_extension(self, ext: Extension) -> None:
         """Build one extension and keep the note beside it in step with the outcome."""

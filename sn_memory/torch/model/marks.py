@@ -99,7 +99,7 @@ class Values:
     def __init__(self, tensors: Iterable[Any], weights: Iterable[torch.Tensor]) -> None:
         spared = {id(it) for it in weights}
         self._before = {
-            id(it): (it, it.detach().clone())
+            id(it): (it, _copyable(it.detach()).clone())
             for it in tensors
             if isinstance(it, torch.Tensor) and id(it) not in spared
         }
@@ -108,7 +108,20 @@ class Values:
         """Let the tensors have these values."""
         for tensor, value in self._before.values():
             # Beside autograd: a version that counts up would look like a change.
-            tensor.data.copy_(value)
+            _copyable(tensor.data).copy_(value)
+
+
+# Integers of less than a byte take one byte each, and no kernel copies them.
+_SUB_BYTE = {
+    getattr(torch, name)
+    for kind in ("int", "uint")
+    for bits in range(1, 8)
+    if hasattr(torch, name := f"{kind}{bits}")
+}
+
+
+def _copyable(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype in _SUB_BYTE else tensor
 
 
 class WrittenWeights(TorchDispatchMode):
