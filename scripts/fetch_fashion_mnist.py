@@ -73,9 +73,13 @@ def fetch() -> Path:
     with tempfile.TemporaryDirectory(prefix="fashion-mnist-") as name:
         work = Path(name)
         error = _run([*apt, "download", PACKAGE], work)
-        if error and os.geteuid() == 0:
-            # The package lists may be absent or old; only root may renew them.
-            error = _run(["apt-get", "update"], work)
+        if error:
+            # The package lists may be absent or old. Only root may renew the system's, and it is
+            # not for this script to do; everybody may have lists of their own.
+            for folder in ("lists/partial", "cache/archives/partial"):
+                (work / folder).mkdir(parents=True)
+            apt += ["-o", f"Dir::State::Lists={work}/lists", "-o", f"Dir::Cache={work}/cache"]
+            error = _run([*apt, "update"], work)
             error = error or _run([*apt, "download", PACKAGE], work)
         packages = list(work.glob(f"{PACKAGE}*.deb"))
         if error or not packages:

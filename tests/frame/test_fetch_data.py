@@ -67,6 +67,24 @@ def test_nobody_else_can_write_where_it_unpacks(cache, good, monkeypatch, root):
     assert ("APT::Sandbox::User=root" in apt.commands[0]) == root
 
 
+@pytest.mark.parametrize("root", [True, False], ids=["root", "user"])
+def test_without_package_lists_it_takes_lists_of_its_own(cache, good, monkeypatch, root):
+    """The system's lists are not renewed: a user may not, and a demo should not."""
+    apt = Apt(good)
+
+    def run(command, folder):
+        own = any(word.startswith("Dir::State::Lists=") for word in command)
+        error = apt(command, folder)
+        return "no lists" if command[0] == "apt-get" and not own else error
+
+    monkeypatch.setattr(fetch, "_run", run)
+    monkeypatch.setattr(os, "geteuid", lambda: 0 if root else 1000)
+    assert fetch.fetch() == cache
+    updates = [command for command in apt.commands if "update" in command]
+    assert len(updates) == 1
+    assert any(word.startswith("Dir::State::Lists=") for word in updates[0])
+
+
 def test_packed_again_is_the_same_data(cache, good, monkeypatch):
     name = fetch.FILES[0]
     good[name] = gzip.compress(gzip.decompress(good[name]), compresslevel=1)
