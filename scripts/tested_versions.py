@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Run the tests under several interpreters, each with its own torch, and keep a table.
 
-    python scripts/tested_versions.py /tmp/one/bin/python /tmp/other/bin/python
+    python scripts/tested_versions.py .venv-one/bin/python .venv-other/bin/python
     python scripts/tested_versions.py --table           # docs/works.md anew, nothing is run
 
-An environment: `make /tmp/one/.stamps/packages VENV=/tmp/one TORCH=torch==2.15.0 TENSORFLOW= CONSTRAINTS=`.
+An environment:
+`make .venv-one/.stamps/packages VENV=.venv-one TORCH=torch==2.15.0 TENSORFLOW= CONSTRAINTS=`.
 What is run is `pytest -n 2 -m "not slow"`, as `make test` does; a test skips where what it is
 about is not installed. A row is kept for each pair of Python and torch.
 """

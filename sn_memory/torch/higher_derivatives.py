@@ -141,7 +141,7 @@ class PlainStep:
     @contextmanager
     def _as_then(self) -> Iterator[None]:
         """Let autocast and random numbers be as in the forward pass, and no transform look on."""
-        casts = dict(self.kind.casts)  # type: ignore[arg-type]
+        casts: dict[str, torch.dtype] = dict(self.kind.casts)  # type: ignore[arg-type]
         with ExitStack() as stack:
             stack.enter_context(chance_put_back() if self.random else nullcontext())
             for device, state in self.random:

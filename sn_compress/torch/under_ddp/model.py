@@ -42,7 +42,7 @@ class HookedModel:
 
     def check_join(self) -> None:
         """Raise CompressError in a Join that divides by fewer ranks than there are."""
-        model = self._model and self._model()
+        model = None if self._model is None else self._model()
         if model is None or not model._join_config.enable:
             return
         if not getattr(model, "_divide_by_initial_world_size", True):
@@ -54,7 +54,7 @@ class HookedModel:
 
     def trained(self) -> list[tuple[torch.Tensor, str]] | None:
         """Parameters that require gradients now, those that DDP ignores left out; None: unknown."""
-        model = self._model and self._model()
+        model = None if self._model is None else self._model()
         if model is None:
             return None
         return [
