@@ -8,16 +8,12 @@ ReplayError(RuntimeError)   a planned step cannot be carried out as traced
 
 from __future__ import annotations
 
-import sys
 import traceback
-import warnings
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
-
-from ..base.errors import PlanWarning
 
 
 class TraceError(RuntimeError):
@@ -37,14 +33,6 @@ class SampleError(TraceError):
 
 class ReplayError(RuntimeError):
     """A planned step cannot be carried out: something is not as it was traced."""
-
-
-def warn(text: str) -> None:
-    """Warn where the user's code called a model, or for a backward pass."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:
-        frame, level = frame.f_back, level + 1
-    warnings.warn(text, PlanWarning, stacklevel=level + 1)
 
 
 def innermost_line(where: TracebackType | FrameType | None) -> str:

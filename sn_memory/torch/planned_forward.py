@@ -2,7 +2,7 @@
 
 Where gradients are wanted the step of the input's kind runs; one that comes for the first time gets
 a step first (new_inputs.py). Otherwise it is the model's own forward, as when evaluating, and where
-derivatives are asked for that no plan has (higher_derivatives.py).
+derivatives are asked for that no plan has (eager/higher_derivatives.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 
 from ..base.errors import PlanWarning
 from .accumulation import fitting
+from .eager.higher_derivatives import PlainStep, without_plan
 from .eager.replay import Replay
-from .higher_derivatives import PlainStep, without_plan
 from .model.guard import OF_CHECKPOINT, saved_tensors_hook, transformed
 from .model.kinds import as_sampled
 from .model.wrapping import RECORD, bare, plain_model
@@ -37,9 +37,11 @@ class PlannedForward:
         record: Planned = self.__dict__[RECORD]
         if torch.is_grad_enabled() and transformed():
             without_plan(self, record)  # type: ignore[arg-type]
-            return plain(self, *args, **kwargs)
+            with record.lock:
+                return plain(self, *args, **kwargs)
         if not torch.is_grad_enabled():
-            with record.all_brought():
+            # Not while another thread plans, and has other tensors in the place of parameters.
+            with record.lock, record.all_brought():
                 return plain(self, *args, **kwargs)
         with record.lock:
             kind, parameters, buffers = record.recent.glance(

@@ -86,3 +86,84 @@ def test_a_torch_without_the_hooks(monkeypatch):
         plan(mlp(2), torch.randn(4, 32), "100%", **SETTINGS)
     with pytest.raises(ValueError, match="expected one of inductor, eager"):
         plan(mlp(2), torch.randn(4, 32), "100%", backend="compile", compiler="gcc")
+
+
+HOOKS = {
+    "forward": lambda model: model.register_forward_hook(lambda *given: given[2] * 3),
+    "forward-pre": lambda model: model.register_forward_pre_hook(lambda _, given: (given[0] * 2,)),
+    "backward-pre": lambda model: model.register_full_backward_pre_hook(lambda _, it: (it[0] * 2,)),
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+def test_hooks_of_the_model_itself_run_once(hook, when):
+    model, sample = mlp(5), torch.randn(64, 32)
+    plain = copy.deepcopy(model)
+    HOOKS[hook](plain)
+    if when == "before":
+        HOOKS[hook](model)
+    planned = plan(model, sample, "80%", **SETTINGS)
+    if when == "after":
+        HOOKS[hook](planned)
+    assert all(map(torch.equal, step(planned, sample), step(plain, sample)))
+
+
+def test_more_plans_of_a_class_than_dynamo_has_places():
+    sample = torch.randn(16, 32)
+    models = [mlp(2) for _ in range(torch._dynamo.config.recompile_limit + 2)]
+    planned = [plan(it, sample, "100%", **SETTINGS) for it in models]
+    for model, it in zip(models, planned, strict=True):
+        assert all(map(torch.equal, step(it, sample), step(copy.deepcopy(model), sample)))
+
+
+class Counted(nn.Module):
+    """Statistics of batch norm, a buffer that decays, an attribute that each forward pass sets."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Tanh()) for _ in range(4))
+        )
+        self.register_buffer("scale", torch.ones(32))
+
+    def forward(self, x):
+        scale = self.scale.clone()
+        out = torch.sin(self.layers(x) * scale) * scale
+        self.scale.mul_(0.9)
+        self.largest = out.detach().abs().max()
+        return out
+
+
+def _passes(model, left, right):
+    """A pass that is thrown away, then two before one backward pass."""
+    seen = []
+    model(left)
+    seen += [it.clone() for it in (*model.buffers(), model.largest)]
+    loss = model(left).square().mean() - model(right).square().mean()
+    seen += [it.clone() for it in (loss.detach(), *model.buffers(), model.largest)]
+    loss.backward()
+    return [*seen, *(it.grad for it in model.parameters()), *model.buffers()]
+
+
+@pytest.mark.parametrize("budget", ["100%", "85%"])
+def test_what_a_forward_pass_writes_is_written_in_the_forward_pass(budget):
+    model, (left, right) = Counted(), torch.randn(2, 64, 32)
+    plain = copy.deepcopy(model)
+    planned = plan(model, left, budget, **SETTINGS)
+    assert planned.sn_memory.plan.decided("recompute") or budget == "100%"
+    assert all(map(torch.equal, _passes(planned, left, right), _passes(plain, left, right)))
+
+
+def test_inductor_writes_in_the_forward_pass_too():
+    model, (left, right) = mlp(2), torch.randn(2, 64, 32)
+    model = nn.Sequential(model, nn.BatchNorm1d(32))
+    plain = copy.deepcopy(model)
+    planned = plan(model, left, "100%", backend="compile", profile=False)
+    for it in (planned, plain):
+        it(left)
+        (it(left).square().mean() - it(right).square().mean()).backward()
+    assert planned[1].num_batches_tracked == plain[1].num_batches_tracked == 3
+    for mine, theirs in zip(planned.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(mine, theirs)

@@ -28,8 +28,8 @@ from ...check.replay import check_plan
 from ...graph.graph import Graph
 from ...graph.records import Storage
 from ...plan.plan import BudgetError, Plan
-from ..errors import ReplayError, TraceError, warn
-from ..model.guard import is_batched, other_layout, transformed
+from ..errors import ReplayError, TraceError
+from ..model.guard import is_batched, other_layout, transformed, warn
 from ..model.step import tensors
 from ..trace.captured import Captured
 from ..trace.fake_rules import quiet
@@ -37,7 +37,7 @@ from ..trace.op_seconds import while_training
 from ..trace.record import Recording
 from ..trace.to_graph import Named, main_device, to_graph
 from ..trace.trace import Trace, operations
-from .joint_graph import joint_of
+from .joint_graph import copy_statistics, joint_of
 from .partition import partitioned
 
 # What a forward pass calls of a logger; names of libraries' own go on, as `warning_once`.
@@ -116,14 +116,23 @@ class CompiledStep:
         known = [*model.parameters(), *model.buffers(), *tensors((args, kwargs))]
         self.known_bytes = storage_bytes(known)
         self.on_cpu = all(it.device.type == "cpu" for it in known)
-        # A twin: torch.compile leaves a mark on the module it is given.
-        twin = object.__new__(type(model))
-        twin.__dict__.update(model.__dict__)
+        # Of the plain class: that of a planned model would come back here.
+        kind = type(model)
+        plain_forward = kind.forward
+
+        # Not the module, whose call runs its hooks: they run around the planned one already.
+        def forward(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            return plain_forward(module, *args, **kwargs)
+
+        # Dynamo keeps what it compiles with the code object, eight times at most, however many
+        # plans share it; so each has one of its own.
+        forward.__code__ = forward.__code__.replace()
+        self.kind = kind
         self.compiled = torch.compile(
-            twin, backend=self._backend(hooks), fullgraph=True, dynamic=False
+            forward, backend=self._backend(hooks), fullgraph=True, dynamic=False
         )
         with quiet():
-            self._prepare(args, kwargs)
+            self._prepare(model, args, kwargs)
 
     @property
     def trace(self) -> Trace:
@@ -157,7 +166,10 @@ class CompiledStep:
 
     def run(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward pass of the model this was made for."""
-        returned = self.compiled(*args, **kwargs)
+        twin: torch.nn.Module = object.__new__(self.kind)
+        # The same dictionary: what the forward pass sets is set on the model.
+        object.__setattr__(twin, "__dict__", model.__dict__)
+        returned = self.compiled(twin, *args, **kwargs)
         given = {id(it) for it in tensors((args, kwargs))}
         for out in tensors(returned):
             if out.grad_fn is not None and id(out) not in given:
@@ -188,11 +200,13 @@ class CompiledStep:
             )
         return self.made
 
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _prepare(
+        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Compile now, so that what cannot be planned or does not fit is told now."""
         try:
             with until_ready():
-                self.compiled(*args, **kwargs)
+                self.run(model, args, kwargs)
             self._latest()
         finally:
             self.dry = False
@@ -263,6 +277,7 @@ class CompiledStep:
         **_: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         module.graph.eliminate_dead_code()
+        copy_statistics(module)
         joint = joint_of(module, num_fwd_outputs, list(static_lifetime_input_indices or ()))
         place = main_device(joint.captured)
         speeds, seconds = operations(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy
 
 from ..errors import TraceError
 from ..trace.captured import Captured
@@ -111,19 +112,17 @@ def joint_of(module: fx.GraphModule, num_forward_outputs: int, static: list[int]
     results = tree_leaves(end.args)
     told = tree_leaves(end.meta.get("desc", [None] * len(results)), is_leaf=lambda it: it is None)
     outputs, gradients = results[:num_forward_outputs], results[num_forward_outputs:]
-    boundary: int | None = None
-    late: set[fx.Node] = {it for it in _placeholders(module) if _is_output_gradient(it)}
     for node in module.graph.nodes:
         if node.op == "placeholder":
             reader.meet(node)
         elif node.op == "get_attr":
             reader.give(node, "constant")
-        elif node.op == "call_function":
-            if late & set(node.all_input_nodes):
-                late.add(node)
-                boundary = len(reader.calls) if boundary is None else boundary
-            reader.read(node, "forward" if boundary is None else "backward")
-    boundary = len(reader.calls) if boundary is None else boundary
+    forward, backward = _halves(module)
+    for node in forward:
+        reader.read(node, "forward")
+    boundary = len(reader.calls)
+    for node in backward:
+        reader.read(node, "backward")
     view = reader.view
     # Parameters first: the device of the first is the one that is planned for.
     ordered = sorted(range(len(primals)), key=lambda it: it not in static)
@@ -148,6 +147,59 @@ def joint_of(module: fx.GraphModule, num_forward_outputs: int, static: list[int]
         tuple(gradients),
         (told[:num_forward_outputs], told[num_forward_outputs:]),
     )
+
+
+def _halves(module: fx.GraphModule) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Return the calls up to the first that needs an output's gradient, and the rest.
+
+    What the model writes to its buffers and inputs stands at the end of a joint graph. It belongs
+    to the forward pass: the backward pass may never come, or not before another forward pass.
+    """
+    late: set[fx.Node] = {it for it in _placeholders(module) if _is_output_gradient(it)}
+    forward: list[fx.Node] = []
+    rest: list[fx.Node] = []
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            if late & set(node.all_input_nodes):
+                late.add(node)
+                rest.append(node)
+            else:
+                (rest if rest else forward).append(node)
+    early = {it for it in rest if it not in late and _writes_in_forward(it)}
+    for node in reversed(rest):
+        if node in early:
+            early |= set(node.all_input_nodes)
+    forward += [it for it in rest if it in early]
+    return forward, [it for it in rest if it not in early]
+
+
+def _writes_in_forward(node: fx.Node) -> bool:
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and node.target._schema.is_mutable
+        and node.meta.get("partitioner_tag") != "must_be_in_backward"
+    )
+
+
+def copy_statistics(module: fx.GraphModule) -> None:
+    """Let batch norm read copies of its running statistics, which the forward pass overwrites.
+
+    What reads a tensor that was overwritten cannot be run again; its statistics are small.
+    """
+    graph = module.graph
+    write = torch.ops.aten.copy_.default
+    written = {it.args[0] for it in graph.find_nodes(op="call_function", target=write)}
+    copies: dict[fx.Node, fx.Node] = {}
+    functional = torch.ops.aten._native_batch_norm_legit_functional.default
+    for node in graph.find_nodes(op="call_function", target=functional):
+        for statistic in (it for it in node.args[3:5] if it in written):
+            if statistic not in copies:
+                value = statistic.meta["val"]
+                with graph.inserting_before(node), value.fake_mode:
+                    copy = graph.call_function(torch.ops.aten.clone.default, (statistic,))
+                    copy.meta |= {"val": value.clone(), "recompute": CheckpointPolicy.MUST_SAVE}
+                copies[statistic] = copy
+            node.replace_input_with(statistic, copies[statistic])
 
 
 @dataclass
@@ -226,6 +278,7 @@ class _Reader:
         random = torch.Tag.nondeterministic_seeded in node.target.tags
         if not makes and not writes and not random and is_view(views, outputs):
             return
+        random = random or node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
         self.calls.append(
             Call(node.target, views, spec, outputs, makes, writes, phase, random, node.name)
         )

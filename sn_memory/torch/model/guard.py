@@ -8,6 +8,8 @@ do so when its calls are replayed, and is refused.
 from __future__ import annotations
 
 import random
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
@@ -17,6 +19,7 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
+from ...base.errors import PlanWarning
 from ..device.accelerator import kinds
 from ..errors import SetsStateError, TraceError
 from .marks import Generators, Marks, Values, kept_by
@@ -44,6 +47,14 @@ def transformed() -> bool:
 def is_batched(tensor: torch.Tensor) -> bool:
     """Whether a gradient stands for several, as with `is_grads_batched=True`."""
     return bool(torch._C._dispatch_keys(tensor).has(_BATCHED))
+
+
+def warn(text: str) -> None:
+    """Warn where the user's code called a model, or for a backward pass."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, PlanWarning, stacklevel=level + 1)
 
 
 def other_layout(gradient: torch.Tensor, like: Sequence[int]) -> str:

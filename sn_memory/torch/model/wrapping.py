@@ -41,7 +41,7 @@ def planned_class(kind: type[torch.nn.Module], mixin: type) -> type[torch.nn.Mod
     def run(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if RECORD not in model.__dict__:
             return kind.forward(model, *args, **kwargs)
-        if _is_compiled():
+        if _is_compiled(model.__dict__[RECORD]):
             raise TraceError(
                 f"torch.compile was given a planned {kind.__name__}, or a function that calls one, "
                 "and would compile its forward without the plan. Plan with backend='compile', "
@@ -142,12 +142,16 @@ def _left_out(original: Callable[..., Any]) -> Callable[..., Any]:
     return enable
 
 
-def _is_compiled() -> bool:
+def _is_compiled(record: Any) -> bool:
     """Whether torch.compile traces what runs here, or runs it as what it could not trace."""
-    if torch.compiler.is_compiling():
-        return True
     # Where tracing ended in an error, ours among them, the same code runs under the callback.
-    return callable(eval_frame.get_eval_frame_callback())
+    if torch.compiler.is_dynamo_compiling() or callable(eval_frame.get_eval_frame_callback()):
+        return True
+    if not torch.compiler.is_compiling():
+        return False
+    # That is one flag for all threads; another may compile a step of this model.
+    with record.lock:
+        return torch.compiler.is_compiling()
 
 
 def dressed(run: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

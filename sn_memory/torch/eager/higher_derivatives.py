@@ -18,18 +18,17 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
-from ..base.errors import PlanError
-from ..base.sizes import show_bytes
-from .device.accelerator import chance, kinds, set_chance
-from .eager.replay import Gradients, Replay
-from .errors import ReplayError, warn
-from .model.guard import other_layout
-from .model.kind import Kind
-from .model.kinds import Arguments, kind_of
-from .model.results import taken_apart
-from .model.step import chance_put_back, tensors
-from .model.wrapping import inner_model, plain_class
-from .planned import Planned
+from ...base.errors import PlanError
+from ...base.sizes import show_bytes
+from ..device.accelerator import chance, kinds, set_chance
+from ..errors import ReplayError
+from ..model.guard import other_layout, warn
+from ..model.kind import Kind
+from ..model.kinds import Arguments, kind_of
+from ..model.results import taken_apart
+from ..model.step import chance_put_back, tensors
+from ..model.wrapping import inner_model, plain_class
+from .replay import Gradients, Replay
 
 
 class PlainStep:
@@ -38,7 +37,7 @@ class PlainStep:
     Parameters
     ----------
     model, record
-        The planned model and what it carries.
+        The planned model and what it carries, a `Planned`.
     kind, arguments
         The input.
     parameters, buffers
@@ -50,7 +49,7 @@ class PlainStep:
     def __init__(
         self,
         model: torch.nn.Module,
-        record: Planned,
+        record: Any,
         kind: Kind,
         arguments: Arguments,
         parameters: Sequence[torch.Tensor],
@@ -141,7 +140,7 @@ class PlainStep:
     @contextmanager
     def _as_then(self) -> Iterator[None]:
         """Let autocast and random numbers be as in the forward pass, and no transform look on."""
-        casts: dict[str, torch.dtype] = dict(self.kind.casts)  # type: ignore[arg-type]
+        casts: dict[Any, Any] = dict(self.kind.casts)  # type: ignore[arg-type]
         with ExitStack() as stack:
             stack.enter_context(chance_put_back() if self.random else nullcontext())
             for device, state in self.random:
@@ -192,7 +191,7 @@ class _OwnForward(torch.nn.Module):
         return type(self.model).forward(self.model, *args, **kwargs)
 
 
-def without_plan(model: torch.nn.Module, record: Planned) -> None:
+def without_plan(model: torch.nn.Module, record: Any) -> None:
     """Say that the model's own forward runs, as torch.func or forward-mode AD looks at it."""
     if record.state is not None:
         raise PlanError(
@@ -204,7 +203,7 @@ def without_plan(model: torch.nn.Module, record: Planned) -> None:
     _without_plan(model, record, record.plan.baseline_peak_bytes, why)
 
 
-def _without_plan(model: torch.nn.Module, record: Planned, need: int, why: str) -> None:
+def _without_plan(model: torch.nn.Module, record: Any, need: int, why: str) -> None:
     text = (
         f"the step of a planned {_name(model)} runs without its plan, because {why}: it takes up "
         f"to {show_bytes(need)} and what the plan holds, and the "
@@ -215,7 +214,7 @@ def _without_plan(model: torch.nn.Module, record: Planned, need: int, why: str) 
     _warn_once(record, why, f"{text}.")
 
 
-def _warn_once(record: Planned, what: str, text: str) -> None:
+def _warn_once(record: Any, what: str, text: str) -> None:
     if what in record.warned:
         return
     record.warned.add(what)
