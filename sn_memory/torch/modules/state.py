@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import _infer_device_type, get_device_states, set_device_states
 
+from ..device.accelerator import chance, is_apart, set_chance
 from ..errors import ReplayError
 from ..model.contents import OF_TORCH
 from ..model.marks import version_of
@@ -53,10 +53,9 @@ class RunState:
     ) -> None:
         self._name = name
         inputs = tensors(arguments)
-        self._device_type = _infer_device_type(*inputs)
-        self._devices, self._device_states = get_device_states(*inputs)
+        devices = {torch.device("cpu"), *(it.device for it in inputs if is_apart(it.device))}
         # Copied by an op, which is seen where storages are counted.
-        self._random: torch.Tensor | None = torch.get_rng_state().clone()
+        self._random = {device: chance(device).clone() for device in devices}
         self._held = [_Held(it, sharded) for it in module.modules()]
         self._compares = changed is None
         if changed is None:
@@ -79,8 +78,9 @@ class RunState:
 
     def end(self) -> None:
         """Forget random numbers and buffers that the run left alone, and what it sets itself."""
-        if self._random is not None and torch.equal(self._random, torch.get_rng_state()):
-            self._random = None
+        for device, state in list(self._random.items()):
+            if torch.equal(state, chance(device)):
+                del self._random[device]
         for held in self._held:
             held.forget_changed()
         if not self._compares:
@@ -108,24 +108,24 @@ class RunState:
                     "Change it after backward(), and call the optimizer's step after that too."
                 )
         now = [_Held(held.module, held.sharded) for held in self._held]
-        with torch.random.fork_rng(devices=self._devices, device_type=self._device_type):
-            if self._random is not None:
-                torch.set_rng_state(self._random)
-            if self._devices:
-                set_device_states(self._devices, self._device_states, device_type=self._device_type)
-            after = [buffer.clone() for buffer in self.changed]
-            try:
-                for held in self._held:
-                    held.put()
-                for module, name, buffer, copy in self._copies:
-                    module._buffers[name] = buffer
-                    _fill(buffer, copy)
-                yield
-            finally:
-                for held in now:
-                    held.put()
-                for buffer, value in zip(self.changed, after, strict=True):
-                    _fill(buffer, value)
+        random = {device: chance(device) for device in self._random}
+        after = [buffer.clone() for buffer in self.changed]
+        try:
+            for device, state in self._random.items():
+                set_chance(device, state)
+            for held in self._held:
+                held.put()
+            for module, name, buffer, copy in self._copies:
+                module._buffers[name] = buffer
+                _fill(buffer, copy)
+            yield
+        finally:
+            for device, state in random.items():
+                set_chance(device, state)
+            for held in now:
+                held.put()
+            for buffer, value in zip(self.changed, after, strict=True):
+                _fill(buffer, value)
 
 
 class _Held:
