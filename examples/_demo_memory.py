@@ -8,6 +8,7 @@ as torch's libraries. The kernel enforces it for every user, in a container too.
 
 import argparse
 import json
+import re
 import resource
 import sys
 import threading
@@ -144,8 +145,10 @@ def main():
         text = " ".join(str(error).split())
         if not isinstance(error, MemoryError | sn_memory.BudgetError) and "memory" not in text:
             raise
-        # torch's allocator puts the failed check first.
-        result["error"] = text.rpartition("err == 0. ")[2][-200:] or "out of memory"
+        refused = re.search(r"allocate memory.* (\d+) bytes", text)
+        result["error"] = (
+            f"out of memory, {int(refused[1]):,} bytes were refused" if refused else text[-200:]
+        ) or "out of memory"
     result["curve"] = watch.stop()
     args.out.write_text(json.dumps(result))
 
