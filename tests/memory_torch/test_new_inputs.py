@@ -13,6 +13,7 @@ import torch
 from small_models import Everything, images, mlp
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
 from sn_memory import BudgetError, Device, PlanError
@@ -645,3 +646,41 @@ def test_inside_hooks_of_the_callers(name, backend):
     if backend != "compile":
         with saved_tensors_hooks(lambda it: it.detach().numpy().copy(), torch.from_numpy):
             assert verify(budgeted, rows(64)).equal
+
+
+def doubles(module, given, result):
+    return result * 2 if isinstance(module, nn.GELU) else None
+
+
+@pytest.mark.parametrize("backend", ["graph", "modules", "compile"])
+@pytest.mark.parametrize("counts", [False, True])
+def test_hooks_of_all_modules_registered_after_planning(backend, counts):
+    """As hooks of one module they are part of what a plan is for; those that note run each time."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3)]
+    net, x = nn.Sequential(*blocks), torch.randn(256, 32)
+    more = {"compiler": "eager"} if backend == "compile" else {}
+    planned = plan(copy.deepcopy(net), x, "80%", backend=backend, profile=False, **more)
+    before = planned(x).detach()
+    calls = []
+
+    def noted(module, given, result):
+        calls.append(module)
+        return doubles(module, given, result)
+
+    hook = register_module_forward_hook(noted if counts else doubles)
+    try:
+        expected = net(x)
+        count = len(calls)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always", PlanWarning)
+            for _ in range(2):
+                assert torch.equal(planned(x), expected)
+        assert len(calls) == 3 * count
+    finally:
+        hook.remove()
+    said = [str(it.message) for it in seen if issubclass(it.category, PlanWarning)]
+    # torch.compile does by itself what a hook does to a list.
+    assert len(said) == (counts and backend == "graph")
+    assert all("hooks of all modules" in it and "noted" in it for it in said)
+    assert torch.equal(planned(x), before)

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Mapping, Set
 from typing import Any
 
 import torch
+from torch.nn.modules import module as torch_module
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (Mapping, list, tuple, Set, deque)
@@ -24,6 +25,10 @@ HOOKS = (
     "_forward_hooks",
     "_backward_pre_hooks",
     "_backward_hooks",
+)
+# Those that torch calls around every module (`register_module_forward_hook` and its like).
+GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
+    getattr(torch_module, f"_global{slot}") for slot in HOOKS
 )
 
 

@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from ...base.errors import PlanWarning
 from ..device.accelerator import kinds
 from ..errors import SetsStateError, TraceError
-from .marks import Generators, Marks, Values, kept_by
+from .marks import Generators, Marks, Values, kept_by, kept_by_global_hooks
 
 # The hooks of torch's checkpoint, of a first and of a second run.
 OF_CHECKPOINT = ("_checkpoint_hook.", "_recomputation_hook.")
@@ -132,13 +132,14 @@ def as_it_was(model: torch.nn.Module, given: Any = ()) -> Iterator[None]:
         for path, module in modules.items()
     ]
     wanted = [(it, it.requires_grad) for it in (*model.parameters(), *model.buffers())]
-    kept = Marks(
+    of_modules = (
         (f"{path}.{name}" if path else name, value)
         for path, module in modules.items()
         for name, value in kept_by(module)
         # The slots are full of fake tensors by the time they are looked at.
         if name not in slots and not name.startswith("_flat_weight")
     )
+    kept = Marks(chain(of_modules, kept_by_global_hooks()))
     arguments = Marks([("arguments", given)])
     # Under fake tensors a real one that is met is computed with, and written to.
     held = [*kept.values(), *(it for _, _, attributes, _ in before for it in attributes.values())]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from .contents import OF_TORCH, contents, hooks, plain
+from .contents import GLOBAL_HOOKS, OF_TORCH, contents, hooks, plain
 from .guard import casting
 from .kind import Kind
 from .marks import Marks
@@ -214,6 +214,7 @@ def _settings(
     so is a number in a dict or a list. An attribute that is new since, and stands in for none of
     the class, no forward asked for then. Classes of modules and hooks are part of what was
     recorded, but for those of the outermost: a planned one has another, and hooks run around it.
+    Hooks of all modules count once, with the outermost.
     """
     kind: Any = type(module)
     found: set[tuple[str, Hashable]] = {
@@ -226,7 +227,8 @@ def _settings(
         and (noted is None or name in noted or hasattr(kind, name))
     }
     if outermost:
-        return frozenset(found)
+        of_all = tuple(number for it in GLOBAL_HOOKS for number in it)
+        return frozenset(found | {("hooks of all modules", of_all)} if of_all else found)
     numbers = hooks(module)
     found.add(("its class", kind))
     return frozenset(found | {("its hooks", numbers)} if numbers else found)

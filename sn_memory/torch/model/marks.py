@@ -23,6 +23,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
+from .contents import GLOBAL_HOOKS, HOOKS
+
 # Objects within objects are followed so far; a configuration has two or three levels.
 _DEPTH = 6
 _OPAQUE = (
@@ -32,7 +34,6 @@ _OPAQUE = (
 _GROUPS = (list, deque, set, dict)
 _THEIRS = ("torch", "numpy", "builtins", "collections", "sn_memory", "sn_compress")
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -219,10 +220,18 @@ def _state(generator: Any) -> Any:
 def kept_by(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield by name the attributes of a module, and what its hooks can write to."""
     yield from list(module.__dict__.items())
-    for slot in _HOOKS:
-        for hook in module.__dict__.get(slot, {}).values():
-            name = getattr(hook, "__name__", type(hook).__name__)
-            yield from ((f"what its hook {name} holds", it) for it in _reached(hook))
+    yield from _kept_by_hooks([module.__dict__.get(slot, {}) for slot in HOOKS])
+
+
+def kept_by_global_hooks() -> Iterator[tuple[str, Any]]:
+    """Yield by name what the hooks of all modules can write to."""
+    yield from _kept_by_hooks(GLOBAL_HOOKS)
+
+
+def _kept_by_hooks(slots: Iterable[dict[int, Any]]) -> Iterator[tuple[str, Any]]:
+    for hook in [hook for slot in slots for hook in slot.values()]:
+        name = getattr(hook, "__name__", type(hook).__name__)
+        yield from ((f"what its hook {name} holds", it) for it in _reached(hook))
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...base.native import core
-from .contents import HOOKS, OF_TORCH, PLAIN, contents, plain
+from .contents import GLOBAL_HOOKS, HOOKS, OF_TORCH, PLAIN, contents, plain
 from .guard import casting
 from .kind import Kind
 from .kinds import Arguments, form_of_leaf, kind_of
@@ -94,7 +94,7 @@ class _Seen:
         self._dicts = [it.__dict__ for it in inside]
         self._slots = [getattr(it, slot) for it in (model, *inside) for slot in _SLOTS]
         # Hooks of the outermost module run around its forward.
-        hooks = [getattr(it, slot) for it in inside for slot in HOOKS]
+        hooks = [*GLOBAL_HOOKS, *(getattr(it, slot) for it in inside for slot in HOOKS)]
         self._sized = [*self._dicts, *self._slots, *hooks]
         self._lengths = [*map(len, self._sized)]
         self._core = core()

@@ -22,7 +22,7 @@ from ..device.accelerator import in_use, now
 from ..device.resting import working_device
 from .allocations import AllocationTracker
 from .guard import outside_autocast, outside_saved_tensors_hooks
-from .marks import Generators, Marks, Values, WrittenWeights, kept_by
+from .marks import Generators, Marks, Values, WrittenWeights, kept_by, kept_by_global_hooks
 from .results import tensors_of
 from .sharded import here, pieces, shards_put_back
 from .tracker import StorageTracker
@@ -211,7 +211,8 @@ def put_back(
     gradients = [(it, it.grad, it.requires_grad) for it in (*weights, *given) if it.is_leaf]
     modules = list(model.modules())
     attributes = [(module, dict(module.__dict__)) for module in modules]
-    kept = Marks([("arguments", inputs), *(it for module in modules for it in kept_by(module))])
+    of_modules = (it for module in modules for it in kept_by(module))
+    kept = Marks([("arguments", inputs), *of_modules, *kept_by_global_hooks()])
     held = [*kept.values(), *(it for _, before in attributes for it in before.values())]
     spared = [*weights, *(it for it in given if it.requires_grad or not inputs_too)]
     generators = Generators(held)
