@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sn_memory import BudgetError, Device, PlanError
 from sn_memory.torch import PlanWarning, ReplayError, TraceError, plan, trace, verify
+from sn_memory.torch.model.allocations import AllocationTracker
 
 # A planner that answers at once: what is tested is that plans are obeyed, not how good they are.
 SETTINGS = {"profile": False, "planner": "greedy"}
@@ -395,3 +396,35 @@ def test_the_report(tmp_path):
     planned = plan(mlp(4), torch.randn(64, 32), "80%", **SETTINGS)
     planned.sn_memory.report(tmp_path / "report.html")
     assert "recompute" in (tmp_path / "report.html").read_text()
+
+
+class Dropping(nn.Module):
+    """Small layers, beside which the state of a generator is large."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.back, self.drop = nn.Linear(32, 128), nn.Linear(128, 32), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.back(self.drop(nn.functional.gelu(self.drop(self.wide(x)))))
+
+
+@pytest.mark.parametrize("backend", ["graph", "modules"])
+def test_states_that_dropout_runs_again_from_count(backend):
+    """On a CPU 5 KB each; the allocator sees them, whoever counts storages."""
+    torch.manual_seed(0)
+    net, sample = nn.Sequential(*(Dropping() for _ in range(6))), torch.randn(64, 32)
+    planned = plan(net, sample, "60%", backend=backend, profile=False)
+    made = planned.sn_memory.plan
+    found = verify(planned, sample)
+    assert found.equal, found.different
+    assert found.measured_peak_bytes == found.predicted_peak_bytes == made.peak_bytes
+    planned(sample).square().mean().backward()
+    net.zero_grad()
+    with AllocationTracker([*planned.parameters(), sample]) as tracker:
+        planned(sample).square().mean().backward()
+    assert tracker.peak_bytes <= made.budget_bytes
+    if backend == "graph":
+        states = planned.sn_memory.trace.named.random_states
+        runs = [it.target for it in made.actions if it.kind == "run"]
+        assert any(runs.count(it.removesuffix(": random state")) > 1 for it in states)

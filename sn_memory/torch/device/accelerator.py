@@ -47,7 +47,8 @@ def chance(device: torch.device) -> torch.Tensor:
     if is_apart(device):
         state: torch.Tensor = module_of(device).get_rng_state(device)
         return state
-    return torch.get_rng_state()
+    # By an op, which is seen where storages are counted.
+    return torch.get_rng_state().detach()
 
 
 def set_chance(device: torch.device, state: torch.Tensor) -> None:

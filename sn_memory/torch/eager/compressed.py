@@ -70,7 +70,7 @@ def as_planned(traced: Trace, plan: Plan, *, seed: int = 0) -> Trace:
             call = other
         calls[at] = _looking_at(call, restored)
     return Trace(
-        Named(graph, call_of, storage_of),
+        Named(graph, call_of, storage_of, named.random_states),
         replace(
             traced.captured,
             recording=replace(recording, calls=calls, nbytes=nbytes, device=device),

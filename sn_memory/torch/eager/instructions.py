@@ -119,6 +119,18 @@ class FreeStorage:
         memory.held[self.storage] = None
 
 
+class ForgetState:
+    """The instruction that gives back the state from which a call was run again."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __call__(self, memory: Memory) -> None:
+        del memory.chance[self.number]
+
+
 def offload_storage(storage: int, host_copy: int) -> Instruction:
     """Return the instruction that starts copying a storage to its place on the host."""
 

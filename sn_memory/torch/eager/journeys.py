@@ -28,7 +28,7 @@ def journeys_of(named: Named, captured: Captured, plan: Plan) -> Journeys:
     at: dict[int, int] = {}
     away: dict[int, int] = {}
     for place, (kind, target, _) in enumerate(plan.actions):
-        if kind not in ("offload", "free", "prefetch"):
+        if kind not in ("offload", "free", "prefetch") or target in named.random_states:
             continue
         storage = named.storage_of[target]
         if kind == "offload":

@@ -25,6 +25,7 @@ from ..trace.to_graph import Named, main_device
 from .added import Added, await_underway
 from .host_arena import HostArena, needless
 from .instructions import (
+    ForgetState,
     FreeStorage,
     Instruction,
     Memory,
@@ -153,6 +154,7 @@ class _Writer:
         self.calls = captured.recording.calls
         runs = Counter(action.target for action in plan.actions if action.kind == "run")
         self.again = {name for name, count in runs.items() if count > 1}
+        self.drawn_again = {named.call_of[it] for it in self.again & named.call_of.keys()}
         self.ran: set[str] = set()
         self.held: set[int] = set(captured.recording.given) - self.brought
         self.forms: dict[int, View] = {}
@@ -200,7 +202,13 @@ class _Writer:
                 self.held |= {view.storage for view in self.captured.output_gradients}
                 continue
             moved = self.moved(target) if kind == "run" else None
-            if moved is not None:
+            if target in self.named.random_states:
+                if (
+                    kind == "free"
+                    and (call := self.named.random_states[target]) in self.drawn_again
+                ):
+                    current.append(ForgetState(call))
+            elif moved is not None:
                 current += self.add(target, moved)
             elif kind == "run" and self.named.call_of[target] in self.sums:
                 added |= set(self.calls[self.named.call_of[target]].reads)
@@ -268,7 +276,7 @@ class _Writer:
         last: dict[int, int] = {}
         read: dict[int, int] = {}
         for at, (kind, target, _) in enumerate(self.plan.actions):
-            if at <= self.loss:
+            if at <= self.loss or target in self.named.random_states:
                 continue
             if kind == "run" and self.moved(target) is not None:
                 last |= dict.fromkeys(self.reads(target), at)
@@ -339,7 +347,7 @@ class _Writer:
         freed = {
             self.named.storage_of[target]: at
             for at, (kind, target, _) in enumerate(self.plan.actions)
-            if kind == "free"
+            if kind == "free" and target not in self.named.random_states
         }
         return {it: freed.get(it, len(self.plan.actions)) for it in ready}
 
@@ -371,7 +379,7 @@ class _Writer:
             replayed=call.random and name in self.again,
             # Effects make and write nothing, and draw nothing either.
             device=self.captured.recording.device[touched[0] if touched else 0],
-            way=ways[way].name if ways else None,
+            way=(ways[way].name or None) if ways else None,
         )
 
     def move(self, at: int, kind: str, storage: int) -> list[Instruction]:

@@ -156,7 +156,7 @@ class _Writer:
             self.lines.append(f"memory.chance[{it.number}] = chance({device})")
         self.results(call, _returns(it.call.target), it)
         if it.replayed and it.again:
-            self.lines.append(f"set_chance({device}, now)")
+            self.lines += [f"set_chance({device}, now)", "now = None"]
 
     def results(self, call: str, returns: str, it: RunCall) -> None:
         """Write a call, and where those of its results go that are held."""

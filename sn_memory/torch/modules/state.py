@@ -54,8 +54,7 @@ class RunState:
         self._name = name
         inputs = tensors(arguments)
         devices = {torch.device("cpu"), *(it.device for it in inputs if is_apart(it.device))}
-        # Copied by an op, which is seen where storages are counted.
-        self._random = {device: chance(device).clone() for device in devices}
+        self._random = {device: chance(device) for device in devices}
         self._held = [_Held(it, sharded) for it in module.modules()]
         self._compares = changed is None
         if changed is None:

@@ -159,7 +159,7 @@ class ModelState:
         numbers = dict(traced.named.storage_of)
         for storage in found.graph.storages:
             numbers.setdefault(storage.name, len(traced.captured.recording.nbytes) + len(numbers))
-        named = Named(found.graph, traced.named.call_of, numbers)
+        named = Named(found.graph, traced.named.call_of, numbers, traced.named.random_states)
         return Replay(replace(traced, named=named), plan, AddedOps(self.owned, named, traced, self))
 
     def step(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from .fake_rules import (
 )
 from .record import Call, View
 
+STATE = "random state"
+
 
 @dataclass(frozen=True)
 class Named:
@@ -39,11 +41,15 @@ class Named:
         Name of an op to the number of its call; `loss` has none.
     storage_of
         Name of a storage to its number in the recording.
+    random_states
+        Name of an op, and of the storage that it makes, to the number of a call that draws: that is
+        where the state is kept from which the call draws again. No call stands behind it.
     """
 
     graph: Graph
     call_of: dict[str, int]
     storage_of: dict[str, int]
+    random_states: dict[str, int] = field(default_factory=dict)
 
 
 def to_graph(
@@ -57,6 +63,7 @@ def to_graph(
     replayable: bool = True,
     ways: Sequence[tuple[Workspace, ...]] | None = None,
     compressed: Mapping[int, Compressed] | None = None,
+    random_state_bytes: int = 0,
 ) -> Named:
     """Return the graph of a capture.
 
@@ -74,6 +81,9 @@ def to_graph(
         Per call, the ways to carry it out; none where there is no choice.
     compressed
         Per storage that has one, its compressed form.
+    random_state_bytes
+        Of a generator's state in the memory that is planned: it is kept until the last time that a
+        random op runs, and twice while that runs.
     """
     recording = captured.recording
     numbers = captured.numbers or range(len(recording.calls))
@@ -95,12 +105,33 @@ def to_graph(
         (names[view.storage] for view in captured.output_gradients),
     )
     rows.insert(captured.boundary, loss)
+    states: dict[str, int] = {}
+    if random_state_bytes:
+        call_of = {op: at for at, op in enumerate(ops)}
+        states = {f"{it.name}: {STATE}": call_of[it.name] for it in rows if it.replayable}
+        rows = [it for row in rows for it in _with_state(row, random_state_bytes)]
+        storages += [Storage(it, random_state_bytes, held=True) for it in states]
+    if states:
+        # Where gradients of gradients are asked for, the step runs again from its beginning.
+        storages.append(Storage(STATE, random_state_bytes, "state"))
     graph = Graph([*storages, *extra], rows, name=name, device=device, allocator=allocator)
     return Named(
         graph,
         {op: at for at, op in enumerate(ops)},
         {text: number for number, text in names.items()},
+        states,
     )
+
+
+def _with_state(op: Op, nbytes: int) -> tuple[Op, ...]:
+    """Return an op that draws again from a state that is kept, behind the op that keeps it."""
+    if not op.replayable:
+        return (op,)
+    name = f"{op.name}: {STATE}"
+    kept = Op(name, (), (name,), kind=STATE, phase=op.phase, seconds=0.0, once=True)
+    # The generator's own, put back afterwards.
+    ways = op.workspaces or (Workspace(nbytes),)
+    return kept, replace(op, inputs=(*op.inputs, name), workspaces=ways)
 
 
 def statistics(call: Call) -> tuple[int, ...]:

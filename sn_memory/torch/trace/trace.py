@@ -210,6 +210,8 @@ def trace(
         extra=(*beside(model, optimizer, gpu), *(_left(model, captured) if accumulate else ())),
         ways=ways,
         compressed={it: Compressed(form.nbytes, *costs[it]) for it, form in found.items()},
+        # Of other devices the state is on the host.
+        random_state_bytes=torch.get_rng_state().nbytes if place.type in ("cpu", "meta") else 0,
     )
     number = named.storage_of
     forms_of = {it: found[number[it]] for it in waits(named.graph)}
