@@ -175,6 +175,11 @@ def checkpoint_policy(
     BudgetError
         If the budget is less than these blocks can do; carries the smallest peak found.
 
+    Notes
+    -----
+    Counted is what ops hand over, not what a kernel takes for itself while it runs. Batch norm's
+    backward kernel on a CPU takes a copy of its input; leave room for it where the peak is there.
+
     Examples
     --------
     >>> import torch
