@@ -110,7 +110,9 @@ def fewest_again(
 ) -> tuple[list[P], S]:
     """Return the parts to run again within a budget, and that step.
 
-    Kept first are those whose rerun costs most for a byte; as many as fit, by bisection.
+    Kept first are those whose rerun costs most for a byte; as many as fit, by bisection. Where
+    there are parts, the step in which none runs again is above the budget, and no choice: measured
+    once more, it may be below by luck.
 
     Parameters
     ----------
@@ -142,7 +144,7 @@ def fewest_again(
             percent=percent,
         )
     order = sorted(parts, key=lambda it: -it.seconds / max(1, it.saved_bytes))
-    best, low, high = smallest, 0, len(order) + 1
+    best, low, high = smallest, 0, len(order)
     while high - low > 1:
         middle = (low + high) // 2
         found = measured(order[middle:])

@@ -237,17 +237,18 @@ def bodies(op: Any) -> list[Captured]:
         if key not in op.node_def.attr:
             continue
         # As it was traced: made anew from its definition, it would know no shapes of variables.
-        inside = op.graph._get_function(op.get_attr(key).name).graph
-        flattened = _Flattening()
-        arguments = tuple(flattened.new(it) for it in inside.inputs)
-        flattened.ops(inside, "")
-        outputs = tuple(flattened.numbers[id(it)] for it in inside.outputs)
-        found.append(
-            Captured(
-                flattened.nodes, flattened.tensors, arguments, outputs, {}, {}, (), (), (), inside
-            )
-        )
+        found.append(undifferentiated(op.graph._get_function(op.get_attr(key).name).graph))
     return found
+
+
+def undifferentiated(graph: Any) -> Captured:
+    """Return the ops of a graph of which nobody asks what was differentiated, as one list."""
+    flattened = _Flattening()
+    arguments = tuple(flattened.new(it) for it in graph.inputs)
+    flattened.ops(graph, "")
+    outputs = tuple(flattened.numbers[id(it)] for it in graph.outputs)
+    nodes, tensors = flattened.nodes, flattened.tensors
+    return Captured(nodes, tensors, arguments, outputs, {}, {}, (), (), (), graph)
 
 
 def _body(op: Any) -> Any:
