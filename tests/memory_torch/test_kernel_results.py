@@ -119,3 +119,54 @@ def test_convolutions_fed_from_tokens(layer, size):
     found = verify(planned, sample)
     assert found.equal
     assert found.measured_peak_bytes <= found.predicted_peak_bytes
+
+
+def mixed_norms(dtype):
+    """Results of norms forward and backward, input of one type and parameters of float32."""
+    aten, found = torch.ops.aten, {}
+    x, rows, vector = (
+        torch.randn(4, 8, 6, dtype=dtype),
+        torch.randn(24, 8, dtype=dtype),
+        torch.ones(8),
+    )
+    for weight, mean in ((vector, vector), (vector, None), (None, vector), (None, None)):
+        has = weight is not None
+        mean = None if mean is None else mean.clone()
+        out = aten.native_batch_norm(x, weight, weight, mean, mean, True, 0.1, 1e-5)
+        found["batch", has, mean is None] = out + aten.native_batch_norm_backward(
+            x, x, weight, mean, mean, *out[1:], True, 1e-5, [True, has, has]
+        )
+        out = aten.native_group_norm(x, weight, weight, 4, 8, 6, 2, 1e-5)
+        found["group", has] = out + aten.native_group_norm_backward(
+            x, x, *out[1:], weight, 4, 8, 6, 2, [True, has, has]
+        )
+        out = aten.native_layer_norm(rows, [8], weight, weight, 1e-5)
+        found["layer", has] = out + aten.native_layer_norm_backward(
+            rows, rows, [8], *out[1:], weight, weight, [True, has, has]
+        )
+    return {key: [it if it is None else it.dtype for it in made] for key, made in found.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_norms_of_other_types_than_their_parameters_keep_the_types_of_the_kernels(dtype):
+    expected = mixed_norms(dtype)
+    with FakeMode():
+        assert mixed_norms(dtype) == expected
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_under_autocast_that_was_planned_without(name):
+    norm, size = NORMS[name]
+    layer = nn.Linear(size[-1], size[-1])
+    model = nn.Sequential(layer, norm, mlp(2, size[-1]))
+    planned = plan(model, torch.randn(size), "100%", backend="graph", **SETTINGS)
+    x, found = torch.randn(size), []
+    for step in (model, planned):
+        step.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = step(x).float().square().mean()
+        loss.backward()
+        found.append([loss.detach(), *(it.grad for it in model.parameters() if it.requires_grad)])
+    assert all(torch.equal(*it) for it in zip(*found, strict=True))
+    assert [it.how for it in planned.sn_memory.kinds] == ["planned", "nothing runs again"]

@@ -7,7 +7,8 @@ rule has one. Traced as torch says, memory is told at half and the backward kern
 that is not there.
 
 Batch norm, some activations and losses lay their results out otherwise on the CPU than the rules
-say, where their input is a transposed tensor; what follows then copies, or does not.
+say, where their input is a transposed tensor; what follows then copies, or does not. Norms of
+bfloat16 with parameters of float32 keep statistics in float32; the rules say bfloat16.
 
 Products of groups of rows with a matrix each, as mixtures of experts compute them, run in any
 floating-point type, and rows of their result are whole multiples of 16 bytes. torch's rule refuses
@@ -92,6 +93,16 @@ _LAID_OUT: dict[Any, Callable[[torch.Tensor, tuple[Any, ...]], tuple[int, ...]]]
     ),
 }
 
+# Where parameters have another type than the input, as under autocast, kernels of the CPU keep the
+# statistics of a norm (results 1 and 2) in float32, and give the input's gradient in the input's
+# type. Per op, which arguments may be parameters.
+_STATISTICS = {
+    _ATEN.native_batch_norm.default: slice(1, 5),
+    _ATEN.native_group_norm.default: slice(1, 3),
+    _ATEN.native_layer_norm.default: slice(2, 4),
+}
+_GROUP_NORM_BACKWARD = _ATEN.native_group_norm_backward.default
+
 
 @contextmanager
 def quiet() -> Iterator[None]:
@@ -124,6 +135,8 @@ class FakeMode(FakeTensorMode):
         result = super().__torch_dispatch__(func, types, args, kwargs or {})
         if func in _LAID_OUT:
             result = self._laid_out(func, args, result)
+        if func in _STATISTICS or func is _GROUP_NORM_BACKWARD:
+            result = self._typed(func, args, result)
         if func is LAYER:
             *made, _ = result
             return (*made, self._workspace(args) if torch.is_grad_enabled() else None)
@@ -154,6 +167,21 @@ class FakeMode(FakeTensorMode):
                         out.size(), stride, dtype=out.dtype, device=out.device
                     )
         return tree_unflatten(flat, spec)
+
+    def _typed(self, func: Any, args: tuple[Any, ...], result: Any) -> Any:
+        """Return results in the types in which the kernel of the CPU makes them."""
+        made = list(result)
+        if func is _GROUP_NORM_BACKWARD:
+            wanted = {0: args[1].dtype}
+        else:
+            parameters = [it for it in args[_STATISTICS[func]] if isinstance(it, torch.Tensor)]
+            mixed = any(it.dtype != args[0].dtype for it in parameters)
+            wanted = dict.fromkeys((1, 2), torch.float32) if mixed else {}
+        with self:
+            for at, dtype in wanted.items():
+                if made[at] is not None and made[at].device.type == "cpu":
+                    made[at] = torch.empty_like(made[at], dtype=dtype)
+        return tuple(made)
 
     def _reserve(self, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
         mode, hidden, layers = args[6], args[7], args[9]
