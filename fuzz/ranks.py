@@ -88,15 +88,17 @@ def drawn(seed: int) -> Program:
     rng = np.random.default_rng(seed)
     count = int(rng.integers(1, 5))
     names = tuple(str(it) for it in rng.choice(sorted(LAYERS.keys() - set(BY_RANK)), count))
+    name = str(rng.choice(sorted(LOOPS)))
     return Program(
         layers=names,
         numbers=tuple(int(it) for it in rng.integers(2**31, size=count)),
         form=str(rng.choice(["tensor", "loss", "pair", "view", "mapping"])),
-        loop=str(rng.choice(sorted(LOOPS))),
+        loop=name,
         compression=str(rng.choice(sorted(COMPRESSIONS))),
         frozen=tuple(at for at in range(count) if rng.random() < 0.12),
         view=bool(rng.random() < 0.3),
-        static=bool(rng.random() < 0.2),
+        # Of several passes before a step, plain DDP with a static graph fails or waits for ever.
+        static=bool(rng.random() < 0.2) and not name.startswith("accumulated"),
     )
 
 
@@ -401,7 +403,7 @@ def case(seed: int) -> str:
         raise AssertionError(f"{cut(program)}\n  was {program}\n  {error}") from None
 
 
-TARGETS = {"ranks": Target(case, full=2000, limit_s=60.0)}
+TARGETS = {"ranks": Target(case, full=2000, limit_s=15.0)}
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--peer"]:

@@ -170,3 +170,54 @@ def test_a_norm_under_autocast_that_was_planned_without(name):
         found.append([loss.detach(), *(it.grad for it in model.parameters() if it.requires_grad)])
     assert all(torch.equal(*it) for it in zip(*found, strict=True))
     assert [it.how for it in planned.sn_memory.kinds] == ["planned", "nothing runs again"]
+
+
+def test_views_of_one_item_have_the_strides_of_the_kernel():
+    forms = [((1, 8, 6), (48, 1, 8)), ((8, 1, 6), (6, 1, 1)), ((4, 1), (1, 9)), ((1, 1), (5, 7))]
+    forms += [((2, 1, 3, 1), (3, 7, 1, 11)), ((1,), (4,))]
+    for size, stride in forms:
+        shapes = [size, (1, *size), (*size, 1), tuple(it for it in size if it != 1)]
+        for shape in shapes:
+            expected = torch.empty_strided(size, stride).view(shape)
+            with FakeMode():
+                found = torch.empty_strided(size, stride).view(shape)
+            assert (found.shape, found.stride()) == (expected.shape, expected.stride()), size
+
+
+@pytest.mark.parametrize("loss", ["mse_loss", "huber_loss", "smooth_l1_loss"])
+def test_gradients_of_losses_are_laid_out_as_the_kernel_has_them(loss):
+    call = getattr(torch.ops.aten, f"{loss}_backward").default
+    more = () if loss == "mse_loss" else (1.0,)
+    for gradient in (torch.ones(()), torch.ones(4, 6, 8).transpose(1, 2)):
+        x = torch.randn(4, 6, 8).transpose(1, 2)
+        expected = call(gradient, x, x, 1, *more)
+        with FakeMode() as mode:
+            fake = [mode.from_tensor(it) for it in (gradient, x)]
+            found = call(fake[0], fake[1], fake[1], 1, *more)
+        assert found.stride() == expected.stride()
+
+
+class Filter(nn.Module):
+    """A filter of frequencies, as Fourier operators have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8, dtype=torch.cfloat))
+
+    def forward(self, x):
+        return x + torch.fft.irfft(torch.fft.rfft(x, dim=1) * self.weight, n=6, dim=1)
+
+
+def test_complex_gradients_in_place_are_to_the_bit():
+    """Products of complex numbers round by the order in which a kernel walks through them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Filter(), nn.GELU(), Filter())
+    x = torch.randn(64, 6, 8, requires_grad=True)
+    planned = plan(model, x, "100%", backend="graph", **SETTINGS)
+    found = []
+    for step in (model, planned):
+        step.zero_grad()
+        x.grad = None
+        step(x).square().mean().backward()
+        found.append([x.grad, *(it.grad for it in model.parameters())])
+    assert all(torch.equal(*it) for it in zip(*found, strict=True))

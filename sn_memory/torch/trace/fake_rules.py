@@ -35,6 +35,7 @@ from torch._prims_common import (
     suggest_memory_format,
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 LAYER = torch.ops.aten.mkldnn_rnn_layer.default
@@ -86,10 +87,16 @@ _LAID_OUT: dict[Any, Callable[[torch.Tensor, tuple[Any, ...]], tuple[int, ...]]]
         (
             *(_ATEN.elu_backward.default, _ATEN.hardsigmoid_backward.default),
             *(_ATEN.hardswish_backward.default, _ATEN.hardtanh_backward.default),
-            *(_ATEN.softplus_backward.default, _ATEN.huber_loss_backward.default),
-            _ATEN.mse_loss_backward.default,
+            _ATEN.softplus_backward.default,
         ),
         _as_arguments,
+    ),
+    **dict.fromkeys(
+        (
+            *(_ATEN.huber_loss_backward.default, _ATEN.mse_loss_backward.default),
+            _ATEN.smooth_l1_loss_backward.default,
+        ),
+        _contiguous,
     ),
 }
 
@@ -135,6 +142,8 @@ class FakeMode(FakeTensorMode):
         result = super().__torch_dispatch__(func, types, args, kwargs or {})
         if func in _LAID_OUT:
             result = self._laid_out(func, args, result)
+        if func is _ATEN.view.default and 1 in result.shape:
+            result = self._viewed(args[0], result)
         if func in _STATISTICS or func is _GROUP_NORM_BACKWARD:
             result = self._typed(func, args, result)
         if func is LAYER:
@@ -167,6 +176,19 @@ class FakeMode(FakeTensorMode):
                         out.size(), stride, dtype=out.dtype, device=out.device
                     )
         return tree_unflatten(flat, spec)
+
+    def _viewed(self, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        """Return a view with the kernel's strides of dimensions of one item.
+
+        Nothing is read by them, but a product of matrices goes by them when it takes a kernel.
+        """
+        with _disable_current_modes():
+            alone = torch.empty_strided(x.size(), x.stride(), device="meta")
+            stride = alone.view(result.size()).stride()
+        if stride == result.stride():
+            return result
+        with self:
+            return torch.as_strided(result, result.size(), stride, result.storage_offset())
 
     def _typed(self, func: Any, args: tuple[Any, ...], result: Any) -> Any:
         """Return results in the types in which the kernel of the CPU makes them."""

@@ -71,11 +71,25 @@ def without_unused(captured: Captured) -> Captured:
     return replace(captured, recording=recording, boundary=boundary)
 
 
+def _rounds_once(call: Call) -> bool:
+    """Whether each number of a result is one sum, product or quotient of real numbers."""
+    arithmetic = call.target in (_aten.add.Tensor, _aten.mul.Tensor, _aten.div.Tensor)
+    out = call.outputs[0]
+    return arithmetic and out is not None and not out.dtype.is_complex
+
+
+def _laid_out_alike(call: Call) -> bool:
+    """Whether all tensors of a call lie alike, so that any kernel walks through them in one way."""
+    views = [it for it in call.flat if isinstance(it, View)]
+    return all((it.size, it.stride) == (views[0].size, views[0].stride) for it in views)
+
+
 def in_place(captured: Captured, *, sums_only: bool = False) -> Captured:
     """Write sums, products and elementwise gradients over a gradient, where that is its last use.
 
     The same kernel runs on the same numbers; only where it writes differs. With `sums_only` it is
-    what autograd does without a trace.
+    what autograd does without a trace. A kernel that rounds more than once an element must also
+    walk through them in the same order: a vector's lanes may round otherwise than one number does.
     """
     recording, held = captured.recording, owned(captured)
     last = last_uses(recording)
@@ -115,7 +129,10 @@ def in_place(captured: Captured, *, sums_only: bool = False) -> Captured:
             # What the forward pass made may be dropped and made again, unless it is written over.
             ours = isinstance(first, View) and first.storage in made_backward
             summed = call.target is torch.ops.aten.add.Tensor and isinstance(others[0], View)
-            if (summed or (ours and not sums_only)) and gives_way(first, tuple(others), out, at):
+            alike = _rounds_once(call) or _laid_out_alike(call)
+            if (summed or (ours and alike and not sums_only)) and gives_way(
+                first, tuple(others), out, at
+            ):
                 assert out is not None
                 heir[out.storage] = first.storage
                 last[first.storage] = last[out.storage]
