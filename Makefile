@@ -6,7 +6,7 @@
 # make docs      the site, into site/index.html: warnings are errors
 # make gpu       all that a GPU does, proved and measured in ten minutes; downloads nothing
 # make gpu-dry   the same script on the CPU, to see that it runs
-# make fuzz      damaged payloads, states, plans, graphs and problems: make fuzz MINUTES=30
+# make fuzz      damaged payloads, states, plans and problems; drawn training programs: make fuzz MINUTES=30
 # make bench     the quick benchmark
 # make clean     removes .venv and builds; keeps .cache
 #
