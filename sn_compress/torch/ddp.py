@@ -102,6 +102,9 @@ class CompressionState:
         self._exchanged = False  # since the last step of an optimizer
         self._asks = False  # in this pass
         self._said: Said | None = None  # of the parameters, behind the last step
+        # Of the first pass of a static graph: parameters whose buckets have not come yet.
+        self._to_come: set[int] = set()
+        self._passed = False  # a first pass has ended
         self.waiting: list[Any] = []  # buckets whose rounds begin with that of a later one
         self.pending: list[Generator[None, None, None]] = []  # rounds that have begun
 
@@ -200,6 +203,8 @@ class CompressionState:
             self.model = HookedModel()
             self.process_group = self.model.find(self, self.process_group)
             self.collectives.group = self.process_group
+        first = self.model.static and not self._passed
+        self._to_come = {id(it) for it, _ in self._trained()} if first else set()
         self.model.check_join()
         self.watch.begin_pass()
         self.waiting.clear()
@@ -209,6 +214,21 @@ class CompressionState:
         if self._asks and not self.watch.any_step:  # they are updated by hand
             self._said = self._digests()
 
+    def is_first(self, bucket: dist.GradBucket) -> bool:
+        """Whether a pass begins with a bucket.
+
+        Behind the first pass of a static graph DDP hands all buckets over at once, each as the
+        first of several; there are several where parameters are of more than one type.
+        """
+        return bucket.index() == 0 and not self._to_come.issuperset(map(id, bucket.parameters()))
+
+    def is_last(self, bucket: dist.GradBucket) -> bool:
+        """Whether a pass ends with a bucket."""
+        if not self._to_come:
+            return bucket.is_last()
+        self._to_come.difference_update(map(id, bucket.parameters()))
+        return bucket.is_last() or not self._to_come
+
     def end_pass(self, device: torch.device) -> None:
         """All is averaged; if this pass compares parameters: CompressError, on every rank.
 
@@ -216,6 +236,8 @@ class CompressionState:
         whatever was done to them since, as SAM does. A rank that has made no such step is not
         asked: in a Join it has no data left.
         """
+        self._to_come.clear()
+        self._passed = True
         said, self._said, self._exchanged = self._said, None, True
         if self._asks:
             total = partial(self._total, device)
@@ -284,8 +306,9 @@ def compression_hook(
     check_state(state, "compression_hook")
     check_bucket(bucket)
     flat = bucket.buffer()
-    if bucket.index() == 0:
+    if state.is_first(bucket):
         state.begin_pass()
+    last = state.is_last(bucket)
     state.agree(flat)
     state._travelled.update(map(id, bucket.parameters()))
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
@@ -298,13 +321,13 @@ def compression_hook(
     else:
         state.waiting.append((future, flat, state.parts(bucket)))
     large = sum(each.numel() for _, each, _ in state.waiting) >= GROUP
-    if state.waiting and (large or bucket.is_last() or state.settings.exchange == "gather"):
+    if state.waiting and (large or last or state.settings.exchange == "gather"):
         group, state.waiting = state.waiting, []
         state.pending.append(_group_rounds(state, group))
         next(state.pending[-1])
-    while bucket.is_last() and state.pending:
+    while last and state.pending:
         state.pending = [rounds for rounds in state.pending if next(rounds, _OVER) is not _OVER]
-    if bucket.is_last():
+    if last:
         state.end_pass(flat.device)
     return future
 

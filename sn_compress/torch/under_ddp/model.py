@@ -52,6 +52,12 @@ class HookedModel:
                 "joined with zeros. Leave it out, or train without this hook."
             )
 
+    @property
+    def static(self) -> bool:
+        """Whether its graph was said to be static."""
+        model = None if self._model is None else self._model()
+        return model is not None and bool(model.static_graph)
+
     def trained(self) -> list[tuple[torch.Tensor, str]] | None:
         """Parameters that require gradients now, those that DDP ignores left out; None: unknown."""
         model = None if self._model is None else self._model()

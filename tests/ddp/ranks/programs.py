@@ -320,12 +320,36 @@ def complex_parameters_are_averaged():
             assert ours == ([0, 1, 2] if dtype.is_complex else [0, 1]), ours
 
 
+class TwoTypes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64).to(torch.bfloat16)
+
+    def forward(self, x):
+        return self.second(self.first(x).to(torch.bfloat16)).float()
+
+
+def a_static_graph_of_two_types_goes_on():
+    """Its first pass hands over a bucket a type, each as the first of several."""
+    for model in (TwoTypes, Spectral):
+        for compression in LOSSY:
+            ddp, state = wrap(model(), compression, static_graph=True)
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+            for step in range(8):
+                optimizer.zero_grad()
+                loss_of(ddp, step).backward()
+                assert all(same_on_all(p.grad) for p in ddp.parameters())
+                optimizer.step()
+            assert state.report()["steps"] == 8, state.report()
+
+
 CASES = [
     copies_of_a_model_are_made, ranks_that_perturb_apart_are_not_told_to_differ,
     ranks_that_have_joined_are_not_asked, a_mean_over_those_that_have_not_joined_is_refused,
     differences_are_still_found, an_unfrozen_parameter_is_compared,
     several_evaluations_a_step_are_refused, the_group_is_that_of_ddp,
-    complex_parameters_are_averaged,
+    complex_parameters_are_averaged, a_static_graph_of_two_types_goes_on,
 ]  # fmt: skip
 
 if __name__ == "__main__":
