@@ -300,3 +300,24 @@ def test_the_batch_counts_while_the_optimizer_updates():
     one = found._step_of(1)
     assert one < found.update_bytes - 15 * x.nbytes // 16 + 10_000
     assert found.largest_batch(one) == 1
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_numbers_as_tensors_count_in_the_optimizers_step(kind, foreach):
+    # A kernel of the CPU makes two small tensors of a Python number.
+    model, x = Pools(), torch.randn(4, 2, 256)
+    optimizer = kind(model.parameters(), foreach=foreach)
+    found = estimate(model, x, optimizer=optimizer)
+    model(x).backward()
+    optimizer.step()
+    state = [it for held in optimizer.state.values() for it in held.values()]
+    held = [*model.parameters(), *(it.grad for it in model.parameters()), x, *state]
+    top = now = sum(it.nbytes for it in held)
+    with torch.profiler.profile(profile_memory=True) as watched:
+        optimizer.step()
+    events = [it for it in watched.profiler.kineto_results.events() if it.name() == "[memory]"]
+    for event in sorted(events, key=lambda it: it.start_ns()):
+        now += event.nbytes()
+        top = max(top, now)
+    assert found.update_bytes == top

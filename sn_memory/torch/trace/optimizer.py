@@ -19,6 +19,10 @@ from ..model.tracker import StorageTracker
 from .capture import fake_of
 
 LOOKS_PER_PARAMETER = 100
+# Ops whose second tensor may be a number, for one tensor and for many.
+_NAMES = [name + suffix for name in ("add", "sub", "mul", "div") for suffix in ("", "_")]
+_TAKES_NUMBER = frozenset(getattr(torch.ops.aten, name) for name in _NAMES)
+_TAKES_NUMBERS = frozenset(getattr(torch.ops.aten, f"_foreach_{name}") for name in _NAMES)
 
 
 @dataclass(frozen=True)
@@ -83,11 +87,27 @@ def _of_a_step(model: torch.nn.Module, optimizer: Any, gpu: Gpu | None) -> Optim
             if gpu is not None and group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True
         known = [*fakes.values(), *(it.grad for it in fakes.values() if it.grad is not None)]
-        with StorageTracker(known, device=place) as tracker:
+        # Some make their state before the first step.
+        there = sum(_sizes_of(twin.state, place))
+        known += (it for it in tree_leaves(list(twin.state.values())) if torch.is_tensor(it))
+        scratch = _number_bytes if gpu is None else None
+        with StorageTracker(known, device=place, scratch=scratch) as tracker:
             twin.step()
     sizes = _sizes_of(twin.state, place)
     state = sum(sizes)
-    return OptimizerMemory(state, max(0, tracker.peak_bytes - tracker.start_bytes - state), sizes)
+    transient = tracker.peak_bytes - tracker.start_bytes - (state - there)
+    return OptimizerMemory(state, max(0, transient), sizes)
+
+
+def _number_bytes(func: Any, flat: list[Any]) -> int:
+    """Bytes that a kernel of the CPU takes for a Python number in the place of a tensor.
+
+    The number becomes a tensor of eight bytes, and another of the type that is computed in.
+    """
+    one = func.overloadpacket in _TAKES_NUMBER and isinstance(flat[1], int | float)
+    # Many tensors are computed one by one.
+    each = func.overloadpacket in _TAKES_NUMBERS and func._overloadname.startswith("Scalar")
+    return 8 + int(flat[0].element_size()) if one or each else 0
 
 
 def _bytes_of(state: Any) -> int:
