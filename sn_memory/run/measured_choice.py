@@ -50,6 +50,9 @@ class MeasuredPlan:
         layers), and with what the reruns cost on top.
     peak_op
         The op that holds the most at the peak.
+    courses
+        How many random courses of the step the peak is the largest of; 1 for a model whose course
+        does not depend on random numbers.
     """
 
     choices: tuple[Choice, ...]
@@ -59,11 +62,13 @@ class MeasuredPlan:
     seconds: float
     baseline_seconds: float
     peak_op: str
+    courses: int = 1
 
     def __repr__(self) -> str:
+        of = "" if self.courses == 1 else f", the peak is that of the largest of {self.courses}"
         return "\n".join(
             (
-                "Plan by measured steps",
+                f"Plan by measured steps{of}",
                 peak_line(self.budget_bytes, self.baseline_peak_bytes, self.peak_bytes),
                 decided_line(((it.technique, it.saved_bytes) for it in self.choices), "parts"),
                 seconds_line(self.baseline_seconds, self.seconds),
@@ -163,6 +168,7 @@ def measured_plan(
     *,
     budget_bytes: int,
     baseline_seconds: float,
+    courses: int = 1,
 ) -> MeasuredPlan:
     """Return the plan in which the parts of `again` run again.
 
@@ -174,6 +180,8 @@ def measured_plan(
         The step with the plan, and without.
     baseline_seconds
         Of what was timed without the plan.
+    courses
+        See MeasuredPlan.
     """
     chosen = {id(it) for it in again}  # two may have one name: a layer that is called twice
     return MeasuredPlan(
@@ -187,6 +195,7 @@ def measured_plan(
         seconds=baseline_seconds + sum(it.seconds for it in again),
         baseline_seconds=baseline_seconds,
         peak_op=best.peak_op,
+        courses=courses,
     )
 
 

@@ -356,9 +356,18 @@ class Planning:
     def by_modules(self, model: torch.nn.Module, given: Arguments) -> ModuleStep:
         """Return a step in which modules run again."""
         held = sum(it.bytes for it in beside(model, self.optimizer))
-        return ModuleStep(
+        step = ModuleStep(
             model, *given, self.budget, resident_bytes=held, accumulate=self.accumulate
         )
+        if step.plan.courses > 1:
+            warnings.warn(
+                f"what {type(model).__name__} runs depends on random numbers. The budget holds for "
+                f"the largest of {step.plan.courses} steps that were tried; a step that is rarer "
+                "may hold more. Leave room for it.",
+                PlanWarning,
+                stacklevel=4,
+            )
+        return step
 
     def planned(self, graph: Graph, budget: float | str | None = None) -> Plan:
         """Return a plan of a graph, within this budget or another."""

@@ -194,7 +194,23 @@ class Generators:
 
     def changed(self) -> bool:
         """Whether one of them was drawn from."""
-        return any(repr(_state(it)) != repr(state) for it, state in self._before)
+        # The text of a tensor leaves values out.
+        return any(
+            not torch.equal(_state(it), state)
+            if isinstance(it, torch.Generator)
+            else repr(_state(it)) != repr(state)
+            for it, state in self._before
+        )
+
+    def seed(self, number: int) -> None:
+        """Let each draw as one that was made with this seed."""
+        for it, _ in self._before:
+            if isinstance(it, torch.Generator):
+                it.manual_seed(number)
+            elif isinstance(it, np.random.Generator):
+                it.bit_generator.state = type(it.bit_generator)(number).state
+            else:
+                it.seed(number)
 
     def put_back(self) -> None:
         """Let them go on from where they were."""

@@ -20,10 +20,12 @@ import numpy as np
 import torch
 from torch._C._functorch import is_batchedtensor as is_batched
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
-from ..model.marks import Marks, fingerprint, kept_by, version_of
+from ..device.accelerator import chance
+from ..model.marks import Generators, Marks, fingerprint, kept_by, version_of
 from ..model.sharded import is_elsewhere, most, pieces
-from ..model.step import put_back, tensors
+from ..model.step import device_of, put_back, tensors
 
 
 @dataclass
@@ -79,10 +81,25 @@ class Probe:
         Parameters that the pass wrote to.
     sets
         Attributes that the pass sets or changes, by the place of their module and their name.
+    by_chance
+        Whether which ops run may depend on random numbers: some were drawn, and values looked at.
+
+    Parameters
+    ----------
+    model, arguments
+        The plain model and a sample.
+    begin
+        Called before the pass, inside of what is put back.
     """
 
-    def __init__(self, model: torch.nn.Module, arguments: tuple[Any, dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        arguments: tuple[Any, dict[str, Any]],
+        begin: Callable[[], None] = lambda: None,
+    ) -> None:
         self.model = model
+        self.by_chance = False
         self.behaviour: dict[torch.nn.Module, Behaviour] = {}
         self.changed: list[tuple[torch.nn.Module, str]] = []
         self._running: list[_Running] = []
@@ -109,6 +126,7 @@ class Probe:
                 (module, dict(module.__dict__), Marks(_kept_by(module)))
                 for module in model.modules()
             ]
+            begin()
             self._run(lambda: model(*args, **kwargs))
             self.changes_inputs = any(version_of(it) != version for it, version in entered)
             for module, name, buffer, before in buffers:
@@ -150,13 +168,44 @@ class Probe:
                 self._saved(tensor)
                 return tensor if keep else None
 
+            own = Generators(it for module in self.model.modules() for _, it in kept_by(module))
+            drawn, python, looks = self._drawn(), _chance(), _Looks()
             try:
                 with torch.enable_grad(), self._watched(), saved_tensors_hooks(saved, _needed):
-                    forward()
+                    with looks:
+                        forward()
             except _Differentiates:
                 continue
             self._nodes.clear()
+            # What Python draws has no op that looks at it.
+            in_python = own.changed() or python != _chance()
+            by_ops = not all(map(torch.equal, drawn, self._drawn()))
+            self.by_chance = in_python or (by_ops and looks.looked)
             return
+
+    @property
+    def saved_bytes(self) -> int:
+        """What the whole model saves for the backward pass, inputs of its own included."""
+        whole = self.behaviour.get(self.model, Behaviour())
+        return whole.saved_bytes + whole.saved_input_bytes
+
+    def _drawn(self) -> list[torch.Tensor]:
+        """Return the states of torch's random number generators, of the host and the device."""
+        return [torch.get_rng_state(), chance(device_of(self.model)).clone()]
+
+    def join(self, other: Probe) -> None:
+        """Count what each module does at most in this pass and in another."""
+        for module, does in other.behaviour.items():
+            mine = self.behaviour.setdefault(module, Behaviour())
+            for number in ("seconds", "saved_bytes", "given_bytes", "saved_input_bytes"):
+                setattr(mine, number, max(getattr(mine, number), getattr(does, number)))
+            mine.repeatable &= does.repeatable
+            mine.saves_early |= does.saves_early
+        self.changed += [it for it in other.changed if it not in self.changed]
+        self.changes_inputs |= other.changes_inputs
+        known = {id(it) for it in self.written}
+        self.written = [*self.written, *(it for it in other.written if id(it) not in known)]
+        self.sets |= other.sets
 
     def agree(self) -> None:
         """Let ranks that share the model's parameters see the same of each module."""
@@ -280,6 +329,32 @@ def _kept_by(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     # FSDP2 puts gathered parameters in the place of the shards, and leaves a root's there.
     split = any(it is not None and is_elsewhere(it) for it in module._parameters.values())
     yield from (it for it in kept_by(module) if not (split and it[0] == "_parameters"))
+
+
+class _Looks(TorchDispatchMode):
+    """Notes whether something looks at a tensor's values, so that what runs may depend on them."""
+
+    looked = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Tell torch.compile that compiled code runs under it as any other."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        # What returns a number that comes from values, or a tensor whose size does.
+        tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+        if func is torch.ops.aten.index.Tensor:
+            # Of this it is so with a mask only.
+            self.looked |= any(it is not None and it.dtype == torch.bool for it in args[1])
+        else:
+            self.looked |= not tags.isdisjoint(func.tags)
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            # A tensor made of others (DTensor) runs ops on these, which come by here in turn.
+            return NotImplemented
+        return func(*args, **(kwargs or {}))
 
 
 class _Differentiates(Exception):  # noqa: N818 - says that the pass has a backward pass inside

@@ -7,15 +7,18 @@ that may not fit: no step but those in which most runs again.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from ...base.sizes import parse_bytes
 from ...run.measured_choice import MeasuredPlan, fewest_again, measured_plan
-from ..model.marks import version_of
+from ..model.marks import Generators, kept_by, version_of
 from ..model.sharded import most
 from ..model.step import Measured, around, put_back, run_step
 from .probe import Probe
@@ -23,6 +26,9 @@ from .rerun import Input, Unit
 
 # Modules are cut into units no deeper than this: deeper ones are mostly single ops.
 _DEPTH = 3
+# Where what runs depends on random numbers, so many steps are looked at, and each choice is
+# measured on so many of them, those that save most.
+_COURSES, _MEASURED = 32, 4
 # A safe cut is chosen before it is measured, so that more depths cost nothing: blocks lie this deep
 # in a model that adapters and a loss are wrapped around.
 _SAFE_DEPTH = 6
@@ -65,13 +71,54 @@ class Search:
         arguments: Any,
     ) -> None:
         self.step, self.model, self.arguments = step, model, arguments
+        # Seeds of the courses that each choice is measured on, and of all; None is the state of
+        # chance as it is.
+        self.courses: list[int | None] = [None]
+        self.all_courses: list[int | None] = [None]
         probe = Probe(model, arguments)
+        # Ranks that share parameters decide alike.
+        if most(model, [float(probe.by_chance)])[0]:
+            self._look_at_courses(probe)
         probe.agree()
         self.behaviour, self.changed = probe.behaviour, probe.changed
         self.changes_inputs, self.written = probe.changes_inputs, probe.written
         self.sets = probe.sets
 
+    def _look_at_courses(self, probe: Probe) -> None:
+        """Let the probe know all modules that some course runs; note the courses, largest first."""
+        saved: dict[int, int] = {}
+        seen = set()
+        for seed in range(_COURSES):
+            other = Probe(self.model, self.arguments, partial(self._begin, seed))
+            saved[seed] = int(most(self.model, [other.saved_bytes])[0])
+            seen.add(saved[seed])
+            probe.join(other)
+        if len(seen) > 1:
+            self.all_courses = sorted(saved, key=lambda it: -saved[it])
+            self.courses = self.all_courses[:_MEASURED]
+
+    def _begin(self, course: int | None) -> None:
+        """Let a step draw what it draws in a course."""
+        if course is None:
+            return
+        torch.manual_seed(course)
+        random.seed(course)
+        np.random.seed(course)
+        Generators(it for at in self.model.modules() for _, it in kept_by(at)).seed(course)
+
     def plan(self, budget: float | str) -> MeasuredPlan:
+        while True:
+            plan, again = self._plan(budget)
+            # What is promised was seen: a course in which the choice holds more than the budget is
+            # one that choices are measured on.
+            others = [it for it in self.all_courses if it not in self.courses]
+            found = {it: self._measured_on(it, again).peak_bytes for it in others}
+            largest = max(found, key=lambda it: found[it], default=None)
+            if largest is None or found[largest] <= plan.budget_bytes:
+                return replace(plan, peak_bytes=max(plan.peak_bytes, *found.values(), 0))
+            self.courses.append(largest)
+
+    def _plan(self, budget: float | str) -> tuple[MeasuredPlan, list[Unit]]:
         baseline = self.measured([])
         budget_bytes = parse_bytes(budget, whole=baseline.peak_bytes)
         # The smallest of those that ranks sharing parameters were given.
@@ -86,14 +133,16 @@ class Search:
             how="run again module by module",
         )
         self.step.choose(again)
-        return measured_plan(
+        made = measured_plan(
             units,
             again,
             best,
             baseline,
             budget_bytes=budget_bytes,
             baseline_seconds=baseline.seconds,
+            courses=len(self.all_courses),
         )
+        return made, again
 
     def safe(self, budget_bytes: int) -> MeasuredPlan:
         """Return the first cut, of those that promise least, that keeps the budget.
@@ -141,6 +190,7 @@ class Search:
             Measured({}, 0, "", 0.0),
             budget_bytes=budget_bytes,
             baseline_seconds=seconds,
+            courses=len(self.all_courses),
         )
 
     def safe_cuts(self) -> list[list[Unit]]:
@@ -219,6 +269,11 @@ class Search:
                 yield Unit(paths[module], changed, does.seconds, does.saved_bytes, *rest)
 
     def measured(self, again: Sequence[Unit]) -> Measured:
+        """Return the step of the largest peak, of the courses, with units run again."""
+        found = [self._measured_on(it, again) for it in self.courses]
+        return max(found, key=lambda it: it.peak_bytes)
+
+    def _measured_on(self, course: int | None, again: Sequence[Unit]) -> Measured:
         """Run a step of the sample with units run again; put everything back."""
         self.step.choose(again)
         planned = around(self.model, self.step.run)
@@ -240,6 +295,7 @@ class Search:
         with put_back(
             self.model, self.arguments, inputs_too=self.changes_inputs, written=self.written
         ):
+            self._begin(course)
             found = run_step(forward, self.model, self.arguments, accumulate=self.step.accumulate)
         # Ranks that share parameters decide by the same numbers, or their collectives would part.
         peak, seconds = most(self.model, [found.peak_bytes + self.step.beside_bytes, found.seconds])
