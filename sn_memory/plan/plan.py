@@ -17,6 +17,7 @@ from ..base.errors import PlanError
 from ..base.fields import Fields, is_text, load, show
 from ..base.limits import is_count
 from ..base.lines import decided_line, peak_line, seconds_line
+from ..base.sizes import show_bytes
 
 FORMAT: Final = "sn_memory.plan.v1"
 KINDS: Final = ("run", "free", "offload", "prefetch", "compress", "decompress")
@@ -245,6 +246,12 @@ def _read_decision(data: object, where: str) -> Decision:
     )
     row.done()
     return decision
+
+
+def budget_line(budget_bytes: int) -> str:
+    """Return the words of an error for a budget, with a hint where percent were meant."""
+    meant = f', for percent pass "{budget_bytes}%"' if 0 < budget_bytes <= 100 else ""
+    return f"budget is {show_bytes(budget_bytes)}{meant}"
 
 
 def _from_data(data: object) -> Plan:

@@ -6,7 +6,7 @@ from ..base.sizes import show_bytes
 from ..graph.graph import Graph
 from ..graph.places import module_of
 from .buffers import peak_action
-from .plan import BudgetError, Plan, percent_kept
+from .plan import BudgetError, Plan, budget_line, percent_kept
 
 
 def placed(graph: Graph, op: str) -> str:
@@ -51,8 +51,13 @@ def refused(
         percent=percent_kept(plan.peak_bytes, plan.baseline_peak_bytes),
     )
     share = f', or "{error.percent}%" of the unplanned peak' if error.percent else ""
+    if budget_bytes < graph.base_bytes:
+        text += (
+            f"; parameters, inputs and what else is there whatever the plan take "
+            f"{show_bytes(graph.base_bytes)} alone"
+        )
     error.args = (
-        f"{text}. The budget is {show_bytes(budget_bytes)}. The nearest that can be had is "
+        f"{text}. The {budget_line(budget_bytes)}. The nearest that can be had is "
         f"{plan.peak_bytes} bytes{share}, with the plan that this error carries. Raise the budget, "
         f"or {instead}.",
     )

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 from ..base.lines import decided_line, peak_line, seconds_line
 from ..base.sizes import show_bytes
-from ..plan.plan import BudgetError, Plan, percent_kept
+from ..plan.plan import BudgetError, Plan, budget_line, percent_kept
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def fewest_again(
         share = f', or "{percent}%" of the unplanned peak' if percent else ""
         raise BudgetError(
             f"{how}, the model needs {show_bytes(smallest.peak_bytes)} on the "
-            f"sample; the budget is {show_bytes(budget_bytes)}. The nearest that can be had is "
+            f"sample; the {budget_line(budget_bytes)}. The nearest that can be had is "
             f"{smallest.peak_bytes} bytes{share}. Raise the budget, make the batch smaller, or "
             "change the model so that it can be traced.",
             peak_bytes=smallest.peak_bytes,

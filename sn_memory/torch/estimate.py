@@ -22,6 +22,7 @@ from ..graph.records import Device
 from ..run.estimate import Estimate
 from .elsewhere.gpu import Gpu, gpu_of
 from .errors import TraceError
+from .model.checked import check_model, check_optimizer
 from .model.step import Measured, device_of, tensors
 from .ones.values import MOST_KNOWN
 from .trace.fake_step import fake_step, fake_step_on, is_known
@@ -66,6 +67,8 @@ def estimate(
     >>> found.parameters_bytes, found.optimizer_bytes, found.fits("1GB")
     (4004000, 8008008, True)
     """
+    check_model(model)
+    check_optimizer(optimizer)
     gpu = gpu_of(device, device_of(model))
     rates = speeds(device)
     traced, refusal = _traced(model, sample, rates, gpu)

@@ -33,6 +33,7 @@ from .compile.backend import COMPILERS
 from .elsewhere.gpu import gpu_of
 from .errors import TraceError
 from .loss_chunks import with_loss_chunks
+from .model.checked import check_model, check_optimizer, explained
 from .model.kind import Kind
 from .model.kinds import Arguments, attributes_of, kind_of
 from .model.sharded import first_fsdp_refused, of_first_fsdp, stand_for
@@ -210,6 +211,8 @@ def plan(
             f"got deterministic=True with {got}, which measures seconds: they differ from run to "
             "run. Pass profile=False, a device whose speeds are to count, and another back end."
         )
+    check_model(model)
+    check_optimizer(optimizer)
     speeds(device)  # a name that is none is said before anything is done
     _check_update(update, state=state is not None, accumulate=accumulate, backend=backend)
     planning = Planning(
@@ -273,7 +276,7 @@ def plan(
     samples = sorted(_kinds(plain, sample, noted), key=lambda it: -it[0].nbytes)
     found: list[tuple[Kind, Arguments, Made]] = []
     for kind, given in samples:
-        with speaking(progress):
+        with speaking(progress), explained(given):
             made = planned_for_both(planning, plain, given)
         found.append((kind, given, made))
         planning = replace(planning, after_first=made.after_first or planning.after_first)

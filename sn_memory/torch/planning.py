@@ -39,6 +39,7 @@ from .errors import (
     TraceError,
     fails_on_sample,
 )
+from .model.checked import check_memory
 from .model.guard import outside_saved_tensors_hooks
 from .model.kinds import Arguments, changeable
 from .model.step import chance_put_back, device_of, wanted_bytes
@@ -324,6 +325,7 @@ class Planning:
         planned: Callable[[Graph, float | str], Plan] | None = None,
     ) -> CompiledStep:
         """Return a step that torch.compile made."""
+        check_memory(model, given, "compiling a model runs parts of it")
         held = beside(model, self.optimizer)
         if self.accumulate:
             # All that are new come at the end, when the graph returns, beside those.
@@ -355,6 +357,7 @@ class Planning:
 
     def by_modules(self, model: torch.nn.Module, given: Arguments) -> ModuleStep:
         """Return a step in which modules run again."""
+        check_memory(model, given, "planning by modules runs the model")
         held = sum(it.bytes for it in beside(model, self.optimizer))
         step = ModuleStep(
             model, *given, self.budget, resident_bytes=held, accumulate=self.accumulate

@@ -13,7 +13,7 @@ from sn_memory.torch import StorageTracker, plan
 DRAWS = {
     "torch": lambda self: torch.rand(()).item(),
     "Python": lambda self: random.random(),
-    "NumPy": lambda self: np.random.rand(),
+    "NumPy": lambda self: np.random.rand(),  # noqa: NPY002
     "its own": lambda self: self.generator.random(),
     "its own, of torch": lambda self: torch.rand((), generator=self.torch_generator).item(),
 }
@@ -62,18 +62,19 @@ def peak_of(model, x):
 def test_steps_after_planning_keep_the_budget(draws):
     torch.manual_seed(1)
     random.seed(1)
-    np.random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
     model, x = Drops(draws), torch.randn(256, 64)
     with pytest.warns(match="depends on random numbers.*largest of 32 steps"):
         planned = plan(model, x, "80%", backend="modules")
     found = planned.sn_memory.plan
-    assert found.courses == 32 and "largest of 32" in repr(found)
+    assert found.courses == 32
+    assert "largest of 32" in repr(found)
     # All six blocks run in one step of twenty.
     peaks = [peak_of(planned, x) for _ in range(40)]
     within = [it for it in peaks if it <= planned.sn_memory.budget_bytes]
     assert len(within) >= 36
     assert max(peaks) <= 1.2 * planned.sn_memory.budget_bytes
-    assert peak_of(model, x) and max(peak_of(model, x) for _ in range(12)) > min(peaks)
+    assert max(peak_of(model, x) for _ in range(12)) > min(peaks)
 
 
 def test_a_course_that_does_not_change_is_measured_once():
@@ -89,5 +90,6 @@ def test_random_numbers_are_as_before():
     own, states = model.torch_generator.get_state(), (torch.get_rng_state(), random.getstate())
     with pytest.warns(match="largest of 32 steps"):
         plan(model, x, "80%", backend="modules")
-    assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == random.getstate()
     assert torch.equal(own, model.torch_generator.get_state())

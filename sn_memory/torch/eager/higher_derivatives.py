@@ -25,6 +25,7 @@ from ..errors import ReplayError
 from ..model.guard import other_layout, warn
 from ..model.kind import Kind
 from ..model.kinds import Arguments, kind_of
+from ..model.marks import version_of
 from ..model.results import taken_apart
 from ..model.step import chance_put_back, tensors
 from ..model.wrapping import inner_model, plain_class
@@ -177,7 +178,7 @@ class PlainStep:
 
     def _versions(self) -> list[int]:
         read = (*self.parameters, *self.buffers, *tensors(self.arguments), *self.step.known)
-        return [it._version for it in read]
+        return [version_of(it) for it in read]
 
 
 class _OwnForward(torch.nn.Module):

@@ -283,6 +283,12 @@ class Replay:
             place = self.captured.recording.device[view.storage]
             form = view.size, view.stride, view.dtype, place
             if form != (tensor.size(), tensor.stride(), tensor.dtype, tensor.device):
+                if tensor.is_meta:
+                    raise ReplayError(
+                        f"a parameter, buffer or input of size {tuple(tensor.size())} is on the "
+                        "meta device, so that its plan can be read and not run. Give the model "
+                        "memory (model.to_empty(device=...), then its weights), and plan it then."
+                    )
                 raise ReplayError(
                     f"a parameter, buffer or input has size {tuple(tensor.size())}, stride "
                     f"{tensor.stride()}, type {tensor.dtype} and device {tensor.device}; "

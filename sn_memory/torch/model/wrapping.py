@@ -41,6 +41,12 @@ def planned_class(kind: type[torch.nn.Module], mixin: type) -> type[torch.nn.Mod
     def run(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if RECORD not in model.__dict__:
             return kind.forward(model, *args, **kwargs)
+        if _is_exporting() or (torch.jit.is_tracing() and torch.is_grad_enabled()):
+            raise TraceError(
+                f"torch.export, torch.jit.trace or an exporter to ONNX was given a planned "
+                f"{kind.__name__}, whose plan is for training on this machine. Export the model "
+                "without a plan: the one that plan was given, or copy.deepcopy(model)."
+            )
         if _is_compiled(model.__dict__[RECORD]):
             raise TraceError(
                 f"torch.compile was given a planned {kind.__name__}, or a function that calls one, "
@@ -152,6 +158,11 @@ def _is_compiled(record: Any) -> bool:
     # That is one flag for all threads; another may compile a step of this model.
     with record.lock:
         return torch.compiler.is_compiling()
+
+
+def _is_exporting() -> bool:
+    # Releases before have it not, and there the next check refuses.
+    return bool(getattr(torch.compiler, "is_exporting", bool)())
 
 
 def dressed(run: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 
 from ...base.sizes import parse_bytes
-from ..errors import TraceError
 from ..model.sharded import is_sharded
-from ..model.step import tensors
 from .rerun import Input, Unit, rerunning
 from .search import Search
 
@@ -42,8 +40,6 @@ class ModuleStep:
 
     Raises
     ------
-    TraceError
-        If the sample has no memory.
     BudgetError
         If no choice of modules keeps the budget on the sample, unless `safely`.
     """
@@ -61,12 +57,6 @@ class ModuleStep:
         accumulate: bool = False,
         safely: bool = False,
     ) -> None:
-        everything = (*tensors((args, kwargs)), *model.parameters())
-        if any(it.is_meta for it in everything):
-            raise TraceError(
-                "planning by modules runs the model, and the model or the sample is on the meta "
-                "device. Pass them with memory, or change the model so that it can be traced."
-            )
         self.beside_bytes, self.accumulate = resident_bytes, accumulate
         # Of the plain class: the planned model's own would come back here.
         self._forward = type(model).forward

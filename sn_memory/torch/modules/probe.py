@@ -171,9 +171,9 @@ class Probe:
             own = Generators(it for module in self.model.modules() for _, it in kept_by(module))
             drawn, python, looks = self._drawn(), _chance(), _Looks()
             try:
-                with torch.enable_grad(), self._watched(), saved_tensors_hooks(saved, _needed):
-                    with looks:
-                        forward()
+                hooks = saved_tensors_hooks(saved, _needed)
+                with torch.enable_grad(), self._watched(), hooks, looks:
+                    forward()
             except _Differentiates:
                 continue
             self._nodes.clear()

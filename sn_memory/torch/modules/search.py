@@ -103,7 +103,7 @@ class Search:
             return
         torch.manual_seed(course)
         random.seed(course)
-        np.random.seed(course)
+        np.random.seed(course)  # noqa: NPY002 - what models draw from
         Generators(it for at in self.model.modules() for _, it in kept_by(at)).seed(course)
 
     def plan(self, budget: float | str) -> MeasuredPlan:

@@ -22,8 +22,9 @@ from ...base.errors import PlanError
 from ...base.sizes import parse_bytes, show_bytes
 from ...cost.devices import NOMINAL
 from ...graph.records import Device
-from ...plan.plan import BudgetError, percent_kept
+from ...plan.plan import BudgetError, budget_line, percent_kept
 from ..errors import TraceError
+from ..model.checked import check_model, check_optimizer
 from ..trace.op_seconds import largest_bytes, measured_device, measured_seconds
 from ..trace.record import Recording
 from ..trace.to_graph import flops
@@ -34,7 +35,7 @@ from .compiled import CompiledPeaks
 from .contexts import Saved, context_fn
 from .predict import Selection, Step, Stretch, predicted
 from .sharded import sharded_peak
-from .watch import Watched, watch
+from .watch import OF_CACHE, Watched, watch
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,10 @@ def _selected(model: torch.nn.Module, selection: Selection) -> torch.nn.Module:
     return _wrapped(model, saved, _key(saved))
 
 
+# A model of transformers that returns keys and values hands each layer the same cache.
+_WITHOUT_CACHE = "For a cache, pass use_cache=False in the sample, or set it in the config. "
+
+
 def checkpoint_policy(
     model: torch.nn.Module,
     sample: Any,
@@ -192,6 +197,8 @@ def checkpoint_policy(
     True
     >>> policy.wrap(model)(sample).sum().backward()
     """
+    check_model(model)
+    check_optimizer(optimizer)
     arguments = call_arguments(sample)
     held = sum(it.bytes for it in beside(model, optimizer))
     known: list[torch.Tensor] = []
@@ -233,7 +240,8 @@ def checkpoint_policy(
         why = "; ".join(f"{', '.join(paths)}: {it}" for it, paths in paths_of.items())
         raise TraceError(
             f"the {type(model).__name__} has no block that may run again ({why or 'none runs'}). "
-            "Name others with blocks=."
+            f"{_WITHOUT_CACHE if any(OF_CACHE in it for it in paths_of) else ''}Name others with "
+            "blocks=."
         )
     if best is None or made is None:
         raise _refused(smallest, whole, held, budget_bytes)
@@ -259,7 +267,7 @@ def _refused(smallest: Found, whole: int, held: int, budget_bytes: int) -> Budge
     share = f', or "{percent}%" of the peak without a policy' if percent else ""
     return BudgetError(
         f"a step whose blocks all run again needs {show_bytes(peak)}, set by "
-        f"{smallest.step.peak_op}. The budget is {show_bytes(budget_bytes)}. The least that these "
+        f"{smallest.step.peak_op}. The {budget_line(budget_bytes)}. The least that these "
         f"blocks can do is {peak} bytes{share}. Raise the budget, name other blocks, or plan with "
         "sn_memory.torch.plan, which also reorders and splits blocks.",
         peak_bytes=peak,

@@ -28,6 +28,9 @@ from ..trace.fake_step import swapped
 from ..trace.record import Recorder, Recording
 from .contexts import Numbers
 
+# Why a block may not run again that writes into a cache.
+OF_CACHE = "it changes an object it is given, as a cache of keys and values"
+
 
 @dataclass(frozen=True)
 class Result:
@@ -165,7 +168,7 @@ def watch(
         run, ops.running = ops.running, None
         assert run is not None
         if _held_by(args, kwargs) != run.seen:
-            run.block.reason = "it changes an object it is given, as a cache of keys and values"
+            run.block.reason = OF_CACHE
 
     def saved(it: torch.Tensor) -> torch.Tensor:
         if ops.running is not None:

@@ -23,6 +23,7 @@ from ...graph.rewrite import waits
 from ..elsewhere.gpu import Gpu, gpu_of
 from ..elsewhere.scratch import scratch_bytes
 from ..errors import TraceError
+from ..model.checked import check_model, check_optimizer
 from ..model.step import chance_put_back, device_of
 from .capture import capture
 from .captured import Captured
@@ -177,6 +178,8 @@ def trace(
     >>> [op.kind for op in graph.ops][:4]
     ['addmm', 'relu', 'addmm', 'loss']
     """
+    check_model(model)
+    check_optimizer(optimizer)
     args, kwargs = call_arguments(sample)
     there = device_of(model)
     gpu = gpu_of(device, there)

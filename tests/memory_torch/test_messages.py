@@ -1,0 +1,159 @@
+"""What nobody can plan: models, samples, optimizers, budgets. One error each, that helps."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from sn_memory import BudgetError
+from sn_memory.torch import ReplayError, TraceError, checkpoint_policy, estimate, plan, trace
+
+
+class Alone(nn.Module):
+    def forward(self, x):
+        return x.sin().sum()
+
+
+class Cached(nn.Module):
+    """Its layers write into what it hands them, as models of transformers do with use_cache."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Caches() for _ in range(3))
+
+    def forward(self, x):
+        cache = []
+        for layer in self.layers:
+            x = layer(x, cache)
+        return x.sum()
+
+
+class Caches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x, cache):
+        cache.append(x)
+        return self.inner(x).relu()
+
+
+def net():
+    wide = [nn.Linear(64, 64), nn.GELU()]
+    return nn.Sequential(nn.Linear(8, 64), nn.GELU(), *wide, nn.Linear(64, 8))
+
+
+def lazy():
+    return nn.Sequential(nn.LazyLinear(16), nn.GELU(), nn.LazyLinear(8))
+
+
+def of_inference():
+    with torch.inference_mode():
+        return torch.randn(256, 8)
+
+
+def planned(**settings):
+    return plan(net(), X, "90%", profile=False, **settings)
+
+
+def step(model, x):
+    model(x).sum().backward()
+
+
+X = torch.randn(256, 8)
+ENTRIES = {
+    "plan": lambda model: plan(model, X, "80%", profile=False),
+    "by modules": lambda model: plan(model, X, "80%", backend="modules"),
+    "trace": lambda model: trace(model, X, profile=False),
+    "estimate": lambda model: estimate(model, X),
+    "policy": lambda model: checkpoint_policy(model, X, "80%", profile=False),
+}
+MODELS = [
+    (lambda: nn.Linear, TypeError, r"got the class Linear.*Make one: Linear\("),
+    (lambda: len, TypeError, "got a builtin_function_or_method len as model.*torch.nn.Module"),
+    (lambda: of_inference, TypeError, "got a function of_inference as model"),
+    (Alone, TraceError, "Alone has no parameters"),
+    (lazy, TraceError, r"'0.weight' and 3 other tensors.*Call model\(sample\) once"),
+]
+CASES = {
+    "optimizer by name": (
+        lambda: planned(optimizer="adamw"),
+        (TypeError, "got optimizer 'adamw'.*torch.optim.AdamW"),
+    ),
+    "optimizer by name, estimate": (
+        lambda: estimate(net(), X, optimizer="sgd"),
+        (TypeError, "torch.optim.SGD"),
+    ),
+    "sample of inference": (
+        lambda: plan(net(), of_inference(), "80%", profile=False),
+        (TraceError, r"tensor 0 of the sample was made in torch.inference_mode.*clone\(\)"),
+    ),
+    "sample of inference, by modules": (
+        lambda: plan(net(), of_inference(), "80%", backend="modules"),
+        (TraceError, "tensor 0 of the sample was made in torch.inference_mode"),
+    ),
+    "percent without a sign": (
+        lambda: plan(net(), X, "70", profile=False),
+        (BudgetError, 'budget is 70 B, for percent pass "70%"'),
+    ),
+    "percent without a sign, by modules": (
+        lambda: plan(net(), X, "70", backend="modules"),
+        (BudgetError, 'budget is 70 B, for percent pass "70%"'),
+    ),
+    "percent without a sign, policy": (
+        lambda: checkpoint_policy(net(), X, 70, profile=False),
+        (BudgetError, 'budget is 70 B, for percent pass "70%"'),
+    ),
+    "less than parameters": (
+        lambda: plan(net(), X, 9000, profile=False),
+        (BudgetError, "parameters, inputs and what else is there .* take 28.53 KiB alone"),
+    ),
+    "a cache": (
+        lambda: checkpoint_policy(Cached(), X, "80%", profile=False),
+        (TraceError, "pass use_cache=False in the sample"),
+    ),
+    "export": (
+        lambda: torch.export.export(planned(), (X,)),
+        (TraceError, r"torch.export.*planned Sequential.*copy.deepcopy\(model\)"),
+    ),
+    "jit.trace": (lambda: torch.jit.trace(planned(), X), (TraceError, "torch.jit.trace")),
+    "meta, run": (
+        lambda: step(plan(net().to("meta"), X, "90%", profile=False), X),
+        (ReplayError, "on the meta device.*to_empty"),
+    ),
+    "meta, by modules": (
+        lambda: plan(net().to("meta"), X, "90%", backend="modules"),
+        (TraceError, "on the meta device"),
+    ),
+    "meta, compiled": (
+        lambda: plan(net().to("meta"), X, "90%", backend="compile"),
+        (TraceError, "on the meta device"),
+    ),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize(("model", "kind", "text"), MODELS)
+def test_what_is_no_model_to_plan(entry, model, kind, text):
+    with pytest.raises(kind, match=text):
+        ENTRIES[entry](model())
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace.* is deprecated")
+@pytest.mark.parametrize("case", CASES)
+def test_messages(case):
+    call, (kind, text) = CASES[case]
+    with pytest.raises(kind, match=text):
+        call()
+
+
+def test_an_input_made_in_inference_mode_is_run_by_a_plan():
+    model = planned()
+    step(model, of_inference())
+    assert model.sn_memory.count
+
+
+def test_what_is_exported_instead():
+    exported = torch.export.export(copy.deepcopy(planned()), (X,))
+    assert exported.module()(X).shape == (256, 8)
