@@ -32,6 +32,9 @@ class Graph(Records):
         How sizes are rounded: `none`, `torch`, `torch_segments`, `tensorflow`.
     aliases
         Other names of storages (views). Ops may use them.
+    unplanned_peak_bytes
+        The peak of the step that the graph was made from, as it runs without a plan, where the
+        graph holds less by itself; percent of a budget are of it. None is the graph's own peak.
 
     Raises
     ------
@@ -57,6 +60,7 @@ class Graph(Records):
         device: Device | None = None,
         allocator: str = "none",
         aliases: Mapping[str, str] | None = None,
+        unplanned_peak_bytes: int | None = None,
     ) -> None:
         values = {
             "storages": tuple(storages),
@@ -65,6 +69,7 @@ class Graph(Records):
             "device": device or Device(),
             "allocator": allocator,
             "aliases": dict(aliases or {}),
+            "unplanned_peak_bytes": unplanned_peak_bytes,
         }
         for key, value in values.items():
             object.__setattr__(self, key, value)
@@ -103,6 +108,7 @@ class Graph(Records):
             device=found.device,
             allocator=found.allocator,
             aliases=found.aliases,
+            unplanned_peak_bytes=found.unplanned_peak_bytes,
         )
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:

@@ -96,6 +96,7 @@ def with_state(
     return Graph(
         maker.storages(), [*ops, *maker.brought], name=graph.name, device=graph.device,
         allocator=graph.allocator, aliases=graph.aliases,
+        unplanned_peak_bytes=graph.unplanned_peak_bytes,
     )  # fmt: skip
 
 

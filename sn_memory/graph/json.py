@@ -118,6 +118,7 @@ def read(source: str | os.PathLike[str]) -> Records:
         device=_read_device(row.child("device")),
         allocator=row.text("allocator", "none"),
         aliases=aliases,
+        unplanned_peak_bytes=row.integer("unplanned_peak_bytes", None),
     )
     row.done()
     return graph
@@ -146,6 +147,8 @@ def text_of(graph: Records) -> str:
     lines.append(f'"allocator": {json.dumps(graph.allocator)},')
     lines.append(f'"device": {json.dumps(_record(graph.device))},')
     lines.append(f'"aliases": {json.dumps(dict(graph.aliases))},')
+    if graph.unplanned_peak_bytes is not None:
+        lines.append(f'"unplanned_peak_bytes": {graph.unplanned_peak_bytes},')
     for key, items, end in (("storages", graph.storages, ","), ("ops", graph.ops, "")):
         body = ",\n".join(json.dumps(_record(item)) for item in items)
         lines.append(f'"{key}": [\n{body}\n]{end}' if body else f'"{key}": []{end}')

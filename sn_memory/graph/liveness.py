@@ -40,6 +40,12 @@ class Peak:
     owners: tuple[tuple[str, int], ...]
 
 
+def unplanned_bytes(graph: Graph) -> int:
+    """Return the peak of the step without a plan: what percent of a budget are of."""
+    stated = graph.unplanned_peak_bytes
+    return peak(graph).bytes if stated is None else stated
+
+
 def lifetimes(graph: Graph) -> Lifetimes:
     """Return the lifetimes in the graph's own order, in time linear in its size."""
     arrays = graph.arrays

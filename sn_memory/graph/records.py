@@ -186,6 +186,7 @@ class Records:
     device: Device = field(default_factory=Device)
     allocator: str = "none"
     aliases: Mapping[str, str] = field(default_factory=dict)
+    unplanned_peak_bytes: int | None = None
 
     @cached_property
     def op_index(self) -> dict[str, int]:

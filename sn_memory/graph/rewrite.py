@@ -123,6 +123,7 @@ def with_compressed(graph: Graph, names: Iterable[str]) -> Graph:
     return Graph(
         storages, ops, name=graph.name, device=graph.device, allocator=graph.allocator,
         aliases=graph.aliases,
+        unplanned_peak_bytes=graph.unplanned_peak_bytes,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from ..base.errors import PlanError
 from ..base.progress import Wanted, speaking
 from ..base.sizes import parse_bytes
 from ..graph.graph import Graph
-from ..graph.liveness import peak
+from ..graph.liveness import unplanned_bytes
 from . import policies
 from .auto import Auto
 from .compress import Compressing
@@ -122,7 +122,7 @@ def plan_front(
         raise PlanError(f"got planner {planner!r}, expected auto, {', '.join(policies.names())}.")
     if not time_limit_s > 0:
         raise PlanError(f"got time_limit_s {time_limit_s!r}, expected a number above 0.")
-    whole = peak(graph).bytes
+    whole = unplanned_bytes(graph)
     sizes = [parse_bytes(budget, whole=whole) for budget in budgets]
     spoken = nullcontext() if progress is False else speaking(progress)
     with stage() as left_s, counting(deterministic), spoken:

@@ -17,7 +17,7 @@ from ..base.progress import say
 from ..base.sizes import show_bytes
 from ..graph.graph import Graph
 from ..graph.holes import holes
-from ..graph.liveness import baseline_seconds, peak
+from ..graph.liveness import baseline_seconds, unplanned_bytes
 from . import policies
 from .answers import answers
 from .bound import smallest_peak
@@ -135,7 +135,7 @@ class Auto:
                 peak_bytes=found.peak_bytes,
                 seconds=found.seconds,
                 lower_bound_seconds=found.seconds if not self.search.offload else 0.0,
-                baseline_peak_bytes=peak(self.graph).bytes,
+                baseline_peak_bytes=unplanned_bytes(self.graph),
                 baseline_seconds=baseline_seconds(self.graph),
                 seconds_sources=self.graph.seconds_sources,
                 graph_name=self.graph.name,

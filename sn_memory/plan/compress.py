@@ -22,7 +22,7 @@ from ..base.clock import now
 from ..base.errors import PlanError
 from ..base.sizes import show_bytes
 from ..graph.graph import Graph
-from ..graph.liveness import baseline_seconds, live_bytes, peak
+from ..graph.liveness import baseline_seconds, live_bytes, peak, unplanned_bytes
 from ..graph.rewrite import RESTORED, SMALL, waits, with_compressed
 from .answers import answers
 from .buffers import peak_action
@@ -234,7 +234,7 @@ class Compressing:
             plan,
             decisions=tuple(decisions),
             lower_bound_seconds=min(least, plan.seconds),
-            baseline_peak_bytes=peak(self.graph).bytes,
+            baseline_peak_bytes=unplanned_bytes(self.graph),
             baseline_seconds=baseline_seconds(self.graph),
             seconds_sources=self.graph.seconds_sources,
         )

@@ -14,7 +14,7 @@ from ..cost.offload import BESIDE, lane_seconds, windows
 from ..cost.schedule import Impossible, Schedule
 from ..graph.graph import Graph
 from ..graph.holes import KEEP, Holes, holes
-from ..graph.liveness import baseline_seconds, peak
+from ..graph.liveness import baseline_seconds, unplanned_bytes
 from .plan import DECISIONS, Action, Decision, Plan
 from .simulate import simulate
 
@@ -47,7 +47,7 @@ def emit(
         # Both are sums of the same terms in another order; a bound above by rounding is no bound.
         lower_bound_seconds=min(bound, seconds),
         budget_bytes=budget_bytes,
-        baseline_peak_bytes=peak(graph).bytes,
+        baseline_peak_bytes=unplanned_bytes(graph),
         baseline_seconds=baseline_seconds(graph),
         seconds_sources=graph.seconds_sources,
         solve_s=solve_s,

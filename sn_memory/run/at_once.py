@@ -14,7 +14,7 @@ from ..base.errors import PlanError
 from ..base.sizes import parse_bytes
 from ..check.replay import carry_out
 from ..graph.graph import Graph
-from ..graph.liveness import baseline_seconds, peak
+from ..graph.liveness import baseline_seconds, unplanned_bytes
 from ..plan.emit import decisions_of
 from ..plan.plan import BudgetError, Plan
 from ..plan.policies import policy
@@ -100,7 +100,7 @@ def smallest(graph: Graph) -> Plan:
 def within(graph: Graph, made: Plan, budget: float | str) -> Plan:
     """Return a plan made before, if it is one of this graph and keeps the budget."""
     found = carry_out(graph, made)
-    allowed = parse_bytes(budget, whole=peak(graph).bytes)
+    allowed = parse_bytes(budget, whole=unplanned_bytes(graph))
     # Op seconds may have been measured anew since; its bound holds for the old ones.
     made = replace(
         made,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..base.sizes import parse_bytes
-from ..graph.liveness import peak
+from ..graph.liveness import peak, unplanned_bytes
 from .loss.model import chunk_loss, last_product, unchunked
 from .trace.trace import trace
 
@@ -48,7 +48,7 @@ def with_loss_chunks(
     while number <= MOST_CHUNKS:
         chunked = chunk_loss(model, sample, number)
         graph = trace(chunked, sample, **settings).graph
-        held = peak(graph).bytes
+        held = unplanned_bytes(graph)
         fits = held <= budget_bytes
         seconds = float(sum(ways[0] for ways in graph.arrays.seconds))
         found.append((not fits, seconds if fits else float(held), number, held, chunked))

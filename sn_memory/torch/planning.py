@@ -22,7 +22,7 @@ from ..base.sizes import parse_bytes
 from ..check.replay import carry_out, check_plan
 from ..cost.devices import speeds
 from ..graph.graph import Graph
-from ..graph.liveness import peak
+from ..graph.liveness import unplanned_bytes
 from ..graph.records import Device, Storage
 from ..plan.plan import BudgetError, Plan
 from ..plan.slack import with_slack
@@ -387,7 +387,9 @@ class Planning:
             historical=self.historical,
         )
         if made.decided("offload"):
-            actions = with_slack(graph, made.actions, parse_bytes(budget, whole=peak(graph).bytes))
+            actions = with_slack(
+                graph, made.actions, parse_bytes(budget, whole=unplanned_bytes(graph))
+            )
             found = carry_out(graph, replace(made, actions=actions))
             made = replace(
                 made, actions=actions, peak_bytes=found.peak_bytes, seconds=found.seconds
@@ -428,6 +430,8 @@ class Planning:
                 layouts=layouts,
                 accumulate=self.accumulate,
                 update=self.update,
+                # Not while training, when seconds count and the budget is in bytes.
+                unplanned=self.historical,
             )
 
         if self.after_first:

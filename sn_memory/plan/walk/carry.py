@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ...base.clock import spend
 from ...graph.graph import Graph
-from ...graph.liveness import baseline_seconds, peak
+from ...graph.liveness import baseline_seconds, unplanned_bytes
 from ..plan import Decision, Plan
 from .meter import Meter
 from .walk import Event
@@ -79,7 +79,7 @@ def carry_out(
         seconds=max([meter.compute, *meter.ready.values()]),
         # Every op runs at least once, whatever the plan.
         lower_bound_seconds=sum(min(ways) for ways in graph.arrays.seconds),
-        baseline_peak_bytes=peak(graph).bytes,
+        baseline_peak_bytes=unplanned_bytes(graph),
         baseline_seconds=baseline_seconds(graph),
         seconds_sources=graph.seconds_sources,
         graph_name=graph.name,

@@ -14,7 +14,7 @@ from ...base.errors import PlanError
 from ...base.sizes import parse_bytes, show_bytes
 from ...graph.graph import Graph
 from ...graph.hosted import UPDATES
-from ...graph.liveness import peak
+from ...graph.liveness import unplanned_bytes
 from ...graph.unit import Unit
 from ...plan.plan import Plan
 from ...plan.state import StatePlan, plan_state, planned_with, step_bytes
@@ -123,7 +123,7 @@ class ModelState:
         graph = self._with_speeds(traced.graph) if measured else traced.graph
         units = self.units.of(model, traced)
         by = self._updater(graph, units)
-        whole = peak(graph).bytes + sum(it.state_bytes + it.counts_bytes for it in units)
+        whole = unplanned_bytes(graph) + sum(it.state_bytes + it.counts_bytes for it in units)
         budget_bytes = parse_bytes(budget, whole=whole)
         if self.owned:
             found = planned_with(
@@ -288,5 +288,5 @@ class ModelState:
         device = replace(graph.device, to_host_bytes_per_s=to_host, to_device_bytes_per_s=back)
         return Graph(
             graph.storages, graph.ops, name=graph.name, device=device, allocator=graph.allocator,
-            aliases=graph.aliases,
+            aliases=graph.aliases, unplanned_peak_bytes=graph.unplanned_peak_bytes,
         )  # fmt: skip

@@ -48,18 +48,20 @@ def fake_step(
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
     known: Sequence[torch.Tensor] = (),
     heard: Callable[[int], None] | None = None,
+    *,
+    accumulate: bool = False,
 ) -> Measured:
     """Run a step of a model on fake tensors; nothing is allocated, and the model is as before.
 
     arguments : positional and by keyword; known : tensors that are there beside these; heard : as
-    in StorageTracker.
+    in StorageTracker; accumulate : as in run_step.
     """
     mode = _Knowing()
     arguments = tree_map_only(torch.Tensor, mode.given, arguments)
     # Small parameters that the model keeps in lists of its own are computed with as they are.
     weights = WrittenWeights((it, it) for it in model.parameters())
     with as_it_was(model), chance_put_back(), weights, swapped(model, mode), mode:
-        return run_step(model, model, arguments, known=known, heard=heard)
+        return run_step(model, model, arguments, known=known, heard=heard, accumulate=accumulate)
 
 
 def is_known(tensor: torch.Tensor) -> bool:

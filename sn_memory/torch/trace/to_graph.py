@@ -64,6 +64,7 @@ def to_graph(
     ways: Sequence[tuple[Workspace, ...]] | None = None,
     compressed: Mapping[int, Compressed] | None = None,
     random_state_bytes: int = 0,
+    unplanned_peak_bytes: int | None = None,
 ) -> Named:
     """Return the graph of a capture.
 
@@ -84,6 +85,8 @@ def to_graph(
     random_state_bytes
         Of a generator's state in the memory that is planned: it is kept until the last time that a
         random op runs, and twice while that runs.
+    unplanned_peak_bytes
+        See Graph.
     """
     recording = captured.recording
     numbers = captured.numbers or range(len(recording.calls))
@@ -114,7 +117,14 @@ def to_graph(
     if states:
         # Where gradients of gradients are asked for, the step runs again from its beginning.
         storages.append(Storage(STATE, random_state_bytes, "state"))
-    graph = Graph([*storages, *extra], rows, name=name, device=device, allocator=allocator)
+    graph = Graph(
+        [*storages, *extra],
+        rows,
+        name=name,
+        device=device,
+        allocator=allocator,
+        unplanned_peak_bytes=unplanned_peak_bytes,
+    )
     return Named(
         graph,
         {op: at for at, op in enumerate(ops)},

@@ -8,6 +8,7 @@ Over 300 lines: half of them are what `trace` says of its arguments.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,12 +30,15 @@ from .capture import capture
 from .captured import Captured
 from .compressible import Form, Widths, forms, seconds_of_forms
 from .convolutions import Measure, measured_on, ways_of
+from .fake_step import fake_step, fake_step_on
 from .op_seconds import largest_bytes, measured_device, measured_seconds
 from .optimizer import optimizer_memory
 from .rearrange import accumulated, put_off, spared, taken_apart
 from .record import Layouts, Recording, View
 from .simplify import in_place
 from .to_graph import Named, to_graph
+
+log = logging.getLogger(__name__)
 
 OPTIMIZER = "optimizer state"
 LIBRARIES = "workspace of cuBLAS"
@@ -117,6 +121,7 @@ def trace(
     layouts: Layouts | None = None,
     accumulate: bool = False,
     update: str = "step",
+    unplanned: bool = True,
 ) -> Trace:
     """Record a training step of a model as a graph. The model is left as it was.
 
@@ -162,6 +167,9 @@ def trace(
     update
         As in `plan`: with `hooks`, the caller's own update each parameter when its gradient is
         complete. Who updates otherwise is not part of the trace.
+    unplanned
+        State the peak of the model's own step, which percent of a budget are of, beside that of the
+        arranged one. It takes a second run without values.
 
     Raises
     ------
@@ -202,6 +210,12 @@ def trace(
             )
         measure = measured_on(captured.recording, place) if workspaces is True else workspaces
         ways = ways_of(captured.recording, measure)
+    held = beside(model, optimizer, gpu)
+    plain_bytes = None
+    if unplanned and update == "step":
+        plain_bytes = _plain_bytes(model, (args, kwargs), captured, gpu, accumulate=accumulate)
+    if plain_bytes is not None:
+        plain_bytes += sum(it.bytes for it in held)
     found = {} if bits is None else _forms(captured, place, bits)
     costs = seconds_of_forms(found, found_device, profile=profile and place.type != "meta")
     named = to_graph(
@@ -210,15 +224,36 @@ def trace(
         device=found_device,
         seconds=seconds,
         allocator=_allocator(place),
-        extra=(*beside(model, optimizer, gpu), *(_left(model, captured) if accumulate else ())),
+        extra=(*held, *(_left(model, captured) if accumulate else ())),
         ways=ways,
         compressed={it: Compressed(form.nbytes, *costs[it]) for it, form in found.items()},
         # Of other devices the state is on the host.
         random_state_bytes=torch.get_rng_state().nbytes if place.type in ("cpu", "meta") else 0,
+        unplanned_peak_bytes=plain_bytes,
     )
     number = named.storage_of
     forms_of = {it: found[number[it]] for it in waits(named.graph)}
     return Trace(named, captured, forms_of, layouts, () if gpu is None else tuple(gpu.notes))
+
+
+def _plain_bytes(
+    model: torch.nn.Module,
+    arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    captured: Captured,
+    gpu: Gpu | None,
+    *,
+    accumulate: bool,
+) -> int | None:
+    """Return the peak of a step without a plan, as `estimate` and `verify` tell it."""
+    constants = list(captured.recording.constants.values())
+    try:
+        if gpu is not None:
+            return fake_step_on(gpu, model, arguments).peak_bytes
+        return fake_step(model, arguments, constants, accumulate=accumulate).peak_bytes
+    except Exception as error:  # noqa: BLE001 - what was traced can be planned all the same
+        # It has other values than the trace, of small integers, and may take a course that fails.
+        log.info("the peak without a plan is that of the traced step: %s", error)
+        return None
 
 
 def _scratch_ways(recording: Recording, gpu: Gpu) -> list[tuple[Workspace, ...]]:
