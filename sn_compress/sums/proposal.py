@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..devices.arrays import to_host
+from ..ops.words.scales import exponent_of, times_power
 from .choose import Curve, Size, allocate, better, budget, with_frequencies
 from .tensor import Tensor
 
@@ -41,6 +42,7 @@ def propose(
     for name, t in new.items():
         n = math.prod(t.shape)
         mean = np.zeros(n, np.float32) if t.mean is None else to_host(t.mean)
+        mean = times_power(mean, -exponent_of(mean))  # shares of energy have no unit
         shape = t.shape if n >= min_elements else (n,)
         curves[name] = Curve.of(mean, shape)
         if curves[name].flat or t.mean is None:

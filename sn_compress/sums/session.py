@@ -22,7 +22,8 @@ from ..base import saved
 from ..base.errors import CompressError
 from ..base.saved import reading
 from ..codecs.base import MAX_ELEMENTS, Floats
-from ..devices.arrays import like_of, namespace, on_host, steady, to_host
+from ..devices.arrays import like_of, namespace, on_host, put_all, steady, to_host
+from ..ops.words.scales import times_power
 from .choose import decode_sizes, encode_sizes
 from .limits import check_settings, is_large
 from .parts.base import Array
@@ -177,11 +178,17 @@ class SharedExchange:
             self.tensors[name].begin(size)
         summables = [tensor.summable for tensor in tensors if tensor.summable is not None]
         xp = namespace(values[0])
-        vectors = [xp.reshape(xp.astype(it, xp.float32, copy=False), (-1,)) for it in values]
+        vectors = [
+            times_power(xp.reshape(xp.astype(it, xp.float32, copy=False), (-1,)), -tensor.exponent)
+            for it, tensor in zip(values, tensors, strict=True)
+        ]
         means, verdict = yield from exchange(
             summables, vectors, ranks=ranks, rank=rank, decay=self.decay, exact=self.exact,
             outs=outs,
         )  # fmt: skip
+        for mean, tensor in zip(means, tensors, strict=True):
+            if tensor.exponent:
+                put_all([mean], [times_power(mean, tensor.exponent)])
         for name in names:
             self._verdicts[name] = verdict, names[0]
         if on_host(values[0]):
@@ -315,8 +322,7 @@ class SharedExchange:
             if (values := getattr(tensor, kind)) is not None:
                 setattr(tensor, kind, function(to_host(values)))
         if tensor.summable is not None:
-            tensor.summable.conclude()
-            tensor.summable.replace(function(to_host(tensor.summable.memory)))
+            tensor.replace(function(to_host(tensor.left())))
 
     def move(self, name: str, function: Callable[[Floats], Floats]) -> None:
         """A tensor lies otherwise from now on, and so is another matrix: it begins anew.
@@ -350,9 +356,7 @@ class SharedExchange:
         """Load another rank's state, with these residuals, [n] each, in place of its own."""
         self.load_state_dict(state)
         for name, residual in residuals.items():
-            summable = self.tensors[name].summable
-            if summable is not None:
-                summable.replace(residual.astype(np.float32))
+            self.tensors[name].replace(residual.astype(np.float32))
 
 
 def _name(name: Any) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from ..base import saved
 from ..base.errors import CompressError
 from ..devices.arrays import Array, to_host
+from ..ops.words.scales import MOST_EXPONENT, exponent_of, times_power
 from .choose import WAYS, Size, largest
 from .summable import Summable
 
@@ -19,7 +20,10 @@ _MOST_UNSEEN = 2**31  # elements of a saved tensor of which no array was saved
 
 @dataclass
 class Tensor:
-    """One tensor's part: dense (`summable` is None) until its size is chosen."""
+    """One tensor's part: dense (`summable` is None) until its size is chosen.
+
+    `summable` works on gradients over 2**exponent, on all ranks alike, and so does its memory.
+    """
 
     shape: tuple[int, ...]
     step: int = 0  # that the next gradient belongs to
@@ -28,25 +32,32 @@ class Tensor:
     told: int = 0  # words in which sizes travelled in the last step
     mean: Array | None = None  # of the last dense step, until then
     owed: Array | None = None  # what was not sent of it when the exchange began anew
+    exponent: int = 0  # of numbers near the ends of float32
     summable: Summable | None = None
     earlier: Summable | None = None  # until then, in case that step turns out to be lost
     before: dict[str, Any] | None = None  # the fields above, before the last step
 
     def left(self) -> Array | None:
-        """What was not sent of it, [n]; no copy."""
+        """What was not sent of it, [n]; no copy in the ordinary range."""
         if self.summable is None:
             return self.owed
         self.summable.conclude()
-        return self.summable.memory
+        return times_power(self.summable.memory, self.exponent)
+
+    def replace(self, memory: Array) -> None:
+        """Put another memory, [n] float32, in the place of the summable's."""
+        if self.summable is not None:
+            self.summable.replace(times_power(memory, -self.exponent))
 
     def begin(self, size: Size) -> None:
         """Go on at a size, from the mean gradient that the dense steps showed."""
         mean = self.mean
         if mean is None:
             mean = np.zeros(math.prod(self.shape), np.float32)
-        self.size, self.summable = size, Summable.of(size.part(), mean)
+        self.size, self.exponent = size, exponent_of(mean)
+        self.summable = Summable.of(size.part(), times_power(mean, -self.exponent))
         if self.owed is not None:
-            self.summable.replace(self.owed)
+            self.replace(self.owed)
         self.mean = self.owed = self.earlier = self.proposed = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -59,6 +70,8 @@ class Tensor:
         if self.summable is not None and self.size is not None:
             entry["sides"], entry["way"] = list(self.size.shape), self.size.way
             entry["size"], entry["summable"] = self.size.size, self.summable.state_dict()
+            if self.exponent:
+                entry["exponent"] = self.exponent
         return entry
 
     @classmethod
@@ -80,6 +93,7 @@ class Tensor:
             empty = np.zeros(n, np.float32)
             tensor.summable = Summable(part, part.new_state(empty), empty)
             tensor.summable.load_state_dict(entry["summable"])
+            tensor.exponent = _exponent(entry.get("exponent", 0))
         return tensor
 
 
@@ -91,3 +105,12 @@ def _size(entry: dict[str, Any], n: int) -> Size:
             f"{WAYS}"
         )
     return Size(sides, saved.count(entry["size"], "size", high=largest(sides, way)), way)
+
+
+def _exponent(value: Any) -> int:
+    if type(value) is not int or abs(value) > MOST_EXPONENT:
+        raise CompressError(
+            f"its exponent is {value!r}; expected a whole number of at most {MOST_EXPONENT} in "
+            "magnitude"
+        )
+    return value

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from sn_compress.base.errors import CompressError
 from sn_compress.sums.session import SharedExchange
 
 RANKS = 2
@@ -92,3 +93,40 @@ def test_what_half_precision_cannot_hold_is_not_remembered_as_nonsense():
     with np.errstate(over="ignore"):
         step(exchanges, "w", gradients, np.float16)
     assert np.isfinite(exchanges[0].residual("w")).all()
+
+
+@pytest.mark.parametrize("shape", [(64, 48), (400, 8), (70000,)], ids=["factors", "rows", "whole"])
+@pytest.mark.parametrize("power", [-145, -126, -100, -60, 45, 64, 100, 125])
+def test_gradients_may_lie_anywhere_in_the_range_of_float32(shape, power):
+    """Times a power of two, the run is that without, times the power: to the bit where only digits
+    and sums are scaled, to rounding where LAPACK decomposes.
+    """
+    plain, scaled = ranks(), ranks()
+    for number, gradients in enumerate(gradients_of(shape, 8)):
+        # Of few bits: scaled by 2**-145, none is below the least float32.
+        gradients = np.round(np.clip(gradients, -4, 3.75))
+        with np.errstate(over="raise"):
+            found = step(scaled, "w", np.ldexp(gradients, power))
+        # As float32 holds it: a dense mean of two whole numbers, too, whose halves may be lost.
+        expected = np.ldexp(step(plain, "w", gradients), power)
+        assert np.isfinite(found).all(), number
+        # 2**-20: see above. A mean below the normal range is rounded to the least number.
+        room = 2.0**-20 * np.abs(expected).max() + 2.0**-149
+        assert np.abs(found - expected).max() <= room, number
+        if number == 4:
+            again = ranks()[0]
+            again.load_state_dict(scaled[0].state_dict())
+            assert np.array_equal(again.residual("w"), scaled[0].residual("w"))
+            scaled[0] = again
+
+
+def test_an_exponent_that_is_none_of_float32_is_refused():
+    exchanges = ranks()
+    for gradients in gradients_of((64, 48), 4):
+        step(exchanges, "w", (gradients * 2.0**100).astype(np.float32))
+    saved = exchanges[0].state_dict()
+    assert saved["tensors"]["w"]["exponent"] in (101, 102, 103)
+    for wrong in (1000, 2.5, "1", None, True):
+        saved["tensors"]["w"]["exponent"] = wrong
+        with pytest.raises(CompressError, match="exponent"):
+            exchanges[1].load_state_dict(saved)

@@ -6,12 +6,18 @@ divided by a number: some devices multiply by its inverse. An exponent e stands 
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from ...devices.arrays import Array, Constant, clipped, namespace, take
 
 PER_OCTAVE = 4
 LOWEST, HIGHEST = -256, 255  # scales from 2**-64 to nearly 2**64
+# Of exponents of a mean's peak: 2**40 squared and summed over 2**30 elements is 2**110; below
+# 2**-50 the table ends 14 octaves lower, and there are factors smaller than the peak.
+ORDINARY = -50, 40
+MOST_EXPONENT = 149  # the least float32 is 2**-149
 _MARGIN = 1  # quarters of an octave between the ranks' mean peak and the largest digit
 
 _EXPONENTS = np.arange(LOWEST, HIGHEST + _MARGIN + 1)
@@ -25,6 +31,29 @@ _units: dict[tuple[int, int], Constant] = {}
 
 _LOW, _HIGH = -300, 300  # of powers of two: those of float32, and of sums in float64
 _POWERS = Constant(np.ldexp(1.0, np.arange(_LOW, _HIGH + 1)))
+
+
+def exponent_of(mean: Array) -> int:
+    """The power of two that gradients like a mean are divided by before anything is computed.
+
+    0 in the ordinary range, where squares, their sums, products with directions and the scales of
+    this table are far from the ends of float32. mean : [n] float32; one that is not finite, or 0
+    everywhere, says nothing
+    """
+    xp = namespace(mean)
+    peak = float(xp.max(xp.abs(mean))) if mean.shape[0] else 0.0
+    if not math.isfinite(peak) or not peak:
+        return 0
+    exponent = math.frexp(peak)[1]
+    return 0 if ORDINARY[0] <= exponent <= ORDINARY[1] else exponent
+
+
+def times_power(values: Array, exponent: int) -> Array:
+    """Numbers times 2**exponent; in two products, as one power may be beyond float32."""
+    if not exponent:
+        return values
+    half = exponent // 2
+    return values * 2.0**half * 2.0 ** (exponent - half)
 
 
 def covering(peaks: Array) -> tuple[Array, Array]:

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from ...devices.arrays import to_host
+from ...ops.words.scales import times_power
 from ...report import Ran
 from ...sums.bucket import HEAD
 from ...sums.session import SharedExchange
@@ -37,6 +38,7 @@ class SummedBucket:
         summables = self.summables()
         self.bucket, self.order = bucket_of(tuple(one.part for one in summables))
         own = [summables[at] for at in self.order]
+        self._exponents = [exchange.tensors[name].exponent for name in names]
         state = self.bucket.join([_hosted(one.state) for one in own])
         self.state = {name: variable(it) for name, it in state.items()}
         self.memories = [variable(to_host(one.memory)) for one in own]
@@ -59,7 +61,7 @@ class SummedBucket:
             self.bucket,
             {name: it.read_value() for name, it in self.state.items()},
             [it.read_value() for it in self.memories],
-            [vectors[at] for at in self.order],
+            [times_power(vectors[at], -self._exponents[at]) for at in self.order],
             ranks=by.ranks,
             rank=by.rank,
             decay=self._of.decay,
@@ -84,7 +86,8 @@ class SummedBucket:
             placed = dict(zip(self.order, made.means, strict=True))
             energy, sent = tf.unstack(made.numbers[2:])
             told = tf.stack([energy, tf.maximum(energy - sent, 0), tf.zeros_like(energy)])
-            return [tf.identity(placed[at]) for at in range(len(vectors))], told
+            each = enumerate(self._exponents)
+            return [tf.identity(times_power(placed[at], power)) for at, power in each], told
 
     def read(self, steps: int) -> None:
         """See SizedBucket."""
