@@ -14,7 +14,7 @@ Over 300 lines: what happens in a step hangs on what the steps before it left in
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -58,6 +58,20 @@ class Chooser(Protocol):
         """Take note of steps that have not asked."""
 
 
+# "held" where the gradient still waits for a step, as when gradients accumulate.
+Outcome = Literal["applied", "dropped", "held", "unknown"]
+
+
+class Outcomes(Protocol):
+    """What became of exchanged gradients: a `torch.outcomes.Outcomes`."""
+
+    def sent(self, names: Iterable[str]) -> None:
+        """Gradients of these tensors are exchanged now."""
+
+    def of(self, name: str) -> Outcome:
+        """What became of the last one of a tensor."""
+
+
 class MakesChooser(Protocol):
     """`prediction.tuning.Tuner`, called with the first gradient."""
 
@@ -84,7 +98,8 @@ class Engine:
     tuner : makes what measures and chooses for AutoCompression; None: all is compressed
     scaler : the loss scaler, if there is one: whatever has get_scale(). Gradients arrive multiplied
         by its scale. A scale smaller than before says that the last step was skipped, on all ranks
-        alike: it is taken back. A changed one changes the memories. Costs a second copy of them
+        alike: it is aborted, unless `outcomes` knows better. A changed one changes the memories
+    outcomes : what became of the gradients of the last pass; None: all were applied
     find_unused : look for gradients of zeros on a device, too, which waits for it: the memory of
         what was not used then stays; on the host it always does
     drops_unused : the framework drops the mean of what no rank has used, so nothing may be sent for
@@ -106,6 +121,7 @@ class Engine:
         stock: str,
         tuner: MakesChooser | None,
         scaler: Any = None,
+        outcomes: Outcomes | None = None,
         find_unused: bool = False,
         drops_unused: bool = True,
         pauses: bool = False,
@@ -129,6 +145,10 @@ class Engine:
             self.shared, self.traffic, find_unused=find_unused, drops_unused=drops_unused,
             pauses=pauses,
         )  # fmt: skip
+        self._outcomes = outcomes
+        self.feedback.undoable = outcomes is not None
+        self._open: set[str] = set()  # tensors that were sent and not committed since
+        self._aborted = 0  # gradients so far that were sent, and dropped
         self._seen: set[str | None] = set()  # in this step
         # Of the last step on a device: what it lost, and whether what came was damaged.
         self._numbers: list[Later] = []
@@ -185,6 +205,8 @@ class Engine:
         hint : for the message
         """
         at = self.sameness.steps - 1
+        if parameters is not None:
+            parameters = [*self.counted(), *parameters]
         if not alike(total("same", question(parameters))):
             raise self.sameness.apart(
                 at, parameters, total=total, rank=rank, ranks=ranks, hint=hint
@@ -192,13 +214,18 @@ class Engine:
         if parameters is not None:
             self.sameness.found(at)
 
+    def counted(self) -> Said:
+        """What ranks decide by themselves, and have to decide alike, to be compared."""
+        return [("gradients that were dropped", str(self._aborted))]
+
     def new_step(self) -> None:
         """The next gradient begins a step, whatever has become of the last one."""
         self._seen.clear()
 
     def forget_step(self) -> None:
         """As before the first gradient: another state has been taken over."""
-        self._sums.settle()
+        self.feedback.commit()
+        self._open.clear()
         self._seen.clear()
         self._numbers.clear()
         self._arrivals.clear()
@@ -206,6 +233,7 @@ class Engine:
     def begin_anew(self) -> None:
         """When ranks have come or gone: all agree again, and count steps from here."""
         self.tuner = self.agreed = None  # it counted the steps of other ranks
+        self._aborted = 0
         self.sameness.begin_anew()
         self.new_step()
 
@@ -227,6 +255,7 @@ class Engine:
         """
         with payloads.on_stream_of(gradients[0].values):
             self._open_step({gradient.name for gradient in gradients}, total)
+        self._begin([gradient.name for gradient in gradients if gradient.name is not None])
         step = Sorted([], [], [])
         for gradient in gradients:
             n, name = gradient.elements, gradient.name
@@ -363,31 +392,55 @@ class Engine:
                     gradient.name,
                 )
 
+    # Of gradients that were sent and never applied, nothing is sent later
+
+    def _begin(self, names: Sequence[str]) -> None:
+        self._open.update(names)
+        if self._outcomes is not None:
+            self._outcomes.sent(names)
+
+    def commit(self, names: Collection[str]) -> None:
+        """Keep what was sent of tensors: it was applied, or its sums go on in gradients."""
+        self._open.difference_update(names)
+        for part in (self.feedback, self.shared, self.owed):
+            part.commit(names)
+
+    def abort(self, names: Collection[str]) -> None:
+        """Remember of tensors what was remembered when they were committed last."""
+        self._open.difference_update(names)
+        self._aborted += len(names)
+        for part in (self.shared, self.feedback, self.owed):
+            part.abort(names)
+
     def settle(self) -> None:
-        """Between steps: take one back that the scaler skipped; bring memories to its scale.
+        """Between passes: commit what was applied, abort what was thrown away; follow the scale.
 
         Raises PayloadError if a payload of the last step was damaged, on a device.
         """
         arrivals, self._arrivals = self._arrivals, []
         for arrival in arrivals:
             arrival.conclude()
+        factor = self._scale_factor()
+        outcomes = {name: self._outcome(name) for name in self._open}
+        # A scaler that has skipped a step lowers its scale. Of another scale, held gradients and
+        # those of the pass that begins add up to nothing.
+        gone = ("dropped",) if factor >= 1 else ("dropped", "held", "unknown")
+        kept = ("applied", "unknown") if factor == 1 else ("applied", "unknown", "held")
+        self.abort([name for name, outcome in outcomes.items() if outcome in gone])
+        self.commit([name for name in self._open if outcomes[name] in kept])
+        if factor != 1:
+            for part in (self.feedback, self.shared, self.owed):
+                part.rescale(factor)
+
+    def _scale_factor(self) -> float:
+        """The scaler's scale now over that before."""
         if self._scaler is None:
-            self._sums.settle()
-            return
-        parts = (self.feedback, self.shared, self.owed)
-        scale = float(self._scaler.get_scale())
-        if self.scale is not None:
-            if scale < self.scale:  # that is how a scaler says so
-                for part in parts:
-                    part.undo()
-                self._sums.undo()
-            if scale != self.scale:
-                for part in parts:
-                    part.rescale(scale / self.scale)
-        for part in parts:
-            part.settle()
-        self._sums.settle()
-        self.scale = scale
+            return 1.0
+        before, self.scale = self.scale, float(self._scaler.get_scale())
+        return 1.0 if before is None else self.scale / before
+
+    def _outcome(self, name: str) -> Outcome:
+        return "unknown" if self._outcomes is None else self._outcomes.of(name)
 
     # What this rank has yet to send
 

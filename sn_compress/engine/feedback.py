@@ -10,7 +10,7 @@ Over 300 lines: of each memory, how it is used, taken back, scaled, saved, loade
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ class ErrorFeedback:
 
     Attributes
     ----------
-    undoable : keep what `undo` needs, a copy of every memory; False at first
+    undoable : keep what `abort` needs, a copy of every memory; False at first
 
     Examples
     --------
@@ -63,7 +63,9 @@ class ErrorFeedback:
         # Elements and state; None for a codec's that remembered nothing, made when it is needed.
         self._memory: dict[str, tuple[int, Any]] = {}
         self.undoable = False
-        self._before: dict[str, tuple[int, Any]] = {}
+        # Before the first encoding that was not committed; and what may be written over for it.
+        self._committed: dict[str, tuple[int, Any]] = {}
+        self._spare: dict[str, Any] = {}
 
     def codec_of(self, name: str) -> Codec:
         """The codec that encodes `name`: the one to decode its payloads with."""
@@ -87,9 +89,9 @@ class ErrorFeedback:
             )
         array: Any = values if on_cuda(values) else as_vector(values)
         n, memory = self._find(name, array)
-        before = (n, copy.deepcopy(memory)) if self.undoable else None
+        self._open(name, n, memory)
         payload = codec.encode(array, state=memory, decay=self.decay)
-        self._keep(name, n, memory, before)
+        self._memory[name] = n, memory
         return payload
 
     def memory_of(self, name: str, like: Any) -> Any:
@@ -98,7 +100,8 @@ class ErrorFeedback:
         Raises CompressError if `name` was used with another number of elements.
         """
         n, memory = self._find(name, like)
-        self._keep(name, n, memory, (n, copy.deepcopy(memory)) if self.undoable else None)
+        self._open(name, n, memory)
+        self._memory[name] = n, memory
         return memory
 
     def replace(self, name: str, memory: Any) -> None:
@@ -118,10 +121,9 @@ class ErrorFeedback:
             memory = codec.new_state(size)
         return n, codec.place_state(memory, like)
 
-    def _keep(self, name: str, n: int, memory: Any, before: tuple[int, Any] | None) -> None:
-        self._memory[name] = n, memory
-        if before is not None:
-            self._before[name] = before
+    def _open(self, name: str, n: int, memory: Any) -> None:
+        if self.undoable and name not in self._committed:
+            self._committed[name] = n, _copied(memory, self._spare.pop(name, None))
 
     def residual(self, name: str) -> npt.NDArray[np.float32]:
         """What has been dropped so far for `name` and not been sent, [n] float32."""
@@ -136,14 +138,17 @@ class ErrorFeedback:
         """Whether anything was encoded for `name`."""
         return name in self._memory
 
-    def undo(self) -> None:
-        """Take the last encoding of each name back, as a loss scaler does that skips a step."""
-        self._memory.update(self._before)
-        self._before.clear()
+    def commit(self, names: Iterable[str] | None = None) -> None:
+        """Keep what was encoded so far of these names, or all: `abort` takes back what follows."""
+        for name in list(self._committed) if names is None else names:
+            if name in self._committed:
+                _, self._spare[name] = self._committed.pop(name)
 
-    def settle(self) -> None:
-        """Keep what was encoded so far: `undo` takes back what comes after."""
-        self._before.clear()
+    def abort(self, names: Iterable[str] | None = None) -> None:
+        """Remember of these names, or all, what was remembered after the last commit."""
+        for name in list(self._committed) if names is None else names:
+            if name in self._committed:
+                self._memory[name] = self._committed.pop(name)
 
     def rescale(self, factor: float) -> None:
         """Multiply all memories, as when a loss scaler has changed its scale."""
@@ -176,7 +181,8 @@ class ErrorFeedback:
     def restart(self, residuals: Mapping[str, npt.NDArray[np.float32]]) -> None:
         """Forget all names but what was dropped of these; shapes may be others from now on."""
         self._memory.clear()
-        self._before.clear()
+        self._committed.clear()
+        self._spare.clear()
         self._codecs.clear()
         for name, residual in residuals.items():
             self._set(name, residual.size, residual.reshape(-1))
@@ -186,7 +192,7 @@ class ErrorFeedback:
         residual = self.residual(name) * np.float32(self.decay)
         n, memory = self._memory.pop(name)
         if self.undoable:
-            self._before[name] = n, memory
+            self._committed.setdefault(name, (n, memory))
         return residual
 
     def forget(self, name: str) -> None:
@@ -286,6 +292,21 @@ class ErrorFeedback:
             return saving.elements(entry), saving.load(codec, entry)
         except CompressError as error:
             raise CompressError(f"memory of {name!r} cannot be loaded: {error}") from error
+
+
+def _copied(memory: Any, into: Any) -> Any:
+    """A copy of a codec's state, in arrays of the last one where they fit."""
+    fits = isinstance(memory, list) and isinstance(into, list) and len(memory) == len(into)
+    if not fits or not all(_fits(*pair) for pair in zip(memory, into, strict=True)):
+        return copy.deepcopy(memory)
+    for part, target in zip(memory, into, strict=True):
+        target[...] = part
+    return into
+
+
+def _fits(part: Any, target: Any) -> bool:
+    kinds = type(part), getattr(part, "shape", None), getattr(part, "dtype", None)
+    return kinds == (type(target), getattr(target, "shape", None), getattr(target, "dtype", None))
 
 
 def _entries(state: dict[str, Any]) -> dict[str, Any]:

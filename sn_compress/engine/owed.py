@@ -7,7 +7,7 @@ what goes along might be dropped with it, and waits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,11 +32,12 @@ class Owed:
 
     def __init__(self) -> None:
         self._left: dict[str, Floats] = {}
-        self._before: dict[str, Floats] = {}
+        self._committed: dict[str, Floats | None] = {}  # of what changed since
 
     def take(self, name: str, exchange: Exchange) -> None:
         """Take over what the exchange remembers of a tensor; called by all ranks in one step."""
         if exchange.remembers(name):
+            self._committed.setdefault(name, self._left.get(name))
             left = exchange.release(name)
             self._left[name] = self._left[name] + left if name in self._left else left
 
@@ -55,6 +56,7 @@ class Owed:
                 f"{name!r} has {elements} elements; it was left with {left.size} to send. Names "
                 "must be unique and shapes constant."
             )
+        self._committed.setdefault(name, left)
         del self._left[name]
         return left
 
@@ -62,13 +64,18 @@ class Owed:
         """As when a loss scaler has changed its scale."""
         self._left = {name: left * np.float32(factor) for name, left in self._left.items()}
 
-    def undo(self) -> None:
-        """Be as before the last step, which a loss scaler skipped."""
-        self._left = dict(self._before)
+    def commit(self, names: Iterable[str]) -> None:
+        """Keep what was done of these tensors so far: `abort` takes back what comes after."""
+        for name in names:
+            self._committed.pop(name, None)
 
-    def settle(self) -> None:
-        """A step begins: `undo` takes back what comes after."""
-        self._before = dict(self._left)
+    def abort(self, names: Iterable[str]) -> None:
+        """Be as after the last commit of these tensors."""
+        for name in names:
+            if name in self._committed:
+                self._left.pop(name, None)
+                if (left := self._committed.pop(name)) is not None:
+                    self._left[name] = left
 
     def state_dict(self) -> dict[str, Any]:
         """A copy, by name."""
@@ -83,7 +90,6 @@ class Owed:
                 for name, saved in state.items():
                     part = floats(saved, "owed", (np.size(saved),)) / np.float32(len(states))
                     found._left[name] = found._left[name] + part if name in found else part
-        found.settle()
         return found
 
     def change(self, name: str, function: Any) -> None:

@@ -33,15 +33,6 @@ class Sums:
         self._find_unused, self._drops_unused = find_unused, drops_unused
         self._held: dict[str, Array] = {}  # in this step
 
-    def undo(self) -> None:
-        """Behind the undoing of a step: what sat it out is as it was."""
-        for name in self._held:
-            self._put_back(name)
-
-    def settle(self) -> None:
-        """A step begins: `undo` takes back what comes after."""
-        self._held.clear()
-
     def rounds(self, gradients: Sequence[Gradient], *, ranks: int, rank: int) -> Rounds:
         """Average gradients in their place; see Engine.rounds."""
         names = [str(gradient.name) for gradient in gradients]
@@ -90,10 +81,9 @@ class Sums:
         if summable is None or not looks:
             return
         if not is_used(vector):
-            self._held[name] = summable.memory
-            summable.replace(namespace(vector).zeros_like(vector))
+            self._held[name] = summable.exclude(namespace(vector).zeros_like(vector))
 
     def _put_back(self, name: str) -> None:
         summable = self._shared.tensors[name].summable
         if name in self._held and summable is not None:
-            summable.replace(self._held[name])
+            summable.include(self._held.pop(name))

@@ -39,13 +39,19 @@ def propose(
             if tensor.summable is not None:
                 del new[name]
     curves = {}
-    for name, t in new.items():
+    for name, t in list(new.items()):
         n = math.prod(t.shape)
         mean = np.zeros(n, np.float32) if t.mean is None else to_host(t.mean)
         mean = times_power(mean, -exponent_of(mean))  # shares of energy have no unit
         shape = t.shape if n >= min_elements else (n,)
         curves[name] = Curve.of(mean, shape)
-        if curves[name].flat or t.mean is None:
+        if curves[name].flat:
+            continue
+        if t.mean is None and t.earlier is not None:
+            t.proposed = t.size  # the step that was to show another was aborted
+            del new[name], curves[name]
+            continue
+        if t.mean is None:
             continue
         low_rank = curves[name]
         if rows:

@@ -227,7 +227,7 @@ class SharedExchange:
 
     def _next(self, name: str) -> Tensor:
         tensor = self.tensors[name]
-        tensor.before = {k: v for k, v in vars(tensor).items() if k != "before"}
+        tensor.open()
         tensor.step, tensor.told = tensor.step + 1, 0
         return tensor
 
@@ -242,22 +242,24 @@ class SharedExchange:
             )
         return tensor
 
-    def undo(self, names: Iterable[str] | None = None) -> None:
-        """Take the last step of these tensors back, or of all; see Summable.undo."""
-        for tensor in [self.tensors[n] for n in (self.tensors if names is None else names)]:
-            if tensor.before is not None:
-                for field, value in tensor.before.items():
-                    setattr(tensor, field, value)
-                tensor.before = None
-            if tensor.summable is not None:
-                tensor.summable.undo()
+    def commit(self, names: Iterable[str] | None = None) -> None:
+        """Keep what these tensors, or all, did so far: `abort` takes back what comes after."""
+        for tensor in self._some(names):
+            tensor.commit()
 
-    def settle(self) -> None:
-        """Keep what was done so far: `undo` takes back what comes after."""
-        for tensor in self.tensors.values():
-            tensor.before = None
-            if tensor.summable is not None:
-                tensor.summable.settle()
+    def abort(self, names: Iterable[str] | None = None) -> None:
+        """Remember of these tensors, or all, what was remembered after the last commit."""
+        for tensor in self._some(names):
+            tensor.abort()
+
+    def undo(self, names: Iterable[str] | None = None) -> None:
+        """Abort a step that broke off, whose count is taken back, too; see Tensor.undo."""
+        for tensor in self._some(names):
+            tensor.undo()
+
+    def _some(self, names: Iterable[str] | None) -> list[Tensor]:
+        every = self.tensors
+        return [every[name] for name in (every if names is None else names) if name in every]
 
     def rescale(self, factor: float) -> None:
         """Multiply what is of the size of gradients, as when a loss scaler changed its scale."""

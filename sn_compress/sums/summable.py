@@ -2,7 +2,8 @@
 
 Two buffers take turns: the memory, and what gradient and memory are added into, of which what is
 sent is then subtracted. So the memory before the last step is still there when that step turns out
-to be lost, or is taken back, and nothing is copied for it.
+to be lost, or is aborted, and nothing is copied for it. Where gradients accumulate over several
+exchanges there is a third: the memory before the first of them.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class Summable:
     state: State
     memory: Array
     _spare: Array | None = None
-    _before: tuple[Array, State] | None = None  # the last step, until it is settled
+    _before: tuple[Array, State] | None = None  # the last step
+    _committed: tuple[Array, State] | None = None  # the first step that was not committed
     _verdict: Verdict | None = None
     _mine: int | None = field(default=None, repr=False)
 
@@ -95,7 +97,7 @@ class Summable:
             self.conclude()
             self.memory = like_of(self.memory, like)
             self.state = {name: like_of(it, like) for name, it in self.state.items()}
-            self._spare = self._before = None
+            self._spare = self._before = self._committed = None
 
     def add(self, gradient: Array, decay: float) -> tuple[Array, Array]:
         """Gradient plus memory, [rows, columns], in the buffer that becomes the memory.
@@ -112,7 +114,10 @@ class Summable:
         """What becomes the memory, [n], where the gradient is; None before there is one."""
         self.place(gradient)
         self.conclude()
-        return self._before[0] if self._before is not None else self._spare
+        if self._before is None:
+            return self._spare
+        needed = self._committed is not None and self._committed[0] is self._before[0]
+        return None if needed else self._before[0]
 
     def into(self, gradient: Array) -> Array:
         """The same, made if there is none: for gradient plus memory, which the caller writes."""
@@ -123,6 +128,7 @@ class Summable:
     def end(self, left: Array, state: State, verdict: Verdict) -> None:
         """Take a step as it has ended, or will turn out to have."""
         self._before = self.memory, self.state
+        self._committed = self._committed or self._before
         self.memory, self.state = namespace(left).reshape(left, (-1,)), state
         self._spare, self._verdict = None, verdict
 
@@ -140,27 +146,51 @@ class Summable:
             self.undo()
 
     def undo(self) -> None:
-        """Take the last step back, as a loss scaler does that found NaN in another tensor."""
+        """Take the last step back, as one that was lost."""
         self._verdict = None
         if self._before is not None:
             self._spare = self.memory
             self.memory, self.state = self._before
             self._before = None
+            if self._committed is not None and self._committed[0] is self.memory:
+                self._committed = None
 
-    def settle(self) -> None:
-        """Keep the last step: `undo` does nothing until there is another."""
+    def commit(self) -> None:
+        """Keep what was done so far: `abort` takes back what comes after."""
         self.conclude()
         if self._before is not None:
             self._spare, self._before = self._before[0], None
+        self._committed = None
+
+    def abort(self) -> None:
+        """Be as after the last commit."""
+        self._verdict = None
+        if self._committed is not None:
+            self._spare = None
+            self.memory, self.state = self._committed
+            self._before = self._committed = None
+
+    def exclude(self, zeros: Array) -> Array:
+        """Put zeros in the place of the memory for one step; returns it, for `include`."""
+        self.conclude()
+        self._committed = self._committed or (self.memory, self.state)
+        held = self.memory
+        self.include(zeros)
+        return held
+
+    def include(self, memory: Array) -> None:
+        """Put a memory back that did not travel with a step."""
+        self.conclude()
+        self.memory, self._spare, self._before = memory, None, None
 
     def rescale(self, factor: float) -> None:
         """Expect gradients that are `factor` times as large from now on; memory is left alone."""
-        self.settle()
+        self.commit()
         self.state = self.part.rescale(self.state, round(_QUARTERS * math.log2(factor)))
 
     def replace(self, memory: Array) -> None:
         """Put another memory, [n] float32, in the place of the one there is."""
-        self.settle()
+        self.commit()
         self.memory, self._spare = memory, None
 
     def state_dict(self) -> dict[str, Any]:
@@ -177,7 +207,7 @@ class Summable:
             saved = {"memory": state["memory"], **state["shared"]}
             found = {name: _like(saved[name], name, to_host(it)) for name, it in mine.items()}
         self.memory, self.state = found.pop("memory"), found
-        self._spare = self._before = None
+        self._spare = self._before = self._committed = None
 
 
 def exchange(

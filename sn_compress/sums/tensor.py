@@ -10,7 +10,7 @@ import numpy as np
 
 from ..base import saved
 from ..base.errors import CompressError
-from ..devices.arrays import Array, to_host
+from ..devices.arrays import Array, namespace, to_host
 from ..ops.words.scales import MOST_EXPONENT, exponent_of, times_power
 from .choose import WAYS, Size, largest
 from .summable import Summable
@@ -36,6 +36,7 @@ class Tensor:
     summable: Summable | None = None
     earlier: Summable | None = None  # until then, in case that step turns out to be lost
     before: dict[str, Any] | None = None  # the fields above, before the last step
+    committed: dict[str, Any] | None = None  # and before the first that was not committed
 
     def left(self) -> Array | None:
         """What was not sent of it, [n]; no copy in the ordinary range."""
@@ -49,13 +50,62 @@ class Tensor:
         if self.summable is not None:
             self.summable.replace(times_power(memory, -self.exponent))
 
+    def open(self) -> None:
+        """A step begins: keep what `undo` and `abort` need."""
+        fields = {k: v for k, v in vars(self).items() if k not in ("before", "committed")}
+        self.before = fields
+        self.committed = self.committed or fields
+
+    def commit(self) -> None:
+        """Keep what was done so far: `undo` and `abort` take back what comes after."""
+        self.before = self.committed = None
+        if self.summable is not None:
+            self.summable.commit()
+
+    def undo(self) -> None:
+        """Be as before the last step, which broke off; as after the last commit if there is none.
+
+        Ranks may have come to different places in that step, so its count is taken back, too.
+        """
+        before = self.before
+        self.abort()
+        for field, value in (before or {}).items():
+            setattr(self, field, value)
+
+    def abort(self) -> None:
+        """Remember what was remembered after the last commit.
+
+        Steps stay counted, and what is dense stays so: ranks that disagreed about an abort would
+        otherwise wait for each other for ever. The mean of an aborted step shows nothing.
+        """
+        committed, self.committed, self.before = self.committed, None, None
+        if committed is None:
+            return
+        own = committed["summable"]
+        for summable in (own, self.summable, self.earlier):
+            if summable is not None:
+                summable.abort()
+        left = committed["owed"]
+        if own is not None:
+            left = times_power(own.memory, committed["exponent"])
+        if self.summable is None:
+            self.owed = left
+            if own is not None or committed["mean"] is not None:
+                self.mean = committed["mean"]
+        elif self.summable is not own:
+            memory = self.summable.memory
+            self.replace(namespace(memory).zeros_like(memory) if left is None else left)
+
     def begin(self, size: Size) -> None:
         """Go on at a size, from the mean gradient that the dense steps showed."""
         mean = self.mean
         if mean is None:
             mean = np.zeros(math.prod(self.shape), np.float32)
-        self.size, self.exponent = size, exponent_of(mean)
-        self.summable = Summable.of(size.part(), times_power(mean, -self.exponent))
+        if self.mean is None and self.earlier is not None and size == self.size:
+            self.summable = self.earlier
+        else:
+            self.size, self.exponent = size, exponent_of(mean)
+            self.summable = Summable.of(size.part(), times_power(mean, -self.exponent))
         if self.owed is not None:
             self.replace(self.owed)
         self.mean = self.owed = self.earlier = self.proposed = None

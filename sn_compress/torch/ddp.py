@@ -40,6 +40,7 @@ from ..engine.feedback import ErrorFeedback
 from ..prediction.tuning import Tuner
 from ..sums.session import SharedExchange
 from .digests import digest
+from .outcomes import Outcomes
 from .under_ddp.collectives import Collectives
 from .under_ddp.given import Names, check_flag, check_scaler
 from .under_ddp.layout import Part as Part
@@ -60,8 +61,7 @@ class CompressionState:
     process_group : the group that DDP has, which None takes, too: with the first gradient, so where
         a state is loaded before, or saved, and DDP has a group of its own, it has to be said
     named_parameters : of the model, before or after DDP wraps it. Needed by state_dict only.
-    scaler : the GradScaler, if there is one. The memory then follows its scale, and a step that it
-        skips is taken back; costs a second copy of the memory.
+    scaler : the GradScaler, if there is one. The memory then follows its scale.
     find_unused_parameters : as DDP has it. On CUDA tensors it costs one wait for the device a
         bucket, to keep the memory of parameters that were not used; on the CPU it is always on.
     warn_after : steps of the optimizer without a call of the hook before UncalledWarning; 0: none
@@ -89,9 +89,10 @@ class CompressionState:
         self.process_group, self.collectives = process_group, Collectives(process_group)
         self.settings.refuse_overlap("torch's DistributedDataParallel")
         self.settings.refuse_wait("torch's DistributedDataParallel")
+        self.outcomes = Outcomes()
         self.engine = engine = Engine(
             self.settings, torch.get_num_threads(), stock="DDP", tuner=Tuner, scaler=scaler,
-            find_unused=find_unused_parameters,
+            outcomes=self.outcomes, find_unused=find_unused_parameters,
         )  # fmt: skip
         self.feedback, self.shared, self.traffic = engine.feedback, engine.shared, engine.traffic
         self.collectives.waiting = engine.seconds.waiting
@@ -141,7 +142,10 @@ class CompressionState:
 
     def parts(self, bucket: dist.GradBucket) -> list[Part]:
         """The parameters of a bucket in the order in which their gradients lie there."""
-        return parts_of([(self.names.of(each), each) for each in bucket.parameters()])
+        named = [(self.names.of(each), each) for each in bucket.parameters()]
+        for name, parameter in named:
+            self.outcomes.follow(name, parameter)
+        return parts_of(named)
 
     def rounds(
         self, flats: Sequence[tuple[torch.Tensor, Sequence[Part]]]
@@ -206,6 +210,8 @@ class CompressionState:
         first = self.model.static and not self._passed
         self._to_come = {id(it) for it, _ in self._trained()} if first else set()
         self.model.check_join()
+        # Outside of a backward pass DDP calls its hook for ranks that have joined.
+        self.outcomes.joined = torch._C._current_graph_task_id() < 0
         self.watch.begin_pass()
         self.waiting.clear()
         self.pending.clear()
@@ -275,6 +281,7 @@ class CompressionState:
             )
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
+        self.outcomes.look()
         state = engine_state.state_dict(self.engine, ranks=self.ranks, rank=self.rank)
         return saving.each(
             np.ndarray, torch.from_numpy, state | {"layout": layout_of(self.names.known())}

@@ -30,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..base.errors import CompressError
 from ..compression import Compression
 from .ddp import CompressionState, Part
+from .outcomes import Outcomes
 
 
 def compress_replicas(
@@ -106,6 +107,7 @@ def _hook(state: CompressionState, shards: _Shards) -> Callable[[torch.Tensor], 
     @torch.no_grad()
     def average(flat: torch.Tensor) -> None:
         parts = shards.parts(flat)
+        shards.follow(state.outcomes)
         # A rank with empty shards only has replicas that have none either.
         if shards.accumulate(flat, parts) and parts:
             for _ in state.rounds([(flat, parts)]):
@@ -191,6 +193,15 @@ class _Shards:
             found += [part] if part.elements else []
             start += self._padded[place]
         return found
+
+    def follow(self, outcomes: Outcomes) -> None:
+        """Before the first exchange of a pass, see what became of the last pass's gradients.
+
+        No sooner: FSDP2 adds to the shards' gradients behind the exchange only.
+        """
+        for name, it in zip(self._names, self._group.fsdp_params, strict=True):
+            outcomes.follow(name, it.sharded_param)
+        outcomes.reached()
 
     def accumulate(self, flat: torch.Tensor, parts: list[Part]) -> bool:
         """Whether to average now; with set_requires_all_reduce(False) gradients wait for a later.

@@ -292,7 +292,7 @@ def test_a_step_taken_back_behind_the_choice_is_chosen_again(disturbed):
     sessions = sessions_of(2)
     dense_step(sessions, gradients_of(rng, 2, shapes), shapes)
     for own in sessions:
-        own.settle()
+        own.commit()
     gradients = gradients_of(rng, 2, shapes)
     for turn in range(3):
         seen = {}
@@ -308,7 +308,7 @@ def test_a_step_taken_back_behind_the_choice_is_chosen_again(disturbed):
             if turn == 0:
                 own.undo()
             else:
-                own.settle()
+                own.commit()
 
 
 def test_a_saved_state_goes_on_with_the_sizes_agreed_on(disturbed):

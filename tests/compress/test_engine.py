@@ -201,6 +201,116 @@ def test_a_step_that_the_scaler_skips_is_taken_back(way):
     step(both, noise(5))  # and on it goes
 
 
+class Decided:
+    """What became of each tensor's last gradient, as the test says."""
+
+    def __init__(self, outcome):
+        self.outcome, self.of_last = outcome, []
+
+    def sent(self, names):
+        self.of_last = list(names)
+
+    def of(self, name):
+        return self.outcome
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_was_dropped_is_as_if_never_sent(way):
+    """Over one pass and over several that were held; what was applied stays."""
+    outcomes = Decided("applied")
+    both = engines(WAYS[way], outcomes=outcomes)
+
+    def left():
+        for engine in both:
+            engine.settle()
+        return [engine.residual(name) for engine in both for name in ("wide", "kernel", "count")]
+
+    for seed in range(4):
+        step(both, noise(seed))
+    before = left()
+    for held in (0, 2):
+        outcomes.outcome = "held"
+        for seed in range(held + 1):
+            step(both, noise(20 + seed))
+        assert np.abs(left()[0] - before[0]).max() > 0.1
+        outcomes.outcome = "dropped"
+        for found, kept in zip(left(), before, strict=True):
+            np.testing.assert_array_equal(found, kept)
+    assert outcomes.of_last == list(SHAPES)
+    outcomes.outcome = "applied"
+    values = noise(5)
+    means = [np.mean([own[name] for own in values], axis=0) for name in SHAPES]
+    before = [engine.residual("wide") for engine in both]
+    step(both, values)
+    after = [engine.residual("wide") for engine in both]
+    error = values[0]["wide"] + np.mean(after, axis=0) - np.mean(before, axis=0) - means[0]
+    assert np.abs(error).max() < 1e-4
+
+
+def test_a_mean_that_was_dropped_chooses_no_sizes():
+    """The dense step among coded ones is thrown away: sizes and directions stay."""
+    outcomes = Decided("applied")
+    both = engines(LowRankCompression.using(ratio=8, warmup=2, every=5), outcomes=outcomes)
+    for seed in range(6):
+        step(both, noise(seed))
+    sizes = {name: it.size for name, it in both[0].shared.tensors.items()}
+    states = [np.array(e.shared.tensors["wide"].summable.state["basis"]) for e in both]
+    left = [engine.residual("wide") for engine in both]
+    spoilt = [{n: np.float32(1e4) * np.sign(v) for n, v in own.items()} for own in noise(50)]
+    assert step(both, spoilt)[0]["dense"] == ["wide", "kernel", "count"]
+    outcomes.outcome = "dropped"
+    for engine, own in zip(both, left, strict=True):
+        engine.settle()
+        np.testing.assert_array_equal(engine.residual("wide"), own)
+    outcomes.outcome = "held"
+    step(both, noise(7))
+    outcomes.outcome = "dropped"
+    for engine, state, own in zip(both, states, left, strict=True):
+        engine.settle()
+        assert {name: it.size for name, it in engine.shared.tensors.items()} == sizes
+        np.testing.assert_array_equal(engine.shared.tensors["wide"].summable.state["basis"], state)
+        np.testing.assert_array_equal(engine.residual("wide"), own)
+
+
+def test_what_is_owed_comes_back_with_a_plain_gradient_that_was_dropped():
+    outcomes = Decided("applied")
+    both = engines(AutoCompression.using(warmup=1, ratio=8), outcomes=outcomes)
+    for engine in both:
+        engine.tuner = Chosen("shared")
+    for seed in range(4):
+        step(both, noise(seed))
+    left = both[0].residual("wide")
+    for engine in both:
+        engine.tuner = Chosen("plain")
+    for outcome in ("dropped", "dropped", "applied"):
+        step(both, noise(9))
+        outcomes.outcome = outcome
+        both[0].settle()
+        both[1].settle()
+        if outcome == "dropped":
+            np.testing.assert_array_equal(both[0].residual("wide"), left)
+    assert not both[0].remembers("wide")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_scaler_skips_what_was_not_applied(way):
+    """One scale for two optimizers: of the one that stepped nothing goes back."""
+    found = {}
+    for outcome in ("applied", "held", "unknown"):
+        scaler, outcomes = Scaler(), Decided("applied")
+        both = engines(WAYS[way], outcomes=outcomes, scaler=scaler)
+        for seed in range(4):
+            step(both, noise(seed))
+        before = both[0].residual("wide")
+        step(both, noise(4))
+        outcomes.outcome, scaler.scale = outcome, 4.0
+        for engine in both:
+            engine.settle()
+        found[outcome] = np.abs(2 * both[0].residual("wide") - before).max()
+    assert found["applied"] > 0.1
+    assert max(found["held"], found["unknown"]) < 1e-4
+
+
 def bits(values):
     return [own[name].tobytes() for own in values for name in SHAPES]
 

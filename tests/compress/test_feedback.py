@@ -375,16 +375,16 @@ def test_a_restart_keeps_what_it_is_given_and_nothing_else(backend, codec, befor
     feedback.encode("w", random(after, 2))
 
 
-def test_undo_leaves_alone_what_was_settled(backend):
+def test_abort_leaves_alone_what_was_committed(backend):
     feedback = ErrorFeedback(FFTCodec(theta=0.9))
     feedback.undoable = True
     feedback.encode("w", random(5000))
     before = feedback.residual("w")
-    feedback.settle()
-    feedback.undo()
+    feedback.commit()
+    feedback.abort()
     np.testing.assert_array_equal(feedback.residual("w"), before)
     feedback.encode("w", random(5000, 1))
-    feedback.undo()
+    feedback.abort()
     np.testing.assert_array_equal(feedback.residual("w"), before)
 
 

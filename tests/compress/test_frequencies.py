@@ -455,7 +455,7 @@ def begun(rng, ranks, frequencies=True):
             assert own.dense(name, shape)
             own.whole(name, sent[name])
             own.learn(name, sent[name])
-        own.settle()
+        own.commit()
     return sessions
 
 
@@ -482,7 +482,7 @@ def test_a_session_chooses_and_saves_and_goes_on_bit_by_bit():
             again = exchanged(resumed, gradients, 2)
             assert [bits(it) for it in again] == [bits(it) for it in both[0]]
         for own in (*sessions, *resumed):
-            own.settle()
+            own.commit()
     # Another number of ranks goes on with what these shared, and the mean of what they owe.
     states = [own.state_dict() for own in sessions]
     mean = {n: np.mean([own.residual(n) for own in sessions], axis=0) for n in SESSION}
@@ -505,6 +505,7 @@ def test_auto_compression_has_frequencies_and_low_rank_has_not():
 @pytest.mark.parametrize("graph", [False, True])
 def test_tensorflow_shares_every_bit(graph):
     tf = pytest.importorskip("tensorflow")
+    import sn_compress.tensorflow.nodes.namespace  # noqa: F401 - it makes tensors known
 
     rng, ranks = np.random.default_rng(12), 2
     bucket, _ = bucket_of((part_of(TORCH), part_of(KERAS)))

@@ -92,6 +92,21 @@ def test_a_dead_state_leaves_no_hook_behind(group):
     assert len(optimizer._global_optimizer_post_hooks) == before
 
 
+def test_followed_parameters_leave_no_hook_behind():
+    from torch.optim import optimizer
+
+    from sn_compress.torch.outcomes import Outcomes
+
+    before = len(optimizer._global_optimizer_post_hooks)
+    outcomes, model = Outcomes(), net()
+    for name, parameter in model.named_parameters():
+        outcomes.follow(name, parameter)
+    assert len(optimizer._global_optimizer_post_hooks) == before + 1
+    del outcomes
+    assert len(optimizer._global_optimizer_post_hooks) == before
+    model(torch.ones(4, 64)).sum().backward()
+
+
 @pytest.mark.parametrize("value", [-1, 1.5, True, None])
 def test_warn_after_is_a_number_of_steps(group, value):
     with pytest.raises(CompressError, match="whole number of steps"):

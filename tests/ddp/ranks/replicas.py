@@ -192,6 +192,32 @@ def parameters_may_have_no_gradient():
     train(frozen, range(4))
 
 
+def what_is_thrown_away_leaves_no_trace():
+    """A pass whose gradients are set to None or zero; and one that accumulates is applied."""
+    for compression in (LOW, FFTCompression.using(theta=0.9)):
+        found = {}
+        for way in ("never", "none", "zeros", "accumulates"):
+            model, state = ours(compression)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+            for step in range(7):
+                optimizer.zero_grad()
+                loss_of(model, step).backward()
+                if way == "accumulates":
+                    loss_of(model, step).backward()
+                optimizer.step()
+                if step >= 3 and way in ("none", "zeros"):
+                    optimizer.zero_grad()
+                    loss_of(model, 50 + step, side=step % 2).backward()
+                    optimizer.zero_grad(set_to_none=way == "none")
+            state.state_dict()
+            left = torch.from_numpy(state.exchange.residual("sides.0.weight"))
+            found[way] = {**whole(model), "left": left}
+        for name, value in found["never"].items():
+            for way in ("none", "zeros"):
+                assert torch.equal(found[way][name], value), (compression, way, name)
+        assert not torch.equal(found["accumulates"]["left"], found["never"]["left"])
+
+
 def resumed_run_is_bit_equal():
     straight, _ = ours(LOW)
     train(straight, range(12))
@@ -237,8 +263,8 @@ def bad_input_is_told():
 
 CASES = [
     low_rank_learns_as_plain_does, every_class_ends_with_the_same_bits, the_mean_is_that_of_torch,
-    passes_may_wait_for_the_average, parameters_may_have_no_gradient, resumed_run_is_bit_equal,
-    bad_input_is_told,
+    passes_may_wait_for_the_average, parameters_may_have_no_gradient,
+    what_is_thrown_away_leaves_no_trace, resumed_run_is_bit_equal, bad_input_is_told,
 ]  # fmt: skip
 
 if __name__ == "__main__":

@@ -1,0 +1,159 @@
+"""What became of exchanged gradients: applied by an optimizer, held in `.grad`, or dropped.
+
+torch announces every step of an optimizer. Before a backward pass adds to `.grad`, a gradient that
+was exchanged and not applied is either still in it, and this pass accumulates, or gone: a GAN's
+discriminator through which the generator's loss went, a step that the loop rejected or a loss
+scaler skipped. What compression left out of a dropped gradient must not be sent later.
+
+Each rank decides by itself: `.grad` holds the ranks' mean, so ranks that run one program decide
+alike. A parameter that no optimizer of torch has stepped so far is unknown, as where a loop updates
+it by hand, or an optimizer holds a copy in another precision: its gradients count as applied.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ..engine.engine import Outcome
+
+
+class _FoundInf:
+    """Whether a fused optimizer skipped its step; read when it is needed, as it waits."""
+
+    def __init__(self, flag: torch.Tensor) -> None:
+        self._flag = flag
+
+    @cached_property
+    def skipped(self) -> bool:
+        return bool(self._flag.item())
+
+
+@dataclass(eq=False)
+class _Parameter:
+    """One parameter, and what became of its last exchanged gradient.
+
+    known : whether an optimizer of torch has stepped it, ever
+    found_inf : of a fused optimizer whose step applied the gradient, or skipped it
+    """
+
+    parameter: torch.Tensor
+    known: bool = False
+    outcome: Outcome = "applied"
+    found_inf: _FoundInf | None = None
+
+    def settled(self) -> Outcome:
+        """What became of the gradient so far."""
+        if self.found_inf is not None and self.found_inf.skipped:
+            self.outcome = "held"
+        self.found_inf = None
+        return self.outcome if self.known else "unknown"
+
+
+class _Pass:
+    """A running backward pass, kept alive by autograd, which calls it at the end."""
+
+    over = False
+
+    def __call__(self) -> None:
+        self.over = True
+
+
+class Outcomes:
+    """Those of the parameters of one DDP or FSDP2 model, or optimizer of Horovod, by name.
+
+    Attributes
+    ----------
+    joined : the exchange is one of a Join, in which this rank has no data left: what became of the
+        gradient only the other ranks know, and mostly they apply it
+    """
+
+    def __init__(self) -> None:
+        self.joined = False
+        self._records: dict[str, _Parameter] = {}
+        self._by_id: dict[int, _Parameter] = {}
+        self._pass: weakref.ref[_Pass] | None = None
+
+    def follow(self, name: str, parameter: torch.Tensor) -> None:
+        """Take note of what happens to a parameter from now on."""
+        known = self._records.get(name)
+        if not self._records:
+            handle = register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self)))
+            weakref.finalize(self, handle.remove)
+        if known is not None:
+            if known.parameter is parameter:
+                return
+            self._by_id.pop(id(known.parameter), None)
+        self._records[name] = self._by_id[id(parameter)] = _Parameter(parameter)
+        if parameter.requires_grad:
+            # Before the gradient is added: after that, zeros cannot be told from what was held.
+            parameter.register_hook(partial(_reached, weakref.ref(self)))
+
+    def sent(self, names: Iterable[str]) -> None:
+        """See engine.Outcomes."""
+        for name in names:
+            if (record := self._records.get(name)) is not None:
+                record.outcome, record.found_inf = "applied" if self.joined else "held", None
+
+    def of(self, name: str) -> Outcome:
+        """See engine.Outcomes."""
+        record = self._records.get(name)
+        return "unknown" if record is None else record.settled()
+
+    def look(self) -> None:
+        """Between backward passes: which gradients were dropped."""
+        held = []
+        for record in self._records.values():
+            if record.settled() == "held":
+                if (gradient := record.parameter.grad) is None:
+                    record.outcome = "dropped"
+                else:
+                    held.append((record, getattr(gradient, "_local_tensor", gradient)))
+        # A wait for each device, where gradients accumulate over exchanges or are set to zero.
+        for device in {gradient.device for _, gradient in held}:
+            here = [pair for pair in held if pair[1].device == device]
+            counts = torch.stack([gradient.count_nonzero() for _, gradient in here]).tolist()
+            for (record, _), count in zip(here, counts, strict=True):
+                record.outcome = "held" if count else "dropped"
+
+    def reached(self) -> None:
+        """A backward pass is about to add to the gradient of a parameter."""
+        running = None if self._pass is None else self._pass()
+        # One inside of another, as of a reentrant checkpoint, is no new one. Autograd lets go of
+        # one that ends with an error.
+        if running is None or running.over:
+            running = _Pass()
+            self._pass = weakref.ref(running)
+            Variable._execution_engine.queue_callback(running)
+            self.look()
+
+    def stepped(self, optimizer: Any) -> None:
+        """An optimizer has made a step."""
+        # A fused one is called where the scaler skips, too, and looks itself.
+        flag = getattr(optimizer, "found_inf", None)
+        found_inf = _FoundInf(flag) if isinstance(flag, torch.Tensor) else None
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                record = self._by_id.get(id(parameter))
+                if record is None:
+                    continue
+                record.known = True
+                if record.outcome == "held" and parameter.grad is not None:
+                    record.outcome, record.found_inf = "applied", found_inf
+
+
+def _stepped(own: weakref.ref[Outcomes], optimizer: Any, *_: Any) -> None:
+    if (outcomes := own()) is not None:
+        outcomes.stepped(optimizer)
+
+
+def _reached(own: weakref.ref[Outcomes], _: torch.Tensor) -> None:
+    if (outcomes := own()) is not None:
+        outcomes.reached()
