@@ -45,11 +45,6 @@ class PlannedStep:
 
         self._run = tf.function(run, autograph=False, input_signature=specs)
 
-    @property
-    def graph(self) -> Any:
-        """The graph that the planned ops are in; made once, as for the first call."""
-        return self._run.get_concrete_function().graph
-
     def put_together(self) -> None:
         """Put the planned ops into a graph; the first call finds it there."""
         self._run.get_concrete_function()

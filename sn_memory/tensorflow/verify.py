@@ -57,13 +57,12 @@ def verify(model: Any, sample: Any) -> Verification:
     if isinstance(model, PlannedStep):
         plain = model.plain if hasattr(model.plain, "python_function") else tf.function(model.plain)
         runs: list[Callable[[], Any]] = [lambda: plain(*args), lambda: model(*args)]
-        whole, graphs = runs, [plain.get_concrete_function(*args).graph, model.graph]
+        whole = runs
     else:
         args = tf.nest.map_structure(as_tensor, args)
         models = (plain_model(model), model)
         steps = [model_step(it) for it in models]
         runs = [partial(it, *args) for it in steps]
-        graphs = [it.get_concrete_function(*args).graph for it in steps]
         whole = [partial(update_step(it), *args) for it in models]
     touched = record.traced.captured.variables.values() if record.traced else variables_of(model)
     variables = list({id(it): it for it in touched}.values())
@@ -73,13 +72,15 @@ def verify(model: Any, sample: Any) -> Verification:
         error = relative_error(expected, got, lambda: _nudged(whole[0], variables, unit), unit)
         unplanned, measured = (asked(run, variables) for run in runs)
         seconds = [min(_seconds(run, variables) for _ in range(2)) for run in runs]
-    # Blocks that no allocator's trace shows.
-    small = [small_bytes(it, main_device()) for it in graphs]
+    small = [0, 0]
     # What the step above was put together from.
     runs_it = record.running or record.programs[None]
     made: Any = runs_it.plan
     if isinstance(runs_it, LayerStep):
         base, peak_op = runs_it.base_bytes, made.peak_op
+        # Its own peak was counted with the blocks that no allocator's trace shows.
+        graphs = [it.get_concrete_function(*args).graph for it in steps]
+        small = [small_bytes(it, main_device()) for it in graphs]
     else:
         graph = runs_it.named.graph
         base = graph.base_bytes

@@ -77,10 +77,12 @@ def test_an_error_names_what_a_small_model_needs():
 def test_verify_counts_small_blocks():
     layers = [keras.layers.Dense(64, "gelu") for _ in range(4)]
     model, sample = keras.Sequential([keras.Input((64,)), *layers]), tf.ones((256, 64))
-    planned = rim.plan(model, sample, "80%", profile=False, progress=False)
+    planned = rim.plan(model, sample, "100%", backend="layers", progress=False)
     found = rim.verify(planned, sample)
-    assert abs(found.error) < 0.1, str(found)
-    assert found.unplanned_peak_bytes > found.measured_peak_bytes
+    resident = sum(it.numpy().nbytes for it in model.variables) + 256 * 64 * 4
+    # What enters each layer is kept, and what enters its GELU.
+    assert found.measured_peak_bytes > resident + 2 * 4 * 256 * 64 * 4
+    assert abs(found.error) < 0.05, str(found)
 
 
 class Part:

@@ -19,7 +19,7 @@ _PUT = {"TensorListPushBack": 1, "TensorListSetItem": 2}  # where the element is
 
 
 def small_bytes(graph: Any, device: str) -> int:
-    """Return the most bytes that a step holds at once in blocks too small for the trace.
+    """Return how much higher a step's peak is by blocks too small for the trace.
 
     Parameters
     ----------
@@ -33,14 +33,21 @@ def small_bytes(graph: Any, device: str) -> int:
     TraceError
         If a loop collects small blocks and its length is not known.
     """
-    return 0 if "GPU" in device else _Steps(undifferentiated(graph)).most()
+    if "GPU" in device:
+        return 0
+    captured = undifferentiated(graph)
+    return _Steps(captured, 0).most() - _Steps(captured, TRACED_BYTES).most()
 
 
 class _Steps:
-    """The ops of a graph, or of a loop's body, in order."""
+    """The ops of a graph, or of a loop's body, in order.
 
-    def __init__(self, captured: Captured) -> None:
+    least_bytes : of the blocks that count
+    """
+
+    def __init__(self, captured: Captured, least_bytes: int) -> None:
         self.captured, self.buffers = captured, Buffers(captured, inside=True)
+        self.least_bytes = least_bytes
         # Per list, how many elements it has.
         self.lengths: dict[int, int] = {}
 
@@ -53,16 +60,19 @@ class _Steps:
             node, inside = nodes[at], 0
             if self.buffers.is_view(at):
                 continue
-            made = {root[it]: self.small(it) for it in node.outputs if root[it] == it}
+            made = {it: self.size(it) for it in node.outputs if root[it] == it}
             if node.op.type in kernels.LOOPS:
-                parts = [_Steps(it) for it in bodies(node.op)]
+                parts = [_Steps(it, self.least_bytes) for it in bodies(node.op)]
                 inside = max((it.most() for it in parts), default=0)
                 if "While" in node.op.type:
                     made |= self.collected(node, parts[0])
             elif node.op.type == "TensorListFromTensor":
                 whole = self.captured.tensors[node.inputs[0]]
-                made[node.outputs[0]] = _of_list(whole)
-                self.lengths[node.outputs[0]] = whole.shape[0] or 0
+                length = (whole.shape[0] if whole.shape.rank else None) or 0
+                whole_bytes = kernels.nbytes(whole) or 0
+                counts = length and whole_bytes // length >= self.least_bytes
+                made[node.outputs[0]] = whole_bytes if counts else 0
+                self.lengths[node.outputs[0]] = length
             over = overwritten(at, node, self.buffers)
             if over is not None:
                 live -= sizes.pop(over, 0)
@@ -74,9 +84,10 @@ class _Steps:
             live -= sum(sizes.pop(it, 0) for it in ending.pop(at, ()))
         return most
 
-    def small(self, value: int) -> int:
+    def size(self, value: int) -> int:
+        """Return the bytes of a block, if it counts."""
         size = kernels.nbytes(self.captured.tensors[value]) or 0
-        return size if size < TRACED_BYTES else 0
+        return size if size >= self.least_bytes else 0
 
     def collected(self, node: Node, body: _Steps) -> dict[int, int]:
         """Return the bytes of the lists that a loop fills."""
@@ -88,14 +99,19 @@ class _Steps:
                 continue
             # Lists share elements: what comes in was made, and perhaps put, by the pass before.
             element = body.as_made(element)
-            size = 0 if element in counted else body.small(element)
+            size = 0 if element in counted else body.size(element)
             counted.add(element)
+            self.lengths[value] = self.passes(node)
             if body.buffers.producer.get(element) is None or not size:
-                self.lengths[value] = 0
                 continue
-            passes = self.passes(node)
-            self.lengths[value] = passes
-            made[value] = passes * size
+            if not self.lengths[value]:
+                raise TraceError(
+                    f"the loop {node.op.name!r} collects blocks in a list and its length is not "
+                    f"known, so those of less than {TRACED_BYTES >> 10} KiB, which no allocator "
+                    "counts on a CPU, cannot be counted. Give it maximum_iterations, or plan where "
+                    "the model trains on a GPU."
+                )
+            made[value] = self.lengths[value] * size
         return made
 
     def put(self, value: int) -> int | None:
@@ -114,23 +130,9 @@ class _Steps:
         return self.buffers.root[self.captured.outputs[place]]
 
     def passes(self, node: Node) -> int:
-        """Return how often the body of a loop runs at most."""
+        """Return how often the body of a loop runs at most; 0 if that is not known."""
         limit = kernels.constant(node.op.inputs[1])
         if limit is not None and limit.ndim == 0 and limit > 0:
             return int(limit)
         # The gradient of a loop takes from lists what the passes of the loop have put there.
-        found = max((self.lengths.get(self.buffers.root[it], 0) for it in node.inputs), default=0)
-        if not found:
-            raise TraceError(
-                f"the loop {node.op.name!r} collects blocks of less than {TRACED_BYTES >> 10} KiB, "
-                "which no allocator counts on a CPU, and its length is not known. Give it "
-                "maximum_iterations, or plan where the model trains on a GPU."
-            )
-        return found
-
-
-def _of_list(whole: Any) -> int:
-    """Return the bytes of a list made of the rows of a tensor, if a row is small."""
-    size = kernels.nbytes(whole)
-    count = whole.shape[0] if whole.shape.rank else None
-    return size if size and count and size // count < TRACED_BYTES else 0
+        return max((self.lengths.get(self.buffers.root[it], 0) for it in node.inputs), default=0)
