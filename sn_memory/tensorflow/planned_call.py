@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 from keras.src.backend.common.stateless_scope import in_stateless_scope  # has no public name
+from tensorflow.python.eager import record as tapes  # whether one is around
 from tensorflow.python.framework import ops as framework_ops
 from tensorflow.python.ops import control_flow_util
 
@@ -104,6 +105,32 @@ class PlannedCall:
         return ""
 
 
+def _first_only(gradients: list[Any], made_of: list[Any]) -> list[Any]:
+    """Return gradients that raise TraceError where a tape around asks for theirs.
+
+    made_of : what they would have gradients by; the ops of a plan have none
+    """
+    sources = [it for it in made_of if it is not None]
+
+    @tf.custom_gradient
+    def first(*tensors: Any) -> Any:
+        def again(*_: Any) -> Any:
+            raise as_it_is(
+                TraceError(
+                    "gradients of gradients are asked for (a gradient penalty, a Hessian-vector "
+                    "product) of a planned model, whose ops have first derivatives only. Plan it "
+                    "with backend='layers', or the whole step: sn_memory.tensorflow.plan_step."
+                )
+            )
+
+        return [tf.identity(it) for it in tensors[len(sources) :]], again
+
+    there = [it for it in gradients if it is not None]
+    results = first(*sources, *there) if there else []
+    made = iter(results if isinstance(results, list | tuple) else [results])
+    return [None if it is None else next(made) for it in gradients]
+
+
 def _differentiable(program: Program, given: list[Any], variables: Sequence[Any]) -> list[Any]:
     """Put the planned passes into the graph; the tape sees one op with one gradient."""
     captured = program.captured
@@ -131,11 +158,15 @@ def _differentiable(program: Program, given: list[Any], variables: Sequence[Any]
             found = iter(made)
             for name in registered:
                 framework_ops.gradient_registry._registry.pop(name, None)
-            return [next(found) if there else None for there in program.has_gradient]
+            gradients = [next(found) if there else None for there in program.has_gradient]
+            if tapes.could_possibly_record():
+                gradients = _first_only(gradients, [*read, *given])
+            return gradients
 
         return outs, backward
 
-    results = passes(*[tf.convert_to_tensor(it) for it in wanted])
+    read = [tf.convert_to_tensor(it) for it in wanted]
+    results = passes(*read)
     found = list(results) if isinstance(results, list | tuple) else [results]
     registered += {it.op.get_attr("_gradient_op_type").decode() for it in found}
     return found

@@ -97,7 +97,7 @@ def _backward(
     with tf.control_dependencies(arrived), scope, _in_force(settings):
         sources = [tf.identity(it) for it in tensors]
         wanted = [it for it in sources if it.dtype.is_floating]
-        values = [scope.reads.value(it) for it in weights]
+        values = [scope.recorded(it) for it in weights]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch([*wanted, *values])
             with _no_reads():
@@ -175,9 +175,29 @@ class _AsRead(keras.StatelessScope):  # type: ignore[misc]
     def __init__(self, before: list[tuple[Any, Any]], reads: _Reads) -> None:
         super().__init__(before)
         self.reads = reads
+        # Per variable, what stands for it in a second run that another tape watches.
+        self.watched: dict[int, Any] = {}
+
+    def recorded(self, variable: Any) -> Any:
+        """Return what was read from a variable of TensorFlow, as a read that tapes see.
+
+        Those around the backward pass, as where a gradient is part of the loss, saw none: the first
+        run is hidden from tapes.
+        """
+        value = self.reads.value(variable)
+        if record.could_possibly_record():
+            with record.stop_recording():
+                value = tf.identity(value)
+            record.record_operation(
+                READS, [value], [variable.handle], lambda it: [it], lambda it: [it]
+            )
+            self.watched[id(variable)] = value
+        return value
 
     def get_current_value(self, variable: Any) -> Any:
         found = super().get_current_value(variable)
+        if found is None:
+            found = self.watched.get(id(variable._value))
         return self.reads.value(variable._value) if found is None else found
 
 
