@@ -62,6 +62,46 @@ def _recurrent(
     return make
 
 
+def conv_lstm(scale: int) -> Case:
+    """Return two recurrent layers whose cells are convolutions."""
+    layers = [
+        keras.layers.ConvLSTM2D(16, 3, padding="same", return_sequences=not last)
+        for last in (False, True)
+    ]
+    ends = [keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(CLASSES)]
+    model = keras.Sequential([keras.Input((4, 16 * scale, 16 * scale, 3)), *layers, *ends])
+    shape = (16, 4, 16 * scale, 16 * scale, 3)
+    return Case(model, tf.random.stateless_normal(shape, (1, 2)))
+
+
+def mixed(scale: int) -> Case:
+    """Return a convolutional network that computes in bfloat16."""
+    before = keras.mixed_precision.global_policy()
+    keras.mixed_precision.set_global_policy("mixed_bfloat16")
+    try:
+        x = start = keras.Input((32 * scale, 32 * scale, 3))
+        for width in (32, 32, 64, 64):
+            x = keras.layers.Conv2D(width, 3, padding="same")(x)
+            x = keras.layers.Activation("relu")(keras.layers.BatchNormalization()(x))
+        x = keras.layers.Dense(CLASSES, dtype="float32")(keras.layers.GlobalAveragePooling2D()(x))
+    finally:
+        keras.mixed_precision.set_global_policy(before)
+    return Case(keras.Model(start, x), _images(16, 32 * scale))
+
+
+def several_outputs(scale: int) -> Case:
+    """Return dense layers with three heads, two at the end and one in the middle."""
+    x = start = keras.Input((128,))
+    middle = None
+    for place in range(6):
+        x = keras.layers.Dense(128 * scale, "gelu")(x)
+        middle = x if place == 2 else middle
+    heads = {"a": keras.layers.Dense(128, "gelu")(x), "b": keras.layers.Dense(CLASSES)(x)}
+    heads["c"] = keras.layers.Dense(CLASSES)(middle)
+    sample = tf.random.stateless_normal((1024, 128), (1, 2))
+    return Case(keras.Model(start, heads), sample)
+
+
 def _block(x: Any, width: int, place: int) -> Any:
     normal = keras.layers.LayerNormalization()(x)
     attend = keras.layers.MultiHeadAttention(4, width // 4, dropout=0.1, seed=place)
@@ -133,6 +173,9 @@ BUILDERS: dict[str, Callable[[int], Case]] = {
     "GRU": _recurrent("GRU"),
     "SimpleRNN": _recurrent("SimpleRNN"),
     "Bidirectional LSTM": _recurrent("LSTM", both_ways=True),
+    "ConvLSTM": conv_lstm,
+    "mixed precision": mixed,
+    "several outputs": several_outputs,
     "subclassed": _subclassed(Subclassed),
     "subclassed, rows by value": _subclassed(Selecting),
 }

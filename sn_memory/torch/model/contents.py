@@ -11,7 +11,8 @@ from collections.abc import Hashable, Mapping, Set
 from typing import Any
 
 import torch
-from torch.nn.modules import module as torch_module
+
+from .marks import HOOKS
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (Mapping, list, tuple, Set, deque)
@@ -20,16 +21,6 @@ _DEPTH = 6
 _LARGE = 1000
 # torch's own notes in a module: tensors, modules, hooks, and of what kind these are.
 OF_TORCH = frozenset(torch.nn.Module().__dict__) - {"training"}
-HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-)
-# Those that torch calls around every module (`register_module_forward_hook` and its like).
-GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
-    getattr(torch_module, f"_global{slot}") for slot in HOOKS
-)
 
 
 def plain(value: Any) -> Hashable:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from .contents import GLOBAL_HOOKS, OF_TORCH, contents, hooks, plain
+from .contents import OF_TORCH, contents, hooks, plain
 from .guard import casting
 from .kind import Kind
-from .marks import Marks
+from .marks import GLOBAL_HOOKS, Marks
 from .reads import not_read
 from .sharded import is_elsewhere
 

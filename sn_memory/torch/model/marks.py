@@ -20,10 +20,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
-
-from .contents import GLOBAL_HOOKS, HOOKS
 
 # Objects within objects are followed so far; a configuration has two or three levels.
 _DEPTH = 6
@@ -33,6 +32,16 @@ _OPAQUE = (
 )
 _GROUPS = (list, deque, set, dict)
 _THEIRS = ("torch", "numpy", "builtins", "collections", "sn_memory", "sn_compress")
+HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+# Those that torch calls around every module (`register_module_forward_hook` and its like).
+GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
+    getattr(torch_module, f"_global{slot}") for slot in HOOKS
+)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 

@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ...base.native import core
-from .contents import GLOBAL_HOOKS, HOOKS, OF_TORCH, PLAIN, contents, plain
+from .contents import OF_TORCH, PLAIN, contents, plain
 from .guard import casting
 from .kind import Kind
 from .kinds import Arguments, form_of_leaf, kind_of
+from .marks import GLOBAL_HOOKS, HOOKS
 
 # So many inputs of other forms are known at a glance.
 _INPUTS = 256
