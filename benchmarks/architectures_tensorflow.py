@@ -74,6 +74,18 @@ def conv_lstm(scale: int) -> Case:
     return Case(model, tf.random.stateless_normal(shape, (1, 2)))
 
 
+def stateful(scale: int) -> Case:
+    """Return recurrent layers whose last states are the first of the next step."""
+    batch, units, length = 512 * scale, 128 // scale, 8 * scale
+    layers = [
+        keras.layers.GRU(units, return_sequences=not last, stateful=True)
+        for last in (False, False, True)
+    ]
+    start = keras.Input(batch_shape=(batch, length, 64))
+    model = keras.Sequential([start, *layers, keras.layers.Dense(CLASSES)])
+    return Case(model, tf.random.stateless_normal((batch, length, 64), (1, 2)))
+
+
 def mixed(scale: int) -> Case:
     """Return a convolutional network that computes in bfloat16."""
     before = keras.mixed_precision.global_policy()
@@ -174,6 +186,7 @@ BUILDERS: dict[str, Callable[[int], Case]] = {
     "SimpleRNN": _recurrent("SimpleRNN"),
     "Bidirectional LSTM": _recurrent("LSTM", both_ways=True),
     "ConvLSTM": conv_lstm,
+    "GRU, stateful": stateful,
     "mixed precision": mixed,
     "several outputs": several_outputs,
     "subclassed": _subclassed(Subclassed),
