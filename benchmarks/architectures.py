@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +30,13 @@ class Architecture:
         Makes it, in training.
     sample
         Makes an input, as keyword arguments; tensors in it are drawn anew each time.
+    around
+        What its forward pass runs in, as autocast; it is planned in it as well.
     """
 
     model: Callable[[], nn.Module]
     sample: Callable[[], Sample]
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 def loss_of(outputs: Any) -> torch.Tensor:

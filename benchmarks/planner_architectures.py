@@ -3,14 +3,14 @@
     OMP_NUM_THREADS=1 python benchmarks/planner_architectures.py [--json FILE] [--only NAME ...]
         [--resume] [--quick]
 
-Each network of architectures.py is planned by each back end, `compile` with its eager compiler. The
-budget is what the model's own step takes with `torch.utils.checkpoint` around its blocks, as its
-library switches it on; as that drops the cache of keys and values, so do the others. For a network
-without such a switch, and where it saves nothing, the budget is parameters, gradients, buffers and
-input, and SHARE of what the step holds beside them. Then it is trained one step, with the plan and
-without, from the same state on other values than the sample's: loss and gradients are compared bit
-by bit. `sn_memory.torch.verify` gives the peaks. `plan_s` and the `step_s` are CPU seconds on one
-thread, those of steps the median of steps that take turns.
+Each network of architectures.py and architectures_more.py is planned by each back end, `compile`
+with its eager compiler. The budget is what the model's own step takes with `torch.utils.checkpoint`
+around its blocks, as its library switches it on; as that drops the cache of keys and values, so do
+the others. For a network without such a switch, and where it saves nothing, the budget is
+parameters, gradients, buffers and input, and SHARE of what the step holds beside them. Then it is
+trained one step, with the plan and without, from the same state on other values than the sample's:
+loss and gradients are compared bit by bit. `sn_memory.torch.verify` gives the peaks. `plan_s` and
+the `step_s` are CPU seconds on one thread, those of steps the median of steps that take turns.
 
 `chosen` is what carries the plan out; `refused` means that `plan` raised, and `reason` is what it
 said; `crashed` that the process ended otherwise. `fake` counts the fake tensors that were left in
@@ -31,8 +31,9 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ import numpy as np
 import torch
 from accuracy import save
 from architectures import ARCHITECTURES, Sample, loss_of
+from architectures_more import MORE
 from machine import commit, machine
 from tables import markdown
 from torch._subclasses.fake_tensor import FakeTensor
@@ -56,6 +58,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "torch_memory.md"
 MARKS = ("<!-- architectures:start -->", "<!-- architectures:end -->")
 RESULTS = ROOT / "benchmarks" / "results" / "planner_architectures.json"
+ALL = ARCHITECTURES | MORE
+Around = Callable[[], AbstractContextManager[Any]]
 BACKENDS = ("graph", "modules", "compile")
 SHARE = 0.7
 STEPS = 9
@@ -69,24 +73,29 @@ def seed(number: int) -> None:
     random.seed(number)
 
 
-def trained(model: torch.nn.Module, sample: Sample) -> dict[str, torch.Tensor | None]:
+def trained(
+    model: torch.nn.Module, sample: Sample, around: Around
+) -> dict[str, torch.Tensor | None]:
     """Train one step as users do; return the loss, the gradients and the buffers."""
     model.zero_grad(set_to_none=True)
     seed(2)
-    loss = loss_of(model(**sample))
+    with around():
+        loss = loss_of(model(**sample))
     loss.backward()
     found: dict[str, torch.Tensor | None] = {"loss": loss.detach()}
     found |= {f"gradient of {name}": it.grad for name, it in model.named_parameters()}
     return found | {f"buffer {name}": it.clone() for name, it in model.named_buffers()}
 
 
-def budget_of(model: torch.nn.Module, sample: Sample, share: float) -> tuple[int, int]:
+def budget_of(
+    model: torch.nn.Module, sample: Sample, share: float, around: Around
+) -> tuple[int, int]:
     """Return the peak of the model's own step, and SHARE of its activations with all the rest."""
     tensors = [*model.parameters(), *model.buffers()]
     tensors += [it for it in sample.values() if isinstance(it, torch.Tensor)]
     fixed = sum(it.nbytes for it in tensors)
     fixed += sum(it.nbytes for it in model.parameters() if it.requires_grad)
-    with put_back(model, sample):
+    with put_back(model, sample), around():
         whole = run_step(model, model, ((), sample), loss=loss_of).peak_bytes
     return whole, fixed + int(share * (whole - fixed))
 
@@ -94,7 +103,7 @@ def budget_of(model: torch.nn.Module, sample: Sample, share: float) -> tuple[int
 def built(name: str, *, cache: bool = True) -> torch.nn.Module:
     """Return an architecture, the same each time; without its cache of keys and values if asked."""
     seed(0)
-    model = ARCHITECTURES[name].model()
+    model = ALL[name].model()
     config = getattr(model, "config", None)
     if not cache and hasattr(config, "use_cache"):
         config.use_cache = False
@@ -113,7 +122,9 @@ def checkpointed(name: str) -> torch.nn.Module | None:
     return model
 
 
-def step_seconds(models: list[torch.nn.Module], sample: Sample, steps: int) -> list[float]:
+def step_seconds(
+    models: list[torch.nn.Module], sample: Sample, steps: int, around: Around
+) -> list[float]:
     """CPU seconds of a training step of each model, the median of steps that take turns."""
     taken: list[list[float]] = [[] for _ in models]
     # The first steps make what later ones have: buffers, functions, states of kernels.
@@ -122,7 +133,9 @@ def step_seconds(models: list[torch.nn.Module], sample: Sample, steps: int) -> l
             model.zero_grad(set_to_none=True)
             seed(2)
             began = time.process_time()
-            loss_of(model(**sample)).backward()
+            with around():
+                loss = loss_of(model(**sample))
+            loss.backward()
             if step >= 2:
                 runs.append(time.process_time() - began)
     return [statistics.median(runs) for runs in taken]
@@ -160,8 +173,9 @@ def row_of(
     settings
         Of `plan`.
     """
-    model, sample = built(name, cache=cache), ARCHITECTURES[name].sample()
-    whole, share = budget_of(model, sample, SHARE)
+    model, sample = built(name, cache=cache), ALL[name].sample()
+    around = ALL[name].around
+    whole, share = budget_of(model, sample, SHARE, around)
     budget = budget or share
     row = {
         "architecture": name,
@@ -173,19 +187,26 @@ def row_of(
         warnings.simplefilter("always", PlanWarning)
         began = time.process_time()
         try:
-            planned = sn_memory.torch.plan(model, sample, budget, backend=backend, **settings)
+            with around():
+                planned = sn_memory.torch.plan(model, sample, budget, backend=backend, **settings)
         except (BudgetError, sn_memory.torch.TraceError) as error:
             reasons = [*_plan_warnings(said), f"{type(error).__name__}: {error}"]
             return row | {"chosen": "refused", "reason": _short(" ".join(reasons))}
         plan_s = time.process_time() - began
-        verified = sn_memory.torch.verify(planned, sample, loss=loss_of)
-        other, state = ARCHITECTURES[name].sample(), copy.deepcopy(model.state_dict())
-        expected = trained(model, other)
+        with around():
+            verified = sn_memory.torch.verify(planned, sample, loss=loss_of)
+        other, state = ALL[name].sample(), copy.deepcopy(model.state_dict())
+        expected = trained(model, other, around)
         model.load_state_dict(state)
-        got = trained(planned, other)
+        got = trained(planned, other, around)
         different = differences(expected, got)
         # With gradients in place another plan would be made.
         planned.zero_grad(set_to_none=True)
+        with around():
+            results = [*got.values(), *tensors_of(planned(**other), model)]
+        fake = fake_tensors(planned, results)
+        # What they hang on waits for a backward pass.
+        del results
         row |= {
             "chosen": planned.sn_memory.backend,
             "plan_s": round(plan_s, 2),
@@ -194,12 +215,12 @@ def row_of(
             "different": len(different),
             "of": len(expected),
             "difference": max(different.values(), default=0.0),
-            "fake": fake_tensors(planned, [*got.values(), *tensors_of(planned(**other), model)]),
+            "fake": fake,
         }
         if steps:
             wrapped = checkpointed(name)
             models = [model, planned] if wrapped is None else [model, planned, wrapped]
-            taken = step_seconds(models, sample, steps)
+            taken = step_seconds(models, sample, steps, around)
             names = ("plain", "planned", "checkpoint")
             row |= {
                 f"{it}_step_s": round(found, 6) for it, found in zip(names, taken, strict=False)
@@ -213,9 +234,10 @@ def rows_of(name: str, **settings: Any) -> Iterator[dict[str, Any]]:
     least: int | None = None
     budget: int | None = None
     if wrapped is not None:
-        sample = ARCHITECTURES[name].sample()
-        least, _ = budget_of(wrapped, sample, SHARE)
-        own, _ = budget_of(built(name, cache=False), sample, SHARE)
+        sample = ALL[name].sample()
+        around = ALL[name].around
+        least, _ = budget_of(wrapped, sample, SHARE, around)
+        own, _ = budget_of(built(name, cache=False), sample, SHARE, around)
         budget = least if least < own else None
     for backend in BACKENDS:
         more = {"compiler": "eager"} if backend == "compile" else {}
@@ -296,10 +318,10 @@ def main() -> None:
     """Read the command line; make the rows, or those of one architecture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", type=Path, default=RESULTS)
-    parser.add_argument("--only", nargs="+", choices=list(ARCHITECTURES), default=[])
+    parser.add_argument("--only", nargs="+", choices=list(ALL), default=[])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--rows", choices=list(ARCHITECTURES), help="these alone, as JSON")
+    parser.add_argument("--rows", choices=list(ALL), help="these alone, as JSON")
     args = parser.parse_args()
     if args.rows:
         for library in ("transformers", "diffusers"):
@@ -314,7 +336,7 @@ def main() -> None:
     found = {(it["architecture"], it["backend"]): it for it in kept}
     missing = [
         name
-        for name in args.only or ARCHITECTURES
+        for name in args.only or ALL
         if args.only or any((name, backend) not in found for backend in BACKENDS)
     ]
     with ThreadPoolExecutor(2) as pool:
@@ -322,7 +344,7 @@ def main() -> None:
             for row in rows:
                 found[row["architecture"], row["backend"]] = row | about
                 print(table([row]).splitlines()[-1], row["reason"][:300], flush=True)
-            order = ((name, backend) for name in ARCHITECTURES for backend in BACKENDS)
+            order = ((name, backend) for name in ALL for backend in BACKENDS)
             save(args.json, [found[key] for key in order if key in found])
     if args.json == RESULTS:
         write_page(json.loads(RESULTS.read_text()))
