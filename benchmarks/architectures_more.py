@@ -9,6 +9,7 @@ directions, and of sequences of several lengths; mixed precision by each of its 
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -108,15 +109,15 @@ class Cells(nn.Module):
         return self.head(torch.stack(states, 1))
 
 
-class Inside(nn.Module):
-    """Autocast inside the forward pass, its loss outside of it."""
+class Precision(nn.Module):
+    """Blocks and their loss, which is float32; autocast inside, around the blocks, if asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, inside: bool) -> None:
         super().__init__()
-        self.net = Blocks()
+        self.net, self.inside = Blocks(), inside
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16) if self.inside else nullcontext():
             x = self.net(x)
         return x.float().square().mean()
 
@@ -262,9 +263,10 @@ MORE: dict[str, Architecture] = {
     "orthogonal": Architecture(lambda: Blocks(parametrizations.orthogonal), _rows),
     "LSTM, packed": Architecture(Packed, _rows),
     "GRU, by cells": Architecture(Cells, _rows),
-    "autocast inside": Architecture(Inside, _rows),
-    "autocast outside": Architecture(Blocks, _rows, _autocast),
+    "autocast inside": Architecture(lambda: Precision(inside=True), _rows),
+    "autocast outside": Architecture(lambda: Precision(inside=False), _rows, _autocast),
     "bfloat16": Architecture(
-        lambda: Blocks().bfloat16(), lambda: {"x": torch.randn(16, 12, WIDTH).bfloat16()}
+        lambda: Precision(inside=False).bfloat16(),
+        lambda: {"x": torch.randn(16, 12, WIDTH).bfloat16()},
     ),
 }

@@ -22,13 +22,17 @@ BY_MODULES = {
     "GAT": "nonzero",
 }
 # No plan keeps the budget, and the error says what was tried.
-REFUSED = {"GCN": "BudgetError: run again module by module"}
+REFUSED = {
+    "GCN": "BudgetError: run again module by module",
+    "weight_norm, old": "the forward pass sets blocks.0.1.weight",
+}
 # Equal but for rounding: sums of gradients are taken in another order.
 ROUNDED = {"CLIP"}
 BY_GRAPH = (
     *("GPT-2", "Llama", "Qwen3", "Mistral", "Mixtral", "BERT", "RoBERTa", "T5", "BART"),
     *("ViT", "Swin"),
     *("Whisper", "CLIP", "Mamba", "UNet2DCondition", "DiT", "LoRA", "LSTM", "GRU", "GraphSAGE"),
+    *("DINOv2", "Momentum encoder", "weight_norm, new", "autocast outside"),
 )
 
 # Where it reaches the budget, the planner that runs most again, as it is the quickest.
