@@ -254,8 +254,8 @@ def _plan_warnings(said: list[warnings.WarningMessage]) -> list[str]:
 
 
 def _short(text: str) -> str:
-    """Leave out where libraries are installed."""
-    return re.sub(r"[^\s(]*site-packages/", "", " ".join(text.split()))
+    """Leave out where libraries and this project are installed."""
+    return re.sub(r"[^\s(]*site-packages/", "", " ".join(text.split()).replace(f"{ROOT}/", ""))
 
 
 def in_a_process(name: str, quick: bool) -> list[dict[str, Any]]:
