@@ -216,14 +216,24 @@ class Auto:
         """Return the error that says what the smallest peak is, as far as it can be found."""
         # After a front of budgets, those after the first have no part of the time left for this.
         end = max(self.end, now() + self.limit_s * TO_REFUSE)
-        self.search.deadline = self.search.end = end
         floor, op = self.floor[0], self.graph.ops[self.floor[1]].name
+        before = len(self.plans)
         if self.search.recompute:
             self.from_policies(floor, (now() + end) / 2)
-        ended = self.shrink(max(budget_bytes, floor)) and not self.cut
-        smallest = self.search.archive.smallest()
-        found = self.emitted(self.search.archive.equipped(smallest, smallest.peak_bytes), None)
-        least = min([found, *self.plans], key=lambda plan: (plan.peak_bytes, plan.seconds))
+        # What it names is found again when it is asked for: nothing below depends on this budget,
+        # nor on what the search for it has found.
+        search = Search(
+            self.search.shape,
+            offload=self.search.offload,
+            recompute=self.search.recompute,
+            deadline=end,
+        )
+        search.end = end
+        ended = self.shrink(search, floor) and not self.cut
+        smallest = search.archive.smallest()
+        found = self.emitted(search.archive.equipped(smallest, smallest.peak_bytes), None)
+        self.plans.append(found)
+        least = min(self.plans[before:], key=lambda plan: (plan.peak_bytes, plan.seconds))
         size, name = least.peak_bytes, self.peak_op(least)
         if self.small and not self.search.offload:
             floor, op = size, name
@@ -244,16 +254,14 @@ class Auto:
         later = (action.target for action in plan.actions[first:] if action.kind == "run")
         return next(later, self.graph.ops[-1].name)
 
-    def shrink(self, low: int) -> bool:
+    def shrink(self, search: Search, low: int) -> bool:
         """Look for plans of ever smaller peaks; whether this ended by itself, not by the clock."""
-        high, least = min(item.peak_bytes for item in self.search.archive.items), low
+        high = min(item.peak_bytes for item in search.archive.items)
         while self.small and high > low:
             middle = (low + high) // 2
             before = len(self.plans)
-            self.exactly(middle, self.search.deadline)
+            self.exactly(middle, search.deadline)
             low, high = (low, middle) if len(self.plans) > before else (middle + 1, high)
-        if not self.small:
-            self.search.least(least)
-        elif self.search.offload:
-            self.search.least(self.floor[0])
-        return not self.search.late
+        if not self.small or search.offload:
+            search.least(self.floor[0])
+        return not search.late

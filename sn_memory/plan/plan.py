@@ -248,9 +248,12 @@ def _read_decision(data: object, where: str) -> Decision:
     return decision
 
 
-def budget_line(budget_bytes: int) -> str:
-    """Return the words of an error for a budget, with a hint where percent were meant."""
-    meant = f', for percent pass "{budget_bytes}%"' if 0 < budget_bytes <= 100 else ""
+def budget_line(budget_bytes: int, peak_bytes: int) -> str:
+    """Return the words of an error for a budget, with a hint where percent were meant.
+
+    peak_bytes : the smallest that can be had
+    """
+    meant = f', for percent pass "{budget_bytes}%"' if 0 < budget_bytes <= 100 < peak_bytes else ""
     return f"budget is {show_bytes(budget_bytes)}{meant}"
 
 

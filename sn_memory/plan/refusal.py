@@ -57,7 +57,7 @@ def refused(
             f"{show_bytes(graph.base_bytes)} alone"
         )
     error.args = (
-        f"{text}. The {budget_line(budget_bytes)}. The nearest that can be had is "
+        f"{text}. The {budget_line(budget_bytes, plan.peak_bytes)}. The nearest that can be had is "
         f"{plan.peak_bytes} bytes{share}, with the plan that this error carries. Raise the budget, "
         f"or {instead}.",
     )

@@ -140,9 +140,9 @@ def fewest_again(
         share = f', or "{percent}%" of the unplanned peak' if percent else ""
         raise BudgetError(
             f"{how}, the model needs {show_bytes(smallest.peak_bytes)} on the "
-            f"sample; the {budget_line(budget_bytes)}. The nearest that can be had is "
-            f"{smallest.peak_bytes} bytes{share}. Raise the budget, make the batch smaller, or "
-            "change the model so that it can be traced.",
+            f"sample; the {budget_line(budget_bytes, smallest.peak_bytes)}. The nearest that can "
+            f"be had is {smallest.peak_bytes} bytes{share}. Raise the budget, make the batch "
+            "smaller, or change the model so that it can be traced.",
             peak_bytes=smallest.peak_bytes,
             budget_bytes=budget_bytes,
             op=smallest.peak_op,

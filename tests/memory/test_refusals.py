@@ -1,7 +1,7 @@
 """What BudgetError says: where the peak is, which budget can be had, and the plan for it."""
 
 import pytest
-from random_graphs import compressible, training_chain
+from random_graphs import compressible, random_graph, training_chain
 
 from sn_memory import BudgetError, Graph, Op, Storage, check_plan, plan_graph
 from sn_memory.graph.liveness import peak
@@ -81,3 +81,19 @@ def test_modules_are_told_from_names_and_from_what_is_read():
     found = [module_of(graph, op.name) for op in ops]
     assert found == ["conv1", "block.relu", "", "block.relu", "conv1", "model/dense"]
     assert module_of(graph, "no op of it") == ""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_a_refusal_names_is_planned_whatever_was_asked_for_before(seed):
+    graph = random_graph(seed, most_ops=40)
+    named = set()
+    for part in (0.0, 0.6, 0.95):
+        budget = graph.base_bytes + int(part * (peak(graph).bytes - graph.base_bytes))
+        try:
+            plan_graph(graph, budget, deterministic=True)
+        except BudgetError as error:
+            named.add(error.peak_bytes)
+    # One smallest peak, whatever the budget was: what is named is found again.
+    assert len(named) <= 1
+    for size in named:
+        assert plan_graph(graph, size, deterministic=True).peak_bytes <= size

@@ -345,6 +345,9 @@ class Search:
     @cached_property
     def chain(self) -> Chain:
         """The blocks of the graph and their table, made at first need."""
+        ops = len(self.shape.graph.ops)
+        note = f"tables for the blocks of {ops} ops, which takes the square of their number"
+        say("search", now() - self.began, self.deadline - self.began, note)
         half = now() + (self.deadline - now()) / 2
         most = self.archive.items[0].peak_bytes
         return Chain(self.shape, most, deadline=half, end=self.deadline)

@@ -267,7 +267,7 @@ def _refused(smallest: Found, whole: int, held: int, budget_bytes: int) -> Budge
     share = f', or "{percent}%" of the peak without a policy' if percent else ""
     return BudgetError(
         f"a step whose blocks all run again needs {show_bytes(peak)}, set by "
-        f"{smallest.step.peak_op}. The {budget_line(budget_bytes)}. The least that these "
+        f"{smallest.step.peak_op}. The {budget_line(budget_bytes, peak)}. The least that these "
         f"blocks can do is {peak} bytes{share}. Raise the budget, name other blocks, or plan with "
         "sn_memory.torch.plan, which also reorders and splits blocks.",
         peak_bytes=peak,
