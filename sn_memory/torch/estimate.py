@@ -22,8 +22,8 @@ from ..graph.records import Device
 from ..run.estimate import Estimate
 from .elsewhere.gpu import Gpu, gpu_of
 from .errors import TraceError
-from .model.checked import check_model, check_optimizer
 from .model.step import Measured, device_of, tensors
+from .model.wrapping import check_model, check_optimizer
 from .ones.values import MOST_KNOWN
 from .trace.fake_step import fake_step, fake_step_on, is_known
 from .trace.optimizer import OptimizerMemory, optimizer_memory

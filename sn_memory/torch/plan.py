@@ -33,12 +33,21 @@ from .compile.backend import COMPILERS
 from .elsewhere.gpu import gpu_of
 from .errors import TraceError
 from .loss_chunks import with_loss_chunks
-from .model.checked import check_model, check_optimizer, explained
 from .model.kind import Kind
 from .model.kinds import Arguments, attributes_of, kind_of
 from .model.sharded import first_fsdp_refused, of_first_fsdp, stand_for
 from .model.step import device_of
-from .model.wrapping import RECORD, as_written, bare, is_compiled, plain_model, planned_class
+from .model.wrapping import (
+    RECORD,
+    as_written,
+    bare,
+    check_model,
+    check_optimizer,
+    explained,
+    is_compiled,
+    plain_model,
+    planned_class,
+)
 from .modules.backend import ModuleStep
 from .planned import Planned, Sampled
 from .planned_forward import PlannedForward

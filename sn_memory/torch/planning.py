@@ -39,10 +39,10 @@ from .errors import (
     TraceError,
     fails_on_sample,
 )
-from .model.checked import check_memory
 from .model.guard import outside_saved_tensors_hooks
 from .model.kinds import Arguments, changeable
 from .model.step import chance_put_back, device_of, wanted_bytes
+from .model.wrapping import check_memory
 from .modules.backend import ModuleStep
 from .on_paper import OnPaper
 from .trace.convolutions import Measure

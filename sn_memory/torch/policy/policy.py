@@ -24,7 +24,7 @@ from ...cost.devices import NOMINAL
 from ...graph.records import Device
 from ...plan.plan import BudgetError, budget_line, percent_kept
 from ..errors import TraceError
-from ..model.checked import check_model, check_optimizer
+from ..model.wrapping import check_model, check_optimizer
 from ..trace.op_seconds import largest_bytes, measured_device, measured_seconds
 from ..trace.record import Recording
 from ..trace.to_graph import flops

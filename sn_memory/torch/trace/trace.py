@@ -24,8 +24,8 @@ from ...graph.rewrite import waits
 from ..elsewhere.gpu import Gpu, gpu_of
 from ..elsewhere.scratch import scratch_bytes
 from ..errors import TraceError
-from ..model.checked import check_model, check_optimizer
 from ..model.step import chance_put_back, device_of
+from ..model.wrapping import check_model, check_optimizer
 from .capture import capture
 from .captured import Captured
 from .compressible import Form, Widths, forms, seconds_of_forms
