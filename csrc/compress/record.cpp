@@ -1,6 +1,7 @@
 #include "record.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <vector>
@@ -197,6 +198,27 @@ class Decoder {
   std::vector<float> values_;
 };
 
+// Whether a transform of values, the memory added, or its inverse might leave float32.
+bool is_large(const float* values, int64_t block, const float* memory, int64_t floats) {
+  const uint32_t peak = std::max(peak_of(values, block), memory ? peak_of(memory, floats) : 0);
+  return peak >= to_bits(kLimit);
+}
+
+// Times 2**kShift; what is beyond the limit ends there, and NaN stays.
+void enlarge(const float* values, float* out, float limit, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float value = std::ldexp(values[i], kShift);
+    out[i] = value > limit ? limit : value < -limit ? -limit : value;
+  }
+}
+
+// The head of a record, in the unit of a large block. already: whether the record is one's
+uint32_t in_large_unit(uint32_t head, bool already) {
+  if (already) return head & ~kLarge;
+  if (head > kMaxFinite >> 16) return head;
+  return head > kShift * kOctave ? head - kShift * kOctave : 0;
+}
+
 // Encodes what row(i) brings, [floats], and uses as scratch.
 template <typename Row>
 Tally encode_each(Row row_of, float* memory, uint32_t* words, int64_t rows, const Layout& layout,
@@ -239,13 +261,42 @@ int64_t decode_records(const uint32_t* words, float* accum, int64_t rows, const 
 Tally encode_blocks(const float* values, float* memory, uint32_t* words, int64_t rows,
                     const Layout& layout, float decay, int64_t top, int64_t span,
                     const float* roots) {
-  Fourier fourier(layout.block, span, roots);
-  std::vector<float> scratch(layout.floats());
-  const auto row = [&](int64_t i) {
-    fourier.forward(values + i * layout.block, scratch.data());
-    return scratch.data();
+  const int64_t floats = layout.floats(), block = layout.block;
+  const int64_t ordinary = std::min<int64_t>(top, kMaxFinite >> 16);
+  Fourier fourier(block, span, roots);
+  std::vector<float> scratch(floats), smaller, kept;
+  Tally total;
+  const auto encode = [&](const float* from, float* left, int64_t at, int64_t count, int64_t end) {
+    const auto row = [&](int64_t i) {
+      fourier.forward(from + i * block, scratch.data());
+      return scratch.data();
+    };
+    return encode_each(row, left, words + at * layout.words, count, layout, decay, end);
   };
-  return encode_each(row, memory, words, rows, layout, decay, top);
+  const auto add = [&](const Tally& tally, int twice) {
+    total.saturated += tally.saturated;
+    total.energy += std::ldexp(tally.energy, 2 * twice);
+    total.error += std::ldexp(tally.error, 2 * twice);
+  };
+  for (int64_t at = 0; at < rows; ++at) {
+    const int64_t first = at;
+    const auto own = [&](int64_t i) { return memory ? memory + i * floats : nullptr; };
+    while (at < rows && !is_large(values + at * block, block, own(at), floats)) ++at;
+    add(encode(values + first * block, own(first), first, at - first, ordinary), 0);
+    if (at == rows) break;
+    smaller.assign(values + at * block, values + (at + 1) * block);
+    if (memory) kept.assign(own(at), own(at + 1));
+    for (float& value : smaller) value = std::ldexp(value, -kShift);
+    for (float& value : kept) value = std::ldexp(value, -kShift);
+    const int64_t end = top < 0 ? top : std::max<int64_t>(top - kShift * int64_t{kOctave}, 0);
+    const Tally tally = encode(smaller.data(), memory ? kept.data() : nullptr, at, 1, end);
+    uint32_t& head = words[at * layout.words];
+    if ((head & 0xFFFF) == kNonFinite) continue;
+    head |= kLarge;
+    if (memory) enlarge(kept.data(), own(at), kMemory, floats);
+    add(tally, kShift);
+  }
+  return total;
 }
 
 int64_t decode_blocks(const std::vector<const uint32_t*>& payloads, float* values, int64_t rows,
@@ -253,11 +304,26 @@ int64_t decode_blocks(const std::vector<const uint32_t*>& payloads, float* value
   Fourier fourier(layout.block, span, roots);
   Decoder decoder(layout);
   std::vector<float> scratch(layout.floats());
+  std::vector<uint32_t> record;
   for (int64_t i = 0; i < rows; ++i) {
     std::fill(scratch.begin(), scratch.end(), 0.0f);
-    for (const uint32_t* words : payloads)
-      if (!decoder.add(words + i * layout.words, weight, scratch.data())) return i;
-    fourier.inverse(scratch.data(), values + i * layout.block);
+    bool large = false;
+    for (const uint32_t* words : payloads) large |= words[i * layout.words] & kLarge;
+    for (const uint32_t* words : payloads) {
+      const uint32_t* own = words + i * layout.words;
+      if (large) {
+        record.assign(own, own + layout.words);
+        const uint32_t head = own[0] & 0xFFFF, second = own[0] >> 16;
+        const bool whole = head & kLarge, two = layout.values == Values::two_bit;
+        record[0] = in_large_unit(head, whole) |
+                    (two ? in_large_unit(second, whole) : second) << 16;
+        own = record.data();
+      }
+      if (!decoder.add(own, weight, scratch.data())) return i;
+    }
+    float* const out = values + i * layout.block;
+    fourier.inverse(scratch.data(), out);
+    if (large) enlarge(out, out, from_bits(kMaxFinite), layout.block);
   }
   return -1;
 }

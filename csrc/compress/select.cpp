@@ -10,12 +10,6 @@ namespace {
 
 uint32_t magnitude_bits(float value) { return to_bits(value) & 0x7FFFFFFFu; }
 
-SN_CLONES uint32_t peak_of(const float* parts, int64_t count) {
-  uint32_t peak = 0;
-  for (int64_t i = 0; i < count; ++i) peak = std::max(peak, magnitude_bits(parts[i]));
-  return peak;
-}
-
 SN_CLONES uint32_t add_and_peak(float* parts, const float* memory, float decay, int64_t count) {
   uint32_t peak = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -124,6 +118,12 @@ SN_CLONES void list_reaching(const int32_t* keys, int64_t count, int32_t thresho
 }
 
 }  // namespace
+
+SN_CLONES uint32_t peak_of(const float* parts, int64_t count) {
+  uint32_t peak = 0;
+  for (int64_t i = 0; i < count; ++i) peak = std::max(peak, magnitude_bits(parts[i]));
+  return peak;
+}
 
 uint32_t accumulate(float* parts, const float* memory, float decay, int64_t count) {
   return memory ? add_and_peak(parts, memory, decay, count) : peak_of(parts, count);

@@ -11,6 +11,9 @@ namespace sn {
 
 constexpr uint32_t kMaxFinite = 0x7F7FFFFF;
 
+// The bits of the largest magnitude; of NaN, if there is one.
+uint32_t peak_of(const float* parts, int64_t count);
+
 // parts += decay * memory, [count] float32; returns the bits of the largest |part|, which exceed
 // kMaxFinite if one is NaN or Inf. `memory` may be null.
 uint32_t accumulate(float* parts, const float* memory, float decay, int64_t count);

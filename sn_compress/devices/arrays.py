@@ -309,7 +309,7 @@ def either(flag: Array, these: Sequence[Array], others: Sequence[Array]) -> list
     return [xp.where(flag, this, other) for this, other in zip(these, others, strict=True)]
 
 
-def clipped(values: Array, least: int, largest: int) -> Array:
+def clipped(values: Array, least: float, largest: float) -> Array:
     """Values no less and no more than these; the standard's form costs torch six operations."""
     if is_torch(values):
         return values.clamp(least, largest)
@@ -333,6 +333,14 @@ def largest_of(values: Array, group_of: Array, groups: int) -> Array:
         return least.scatter_reduce(0, group_of, values, "amax")
     xp.maximum.at(least, group_of, values)
     return least
+
+
+def largest_of_rows(values: Array) -> Array:
+    """The largest magnitude in each row of [rows, n] float32."""
+    xp = namespace(values)
+    if is_torch(values):  # in one operation
+        return xp.linalg.vector_norm(values, ord=float("inf"), axis=1)
+    return xp.max(xp.abs(values), axis=1)
 
 
 def inverse(values: Array) -> Array:

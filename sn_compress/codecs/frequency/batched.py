@@ -21,8 +21,18 @@ from functools import lru_cache
 import numpy as np
 
 from ...base.errors import CompressError, PayloadError
-from ...devices.arrays import Array, Constant, device_of, join, namespace, put, steady, take
-from ...ops.records import quantize, value_arrays
+from ...devices.arrays import (
+    Array,
+    Constant,
+    device_of,
+    join,
+    largest_of_rows,
+    namespace,
+    put,
+    steady,
+    take,
+)
+from ...ops.records import large, quantize, value_arrays
 from ...ops.records.layout import Layout
 from ...ops.records.record_arrays import Records
 from ...ops.spectra.transforms import OverAxes, Transform
@@ -220,18 +230,24 @@ class Batch:
         xp = namespace(gradients[0])
         gradients = self._prepared(gradients)
         blocks = [self._blocks(group, gradients) for group in self.groups]
-        used = self._used(blocks) if unused_waits and memories is not None else None
+        peaks = [largest_of_rows(values) for values in blocks]
+        used = self._used(peaks) if unused_waits and memories is not None else None
         pieces: list[list[tuple[int, Array]]] = [[] for _ in self.sizes]
         kept: list[list[Array]] = [[None] * len(self.codec.sections(n)) for n in self.sizes]
         saturated, energies, errors = [], [], []
         for place, (group, values) in enumerate(zip(self.groups, blocks, strict=True)):
-            memory, factor = None, decay
+            memory = None
             if memories is not None:
                 memory = _joined([memories[run.tensor][run.at] for run in group.runs])
-                if used is not None:
-                    factor = xp.astype(used[place], xp.float32)[:, None] * decay
-            coefficients = group.transform.forward(values)
-            made = group.records.encode(coefficients, memory, factor, self.top, tally)
+            is_large = xp.astype(large.reach(peaks[place], memory), xp.int64)
+            down = take(large.DOWN.on(values), is_large)[:, None]
+            factor = down if decay == 1 else down * decay
+            if used is not None:
+                factor = factor * xp.astype(used[place], xp.float32)[:, None]
+            coefficients = group.transform.forward(values * down)
+            made = group.records.encode(
+                coefficients, memory, factor, self.top, tally, is_large, down
+            )
             words, left = bit_fields.as_int32(made.words), made.left
             saturated.append(made.saturated)
             energies.append(made.energy)
@@ -271,11 +287,12 @@ class Batch:
             ]
             whole = records[0] if len(records) == 1 else xp.concat(records, axis=1)
             words = bit_fields.as_int64(xp.reshape(whole, (ranks * group.blocks, layout.words)))
-            decoded = group.records.decode(words)
+            decoded = group.records.decode(words, ranks=ranks)
             shape = (group.blocks * layout.bins, layout.parts)
             accum = xp.zeros(shape, dtype=xp.float32, device=device_of(gathered))
             accum = group.records.add(accum, decoded, 1 / ranks)
             values = group.transform.inverse(xp.reshape(accum, (group.blocks, -1)))
+            values = large.restored(values, decoded.down, large.HIGHEST)
             missing = xp.any(xp.reshape(decoded.missing, (ranks, group.blocks)), axis=0)
             rooms.append((values, missing))
             damaged = xp.reshape(decoded.damaged, (ranks, group.blocks))
@@ -304,7 +321,7 @@ class Batch:
         if codec.transform != "axes":
             return gradients
         stacked = xp.astype(xp.stack(list(gradients)), xp.float32)
-        turned = self.axes.of(stacked, back=False)
+        turned = self._along_axes(stacked, back=False)
         return [turned[at] for at in range(len(gradients))]
 
     def _finished(self, means: list[Array]) -> list[Array]:
@@ -312,8 +329,14 @@ class Batch:
         if codec.transform != "axes":
             return means
         stacked = xp.stack(means)
-        turned = self.axes.of(stacked, back=True)
+        turned = self._along_axes(stacked, back=True)
         return [turned[at] for at in range(len(means))]
+
+    def _along_axes(self, stacked: Array, *, back: bool) -> Array:
+        xp = namespace(stacked)
+        is_large = xp.astype(large.is_large(stacked), xp.int64)
+        down = take(large.DOWN.on(stacked), is_large)[:, None]
+        return large.restored(self.axes.of(stacked * down, back=back), down, large.HIGHEST)
 
     def _blocks(self, group: _Group, gradients: Sequence[Array]) -> Array:
         """[blocks, block] float32, the last of each run padded with zeros."""
@@ -329,10 +352,10 @@ class Batch:
         values = xp.astype(join(parts), xp.float32, copy=False)
         return xp.reshape(values, (group.blocks, block))
 
-    def _used(self, blocks: Sequence[Array]) -> list[Array]:
+    def _used(self, peaks: Sequence[Array]) -> list[Array]:
         """Of each group, [blocks] bool: whether the gradient that a block is of has a value."""
-        xp = namespace(blocks[0])
-        found = [xp.astype(xp.any(values != 0, axis=1), xp.int64) for values in blocks]
+        xp = namespace(peaks[0])
+        found = [xp.astype(own != 0, xp.int64) for own in peaks]
         used = self._by_tensor(found) > 0
         return [take(used, tensor_of.on(used)) for tensor_of in self.tensor_of]
 

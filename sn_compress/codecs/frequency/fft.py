@@ -29,10 +29,9 @@ from ...base.errors import CompressError, PayloadError
 from ...devices import _cuda
 from ...devices._native import parallel
 from ...devices.arrays import like_of, on_cuda, on_host
-from ...ops.records import long_record, quantize, select
+from ...ops.records import large, long_record, quantize, select
 from ...ops.records.blockwise import decode_blocks, encode_blocks
-from ...ops.records.layout import Layout, Values
-from ...ops.records.record import Tally
+from ...ops.records.layout import Layout, Tally, Values
 from ...ops.spectra import spectrum
 from ..base import HEADER_BYTES, Bytes, Codec, Floats, Payload, as_vector
 from . import _device, batched
@@ -344,15 +343,19 @@ class FFTCodec(Codec):
         if self.window != "payload":
             peak = np.float32(self.window).view(np.uint32)
             return int(quantize.window_top(peak, self.mantissa))
-        highest = np.uint32(0)
+        highest = 0
         for section, memory in zip(self.sections(array.size), memories, strict=True):
-            part = self._blockwise.forward(section.blocks(array, 0, section.count))
-            if memory is not None:
-                with np.errstate(all="ignore"):
-                    part += memory * np.float32(decay)
+            blocks = section.blocks(array, 0, section.count)
+            is_large = large.is_large(blocks, memory)
+            down = np.where(is_large, np.float32(2.0**-large.SHIFT), np.float32(1))[:, None]
+            with np.errstate(all="ignore"):
+                part = self._blockwise.forward(blocks * down)
+                if memory is not None:
+                    part += memory * (np.float32(decay) * down)
             peaks = select.peak_bits(part)
-            highest = peaks[peaks <= select.MAX_FINITE].max(initial=highest)
-        return int(quantize.window_top(highest, self.mantissa))
+            tops = quantize.window_top(peaks, self.mantissa) + large.OCTAVES * is_large
+            highest = int(tops[peaks <= select.MAX_FINITE].max(initial=highest))
+        return highest
 
     def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
         """The mean of the vectors, [n] float32: one inverse transform, however many payloads.
@@ -441,10 +444,17 @@ class FFTCodec(Codec):
             return array
         self.sections(array.size)  # raises if the shape does not fit
         tensor = array.astype(np.float32, copy=False).reshape(self.shape)
-        return scipy.fft.dctn(tensor, axes=self.axes, norm="ortho").reshape(-1)  # type: ignore[no-any-return]
+        return self._along_axes(scipy.fft.dctn, tensor)
 
     def _from_axes(self, array: Floats) -> Floats:
         if self.transform != "axes":
             return array
         tensor = array.reshape(self.shape)
-        return scipy.fft.idctn(tensor, axes=self.axes, norm="ortho").reshape(-1)  # type: ignore[no-any-return]
+        return self._along_axes(scipy.fft.idctn, tensor)
+
+    def _along_axes(self, transform: Any, tensor: Floats) -> Floats:
+        if not large.is_large(tensor.reshape(1, -1)).any():
+            return transform(tensor, axes=self.axes, norm="ortho").reshape(-1)  # type: ignore[no-any-return]
+        lowered = tensor * np.float32(2.0**-large.SHIFT)
+        turned = transform(lowered, axes=self.axes, norm="ortho")
+        return large.enlarged(turned.reshape(-1))  # type: ignore[no-any-return]

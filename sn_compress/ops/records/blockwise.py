@@ -13,9 +13,10 @@ import numpy as np
 from ...devices import _native
 from ..spectra import fourier, spans, spectrum
 from ..spectra.spectrum import Floats
-from .layout import Layout
+from . import large
+from .layout import Layout, Tally
 from .pack import Words
-from .record import Tally, decode_records, encode_records, numbers, refuse
+from .record import decode_records, encode_records, numbers, refuse
 
 
 def encode_blocks(
@@ -34,8 +35,13 @@ def encode_blocks(
     """
     core, length = _native.core(), spans.length(span, layout.block)
     if core is None or transform != "fft" or not fourier.fits(length):
-        coefficients = spectrum.transform(transform, span).forward(values)
-        return encode_records(coefficients, memory, words, layout, decay, top)
+        forward = spectrum.transform(transform, span).forward
+
+        def encode(values: Floats, memory: Floats | None, words: Words, top: int | None) -> Tally:
+            return encode_records(forward(values), memory, words, layout, decay, top)
+
+        values = values.astype(np.float32, copy=False)
+        return large.encode(encode, values, memory, words, top)
     end = -1 if top is None else top
     table = fourier.roots(length)
     values = np.ascontiguousarray(values)  # a gradient may be every other element of something
@@ -60,10 +66,13 @@ def decode_blocks(
     core, length = _native.core(), spans.length(span, layout.block)
     if core is None or transform != "fft" or not fourier.fits(length):
         way = spectrum.transform(transform, span)
+        records, rows = large.unified(records, layout)
         accum = np.zeros((len(out), layout.bins * layout.parts), np.float32)
         for words in records:
             decode_records(words, accum, layout, weight)
         out[:] = way.inverse(accum, layout.block)
+        if rows is not None:
+            out[rows] = large.enlarged(out[rows])
         return
     said = (*numbers(layout), weight, length, fourier.roots(length))
     refuse(core.decode_blocks(tuple(records), out, *said), layout)

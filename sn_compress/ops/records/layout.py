@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ..words.elias_fano import low_bits, upper_bits
 
@@ -12,6 +12,14 @@ Values = Literal["range", "fp16", "sign", "2bit"]
 
 NON_FINITE = 0x7FC0
 """The upper half of a float32 NaN: the head of a block that has NaN or Inf."""
+
+
+class Tally(NamedTuple):
+    """What one call saw: values clipped, squared norm in, squared norm lost (finite blocks)."""
+
+    saturated: int
+    energy: float
+    error: float
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,19 @@ those of `record.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from ...devices import _native
 from ..spectra import long_fourier
 from ..spectra.spectrum import Floats
-from .layout import Layout
+from . import large
+from .layout import Layout, Tally
 from .pack import Words
-from .record import Tally, numbers, refuse
+from .record import numbers, refuse
+
+_LARGE = int(np.float32(large.LIMIT).view(np.uint32))  # of the spectrum: it is known by then
 
 
 def fits(transform: str, layout: Layout) -> bool:
@@ -43,11 +47,26 @@ def encode_long(
     values : [m] float32, m <= layout.block; zeros behind. With `half`, rounded to float16
     memory : [bins * 2] float32 or None; words : [layout.words] uint32, written
     """
-    values = np.ascontiguousarray(values)
-    plane, peak = long_fourier.to_plane(values, layout.block, half, memory, decay, threads)
-    cut, end = long_fourier.split(layout.block), -1 if top is None else top
-    core = _native.core()
-    return Tally(*core.long_encode(cut, plane, peak, memory, words, *numbers(layout), end))
+
+    def encode(
+        values: Floats,
+        memory: Floats | None,
+        words: Words,
+        top: int | None,
+        is_low: bool = half,  # what float16 holds is never large
+    ) -> Tally:
+        (row,), (own,) = values, words
+        kept = None if memory is None else memory[0]
+        plane, peak = long_fourier.to_plane(row, layout.block, half, kept, decay, threads)
+        if peak >= _LARGE and not is_low:
+            return large.lowered(partial(encode, is_low=True))(values, memory, words, top)
+        cut, end = long_fourier.split(layout.block), -1 if top is None else top
+        core = _native.core()
+        return Tally(*core.long_encode(cut, plane, peak, kept, own, *numbers(layout), end))
+
+    row = np.ascontiguousarray(values)[None]
+    kept = None if memory is None else memory[None]
+    return encode(row, kept, words[None], top)
 
 
 def decode_long(
@@ -58,6 +77,8 @@ def decode_long(
     records : of each payload [layout.words] uint32; out : contiguous, m <= layout.block
     Raises PayloadError if a record is not one of this layout.
     """
+    whole, rows = large.unified([words[None] for words in records], layout)
+    records = [words[0] for words in whole]
     cut = long_fourier.split(layout.block)
     plane = cut.plane(np.zeros)
     core = _native.core()
@@ -65,5 +86,7 @@ def decode_long(
     refuse(0 if damaged >= 0 else -1, layout)
     if finite:
         long_fourier.from_plane(plane, layout.block, out, threads)
+        if rows is not None:
+            out[:] = large.enlarged(out)
     else:
         out[:] = np.nan

@@ -13,7 +13,7 @@ it is in the cache; `encode_twin` and `decode_twin` are its oracle and its stand
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, get_args
+from typing import get_args
 
 import numpy as np
 
@@ -22,16 +22,8 @@ from ...devices import _native
 from ..spectra.spectrum import Floats, energy
 from ..words.elias_fano import low_bits
 from . import pack, select
-from .layout import NON_FINITE, Layout, Values
+from .layout import NON_FINITE, Layout, Tally, Values
 from .values import decode_values, encode_values
-
-
-class Tally(NamedTuple):
-    """What one call saw: values clipped, squared norm in, squared norm lost (finite blocks)."""
-
-    saturated: int
-    energy: float
-    error: float
 
 
 def encode_records(

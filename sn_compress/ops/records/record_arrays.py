@@ -16,6 +16,7 @@ from ...devices.arrays import (
     Constant,
     add_at,
     bits_of,
+    clipped,
     device_of,
     floats_of,
     namespace,
@@ -27,10 +28,11 @@ from ...devices.arrays import top as largest_of_rows
 from ..words import bit_fields
 from ..words.bit_fields import Fields
 from ..words.elias_fano import low_bits, upper_bits
-from . import value_arrays
+from . import large, value_arrays
 from .layout import NON_FINITE, Layout
 from .select import MAX_FINITE
 
+_ZERO = Constant(np.zeros((), np.float32))
 _POSITION = 2**32 - 1  # room for a position below what it is sorted by
 _FOURS = Constant(4.0 ** (np.arange(254) - 127))  # what a scaled square is worth, by exponent
 
@@ -62,12 +64,14 @@ class Decoded:
     values : [rows, k * parts] float32; of a damaged one anything
     missing : [rows] bool, whether the block is NaN: it was, or the record is damaged
     damaged : [rows] bool
+    down : [rows / ranks, 1] float32, what values were multiplied by, of large.DOWN
     """
 
     at: Array
     values: Array
     missing: Array
     damaged: Array
+    down: Array
 
 
 class Records:
@@ -89,6 +93,8 @@ class Records:
         lost = np.zeros(layout.words, np.int64)
         lost[0] = NON_FINITE
         self._lost = Constant(lost)
+        mark = np.array([[large.LARGE, 0][: layout.head_bits // 16]], np.int64)
+        self._mark, self._unmarked = Constant(mark), Constant(0xFFFF - mark)
         low = low_bits(kept, bins) if kept < bins and layout.positions == "elias-fano" else 0
         codes = layout.head_bits + bits * np.arange(kept * parts)
         lows = layout.positions_at + low * np.arange(kept if low else 0)
@@ -112,6 +118,8 @@ class Records:
         factor: Any = 1.0,
         top: int | None = None,
         tally: bool = False,
+        is_large: Array | None = None,
+        down: Array | None = None,
     ) -> Encoded:
         """Records of blocks; see record.encode_records.
 
@@ -120,6 +128,8 @@ class Records:
         factor : a number, or [rows, 1] float32
         top : the range's end (upper half of a float32) if it is not each block's own
         tally : whether energy and error are asked for
+        is_large, down : [rows] int64, 1 where coefficients are over 2**large.SHIFT, and `factor`
+            makes the memory be so, too; else 0. And what they were multiplied by, [rows, 1]
         """
         xp, layout = namespace(coefficients), self.layout
         rows, bins, parts, kept = coefficients.shape[0], layout.bins, layout.parts, layout.kept
@@ -129,13 +139,18 @@ class Records:
         peaks = xp.max(bits_of(coefficients) & value_arrays.SIGN, axis=1)  # [rows] int32
         finite = (peaks <= MAX_FINITE)[:, None]
         spoken = finite if self._inner is None else finite & self._inner.on(coefficients)[None, :]
-        coefficients = xp.where(spoken, coefficients, xp.zeros_like(coefficients))
+        coefficients = xp.where(spoken, coefficients, _ZERO.on(coefficients))
         at = _positions(coefficients, peaks, layout)  # [rows, k] int64
         first = xp.reshape(_counted(xp, rows, at), (rows, 1)) * bins
         flat = xp.reshape(first + at, (-1,))
         pairs = xp.reshape(coefficients, (rows * bins, parts))
         values = xp.reshape(take(pairs, flat), (rows, kept * parts))
-        heads, scale, codes, saturated = value_arrays.encode(values, peaks, layout, top)
+        end: Any = top
+        if is_large is not None and top is not None:
+            end = top - is_large[:, None] * (top - large.lower_top(top))
+        heads, scale, codes, saturated = value_arrays.encode(values, peaks, layout, end)
+        if is_large is not None:
+            heads = heads + is_large[:, None] * self._mark.on(heads)
         words = bit_fields.write(*self._fields(heads, codes, at), layout.words)
         lost = self._lost.on(words)[None, :]  # the record of a block that is not finite
         words = xp.where(finite, words, lost)
@@ -151,20 +166,34 @@ class Records:
                 left = xp.where(self._inner.on(left)[None, :], left, xp.zeros_like(left))
         if tally:
             error = _energy(left, peaks, layout)
+        if down is not None and left is not None:
+            left = large.restored(left, down, large.MEMORY)
+        if down is not None and tally:
+            squares = xp.astype(down * down, xp.float64)[:, 0]
+            energy, error = energy / squares, error / squares
         left = None if memory is None else xp.where(finite, left, memory)
         return Encoded(words, left, saturated, energy, error)
 
-    def decode(self, words: Array) -> Decoded:
-        """What records name and hold; words : [rows, layout.words] int64, 0 to 2**32 - 1."""
+    def decode(self, words: Array, *, ranks: int = 1) -> Decoded:
+        """What records name and hold; those of one block in the same unit.
+
+        words : [ranks * blocks, layout.words] int64, 0 to 2**32 - 1
+        """
         xp, layout = namespace(words), self.layout
         rows, kept, bins = words.shape[0], layout.kept, layout.bins
         fields = self._read.read(words)
         first = layout.head_bits // 16
         heads, codes = fields[:, :first], fields[:, first : first + kept * layout.parts]
+        marked = shifted(heads[:, 0], 15)  # see large.LARGE
+        is_large = xp.max(xp.reshape(marked, (ranks, -1)), axis=0)
+        heads = heads & self._unmarked.on(heads)
         lost = heads[:, 0] == NON_FINITE
         damaged = heads[:, 0] > MAX_FINITE >> 16
         for second in range(1, first):
             damaged = damaged | (heads[:, second] > MAX_FINITE >> 16)
+        down = take(large.DOWN.on(words), is_large)[:, None]
+        lower = xp.reshape(is_large[None, :] - xp.reshape(marked, (ranks, -1)), (-1, 1))
+        heads = clipped(heads - lower * large.OCTAVES, 0, large.LARGE)
         count = _counted(xp, kept, words)[None, :]
         if kept == bins:
             at = xp.broadcast_to(count, (rows, kept))
@@ -179,10 +208,10 @@ class Records:
                 if low_bits(kept, bins):
                     at = at + fields[:, fields.shape[1] - kept :]
                 damaged = damaged | xp.any(at[:, 1:] <= at[:, :-1], axis=1) | (at[:, -1] >= bins)
-            at = xp.clip(at, 0, bins - 1)
-        damaged = damaged & ~lost
+            at = clipped(at, 0, bins - 1)
+        missing = damaged  # those marked as lost are among them
         values = value_arrays.decode(codes, value_arrays.scale_of(heads, layout), layout)
-        return Decoded(at, values, lost | damaged, damaged)
+        return Decoded(at, values, missing, damaged ^ lost, down)
 
     def add(self, target: Array, decoded: Decoded, weight: float) -> Array:
         """[rows * bins, parts] float32 with weighted records added, rank by rank in their order.

@@ -9,14 +9,19 @@ floats and fixed-point magnitudes, so every library and device gives the same co
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 from ...base.errors import CompressError
-from ...devices.arrays import Array, bits_of, floats_of, namespace
+from ...devices.arrays import Array, Constant, bits_of, clipped, floats_of, namespace
 from ...devices.arrays import shifted_right as shifted
 from .layout import Layout
 from .select import MAX_FINITE
 from .values import FIXED_BITS
 
 SERVED = ("range", "2bit")
+_ZERO = Constant(np.zeros((), np.int64))
 SIGN = 2**31 - 1
 _UNIT = 127 + FIXED_BITS  # a fixed-point magnitude of exponent e counts in 2**(e - _UNIT)
 _SUBNORMAL = 24  # magnitudes of lower exponents may be below the least normal float32
@@ -32,12 +37,13 @@ def check(layout: Layout) -> None:
 
 
 def encode(
-    values: Array, peaks: Array, layout: Layout, top: int | None
+    values: Array, peaks: Array, layout: Layout, top: Any
 ) -> tuple[Array, Array, Array, Array]:
     """Of kept values: heads [rows, h] int64, their scale, codes [rows, m], saturated [rows].
 
     values : [rows, m] float32; peaks : [rows] int32, bits of each block's largest magnitude
-    top : the range's end (upper half of a float32) if it is not each block's own
+    top : the range's end (upper half of a float32) if it is not each block's own; a number, or
+        [rows, 1] int64
     """
     if layout.values == "2bit":
         heads, codes = _two_levels(values, peaks)
@@ -55,7 +61,7 @@ def scale_of(heads: Array, layout: Layout) -> Array:
     if layout.values == "2bit":
         return heads
     ends = shifted(heads * 2**16, 23 - layout.mantissa)
-    return namespace(heads).clip(ends - 2 ** (layout.bits - 1) + 1, 1, 2**31)
+    return clipped(ends - 2 ** (layout.bits - 1) + 1, 1, 2**31)
 
 
 def decode(codes: Array, scale: Array, layout: Layout) -> Array:
@@ -68,14 +74,14 @@ def decode(codes: Array, scale: Array, layout: Layout) -> Array:
         half = 2 ** (layout.bits - 1)
         negative = xp.astype(codes > half, xp.int64)
         rung = codes - 1 + scale - negative * (half - 1)
-        words = xp.where(codes == 0, xp.zeros_like(codes), rung * 2 ** (23 - layout.mantissa))
+        words = xp.where(codes == 0, _ZERO.on(codes), rung * 2 ** (23 - layout.mantissa))
     # A damaged head may ask for more than 31 bits.
     return floats_of(xp.astype((words & SIGN) - negative * 2**31, xp.int32))
 
 
 def exponents(peaks: Array) -> Array:
     """Of each block's binade, [rows] int32 from 0 to 253."""
-    return namespace(peaks).clip(shifted(peaks, 23), 0, 253)
+    return clipped(shifted(peaks, 23), 0, 253)
 
 
 def _rungs(magnitudes: Array, mantissa: int) -> Array:
@@ -85,7 +91,7 @@ def _rungs(magnitudes: Array, mantissa: int) -> Array:
 def _window_top(peaks: Array, mantissa: int) -> Array:
     xp = namespace(peaks)
     ends = _rungs(xp.astype(peaks, xp.int64), mantissa) * 2 ** (23 - mantissa)
-    return xp.clip(shifted(ends + 0xFFFF, 16), 0, MAX_FINITE >> 16)
+    return clipped(shifted(ends + 0xFFFF, 16), 0, MAX_FINITE >> 16)
 
 
 def _codes(values: Array, base: Array, layout: Layout) -> tuple[Array, Array]:
@@ -104,7 +110,7 @@ def _codes(values: Array, base: Array, layout: Layout) -> tuple[Array, Array]:
     halfway = xp.where(low >= 2 * 2**23, low - 2**23, shifted(low, 1))
     rung = xp.where((rung < lowest) & (magnitude > halfway), lowest, rung)
     code = rung - base + 1 + negative * (half - 1)
-    return xp.where(rung < lowest, xp.zeros_like(code), code), saturated
+    return xp.where(rung < lowest, _ZERO.on(code), code), saturated
 
 
 def _two_levels(values: Array, peaks: Array) -> tuple[Array, Array]:
@@ -133,8 +139,8 @@ def _bfloat(fixed: Array, exponent: Array) -> Array:
     xp = namespace(fixed)
     own = xp.astype(bits_of(xp.astype(fixed, xp.float32)), xp.int64)  # exact, below 2**24
     normal = own + (exponent - _UNIT) * 2**23
-    places = xp.clip(exponent, 0, _SUBNORMAL)
+    places = clipped(exponent, 0, _SUBNORMAL)
     subnormal = xp.bitwise_left_shift(fixed, places)
     is_small = (fixed == 0) | (subnormal < 2**23)
     bits = xp.where(is_small, subnormal, normal)
-    return xp.clip(shifted(bits + 0x8000, 16), 0, MAX_FINITE >> 16)
+    return clipped(shifted(bits + 0x8000, 16), 0, MAX_FINITE >> 16)
