@@ -344,12 +344,69 @@ def a_static_graph_of_two_types_goes_on():
             assert state.report()["steps"] == 8, state.report()
 
 
+class OfType(nn.Module):
+    """A layer, and a parameter of any type."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(64, 64)
+        self.w = nn.Parameter(torch.randn(64, 64).to(dtype))
+
+    def forward(self, x):
+        w = torch.view_as_real(self.w.to(torch.cfloat)).sum(-1) if self.w.is_complex() else self.w
+        return self.layer(x) @ w.float()
+
+
+RIGHT = {
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.complex32, torch.complex64, torch.complex128,
+}  # fmt: skip
+
+
+def every_type_is_averaged_or_refused():
+    """Those that train under plain DDP over Gloo; the others raise there, and with the hook."""
+    exact = FFTCompression.using(theta=0.0, values="fp16")
+    types = {it for it in vars(torch).values() if isinstance(it, torch.dtype)}
+    assert types > RIGHT
+    for dtype in sorted(types, key=str):
+        try:
+            plain = DistributedDataParallel(OfType(dtype))
+            loss_of(plain, 0).backward()
+        except (RuntimeError, NotImplementedError):
+            assert_refused(dtype)
+            continue
+        assert dtype in RIGHT, dtype
+        for compression in (exact, *LOSSY):
+            ddp, _ = wrap(OfType(dtype), compression)
+            for _ in range(2):
+                ddp.zero_grad()
+                loss_of(ddp, 0).backward()
+                assert all(same_on_all(p.grad) for p in ddp.parameters()), dtype
+            if compression is exact:
+                for p, q in zip(ddp.parameters(), plain.parameters(), strict=True):
+                    # Half precision rounds by 2**-11, bfloat16 by 2**-8; two ranks' norms differ.
+                    room = 2**-5 if dtype == torch.bfloat16 else 2**-8
+                    assert (p.grad - q.grad).norm() <= room * q.grad.norm(), dtype
+
+
+def assert_refused(dtype):
+    assert dtype not in RIGHT, dtype
+    try:
+        ddp, _ = wrap(OfType(dtype), LOSSY[0])
+        loss_of(ddp, 0).backward()
+    except (RuntimeError, NotImplementedError):
+        return
+    raise AssertionError(f"{dtype} trains with the hook, and not without")
+
+
 CASES = [
     copies_of_a_model_are_made, ranks_that_perturb_apart_are_not_told_to_differ,
     ranks_that_have_joined_are_not_asked, a_mean_over_those_that_have_not_joined_is_refused,
     differences_are_still_found, an_unfrozen_parameter_is_compared,
     several_evaluations_a_step_are_refused, the_group_is_that_of_ddp,
     complex_parameters_are_averaged, a_static_graph_of_two_types_goes_on,
+    every_type_is_averaged_or_refused,
 ]  # fmt: skip
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 Run as `replicas.py RANK RANKS FILE [CASE...]`; prints "ok CASE" for each, or fails.
 """
 
+import contextlib
 import datetime
 import sys
 import time
@@ -261,10 +262,53 @@ def bad_input_is_told():
     assert "alike on all ranks" in said, said
 
 
+class OfType(nn.Module):
+    """A layer, and a parameter of any type."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(64, 64)
+        self.w = nn.Parameter(torch.randn(64, 64).to(dtype))
+
+    def forward(self, x):
+        w = torch.view_as_real(self.w.to(torch.cfloat)).sum(-1) if self.w.is_complex() else self.w
+        return self.layer(x) @ w.float()
+
+
+def every_type_is_averaged_or_refused():
+    """As torch's FSDP2 and Gloo do without us; modules of one type each, as FSDP2 wants."""
+    right = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+    right |= {torch.complex64, torch.complex128}
+    types = {it for it in vars(torch).values() if isinstance(it, torch.dtype)}
+    for dtype in sorted(types, key=str):
+        found = []
+        for compressed in (False, True):
+            with contextlib.suppress(RuntimeError, NotImplementedError, TypeError):
+                model = OfType(dtype)
+                fully_shard(model.layer, mesh=MESH["shard"] if compressed else MESH)
+                fully_shard(model, mesh=MESH["shard"] if compressed else MESH)
+                if compressed:
+                    compress_replicas(model, EXACT, MESH["replicate"])
+                model(batch(0)[0]).square().mean().backward()
+                found.append(gradients(model))
+        assert len(found) == 2 * (dtype in right), dtype
+        if found:
+            plain, mean = (
+                {
+                    name: torch.view_as_real(it) if it.is_complex() else it
+                    for name, it in each.items()
+                }
+                for each in found
+            )
+            close(mean, plain, 2**-5 if dtype == torch.bfloat16 else 2**-8)
+
+
 CASES = [
     low_rank_learns_as_plain_does, every_class_ends_with_the_same_bits, the_mean_is_that_of_torch,
     passes_may_wait_for_the_average, parameters_may_have_no_gradient,
     what_is_thrown_away_leaves_no_trace, resumed_run_is_bit_equal, bad_input_is_told,
+    every_type_is_averaged_or_refused,
 ]  # fmt: skip
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 Run as `behave.py CASE...`; prints "ok CASE" on every rank, or fails with an assertion.
 """
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -171,6 +172,33 @@ def plain_allreduce():
     assert torch.allclose(watched.grad, weights), "gradients flow as in plain"
 
 
+def every_type_is_reduced_or_refused():
+    """As Horovod does it: what it takes comes out as without compression, the rest raises."""
+    torch.manual_seed(hvd.rank())
+    values = torch.randint(1, 7, (4096,))
+    right = set()
+    types = {it for it in vars(torch).values() if isinstance(it, torch.dtype)}
+    for dtype in sorted(types, key=str):
+        found = []
+        for compression in (hvd.Compression.none, EXACT, SHARED):
+            with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
+                name = f"type.{dtype}.{len(found)}"
+                own = values.to(dtype)
+                total = hvd.allreduce(own, name=name, op=hvd.Sum, compression=compression)
+                assert total.dtype == dtype
+                found.append(total.double())
+        if dtype == torch.bfloat16:  # Horovod itself reduces none
+            found.insert(0, hvd.allreduce(values.double(), name="wide", op=hvd.Sum))
+        assert len(found) in (0, 3), (dtype, len(found))
+        if found:
+            right.add(dtype)
+            for total in found[1:]:
+                # Rounded by half precision at most; whole numbers travel as they are.
+                assert (total - found[0]).norm() <= 2**-7 * found[0].norm(), dtype
+    floats = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+    assert right >= floats | {torch.int32, torch.int64}, right
+
+
 def refusals():
     tensor = torch.ones(4096)
     for call, word in (
@@ -298,6 +326,7 @@ CASES = [
     sparse_travels_as_plain,
     double_travels_as_plain,
     plain_allreduce,
+    every_type_is_reduced_or_refused,
     refusals,
     resume,
 ]

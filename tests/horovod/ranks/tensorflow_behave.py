@@ -3,6 +3,7 @@
 Run as `tensorflow_behave.py`; prints "ok CASE" on every rank, or fails with an assertion.
 """
 
+import contextlib
 import sys
 import tempfile
 from pathlib import Path
@@ -157,6 +158,32 @@ def sparse_travels_as_plain():
             assert np.allclose(gradient[hvd.rank()], 1 / hvd.size(), atol=2e-3)
             report = memory_of(fft).report()
             assert report["steps"] == int(sparse_as_dense), (report, graph)
+
+
+def every_type_is_averaged_or_refused():
+    """As the plain tape: what Horovod takes comes out as without compression, the rest raises."""
+    right = set()
+    types = {it for it in vars(tf).values() if isinstance(it, tf.DType)}
+    for dtype in sorted(types, key=lambda it: it.name):
+        found = []
+        for compression in (hvd.Compression.none, EXACT, SHARED):
+            with contextlib.suppress(tf.errors.OpError, TypeError, ValueError):
+                variable = tf.Variable(tf.cast(noise(64, 64, seed=1), dtype))
+                with hvd.DistributedGradientTape(
+                    tf.GradientTape(), compression=compression
+                ) as tape:
+                    loss = tf.reduce_sum(tf.abs(tf.cast(variable, dtype)))
+                gradient = tape.gradient(loss, variable)
+                if gradient is not None:
+                    found.append(np.asarray(tf.cast(gradient, tf.complex128)))
+        assert len(found) in (0, 3), (dtype, len(found))
+        if found:
+            right.add(dtype)
+            for mean in found[1:]:
+                # Rounded to bfloat16 at most; dense steps of low rank come first.
+                error = np.linalg.norm(mean - found[0])
+                assert error <= 2**-6 * np.linalg.norm(found[0]), (dtype, error)
+    assert right >= {tf.float16, tf.bfloat16, tf.float32, tf.float64}, right
 
 
 def doubles_and_small_tensors_travel_as_plain():
@@ -316,6 +343,7 @@ CASES = [
     mean_is_the_mean, what_is_applied_and_what_is_kept, constant_gradients_are_encoded_each_step,
     models_of_one_shape_keep_apart, retracing_keeps_the_memory, not_a_number_reaches_all,
     zeros_stay_zero, sparse_travels_as_plain, doubles_and_small_tensors_travel_as_plain,
+    every_type_is_averaged_or_refused,
     missing_gradients_are_left_out, plain_allreduce, refusals, damaged_payload_is_an_error, resume,
     synchronize, shared_exchange_with_a_rank_that_joined,
 ]  # fmt: skip
