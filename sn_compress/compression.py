@@ -186,7 +186,8 @@ class FFTCompression(Compression):
     strongest bins are kept, as range floats with their positions, and what is dropped is
     remembered. Two ranks gather each other's payloads. Among more, payloads go to the ranks that
     own the blocks, who send the means on, encoded again: what a rank receives does not grow with
-    their number. hvd.join() on a rank that has run out of data is refused.
+    their number. hvd.join() on a rank that has run out of data is refused. Gradients of recurrent
+    layers are not smooth: beyond the default theta prefer LowRankCompression there.
 
     Settings beside those of Compression
     ------------------------------------
