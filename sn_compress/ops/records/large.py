@@ -54,9 +54,9 @@ def enlarged(values: Array, limit: float = HIGHEST) -> Array:
     return clipped(values, -limit * 2.0**-SHIFT, limit * 2.0**-SHIFT) * 2.0**SHIFT
 
 
-def lower_top(top: int | None) -> int | None:
+def lower_top(top: int) -> int:
     """The end of a range, upper half of a float32, over 2**SHIFT."""
-    return None if top is None else max(top - OCTAVES, 0)
+    return max(top - OCTAVES, 0)
 
 
 def encode(
@@ -96,8 +96,9 @@ def lowered(
     def encode_large(values: Floats, memory: Floats | None, words: Words, top: int | None) -> Tally:
         down = np.float32(2.0**-SHIFT)
         kept = None if memory is None else memory * down
+        end = None if top is None else lower_top(top)
         with np.errstate(all="ignore"):
-            saturated, energy, error = encode_rows(values * down, kept, words, lower_top(top))
+            saturated, energy, error = encode_rows(values * down, kept, words, end)
         finite = words[:, 0] & 0xFFFF != NON_FINITE
         words[finite, 0] |= LARGE
         if memory is not None and kept is not None:
