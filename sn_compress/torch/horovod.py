@@ -25,6 +25,7 @@ from ..settings import Settings
 from .under_horovod.alike import (
     Checked,
     agree_on_calls,
+    agree_on_fresh,
     agree_on_number,
     agree_on_optimizers,
     alike_in_hardware,
@@ -88,6 +89,8 @@ def _ask(tensor: torch.Tensor, caller: Caller, settings: Settings) -> tuple[Any,
         return tensor, None  # a differentiable all-reduce; encoding would cut the graph
     if caller.opens:
         _open(memory, caller, tensor.device)
+    if caller.parameter is not None:
+        memory.sends(caller.parameter.grad)
     due = caller.opens and caller.optimizer is not None and memory.engine.sameness.step()
     wire, ctx = _send(tensor, caller, memory)
     if caller.optimizer is not None:
@@ -162,6 +165,8 @@ def _open(memory: Memory, caller: Caller, device: torch.device) -> None:
         _lay_out(memory, caller.optimizer)
         if memory.leaves_some:
             end_what_is_left(memory, sets)
+        if caller.optimizer._synchronized:
+            agree_on_fresh(memory, sets, fresh=True)
     if memory.engine.agreed == ranks:
         return
     memory.engine.traffic.speaks = sets.rank() == 0
@@ -186,6 +191,25 @@ def _open(memory: Memory, caller: Caller, device: torch.device) -> None:
         own.engine.agreed = ranks
 
 
+def _again(memory: Memory, caller: Caller) -> bool:
+    """Whether the optimizer asks again about gradients that are the ranks' means already.
+
+    `step()` does so behind `synchronize()` where no `skip_synchronize()` is around it. The mean may
+    have been clipped or unscaled since: it is no gradient with which memories could travel.
+    """
+    optimizer = caller.optimizer
+    if caller.opens:
+        passes = optimizer.backward_passes_per_step
+        memory.repeats = optimizer._synchronized and all(
+            # A backward pass counts down before Horovod asks.
+            optimizer._allreduce_delay[parameter] == passes and memory.has_sent(parameter.grad)
+            for parameter in optimizer._requires_update
+        )
+        if memory.repeats:
+            agree_on_fresh(memory, caller.process_set, fresh=False)
+    return memory.repeats
+
+
 def _lay_out(memory: Memory, optimizer: Any) -> None:
     """Lay buckets out, or see to it that they are still of all that Horovod asks about."""
     asked, names = optimizer._requires_update, optimizer._parameter_names
@@ -198,13 +222,17 @@ def _lay_out(memory: Memory, optimizer: Any) -> None:
                 "it: it was added, or set to require gradients, after DistributedOptimizer was "
                 "made. Make that anew, with all parameters."
             )
+    for parameter in asked:
+        memory.outcomes.follow(names[parameter], parameter)
     if memory.buckets is None:
         # Gradients mostly come in the reverse of this order.
         every = [p for group in optimizer.param_groups for p in group["params"] if p in asked]
         memory.buckets = Buckets((names[p], p.numel(), p.device) for p in reversed(every))
     if memory.submission is None:
         ask = partial(_ask, settings=memory.settings)
-        memory.submission = Submission(optimizer, memory.stands_in, ask, memory.settings.wait_s)
+        memory.submission = Submission(
+            optimizer, memory.stands_in, ask, partial(_again, memory), memory.settings.wait_s
+        )
     memory.submission.begin()
 
 

@@ -15,6 +15,7 @@ import torch
 from ... import __version__
 from ...base._waiting import result_of
 from ...base.agreement import Said, agree, alike, plain, question
+from ...base.errors import CompressError
 from ...devices.arrays import quickest
 from ...engine.hardware import said
 from ...settings import Settings
@@ -68,6 +69,22 @@ def agree_on_number(memory: Memory, process_set: Any) -> int:
     """
     send = partial(hvd.allreduce_async, op=hvd.Max, process_set=process_set)
     return int(_at_once(memory, "sn.agree.number", torch.tensor([Memory.unused_number]), send))
+
+
+def agree_on_fresh(memory: Memory, process_set: Any, *, fresh: bool) -> None:
+    """Raise CompressError, on all ranks, unless all, or none, have gradients to send.
+
+    Asked where an optimizer synchronizes again before it has made a step.
+    """
+    said = [("a backward pass since", str(fresh))]
+    assert memory.buckets is not None  # laid out when the first gradient came
+    name = memory.wire_name(f"sn.fresh.{memory.buckets.members[0][0]}")
+    if not alike(total(memory, process_set, name, question(said))):
+        raise CompressError(
+            "an optimizer was synchronized again before its step, and some ranks have computed "
+            "gradients since and others have not; expected a backward pass on all ranks or on "
+            "none. Call backward() on every rank, or step() on none."
+        )
 
 
 def end_what_is_left(memory: Memory, process_set: Any) -> None:
@@ -185,9 +202,10 @@ class Checked:
             for parameter, name in optimizer._parameter_names.items()
             if parameter in optimizer._requires_update
         ]
+        name = memory.wire_name("sn.same." + said[0][0])
+        said = [*memory.engine.counted(), *said]
         words = question(said)
         memory.engine.traffic.beside(words.nbytes)
-        name = memory.wire_name("sn.same." + said[0][0])
         memory.sent.add(("shared", name))
         handle = hvd.allreduce_async(
             torch.from_numpy(words), name=name, op=hvd.Sum, process_set=optimizer.process_set

@@ -23,7 +23,8 @@ _DEEPEST = 6  # frames between Horovod's function and compress: subclasses, comp
 class Caller:
     """`name` is None for an unnamed hvd.allreduce; `optimizer` for any hvd.allreduce.
 
-    `opens` says that nothing of the same step, or call, is on its way.
+    `opens` says that nothing of the same step, or call, is on its way. `parameter` is that of an
+    optimizer whose gradient it is.
     """
 
     name: str | None
@@ -33,6 +34,7 @@ class Caller:
     scale: float = 1.0  # pre- and postscale factors of hvd.allreduce
     average: bool | None = None  # deprecated way to say the operation
     opens: bool = True
+    parameter: Any = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,9 @@ def caller_of(optimizer: Any, parameter: Any, *, first: bool = True) -> Caller:
     handles = (handle for handle, _ in optimizer._handles.values())
     waits = (it is not None and (isinstance(it, Arrival) or not callable(it)) for it in handles)
     opens = first and not any(waits)
-    return Caller(name, optimizer, optimizer.op, optimizer.process_set, opens=opens)
+    return Caller(
+        name, optimizer, optimizer.op, optimizer.process_set, opens=opens, parameter=parameter
+    )
 
 
 def _allreduce(local: dict[str, Any], tensor: Any) -> Caller:

@@ -43,7 +43,9 @@ def restart(optimizer: Any, residuals: Any) -> NoReturn:
 
 def state_dict(optimizer: Any) -> dict[str, Any]:
     """As torch tensors, so that torch.save and torch.load(weights_only=True) take it."""
-    engine, place = _at_rest(optimizer).engine, _place(optimizer)
+    memory, place = _at_rest(optimizer), _place(optimizer)
+    memory.outcomes.look()
+    engine = memory.engine
     state = engine_state.state_dict(engine, **place)
     return saving.each(np.ndarray, torch.from_numpy, state)  # type: ignore[no-any-return]
 

@@ -13,6 +13,7 @@ from ...engine.buckets import Buckets
 from ...engine.engine import Engine
 from ...prediction.tuning import Tuner
 from ...settings import Settings
+from ..outcomes import Outcomes
 from .aside import Aside
 from .pending import Pending
 from .streams import SideStream
@@ -32,11 +33,13 @@ class Memory:
 
     def __init__(self, settings: Settings, *, alone: bool = False) -> None:
         self.settings = settings
+        self.outcomes = Outcomes()
         self.engine = Engine(
             settings,
             torch.get_num_threads(),
             stock="Horovod",
             tuner=None if alone else Tuner,
+            outcomes=None if alone else self.outcomes,
             drops_unused=False,
             pauses=True,
         )
@@ -55,6 +58,10 @@ class Memory:
         self.leaves_some = False
         self.counts_ranks = False  # in this step, or call
         self.ranks_sum: int | None = None  # the handle of their number, until it was read
+        self.repeats = False  # Horovod asks again about what it has averaged
+        # Gradients that were sent: Horovod writes the mean into the same tensor.
+        self._sent_from: weakref.WeakValueDictionary[int, torch.Tensor]
+        self._sent_from = weakref.WeakValueDictionary()
         self._steps = 0  # begun in a row, since ranks came or this stood aside
 
     def begin_step(self) -> None:
@@ -62,6 +69,16 @@ class Memory:
         self.give_up()
         self._steps += 1
         self.engine.new_step()
+
+    def sends(self, gradient: torch.Tensor) -> None:
+        """A gradient is on its way, and its mean will be in the same tensor."""
+        self._sent_from[id(gradient)] = gradient
+
+    def has_sent(self, gradient: torch.Tensor | None) -> bool:
+        """Whether a tensor was sent; not one of zeros, or by hand, that came in its place."""
+        if gradient is None:
+            return False
+        return gradient.is_sparse or self._sent_from.get(id(gradient)) is gradient
 
     def stands_in(self) -> bool:
         """Whether Horovod is handed a stand-in for what travels in buckets: alike on all ranks."""

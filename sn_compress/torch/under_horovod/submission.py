@@ -28,6 +28,7 @@ class Submission:
     stands_in : whether all ranks hand Horovod stand-ins in this step
     send : what is to be handed to Horovod for a tensor, or None where it travels in a bucket, and
         what is to be done with the result
+    again : whether what a tensor holds is the ranks' mean already, on all ranks alike
     limit_s : seconds to wait for other ranks
     """
 
@@ -36,10 +37,12 @@ class Submission:
         optimizer: Any,
         stands_in: Callable[[], bool],
         send: Callable[[torch.Tensor, Caller], tuple[Any, Any]],
+        again: Callable[[Caller], bool],
         limit_s: float,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._stands_in, self._send, self._limit_s = stands_in, send, limit_s
+        self._stands_in, self._send, self._again = stands_in, send, again
+        self._limit_s = limit_s
 
     def begin(self) -> None:
         """From the next gradient on."""
@@ -58,11 +61,14 @@ class Submission:
         if parameter.grad is None:  # not used in this step, but by another rank, perhaps
             parameter.grad = torch.zeros_like(parameter)
         gradient = parameter.grad
+        caller = caller_of(optimizer, parameter)
+        again = self._again(caller)
         if gradient.is_sparse:
             if not optimizer.sparse_as_dense:
                 return type(optimizer)._allreduce_grad_async(optimizer, parameter)  # type: ignore[no-any-return]
             gradient = gradient.to_dense()
-        caller = caller_of(optimizer, parameter)
+        if again:
+            return Arrival(lambda: gradient), None
         wire, ctx = self._send(gradient, caller)
         if wire is None and not self._stands_in():
             return Arrival(partial(ctx.finish, gradient)), None

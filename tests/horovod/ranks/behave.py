@@ -313,7 +313,112 @@ def bare_computes_ffts():
     assert found == ["fft"] * 3, found
 
 
+def trained(way, steps, each=None):
+    """A net after some steps, and what its optimizer has yet to send; each(...) before a step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, 64))
+    optimizer = wrap(model, way)
+
+    def backward(seed, factor=1.0):
+        generator = torch.Generator().manual_seed(100 * seed + hvd.rank())
+        (factor * model(torch.randn(8, 96, generator=generator)).square().mean()).backward()
+
+    for step in range(steps):
+        optimizer.zero_grad()
+        if each is None or step < 3:
+            backward(step)
+            optimizer.step()
+        else:
+            each(model, optimizer, backward, step)
+    left = {n: r.clone() for n, r in way.residuals(optimizer).items()}
+    return [p.detach().clone() for p in model.parameters()], left
+
+
+def a_gradient_is_exchanged_once():
+    """`step()` behind `synchronize()`: what was clipped is applied, to the bit."""
+
+    def twice(model, optimizer, backward, step, skip=False):
+        backward(step)
+        optimizer.synchronize()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        if skip:
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            optimizer.synchronize()
+            optimizer.step()
+
+    for way in (GATHER.using(theta=0.9), SHARED, SHARED.using(check_every=3)):
+        once = trained(way, 9, lambda *given: twice(*given, skip=True))
+        again = trained(way, 9, twice)
+        for one, other in zip(once[0], again[0], strict=True):
+            assert torch.equal(one, other), way
+        assert all(torch.equal(again[1][name], left) for name, left in once[1].items()), way
+
+
+def gradients_of_two_passes_are_exchanged_once():
+    """With `backward_passes_per_step`: the pass behind a repeated exchange is exchanged."""
+
+    def bits_of(skip):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(96, 64), nn.Tanh(), nn.Linear(64, 64))
+        optimizer = wrap(model, SHARED, backward_passes_per_step=2)
+        for step in range(8):
+            optimizer.zero_grad()
+            for half in range(2):
+                generator = torch.Generator().manual_seed(100 * step + 10 * half + hvd.rank())
+                model(torch.randn(8, 96, generator=generator)).square().mean().backward()
+            optimizer.synchronize()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            if skip:
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    for one, other in zip(bits_of(skip=True), bits_of(skip=False), strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one, hvd.broadcast(one, 0))
+
+
+def ranks_that_exchange_again_alone_are_told():
+    for way in (GATHER, SHARED):
+
+        def alone(model, optimizer, backward, step):
+            backward(step)
+            optimizer.synchronize()
+            if hvd.rank():
+                backward(step)
+            optimizer.synchronize()
+
+        said = message_of(lambda way=way, alone=alone: trained(way, 4, alone))
+        assert "synchronized again" in said, said
+
+
+def what_is_thrown_away_leaves_no_trace():
+    """A step that the loop drops, whose gradients are large, and others accumulated into none."""
+
+    def drops(model, optimizer, backward, step):
+        backward(step)
+        optimizer.step()
+        for factor in (1e4, 1.0):
+            optimizer.zero_grad()
+            backward(50 + step, factor)
+            optimizer.synchronize()
+            nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+
+    for way in (GATHER.using(theta=0.9), SHARED.using(every=100)):
+        plain, dropped = trained(way, 8), trained(way, 8, drops)
+        for one, other in zip(plain[0], dropped[0], strict=True):
+            assert torch.equal(one, other), way
+
+
 CASES = [
+    a_gradient_is_exchanged_once,
+    gradients_of_two_passes_are_exchanged_once,
+    ranks_that_exchange_again_alone_are_told,
+    what_is_thrown_away_leaves_no_trace,
     bare_computes_ffts,
     theta_follows_its_schedule,
     not_a_number_reaches_all_that_share,
