@@ -62,6 +62,11 @@ class Size:
     size: int
     way: Way = "low_rank"
 
+    @property
+    def waits(self) -> bool:
+        """Whether a matrix travels whole because it had no energy when sizes were chosen."""
+        return self.size == 0 and min(cut(self.shape)) > 1
+
     def part(self) -> Part:
         """What sends it."""
         if self.size == 0:

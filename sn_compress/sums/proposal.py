@@ -49,9 +49,10 @@ def propose(
             continue
         if t.mean is None and t.earlier is not None:
             t.proposed = t.size  # the step that was to show another was aborted
+        elif not mean.any():
+            t.proposed = Size(shape, 0)  # nothing is known of it: all of it, until there is
+        if t.proposed is not None:
             del new[name], curves[name]
-            continue
-        if t.mean is None:
             continue
         low_rank = curves[name]
         if rows:

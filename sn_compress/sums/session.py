@@ -4,7 +4,8 @@ A few dense steps begin the training: they are where compression hurts most, and
 rank the same mean gradients, from which each proposes sizes (`sums/choose.py`). All take those of
 one rank, which travel in a round of their own before the first step that is not dense: what each
 computes from floats may differ in the last bit, and then word counts would. A dense step returns
-rarely, carries the memories along, and the choice is made anew.
+rarely, carries the memories along, and the choice is made anew. A tensor that has shown nothing but
+zeros, as where a loss starts late, travels whole until it shows more; then its dense steps begin.
 
 Over 300 lines: what happens to one tensor in a step hangs on what it was at in the one before.
 """
@@ -84,6 +85,7 @@ class SharedExchange:
     def dense(self, name: str, shape: Sequence[int]) -> bool:
         """Whether this tensor's next gradient travels uncompressed."""
         tensor = self._tensor(name, shape)
+        tensor.wake()
         step = tensor.step
         return step < self.warmup or (step - self.warmup) % self.every == self.every - 1
 
@@ -193,6 +195,8 @@ class SharedExchange:
             self._verdicts[name] = verdict, names[0]
         if on_host(values[0]):
             verdict.read()  # a damaged sum is an error of this step
+        for tensor, mean in zip(tensors, means, strict=True):
+            tensor.listen(mean)
         return means
 
     def words(self, name: str, ranks: int) -> list[int]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..base import saved
 from ..base.errors import CompressError
-from ..devices.arrays import Array, namespace, to_host
+from ..devices.arrays import Array, Later, namespace, to_host
 from ..ops.words.scales import MOST_EXPONENT, exponent_of, times_power
 from .choose import WAYS, Size, largest
 from .summable import Summable
@@ -35,6 +35,7 @@ class Tensor:
     exponent: int = 0  # of numbers near the ends of float32
     summable: Summable | None = None
     earlier: Summable | None = None  # until then, in case that step turns out to be lost
+    awake: Later | None = None  # whether the last mean of a tensor that waits had energy
     before: dict[str, Any] | None = None  # the fields above, before the last step
     committed: dict[str, Any] | None = None  # and before the first that was not committed
 
@@ -49,6 +50,19 @@ class Tensor:
         """Put another memory, [n] float32, in the place of the summable's."""
         if self.summable is not None:
             self.summable.replace(times_power(memory, -self.exponent))
+
+    def listen(self, mean: Array) -> None:
+        """Take note of the mean of a coded step, the same on all ranks, for `wake`."""
+        if self.size is not None and self.size.waits:
+            xp = namespace(mean)
+            found = xp.any(mean != 0) & xp.all(xp.isfinite(mean))
+            self.awake = Later(xp.reshape(xp.astype(found, xp.float64), (1,)))
+
+    def wake(self) -> None:
+        """Begin anew, with dense steps, if a tensor without energy has got some."""
+        awake, self.awake = self.awake, None
+        if awake is not None and awake.read()[0]:
+            self.step = 0
 
     def open(self) -> None:
         """A step begins: keep what `undo` and `abort` need."""
@@ -112,6 +126,7 @@ class Tensor:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on with it, as arrays and numbers."""
+        self.wake()
         entry: dict[str, Any] = {"shape": list(self.shape), "step": self.step}
         if self.mean is not None:
             entry["mean"] = np.array(to_host(self.mean))

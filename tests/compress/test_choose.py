@@ -311,6 +311,57 @@ def test_a_step_taken_back_behind_the_choice_is_chosen_again(disturbed):
                 own.commit()
 
 
+def test_a_tensor_without_energy_travels_whole_until_it_has_some():
+    """As where a loss starts late: then dense steps begin, and sizes are chosen, on all ranks."""
+    rng, shapes = np.random.default_rng(9), {"early": (128, 96), "late": (96, 64)}
+    sessions = sessions_of(2)
+
+    def gradients(started):
+        found = gradients_of(rng, 2, shapes, torch_too=False)
+        if not started:
+            for own in found:
+                own["late"] = np.zeros_like(own["late"])
+        return found
+
+    dense_step(sessions, gradients(False), shapes)
+    for step in range(4):
+        values = gradients(step == 3)
+        for name in shapes:
+            assert not any(own.dense(name, shapes[name]) for own in sessions), (step, name)
+        found = exchanged(sessions, values, 2, shapes)
+        for own in sessions:
+            own.commit()
+        assert [own.way("late") for own in sessions] == ["whole"] * 2
+        assert sessions[0].tensors["early"].size.size > 0
+        # What is beyond the window of words for zeros goes along with the dense step.
+        left = np.mean([own.residual("late") for own in sessions], axis=0)
+        true = np.mean([own["late"] for own in values], axis=0)
+        for means in found:
+            np.testing.assert_allclose(means["late"] + left, true, atol=1e-5)
+    values = gradients(True)
+    assert not sessions[0].dense("early", shapes["early"])
+    dense_step(sessions, [{"late": own["late"]} for own in values], {"late": shapes["late"]})
+    for own in sessions:
+        assert not own.dense("late", shapes["late"])
+    exchanged(sessions, gradients(True), 2, shapes)
+    assert {own.way("late") for own in sessions} == {"low_rank"}
+    assert not any(own.dense("late", shapes["late"]) for own in sessions)
+
+
+def exchanged(sessions, values, ranks, shapes):
+    """What each rank gets back of all tensors, in their order."""
+    found = [{} for _ in sessions]
+
+    def rounds(rank):
+        means = yield from sessions[rank].exchange_all(
+            list(shapes), [values[rank][name] for name in shapes], ranks=ranks, rank=rank
+        )
+        found[rank].update(zip(shapes, map(np.asarray, means), strict=True))
+
+    run([rounds(rank) for rank in range(ranks)])
+    return found
+
+
 def test_a_saved_state_goes_on_with_the_sizes_agreed_on(disturbed):
     rng = np.random.default_rng(10)
     shapes = {"table": (800, 32), "wide": (30, 200)}

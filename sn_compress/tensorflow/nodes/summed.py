@@ -114,9 +114,14 @@ class SummedBucket:
 
 
 def until_dense(exchange: SharedExchange, names: Iterable[str]) -> int:
-    """Steps until the next dense one of these tensors; 0 unless all have sizes."""
+    """Steps until the next dense one of these tensors; 0 unless all have sizes.
+
+    And where one waits for energy, which Python looks for at each step.
+    """
     found = [exchange.tensors.get(name) for name in names]
     if any(it is None or it.summable is None for it in found):
+        return 0
+    if any(it.size is not None and it.size.waits for it in found if it is not None):
         return 0
     every = exchange.every
     return min((every - 1 - (it.step - exchange.warmup)) % every for it in found if it is not None)
