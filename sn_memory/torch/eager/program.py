@@ -203,11 +203,9 @@ class _Writer:
                 continue
             moved = self.moved(target) if kind == "run" else None
             if target in self.named.random_states:
-                if (
-                    kind == "free"
-                    and (call := self.named.random_states[target]) in self.drawn_again
-                ):
-                    current.append(ForgetState(call))
+                drawn = self.named.random_states[target]
+                if kind == "free" and drawn in self.drawn_again:
+                    current.append(ForgetState(drawn))
             elif moved is not None:
                 current += self.add(target, moved)
             elif kind == "run" and self.named.call_of[target] in self.sums:

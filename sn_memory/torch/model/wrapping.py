@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch._C._dynamo import eval_frame
-from torch.nn.parameter import UninitializedTensorMixin
 
 from ...base.errors import PlanWarning
 from ..errors import SampleError, TraceError
@@ -203,7 +202,7 @@ def check_model(model: Any) -> None:
     lazy = [
         name
         for name, it in (*model.named_parameters(), *model.named_buffers())
-        if isinstance(it, UninitializedTensorMixin)
+        if torch.nn.parameter.is_lazy(it)
     ]
     if lazy:
         raise TraceError(

@@ -96,7 +96,7 @@ class Search:
             seen.add(saved[seed])
             probe.join(other)
         if len(seen) > 1:
-            self.all_courses = sorted(saved, key=lambda it: -saved[it])
+            self.all_courses = [*sorted(saved, key=saved.__getitem__, reverse=True)]
             self.courses = self.all_courses[:_MEASURED]
 
     def _begin(self, course: int | None) -> None:
