@@ -14,7 +14,7 @@ Over 300 lines: what happens in a step hangs on what the steps before it left in
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -31,6 +31,7 @@ from ..sums.session import SharedExchange
 from . import hardware, payloads, scattered
 from .carry import Carry, Gradient, Rounds, Sorted
 from .feedback import ErrorFeedback
+from .outcome import Outcome, Outcomes
 from .owed import Owed
 from .scattered import shares_of
 from .seconds import Seconds
@@ -56,20 +57,6 @@ class Chooser(Protocol):
 
     def pass_by(self, steps: int) -> None:
         """Take note of steps that have not asked."""
-
-
-# "held" where the gradient still waits for a step, as when gradients accumulate.
-Outcome = Literal["applied", "dropped", "held", "unknown"]
-
-
-class Outcomes(Protocol):
-    """What became of exchanged gradients: a `torch.outcomes.Outcomes`."""
-
-    def sent(self, names: Iterable[str]) -> None:
-        """Gradients of these tensors are exchanged now."""
-
-    def of(self, name: str) -> Outcome:
-        """What became of the last one of a tensor."""
 
 
 class MakesChooser(Protocol):

@@ -22,7 +22,7 @@ import torch
 from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..engine.engine import Outcome
+from ..engine.outcome import Outcome
 
 
 class _FoundInf:

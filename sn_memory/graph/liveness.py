@@ -41,9 +41,13 @@ class Peak:
 
 
 def unplanned_bytes(graph: Graph) -> int:
-    """Return the peak of the step without a plan: what percent of a budget are of."""
-    stated = graph.unplanned_peak_bytes
-    return peak(graph).bytes if stated is None else stated
+    """Return the peak of the step without a plan: what percent of a budget are of.
+
+    The graph's own may be larger by the random states that are kept for reruns. With all of a
+    budget nothing has to run again.
+    """
+    own = peak(graph).bytes
+    return own if graph.unplanned_peak_bytes is None else max(own, graph.unplanned_peak_bytes)
 
 
 def lifetimes(graph: Graph) -> Lifetimes:

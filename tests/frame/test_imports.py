@@ -64,6 +64,7 @@ LAYERS = (
     ("sn_compress.tensorflow",),
     # The rim of torch.
     ("sn_compress.torch.digests",),
+    ("sn_compress.torch.outcomes",),
     ("sn_compress.torch.gossip",),
     ("sn_compress.torch.under_ddp",),
     ("sn_compress.torch.under_horovod",),

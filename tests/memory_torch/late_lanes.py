@@ -100,7 +100,7 @@ def random_moves(traced, plan, seed, *, share=0.5):
     its copy back lie anywhere between, in this order, so that places on the host change hands.
     """
     rng, graph = np.random.default_rng(seed), traced.graph
-    resident = {it.name for it in graph.storages if it.resident or it.keep}
+    resident = {it.name for it in graph.storages if it.resident or it.keep or it.held}
     outside = {it.storage for it in traced.captured.outputs if isinstance(it, View)}
     outside |= {it.storage for it in traced.captured.output_gradients}
     fixed = resident | {it for it, at in traced.named.storage_of.items() if at in outside}

@@ -297,7 +297,7 @@ def differences(before, after):
 
 
 WAYS = {
-    "graph": lambda model, x: plan(model, x, "80%", backend="graph", planner="greedy"),
+    "graph": lambda model, x: plan(model, x, "90%", backend="graph", planner="greedy"),
     "too little": lambda model, x: plan(model, x, 100, profile=False, planner="greedy"),
     "auto": lambda model, x: plan(model, x, "90%", profile=False, planner="greedy"),
     "modules": lambda model, x: plan(model, x, "95%", backend="modules"),

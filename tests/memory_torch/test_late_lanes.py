@@ -25,6 +25,7 @@ from sn_memory.torch.eager.replay import Replay
 from sn_memory.torch.eager.written import Names, Row
 from sn_memory.torch.model.step import run_step
 from sn_memory.torch.trace.record import View
+from sn_memory.torch.trace.to_graph import STATE
 
 LINK = Device("link", 1e9, 1e9, 1e9, 1e9, 0.0)
 
@@ -103,7 +104,9 @@ def test_any_order_gives_the_same(lanes, net, budget, probability):
             expected = run(plain, plain, sample)
             got = run(lambda x: replay.run(mine, (x,), {}), mine, sample, **settings)  # noqa: B023
             assert same(got.results, expected.results), seed
-            assert got.peak_bytes == moved.peak_bytes, seed
+            # Where gradients of gradients would start from is kept by who calls the replay.
+            start = sum(it.bytes for it in traced.graph.storages if it.name == STATE)
+            assert got.peak_bytes == moved.peak_bytes - start, seed
         (arena,) = replay.program.arenas
         shared += sum(it.nbytes for it in arena.host_copies.values()) > arena.block.numel()
         # What the plan counts on the host is what is reserved, but for whole multiples of 64.

@@ -10,7 +10,7 @@ from ...graph.numbers import Ints
 from ...plan.plan import Plan
 from ...run.loss import LOSS
 from ..trace.captured import Captured
-from ..trace.to_graph import Named
+from ..trace.to_graph import STATE, Named
 from .host_arena import HostCopy
 
 
@@ -74,8 +74,9 @@ def waiting_bytes(named: Named, plan: Plan) -> tuple[int, int]:
     """
     graph = named.graph
     size = dict(zip((it.name for it in graph.storages), graph.arrays.bytes.tolist(), strict=True))
-    held = {it.name for it in graph.storages if it.role == "input"}
-    callers = held | set(graph.ops[graph.op_index[LOSS]].inputs)
+    inputs = {it.name for it in graph.storages if it.role == "input"}
+    held = inputs | ({STATE} & size.keys())
+    callers = inputs | set(graph.ops[graph.op_index[LOSS]].inputs)
     away: set[str] = set()
     for kind, target, _ in plan.actions:
         if kind == "run" and target == LOSS:
