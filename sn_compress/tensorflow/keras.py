@@ -28,10 +28,10 @@ from ..base.names import relative
 from ..compression import Compression
 from .alike import agree_at_trace, as_variables, compared, said_of_compression, said_of_variables
 from .buckets import Plain
-from .memory import Memory
+from .memory import Memory, averaged_twice, refuse_means_of_tapes
 from .memory import memory_of as _memory_of_compression
 from .tape import Beside, compressed_means, refuse_xla
-from .tracing import Call
+from .tracing import Call, was_reduced
 
 # Those that are alive, to be compared among ranks.
 _made: weakref.WeakSet[Averaging] = weakref.WeakSet()
@@ -119,6 +119,9 @@ class Averaging:
         """See compressed_means."""
         if not hasattr(self.compression, "settings"):
             return None, [None] * len(gradients), gradients
+        refuse_means_of_tapes(as_variables(self.variables))
+        if any(was_reduced(each) for each in gradients):
+            raise averaged_twice("gradients are")
         call = Call(
             compression=self.compression, name="gradients", sources=(), place=None,
             op=self.op, process_set=self.process_set, ignore_name_scope=False,
