@@ -122,10 +122,14 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
                     "made and read by Python functions, which is slower and the same on all"
                 )
 
-    def tuned(self, tensors: Mapping[str, Tensor], process_set: Any) -> Tuned:
+    def tuned(
+        self, tensors: Mapping[str, Tensor], process_set: Any, variables: Mapping[str, Any]
+    ) -> Tuned:
         """How AutoCompression lets tensors of a call travel that is being traced.
 
         What was not sent of those that travel plain is owed from here on.
+
+        variables : by name; none where all gradients count as applied
         """
         refuse_untraced()
         if self.tuner is None:
@@ -146,6 +150,8 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
         left = [name for name in sorted(plain) if self.shared.remembers(name)]
         if left:
             self.retire(left)
+            known = [name for name in left if name in variables]
+            self._settle_now(known, [variables[name] for name in known])
             with self._lock:
                 for name in left:
                     self.owed.take(name, self.shared)
@@ -262,6 +268,8 @@ class Memory(Traced, tf.train.experimental.PythonState):  # type: ignore[misc]
             [name for name, _ in pairs],
             [int(digest_of(variable.read_value())) for _, variable in pairs],
         )
+        for name, _ in pairs:  # no exchange yet
+            self.marks[name] = None, self.marks[name][1]
 
     def settle(self, names: Sequence[str], digests: Sequence[int]) -> None:
         """See Traced.settle; a graph that was sized is so no more."""

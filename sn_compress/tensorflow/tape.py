@@ -146,7 +146,9 @@ def exchanged(
 
     names, places : of each, what it is kept under, or its place in the result of `beside.python`
     """
-    tuned = _tuned(call, memory, names, tensors) if memory.settings.tune and tensors else None
+    tuned = None
+    if memory.settings.tune and tensors:
+        tuned = _tuned(call, memory, names, tensors, _variables(call, memory, places))
     taken = [at for at, name in enumerate(names) if tuned is None or name not in tuned.plain]
     cuts = cut([tensors[at].shape.num_elements() for at in taken])
     parts = [[taken[at] for at in part] for part in cuts]
@@ -271,7 +273,11 @@ def _settled(
 
 
 def _tuned(
-    call: Call, memory: Memory, names: Sequence[str | None], tensors: Sequence[Any]
+    call: Call,
+    memory: Memory,
+    names: Sequence[str | None],
+    tensors: Sequence[Any],
+    variables: Sequence[Any] | None,
 ) -> Tuned:
     """What AutoCompression has chosen for the gradients of a call, while it is traced."""
     of = {}
@@ -281,7 +287,8 @@ def _tuned(
             raise untraced("where the graph may serve any variables: a tape that Horovod traces")
         n = tensor.shape.num_elements()
         of[name] = Tensor(tuple(tensor.shape), n, n * wire_type(tensor).size)
-    return memory.tuned(of, call.process_set)
+    known = dict(zip(of, variables or (), strict=variables is not None))
+    return memory.tuned(of, call.process_set, known)
 
 
 def _with_owed(tensor: Any, name: str, memory: Memory) -> Any:

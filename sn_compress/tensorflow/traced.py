@@ -79,7 +79,7 @@ class Traced:
             self._rounds: dict[tuple[str, ...], Begun] = {}
             self._slot_of: dict[str, int] = {}
             self._keys: list[str] = []
-            # Of variables: digest at their last exchange; whether they were seen to change.
+            # Of variables; see nodes/outcomes.py.
             self.marks: dict[str, tuple[int | None, bool]] = {}
             self.asked: set[str] = set()  # what ranks have agreed on
             self._sameness: dict[Any, Sameness] = {}

@@ -25,12 +25,12 @@ from ..base.errors import CompressError
 _MODULE = "horovod.tensorflow"
 _TRACER, _TRACER_MODULE = "func_graph_from_py_func", "tensorflow.python.framework.func_graph"
 _REDUCE = ("allreduce", "grouped_allreduce")
-# Ops that change a gradient's size, not what it is of, as clipping and unscaling do.
+# Ops that change how large a gradient is, not what it is of, as clipping and unscaling do.
 _PASSING = frozenset(
     {
-        "AddN", "AddV2", "Cast", "ClipByValue", "DivNoNan", "EnsureShape", "Identity", "IdentityN",
-        "If", "Maximum", "Minimum", "Mul", "Neg", "RealDiv", "Reshape", "Select", "SelectV2",
-        "StatelessIf", "StopGradient", "Sub",
+        "Cast", "ClipByValue", "DivNoNan", "EnsureShape", "Identity", "IdentityN", "If", "Maximum",
+        "Minimum", "Mul", "Neg", "RealDiv", "Reshape", "Select", "SelectV2", "StatelessIf",
+        "StopGradient",
     }
 )  # fmt: skip
 _SCATTER = ("reducescatter", "grouped_reducescatter")
@@ -163,7 +163,9 @@ def was_reduced(gradient: Any) -> bool:
             outer = [it for it, own in getattr(operation.graph, "captures", ()) if own is tensor]
             waiting += [it for it in outer if tf.is_symbolic_tensor(it)]
         elif operation.type in _PASSING:
-            waiting += operation.inputs
+            # Not the factors: a norm over all ranks may clip a gradient of this one.
+            n = tensor.shape.num_elements()
+            waiting += [it for it in operation.inputs if it.shape.num_elements() == n != 1]
     return False
 
 
@@ -172,7 +174,7 @@ def _reduces_in_branch(operation: Any) -> bool:
     if operation.type not in ("If", "StatelessIf"):
         return False
     branch = operation.graph._get_function(operation.get_attr("then_branch").name)
-    nodes = () if branch is None else branch.function_def.node_def
+    nodes = () if branch is None else branch.definition.node_def
     return any(node.op.startswith("Horovod") for node in nodes)
 
 

@@ -16,7 +16,8 @@ import tensorflow as tf
 
 from .variables import variable
 
-# Digest of a variable at its last exchange, None before the first; whether it was seen to change.
+# Digest of a variable at its last exchange, None before the first, or where what became of that is
+# known; whether it was seen to change.
 Mark = tuple[int | None, bool]
 _NEVER, _EXCHANGED, _CHANGES = np.arange(3)  # int64
 
@@ -33,7 +34,7 @@ class Outcomes:
     def __init__(self, marks: Sequence[Mark]) -> None:
         self._digests = variable(np.array([digest or 0 for digest, _ in marks], np.int64))
         states = [
-            _NEVER if digest is None else _CHANGES if changes else _EXCHANGED
+            _CHANGES if changes else _NEVER if digest is None else _EXCHANGED
             for digest, changes in marks
         ]
         self._states = variable(np.array(states, np.int64))

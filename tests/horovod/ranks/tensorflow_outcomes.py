@@ -191,6 +191,36 @@ def nothing_else_is_lost():
             assert np.abs(left).max() > 0.1, "nothing was dropped by compression?"
 
 
+def of_two_optimizers_one_may_skip():
+    """Gradients of both in one exchange: of what one has dropped the other keeps its own."""
+    for name in ("fft", "arrays", "low"):
+        compression = CLASSES[name].using()
+        both = [tf.Variable(np.zeros((SIDE, SIDE), "f4")) for _ in range(2)]
+
+        @tf.function
+        def step(wanted, skips, compression=compression, both=tuple(both)):
+            with hvd.DistributedGradientTape(tf.GradientTape(), compression=compression) as tape:
+                loss = tf.reduce_sum(both[0] * wanted[0]) + tf.reduce_sum(both[1] * wanted[1])
+            found = tape.gradient(loss, list(both))
+            tf.cond(skips, lambda: None, lambda: apply(both[:1], found[:1]))
+            apply(both[1:], found[1:])
+
+        rng = np.random.default_rng(hvd.rank())
+        plain = np.zeros((2, SIDE, SIDE))
+        for at in range(16):
+            skips = at % 3 == 2
+            wanted = rng.standard_normal((2, SIDE, SIDE)).astype("f4")
+            wanted[0] *= 100 if skips else 1
+            step(tf.constant(wanted), tf.constant(skips))
+            mean = 0.5 * np.mean(hvd.allgather_object(wanted), axis=0)
+            plain -= mean * np.array([not skips, True])[:, None, None]
+        left = 0.5 * np.mean(hvd.allgather_object(residuals(compression)), axis=0)
+        error = numpy_of(both) - left.reshape(plain.shape) - plain
+        if skips:
+            error = error[1:]
+        assert np.abs(error).max() < 2e-4, (name, np.abs(error).max(axis=(1, 2)))
+
+
 def a_scaler_that_skips_leaves_no_trace():
     """Keras's loss scaler around a plain optimizer: a tensor overflows, and others do not."""
 
@@ -324,10 +354,12 @@ def a_loss_scale_changes_nothing():
             step(batch(at))
         return numpy_of(variables), float(scaler.dynamic_scale)
 
+    warnings = Warnings()
     for name in ("fft", "low", "dense"):
         (steady, one), (grown, other) = (bits(CLASSES[name], growth) for growth in (1000, 2))
         assert (one, other) == (8.0, 512.0), (one, other)
         same(steady, grown, name)
+    assert not warnings.end(), "nothing was dropped"
 
 
 def a_gradient_is_exchanged_once():
@@ -361,6 +393,25 @@ def a_gradient_is_exchanged_once():
             assert "averaged twice" in text, (of_tape, traced, text)
     for of_tape in (hvd.Compression.none, hvd.Compression.fp16):
         assert "averaged twice" in said(of_tape, True), of_tape
+
+
+def a_norm_over_all_ranks_may_clip_what_an_optimizer_averages():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((SIDE,)), keras.layers.Dense(SIDE)])
+    optimizer = DistributedOptimizer(keras.optimizers.SGD(1.0), compression=FFT)
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - 0.5) ** 2)
+        found = tape.gradient(loss, model.trainable_variables)
+        norm = hvd.allreduce(tf.linalg.global_norm(found), name="norm")
+        optimizer.apply([0.1 * each / norm for each in found], model.trainable_variables)
+
+    for at in range(3):
+        step(batch(at))
+    first, last = hvd.allgather_object(numpy_of(model.trainable_variables))
+    same(first, last, "ranks")
 
 
 def applied_twice_is_sent_twice():
@@ -439,12 +490,14 @@ CASES = [
     what_is_thrown_away_leaves_no_trace,
     what_is_thrown_away_eagerly_leaves_no_trace,
     nothing_else_is_lost,
+    of_two_optimizers_one_may_skip,
     a_scaler_that_skips_leaves_no_trace,
     an_exception_is_a_gradient_thrown_away,
     a_generator_goes_through_the_discriminator,
     gradients_may_be_added_up,
     a_loss_scale_changes_nothing,
     a_gradient_is_exchanged_once,
+    a_norm_over_all_ranks_may_clip_what_an_optimizer_averages,
     applied_twice_is_sent_twice,
     a_tape_may_compute_two_losses,
     a_choice_of_methods_follows_too,
