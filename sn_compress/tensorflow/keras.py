@@ -474,15 +474,28 @@ def Elastic(optimizer: Any) -> NoReturn:  # noqa: N802 - as in the rim of torch
 class BroadcastVariables(keras.callbacks.Callback):  # type: ignore[misc]
     """Begin every `fit` with the weights and optimizer variables of one rank.
 
-    Seeds of random layers stay as they are: ranks should drop out different units.
+    A model whose first batch builds it has them behind that one. Seeds of random layers stay as
+    they are: ranks should drop out different units.
     """
 
     def __init__(self, root_rank: int = 0, *, process_set: Any = hvd.global_process_set) -> None:
         super().__init__()
         self.root_rank, self.process_set = root_rank, process_set
+        self._waits = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Called by Keras."""
+        self._waits = not self.model.built
+        if not self._waits:
+            self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Called by Keras."""
+        if self._waits:
+            self._waits = False
+            self._broadcast()
+
+    def _broadcast(self) -> None:
         optimizer = self.model.optimizer
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
